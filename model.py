@@ -1,0 +1,442 @@
+"""A decoder-only Transformer: the model alone, in plain PyTorch.
+
+By default it is the architecture of Determined's FSDP example: learned positions, LayerNorm, a ReLU
+feed-forward network, fused query-key-value. By configuration it is GPT-2 (GELU, tied embeddings,
+dropout) or Llama / Mistral (RoPE, RMSNorm, SwiGLU, grouped queries, sliding window).
+
+Reading order: `ModelConfig`, then `Transformer.forward`, then the parts above it. Nothing here knows of
+devices, ranks or precision policies; what a trainer needs to know about the structure is said by three
+methods: `Transformer.fsdp_units`, `Transformer.init_rule` and `ModelConfig.flops_per_token`.
+
+Shapes: B batch, T positions of this call, S positions attended to (cached ones included), D d_model,
+H query heads, G key-value heads, K head size, F d_ff, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+IGNORE = -100
+"""Target value of a position that does not count in the loss."""
+
+
+class RopeScaling(BaseModel):
+    """Llama 3's stretching of the rotary frequencies to contexts longer than the pre-training one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    factor: float = Field(gt=0, description="stretch of the slow frequencies (a ratio)")
+    low_freq_factor: float = Field(gt=0, description="wavelengths above the original context / this are stretched")
+    high_freq_factor: float = Field(gt=0, description="wavelengths below the original context / this stay")
+    original_max_position_embeddings: int = Field(gt=0, description="the pre-training context (tokens)")
+
+
+def _gpt2(d_model: int, n_layers: int, n_heads: int) -> dict[str, Any]:
+    return {
+        "d_model": d_model,
+        "n_layers": n_layers,
+        "n_heads": n_heads,
+        "vocab_size": 50257,
+        "max_seq_len": 1024,
+        "ffn": "gelu",
+        "bias": "all",
+        "tie_embeddings": True,
+    }
+
+
+def _llama(d_model: int, n_layers: int, n_heads: int, **changes: Any) -> dict[str, Any]:
+    shape = {"d_model": d_model, "n_layers": n_layers, "n_heads": n_heads, "vocab_size": 32000, "max_seq_len": 4096}
+    style = {"norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none"}
+    return shape | style | changes
+
+
+_LLAMA3 = {"n_kv_heads": 8, "vocab_size": 128256, "max_seq_len": 8192, "rope_theta": 500000.0}
+_LLAMA32 = _LLAMA3 | {
+    "d_ff": 8192,
+    "tie_embeddings": True,
+    "rope_scaling": {
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    "llama2-7b": _llama(4096, 32, 32),
+    "llama2-13b": _llama(5120, 40, 40),
+    "llama2-70b": _llama(8192, 80, 64, n_kv_heads=8, d_ff=28672),
+    "llama3-8b": _llama(4096, 32, 32, d_ff=14336, **_LLAMA3),
+    "llama3-70b": _llama(8192, 80, 64, d_ff=28672, **_LLAMA3),
+    "llama3.2-1b": _llama(2048, 16, 32, **_LLAMA32),
+    "llama3.2-3b": _llama(3072, 28, 24, **_LLAMA32),
+    "codellama-7b": _llama(4096, 32, 32, vocab_size=32016, max_seq_len=16384, rope_theta=1000000.0),
+    "mistral-7b": _llama(4096, 32, 32, n_kv_heads=8, d_ff=14336, max_seq_len=32768, sliding_window=4096),
+}
+
+
+class ModelConfig(BaseModel):
+    """The structure of the model. `model` names a preset whose keys fill in for those left out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str | None = Field(None, description="preset that supplies the keys below that are not given")
+    d_model: int = Field(512, gt=0, description="width of the residual stream")
+    n_heads: int = Field(8, gt=0, description="query heads per layer; divides d_model")
+    n_layers: int = Field(4, gt=0, description="Transformer blocks")
+    vocab_size: int = Field(32000, gt=1, description="token ids, 0 to vocab_size - 1")
+    max_seq_len: int = Field(2048, gt=0, description="longest sequence, and the length trained on (tokens)")
+    n_kv_heads: int | None = Field(None, gt=0, description="key-value heads; divides n_heads; null = n_heads")
+    d_ff: int | None = Field(
+        None, gt=0, description="inner width of the feed-forward network; null = 4 d_model, or Llama's rule for swiglu"
+    )
+    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalisation before each sublayer")
+    norm_eps: float = Field(1e-5, gt=0, description="added to the variance in each norm")
+    positions: Literal["learned", "rope"] = Field("learned", description="learned table, or rotary embedding")
+    rope_theta: float = Field(10000.0, gt=0, description="base of the rotary wavelengths")
+    rope_scaling: RopeScaling | None = Field(None, description="Llama 3's frequency stretching, a mapping")
+    ffn: Literal["relu", "gelu", "swiglu"] = Field(
+        "relu", description="feed-forward network; gelu is GPT-2's tanh form"
+    )
+    bias: Literal["ffn", "none", "all"] = Field(
+        "ffn", description="which linear layers add a bias (the head never does)"
+    )
+    tie_embeddings: bool = Field(False, description="use the token embedding as the output matrix")
+    sliding_window: int | None = Field(None, gt=0, description="attend to this many latest positions (tokens)")
+    dropout: float = Field(0.0, ge=0, lt=1, description="probability of dropping an activation in training")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or values.get("model") is None:
+            return values
+        if values["model"] not in PRESETS:
+            raise ValueError(f"model: no preset {values['model']!r}; there are {', '.join(PRESETS)}")
+        return PRESETS[values["model"]] | values
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelConfig:
+        problems = []
+        if self.d_model % self.n_heads:
+            fits = [n for n in range(1, self.d_model + 1) if self.d_model % n == 0]
+            near = sorted(sorted(fits, key=lambda n: abs(n - self.n_heads))[:4])
+            problems.append(f"n_heads: {self.n_heads} does not divide d_model {self.d_model}; nearest: {near}")
+        elif self.positions == "rope" and self.head_dim % 2:
+            problems.append(f"n_heads: rope needs an even head size, d_model / n_heads is {self.head_dim}")
+        if self.n_heads % self.kv_heads:
+            fits = [n for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
+            problems.append(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}; choose from {fits}")
+        if self.rope_scaling and self.positions != "rope":
+            problems.append("rope_scaling: needs positions: rope")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """Inner width: `d_ff`, else 4 d_model, else two thirds of that rounded up to 256 (Llama, swiglu)."""
+        if self.d_ff:
+            return self.d_ff
+        return 256 * math.ceil(8 * self.d_model / 3 / 256) if self.ffn == "swiglu" else 4 * self.d_model
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Number of parameters by part: `embedding`, `positions`, `blocks`, `norm`, `head` (0 if tied)."""
+        d, f, kv = self.d_model, self.ffn_width, self.kv_heads * self.head_dim
+        norm = d if self.norm == "rmsnorm" or self.bias == "none" else 2 * d
+        attention = d * (d + 2 * kv) + d * d
+        feed_forward = (3 if self.ffn == "swiglu" else 2) * d * f
+        if self.bias == "all":
+            attention += (d + 2 * kv) + d
+        if self.bias != "none":
+            feed_forward += (2 * f if self.ffn == "swiglu" else f) + d
+        return {
+            "embedding": self.vocab_size * d,
+            "positions": self.max_seq_len * d if self.positions == "learned" else 0,
+            "blocks": self.n_layers * (attention + feed_forward + 2 * norm),
+            "norm": norm,
+            "head": 0 if self.tie_embeddings else self.vocab_size * d,
+        }
+
+    @property
+    def n_parameters(self) -> int:
+        return sum(self.parameter_counts().values())
+
+    def flops_per_token(self, seq_len: int, *, causal: bool = True) -> float:
+        """FLOPs of one forward and backward pass per token, at sequences of `seq_len` tokens.
+
+        Six per weight of a matrix product (two forward, four backward; the head counts, looking up an
+        embedding does not) plus attention's two products over S positions, 12 S H K a layer. Causal
+        attention reads half of the S positions on average, and with a sliding window never more than it.
+        Recomputation is not counted. Source: Chowdhery et al., PaLM, appendix B.
+        """
+        d, kv = self.d_model, self.kv_heads * self.head_dim
+        weights = self.n_layers * (d * (2 * d + 2 * kv) + (3 if self.ffn == "swiglu" else 2) * d * self.ffn_width)
+        weights += self.vocab_size * d
+        attended = float(seq_len)
+        if causal:
+            w = min(self.sliding_window or seq_len, seq_len)
+            attended = w - (w * w) / (2 * seq_len)
+        return 6 * weights + 12 * self.n_layers * d * attended
+
+
+class KVCache:
+    """Keys and values of the positions seen so far, for generation: per layer `(B, G, capacity, K)`."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self.layers: list[tuple[Tensor, Tensor]] = []
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append `k` and `v` `(B, G, T, K)` to `layer`; return all `(B, G, length + T, K)`.
+
+        `length` itself moves on once all layers are done (`Transformer.forward`).
+        """
+        if layer == len(self.layers):
+            shape = (*k.shape[:2], self.capacity, k.shape[3])
+            self.layers.append((k.new_empty(shape), v.new_empty(shape)))
+        end = self.length + k.shape[2]
+        keys, values = self.layers[layer]
+        keys[:, :, self.length : end] = k
+        values[:, :, self.length : end] = v
+        return keys[:, :, :end], values[:, :, :end]
+
+
+class Positions(NamedTuple):
+    """What attention has to know about where tokens stand; the same for every layer."""
+
+    rope: tuple[Tensor, Tensor] | None  # cos and sin, (T, K/2) float32
+    mask: Tensor | None  # (T, S), true where a query may look; None = all of S, or causal
+    causal: bool
+
+
+def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+    """Rotary angles per position step, `(K/2,)` float32 in radians.
+
+    Su et al., RoFormer (2021), equation 15; the scaling as published with Llama 3.1: wavelengths longer
+    than the original context / low_freq_factor are divided by `factor`, those shorter than the original
+    context / high_freq_factor stay, and in between the two are blended.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0, 1)
+    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (x[i], x[i + K/2]) of `x` `(B, heads, T, K)` by its position's angle, in float32."""
+    cos, sin = rope
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+    return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias != "none")
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped queries (Ainslie et al., 2023), on PyTorch's fused kernels."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        d, kv = config.d_model, config.kv_heads * config.head_dim
+        self.qkv = nn.Linear(d, d + 2 * kv, bias=config.bias == "all")
+        self.output = nn.Linear(d, d, bias=config.bias == "all")
+
+    def forward(self, x: Tensor, positions: Positions, cache: KVCache | None) -> Tensor:  # (B, T, D) -> (B, T, D)
+        c = self.config
+        batch, length, _ = x.shape
+        kv = c.kv_heads * c.head_dim
+        q, k, v = self.qkv(x).split([c.d_model, kv, kv], dim=-1)
+        q = q.view(batch, length, c.n_heads, c.head_dim).transpose(1, 2)  # B H T K
+        k = k.view(batch, length, c.kv_heads, c.head_dim).transpose(1, 2)  # B G T K
+        v = v.view(batch, length, c.kv_heads, c.head_dim).transpose(1, 2)
+        if positions.rope is not None:
+            q, k = rotate(q, positions.rope), rotate(k, positions.rope)
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v)
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=positions.mask,
+            is_causal=positions.causal,
+            dropout_p=c.dropout if self.training else 0.0,
+            enable_gqa=c.kv_heads != c.n_heads,
+        )
+        return self.output(y.transpose(1, 2).reshape(batch, length, c.d_model))
+
+
+class FeedForward(nn.Module):
+    """Two layers around ReLU or GELU, or SwiGLU's gated pair (Shazeer, 2020)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.kind = config.ffn
+        bias = config.bias != "none"
+        gated = 2 if config.ffn == "swiglu" else 1
+        self.up = nn.Linear(config.d_model, gated * config.ffn_width, bias=bias)  # swiglu: gate, then up
+        self.down = nn.Linear(config.ffn_width, config.d_model, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
+        x = self.up(x)
+        if self.kind == "swiglu":
+            gate, x = x.chunk(2, dim=-1)
+            return self.down(F.silu(gate) * x)
+        return self.down(F.relu(x) if self.kind == "relu" else F.gelu(x, approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention, then the feed-forward network, each normalised before and added to the stream."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config, layer)
+        self.ffn_norm = make_norm(config)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x: Tensor, positions: Positions, cache: KVCache | None = None) -> Tensor:
+        attended = self.attention(self.attention_norm(x), positions, cache)
+        x = x + F.dropout(attended, self.dropout, self.training)
+        return x + F.dropout(self.ffn(self.ffn_norm(x)), self.dropout, self.training)
+
+
+class Embedding(nn.Module):
+    """Token vectors, plus position vectors when positions are learned."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.tokens = nn.Embedding(config.vocab_size, config.d_model)
+        learned = config.positions == "learned"
+        self.positions = nn.Embedding(config.max_seq_len, config.d_model) if learned else None
+
+    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:  # (B, T), (T,) -> (B, T, D)
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions(places)
+        return F.dropout(x, self.dropout, self.training)
+
+
+class Head(nn.Module):
+    """Final norm and output matrix; with targets, the loss, so that the logits never leave this module.
+
+    The output matrix is the module's own, or handed in when it is tied to the token embedding.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = make_norm(config)
+        self.output = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor | None, tied: Tensor | None) -> Tensor:
+        weight = tied if self.output is None else self.output.weight
+        assert weight is not None
+        logits = F.linear(self.norm(x), weight)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+class Transformer(nn.Module):
+    """The language model.
+
+    Raises:
+        ValueError: from `forward`, where the tokens (with those cached) are longer than `max_seq_len`.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.head = Head(config)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """Score `tokens` `(B, T)` of ids.
+
+        Returns one of:
+            with `targets` `(B, T)`: the sum of -log p(target) in nats over all targets that are not
+                `IGNORE`, a float32 scalar (a sum, so that ranks and micro-steps can be averaged exactly);
+            with `cache`: the logits that follow the last token, `(B, V)`; the cache grows by T;
+            else: all logits, `(B, T, V)`.
+        """
+        start = cache.length if cache is not None else 0
+        end = start + tokens.shape[1]
+        if end > self.config.max_seq_len:
+            raise ValueError(f"{end} tokens are more than max_seq_len {self.config.max_seq_len}")
+        places = torch.arange(start, end, device=tokens.device)
+        positions = self._positions(places, end)
+        x = self.embedding(tokens, places)  # B T D
+        for block in self.blocks:
+            x = block(x, positions, cache)
+        if cache is not None:
+            cache.length = end
+            x = x[:, -1]  # B D
+        return self.head(x, targets, self.embedding.tokens.weight if self.config.tie_embeddings else None)
+
+    def _positions(self, places: Tensor, end: int) -> Positions:
+        c = self.config
+        rope = None
+        if c.positions == "rope":
+            angles = torch.outer(places.float(), rope_frequencies(c, places.device))  # T K/2
+            rope = (angles.cos(), angles.sin())
+        if c.sliding_window is not None and end > c.sliding_window:
+            distance = places[:, None] - torch.arange(end, device=places.device)  # T S
+            return Positions(rope, (distance >= 0) & (distance < c.sliding_window), causal=False)
+        if len(places) not in (1, end):  # a chunk behind cached positions: causal, but not a square
+            return Positions(rope, places[:, None] >= torch.arange(end, device=places.device), causal=False)
+        return Positions(rope, None, causal=len(places) > 1)
+
+    def fsdp_units(self) -> list[nn.Module]:
+        """Modules to shard one by one, in the order of the forward pass; the rest goes to the root.
+
+        A tied output matrix is used at both ends of the pass, so embedding and head stay with the root.
+        """
+        if self.config.tie_embeddings:
+            return list(self.blocks)
+        return [self.embedding, *self.blocks, self.head]
+
+    def init_rule(self, name: str) -> tuple[Literal["constant", "normal"], float]:
+        """How the parameter `name` starts: a constant, or a normal distribution of that deviation.
+
+        Weights have deviation 0.02, and those that write to the residual stream 0.02 / sqrt(2 n_layers),
+        so that its variance does not grow with depth (GPT-2).
+        """
+        part = name.rsplit(".", 2)[-2:]
+        if part[1] == "bias":
+            return "constant", 0.0
+        if part[0].endswith("norm"):
+            return "constant", 1.0
+        if name.endswith(("attention.output.weight", "ffn.down.weight")):
+            return "normal", 0.02 / math.sqrt(2 * self.config.n_layers)
+        return "normal", 0.02
