@@ -1,0 +1,30 @@
+"""The errors that are a person's to mend; they end a run with one line per problem, no traceback."""
+
+from __future__ import annotations
+
+
+class RunError(Exception):
+    """The run cannot go on for a reason outside the program: says what, and what would help.
+
+    Args:
+        problems: one line each.
+    """
+
+    exit_code = 1
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+class ConfigError(RunError):
+    """Configuration or input is wrong: names the key or file, the value, and what would work."""
+
+    exit_code = 2
+
+
+class RankError(RunError):
+    """Something that this rank alone knows, so it has to say it itself; others are said by rank 0."""

@@ -1,0 +1,202 @@
+"""The processes as one group: device, process group, device mesh, and Core API's view of them.
+
+Two groups of processes are kept apart: the default one carries tensors (NCCL on GPUs, gloo on CPUs), and
+`World.control`, always gloo, carries Python objects and decisions, so that neither ever waits in the
+other's queue.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from determined import core
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lm.errors import ConfigError, RankError, RunError
+from lm.launch import Launch
+
+T = TypeVar("T")
+
+
+def choose_device(launch: Launch) -> torch.device:
+    """The GPU of this rank, or the CPU where the machine has none.
+
+    Raises:
+        ConfigError: CUDA_VISIBLE_DEVICES names a GPU that PyTorch cannot use, or a node has more ranks than GPUs.
+    """
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not torch.cuda.is_available():
+        if asked not in ("", "-1", "NoDevFiles"):
+            raise ConfigError(
+                f"CUDA_VISIBLE_DEVICES={asked} asks for a GPU, but PyTorch {torch.__version__} sees none: check"
+                " nvidia-smi and that this PyTorch is a CUDA build, or unset the variable to train on the CPU"
+            )
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if launch.local_size > gpus:
+        raise ConfigError(
+            f"{launch.local_size} processes on a machine with {gpus} visible GPUs: start at most {gpus} per machine"
+        )
+    return torch.device("cuda", launch.local_rank)
+
+
+@dataclass(frozen=True)
+class World:
+    """All processes of the run, as seen from one of them."""
+
+    launch: Launch
+    device: torch.device
+    control: dist.ProcessGroup
+    node: dist.ProcessGroup
+    """gloo group of the ranks on this machine"""
+
+    @property
+    def rank(self) -> int:
+        return self.launch.rank
+
+    @property
+    def size(self) -> int:
+        return self.launch.world_size
+
+    def mesh(self, replicate: int, shard: int) -> DeviceMesh:
+        """The ranks as `replicate` rows of `shard` neighbours, dimensions "replicate" and "shard"."""
+        return init_device_mesh(self.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value` (any picklable object), in order of rank, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Run `action` on every rank; where it fails on one, fail on all, with the lowest rank's error.
+
+        Raises:
+            RunError: what the lowest failing rank raised, if it was a RunError.
+            Exception: `action`'s own exception here, or RuntimeError naming the rank that failed.
+        """
+        result: T | None = None
+        failure: BaseException | None = None
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+        known = failure if isinstance(failure, RunError) else None
+        reports = self.gather(failure and (known, f"{type(failure).__name__}: {failure}"))
+        for rank, report in enumerate(reports):
+            if report is not None:
+                if report[0] is not None:
+                    raise report[0]
+                raise failure or RuntimeError(f"rank {rank} failed: {report[1]}")
+        return result  # type: ignore[return-value]  # no failure: action returned it
+
+    def first(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0 alone; every rank gets its result, or its error."""
+        return self.gather(self.together(lambda: action() if self.rank == 0 else None))[0]  # type: ignore[return-value]
+
+
+@contextmanager
+def join_world(launch: Launch, timeout: float) -> Iterator[World]:
+    """Meet the other processes, and part from them at the end.
+
+    Args:
+        timeout: seconds that a rank waits for another, here and in every later collective.
+
+    Raises:
+        ConfigError: from `choose_device`.
+        RankError: the port is taken, or not all ranks came in time.
+    """
+    device = choose_device(launch)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if launch.local_size == launch.world_size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    patience = timedelta(seconds=timeout)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=None if launch.world_size == 1 else f"tcp://{launch.address}:{launch.port}",
+            store=dist.HashStore() if launch.world_size == 1 else None,  # a single process opens no port
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=patience,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        where = f"rank {launch.rank} of {launch.world_size}, rendezvous at {launch.address}:{launch.port}"
+        if "EADDRINUSE" in str(error):
+            raise RankError(f"{where}: the port is taken by another process; choose another MASTER_PORT") from None
+        raise RankError(
+            f"{where}: not all ranks came within {timeout:g} s (collective_timeout); check that WORLD_SIZE is what"
+            f" was started and that this machine reaches {launch.address}"
+        ) from None
+    try:
+        control = _gloo_group(range(launch.world_size), patience)
+        nodes: list[Any] = [None] * launch.world_size
+        dist.all_gather_object(nodes, launch.node_rank, group=control)
+        groups = {  # every rank has to make every group, in the same order
+            node: _gloo_group([rank for rank, where in enumerate(nodes) if where == node], patience)
+            for node in sorted(set(nodes))
+        }
+        yield World(launch, device, control, groups[launch.node_rank])
+    finally:
+        dist.destroy_process_group()
+
+
+def _gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
+    return cast(dist.ProcessGroup, dist.new_group(list(ranks), backend="gloo", timeout=timeout))
+
+
+class TorchDistributedContext(core.DistributedContext):
+    """Core API's DistributedContext over torch.distributed.
+
+    The library's own opens a port on all interfaces, unpickles what it receives there, and waits for
+    ever; this one adds no port and fails after the process group's timeout.
+    """
+
+    def __init__(self, world: World) -> None:
+        # The parent's constructor opens the ports unless it is told of a single process.
+        super().__init__(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
+        launch = world.launch
+        self._world = world
+        self.rank, self.size = launch.rank, launch.world_size
+        self.local_rank, self.local_size = launch.local_rank, launch.local_size
+        self.cross_rank, self.cross_size = launch.node_rank, launch.world_size // launch.local_size
+        self._is_chief, self._is_local_chief = launch.rank == 0, launch.local_rank == 0
+
+    def close(self) -> None:
+        """Nothing of its own to close: `join_world` owns the process groups."""
+
+    def _allgather(self, stuff: Any, group: dist.ProcessGroup) -> list[Any]:
+        everything: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everything, stuff, group=group)
+        return everything
+
+    def allgather(self, stuff: Any) -> list[Any]:
+        return self._allgather(stuff, self._world.control)
+
+    def allgather_local(self, stuff: Any) -> list[Any]:
+        return self._allgather(stuff, self._world.node)
+
+    def gather(self, stuff: Any) -> list[Any] | None:
+        everything = self.allgather(stuff)
+        return everything if self._is_chief else None
+
+    def gather_local(self, stuff: Any) -> list[Any] | None:
+        everything = self.allgather_local(stuff)
+        return everything if self._is_local_chief else None
+
+    def broadcast(self, stuff: Any) -> Any:
+        return self.allgather(stuff)[0]
+
+    def broadcast_local(self, stuff: Any = None) -> Any:
+        return self.allgather_local(stuff)[0]
