@@ -1,0 +1,90 @@
+"""A run's folder off the cluster: `runs/<run_name>/`, owned by one run at a time.
+
+config.yaml     what the run was started with, every hyperparameter spelled out
+metrics.jsonl   a line per report
+tensorboard/    scalars and traces
+checkpoints/    a folder per checkpoint
+lock            names the process that holds the run
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lm.errors import ConfigError, RunError
+
+ROOT = Path("runs")
+
+
+class RunFolder:
+    """The folder of the run `name`; making the object changes nothing on disk.
+
+    Raises:
+        ConfigError: a name that is no plain folder name (it must not lead out of `runs/`).
+    """
+
+    def __init__(self, name: str) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise ConfigError(
+                f"run_name: {name!r} is no folder name; use letters, digits, '.', '_' and '-', a letter or digit first"
+            )
+        self.path = ROOT / name
+        self.checkpoints = self.path / "checkpoints"
+        self.tensorboard = self.path / "tensorboard"
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self._lock: int | None = None
+
+    def acquire(self, fresh: bool) -> None:
+        """Make the folder, readable by its owner alone, and hold it until this process ends.
+
+        Args:
+            fresh: move what an earlier run left to `before-<time>/` inside it.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+            RunError: another process holds it; says which.
+        """
+        try:
+            self.checkpoints.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.tensorboard.mkdir(mode=0o700, exist_ok=True)
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path}: cannot be written ({error.strerror}); runs are kept below {ROOT}/ here"
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(self._lock, 200).decode(errors="replace").strip() or "another process"
+            raise RunError(f"{self.path}: held by {holder}; wait for it, stop it, or choose another run_name") from None
+        os.ftruncate(self._lock, 0)
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        holder = f"process {os.getpid()} on {socket.gethostname()} since {started}\n"
+        os.pwrite(self._lock, holder.encode(), 0)
+        if fresh:
+            self._set_aside()
+
+    def _set_aside(self) -> None:
+        left = [path for path in (self.checkpoints, self.tensorboard, self.config, self.metrics) if path.exists()]
+        if not any(path.is_file() or any(path.iterdir()) for path in left):
+            return
+        aside = self.path / time.strftime("before-%Y%m%d-%H%M%S")
+        aside.mkdir(mode=0o700)
+        for path in left:
+            path.rename(aside / path.name)
+        self.checkpoints.mkdir(mode=0o700)
+        self.tensorboard.mkdir(mode=0o700)
+
+    def write_config(self, experiment: Mapping[str, Any]) -> None:
+        """Keep what the run was started with, as an experiment file that starts it again."""
+        self.config.write_text(yaml.safe_dump(dict(experiment), sort_keys=False))

@@ -1,0 +1,266 @@
+"""What a run says of itself: sums kept on the device, one exchange per report, written to every place from here.
+
+Places: `metrics.jsonl` and TensorBoard scalars off the cluster, Core API's reports on it (which the Web UI
+and its TensorBoard show), and the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from determined import core
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+GIB = 2**30
+
+PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
+    "B200": {torch.bfloat16: 2250e12, torch.float16: 2250e12},
+    "H200": {torch.bfloat16: 989e12, torch.float16: 989e12},
+    "H100": {torch.bfloat16: 989e12, torch.float16: 989e12},
+    "A100": {torch.bfloat16: 312e12, torch.float16: 312e12},
+    "L40S": {torch.bfloat16: 362e12, torch.float16: 362e12},
+    "L4": {torch.bfloat16: 121e12, torch.float16: 121e12},
+    "V100": {torch.float16: 125e12},
+    "T4": {torch.float16: 65e12},
+}
+"""Dense peak of a device in FLOP/s, by a part of its name (vendors' data sheets, without sparsity)."""
+
+
+class MetricsConfig(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    report_rate: int = Field(10, gt=0, description="steps between training reports")
+    validation_rate: int | None = Field(None, gt=0, description="steps between validations; null = report_rate")
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype | None) -> float | None:
+    """Dense peak of `device` for matrix products in `dtype` (FLOP/s); None where it is not known."""
+    if device.type != "cuda" or dtype is None:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peaks.get(dtype) for key, peaks in PEAK_FLOPS.items() if key in name.split()[-1] or key in name), None)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory used so far: allocated on the GPU, or the process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+
+
+class Meter:
+    """Adds up what happens between two reports, without waiting for the device.
+
+    Args:
+        device: where losses are.
+        gather: hands every rank's list of numbers to every rank.
+        flops_per_token: forward and backward.
+        peak: of one device, in FLOP/s, or None.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        gather: Callable[[list[float]], list[list[float]]],
+        flops_per_token: float,
+        peak: float | None,
+    ) -> None:
+        self._device = device
+        self._gather = gather
+        self._flops_per_token = flops_per_token
+        self._peak = peak
+        self._streak = torch.zeros((), device=device)
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        # nats, targets, gradient norm, steps made, steps skipped, longest row of skipped steps
+        self._sums = torch.zeros(6, dtype=torch.float64, device=self._device)
+        self._steps = 0
+        self._tokens = 0
+        self._data_seconds = 0.0
+        self._began = time.perf_counter()
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stops the clock: for validation and saving, which are no training."""
+        self._wait_for_device()
+        stopped = time.perf_counter()
+        yield
+        self._wait_for_device()
+        self._began += time.perf_counter() - stopped
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._data_seconds += time.perf_counter() - start
+
+    def add(self, nats: Tensor, targets: int, tokens: int, norm: Tensor, skipped: Tensor) -> None:
+        """Take note of a step, without waiting for it.
+
+        Args:
+            nats: sum of the loss over this rank's targets.
+            targets: number of targets, over all ranks.
+            tokens: sequence positions, over all ranks.
+            norm: gradient norm.
+            skipped: 1.0 if the step was not made, else 0.0. Its loss and norm are left out.
+        """
+        norm, skipped = norm.to(self._device), skipped.to(self._device)
+        made = 1 - skipped
+        self._streak = (self._streak + 1) * skipped
+        finite = torch.stack([nats.double(), norm.double()]).nan_to_num(0, 0, 0) * made
+        self._sums[:5] += torch.stack([finite[0], targets * made, finite[1], made, skipped])
+        self._sums[5] = torch.maximum(self._sums[5], self._streak)
+        self._steps += 1
+        self._tokens += tokens
+
+    def report(self) -> tuple[dict[str, float], int]:
+        """Exchange the sums with all ranks, and start new ones.
+
+        Returns:
+            The training metrics since the last report, and the longest row of skipped steps among them.
+            `loss` and `grad_norm` are missing where every step was skipped.
+        """
+        sums = self._sums.tolist()  # waits for the device
+        seconds = time.perf_counter() - self._began
+        everyone = self._gather([sums[0], self._data_seconds, peak_memory_gib(self._device)])
+        nats, waits, memories = zip(*everyone, strict=True)
+        _, targets, norms, made, skipped, longest = sums
+        speed = self._tokens / seconds
+        metrics = {
+            "tokens_per_second": speed,
+            "step_seconds": seconds / self._steps,
+            "data_seconds": max(waits) / self._steps,
+            "peak_memory_gib": max(memories),
+            "skipped_steps": skipped,
+        }
+        if made:
+            metrics = {"loss": math.fsum(nats) / targets, "grad_norm": norms / made} | metrics
+        if self._peak is not None:
+            metrics["mfu"] = speed * self._flops_per_token / (self._peak * len(everyone))
+        self._start_afresh()
+        return metrics, int(longest)
+
+
+class Reporter:
+    """Rank 0's voice: writes every report to all places; on other ranks it is silent.
+
+    Args:
+        folder: the run's folder off the cluster; None on it.
+        train: Core API's train context.
+        max_steps: length of the run.
+    """
+
+    def __init__(self, rank: int, folder: Path | None, train: core.TrainContext, max_steps: int) -> None:
+        self._speaks = rank == 0
+        self._folder = folder
+        self._train = train
+        self._max_steps = max_steps
+        self._start = 0
+        self._began = 0.0
+        self._lines: TextIO | None = None
+        self._board: SummaryWriter | None = None
+        self._bar: tqdm[Any] | None = None
+
+    def begin(self, start: int) -> None:
+        """Open the files behind step `start`: what an earlier process wrote beyond it will be written again."""
+        self._start, self._began = start, time.monotonic()
+        if not self._speaks or self._folder is None:
+            return
+        self._lines = _open_lines(self._folder / "metrics.jsonl", start)
+        self._board = SummaryWriter(self._folder / "tensorboard", purge_step=start + 1 if start else None)
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=self._max_steps, initial=start, unit="step", dynamic_ncols=True, smoothing=0.1)
+
+    def say(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        elif self._speaks:
+            print(line, flush=True)
+
+    def step(self) -> None:
+        if self._bar is not None:
+            self._bar.update()
+
+    def report(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one report.
+
+        Args:
+            group: "training" or "validation".
+            step: steps completed.
+        """
+        if not self._speaks:
+            return
+        self._train.report_metrics(group, steps_completed=step, metrics=dict(metrics))
+        if self._lines is not None:
+            record: dict[str, Any] = {"group": group, "step": step, "time": round(time.time(), 3)}
+            self._lines.write(json.dumps(record | dict(metrics)) + "\n")
+            self._lines.flush()
+        if self._board is not None:
+            for key, value in metrics.items():
+                self._board.add_scalar(f"{group}/{key}", value, step)
+        if group == "training":
+            self._train.report_progress(min(1.0, step / self._max_steps))
+        self._show(group, step, metrics)
+
+    def _show(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
+        shown = {key: text(metrics[key]) for key, text in _SHOWN.items() if key in metrics}
+        if self._bar is not None and group == "training":
+            self._bar.set_postfix({key: value for key, value in shown.items() if key != "lr"})
+            return
+        left = ""
+        if group == "training" and step > self._start:
+            seconds = (time.monotonic() - self._began) / (step - self._start) * (self._max_steps - step)
+            left = f"  left {tqdm.format_interval(seconds)}"
+        values = "  ".join(f"{_NAMES.get(key, key)} {value}" for key, value in shown.items())
+        width = len(str(self._max_steps))
+        self.say(f"{group:<10}  step {step:>{width}}/{self._max_steps}  {values}{left}")
+
+    def close(self) -> None:
+        for place in (self._bar, self._lines, self._board):
+            if place is not None:
+                place.close()
+
+
+_SHOWN: dict[str, Callable[[float], str]] = {
+    "loss": "{:.4f}".format,
+    "perplexity": "{:.4g}".format,
+    "lr": "{:.2e}".format,
+    "tokens_per_second": "{:,.0f}".format,
+    "mfu": "{:.1%}".format,
+}
+_NAMES = {"tokens_per_second": "tokens/s"}
+
+
+def _open_lines(path: Path, start: int) -> TextIO:
+    """Open the metrics file to append behind step `start`, without the lines of steps that will be made again."""
+    kept = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:  # cut short by a kill
+                continue
+            if record["step"] <= start:
+                kept.append(line + "\n")
+    draft = path.with_suffix(".draft")
+    draft.write_text("".join(kept))
+    draft.replace(path)
+    return path.open("a")
