@@ -1,0 +1,107 @@
+"""What tests stand on: real ranks, and real runs of the real program."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from lm.launch import Launch, free_port
+from lm.mesh import World, join_world
+
+ROOT = Path(__file__).parent.parent
+
+TINY: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 16}
+"""Hyperparameters of a model small enough that a run takes as long as its imports."""
+
+
+def _enter(
+    rank: int, size: int, port: int, action: Callable[..., Any], arguments: tuple[Any, ...], results: Any
+) -> None:
+    torch.set_num_threads(1)
+    launch = Launch(rank, size, rank, size, 0, "127.0.0.1", port)
+    with join_world(launch, timeout=60) as world:
+        results.put((rank, action(world, *arguments)))
+
+
+def run_ranks(size: int, action: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Run `action(world, *arguments)` in `size` processes joined by gloo; return what each returned, by rank.
+
+    `action` must be a module's own function, and its result picklable without tensors' shared memory.
+    """
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    with_args = (size, free_port(), action, arguments, results)
+    processes = mp.spawn(_enter, with_args, nprocs=size, join=False)  # type: ignore[attr-defined]
+    assert processes is not None
+    received: dict[int, Any] = {}
+    while len(received) < size:
+        if not results.empty():
+            rank, value = results.get()
+            received[rank] = value
+        elif processes.join(timeout=0.05):
+            break
+    while not processes.join():
+        pass
+    while not results.empty():
+        rank, value = results.get()
+        received[rank] = value
+    return [received[rank] for rank in range(size)]
+
+
+def in_world(action: Callable[[World], Any]) -> Any:
+    """Run `action` in a world of this process alone."""
+    with join_world(Launch(), timeout=60) as world:
+        return action(world)
+
+
+def start(
+    folder: Path, *overrides: str, ranks: int = 1, config: Mapping[str, Any] | None = None, **env: str
+) -> subprocess.Popen[str]:
+    """Start `fsdp.py` in `folder` as a person would, `ranks` processes of it, and return at once.
+
+    Args:
+        config: hyperparameters of the experiment file (default: `TINY`), written to `folder/test.yaml`.
+        env: variables to set.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "test.yaml").write_text(json.dumps({"hyperparameters": dict(TINY if config is None else config)}))
+    script = [str(ROOT / "fsdp.py"), "--config", "test.yaml", *overrides]
+    command = [sys.executable, *(["-m", "lm.launch", "--nproc", str(ranks)] if ranks > 1 else []), *script]
+    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env
+    return subprocess.Popen(
+        command, cwd=folder, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def run(folder: Path, *overrides: str, timeout: float = 120, **how: Any) -> subprocess.CompletedProcess[str]:
+    """`start`, waited for: exit code and both outputs."""
+    process = start(folder, *overrides, **how)
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, errors = process.communicate()
+        raise AssertionError(f"still running after {timeout} s\n{output}\n{errors}") from None
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def reports(folder: Path, group: str = "training", name: str = "test") -> dict[int, dict[str, Any]]:
+    """The lines of a run's metrics.jsonl of one group, by step."""
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return {record["step"]: record for record in records if record["group"] == group}
+
+
+def checkpoints(folder: Path, name: str = "test") -> dict[int, Path]:
+    """A run's checkpoints, by step."""
+    manifests = (folder / "runs" / name / "checkpoints").glob("*/manifest.json")
+    return {json.loads(path.read_text())["step"]: path.parent for path in manifests}
