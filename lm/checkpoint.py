@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -248,7 +249,9 @@ def load_weights(folder: Path, model: torch.nn.Module) -> None:
     """
     verify(folder, read_manifest(folder))
     weights = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
-    dcp.load(weights, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what no_dist asks for
+        dcp.load(weights, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
 
 
 def _records(folder: Path, patterns: list[str]) -> dict[str, dict[str, int]]:

@@ -1,0 +1,161 @@
+"""A run goes on where it was: to the last bit with the same processes, on the same data with any number of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lm import checkpoint, config
+from lm.data import loader
+from model import ModelConfig, Transformer
+from tests.support import TINY, checkpoints, reports, run, start
+
+RUN = TINY | {
+    "dropout": 0.1,
+    "lr": 1e-2,
+    "lr_schedule": "constant",
+    "total_batch_size": 12,
+    "report_rate": 1,
+    "validation_batches": 1,
+    "checkpoint_rate": 5,
+    "amp_dtype": None,
+    "max_steps": 10,
+}
+EXACT = ("loss", "grad_norm", "lr", "batches", "tokens", "skipped_steps")
+
+
+def losses(folder: Path, group: str = "training") -> dict[int, Any]:
+    return {step: {key: line[key] for key in EXACT if key in line} for step, line in reports(folder, group).items()}
+
+
+def files(path: Path) -> dict[str, Any]:
+    """Size and checksum of every tensor file. (`.metadata` holds the folder's name, too.)"""
+    records = json.loads((path / "manifest.json").read_text())["files"]
+    return {name: record for name, record in records.items() if name != ".metadata"}
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    manifest = checkpoint.read_manifest(path)
+    model = Transformer(ModelConfig.model_validate(manifest.model))
+    checkpoint.load_weights(path, model)
+    return dict(model.named_parameters())
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten steps by two ranks, undisturbed."""
+    folder = tmp_path_factory.mktemp("straight")
+    done = run(folder, ranks=2, config=RUN)
+    assert done.returncode == 0, done.stderr
+    assert sorted(checkpoints(folder)) == [5, 10]
+    return folder
+
+
+def test_five_steps_and_five_more_are_ten_to_the_last_bit(straight: Path, tmp_path: Path) -> None:
+    assert run(tmp_path, "max_steps=5", ranks=2, config=RUN).returncode == 0
+    second = run(tmp_path, ranks=2, config=RUN)
+    assert second.returncode == 0, second.stderr
+    assert "going on from checkpoint" in second.stdout
+    assert losses(tmp_path) == losses(straight)
+    assert losses(tmp_path, "validation") == losses(straight, "validation")
+    assert files(checkpoints(tmp_path)[10]) == files(checkpoints(straight)[10])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_another_number_of_ranks_goes_on_with_the_same_weights_and_samples(
+    ranks: int, straight: Path, tmp_path: Path
+) -> None:
+    quiet = RUN | {"dropout": 0.0}
+    assert run(tmp_path / "two", ranks=2, config=quiet).returncode == 0
+    source = checkpoints(tmp_path / "two")[5]
+    other = run(tmp_path / "other", f"resume={source}", ranks=ranks, config=quiet)
+    assert other.returncode == 0, other.stderr
+    expected, found = reports(tmp_path / "two"), reports(tmp_path / "other")
+    assert sorted(found) == [6, 7, 8, 9, 10]
+    for step, line in found.items():
+        assert line["loss"] == pytest.approx(expected[step]["loss"], rel=1e-6)
+
+
+def test_a_checkpoint_holds_the_same_weights_whatever_wrote_it(tmp_path: Path) -> None:
+    """Two ranks write, three read and write again without a step in between."""
+    assert run(tmp_path / "two", "max_steps=5", ranks=2, config=RUN).returncode == 0
+    source = checkpoints(tmp_path / "two")[5]
+    again = run(
+        tmp_path / "three", f"resume={source}", "max_steps=6", "lr=1e-30", "weight_decay=0", ranks=3, config=RUN
+    )
+    assert again.returncode == 0, again.stderr
+    assert "changed: lr" in again.stdout
+    before, after = weights(source), weights(checkpoints(tmp_path / "three")[6])
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_global_batches_do_not_depend_on_the_ranks() -> None:
+    hp = config.read({"hyperparameters": RUN}, [], "test")
+    data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 12, 1)
+    whole = loader.Loader(hp, data, 12, 0, 1, 1, torch.device("cpu")).training(3)
+    parts = [loader.Loader(hp, data, 12, rank, 3, 1, torch.device("cpu")).training(3) for rank in range(3)]
+    for _ in range(4):
+        together = np.concatenate([micro.inputs.numpy() for part in parts for micro in next(part).micros])
+        assert np.array_equal(together, np.concatenate([micro.inputs.numpy() for micro in next(whole).micros]))
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_a_signal_becomes_a_checkpoint_and_the_run_goes_on_as_if_nothing_had_been(
+    signum: signal.Signals, straight: Path, tmp_path: Path
+) -> None:
+    process = start(tmp_path, "checkpoint_rate=1000", ranks=2, config=RUN)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("training"):
+            process.send_signal(signum)
+            break
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    (step,) = checkpoints(tmp_path)
+    if step < 10:
+        assert f"stopped behind step {step} of 10" in output
+    assert run(tmp_path, ranks=2, config=RUN).returncode == 0
+    assert losses(tmp_path) == losses(straight)
+
+
+def test_one_rank_that_is_told_to_stop_stops_all_behind_the_same_step(straight: Path, tmp_path: Path) -> None:
+    process = start(tmp_path, "max_steps=1000", "checkpoint_rate=1000", ranks=2, config=RUN)
+    assert process.stdout is not None
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    for line in process.stdout:
+        if line.startswith("training"):
+            os.kill(int(children.read_text().split()[1]), signal.SIGTERM)
+            break
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    (step,) = checkpoints(tmp_path)
+    assert max(losses(tmp_path)) == step < 1000
+    first = {key: value for key, value in losses(straight).items() if key <= step}
+    assert {key: value for key, value in losses(tmp_path).items() if key <= 10} == first
+
+
+def test_a_complete_run_says_so_and_does_nothing(straight: Path) -> None:
+    before = sorted((path, path.stat().st_mtime_ns) for path in (straight / "runs").rglob("*") if path.name != "lock")
+    again = run(straight, config=RUN)
+    assert again.returncode == 0
+    assert "is complete: 10 steps. To extend it: max_steps=20" in again.stdout
+    after = sorted((path, path.stat().st_mtime_ns) for path in (straight / "runs").rglob("*") if path.name != "lock")
+    assert before == after
+
+
+def test_fresh_moves_the_old_run_aside_and_deletes_nothing(tmp_path: Path) -> None:
+    short = RUN | {"max_steps": 2}
+    assert run(tmp_path, config=short).returncode == 0
+    (old,) = checkpoints(tmp_path).values()
+    assert run(tmp_path, "resume=fresh", "seed=9", config=short).returncode == 0
+    (aside,) = (tmp_path / "runs" / "test").glob("before-*")
+    assert files(aside / "checkpoints" / old.name)
+    assert len((aside / "metrics.jsonl").read_text().splitlines()) == 4
+    assert old.name not in {path.name for path in checkpoints(tmp_path).values()}
