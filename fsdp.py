@@ -30,9 +30,11 @@ from lm import checkpoint, config, metrics, optim, parallelize, precision, sampl
 from lm.data import loader  # noqa: E402
 from lm.errors import ConfigError, RankError, RunError  # noqa: E402
 from lm.folder import RunFolder  # noqa: E402
+from lm.manifest import CheckpointError, Manifest, read_manifest, whole_checkpoints  # noqa: E402
 from lm.mesh import TorchDistributedContext, World, join_world  # noqa: E402
 from lm.profiling import profiling  # noqa: E402
 from lm.stop import StopRequest  # noqa: E402
+from lm.watch import Watch  # noqa: E402
 from model import IGNORE, ModelConfig, Transformer  # noqa: E402
 
 DEFAULT_STEPS = 100
@@ -64,8 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 checkpoint_storage=str(folder.checkpoints.absolute()) if folder else None,
                 preempt_mode=core.PreemptMode.ChiefOnly,
             ) as context,
+            Watch(world.store, rank, world.size, hp.collective_timeout) as watch,
         ):
-            run(hp, world, context, info, folder)
+            run(hp, world, context, info, folder, watch.reached)
         return 0
     except RunError as error:
         if rank == 0 or isinstance(error, RankError):
@@ -88,6 +91,8 @@ class Training:
     meter: metrics.Meter
     reporter: metrics.Reporter
     stop: StopRequest
+    reached: Callable[[int], None]
+    """told of every step that begins, so that a rank that hangs can be named"""
     seed: int
     total: int
     """sequences per step"""
@@ -106,9 +111,12 @@ def run(
     context: core.Context,
     info: det.ClusterInfo | None,
     folder: RunFolder | None,
+    reached: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Build everything, go on from the newest checkpoint, train, and end with a sample."""
     rank, device = world.rank, world.device
+    distributed = context.distributed
+    assert isinstance(distributed, TorchDistributedContext)
     stop = StopRequest(world.control, lambda: bool(info and rank == 0 and context.preempt.should_preempt(False)))
     stop.listen()
 
@@ -133,8 +141,8 @@ def run(
         "data": data.fingerprint(),
         "trial_id": info.trial.trial_id if info else None,
     }
-    latest = world.first(lambda: find_checkpoint(hp, info, folder))
-    if folder and latest and steps and checkpoint.read_manifest(Path(latest)).step >= steps:
+    earlier = world.first(lambda: find_checkpoints(hp, info, folder))
+    if folder and earlier and steps and read_manifest(Path(earlier[0])).step >= steps:
         if rank == 0:
             print(f"{folder.path} is complete: {steps} steps. To extend it: max_steps={2 * steps}")
             print("To start anew: resume=fresh (what is there is moved aside, nothing is deleted)")
@@ -155,12 +163,15 @@ def run(
         optimizer=optim.Optimizer(hp, model.named_parameters()),
         scaler=precision.LossScaler(dtype, device),
         loader=loader.Loader(hp, data, total, rank, world.size, seed, device),
-        checkpointer=checkpoint.Checkpointer(context.checkpoint, world.control, world.together),
+        checkpointer=checkpoint.Checkpointer(
+            hp, context.checkpoint, world, folder and folder.checkpoints, distributed.use_saver_group
+        ),
         meter=metrics.Meter(
             device, world.gather, hp.flops_per_token(hp.max_seq_len), metrics.peak_flops(device, dtype)
         ),
         reporter=metrics.Reporter(rank, folder and folder.path, context.train, steps),
         stop=stop,
+        reached=reached,
         seed=seed,
         total=total,
         steps=steps,
@@ -172,14 +183,14 @@ def run(
         f" {str(dtype or torch.float32).removeprefix('torch.')}; {total} x {hp.max_seq_len} tokens a step,"
         f" {len(data.train) / total:,.0f} steps an epoch"
     )
-    start = restore(training, latest, info) if latest else 0
+    start = restore(training, earlier, info) if earlier else 0
     training.reporter.begin(start)
 
     traces = folder.tensorboard if folder else context.train.get_tensorboard_path()
     with profiling(hp, context.profiler, traces, rank) as trace:
-        reached = train(training, start, trace)
-    if reached < steps:
-        say(f"stopped behind step {reached} of {steps} on request; the same command goes on from there")
+        done = train(training, start, trace)
+    if done < steps:
+        say(f"stopped behind step {done} of {steps} on request; the same command goes on from there")
     elif hp.prompt is not None and data.tokenizer is not None:
         tokens = data.tokenizer.encode(hp.prompt)
         drawn = sampling.generate(model, tokens, hp.num_tokens, device=device, seed=seed, temperature=0.8, top_k=50)
@@ -197,24 +208,28 @@ def run_length(hp: config.Hyperparameters, epoch: float) -> int:
     return min(by_epochs, hp.max_steps) if hp.max_steps else by_epochs
 
 
-def find_checkpoint(hp: config.Hyperparameters, info: det.ClusterInfo | None, folder: RunFolder | None) -> str | None:
-    """The checkpoint to go on from: a uuid on the cluster, a folder's path off it, or None to start anew."""
+def find_checkpoints(hp: config.Hyperparameters, info: det.ClusterInfo | None, folder: RunFolder | None) -> list[str]:
+    """What to go on from, best first: uuids on the cluster, folders off it; nothing to start anew."""
     if hp.resume not in ("auto", "fresh"):
-        return str(Path(hp.resume).absolute()) if folder else hp.resume
-    if info is not None:
-        return info.latest_checkpoint if hp.resume == "auto" else None
+        return [hp.resume if info else str(Path(hp.resume).absolute())]
+    if info:
+        return [info.latest_checkpoint] if info.latest_checkpoint and hp.resume == "auto" else []
     assert folder is not None
-    found = checkpoint.newest(folder.checkpoints, lambda line: print(line, file=sys.stderr))
-    return str(found.absolute()) if found else None
+    whole = whole_checkpoints(folder.checkpoints, lambda line: print(line, file=sys.stderr))
+    return [str(path.absolute()) for path in whole]
 
 
-def restore(t: Training, uuid: str, info: det.ClusterInfo | None) -> int:
-    """Read a checkpoint into the run and return the step to go on from: 0 with the weights alone for a fork."""
+def restore(t: Training, candidates: Sequence[str], info: det.ClusterInfo | None) -> int:
+    """Read the first sound checkpoint into the run; a damaged one is named and passed over.
 
-    def is_fork(manifest: checkpoint.Manifest) -> bool:
+    Returns:
+        The step to go on from: 0 for a fork (another trial's checkpoint), of which only the weights are taken.
+    """
+
+    def is_fork(manifest: Manifest) -> bool:
         return info is not None and manifest.trial_id != info.trial.trial_id
 
-    def choose(manifest: checkpoint.Manifest) -> dict[str, checkpoint.Stateful]:
+    def choose(manifest: Manifest) -> dict[str, checkpoint.Stateful]:
         if is_fork(manifest):
             return {"model": t.model}
         before = manifest.hyperparameters | {"total_batch_size": manifest.total_batch_size, "data": manifest.data}
@@ -223,11 +238,19 @@ def restore(t: Training, uuid: str, info: det.ClusterInfo | None) -> int:
             t.reporter.say(f"changed: {change}")
         return t.state()
 
-    manifest = t.checkpointer.restore(uuid, choose)
-    start = 0 if is_fork(manifest) else manifest.step
-    what = "weights of" if is_fork(manifest) else "going on from"
-    t.reporter.say(f"{what} checkpoint {Path(uuid).name}, step {manifest.step}")
-    return start
+    problems: list[str] = []
+    for candidate in candidates:
+        try:
+            manifest = t.checkpointer.restore(candidate, choose)
+        except CheckpointError as error:
+            t.reporter.say(f"passing over {error}")
+            problems += error.problems
+            continue
+        what = "weights of" if is_fork(manifest) else "going on from"
+        t.reporter.say(f"{what} checkpoint {Path(candidate).name}, step {manifest.step}")
+        return 0 if is_fork(manifest) else manifest.step
+    advice = "fork the trial from another checkpoint" if info else "resume=fresh starts anew"
+    raise CheckpointError(*problems, f"no other checkpoint to go on from; {advice}")
 
 
 def train(t: Training, start: int, trace: Callable[[], None]) -> int:
@@ -239,6 +262,7 @@ def train(t: Training, start: int, trace: Callable[[], None]) -> int:
         validate(t, done)
     model.train()
     while done < t.steps and not stopping:
+        t.reached(done)
         with t.meter.waiting_for_data():
             batch = next(batches)
         torch.manual_seed(seeds.derive(t.seed, "dropout", done, world.rank))
@@ -249,7 +273,7 @@ def train(t: Training, start: int, trace: Callable[[], None]) -> int:
             # FSDP averages gradients over ranks, so the sum over one rank's targets is scaled to the mean over all.
             (loss * (t.scaler.scale * (world.size / batch.targets))).backward()
             nats += loss.detach()
-        question = t.stop.ask()
+        question = t.stop.ask(t.checkpointer.writing)
         lr = optim.learning_rate(hp, done, t.steps)
         norm, skipped = t.optimizer.step(lr, t.scaler.scale)
         t.scaler.update(skipped)
@@ -258,17 +282,19 @@ def train(t: Training, start: int, trace: Callable[[], None]) -> int:
         done += 1
         t.reporter.step()
 
-        stopping = t.stop.agreed(question)
+        stopping, busy = t.stop.agreed(question)
+        if t.checkpointer.pending and not busy:
+            settle(t)
         last = stopping or done == t.steps
         saving = last or done % hp.checkpoint_rate == 0
         if last or done % hp.report_rate == 0:
             report(t, done, lr)
         if saving or done % (hp.validation_rate or hp.report_rate) == 0:
             with t.meter.paused():
-                validate(t, done)
-        if saving:
-            with t.meter.paused():
-                save(t, done)
+                validation_loss = validate(t, done)
+            if saving:
+                with t.meter.saving():
+                    save(t, done, validation_loss, wait=last or not hp.async_checkpoint)
     if stopping and world.rank == 0:
         t.context.preempt.acknowledge_preemption_signal()
     return done
@@ -286,8 +312,8 @@ def report(t: Training, done: int, lr: float) -> None:
         )
 
 
-def validate(t: Training, done: int) -> None:
-    """Report the mean loss over the validation samples, in nats per token.
+def validate(t: Training, done: int) -> float:
+    """Report and return the mean loss over the validation samples, in nats per token.
 
     Raises:
         RunError: it is inf or NaN.
@@ -305,11 +331,22 @@ def validate(t: Training, done: int) -> None:
             f"validation loss is {loss} at step {done}: lower lr, or set grad_clip; the last checkpoint is kept"
         )
     t.reporter.report("validation", done, {"loss": loss, "perplexity": math.exp(min(loss, 700)), "batches": done})
+    return loss
 
 
-def save(t: Training, done: int) -> None:
-    uuid = t.checkpointer.save(t.state(), t.about | {"step": done, "tokens": done * t.total * t.hp.max_seq_len})
-    t.reporter.say(f"checkpoint  step {done}  {uuid}")
+def save(t: Training, done: int, validation_loss: float, wait: bool) -> None:
+    """Begin to save, once an earlier checkpoint is on disk; `wait` until this one is, too."""
+    if t.checkpointer.pending:
+        settle(t)
+    tokens = done * t.total * t.hp.max_seq_len
+    t.checkpointer.save(t.state(), t.about | {"step": done, "tokens": tokens, "validation_loss": validation_loss})
+    if wait:
+        settle(t)
+
+
+def settle(t: Training) -> None:
+    step, uuid = t.checkpointer.settle()
+    t.reporter.say(f"checkpoint  step {step}  {uuid}")
 
 
 if __name__ == "__main__":

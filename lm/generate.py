@@ -19,6 +19,7 @@ import torch
 from lm import checkpoint, sampling
 from lm.data.text import ByteTokenizer
 from lm.errors import ConfigError, RunError
+from lm.manifest import read_manifest, whole_checkpoints
 from model import ModelConfig, Transformer
 
 
@@ -26,15 +27,18 @@ def find(where: Path) -> Path:
     """The checkpoint that `where` means: itself, or the newest one of a run's folder.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such folder, or no checkpoint in the run yet.
+        CheckpointError: the run has checkpoints, but none is whole.
     """
-    runs = where / "checkpoints"
-    if not runs.is_dir():
+    if not where.is_dir():
+        raise ConfigError(f"{where}: no such folder; give a checkpoint's or a run's")
+    checkpoints = where / "checkpoints"
+    if not checkpoints.is_dir():
         return where
-    newest = checkpoint.newest(runs, lambda line: print(line, file=sys.stderr))
-    if newest is None:
+    whole = whole_checkpoints(checkpoints, lambda line: print(line, file=sys.stderr))
+    if not whole:
         raise ConfigError(f"{where}: no checkpoint yet")
-    return newest
+    return whole[0]
 
 
 def load_model(folder: Path, device: torch.device) -> tuple[Transformer, ByteTokenizer]:
@@ -44,7 +48,7 @@ def load_model(folder: Path, device: torch.device) -> tuple[Transformer, ByteTok
         CheckpointError: it is not whole.
         ConfigError: it was trained on tokens that stand for no text.
     """
-    manifest = checkpoint.read_manifest(folder)
+    manifest = read_manifest(folder)
     if manifest.tokenizer is None:
         raise ConfigError(f"{folder}: its run had no tokenizer (dataset: synthetic), so its tokens are no text")
     with torch.device("meta"):
@@ -89,14 +93,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     problems = []
     if not args.prompt:
         problems.append("--prompt: is empty; at least one character is needed")
+    try:
+        args.prompt.encode()
+    except UnicodeEncodeError:
+        problems.append("--prompt: is not UTF-8")
     if args.max_new_tokens < 0:
         problems.append(f"--max-new-tokens: {args.max_new_tokens} is less than 0")
-    if args.temperature < 0:
-        problems.append(f"--temperature: {args.temperature:g} is less than 0")
+    if not args.temperature >= 0:
+        problems.append(f"--temperature: {args.temperature:g} is not 0 or more")
     if args.top_k is not None and args.top_k < 1:
         problems.append(f"--top-k: {args.top_k} is less than 1")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         problems.append(f"--top-p: {args.top_p:g} is not above 0 and at most 1")
+    if not 0 <= args.seed < 2**63:
+        problems.append(f"--seed: {args.seed} is not from 0 to 2^63 - 1")
     if problems:
         raise ConfigError(*problems)
     return args

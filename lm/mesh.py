@@ -7,8 +7,11 @@ other's queue.
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 from determined import core
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _get_default_store
 
 from lm.errors import ConfigError, RankError, RunError
 from lm.launch import Launch
@@ -55,8 +59,12 @@ class World:
     launch: Launch
     device: torch.device
     control: dist.ProcessGroup
+    saver: dist.ProcessGroup
+    """gloo group of all ranks for the thread that writes checkpoints"""
     node: dist.ProcessGroup
     """gloo group of the ranks on this machine"""
+    store: dist.Store
+    """key-value store that all ranks reach"""
 
     @property
     def rank(self) -> int:
@@ -70,13 +78,17 @@ class World:
         """The ranks as `replicate` rows of `shard` neighbours, dimensions "replicate" and "shard"."""
         return init_device_mesh(self.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
 
-    def gather(self, value: T) -> list[T]:
-        """Every rank's `value` (any picklable object), in order of rank, on every rank."""
+    def gather(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+        """Every rank's `value` (any picklable object), in order of rank, on every rank.
+
+        Args:
+            group: `saver` in the thread that writes checkpoints; by default `control`.
+        """
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control)
+        dist.all_gather_object(values, value, group=group or self.control)
         return values
 
-    def together(self, action: Callable[[], T]) -> T:
+    def together(self, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
         """Run `action` on every rank; where it fails on one, fail on all, with the lowest rank's error.
 
         Raises:
@@ -90,7 +102,7 @@ class World:
         except Exception as error:
             failure = error
         known = failure if isinstance(failure, RunError) else None
-        reports = self.gather(failure and (known, f"{type(failure).__name__}: {failure}"))
+        reports = self.gather(failure and (known, f"{type(failure).__name__}: {failure}"), group)
         for rank, report in enumerate(reports):
             if report is not None:
                 if report[0] is not None:
@@ -120,36 +132,49 @@ def join_world(launch: Launch, timeout: float) -> Iterator[World]:
     if launch.local_size == launch.world_size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     patience = timedelta(seconds=timeout)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    where = f"rank {launch.rank} of {launch.world_size}, rendezvous at {launch.address}:{launch.port}"
     try:
+        store = _store(launch, patience)
         dist.init_process_group(
-            backend,
-            init_method=None if launch.world_size == 1 else f"tcp://{launch.address}:{launch.port}",
-            store=dist.HashStore() if launch.world_size == 1 else None,  # a single process opens no port
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=None if store else f"tcp://{launch.address}:{launch.port}",
+            store=store,
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=patience,
             device_id=device if device.type == "cuda" else None,
         )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        where = f"rank {launch.rank} of {launch.world_size}, rendezvous at {launch.address}:{launch.port}"
-        if "EADDRINUSE" in str(error):
+    except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
+        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
             raise RankError(f"{where}: the port is taken by another process; choose another MASTER_PORT") from None
         raise RankError(
             f"{where}: not all ranks came within {timeout:g} s (collective_timeout); check that WORLD_SIZE is what"
             f" was started and that this machine reaches {launch.address}"
         ) from None
     try:
-        control = _gloo_group(range(launch.world_size), patience)
+        control, saver = (_gloo_group(range(launch.world_size), patience) for _ in range(2))
         nodes: list[Any] = [None] * launch.world_size
         dist.all_gather_object(nodes, launch.node_rank, group=control)
         groups = {  # every rank has to make every group, in the same order
             node: _gloo_group([rank for rank, where in enumerate(nodes) if where == node], patience)
             for node in sorted(set(nodes))
         }
-        yield World(launch, device, control, groups[launch.node_rank])
+        yield World(launch, device, control, saver, groups[launch.node_rank], _get_default_store())
     finally:
         dist.destroy_process_group()
+
+
+def _store(launch: Launch, timeout: timedelta) -> dist.Store | None:
+    """Where the ranks of one machine find each other, out of reach of others; None = where the launcher says."""
+    if launch.world_size == 1:
+        return dist.HashStore()  # opens no port
+    if launch.local_size < launch.world_size or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    assert launch.port is not None
+    address, is_first = "127.0.0.1", launch.rank == 0
+    # Left to itself, TCPStore listens on all interfaces.
+    listener = socket.create_server((address, launch.port)).detach() if is_first else None
+    return dist.TCPStore(address, launch.port, launch.world_size, is_first, timeout, master_listen_fd=listener)
 
 
 def _gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
@@ -172,6 +197,11 @@ class TorchDistributedContext(core.DistributedContext):
         self.local_rank, self.local_size = launch.local_rank, launch.local_size
         self.cross_rank, self.cross_size = launch.node_rank, launch.world_size // launch.local_size
         self._is_chief, self._is_local_chief = launch.rank == 0, launch.local_rank == 0
+        self._here = threading.local()
+
+    def use_saver_group(self) -> None:
+        """From now on, collectives of the calling thread have a process group of their own."""
+        self._here.group = self._world.saver
 
     def close(self) -> None:
         """Nothing of its own to close: `join_world` owns the process groups."""
@@ -182,7 +212,7 @@ class TorchDistributedContext(core.DistributedContext):
         return everything
 
     def allgather(self, stuff: Any) -> list[Any]:
-        return self._allgather(stuff, self._world.control)
+        return self._allgather(stuff, getattr(self._here, "group", self._world.control))
 
     def allgather_local(self, stuff: Any) -> list[Any]:
         return self._allgather(stuff, self._world.node)

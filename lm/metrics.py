@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import resource
 import sys
 import time
@@ -25,17 +26,22 @@ from tqdm import tqdm
 
 GIB = 2**30
 
-PEAK_FLOPS: dict[str, dict[torch.dtype, float]] = {
-    "B200": {torch.bfloat16: 2250e12, torch.float16: 2250e12},
-    "H200": {torch.bfloat16: 989e12, torch.float16: 989e12},
-    "H100": {torch.bfloat16: 989e12, torch.float16: 989e12},
-    "A100": {torch.bfloat16: 312e12, torch.float16: 312e12},
-    "L40S": {torch.bfloat16: 362e12, torch.float16: 362e12},
-    "L4": {torch.bfloat16: 121e12, torch.float16: 121e12},
-    "V100": {torch.float16: 125e12},
-    "T4": {torch.float16: 65e12},
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "V100-PCIE": 112e12,
+    "V100": 125e12,
+    "T4": 65e12,
 }
-"""Dense peak of a device in FLOP/s, by a part of its name (vendors' data sheets, without sparsity)."""
+"""Dense peak of a GPU in FLOP/s for 16-bit matrix products, by words of its name, the first that fit (vendors'
+data sheets, without sparsity). bfloat16, where a GPU has it, is as fast as float16."""
 
 
 class MetricsConfig(BaseModel):
@@ -49,8 +55,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype | None) -> float | None:
     """Dense peak of `device` for matrix products in `dtype` (FLOP/s); None where it is not known."""
     if device.type != "cuda" or dtype is None:
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peaks.get(dtype) for key, peaks in PEAK_FLOPS.items() if key in name.split()[-1] or key in name), None)
+    return peak_flops_by_name(torch.cuda.get_device_name(device))
+
+
+def peak_flops_by_name(name: str) -> float | None:
+    """Dense 16-bit peak of the GPU that calls itself `name` (FLOP/s); None where it is not known."""
+    if "MIG" in name:  # a slice of the GPU that the rest of the name says
+        return None
+    return next((peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -82,15 +94,17 @@ class Meter:
         self._gather = gather
         self._flops_per_token = flops_per_token
         self._peak = peak
-        self._streak = torch.zeros((), device=device)
-        self._start_afresh()
+        self._streak = torch.zeros((), dtype=torch.float64, device=device)
+        self.restart()
 
-    def _start_afresh(self) -> None:
+    def restart(self) -> None:
+        """Start the sums and the clock anew: when training begins, and behind every report."""
         # nats, targets, gradient norm, steps made, steps skipped, longest row of skipped steps
         self._sums = torch.zeros(6, dtype=torch.float64, device=self._device)
         self._steps = 0
         self._tokens = 0
         self._data_seconds = 0.0
+        self._stall_seconds: float | None = None
         self._began = time.perf_counter()
 
     def _wait_for_device(self) -> None:
@@ -105,6 +119,14 @@ class Meter:
         yield
         self._wait_for_device()
         self._began += time.perf_counter() - stopped
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Stops the clock, and counts the time as lost to saving."""
+        with self.paused():
+            start = time.perf_counter()
+            yield
+            self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - start
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -122,11 +144,11 @@ class Meter:
             norm: gradient norm.
             skipped: 1.0 if the step was not made, else 0.0. Its loss and norm are left out.
         """
-        norm, skipped = norm.to(self._device), skipped.to(self._device)
+        nats, norm, skipped = (value.to(self._device, torch.float64) for value in (nats, norm, skipped))
         made = 1 - skipped
         self._streak = (self._streak + 1) * skipped
-        finite = torch.stack([nats.double(), norm.double()]).nan_to_num(0, 0, 0) * made
-        self._sums[:5] += torch.stack([finite[0], targets * made, finite[1], made, skipped])
+        nats, norm = torch.stack([nats, norm]).masked_fill(skipped > 0, 0.0)  # inf x 0 would be NaN
+        self._sums[:5] += torch.stack([nats, targets * made, norm, made, skipped])
         self._sums[5] = torch.maximum(self._sums[5], self._streak)
         self._steps += 1
         self._tokens += tokens
@@ -153,9 +175,11 @@ class Meter:
         }
         if made:
             metrics = {"loss": math.fsum(nats) / targets, "grad_norm": norms / made} | metrics
+        if self._stall_seconds is not None:
+            metrics["save_stall_seconds"] = self._stall_seconds
         if self._peak is not None:
             metrics["mfu"] = speed * self._flops_per_token / (self._peak * len(everyone))
-        self._start_afresh()
+        self.restart()
         return metrics, int(longest)
 
 
@@ -185,7 +209,7 @@ class Reporter:
         if not self._speaks or self._folder is None:
             return
         self._lines = _open_lines(self._folder / "metrics.jsonl", start)
-        self._board = SummaryWriter(self._folder / "tensorboard", purge_step=start + 1 if start else None)
+        self._board = SummaryWriter(self._folder / "tensorboard", purge_step=start + 1)
         if sys.stderr.isatty():
             self._bar = tqdm(total=self._max_steps, initial=start, unit="step", dynamic_ncols=True, smoothing=0.1)
 

@@ -27,7 +27,7 @@ class StopRequest:
         self._group = group
         self._preempted = preempted
         self._told = False
-        self._flag = torch.zeros(1, dtype=torch.int32)
+        self._flags = torch.zeros(2, dtype=torch.int32)
 
     def listen(self) -> None:
         """Take SIGTERM, SIGINT and SIGUSR2 as requests to stop; further ones change nothing."""
@@ -37,14 +37,20 @@ class StopRequest:
     def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
         self._told = True
 
-    def ask(self) -> dist.Work:
-        """Start asking. To be called by all ranks, in step."""
-        self._flag.fill_(int(self._told or self._preempted()))
-        question = dist.all_reduce(self._flag, dist.ReduceOp.MAX, group=self._group, async_op=True)
+    def ask(self, busy: bool) -> dist.Work:
+        """Start asking. To be called by all ranks, in step.
+
+        Args:
+            busy: whether this rank still writes a checkpoint, which is agreed on by the way.
+        """
+        self._flags[0] = self._told or self._preempted()
+        self._flags[1] = busy
+        question = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert question is not None  # async_op
         return question
 
-    def agreed(self, question: dist.Work) -> bool:
-        """Wait for the answer to `ask`: the same on all ranks."""
+    def agreed(self, question: dist.Work) -> tuple[bool, bool]:
+        """Wait for the answer to `ask`: is any rank to stop, and is any busy. The same on all ranks."""
         question.wait()
-        return bool(self._flag.item())
+        stop, busy = self._flags.tolist()
+        return bool(stop), bool(busy)

@@ -14,6 +14,7 @@ import torch
 
 from lm import checkpoint, config
 from lm.data import loader
+from lm.manifest import read_manifest
 from model import ModelConfig, Transformer
 from tests.support import TINY, checkpoints, reports, run, start
 
@@ -42,7 +43,7 @@ def files(path: Path) -> dict[str, Any]:
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    manifest = checkpoint.read_manifest(path)
+    manifest = read_manifest(path)
     model = Transformer(ModelConfig.model_validate(manifest.model))
     checkpoint.load_weights(path, model)
     return dict(model.named_parameters())
@@ -69,9 +70,7 @@ def test_five_steps_and_five_more_are_ten_to_the_last_bit(straight: Path, tmp_pa
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_another_number_of_ranks_goes_on_with_the_same_weights_and_samples(
-    ranks: int, straight: Path, tmp_path: Path
-) -> None:
+def test_another_number_of_ranks_goes_on_with_the_same_weights_and_samples(ranks: int, tmp_path: Path) -> None:
     quiet = RUN | {"dropout": 0.0}
     assert run(tmp_path / "two", ranks=2, config=quiet).returncode == 0
     source = checkpoints(tmp_path / "two")[5]
