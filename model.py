@@ -36,6 +36,14 @@ class RopeScaling(BaseModel):
     high_freq_factor: float = Field(gt=0, description="wavelengths below the original context / this stay")
     original_max_position_embeddings: int = Field(gt=0, description="the pre-training context (tokens)")
 
+    @model_validator(mode="after")
+    def _factors_in_order(self) -> RopeScaling:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor {self.high_freq_factor:g} is not above low_freq_factor {self.low_freq_factor:g}"
+            )
+        return self
+
 
 def _gpt2(d_model: int, n_layers: int, n_heads: int) -> dict[str, Any]:
     return {
@@ -429,14 +437,21 @@ class Transformer(nn.Module):
     def init_rule(self, name: str) -> tuple[Literal["constant", "normal"], float]:
         """How the parameter `name` starts: a constant, or a normal distribution of that deviation.
 
-        Weights have deviation 0.02, and those that write to the residual stream 0.02 / sqrt(2 n_layers),
-        so that its variance does not grow with depth (GPT-2).
+        Matrices have deviation 0.02, and those that write to the residual stream 0.02 / sqrt(2 n_layers),
+        so that its variance does not grow with depth (GPT-2 and Llama). The FSDP example's model, which has
+        learned positions and an output matrix of its own, starts with the variances of PyTorch's modules, as
+        it did there.
         """
-        part = name.rsplit(".", 2)[-2:]
-        if part[1] == "bias":
+        c = self.config
+        *_, module, parameter = name.split(".")
+        if parameter == "bias":
             return "constant", 0.0
-        if part[0].endswith("norm"):
+        if module.endswith("norm"):
             return "constant", 1.0
-        if name.endswith(("attention.output.weight", "ffn.down.weight")):
-            return "normal", 0.02 / math.sqrt(2 * self.config.n_layers)
-        return "normal", 0.02
+        to_stream = name.endswith(("attention.output.weight", "ffn.down.weight"))
+        if c.positions == "learned" and not c.tie_embeddings:
+            if module == "positions":
+                return "constant", 0.0
+            inputs = c.ffn_width if name.endswith("ffn.down.weight") else c.d_model
+            return "normal", 1.0 if module == "tokens" else 1 / math.sqrt(3 * inputs)
+        return "normal", 0.02 / math.sqrt(2 * c.n_layers) if to_stream else 0.02

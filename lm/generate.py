@@ -10,6 +10,7 @@ it is read into this one process, on a GPU where there is one.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -125,6 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # the reader, e.g. head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         return 130
 

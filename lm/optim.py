@@ -35,32 +35,29 @@ class OptimConfig(BaseModel):
 
 
 WSD_DECAY = 0.2
+"""Part of the run over which wsd decays."""
 
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
-    """The rate for `step` (counted from 0) of a run of `max_steps`.
+    """The rate for `step` of a run of `max_steps`, with 0 <= step < max_steps.
 
-    Warm-up ends at `lr`; decay ends at `lr * min_lr_ratio` behind the last step. wsd is the
-    warm-up-stable-decay schedule of Hu et al., MiniCPM (2024).
+    It rises in equal parts to `lr`, which the last step of the warm-up has, and falls from there to
+    `lr * min_lr_ratio`, which the step behind the last one would have. wsd is the warm-up-stable-decay
+    schedule of Hu et al., MiniCPM (2024).
     """
     warmup = config.warmup_steps if config.warmup_steps >= 1 else round(config.warmup_steps * max_steps)
     if step < warmup:
-        return config.lr * (step + 1) / warmup
-    done = (step - warmup) / max(1, max_steps - warmup)  # 0 .. 1
-    done = min(done, 1.0)
-    floor = config.min_lr_ratio
+        return config.lr * ((step + 1) / warmup)
+    decay_start = max(warmup, (1 - WSD_DECAY) * max_steps) if config.lr_schedule == "wsd" else warmup
+    decayed = max(0.0, (step - decay_start) / (max_steps - decay_start))  # 0 .. 1
     match config.lr_schedule:
         case "constant":
-            share = 1.0
-        case "linear":
-            share = 1 - done
+            fall = 0.0
+        case "linear" | "wsd":
+            fall = decayed
         case "cosine":
-            share = 0.5 * (1 + math.cos(math.pi * done))
-        case "wsd":
-            share = min(1.0, (1 - step / max_steps) / WSD_DECAY)
-    if config.lr_schedule == "constant":
-        return config.lr
-    return config.lr * (floor + (1 - floor) * max(share, 0.0))
+            fall = (1 - math.cos(math.pi * decayed)) / 2
+    return config.lr * (1 - (1 - config.min_lr_ratio) * fall)
 
 
 class Optimizer:

@@ -46,8 +46,10 @@ def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype 
 
 
 def _cpu_has_bfloat16() -> bool:
+    if not torch.backends.mkldnn.is_available():  # e.g. macOS: the instructions are there, no fast kernel uses them
+        return False
     capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))  # "bf16" is Arm's
 
 
 def mixed_precision_policy(dtype: torch.dtype | None) -> MixedPrecisionPolicy:

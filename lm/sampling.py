@@ -10,25 +10,24 @@ from torch import Tensor
 from model import KVCache, Transformer
 
 
-def choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator):
-    """One token per row of `logits` `(B, V)`, as `(B,)` int64; temperature 0 takes the likeliest.
+def choose(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> Tensor:
+    """One token per row of `logits` `(B, V)`, as `(B,)` int64 on the CPU; temperature 0 takes the likeliest.
 
-    top_k keeps the k likeliest tokens, top_p the fewest that together have that probability
-    (Holtzman et al., 2020); both may be given.
+    top_k draws from the k likeliest tokens; top_p from the fewest of these, the likeliest first, that
+    together have that probability (Holtzman et al., 2020).
     """
-    logits = logits.float().cpu()
     if temperature == 0:
-        return logits.argmax(dim=-1)
-    logits = logits / temperature
-    if top_k is not None:
-        smallest = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
-    probabilities = logits.softmax(dim=-1)
+        return logits.argmax(dim=-1).cpu()
+    vocab_size = logits.shape[-1]
+    likeliest, ids = logits.float().cpu().topk(min(top_k or vocab_size, vocab_size))  # in descending order
+    probabilities = (likeliest / temperature).softmax(dim=-1)
     if top_p is not None:
-        ordered, where = probabilities.sort(dim=-1, descending=True)
-        enough = ordered.cumsum(dim=-1) - ordered >= top_p  # what stands before already suffices
-        probabilities = torch.zeros_like(ordered).scatter(-1, where, ordered.masked_fill(enough, 0.0))
-    return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= top_p, 0.0)
+    drawn = torch.multinomial(probabilities, 1, generator=generator)
+    return ids.gather(-1, drawn).squeeze(-1)
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ order[k B : (k + 1) B] of an endless row of shuffled epochs, whatever the world 
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -165,34 +167,31 @@ class Loader:
 
     def training(self, start: int) -> Iterator[Batch]:
         """Endless batches from step `start` on."""
-        step = start
         size = self._config.batch_size
         share = self._total // self._ranks
-        while True:
+        for step in itertools.count(start):
             mine = self.sample_ids(step)[self._rank * share : (self._rank + 1) * share]
-            rows = [torch.from_numpy(self._data.train[i]) for i in mine]
+            rows = [self._data.train[i] for i in mine]
             micros = [self._micro(rows[at : at + size]) for at in range(0, share, size)]
             yield Batch(micros, self._total * micros[0].targets.shape[1])
-            step += 1
 
     def validation(self) -> Iterator[Micro]:
         """The validation samples that fall to this rank; every rank gets equally many forward passes.
 
-        Ranks that run out of samples repeat one whose targets are all ignored.
+        Where samples run out, rows are filled up with token 0 and targets that are all ignored.
         """
         source = self._data.validation
         size = self._config.batch_size
         count = min(len(source), self._config.validation_batches * self._total)
-        mine = list(range(self._rank, count, self._ranks))
-        passes = -(-count // (self._ranks * size))
-        for at in range(passes):
-            rows = [torch.from_numpy(source[i]) for i in mine[at * size : (at + 1) * size]]
-            padding = torch.full_like(torch.from_numpy(source[0]), IGNORE)
-            micro = self._micro(rows + [padding] * (size - len(rows)))
+        mine = range(self._rank, count, self._ranks)
+        filler = np.full_like(source[0], IGNORE)
+        for at in range(0, math.ceil(count / self._ranks), size):
+            rows = [source[i] for i in mine[at : at + size]]
+            micro = self._micro(rows + [filler] * (size - len(rows)))
             yield micro._replace(inputs=micro.inputs.clamp(min=0))
 
-    def _micro(self, rows: list[Tensor]) -> Micro:
-        samples = torch.stack(rows)  # (batch_size, seq_len + 1)
+    def _micro(self, rows: list[NDArray[np.int64]]) -> Micro:
+        samples = torch.from_numpy(np.stack(rows))  # (batch_size, seq_len + 1)
         if self._device.type == "cuda":
             samples = samples.pin_memory().to(self._device, non_blocking=True)
         return Micro(samples[:, :-1].contiguous(), samples[:, 1:].contiguous())

@@ -31,7 +31,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD, the end of a document a blank line."""
+        """The text of `ids`; the end of a document becomes a blank line, what is no UTF-8 U+FFFD."""
         return "".join(self.stream(ids))
 
     def stream(self, ids: Iterable[int]) -> Iterator[str]:
@@ -41,13 +41,12 @@ class ByteTokenizer:
             if token < 256:
                 yield decoder.decode(bytes([token]))
             else:
-                yield decoder.decode(b"", final=True) + "\n\n"
-                decoder.reset()
+                yield decoder.decode(b"", final=True) + ("\n\n" if token == self.end_of_text else "\ufffd")
         yield decoder.decode(b"", final=True)
 
 
 def find_files(where: str | None, key: str) -> list[Path]:
-    """The files that `where` names, sorted: a file, a folder (all files below it) or a glob.
+    """The files that `where` names, sorted: a file, a folder (all files below it, hidden ones excepted) or a glob.
 
     None is the Python standard library's own source, without its tests: real text on every machine.
 
@@ -56,15 +55,19 @@ def find_files(where: str | None, key: str) -> list[Path]:
     """
     if where is None:
         root = Path(sysconfig.get_paths()["stdlib"])
-        return sorted(path for path in root.rglob("*.py") if not _NOT_SOURCE & set(path.relative_to(root).parts))
-    if Path(where).is_dir():
-        found = (path for path in Path(where).rglob("*") if not path.name.startswith("."))
+        found = (path for path in root.rglob("*.py") if not _NOT_SOURCE & set(path.relative_to(root).parts))
+    elif (root := Path(where)).is_dir():
+        found = (path for path in root.rglob("*") if not _is_hidden(path.relative_to(root)))
     else:
         found = map(Path, glob.glob(where, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
     files = sorted(path for path in found if path.is_file())
     if not files:
-        raise ConfigError(f"{key}: no file at {where} (a file, a folder or a glob, seen from {Path.cwd()})")
+        raise ConfigError(f"{key}: no file at {where or root} (a file, a folder or a glob, seen from {Path.cwd()})")
     return files
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def read_tokens(files: list[Path], tokenizer: ByteTokenizer) -> NDArray[np.uint16]:

@@ -1,0 +1,170 @@
+"""`python -m lm.generate` continues a text from nothing but a checkpoint, whatever number of ranks wrote it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lm import generate
+from lm.manifest import MANIFEST
+from tests import support
+
+TEXT = "Grüße aus Köln, wo der Käse zäh und das Öl süß ist. "
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that learned a little text, half of whose letters take two bytes, on two ranks."""
+    folder = tmp_path_factory.mktemp("generate")
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text(TEXT * 40)
+    config = support.TINY | {"dataset": "text", "train_data": "text", "vocab_size": 264, "max_seq_len": 64, "lr": 1e-2}
+    done = support.run(folder, "max_steps=40", "batch_size=4", "report_rate=40", ranks=2, config=config)
+    assert done.returncode == 0, done.stderr
+    return folder / "runs" / "test"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(run: Path) -> Path:
+    (folder,) = (run / "checkpoints").iterdir()
+    return folder
+
+
+def text_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    code = generate.main([str(argument) for argument in arguments])
+    output, errors = capsys.readouterr()
+    assert (code, errors) == (0, "")
+    return output
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    code = generate.main([str(argument) for argument in arguments])
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert errors.count("\n") == 1
+    return code, errors.strip()
+
+
+def test_the_same_seed_gives_the_same_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    how = (
+        checkpoint,
+        "--prompt",
+        "Grüße ",
+        "--max-new-tokens",
+        40,
+        "--temperature",
+        1.5,
+        "--top-k",
+        50,
+        "--top-p",
+        0.9,
+    )
+    first = text_of(capsys, *how, "--seed", 3)
+    assert first.startswith("Grüße ")
+    assert text_of(capsys, *how, "--seed", 3) == first
+    assert text_of(capsys, *how, "--seed", 4) != first
+
+
+def test_temperature_0_gives_the_likeliest_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, tokenizer = generate.load_model(checkpoint, torch.device("cpu"))
+    tokens = tokenizer.encode("Köln, ")
+    start = len(tokens)
+    for _ in range(30):
+        tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+    text = text_of(capsys, checkpoint, "--prompt", "Köln, ", "--max-new-tokens", 30, "--temperature", 0)
+    assert text == "Köln, " + tokenizer.decode(tokens[start:]) + "\n"
+
+
+def test_a_run_stands_for_its_newest_checkpoint(
+    run: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = ("--prompt", "a", "--max-new-tokens", 10)
+    assert text_of(capsys, run, *how) == text_of(capsys, checkpoint, *how)
+
+
+def test_the_command_writes_text_as_it_comes_in_whole_characters(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "lm.generate", checkpoint, "--prompt", "ü", "--max-new-tokens", "1000000"]
+    with subprocess.Popen(command, cwd=support.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        received, characters = b"", 0
+        try:
+            while characters < 100:
+                received += os.read(process.stdout.fileno(), 1 << 16)
+                characters = len(received.decode())  # raises where it ends within a character
+        finally:
+            process.kill()
+    assert len(received) > characters
+
+
+def test_more_than_a_context_is_generated(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = text_of(capsys, checkpoint, "--prompt", "x" * 100, "--max-new-tokens", 200)
+    assert len(text.encode()) >= 300
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = (2, f"{tmp_path}/none: no such folder; give a checkpoint's or a run's")
+    assert refusal(capsys, tmp_path / "none", "--prompt", "a") == expected
+
+
+def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = (1, f"{tmp_path}: not a whole checkpoint, manifest.json: No such file or directory")
+    assert refusal(capsys, tmp_path, "--prompt", "a") == expected
+
+
+def test_a_run_without_a_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert refusal(capsys, tmp_path, "--prompt", "a") == (2, f"{tmp_path}: no checkpoint yet")
+
+
+def test_a_damaged_checkpoint_is_named(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    shard = tmp_path / "copy" / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    code, message = refusal(capsys, tmp_path / "copy", "--prompt", "a")
+    assert (code, message.partition(":")[0]) == (1, str(shard))
+
+
+def test_a_model_of_tokens_that_are_no_text_is_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    manifest = json.loads((checkpoint / MANIFEST).read_text())
+    (tmp_path / "copy" / MANIFEST).write_text(json.dumps(manifest | {"tokenizer": None}))
+    code, message = refusal(capsys, tmp_path / "copy", "--prompt", "a")
+    assert code == 2
+    assert "had no tokenizer (dataset: synthetic)" in message
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--prompt", ""), "--prompt: is empty; at least one character is needed"),
+        (("--prompt", "\udcff"), "--prompt: is not UTF-8"),
+        (("--max-new-tokens", "-1"), "--max-new-tokens: -1 is less than 0"),
+        (("--temperature", "-0.5"), "--temperature: -0.5 is not 0 or more"),
+        (("--temperature", "nan"), "--temperature: nan is not 0 or more"),
+        (("--top-k", "0"), "--top-k: 0 is less than 1"),
+        (("--top-p", "0"), "--top-p: 0 is not above 0 and at most 1"),
+        (("--top-p", "1.5"), "--top-p: 1.5 is not above 0 and at most 1"),
+        (("--seed", "-1"), "--seed: -1 is not from 0 to 2^63 - 1"),
+    ],
+)
+def test_a_flag_out_of_range_is_named(flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, "anywhere", "--prompt", "a", *flags) == (2, message)
+
+
+def test_flags_that_cannot_be_read_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["anywhere"], ["anywhere", "--prompt", "a", "--top-k", "many"], ["--prompt", "a"]):
+        with pytest.raises(SystemExit) as stopped:
+            generate.main(flags)
+        assert stopped.value.code == 2
+        assert "error: " in capsys.readouterr().err

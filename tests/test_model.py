@@ -1,0 +1,467 @@
+"""The model is the published one: in its counts, in its arithmetic against plain references, and in its limits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from model import IGNORE, PRESETS, KVCache, ModelConfig, Transformer, rope_frequencies
+
+TINY: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 24}
+LLAMA: dict[str, Any] = TINY | {
+    "norm": "rmsnorm",
+    "positions": "rope",
+    "ffn": "swiglu",
+    "bias": "none",
+    "n_kv_heads": 2,
+    "d_ff": 48,
+}
+GPT2: dict[str, Any] = TINY | {"ffn": "gelu", "bias": "all", "tie_embeddings": True}
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+STYLES = {
+    "default": TINY,
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "mistral": LLAMA | {"sliding_window": 5},
+    "windowed": TINY | {"sliding_window": 5},
+    "llama3.2": LLAMA | {"tie_embeddings": True, "rope_scaling": LLAMA3_SCALING},
+    "one key-value head": TINY | {"n_kv_heads": 1},
+}
+every_style = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+
+
+def on_meta(config: ModelConfig) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(config)
+
+
+def make(settings: dict[str, Any], seed: int = 0, spread: float = 0.3) -> Transformer:
+    """A model whose weights, norms and biases included, are all different from what they start at."""
+    torch.manual_seed(seed)
+    model = Transformer(ModelConfig.model_validate(settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * spread)
+    return model.eval()
+
+
+def tokens_of(model: Transformer, batch: int = 2, length: int | None = None) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    size = (batch, length or model.config.max_seq_len)
+    return torch.randint(0, model.config.vocab_size, size, generator=generator)
+
+
+# ---- counts -------------------------------------------------------------------------------------------
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "codellama-7b": 6_738_546_688,
+    "mistral-7b": 7_241_732_096,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+    config = ModelConfig.model_validate({"model": name})
+    assert config.n_parameters == PUBLISHED[name]
+    assert sum(p.numel() for p in on_meta(config).parameters()) == PUBLISHED[name]
+
+
+def test_explicit_keys_override_the_preset() -> None:
+    config = ModelConfig.model_validate({"model": "llama3-8b", "n_layers": 2, "vocab_size": 1000})
+    assert (config.n_layers, config.vocab_size, config.d_model, config.norm) == (2, 1000, 4096, "rmsnorm")
+
+
+def test_an_unknown_preset_is_refused_with_the_list() -> None:
+    with pytest.raises(ValidationError, match="no preset 'llama9'; there are gpt2, gpt2-medium"):
+        ModelConfig.model_validate({"model": "llama9"})
+
+
+def test_the_counts_by_part_are_those_of_the_modules_for_every_combination_of_options() -> None:
+    grid = itertools.product(
+        ("layernorm", "rmsnorm"),
+        ("relu", "swiglu"),
+        ("ffn", "none", "all"),
+        (False, True),
+        ("learned", "rope"),
+        (None, 1, 2),
+        (None, 24),
+    )
+    for norm, ffn, bias, tie, positions, kv_heads, d_ff in grid:
+        options = {"norm": norm, "ffn": ffn, "bias": bias, "tie_embeddings": tie, "positions": positions}
+        config = ModelConfig.model_validate(TINY | options | {"n_kv_heads": kv_heads, "d_ff": d_ff})
+        model = on_meta(config)
+        learned = model.embedding.positions
+        output = model.head.output
+        assert config.parameter_counts() == {
+            "embedding": model.embedding.tokens.weight.numel(),
+            "positions": learned.weight.numel() if learned is not None else 0,
+            "blocks": sum(p.numel() for p in model.blocks.parameters()),
+            "norm": sum(p.numel() for p in model.head.norm.parameters()),
+            "head": output.weight.numel() if output is not None else 0,
+        }, config
+        assert config.n_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("length", [8, 24])
+@every_style
+def test_flops_are_those_that_pytorch_counts(style: dict[str, Any], length: int) -> None:
+    config = ModelConfig.model_validate(style)
+    model = on_meta(config)
+    tokens = torch.zeros(3, length, dtype=torch.int64, device="meta")
+    # On the meta device attention is two plain matrix products forward and four backward. The counter does
+    # not know the CPU's fused kernel at all, and would count a fifth product in a GPU kernel's backward:
+    # the recomputation of the scores, which is no useful work.
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    assert counter.get_total_flops() == config.flops_per_token(length, causal=False) * tokens.numel()
+
+
+def test_causal_flops_count_the_positions_that_are_attended_to() -> None:
+    length, window = 4096, 100
+    config = ModelConfig.model_validate({"model": "llama3.2-1b"})
+    assert config.flops_per_token(length) == pytest.approx(8.2e9, rel=0.005)
+    for sliding in (None, window, 2 * length):
+        narrow = config.model_copy(update={"sliding_window": sliding})
+        attended = sum(min(t + 1, sliding or length) for t in range(length)) / length
+        expected = narrow.flops_per_token(0, causal=False) + 12 * narrow.n_layers * narrow.d_model * attended
+        assert narrow.flops_per_token(length) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"d_model": 32, "n_heads": 5}, r"n_heads: 5 does not divide d_model 32; nearest: \[1, 2, 4, 8\]"),
+        ({"n_heads": 8, "n_kv_heads": 3}, r"n_kv_heads: 3 does not divide n_heads 8; choose from \[1, 2, 4, 8\]"),
+        ({"d_model": 24, "n_heads": 8, "positions": "rope"}, "even head size, d_model / n_heads is 3"),
+        ({"rope_scaling": LLAMA3_SCALING}, "rope_scaling: needs positions: rope"),
+        (
+            {"positions": "rope", "rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1.0}},
+            "high_freq_factor 1 is not above low_freq_factor 1",
+        ),
+    ],
+)
+def test_structures_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ModelConfig.model_validate(settings)
+
+
+# ---- architecture, against plain references ----------------------------------------------------------
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Tensor:
+    """Attention by its definition on `(B, heads, T, K)`, with the mask and the softmax written out."""
+    distance = torch.arange(q.shape[2])[:, None] - torch.arange(k.shape[2])
+    hidden = (distance < 0) | (distance >= (window or math.inf))
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    weights = scores.masked_fill(hidden, -math.inf).exp()
+    return weights / weights.sum(dim=-1, keepdim=True) @ v
+
+
+def by_head(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def original_logits(weights: dict[str, Tensor], tokens: Tensor, layers: int, heads: int) -> Tensor:
+    """Determined's FSDP example, straight down: learned positions, LayerNorm, fused QKV, ReLU with biases."""
+    w = weights
+    d = w["embedding.tokens.weight"].shape[1]
+    x = w["embedding.tokens.weight"][tokens] + w["embedding.positions.weight"][: tokens.shape[1]]
+    for i in range(layers):
+        b = f"blocks.{i}."
+        h = F.layer_norm(x, (d,), w[b + "attention_norm.weight"], w[b + "attention_norm.bias"])
+        q, k, v = (by_head(part, heads) for part in (h @ w[b + "attention.qkv.weight"].T).split(d, dim=-1))
+        x = x + plain_attention(q, k, v).transpose(1, 2).flatten(2) @ w[b + "attention.output.weight"].T
+        h = F.layer_norm(x, (d,), w[b + "ffn_norm.weight"], w[b + "ffn_norm.bias"])
+        h = torch.relu(h @ w[b + "ffn.up.weight"].T + w[b + "ffn.up.bias"])
+        x = x + h @ w[b + "ffn.down.weight"].T + w[b + "ffn.down.bias"]
+    h = F.layer_norm(x, (d,), w["head.norm.weight"], w["head.norm.bias"])
+    return h @ w["head.output.weight"].T
+
+
+def test_the_default_is_the_original_examples_architecture() -> None:
+    model = make(TINY)
+    tokens = tokens_of(model)
+    torch.testing.assert_close(model(tokens), original_logits(model.state_dict(), tokens, 2, 4), rtol=1e-5, atol=1e-5)
+
+
+def rotate_half(x: Tensor, frequencies: Tensor) -> Tensor:
+    """RoPE as Llama writes it, in float64: x cos + rotate_half(x) sin."""
+    angles = torch.outer(torch.arange(x.shape[2], dtype=torch.float64), frequencies)
+    angles = torch.cat([angles, angles], dim=-1)
+    first, second = x.double().chunk(2, dim=-1)
+    return (x.double() * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()).float()
+
+
+def llama_logits(
+    weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig, frequencies: Tensor | None = None
+) -> Tensor:
+    """Llama, straight down: RMSNorm, RoPE, grouped queries by explicit repetition, SwiGLU."""
+    w, d, kv = weights, config.d_model, config.kv_heads * config.head_dim
+    if frequencies is None:
+        frequencies = config.rope_theta ** -(torch.arange(0, config.head_dim, 2).double() / config.head_dim)
+
+    def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(dim=-1, keepdim=True) + config.norm_eps).sqrt() * weight
+
+    x = w["embedding.tokens.weight"][tokens]
+    for i in range(config.n_layers):
+        b = f"blocks.{i}."
+        h = rms_norm(x, w[b + "attention_norm.weight"])
+        q, k, v = (h @ w[b + "attention.qkv.weight"].T).split([d, kv, kv], dim=-1)
+        q = rotate_half(by_head(q, config.n_heads), frequencies)
+        k = rotate_half(by_head(k, config.kv_heads), frequencies)
+        k, v = (
+            part.repeat_interleave(config.n_heads // config.kv_heads, dim=1)
+            for part in (k, by_head(v, config.kv_heads))
+        )
+        attended = plain_attention(q, k, v, config.sliding_window)
+        x = x + attended.transpose(1, 2).flatten(2) @ w[b + "attention.output.weight"].T
+        gate, up = (rms_norm(x, w[b + "ffn_norm.weight"]) @ w[b + "ffn.up.weight"].T).chunk(2, dim=-1)
+        x = x + (gate * torch.sigmoid(gate) * up) @ w[b + "ffn.down.weight"].T
+    return rms_norm(x, w["head.norm.weight"]) @ w["head.output.weight"].T
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("window", [None, 5])
+def test_llama_and_mistral_are_their_plain_references(kv_heads: int, window: int | None) -> None:
+    model = make(LLAMA | {"n_kv_heads": kv_heads, "sliding_window": window}, spread=0.2)
+    tokens = tokens_of(model)
+    expected = llama_logits(model.state_dict(), tokens, model.config)
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+def published_llama3_frequencies(config: ModelConfig) -> list[float]:
+    """Meta's `apply_scaling`, with the branches of its publication."""
+    s = config.rope_scaling
+    assert s is not None
+    scaled = []
+    for i in range(0, config.head_dim, 2):
+        frequency = 1 / config.rope_theta ** (i / config.head_dim)
+        wavelength = 2 * math.pi / frequency
+        if wavelength < s.original_max_position_embeddings / s.high_freq_factor:
+            scaled.append(frequency)
+        elif wavelength > s.original_max_position_embeddings / s.low_freq_factor:
+            scaled.append(frequency / s.factor)
+        else:
+            smooth = s.original_max_position_embeddings / wavelength - s.low_freq_factor
+            smooth /= s.high_freq_factor - s.low_freq_factor
+            scaled.append((1 - smooth) * frequency / s.factor + smooth * frequency)
+    return scaled
+
+
+def test_llama3_rope_scaling_is_the_published_formula() -> None:
+    config = ModelConfig.model_validate({"model": "llama3.2-1b"})
+    expected = published_llama3_frequencies(config)
+    actual = rope_frequencies(config, torch.device("cpu"))
+    torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-5, atol=0)
+    plain = rope_frequencies(config.model_copy(update={"rope_scaling": None}), torch.device("cpu"))
+    ratios = plain / actual
+    assert (ratios.min(), ratios.max()) == (1, 32)  # all three branches were taken
+    assert ((ratios > 1.01) & (ratios < 31.9)).any()
+
+
+def test_the_model_turns_by_the_scaled_frequencies() -> None:
+    scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    model = make(LLAMA | {"rope_scaling": scaling}, spread=0.2)
+    tokens = tokens_of(model)
+    frequencies = torch.tensor(published_llama3_frequencies(model.config), dtype=torch.float64)
+    expected = llama_logits(model.state_dict(), tokens, model.config, frequencies)
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(expected, llama_logits(model.state_dict(), tokens, model.config), atol=1e-2)
+
+
+def test_gpt2_is_pre_norm_with_tanh_gelu_biases_everywhere_and_a_tied_output() -> None:
+    model = make(GPT2)
+    tokens = tokens_of(model)
+    w, d = model.state_dict(), 32
+    x = w["embedding.tokens.weight"][tokens] + w["embedding.positions.weight"]
+    for i in range(2):
+        b = f"blocks.{i}."
+        h = F.layer_norm(x, (d,), w[b + "attention_norm.weight"], w[b + "attention_norm.bias"])
+        h = h @ w[b + "attention.qkv.weight"].T + w[b + "attention.qkv.bias"]
+        q, k, v = (by_head(part, 4) for part in h.split(d, dim=-1))
+        attended = plain_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + attended @ w[b + "attention.output.weight"].T + w[b + "attention.output.bias"]
+        h = F.layer_norm(x, (d,), w[b + "ffn_norm.weight"], w[b + "ffn_norm.bias"])
+        h = h @ w[b + "ffn.up.weight"].T + w[b + "ffn.up.bias"]
+        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+        x = x + h @ w[b + "ffn.down.weight"].T + w[b + "ffn.down.bias"]
+    h = F.layer_norm(x, (d,), w["head.norm.weight"], w["head.norm.bias"])
+    expected = h @ w["embedding.tokens.weight"].T
+    torch.testing.assert_close(model(tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_tied_embeddings_are_one_parameter_that_both_ends_train() -> None:
+    model = make(GPT2)
+    assert not [name for name, _ in model.named_parameters() if name.startswith("head.output")]
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    model(tokens, tokens).backward()
+    gradient = model.embedding.tokens.weight.grad
+    assert gradient is not None
+    assert gradient[1:].abs().sum() > 0  # ids that were never an input: through the output matrix
+
+
+@every_style
+def test_a_later_token_never_changes_earlier_logits(style: dict[str, Any]) -> None:
+    model = make(style)
+    tokens = tokens_of(model)
+    changed = tokens.clone()
+    changed[:, 10:] = (changed[:, 10:] + 1) % 64
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(before[:, 10], after[:, 10], atol=1e-3)
+
+
+def test_a_token_out_of_the_sliding_window_is_out_of_sight() -> None:
+    one_layer = make(LLAMA | {"n_layers": 1, "sliding_window": 5})
+    tokens = tokens_of(one_layer)
+    changed = tokens.clone()
+    changed[:, 3] = (changed[:, 3] + 1) % 64
+    differs = (one_layer(tokens) - one_layer(changed)).abs().amax(dim=(0, 2)) > 1e-4
+    assert differs.nonzero().flatten().tolist() == [3, 4, 5, 6, 7]
+
+
+# ---- the key-value cache ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pieces", [[1] * 24, [10] + [1] * 14, [7, 9, 8], [24], [2, 20, 1, 1]], ids=str)
+@every_style
+def test_reading_in_pieces_equals_reading_at_once(style: dict[str, Any], pieces: list[int]) -> None:
+    model = make(style)
+    tokens = tokens_of(model)
+    expected = model(tokens)
+    cache, read = KVCache(24), 0
+    for size in pieces:
+        logits = model(tokens[:, read : read + size], cache=cache)
+        read += size
+        assert cache.length == read
+        torch.testing.assert_close(logits, expected[:, read - 1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cached", [0, 20])
+def test_more_tokens_than_max_seq_len_are_refused(cached: int) -> None:
+    model = make(TINY)
+    cache = KVCache(24) if cached else None
+    if cached:
+        model(tokens_of(model, length=cached), cache=cache)
+    with pytest.raises(ValueError, match="25 tokens are more than max_seq_len 24"):
+        model(tokens_of(model, length=25 - cached), cache=cache)
+
+
+# ---- loss and initial state --------------------------------------------------------------------------------
+
+
+@every_style
+def test_the_loss_is_the_sum_of_nats_over_targets_that_count(style: dict[str, Any]) -> None:
+    model = make(style)
+    tokens = tokens_of(model)
+    targets = tokens.roll(-1, dims=1)
+    targets[0, 3:9] = IGNORE
+    log_p = model(tokens).log_softmax(dim=-1)
+    counted = [(b, t) for b in range(2) for t in range(24) if targets[b, t] != IGNORE]
+    expected = -torch.stack([log_p[b, t, targets[b, t]] for b, t in counted]).sum()
+    torch.testing.assert_close(model(tokens, targets), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_targets_that_are_all_ignored_give_no_loss_and_no_gradient() -> None:
+    model = make(LLAMA)
+    tokens = tokens_of(model)
+    loss = model(tokens, torch.full_like(tokens, IGNORE))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_dropout_acts_in_training_alone_and_follows_the_seed() -> None:
+    model = make(GPT2 | {"dropout": 0.3})
+    tokens = tokens_of(model)
+    plain = make(GPT2)(tokens)
+    assert torch.equal(model(tokens), plain)
+    model.train()
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(model(tokens))
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], plain)
+
+
+def started_as_ruled(settings: dict[str, Any]) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig.model_validate(settings))
+    for name, parameter in model.named_parameters():
+        kind, value = model.init_rule(name)
+        if kind == "constant":
+            nn.init.constant_(parameter, value)
+        else:
+            nn.init.normal_(parameter, std=value)
+    return model
+
+
+@every_style
+def test_norms_start_as_the_identity_and_biases_at_zero(style: dict[str, Any]) -> None:
+    model = on_meta(ModelConfig.model_validate(style))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            assert model.init_rule(name) == ("constant", 0.0 if name.endswith("bias") else 1.0), name
+
+
+@pytest.mark.parametrize("style", ["gpt2", "llama", "llama3.2"])
+def test_gpt2_and_llama_start_small_and_smaller_where_they_write_to_the_stream(style: str) -> None:
+    model = on_meta(ModelConfig.model_validate(STYLES[style]))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            writes = name.endswith(("attention.output.weight", "ffn.down.weight"))
+            assert model.init_rule(name) == ("normal", 0.02 / math.sqrt(2 * 2) if writes else 0.02), name
+
+
+def test_the_original_examples_model_starts_with_the_variances_of_pytorchs_modules() -> None:
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig.model_validate(TINY))  # PyTorch has filled it
+    for name, parameter in model.named_parameters():
+        if name == "embedding.positions.weight":
+            assert model.init_rule(name) == ("constant", 0.0)
+        elif parameter.ndim == 2:
+            assert model.init_rule(name) == ("normal", pytest.approx(parameter.std().item(), rel=0.05)), name
+
+
+@every_style
+def test_the_first_loss_is_that_of_guessing(style: dict[str, Any]) -> None:
+    model = started_as_ruled(style)
+    tokens = tokens_of(model, batch=8)
+    loss = model(tokens, tokens.roll(-1, dims=1)).item() / tokens.numel()
+    assert math.log(64) - 0.05 < loss < math.log(64) + 0.2
+
+
+@every_style
+def test_the_units_to_shard_hold_every_parameter_but_tied_ends(style: dict[str, Any]) -> None:
+    model = Transformer(ModelConfig.model_validate(style))
+    held = {id(p) for unit in model.fsdp_units() for p in unit.parameters()}
+    left = [name for name, p in model.named_parameters() if id(p) not in held]
+    ends = [name for name, _ in model.named_parameters() if name.startswith(("embedding", "head"))]
+    assert left == (ends if model.config.tie_embeddings else [])

@@ -1,0 +1,140 @@
+"""Tokens are drawn from the distribution that was asked for, for as long as was asked, the same for the same seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lm.sampling import choose, generate
+from model import ModelConfig, Transformer
+
+CPU = torch.device("cpu")
+LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0, -1.0])
+
+
+def draw(times: int = 20_000, logits: Tensor = LOGITS, temperature: float = 1.0, **limits: Any) -> Tensor:
+    """The share of `times` draws that each token has."""
+    settings = {"top_k": None, "top_p": None} | limits
+    generator = torch.Generator().manual_seed(0)
+    drawn = choose(logits.expand(times, -1), temperature, generator=generator, **settings)
+    return drawn.bincount(minlength=len(logits)) / times
+
+
+def tiny(**changes: Any) -> Transformer:
+    settings = {"d_model": 16, "n_heads": 2, "n_layers": 2, "vocab_size": 32, "max_seq_len": 16} | changes
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig.model_validate(settings))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.15)
+    return model
+
+
+def continued(model: Transformer, prompt: list[int], count: int, seed: int = 0, **how: Any) -> list[int]:
+    return list(generate(model, prompt, count, device=CPU, seed=seed, **how))
+
+
+# ---- one token -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+def test_tokens_come_as_often_as_their_probability(temperature: float) -> None:
+    expected = (LOGITS / temperature).softmax(dim=0)
+    torch.testing.assert_close(draw(temperature=temperature), expected, atol=0.01, rtol=0)
+
+
+def test_temperature_0_takes_the_likeliest() -> None:
+    assert draw(temperature=0, times=10)[1] == 1
+
+
+@pytest.mark.parametrize(("top_k", "kept"), [(1, [1]), (2, [1, 2]), (3, [0, 1, 2]), (99, [0, 1, 2, 3, 4])])
+def test_top_k_keeps_the_k_likeliest_in_proportion(top_k: int, kept: list[int]) -> None:
+    expected = torch.zeros(5)
+    expected[kept] = LOGITS[kept].softmax(dim=0)
+    torch.testing.assert_close(draw(top_k=top_k), expected, atol=0.01, rtol=0)
+
+
+def test_top_k_keeps_no_more_than_k_of_equals() -> None:
+    assert (draw(logits=torch.zeros(10), top_k=3) > 0).sum() == 3
+
+
+# The probabilities are 0.636, 0.234, 0.086, 0.032, 0.012, of tokens 1, 2, 0, 3, 4.
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(0.01, [1]), (0.63, [1]), (0.64, [1, 2]), (0.88, [0, 1, 2]), (0.99, [0, 1, 2, 3, 4]), (1.0, [0, 1, 2, 3, 4])],
+)
+def test_top_p_keeps_the_fewest_that_reach_the_probability(top_p: float, kept: list[int]) -> None:
+    expected = torch.zeros(5)
+    expected[kept] = LOGITS[kept].softmax(dim=0)
+    torch.testing.assert_close(draw(top_p=top_p), expected, atol=0.01, rtol=0)
+
+
+def test_top_p_looks_at_what_top_k_left() -> None:
+    assert draw(top_k=2, top_p=0.7)[1] == 1  # of the two, the first has 0.73
+    assert (draw(top_k=2, top_p=0.74) > 0).sum() == 2
+
+
+def test_each_row_is_drawn_from_its_own_logits() -> None:
+    logits = torch.full((3, 4), -torch.inf)
+    logits[[0, 1, 2], [3, 0, 2]] = 0.0
+    assert choose(logits, 1.0, None, 0.9, torch.Generator()).tolist() == [3, 0, 2]
+
+
+# ---- a row of tokens ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"positions": "rope", "n_kv_heads": 1, "sliding_window": 4}], ids=str)
+def test_greedy_generation_is_the_argmax_loop_without_a_cache(changes: dict[str, Any]) -> None:
+    model = tiny(**changes)
+    tokens = [3, 1, 4]
+    while len(tokens) < 16:
+        tokens.append(int(model.eval()(torch.tensor([tokens]))[0, -1].argmax()))
+    assert continued(model, [3, 1, 4], 13, temperature=0) == tokens[3:]
+
+
+def test_the_same_seed_draws_the_same_tokens() -> None:
+    model = tiny()
+    first = continued(model, [1], 12, seed=5, top_k=20, top_p=0.95)
+    assert continued(model, [1], 12, seed=5, top_k=20, top_p=0.95) == first
+    assert continued(model, [1], 12, seed=6, top_k=20, top_p=0.95) != first
+
+
+@pytest.mark.parametrize("context", [1, 2, 7, 8])
+def test_a_full_context_is_read_again_from_its_latest_half_and_generation_goes_on(context: int) -> None:
+    model = tiny(max_seq_len=context).eval()
+    generator = torch.Generator().manual_seed(7)
+    tokens, start = [9], 0
+    for _ in range(30):
+        if len(tokens) - start > context:
+            start = len(tokens) - max(1, context // 2)
+        logits = model(torch.tensor([tokens[start:]]))[:, -1]
+        tokens.append(int(choose(logits, 1.0, None, None, generator)))
+    assert continued(model, [9], 30, seed=7) == tokens[1:]
+
+
+def test_of_a_prompt_longer_than_the_context_the_latest_part_counts() -> None:
+    model = tiny(max_seq_len=8)
+    prompt = list(range(20))
+    assert continued(model, prompt, 5, temperature=0) == continued(model, prompt[-8:], 5, temperature=0)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        continued(tiny(), [], 5)
+
+
+def test_tokens_come_one_by_one_and_as_many_as_asked() -> None:
+    model = tiny()
+    assert continued(model, [1], 0) == []
+    endless = generate(model, [1], 10**9, device=CPU, seed=0)
+    assert len([next(endless) for _ in range(3)]) == 3
+
+
+def test_dropout_is_off_and_no_graph_is_kept() -> None:
+    model = tiny(dropout=0.5).train()
+    assert continued(model, [1], 8, temperature=0) == continued(tiny(), [1], 8, temperature=0)
+    assert torch.is_grad_enabled()
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,0 +1,180 @@
+"""Text is found, read and turned into tokens without loss; what cannot be read is named, with the place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm.data.text import ByteTokenizer, find_files, read_tokens, split_validation
+from lm.data.tokens import TokenWindows
+from lm.errors import ConfigError
+
+TOKENIZER = ByteTokenizer()
+END = TOKENIZER.end_of_text
+
+
+def write(folder: Path, *names: str) -> list[Path]:
+    """Files whose content is their name, made in the order given."""
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    return [folder / name for name in names]
+
+
+def refusal(files: list[Path]) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        read_tokens(files, TOKENIZER)
+    return caught.value.problems
+
+
+# ---- the tokenizer -------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_any_text_survives_encoding_and_decoding(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert TOKENIZER.decode(ids) == text
+    assert all(0 <= token < END < TOKENIZER.vocab_size for token in ids)
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_streamed_pieces_are_whole_characters_in_time(text: str) -> None:
+    pieces = list(TOKENIZER.stream(TOKENIZER.encode(text)))
+    assert "".join(pieces) == text
+    ends = [i for character in text for i in [*[""] * (len(character.encode()) - 1), character]]
+    assert pieces == [*ends, ""]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 300)))
+def test_any_ids_decode_to_text(ids: list[int]) -> None:
+    assert isinstance(TOKENIZER.decode(ids).encode(), bytes)
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([97, END, 98], "a\n\nb"),
+        ([97, 0xC3, END, 98], "a\ufffd\n\nb"),
+        ([0xC3], "\ufffd"),
+        ([0xFF, 97], "\ufffda"),
+        ([97, 263, 98], "a\ufffdb"),
+    ],
+)
+def test_what_is_no_text_shows_as_such(ids: list[int], text: str) -> None:
+    assert TOKENIZER.decode(ids) == text
+
+
+# ---- finding files -------------------------------------------------------------------------------------------
+
+
+def test_a_file_a_folder_and_a_glob_are_found(tmp_path: Path) -> None:
+    b, a, deep, other = write(tmp_path, "b.txt", "a.txt", "deep/er/c.txt", "d.md")
+    assert find_files(str(a), "train_data") == [a]
+    assert find_files(str(tmp_path), "train_data") == [a, b, other, deep]
+    assert find_files(f"{tmp_path}/*.txt", "train_data") == [a, b]
+    assert find_files(f"{tmp_path}/**/*.txt", "train_data") == [a, b, deep]
+
+
+def test_hidden_files_and_folders_are_left_out_of_a_folder(tmp_path: Path) -> None:
+    hidden = tmp_path / ".hidden"
+    seen, *_ = write(hidden, "a.txt", ".b.txt", ".git/config", "c/.d/e")
+    assert find_files(str(hidden), "train_data") == [seen]
+
+
+def test_without_a_name_it_is_the_standard_librarys_source_without_its_tests() -> None:
+    files = find_files(None, "train_data")
+    names = {path.name for path in files}
+    assert {"argparse.py", "ast.py", "decoder.py"} <= names
+    assert not [path for path in files if "test" in path.parts or "site-packages" in path.parts]
+    tokens = read_tokens(files, TOKENIZER)
+    assert len(tokens) > 5_000_000
+    assert (tokens == END).sum() == sum(path.stat().st_size > 0 for path in files)
+
+
+@pytest.mark.parametrize("name", ["none.txt", "*.txt", "empty"])
+def test_a_name_that_nothing_answers_to_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        find_files(f"{tmp_path}/{name}", "val_data")
+    expected = f"val_data: no file at {tmp_path}/{name} (a file, a folder or a glob, seen from {Path.cwd()})"
+    assert str(caught.value) == expected
+
+
+# ---- reading files -------------------------------------------------------------------------------------------
+
+
+def test_each_files_bytes_are_followed_by_the_end_of_text(tmp_path: Path) -> None:
+    names = ["a.txt", "ü.txt", "c"]
+    tokens = read_tokens(write(tmp_path, *names), TOKENIZER).tolist()
+    documents, document = [], []
+    for token in tokens:
+        if token == END:
+            documents.append(TOKENIZER.decode(document))
+            document = []
+        else:
+            document.append(token)
+    assert sorted(documents) == sorted(names)
+    assert not document
+
+
+def test_the_order_of_files_depends_on_their_names_alone(tmp_path: Path) -> None:
+    names = [f"{letter}.txt" for letter in "abcdefghij"]
+    one, two = (write(tmp_path / folder, *names) for folder in ("one", "two"))
+    tokens = read_tokens(one, TOKENIZER)
+    assert np.array_equal(read_tokens(two[::-1], TOKENIZER), tokens)
+    assert TOKENIZER.decode(tokens.tolist()).split() != names  # not the alphabet's: a cut anywhere is a fair sample
+
+
+def test_empty_files_are_passed_over_and_nothing_but_empty_files_is_refused(tmp_path: Path) -> None:
+    full, empty, blank = (tmp_path / name for name in ("full", "empty", "blank"))
+    full.write_text("x")
+    empty.touch()
+    blank.touch()
+    assert read_tokens([empty, full], TOKENIZER).tolist() == [ord("x"), END]
+    assert refusal([empty]) == (f"{empty}: no text in 1 file(s)",)
+    assert refusal([empty, blank]) == (f"{empty} and others: no text in 2 file(s)",)
+
+
+def test_every_file_that_is_no_utf8_is_named_with_the_offset(tmp_path: Path) -> None:
+    good, latin, cut = (tmp_path / name for name in ("good", "latin", "cut"))
+    good.write_text("gut")
+    latin.write_bytes("Käse".encode("latin-1"))
+    cut.write_bytes("aß".encode()[:-1])
+    message = "is not UTF-8; convert the file, e.g. with iconv"
+    assert sorted(refusal([good, latin, cut])) == [f"{cut}: byte 1 {message}", f"{latin}: byte 1 {message}"]
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    assert refusal([tmp_path / "gone"]) == (f"{tmp_path}/gone: No such file or directory",)
+
+
+# ---- cutting -------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.integers(1, 500))
+def test_a_twentieth_is_held_out_and_nothing_is_lost(count: int) -> None:
+    tokens = np.arange(count, dtype=np.uint16)
+    train, held_out = split_validation(tokens)
+    assert [*train, *held_out] == list(range(count))
+    assert len(held_out) == max(1, round(count / 20))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 100), st.integers(1, 20))
+def test_windows_cover_the_row_and_each_ones_last_target_is_the_nexts_first_input(count: int, seq_len: int) -> None:
+    windows = TokenWindows(np.arange(count, dtype=np.uint16), seq_len)
+    rows = [windows[i] for i in range(len(windows))]
+    for start, row in zip(range(0, count, seq_len), rows, strict=False):
+        assert row.tolist() == list(range(start, start + seq_len + 1))
+        assert row.dtype == np.int64
+    left = count - len(rows) * seq_len
+    assert 0 <= left <= seq_len  # too few for one more window and its last target
