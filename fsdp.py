@@ -12,7 +12,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,12 @@ from lm import checkpoint, config, metrics, optim, parallelize, precision, sampl
 from lm.data import loader  # noqa: E402
 from lm.errors import ConfigError, RankError, RunError  # noqa: E402
 from lm.folder import RunFolder  # noqa: E402
-from lm.manifest import CheckpointError, Manifest, read_manifest, whole_checkpoints  # noqa: E402
+from lm.manifest import Manifest, read_manifest, whole_checkpoints  # noqa: E402
 from lm.mesh import TorchDistributedContext, World, join_world  # noqa: E402
 from lm.profiling import profiling  # noqa: E402
 from lm.stop import StopRequest  # noqa: E402
 from lm.watch import Watch  # noqa: E402
 from model import IGNORE, ModelConfig, Transformer  # noqa: E402
-
-DEFAULT_STEPS = 100
-DEFAULT_SEED = 42
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,9 +116,10 @@ def run(
     assert isinstance(distributed, TorchDistributedContext)
     stop = StopRequest(world.control, lambda: bool(info and rank == 0 and context.preempt.should_preempt(False)))
     stop.listen()
+    say: Callable[[str], None] = print if rank == 0 else lambda _: None
 
     # What can be wrong is looked at before anything large is made.
-    seed = hp.seed if hp.seed is not None else info.trial.trial_seed if info else DEFAULT_SEED
+    seed = hp.seed if hp.seed is not None else info.trial.trial_seed if info else config.DEFAULT_SEED
     total = loader.total_batch(hp, world.size)
     mesh_shape = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
     dtype = precision.compute_dtype(hp, device)
@@ -130,7 +128,7 @@ def run(
     data = world.together(lambda: loader.open_data(hp, hp.vocab_size, hp.max_seq_len, total, seed))
     if hp.prompt is not None and data.tokenizer is None:
         raise ConfigError(f"prompt: dataset {hp.dataset} has no tokenizer to read it with")
-    steps = run_length(hp, len(data.train) / total)
+    steps = hp.run_length(len(data.train) / total)
     settings = hp.model_dump(mode="json") | {"seed": seed}
     about = {
         "sharding": hp.sharding,
@@ -142,10 +140,9 @@ def run(
         "trial_id": info.trial.trial_id if info else None,
     }
     earlier = world.first(lambda: find_checkpoints(hp, info, folder))
-    if folder and earlier and steps and read_manifest(Path(earlier[0])).step >= steps:
-        if rank == 0:
-            print(f"{folder.path} is complete: {steps} steps. To extend it: max_steps={2 * steps}")
-            print("To start anew: resume=fresh (what is there is moved aside, nothing is deleted)")
+    if folder and world.first(lambda: is_complete(earlier, about, steps)):
+        say(f"{folder.path} is complete: {steps} steps. To extend it: max_steps={2 * steps}; to start anew, with")
+        say("what is there moved aside: resume=fresh. (With make: ARGS=...)")
         return
     if folder:
         world.first(lambda: folder.write_config({"hyperparameters": settings | {"max_steps": steps}}))
@@ -177,7 +174,7 @@ def run(
         steps=steps,
         about=about,
     )
-    say = training.reporter.say
+    say = training.reporter.say  # from here on beside the progress bar
     say(
         f"{hp.n_parameters / 1e6:,.1f}M parameters, {hp.sharding} over {world.size} x {device.type},"
         f" {str(dtype or torch.float32).removeprefix('torch.')}; {total} x {hp.max_seq_len} tokens a step,"
@@ -200,14 +197,6 @@ def run(
     training.reporter.close()
 
 
-def run_length(hp: config.Hyperparameters, epoch: float) -> int:
-    """Steps of the whole run; an epoch has `epoch` of them. 0 = validate and generate only."""
-    if hp.max_epochs is None:
-        return hp.max_steps or DEFAULT_STEPS
-    by_epochs = max(0, math.ceil(hp.max_epochs * epoch))
-    return min(by_epochs, hp.max_steps) if hp.max_steps else by_epochs
-
-
 def find_checkpoints(hp: config.Hyperparameters, info: det.ClusterInfo | None, folder: RunFolder | None) -> list[str]:
     """What to go on from, best first: uuids on the cluster, folders off it; nothing to start anew."""
     if hp.resume not in ("auto", "fresh"):
@@ -219,38 +208,35 @@ def find_checkpoints(hp: config.Hyperparameters, info: det.ClusterInfo | None, f
     return [str(path.absolute()) for path in whole]
 
 
+def is_complete(candidates: Sequence[str], about: Mapping[str, Any], steps: int) -> bool:
+    """Whether the newest checkpoint of a run's folder is that of its last step, and of this run."""
+    if not candidates or not steps:
+        return False
+    manifest = read_manifest(Path(candidates[0]))
+    config.refuse_another_run(manifest.model_dump(), about)
+    return manifest.step >= steps
+
+
 def restore(t: Training, candidates: Sequence[str], info: det.ClusterInfo | None) -> int:
-    """Read the first sound checkpoint into the run; a damaged one is named and passed over.
+    """Read the first sound checkpoint into the run.
 
     Returns:
         The step to go on from: 0 for a fork (another trial's checkpoint), of which only the weights are taken.
     """
 
-    def is_fork(manifest: Manifest) -> bool:
-        return info is not None and manifest.trial_id != info.trial.trial_id
-
     def choose(manifest: Manifest) -> dict[str, checkpoint.Stateful]:
-        if is_fork(manifest):
+        if info and manifest.trial_id != info.trial.trial_id:
             return {"model": t.model}
-        before = manifest.hyperparameters | {"total_batch_size": manifest.total_batch_size, "data": manifest.data}
-        now = t.about["hyperparameters"] | {"total_batch_size": t.total, "data": t.about["data"]}
-        for change in config.refuse_another_run(before, now):
+        for change in config.refuse_another_run(manifest.model_dump(), t.about):
             t.reporter.say(f"changed: {change}")
         return t.state()
 
-    problems: list[str] = []
-    for candidate in candidates:
-        try:
-            manifest = t.checkpointer.restore(candidate, choose)
-        except CheckpointError as error:
-            t.reporter.say(f"passing over {error}")
-            problems += error.problems
-            continue
-        what = "weights of" if is_fork(manifest) else "going on from"
-        t.reporter.say(f"{what} checkpoint {Path(candidate).name}, step {manifest.step}")
-        return 0 if is_fork(manifest) else manifest.step
-    advice = "fork the trial from another checkpoint" if info else "resume=fresh starts anew"
-    raise CheckpointError(*problems, f"no other checkpoint to go on from; {advice}")
+    found, manifest = t.checkpointer.restore_first(candidates, choose, t.reporter.say)
+    if info and manifest.trial_id != info.trial.trial_id:
+        t.reporter.say(f"weights of checkpoint {found}")
+        return 0
+    t.reporter.say(f"going on from checkpoint {Path(found).name}, step {manifest.step}")
+    return manifest.step
 
 
 def train(t: Training, start: int, trace: Callable[[], None]) -> int:
@@ -258,6 +244,7 @@ def train(t: Training, start: int, trace: Callable[[], None]) -> int:
     hp, world, model = t.hp, t.world, t.model
     batches = t.loader.training(start)
     done, stopping = start, False
+    t.meter.restart()
     if done >= t.steps:
         validate(t, done)
     model.train()

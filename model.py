@@ -126,8 +126,8 @@ class ModelConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _apply_preset(cls, values: Any) -> Any:
-        if not isinstance(values, dict) or values.get("model") is None:
-            return values
+        if not isinstance(values, dict) or not isinstance(values.get("model"), str):
+            return values  # none, or refused as no text
         if values["model"] not in PRESETS:
             raise ValueError(f"model: no preset {values['model']!r}; there are {', '.join(PRESETS)}")
         return PRESETS[values["model"]] | values

@@ -18,14 +18,13 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from determined import core
 from pydantic import BaseModel, ConfigDict, Field
@@ -35,7 +34,22 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from lm.errors import ConfigError, RunError
-from lm.manifest import FORMAT, INDEX, CheckpointError, Manifest, Reader, read_manifest, record, verify, write_manifest
+from lm.manifest import (
+    DELETED,
+    FORMAT,
+    INDEX,
+    CheckpointError,
+    FileRecord,
+    Kept,
+    Manifest,
+    Reader,
+    read_manifest,
+    record,
+    retire,
+    superfluous,
+    verify,
+    write_manifest,
+)
 from lm.mesh import World
 
 
@@ -89,8 +103,10 @@ class Checkpointer:
         )
         self._background = background
         self._writing: Future[tuple[int, str]] | None = None
-        self._kept: list[tuple[int, float, str]] = []
-        """on the cluster: step, validation loss and uuid of what this process saved"""
+        self._saved: list[Kept] = []
+        """on the cluster: what this process saved"""
+        self._damaged: set[str] = set()
+        """names of folders that `restore` found damaged: retention neither counts nor deletes them"""
 
     # ---- saving ----------------------------------------------------------------------------------------
 
@@ -136,70 +152,69 @@ class Checkpointer:
         return self._ranks.together(writing.result)
 
     def _write(self, staged: dict[str, Tensor], about: Mapping[str, Any]) -> tuple[int, str]:
-        needed = sum(part.nbytes for part in map(_local, staged.values()))
         metadata = {"steps_completed": about["step"]}
         with ExitStack() as stack:
             if self._in_place:
                 path, uuid = stack.enter_context(self._context.store_path(metadata, shard=True))
-                self._fill(path, staged, about, needed)
+                self._fill(path, staged, about)
             else:
                 path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint-")))
-                self._fill(path, staged, about, needed)
-                uuid = self._context.upload(path, metadata, shard=True)
+                self._fill(path, staged, about)
+                # Without a selector, a folder with the device and inode of another node's is taken for the same one.
+                uuid = self._context.upload(path, metadata, shard=True, selector=lambda _: True)
         if self._ranks.rank == 0:
-            self._retire(about["step"], about["validation_loss"], uuid)
+            self._retire(about["validation_loss"], uuid)
         return about["step"], uuid
 
-    def _fill(self, path: Path, staged: dict[str, Tensor], about: Mapping[str, Any], needed: int) -> None:
+    def _fill(self, path: Path, staged: dict[str, Tensor], about: Mapping[str, Any]) -> None:
         """Write all files of a checkpoint to `path`; on any rank's failure leave nothing and fail on all."""
-        rank, group = self._ranks.rank, self._ranks.saver
+        rank, group, together = self._ranks.rank, self._ranks.saver, self._ranks.together
+        sharing = self._ranks.size if self._in_place else self._ranks.launch.local_size
+        needed = sharing * sum(_local(tensor).nbytes for tensor in staged.values())
 
         def look() -> None:
             _refuse_nonfinite(staged)
-            everywhere = needed * (self._ranks.size if self._in_place else 1)
-            free = shutil.disk_usage(path).free
-            if free < everywhere:
-                raise RunError(f"{path}: disk full: a checkpoint needs {everywhere:,} bytes, {free:,} are free")
+            _refuse_full(path, needed)
 
+        def write() -> dict[str, FileRecord]:
+            with _explaining(path, needed):
+                writer = dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True, overwrite=False)
+                dcp.save(staged, storage_writer=writer, process_group=group)
+                names = [file.name for file in path.glob(f"__{rank}_*")] + ([INDEX] if rank == 0 else [])
+                return {name: record(path / name) for name in names}
+
+        def seal(files: dict[str, FileRecord]) -> None:
+            fields = {"format": FORMAT, "time": time.time(), "world_size": self._ranks.size, "files": files}
+            with _explaining(path, needed):
+                write_manifest(path, Manifest.model_validate(dict(about) | fields))
+
+        together(lambda: _refuse_used(path), group)  # before the `try`: what is there is not ours to delete
         try:
-            self._ranks.together(look, group)
-            writer = dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True)
-            self._ranks.together(lambda: _dcp_save(staged, writer, group, path, needed), group)
-            names = [file.name for file in path.glob(f"__{rank}_*")] + ([INDEX] if rank == 0 else [])
-            records = self._ranks.together(lambda: {name: record(path / name) for name in names}, group)
-            files = {name: entry for part in self._ranks.gather(records, group) for name, entry in part.items()}
-            fields = dict(about) | {"format": FORMAT, "time": time.time(), "world_size": self._ranks.size}
-            manifest = Manifest.model_validate(fields | {"files": files})
-            self._ranks.together(lambda: write_manifest(path, manifest) if rank == 0 else None, group)
+            together(look, group)
+            parts = self._ranks.gather(together(write, group), group)
+            files = {name: entry for part in parts for name, entry in part.items()}
+            together(lambda: seal(files) if rank == 0 else None, group)
         except Exception:
-            if rank == 0 or not self._in_place:
+            if rank == 0 and self._in_place:
                 shutil.rmtree(path, ignore_errors=True)
             raise
 
     # ---- keeping and deleting --------------------------------------------------------------------------
 
-    def _retire(self, step: int, loss: float | None, uuid: str) -> None:
-        """Delete whole checkpoints that are neither among the newest nor the best. Rank 0 alone."""
-        if self._folder is None:
-            self._kept.append((step, _rank_loss(loss), uuid))
-            for entry in _superfluous(self._kept, self._config.keep_checkpoints):
-                self._context.delete(entry[2])
-                self._kept.remove(entry)
+    def _retire(self, loss: float | None, uuid: str) -> None:
+        """Delete whole checkpoints that are neither among the newest nor the best. Rank 0 alone.
+
+        Args:
+            loss: validation loss of the checkpoint `uuid`, which was written just now.
+        """
+        keep = self._config.keep_checkpoints
+        if self._folder:
+            retire(self._folder, keep, uuid, self._damaged)
             return
-        whole = []
-        for path in self._folder.iterdir():
-            if path.name.startswith(DELETED):  # a kill came between the two steps below
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.is_dir():
-                try:
-                    manifest = read_manifest(path)
-                except CheckpointError:
-                    continue
-                whole.append((manifest.step, _rank_loss(manifest.validation_loss), path.name))
-        for *_, name in _superfluous(whole, self._config.keep_checkpoints):
-            # Renamed first: whatever happens next, it is no checkpoint any more, and not half of one.
-            gone = (self._folder / name).rename(self._folder / f"{DELETED}{name}")
-            shutil.rmtree(gone)
+        self._saved.append(Kept(time.time(), loss, uuid))
+        for entry in superfluous(self._saved, keep):
+            self._context.delete(entry.name)
+            self._saved.remove(entry)
 
     # ---- restoring -------------------------------------------------------------------------------------
 
@@ -211,38 +226,57 @@ class Checkpointer:
             choose: looks at the manifest and returns the objects to restore, or raises to refuse.
 
         Raises:
-            CheckpointError: it is damaged; nothing was read.
+            CheckpointError: it is damaged, and nothing was read; or it was made to harm, and some of it was read.
             ConfigError: its tensors are not those of the objects; every difference is listed, nothing was read.
         """
-        with self._context.restore_path(uuid) as where:
+        with nullcontext(uuid) if self._folder else self._context.restore_path(uuid) as where:
             path = Path(where)
-            manifest = self._ranks.together(lambda: self._check(path))
-            wanted = _named(choose(manifest))
-            reader = Reader(path, manifest)
-            self._ranks.together(lambda: _compare(path, reader, wanted))
-            dcp.load(wanted, storage_reader=reader, process_group=self._ranks.control)
+            try:
+                manifest = self._ranks.together(lambda: self._check(path))
+                wanted = _named(choose(manifest))
+                reader = Reader(path, manifest)
+                self._ranks.together(lambda: _compare(path, reader, wanted))
+                _load(wanted, reader, process_group=self._ranks.control)
+            except CheckpointError:
+                self._damaged.add(path.name)
+                raise
         return manifest
+
+    def restore_first(
+        self,
+        candidates: Sequence[str],
+        choose: Callable[[Manifest], Mapping[str, Stateful]],
+        say: Callable[[str], None],
+    ) -> tuple[str, Manifest]:
+        """`restore` the first of `candidates` that is sound.
+
+        Args:
+            say: is told of each one that is passed over.
+
+        Returns:
+            Which one it was, and its manifest.
+
+        Raises:
+            CheckpointError: none is; all are named.
+            ConfigError: as `restore`.
+        """
+        problems: list[str] = []
+        for uuid in candidates:
+            try:
+                return uuid, self.restore(uuid, choose)
+            except CheckpointError as error:
+                say(f"passing over {error}")
+                problems += error.problems
+        raise CheckpointError(*problems, "no other checkpoint to go on from: start anew, or fork from an earlier one")
 
     def _check(self, path: Path) -> Manifest:
         manifest = read_manifest(path)
-        verify(path, manifest, self._ranks.rank, self._ranks.size)
+        launch = self._ranks.launch
+        if self._in_place:
+            verify(path, manifest, launch.rank, launch.world_size)
+        else:  # every machine has files of its own
+            verify(path, manifest, launch.local_rank, launch.local_size)
         return manifest
-
-
-DELETED = ".deleted-"
-
-
-def _rank_loss(loss: float | None) -> float:
-    return float("inf") if loss is None else loss
-
-
-def _superfluous(whole: list[tuple[int, float, str]], keep: int | None) -> list[tuple[int, float, str]]:
-    """Of (step, validation loss, name): all but the `keep` of the highest steps and the one of the lowest loss."""
-    if keep is None:
-        return []
-    ordered = sorted(whole)
-    best = min(whole, key=lambda entry: (entry[1], -entry[0]))
-    return [entry for entry in ordered[:-keep] if entry is not best]
 
 
 def _named(state: Mapping[str, Stateful]) -> dict[str, Tensor]:
@@ -260,17 +294,40 @@ def _refuse_nonfinite(staged: Mapping[str, Tensor]) -> None:
             raise RunError(f"{name} holds inf or NaN; it is not saved, the last checkpoint is kept: lower lr")
 
 
-def _dcp_save(
-    staged: dict[str, Tensor], writer: dcp.FileSystemWriter, group: dist.ProcessGroup, path: Path, needed: int
-) -> None:
+def _refuse_used(path: Path) -> None:
+    if any(path.iterdir()):
+        raise RunError(f"{path}: is there already, and nothing is ever overwritten")
+
+
+def _refuse_full(path: Path, needed: int) -> None:
+    free = shutil.disk_usage(path).free
+    if free < needed:
+        raise RunError(f"{path}: disk full: a checkpoint needs {needed:,} bytes, {free:,} are free")
+
+
+@contextmanager
+def _explaining(path: Path, needed: int) -> Iterator[None]:
     try:
-        dcp.save(staged, storage_writer=writer, process_group=group)
-    except dcp.api.CheckpointException as error:  # not an Exception, and too long for a person
-        rank, (cause, _) = next(iter(error.failures.items()))
-        free = shutil.disk_usage(path).free
-        if free < needed:
-            raise RunError(f"{path}: disk full: rank {rank} needs {needed:,} bytes, {free:,} are free") from None
-        raise RuntimeError(f"writing {path} failed on rank {rank}: {type(cause).__name__}: {cause}") from cause
+        yield
+    except (dcp.api.CheckpointException, OSError) as error:
+        cause = _cause(error) if isinstance(error, dcp.api.CheckpointException) else str(error)
+        free = shutil.disk_usage(path).free  # DCP hides that a disk is full
+        raise RunError(
+            f"{path}: cannot be written, {cause}; a checkpoint needs {needed:,} bytes, {free:,} are free"
+        ) from None
+
+
+def _cause(error: dcp.api.CheckpointException) -> str:
+    """The first rank's failure: the exception itself is no Exception, and too long for a person."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank}: {type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+
+
+def _load(wanted: Mapping[str, Tensor], reader: Reader, **how: Any) -> None:
+    try:
+        dcp.load(dict(wanted), storage_reader=reader, **how)
+    except dcp.api.CheckpointException as error:
+        raise CheckpointError(f"{reader.path}: cannot be read: {_cause(error)}") from None
 
 
 def _compare(path: Path, reader: Reader, wanted: Mapping[str, Tensor]) -> None:
@@ -306,19 +363,20 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     _compare(folder, reader, weights)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what no_dist asks for
-        dcp.load(weights, storage_reader=reader, no_dist=True)
+        _load(weights, reader, no_dist=True)
 
 
 # ---- command ------------------------------------------------------------------------------------------
 
 
 def describe(folder: Path) -> str:
-    """One line on the checkpoint in `folder`: what it is, or why it is none."""
-    try:
-        manifest = read_manifest(folder)
-        verify(folder, manifest)
-    except CheckpointError as error:
-        return f"{folder.name}  damaged: {error}"
+    """One line on the checkpoint in `folder`, after a look at every byte of it.
+
+    Raises:
+        CheckpointError: it is none, or damaged.
+    """
+    manifest = read_manifest(folder)
+    verify(folder, manifest)
     size = sum(entry.bytes for entry in manifest.files.values())
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
     loss = "" if manifest.validation_loss is None else f"  validation loss {manifest.validation_loss:.4f}"
@@ -336,7 +394,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         if args.command == "verify":
-            verify(args.folder, read_manifest(args.folder))
             print(describe(args.folder))
             return 0
         runs = args.folder / "checkpoints"
@@ -344,7 +401,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError(f"{args.folder}: is no run's folder, it has no checkpoints/")
         paths = [path for path in runs.iterdir() if path.is_dir() and not path.name.startswith(DELETED)]
         for path in sorted(paths, key=lambda path: path.stat().st_mtime):
-            print(describe(path))
+            try:
+                print(describe(path))
+            except CheckpointError as error:
+                print(f"{path.name}  not whole: {error}")
         return 0
     except RunError as error:
         print(error, file=sys.stderr)

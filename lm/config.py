@@ -1,22 +1,33 @@
 """All parts' settings as one flat mapping: read, checked, compared, explained.
 
-python -m lm.config            the table of hyperparameters, as in README.md
+python -m lm.config            the table of hyperparameters
 python -m lm.config --schema   JSON Schema of an experiment file, for editors
+python -m lm.config --write    both into their places: README.md and docs/hyperparameters.schema.json
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    create_model,
+    field_validator,
+)
+from pydantic_core import ErrorDetails
 
+from lm import experiment
 from lm.checkpoint import CheckpointConfig
 from lm.data.loader import DataConfig
 from lm.errors import ConfigError
@@ -26,6 +37,9 @@ from lm.parallelize import ParallelConfig
 from lm.precision import PrecisionConfig
 from lm.profiling import ProfilingConfig
 from model import ModelConfig
+
+DEFAULT_STEPS = 100
+DEFAULT_SEED = 42
 
 
 class RunConfig(BaseModel):
@@ -37,13 +51,15 @@ class RunConfig(BaseModel):
         None, gt=0, description="optimizer steps of the whole run; null = searcher.max_length, else 100"
     )
     max_epochs: float | None = Field(
-        None, description="end after so many passes over the data; below 0 = only validate and generate"
+        None, le=1e6, description="end after so many passes over the data; below 0 = only validate and generate"
     )
     seed: int | None = Field(None, ge=0, description="of weights, order and dropout; null = the trial's, else 42")
     run_name: str | None = Field(None, description="folder below runs/; null = the config file's name")
     prompt: str | None = Field(None, description="text to continue at the end of the run")
     num_tokens: int = Field(100, ge=0, description="tokens generated from prompt")
-    collective_timeout: float = Field(600.0, gt=0, description="longest wait of a rank for another (seconds)")
+    collective_timeout: float = Field(
+        600.0, ge=1, le=604800, description="longest wait of a rank for another (seconds)"
+    )
 
     @field_validator("max_epochs")
     @classmethod
@@ -52,29 +68,47 @@ class RunConfig(BaseModel):
             raise ValueError("0 epochs are nothing to do; use -1 to validate and generate only")
         return epochs
 
+    def run_length(self, epoch: float) -> int:
+        """Steps of the whole run, where an epoch has `epoch` of them; 0 = validate and generate only."""
+        if self.max_epochs is None:
+            return self.max_steps or DEFAULT_STEPS
+        by_epochs = max(0, math.ceil(self.max_epochs * epoch))
+        return min(by_epochs, self.max_steps) if self.max_steps else by_epochs
 
-PARTS: tuple[type[BaseModel], ...] = (
-    ModelConfig,
-    DataConfig,
-    OptimConfig,
-    PrecisionConfig,
-    ParallelConfig,
-    CheckpointConfig,
-    MetricsConfig,
-    ProfilingConfig,
-    RunConfig,
-)
-OWNERS = {
-    "ModelConfig": "model.py",
-    "DataConfig": "lm/data/loader.py",
-    "OptimConfig": "lm/optim.py",
-    "PrecisionConfig": "lm/precision.py",
-    "ParallelConfig": "lm/parallelize.py",
-    "CheckpointConfig": "lm/checkpoint.py",
-    "MetricsConfig": "lm/metrics.py",
-    "ProfilingConfig": "lm/profiling.py",
-    "RunConfig": "fsdp.py",
+
+PARTS: dict[str, type[BaseModel]] = {
+    "model.py": ModelConfig,
+    "lm/data/loader.py": DataConfig,
+    "lm/optim.py": OptimConfig,
+    "lm/precision.py": PrecisionConfig,
+    "lm/parallelize.py": ParallelConfig,
+    "lm/checkpoint.py": CheckpointConfig,
+    "lm/metrics.py": MetricsConfig,
+    "lm/profiling.py": ProfilingConfig,
+    "fsdp.py": RunConfig,
 }
+"""Each file with settings, and what they are."""
+
+
+class _Sound(BaseModel):
+    """Refuses what pydantic lets pass and no setting means: true as a number, inf, NaN, empty or broken text."""
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _is_sound(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        parsed = validate(value)
+        if isinstance(parsed, str):
+            sound = re.fullmatch(r"[^\0\ud800-\udfff]+", parsed)
+        elif isinstance(parsed, int | float) and not isinstance(parsed, bool):
+            sound = not isinstance(value, bool) and abs(parsed) < 2**63
+        else:
+            sound = True
+        if not sound:
+            raise ValueError
+        return parsed
+
+
+_SOUND_PARTS = [create_model(part.__name__, __base__=(_Sound, part)) for part in PARTS.values()]
 
 
 class Hyperparameters(
@@ -93,30 +127,13 @@ class Hyperparameters(
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """YAML without surprises: no Python tags (SafeLoader), no key twice, and 1e-4 is a number."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        first: dict[str, int] = {}
-        for key, _ in node.value:
-            line = key.start_mark.line + 1
-            if key.value in first:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"{key.value}: given twice, first on line {first[key.value]}", problem_mark=key.start_mark
-                )
-            first[key.value] = line
-        return super().construct_mapping(node, deep)
-
-
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+# ---- reading ----------------------------------------------------------------------------------------------
 
 
 class _Setting(NamedTuple):
     value: Any
-    where: str
-    """what stands before the key in an error: file and line, or nothing"""
+    label: str
+    """what errors call it: file, line and key"""
 
 
 def load(path: Path, overrides: Sequence[str]) -> Hyperparameters:
@@ -125,163 +142,189 @@ def load(path: Path, overrides: Sequence[str]) -> Hyperparameters:
     Raises:
         ConfigError: listing every problem with its file and line.
     """
-    try:
-        source = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; --config names an experiment file such as config.yaml") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is not UTF-8") from None
-    experiment, lines = _parse(source, str(path))
-    return read(experiment, overrides, str(path), lines)
+    contents, lines = experiment.load(path)
+    return read(contents, overrides, str(path), lines)
 
 
 def read(
-    experiment: Mapping[str, Any], overrides: Sequence[str], name: str, lines: Mapping[str, int] | None = None
+    contents: Mapping[str, Any], overrides: Sequence[str], name: str, lines: Mapping[str, int] | None = None
 ) -> Hyperparameters:
     """The hyperparameters of an experiment's config, e.g. the one that a Determined trial is handed.
 
     Args:
-        experiment: `hyperparameters` and `searcher` are looked at.
-        overrides: `key=value` texts, values in YAML.
+        contents: `hyperparameters` and `searcher` are looked at.
+        overrides: `key=value`; the value is YAML, or for a key that holds text the text as it stands.
         name: of the config, for errors.
-        lines: on which line each hyperparameter stands.
+        lines: where things stand in it, e.g. `{"hyperparameters.lr": 12}`.
 
     Raises:
         ConfigError: listing every problem.
     """
-    raw = experiment.get("hyperparameters") or {}
+    raw = contents.get("hyperparameters")
+    raw = {} if raw is None else raw
     if not isinstance(raw, dict):
-        raise ConfigError(f"{name}: hyperparameters: is no mapping of names to values")
-    where = {key: f"{name}:{lines[key]}: " if lines else f"{name}: " for key in raw}
-    settings = {key: _Setting(value, where[key]) for key, value in raw.items()}
-    problems = []
+        raise ConfigError(f"{name}: hyperparameters: {_show(raw)} is not a mapping of names to values")
+
+    def label(key: str) -> str:
+        section, _, inner = key.partition(".")
+        at = f":{lines[key]}" if lines and key in lines else ""
+        return f"{name}{at}: {inner if section == 'hyperparameters' else key}"
+
+    settings = {key: _Setting(value, label(f"hyperparameters.{key}")) for key, value in raw.items()}
+    problems = {}
     for override in overrides:
         key, equals, text = override.partition("=")
-        if not equals:
-            problems.append(f"argument {override!r}: is no key=value")
-            continue
-        value = _parse(f"value: {text}" if text else "value: ''", f"argument {override!r}")[0]["value"]
-        settings[key] = _Setting(value, "")
+        key = key.strip()
+        if key and key.isprintable() and equals:
+            settings[key] = _Setting(_override(key, text), f"argument {key}")
+        else:
+            problems[override] = f"argument {_show(override)}: is not key=value"
     for key, setting in settings.items():
-        if isinstance(setting.value, dict) and "type" in setting.value:  # Determined's way to write a search
-            if setting.value["type"] == "const":
-                settings[key] = setting._replace(value=setting.value.get("val"))
-            else:
-                problems.append(
-                    f"{setting.where}{key}: a range to search needs a cluster; off it, give one value: {key}=VALUE"
-                )
-    length = (experiment.get("searcher") or {}).get("max_length")
+        match setting.value:  # Determined's way to write what a search varies
+            case {"type": "const", "val": value}:
+                settings[key] = setting._replace(value=value)
+            case {"type": "int" | "double" | "log" | "categorical"}:
+                advice = f"a range to search needs a cluster; off it, give one value: {key}=VALUE"
+                problems[key] = f"{setting.label}: {advice}"
+    searcher = contents.get("searcher")
+    length = searcher.get("max_length") if isinstance(searcher, dict) else None
     if isinstance(length, dict):
-        length = next(iter(length.values()), None)  # the older form, {batches: 100}
-    if length is not None and not {"max_steps", "max_epochs"} & settings.keys():
-        settings["max_steps"] = _Setting(length, f"{name}: searcher.max_length as ")
+        length = length.get("batches", length)  # the older form, {batches: 100}
+    given = {key for key, setting in settings.items() if setting.value is not None}
+    if length is not None and not given & {"max_steps", "max_epochs"}:
+        settings["max_steps"] = _Setting(length, label("searcher.max_length"))
     return _check(settings, problems)
 
 
-def _parse(source: str, name: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """The YAML mapping in `source`, and on which line each key below `hyperparameters` stands."""
-    loader = _StrictLoader(source)
+def _override(key: str, text: str) -> Any:
+    field = Hyperparameters.model_fields.get(key)
+    kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+    if str in kinds:
+        return None if text == "null" and type(None) in kinds else text
     try:
-        node = loader.get_single_node()
-        parsed = loader.construct_document(node) if node is not None else {}
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{name}{line}: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    if not isinstance(parsed, dict) or not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{name}: is no mapping; an experiment file has hyperparameters: and more")
-    inner = next((value for key, value in node.value if key.value == "hyperparameters"), None)
-    pairs = inner.value if isinstance(inner, yaml.MappingNode) else []
-    return parsed, {key.value: key.start_mark.line + 1 for key, _ in pairs}
+        return experiment.parse(text.strip(), "")[0] if text.strip() else ""
+    except ConfigError:
+        return text
 
 
-def _check(settings: Mapping[str, _Setting], problems: list[str]) -> Hyperparameters:
-    """Validate part by part, so that one part's mistakes do not hide another's."""
+# ---- checking ---------------------------------------------------------------------------------------------
+
+
+def _check(settings: Mapping[str, _Setting], problems: dict[str, str]) -> Hyperparameters:
+    """Validate part by part, so that one part's mistakes do not hide another's.
+
+    Args:
+        problems: lines known already, by key; a key gets no second one.
+    """
+    values = {key: setting.value for key, setting in settings.items()}
     known = Hyperparameters.model_fields
-    for key in settings.keys() - known.keys():
-        near = difflib.get_close_matches(str(key), known, n=1)
-        meant = f"; did you mean {near[0]}?" if near else "; python -m lm.config lists all"
-        problems.append(f"{settings[key].where}{key}: no such hyperparameter{meant}")
-    for part in PARTS:
-        mine = {key: setting for key, setting in settings.items() if key in part.model_fields}
-        for key, setting in mine.items():
-            if isinstance(setting.value, bool) and "bool" not in str(part.model_fields[key].annotation):
-                problems.append(f"{setting.where}{key}: {json.dumps(setting.value)} is no {_kind(part, key)}")
+    for key in values.keys() - known.keys():
+        problems[key] = f"{settings[key].label}: no such hyperparameter{_nearest(key, known)}"
+    for part in _SOUND_PARTS:
+        mine = {key: values[key] for key in part.model_fields if key in values}
         try:
-            part.model_validate({key: setting.value for key, setting in mine.items()})
+            part.model_validate(mine)
         except ValidationError as error:
-            problems += _explain(part, error, mine)
+            for key, line in (found for problem in error.errors() for found in _explain(part, problem, settings)):
+                problems.setdefault(key, line)
     if problems:
-        raise ConfigError(*dict.fromkeys(problems))
-    return Hyperparameters.model_validate({key: setting.value for key, setting in settings.items()})
+        place = {key: at for at, key in enumerate(settings)}
+        in_order = sorted(problems, key=lambda key: place.get(key, place.get(key.partition(".")[0], -1)))
+        raise ConfigError(*(problems[key] for key in in_order))
+    return Hyperparameters.model_validate(values)
 
 
-def _explain(part: type[BaseModel], error: ValidationError, settings: Mapping[str, _Setting]) -> list[str]:
-    """A line per problem, in the words of the file rather than of the validator."""
-    lines = {}
-    for problem in error.errors():
-        message = problem["msg"].removeprefix("Value error, ")
-        if not problem["loc"]:  # a relation between keys; says by itself which
-            for line in message.splitlines():
-                key = line.partition(":")[0]
-                lines[line] = f"{settings[key].where if key in settings else ''}{line}"
-            continue
-        key = str(problem["loc"][0])
-        inner = ".".join(str(part) for part in problem["loc"] if isinstance(part, str) and "[" not in part)
-        value = problem["input"]
-        shown = json.dumps(value, default=str)
-        if problem["type"] in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-            text = f"{shown} is out of range: {message[0].lower()}{message[1:].replace('Input s', 's')}"
-        elif problem["type"] == "value_error":
-            text = message
-        else:
-            text = f"{shown} is no {_kind(part, key)}"
-        if problem["type"] in ("missing", "extra_forbidden"):
-            text = "is missing" if problem["type"] == "missing" else "no such key"
-        name = inner if problem["type"] in ("missing", "extra_forbidden") else key
-        lines.setdefault(key + text, f"{settings[key].where}{name}: {text}")
-    return list(lines.values())
+def _explain(
+    part: type[BaseModel], problem: ErrorDetails, settings: Mapping[str, _Setting]
+) -> Iterator[tuple[str, str]]:
+    """Keys and lines that say what is wrong, in the words of the file rather than of the validator."""
+    message = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:  # a relation between keys; says by itself which
+        for line in message.splitlines():
+            key = line.partition(":")[0]
+            yield key, settings[key].label + line.removeprefix(key) if key in settings else line
+        return
+    shape = part.model_json_schema()
+    nested = {key: inner for model in shape.get("$defs", {}).values() for key, inner in model["properties"].items()}
+    key, *rest = map(str, problem["loc"])
+    value, name, wanted = settings[key].value, settings[key].label, shape["properties"][key]
+    if rest and (rest[0] in nested or problem["type"] == "extra_forbidden"):
+        key, name = f"{key}.{rest[0]}", f"{name}.{rest[0]}"
+        value, wanted = problem["input"], nested.get(rest[0], {})
+    text = f"{_show(value)} is not {_kind(wanted)}"
+    if problem["type"] == "missing":
+        text = f"is missing; {_kind(wanted)} is needed"
+    elif problem["type"] == "extra_forbidden":
+        text = f"no such key{_nearest(rest[0], nested)}"
+    elif problem["type"] == "string_type":
+        text += "; put it in quotes"
+    elif problem["type"] == "value_error" and message:
+        text = message
+    yield key, f"{name}: {text}"
 
 
-def _kind(part: type[BaseModel], key: str) -> str:
-    """What a value of `key` must be, e.g. "whole number" or "one of relu, gelu, swiglu"."""
-    schema = part.model_json_schema()["properties"][key]
-    options = schema.get("anyOf", [schema])
-    names = []
-    for option in options:
-        if "enum" in option or "const" in option:
-            names.append("one of " + ", ".join(map(str, option.get("enum", [option.get("const")]))))
-        else:
-            names.append(_KINDS.get(option.get("type", "object"), option.get("type", "mapping")))
-    return " or ".join(names)
+def _nearest(key: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean {near[0]}?" if near else "; python -m lm.config lists all"
+
+
+def _show(value: Any) -> str:
+    """`value` as YAML would spell it, on one line."""
+    try:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    except (ValueError, RecursionError):  # it holds itself, or is very deep
+        text = "this"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _kind(wanted: Mapping[str, Any]) -> str:
+    """What a value must be, from its JSON Schema: "a whole number > 0 or null", "one of relu, gelu, swiglu"."""
+    match wanted:
+        case {"anyOf": options}:
+            return " or ".join(map(_kind, options))
+        case {"enum": names}:
+            return f"one of {', '.join(names)}"
+        case {"const": name}:
+            return name
+        case {"prefixItems": [first, *_] as items}:
+            return f"a list of {len(items)} {_kind(first).removeprefix('a ')}s"
+    bounds = [f"{sign} {wanted[bound]:.15g}" for bound, sign in _BOUNDS.items() if bound in wanted]
+    return " ".join([_KINDS[wanted.get("type", "object")], " and ".join(bounds)]).strip()
 
 
 _KINDS = {
-    "integer": "whole number",
-    "number": "number",
+    "integer": "a whole number",
+    "number": "a number",
     "boolean": "true or false",
     "string": "text",
     "null": "null",
-    "array": "list",
-    "object": "mapping",
+    "array": "a list",
+    "object": "a mapping",
 }
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
 # ---- comparing with an earlier run ------------------------------------------------------------------------
 
-IDENTITY = (ModelConfig.model_fields.keys() - {"model"}) | {"dataset", "tokenizer", "shuffle", "seed"}
-"""Keys that make a run another run; the data themselves and the total batch are compared by value."""
+IDENTITY = ModelConfig.model_fields.keys() - {"model"} | {
+    "dataset",
+    "tokenizer",
+    "shuffle",
+    "seed",
+    "total_batch_size",
+    "train_data",
+}
+"""Keys that make a run another run; data are compared by what they hold, not by where they lie."""
 
 FREE = MetricsConfig.model_fields.keys() | ProfilingConfig.model_fields.keys() | RunConfig.model_fields.keys()
 """Keys whose change needs no word."""
 
 
 def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Compare the settings of a checkpoint with those of the run that would go on from it.
+    """Compare what a checkpoint says of its run with the run that would go on from it.
 
     Args:
-        before, now: resolved hyperparameters, with `data` (fingerprint) and `total_batch_size`.
+        before, now: with `hyperparameters` (resolved), `total_batch_size` and `data` (fingerprints).
 
     Returns:
         Other changes worth a line, as texts.
@@ -289,11 +332,11 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> lis
     Raises:
         ConfigError: with a line per change that would silently make it another run.
     """
-    changed = [key for key in now if key in before and before[key] != now[key]]
-    changes = {
-        key: f"{key}: {json.dumps(before[key])} in the checkpoint, now {json.dumps(now[key])}" for key in changed
-    }
-    strict = [changes[key] for key in changed if key in IDENTITY | {"data", "total_batch_size"}]
+    old, new = ({**run["hyperparameters"], "total_batch_size": run["total_batch_size"]} for run in (before, now))
+    old["train_data"], new["train_data"] = before["data"]["train"], now["data"]["train"]
+    changed = [key for key in new if key in old and old[key] != new[key]]
+    changes = {key: f"{key}: {json.dumps(old[key])} in the checkpoint, now {json.dumps(new[key])}" for key in changed}
+    strict = [changes[key] for key in changed if key in IDENTITY]
     if strict:
         raise ConfigError(*strict, "this would be another run: undo the change, or start anew with resume=fresh")
     return [changes[key] for key in changed if key not in FREE]
@@ -305,11 +348,12 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> lis
 def table() -> str:
     """The hyperparameters as a Markdown table."""
     rows = ["| key | default | meaning | values |", "|---|---|---|---|"]
-    for part in PARTS:
-        rows.append(f"| **{OWNERS[part.__name__]}** | | | |")
+    for file, part in PARTS.items():
+        rows.append(f"| **{file}** | | | |")
+        shapes = part.model_json_schema()["properties"]
         for key, field in part.model_fields.items():
-            default = json.dumps(field.default, default=str)
-            rows.append(f"| `{key}` | `{default}` | {field.description} | {_kind(part, key)} |")
+            default = json.dumps(field.default)
+            rows.append(f"| `{key}` | `{default}` | {field.description} | {_kind(shapes[key])} |")
     return "\n".join(rows)
 
 
@@ -321,5 +365,22 @@ def schema() -> dict[str, Any]:
     return {"type": "object", "$defs": definitions, "properties": properties, "required": ["hyperparameters"]}
 
 
+def write_docs() -> None:
+    """Bring README.md's table and docs/hyperparameters.schema.json up to date."""
+    root = Path(__file__).parent.parent
+    (root / "docs" / "hyperparameters.schema.json").write_text(json.dumps(schema(), indent=1) + "\n")
+    between = re.compile(r"(?<=<!-- hyperparameters -->\n).*?(?=<!-- /hyperparameters -->)", re.DOTALL)
+    readme = root / "README.md"
+    readme.write_text(between.sub(lambda _: table() + "\n", readme.read_text()))
+
+
 if __name__ == "__main__":
-    print(json.dumps(schema(), indent=1) if "--schema" in sys.argv[1:] else table())
+    match sys.argv[1:]:
+        case []:
+            print(table())
+        case ["--schema"]:
+            print(json.dumps(schema(), indent=1))
+        case ["--write"]:
+            write_docs()
+        case _:
+            sys.exit(__doc__)

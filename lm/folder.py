@@ -35,14 +35,14 @@ class RunFolder:
     def __init__(self, name: str) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             raise ConfigError(
-                f"run_name: {name!r} is no folder name; use letters, digits, '.', '_' and '-', a letter or digit first"
+                f"run_name: {name!r} is not a folder name: letters, digits, '.', '_' and '-', a letter or digit first;"
+                " give one with run_name=NAME"
             )
         self.path = ROOT / name
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
-        self._lock: int | None = None
 
     def acquire(self, fresh: bool) -> None:
         """Make the folder, readable by its owner alone, and hold it until this process ends.
@@ -55,22 +55,22 @@ class RunFolder:
             RunError: another process holds it; says which.
         """
         try:
-            self.checkpoints.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.tensorboard.mkdir(mode=0o700, exist_ok=True)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            for path in (ROOT, self.path, self.checkpoints, self.tensorboard):
+                path.mkdir(mode=0o700, exist_ok=True)
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)  # never closed: held to the end
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = (self.path / "lock").read_text(errors="replace").strip() or "another process"
+            raise RunError(f"{self.path}: held by {holder}; wait for it, stop it, or choose another run_name") from None
         except OSError as error:
             raise ConfigError(
-                f"{self.path}: cannot be written ({error.strerror}); runs are kept below {ROOT}/ here"
+                f"{self.path}: cannot be written and locked ({error.strerror}); give this user write access to"
+                f" {ROOT.absolute()}, or start from another folder"
             ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(self._lock, 200).decode(errors="replace").strip() or "another process"
-            raise RunError(f"{self.path}: held by {holder}; wait for it, stop it, or choose another run_name") from None
-        os.ftruncate(self._lock, 0)
+        os.ftruncate(lock, 0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         holder = f"process {os.getpid()} on {socket.gethostname()} since {started}\n"
-        os.pwrite(self._lock, holder.encode(), 0)
+        os.pwrite(lock, holder.encode(), 0)
         if fresh:
             self._set_aside()
 

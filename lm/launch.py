@@ -17,6 +17,7 @@ import argparse
 import ctypes
 import importlib.metadata
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,27 +27,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError
 
 OLDEST_TORCH = (2, 11)
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def require_torch() -> None:
-    """Refuse a PyTorch that is too old for FSDP2 as used here, before importing it.
+    """End the process with exit code 2 where PyTorch is missing or too old for FSDP2 as used here.
 
-    Raises:
-        ConfigError: naming the version found and the oldest that works.
+    To be called before torch is imported.
     """
-    needed = (
-        f"{'.'.join(map(str, OLDEST_TORCH))} or newer is needed: pip install -r requirements.txt -c constraints.txt"
-    )
     try:
         found = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(f"torch: not installed for {sys.executable}, {needed}") from None
-    if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < OLDEST_TORCH:
-        raise ConfigError(f"torch: {found} is too old, {needed}")
+        problem = f"not installed for {sys.executable}"
+    else:
+        if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) >= OLDEST_TORCH:
+            return
+        problem = f"{found} is too old"
+    if os.environ.get("RANK", "0") == "0":
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        advice = "pip install -r requirements.txt -c constraints.txt"
+        print(f"torch: {problem}, {oldest} or newer is needed: {advice}", file=sys.stderr)
+    sys.exit(ConfigError.exit_code)
 
 
 def keep_freed_memory() -> None:
@@ -120,6 +124,10 @@ class Launch:
                 f"environment: LOCAL_WORLD_SIZE={numbers['LOCAL_WORLD_SIZE']} is more than"
                 f" WORLD_SIZE={numbers['WORLD_SIZE']}"
             )
+        if not 0 < numbers["MASTER_PORT"] < 65536:
+            problems.append(f"environment: MASTER_PORT={numbers['MASTER_PORT']} is not a port, from 1 to 65535")
+        if not env["MASTER_ADDR"]:
+            problems.append("environment: MASTER_ADDR is empty; name the machine of rank 0")
         if problems:
             raise ConfigError(*problems)
         return cls(
@@ -173,20 +181,24 @@ def run_local(command: list[str], processes: int, grace: float = 1.5) -> int:
     }
     common.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     ranks: list[subprocess.Popen[bytes]] = []
+    passed_on: list[int] = []
 
-    def forward(signum: int, _frame: object) -> None:
+    def pass_on(signum: int, _frame: object) -> None:
+        passed_on.append(signum)
         for rank in ranks:
             rank.send_signal(signum)
 
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        signal.signal(signum, forward)
-    for rank in range(processes):
-        env = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        signal.signal(signum, pass_on)
+    for number in range(processes):
+        env = common | {"RANK": str(number), "LOCAL_RANK": str(number)}
         # A session of its own: Ctrl-C then reaches the ranks once, from here, and not from the terminal too.
         on_linux = _die_with_parent if sys.platform == "linux" else None
         ranks.append(subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=on_linux))
+        for signum in passed_on:  # to ranks that were not there yet
+            ranks[-1].send_signal(signum)
 
-    waiting = set(ranks)
+    waiting = list(ranks)
     failure = 0
     deadline = float("inf")
     while waiting:
@@ -203,7 +215,7 @@ def run_local(command: list[str], processes: int, grace: float = 1.5) -> int:
                     other.terminate()
         if time.monotonic() > deadline:
             for other in waiting:
-                other.kill()
+                os.killpg(other.pid, signal.SIGKILL)  # and what it started
     return failure if failure >= 0 else 128 - failure
 
 
@@ -213,13 +225,9 @@ def main() -> int:
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    try:
-        require_torch()
-        if args.nproc is not None and args.nproc < 1:
-            raise ConfigError(f"--nproc: {args.nproc} processes; at least 1 is needed")
-    except RunError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    require_torch()
+    if args.nproc is not None and args.nproc < 1:
+        parser.error(f"--nproc: {args.nproc} processes; at least 1 is needed")
     return run_local([sys.executable, args.script, *args.arguments], args.nproc or default_processes())
 
 

@@ -247,7 +247,7 @@ class Reporter:
     def _show(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
         shown = {key: text(metrics[key]) for key, text in _SHOWN.items() if key in metrics}
         if self._bar is not None and group == "training":
-            self._bar.set_postfix({key: value for key, value in shown.items() if key != "lr"})
+            self._bar.set_postfix({_NAMES.get(key, key): value for key, value in shown.items() if key != "lr"})
             return
         left = ""
         if group == "training" and step > self._start:

@@ -1,0 +1,279 @@
+"""Launching: a process knows its place or says what is wrong with it, and a launcher leaves no one behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lm.errors import ConfigError
+from lm.launch import Launch, free_port, has_gpu, require_torch
+from tests.support import ROOT, run
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+
+# ---- the environment --------------------------------------------------------------------------------------
+
+
+def test_torchrun_says_where_a_process_stands() -> None:
+    assert Launch.from_env(TORCHRUN) == Launch(3, 4, 1, 2, 1, "node0", 29500)
+
+
+@pytest.mark.parametrize("env", [{}, {"PATH": "/bin"}, {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}])
+def test_a_process_without_a_launcher_is_alone(env: dict[str, str]) -> None:
+    assert Launch.from_env(env) == Launch(0, 1, 0, 1, 0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problems"),
+    [
+        ({"RANK": "x"}, ["RANK='x' is not a number"]),
+        ({"RANK": "", "WORLD_SIZE": "2.5"}, ["RANK='' is not a number", "WORLD_SIZE='2.5' is not a number"]),
+        ({"RANK": "4"}, ["RANK=4 is outside WORLD_SIZE=4; it counts from 0 to WORLD_SIZE - 1"]),
+        ({"RANK": "-1"}, ["RANK=-1 is outside WORLD_SIZE=4; it counts from 0 to WORLD_SIZE - 1"]),
+        ({"LOCAL_RANK": "2"}, ["LOCAL_RANK=2 is outside LOCAL_WORLD_SIZE=2; it counts from 0 to LOCAL_WORLD_SIZE - 1"]),
+        ({"LOCAL_WORLD_SIZE": "8"}, ["LOCAL_WORLD_SIZE=8 is more than WORLD_SIZE=4"]),
+        ({"MASTER_PORT": "70000"}, ["MASTER_PORT=70000 is not a port, from 1 to 65535"]),
+        ({"MASTER_ADDR": ""}, ["MASTER_ADDR is empty; name the machine of rank 0"]),
+    ],
+)
+def test_variables_that_cannot_be_are_named(changes: dict[str, str], problems: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Launch.from_env(TORCHRUN | changes)
+    assert str(refused.value).splitlines() == [f"environment: {problem}" for problem in problems]
+
+
+@pytest.mark.parametrize(
+    "unset", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+)
+def test_half_an_environment_is_refused_and_the_missing_half_named(unset: str) -> None:
+    env = {name: value for name, value in TORCHRUN.items() if name != unset}
+    with pytest.raises(ConfigError, match=f"set but {unset} not; start with torchrun, which sets all of them"):
+        Launch.from_env(env)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from([*TORCHRUN]), st.text() | st.integers().map(str)))
+def test_no_environment_gives_anything_but_a_refusal(changes: dict[str, str]) -> None:
+    for env in (changes, TORCHRUN | changes):
+        try:
+            launch = Launch.from_env(env)
+        except ConfigError:
+            continue
+        assert 0 <= launch.rank < launch.world_size
+        assert 0 <= launch.local_rank < launch.local_size <= launch.world_size
+
+
+def test_a_run_in_half_an_environment_ends_with_2_and_says_why(tmp_path: Path) -> None:
+    done = run(tmp_path, WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "environment: WORLD_SIZE set but RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT not;"
+        " start with torchrun, which sets all of them, or unset all of them for a single process\n"
+    )
+
+
+# ---- PyTorch ----------------------------------------------------------------------------------------------
+
+
+def install(folder: Path, version: str) -> None:
+    """Make `folder` one in which another torch seems to be installed."""
+    info = folder / f"torch-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "1.13", "2.1.0a0+git", "0"])
+def test_a_torch_that_is_too_old_is_named(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(tmp_path, version)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        require_torch()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"torch: {version} is too old, 2.11 or newer is needed: pip install -r requirements.txt -c constraints.txt\n"
+    )
+
+
+@pytest.mark.parametrize("version", ["2.11", "2.11.0rc1+cu130", "2.11rc1", "3.0", "10.0.0"])
+def test_a_torch_that_is_new_enough_is_taken(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, version)
+    monkeypatch.syspath_prepend(tmp_path)
+    require_torch()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_with_an_old_torch_ends_with_2_and_says_why_once(ranks: int, tmp_path: Path) -> None:
+    install(tmp_path / "old", "2.1.0")
+    done = run(tmp_path, ranks=ranks, PYTHONPATH=f"{tmp_path / 'old'}:{ROOT}")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "torch: 2.1.0 is too old, 2.11 or newer is needed: pip install -r requirements.txt -c constraints.txt\n"
+    )
+
+
+@pytest.mark.skipif(has_gpu(), reason="there is a GPU here")
+def test_a_gpu_that_was_asked_for_and_is_not_there_ends_the_run_with_2(tmp_path: Path) -> None:
+    done = run(tmp_path, ranks=2, CUDA_VISIBLE_DEVICES="0")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("CUDA_VISIBLE_DEVICES=0 asks for a GPU, but PyTorch ")
+    assert line.endswith("or unset the variable to train on the CPU")
+
+
+# ---- several ranks on this machine ------------------------------------------------------------------------
+
+PREAMBLE = """
+import os, signal, subprocess, sys, time
+rank = int(os.environ["RANK"])
+def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # whole lines, whoever else is speaking
+"""
+READY = "say('ready', os.getpid())\n"
+
+
+@contextmanager
+def launched(folder: Path, script: str, ranks: int = 2, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """`python -m lm.launch` with a small script in the program's place."""
+    (folder / "script.py").write_text(PREAMBLE + script)
+    command = [sys.executable, "-m", "lm.launch", "--nproc", str(ranks), "script.py", "a b", "--flag"]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | env
+    with subprocess.Popen(
+        command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as launcher:
+        try:
+            yield launcher
+        finally:
+            launcher.kill()
+
+
+def ready(launcher: subprocess.Popen[str], ranks: int = 2) -> list[psutil.Process]:
+    """Wait until the ranks have said `ready`; return them."""
+    assert launcher.stdout is not None
+    return [psutil.Process(int(launcher.stdout.readline().split()[1])) for _ in range(ranks)]
+
+
+def finish(launcher: subprocess.Popen[str]) -> tuple[int, str, str]:
+    output, errors = launcher.communicate(timeout=20)
+    return launcher.returncode, output, errors
+
+
+def test_every_rank_is_told_its_place_and_the_arguments(tmp_path: Path) -> None:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"]
+    script = f"say(*[os.environ[name] for name in {names}], sys.argv[1:], os.environ['MASTER_PORT'])"
+    with launched(tmp_path, script, ranks=3) as launcher:
+        code, output, errors = finish(launcher)
+    assert (code, errors) == (0, "")
+    *places, ports = zip(*(line.rsplit(" ", 1) for line in sorted(output.splitlines())), strict=True)
+    assert places == [tuple(f"{rank} {rank} 3 3 0 127.0.0.1 ['a b', '--flag']" for rank in range(3))]
+    assert len(set(ports)) == 1
+
+
+def test_threads_are_shared_out_unless_they_were_set(tmp_path: Path) -> None:
+    with launched(tmp_path, "say(os.environ['OMP_NUM_THREADS'])", OMP_NUM_THREADS="5") as launcher:
+        assert finish(launcher) == (0, "5\n5\n", "")
+
+
+@pytest.mark.parametrize("code", [1, 2, 77])
+def test_the_exit_code_is_that_of_the_rank_that_failed(code: int, tmp_path: Path) -> None:
+    with launched(tmp_path, f"if rank == 1: sys.exit({code})\ntime.sleep(60)") as launcher:
+        assert finish(launcher) == (code, "", "")
+
+
+def test_a_killed_rank_ends_the_others_within_two_seconds_and_is_named(tmp_path: Path) -> None:
+    """The others do not even react to SIGTERM, like ranks in a collective."""
+    script = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{READY}time.sleep(60)"
+    with launched(tmp_path, script, ranks=3) as launcher:
+        ranks = ready(launcher, 3)
+        victim = next(rank for rank in ranks if rank.environ()["RANK"] == "1")
+        began = time.monotonic()
+        victim.kill()
+        code, _, errors = finish(launcher)
+        assert time.monotonic() - began < 2
+    assert code == 128 + signal.SIGKILL
+    assert errors == "rank 1 was killed by SIGKILL; stopping the others\n"
+    assert not any(rank.is_running() for rank in ranks)
+
+
+def test_what_a_hung_rank_started_ends_with_it(tmp_path: Path) -> None:
+    script = """
+if rank == 1:
+    time.sleep(0.5)
+    sys.exit(1)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+say("ready", worker.pid)
+time.sleep(60)
+"""
+    with launched(tmp_path, script) as launcher:
+        (worker,) = ready(launcher, 1)
+        code, _, _ = finish(launcher)
+    assert code == 1
+    assert gone([worker])
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_a_signal_is_passed_on_and_a_clean_end_is_0(signum: signal.Signals, tmp_path: Path) -> None:
+    script = f"""
+def stop(signum, frame):
+    say("told", signum)
+    sys.exit(0)
+signal.signal({int(signum)}, stop)
+{READY}
+time.sleep(60)
+"""
+    with launched(tmp_path, script) as launcher:
+        ready(launcher)
+        launcher.send_signal(signum)
+        assert finish(launcher) == (0, f"told {int(signum)}\n" * 2, "")
+
+
+def gone(processes: list[psutil.Process], within: float = 5) -> bool:
+    """Whether all end within so many seconds. (In a container, no one may wait for orphans: zombies are dead, too.)"""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
+def test_killing_the_launcher_leaves_no_orphans(tmp_path: Path) -> None:
+    with launched(tmp_path, f"{READY}time.sleep(60)") as launcher:
+        ranks = ready(launcher)
+        launcher.kill()
+        assert gone(ranks)
+
+
+@pytest.mark.parametrize("arguments", [["--nproc", "0", "x.py"], ["--nproc", "two", "x.py"], []])
+def test_a_wrong_command_line_ends_with_2_and_no_traceback(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "lm.launch", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    with socket.create_server(("127.0.0.1", free_port())):
+        pass
