@@ -1,6 +1,6 @@
 # The two commands to start with are `make train` and `make test`; each sets up .venv first.
 #
-#   make train [CONFIG=recipes/quickstart.yaml] [NPROC=...] [ARGS="key=value ..."]
+#   make train [CONFIG=recipes/quickstart.yaml] [NPROC=...] [ARGS="max_steps=600 ..."]
 #   make test  [ARGS="-k name"]
 #   make check     formatting, lint, types
 #   make board     TensorBoard over runs/, on this machine only

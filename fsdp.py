@@ -141,17 +141,14 @@ def run(
     }
     earlier = world.first(lambda: find_checkpoints(hp, info, folder))
     if folder and world.first(lambda: is_complete(earlier, about, steps)):
-        say(f"{folder.path} is complete: {steps} steps. To extend it: max_steps={2 * steps}; to start anew, with")
-        say("what is there moved aside: resume=fresh. (With make: ARGS=...)")
+        say(
+            f"{folder.path} is complete: {steps} steps. To extend it: max_steps={2 * steps}; to do it again: resume=fresh"
+        )
         return
-    if folder:
-        world.first(lambda: folder.write_config({"hyperparameters": settings | {"max_steps": steps}}))
-
     # The model is sharded before it has any memory; the rest is made around it.
     with torch.device("meta"):
         model = Transformer(hp)
-    policy = precision.mixed_precision_policy(dtype)
-    model = parallelize.parallelize(model, hp, world.mesh(*mesh_shape), policy, seed)
+    model = parallelize.parallelize(model, hp, world.mesh(*mesh_shape), precision.mixed_precision_policy(dtype), seed)
     training = Training(
         hp=hp,
         world=world,
@@ -174,7 +171,7 @@ def run(
         steps=steps,
         about=about,
     )
-    say = training.reporter.say  # from here on beside the progress bar
+    say = training.reporter.say  # beside the progress bar
     say(
         f"{hp.n_parameters / 1e6:,.1f}M parameters, {hp.sharding} over {world.size} x {device.type},"
         f" {str(dtype or torch.float32).removeprefix('torch.')}; {total} x {hp.max_seq_len} tokens a step,"
@@ -182,6 +179,8 @@ def run(
     )
     start = restore(training, earlier, info) if earlier else 0
     training.reporter.begin(start)
+    if folder:
+        world.first(lambda: folder.write_config({"hyperparameters": settings | {"max_steps": steps}}))
 
     traces = folder.tensorboard if folder else context.train.get_tensorboard_path()
     with profiling(hp, context.profiler, traces, rank) as trace:
@@ -200,6 +199,8 @@ def run(
 def find_checkpoints(hp: config.Hyperparameters, info: det.ClusterInfo | None, folder: RunFolder | None) -> list[str]:
     """What to go on from, best first: uuids on the cluster, folders off it; nothing to start anew."""
     if hp.resume not in ("auto", "fresh"):
+        if not info and not Path(hp.resume).is_dir():
+            raise ConfigError(f"resume: {hp.resume}: no such folder; use auto, fresh or a checkpoint's folder")
         return [hp.resume if info else str(Path(hp.resume).absolute())]
     if info:
         return [info.latest_checkpoint] if info.latest_checkpoint and hp.resume == "auto" else []

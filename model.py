@@ -29,7 +29,7 @@ IGNORE = -100
 class RopeScaling(BaseModel):
     """Llama 3's stretching of the rotary frequencies to contexts longer than the pre-training one."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     factor: float = Field(gt=0, description="stretch of the slow frequencies (a ratio)")
     low_freq_factor: float = Field(gt=0, description="wavelengths above the original context / this are stretched")
@@ -136,13 +136,13 @@ class ModelConfig(BaseModel):
     def _heads_divide(self) -> ModelConfig:
         problems = []
         if self.d_model % self.n_heads:
-            fits = [n for n in range(1, self.d_model + 1) if self.d_model % n == 0]
+            fits = [n for n in range(1, min(self.d_model, 1024) + 1) if self.d_model % n == 0]
             near = sorted(sorted(fits, key=lambda n: abs(n - self.n_heads))[:4])
             problems.append(f"n_heads: {self.n_heads} does not divide d_model {self.d_model}; nearest: {near}")
         elif self.positions == "rope" and self.head_dim % 2:
             problems.append(f"n_heads: rope needs an even head size, d_model / n_heads is {self.head_dim}")
         if self.n_heads % self.kv_heads:
-            fits = [n for n in range(1, self.n_heads + 1) if self.n_heads % n == 0]
+            fits = [n for n in range(1, min(self.n_heads, 1024) + 1) if self.n_heads % n == 0]
             problems.append(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}; choose from {fits}")
         if self.rope_scaling and self.positions != "rope":
             problems.append("rope_scaling: needs positions: rope")

@@ -1,20 +1,24 @@
 """A checkpoint on disk: what makes a folder one, and how it is read without trusting it.
 
 A checkpoint is a folder of PyTorch's distributed-checkpoint files plus `manifest.json`, written last. The
-manifest holds everything but tensors, as JSON, and the size and checksum of every file. PyTorch reads its own
-index, `.metadata`, with plain pickle, follows paths out of the folder, and verifies nothing; here a folder is
-read only if its manifest is whole, its files are the ones that were written, and its index names nothing
-but tensors in those files.
+manifest holds everything but tensors, as JSON, the size and checksum of every file, and a checksum of itself.
+PyTorch reads its own index, `.metadata`, with plain pickle, follows paths out of the folder, and verifies
+nothing; here a folder is read only if its manifest is whole, its files are the ones that were written, and its
+index names nothing but tensors in those files.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
-from collections.abc import Callable
+import re
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import google_crc32c
 import torch.distributed.checkpoint as dcp
@@ -26,27 +30,31 @@ from lm.errors import RunError
 FORMAT = 1
 MANIFEST = "manifest.json"
 INDEX = ".metadata"
+DELETED = ".deleted-"
+FILE_NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class FileRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    bytes: int = Field(ge=0)
-    crc32c: int = Field(ge=0)
+    bytes: Count
+    crc32c: int = Field(ge=0, lt=2**32)
 
 
 class Manifest(BaseModel):
     """What `manifest.json` says. Nothing else is needed to rebuild the model."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     format: Literal[1]
-    step: int = Field(ge=0, description="steps completed")
-    time: float = Field(description="seconds since 1970")
-    world_size: int = Field(gt=0)
+    step: Count = Field(description="steps completed")
+    time: float = Field(ge=0, lt=2**36, description="seconds since 1970")
+    world_size: Count = Field(gt=0)
     sharding: str
-    total_batch_size: int = Field(gt=0)
-    tokens: int = Field(ge=0, description="seen so far")
+    total_batch_size: Count = Field(gt=0)
+    tokens: Count = Field(description="seen so far")
     validation_loss: float | None = Field(description="at this step, in nats per token")
     hyperparameters: dict[str, Any]
     model: dict[str, Any]
@@ -72,11 +80,17 @@ def record(path: Path) -> FileRecord:
     return FileRecord(bytes=path.stat().st_size, crc32c=crc32c(path))
 
 
+def _sealed(fields: dict[str, Any]) -> bytes:
+    """The text of a manifest: its fields, and behind them the checksum of what they look like as text."""
+    checksum = google_crc32c.value(json.dumps(fields, indent=1).encode())
+    return json.dumps(fields | {"checksum": checksum}, indent=1).encode()
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Make `folder` a checkpoint, in one atomic move, durably."""
     draft = folder / f"{MANIFEST}.draft"
-    with draft.open("w") as file:
-        file.write(manifest.model_dump_json(indent=1))
+    with draft.open("wb") as file:
+        file.write(_sealed(manifest.model_dump(mode="json")))
         file.flush()
         os.fsync(file.fileno())
     draft.rename(folder / MANIFEST)
@@ -92,31 +106,44 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: no manifest, a broken one, one of a newer format, links, or files missing or cut short.
     """
-    if folder.is_symlink():
-        raise CheckpointError(f"{folder}: is a symbolic link; name the folder itself")
     path = folder / MANIFEST
+    for place in (folder, path):
+        if place.is_symlink():
+            raise CheckpointError(f"{place}: is a symbolic link; a checkpoint is a folder of plain files")
     try:
-        raw = json.loads(path.read_bytes())
+        text = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{folder}: not a whole checkpoint, {MANIFEST}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from None
-    if isinstance(raw, dict) and isinstance(raw.get("format"), int) and raw["format"] > FORMAT:
-        raise CheckpointError(f"{path}: format {raw['format']} is newer than this program reads ({FORMAT}); update it")
-    try:
-        manifest = Manifest.model_validate(raw)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise CheckpointError(f"{path}: damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    manifest = _parse(path, text)
+    if INDEX not in manifest.files:
+        raise CheckpointError(f"{path}: lists no {INDEX}")
     for name, entry in manifest.files.items():
         file = folder / name
-        if Path(name).name != name or name in ("", ".", "..") or file.is_symlink():
-            raise CheckpointError(f"{path}: {name!r} is no file of this folder")
+        if not FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{path}: {name!r} is no file of a checkpoint")
+        if file.is_symlink():
+            raise CheckpointError(f"{file}: is a symbolic link; a checkpoint is a folder of plain files")
         if not file.is_file():
             raise CheckpointError(f"{file}: missing")
         if file.stat().st_size != entry.bytes:
             raise CheckpointError(f"{file}: {file.stat().st_size} bytes, {entry.bytes} were written")
     return manifest
+
+
+def _parse(path: Path, text: bytes) -> Manifest:
+    try:
+        raw = json.loads(text)
+        if isinstance(raw, dict) and isinstance(raw.get("format"), int) and raw["format"] > FORMAT:
+            newer = f"format {raw['format']} is newer than this program reads ({FORMAT}); update it"
+            raise CheckpointError(f"{path}: {newer}")
+        if not isinstance(raw, dict) or _sealed({k: v for k, v in raw.items() if k != "checksum"}) != text:
+            raise CheckpointError(f"{path}: damaged: its checksum is not that of what was written")
+        return Manifest.model_validate({key: value for key, value in raw.items() if key != "checksum"})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(f"{path}: damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from None
 
 
 def verify(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
@@ -126,12 +153,18 @@ def verify(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> N
         CheckpointError: naming the file.
     """
     for name, entry in sorted(manifest.files.items())[part::parts]:
-        if crc32c(folder / name) != entry.crc32c:
+        try:
+            intact = crc32c(folder / name) == entry.crc32c
+        except OSError as error:
+            raise CheckpointError(f"{folder / name}: {error.strerror}") from None
+        if not intact:
             raise CheckpointError(f"{folder / name}: damaged, its checksum is not that of what was written")
 
 
 def whole_checkpoints(folder: Path, say: Callable[[str], None]) -> list[Path]:
-    """The checkpoints below `folder` that look whole, newest first; none where none was ever begun.
+    """The checkpoints below `folder` that look whole, the last written first; none where none was ever begun.
+
+    That is not always the one of the highest step: a run may have gone on from an earlier one.
 
     Args:
         say: is told of each folder that is passed over.
@@ -139,24 +172,68 @@ def whole_checkpoints(folder: Path, say: Callable[[str], None]) -> list[Path]:
     Raises:
         CheckpointError: there are folders, but none is a whole checkpoint.
     """
-    found: list[tuple[int, float, Path]] = []
+    found: list[tuple[float, Path]] = []
     problems = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.is_dir() and not path.name.startswith("."):
             try:
-                manifest = read_manifest(path)
-                found.append((manifest.step, manifest.time, path))
+                found.append((read_manifest(path).time, path))
             except CheckpointError as error:
                 problems.append(str(error))
     if problems and not found:
         raise CheckpointError(*problems, f"{folder}: no whole checkpoint to go on from; resume=fresh starts anew")
     for problem in problems:
         say(f"passing over {problem}")
-    return [path for *_, path in sorted(found, reverse=True)]
+    return [path for _, path in sorted(found, reverse=True)]
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """Reads DCP's index and refuses to make anything else: a pickle can otherwise run code."""
+class Kept(NamedTuple):
+    """What retention looks at: when a checkpoint was written, how good it is, and its uuid."""
+
+    time: float
+    validation_loss: float | None
+    name: str
+
+
+def superfluous(whole: list[Kept], keep: int | None) -> list[Kept]:
+    """All of `whole` but the `keep` last written and the one of the lowest validation loss; none for None."""
+    if keep is None:
+        return []
+    judged = [entry for entry in whole if entry.validation_loss is not None]
+    best = min(judged, key=lambda entry: (entry.validation_loss, -entry.time), default=None)
+    return [entry for entry in sorted(whole, key=lambda entry: entry.time)[:-keep] if entry is not best]
+
+
+def retire(folder: Path, keep: int | None, newest: str, damaged: Collection[str]) -> None:
+    """Delete the superfluous checkpoints below `folder`; folders that are not whole neither count nor are touched.
+
+    Args:
+        newest: name of the one that was written just now, whatever the clock says.
+        damaged: names of those that are known not to be whole.
+    """
+    whole = []
+    for path in folder.iterdir():
+        if path.name.startswith(DELETED):  # a kill came between the two steps below
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.is_dir() and path.name not in damaged:
+            try:
+                manifest = read_manifest(path)
+            except CheckpointError:
+                continue
+            written = math.inf if path.name == newest else manifest.time
+            whole.append(Kept(written, manifest.validation_loss, path.name))
+    for entry in superfluous(whole, keep):
+        # Renamed first: whatever happens next, it is no checkpoint any more, and not half of one.
+        gone = (folder / entry.name).rename(folder / f"{DELETED}{entry.name}")
+        shutil.rmtree(gone)
+
+
+class _IndexUnpickler(pickle._Unpickler):
+    """Reads DCP's index and refuses to make anything else: a pickle can otherwise run code.
+
+    It is the one written in Python, because of `load_build`: the other cannot be kept from setting attributes
+    of the classes themselves, e.g. replacing a method of `Path` for the rest of the process.
+    """
 
     ALLOWED: ClassVar = {
         ("torch", "Size"),
@@ -178,11 +255,20 @@ class _IndexUnpickler(pickle.Unpickler):
         *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "Path")),
         *(("pathlib._local", name) for name in ("PosixPath", "PurePosixPath", "Path")),  # Python 3.13
     }
+    stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return super().find_class(module, name)
+
+    def load_build(self) -> None:
+        target = self.stack[-2]
+        if isinstance(target, type) or not is_dataclass(target):
+            raise pickle.UnpicklingError(f"it changes {target!r}")
+        super().load_build()  # pyright: ignore[reportAttributeAccessIssue]
+
+    dispatch: ClassVar[dict[int, Any]] = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
 
 
 class Reader(dcp.FileSystemReader):
@@ -206,10 +292,10 @@ class Reader(dcp.FileSystemReader):
                 raise pickle.UnpicklingError(f"it is a {type(index).__name__}")
             for name, entry in index.state_dict_metadata.items():
                 if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
-                    raise pickle.UnpicklingError(f"{name} is no tensor")
+                    raise pickle.UnpicklingError(f"{name!r} is no tensor")
             for place in index.storage_data.values():
                 if place.relative_path not in self._files or place.transform_descriptors:
-                    raise pickle.UnpicklingError(f"it leads to {place.relative_path}")
+                    raise pickle.UnpicklingError(f"it leads to {place.relative_path!r}")
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from None
         except Exception as error:  # a damaged pickle can raise anything

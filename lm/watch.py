@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
@@ -21,12 +23,11 @@ from lm.errors import RankError
 
 PERIOD = 0.5
 """seconds between two posts of a rank"""
-PATIENCE = 3.0
-"""seconds after the timeout at which a rank that is still in the same step prints its stack"""
 
-
-_SIGNS = ("Timed out waiting", "Connection closed by peer", "Connection reset by peer", "Connection refused")
-"""what gloo says when another rank does not come, or has gone"""
+_GONE = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Socket closed")
+_LATE = "Timed out waiting"
+"""what gloo says when another rank has gone, or does not come"""
+_GAVE_UP = "progress/gave up"
 
 
 class Watch:
@@ -43,6 +44,7 @@ class Watch:
         self._size = size
         self._timeout = timeout
         self._step = 0
+        self._has_spoken = False
         self._ended = threading.Event()
 
     def __enter__(self) -> Watch:
@@ -56,53 +58,84 @@ class Watch:
         Raises:
             RankError: in place of the RuntimeError of a failed collective.
         """
-        faulthandler.cancel_dump_traceback_later()
-        lost = isinstance(error, dist.DistBackendError) or (
-            isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
-        )
-        if lost and self._size > 1:
-            behind = self._behind()
-            self._ended.set()
-            raise RankError(
-                f"rank {self._rank} gave up behind step {self._step}, waiting for others"
-                f" (collective_timeout: {self._timeout:g} s): {behind}"
-            ) from error
+        sign = _sign(error)
+        self._has_spoken = sign is not None
+        late = sign == _LATE
+        behind = self._behind(late) if self._has_spoken and self._size > 1 else None
         self._ended.set()
+        if behind is None:
+            return
+        what = f"waited {self._timeout:g} s (collective_timeout) for" if late else "lost its connection to"
+        raise RankError(f"rank {self._rank}, behind step {self._step}, {what} another: {behind}") from error
+
+    def reached(self, step: int) -> None:
+        """Take note that this rank begins the step behind `step` completed ones."""
+        self._step = step
 
     def _post(self) -> None:
         store = cast(Any, self._store).clone()  # a store's connection serves one thread
         beats = 0
         with suppress(RuntimeError):  # rank 0 has gone, and the store with it
-            while not self._ended.wait(PERIOD):
+            while not self._ended.wait(PERIOD if beats else 0):
                 beats += 1
+                # Comes to pass where this thread gets no turn, because another holds the interpreter and hangs.
+                faulthandler.dump_traceback_later(self._timeout + PERIOD)
                 store.set(f"progress/{self._rank}", json.dumps([self._step, beats]))
+                asked = not self._has_spoken and store.check([_GAVE_UP])
+                if asked and self._step <= int(store.get(_GAVE_UP)):
+                    self._has_spoken = True
+                    self._print_stack()
+        faulthandler.cancel_dump_traceback_later()
 
-    def reached(self, step: int) -> None:
-        """Take note that this rank begins the step behind `step` completed ones."""
-        self._step = step
-        if self._size > 1:
-            faulthandler.dump_traceback_later(self._timeout + PATIENCE)
+    def _print_stack(self) -> None:
+        frame = sys._current_frames()[cast(int, threading.main_thread().ident)]
+        stack = "".join(traceback.format_stack(frame))
+        print(f"rank {self._rank} is behind step {self._step}, here:\n{stack}", end="", file=sys.stderr, flush=True)
 
-    def _behind(self) -> str:
-        """A text that names the ranks that are behind, from what all have posted. Takes a few seconds."""
-        self._store.set_timeout(timedelta(seconds=2 * PERIOD))
-        try:
-            before = self._read()
-            time.sleep(2.5 * PERIOD)  # by its own clock alone: machines' clocks differ
-            now = self._read()
-        except RuntimeError:
-            return "rank 0, or the network between, does not answer"
-        last = max(step for step, _ in now.values())
-        silent = [rank for rank in now if now[rank] == before[rank]]
-        late = [rank for rank, (step, _) in now.items() if step < last]
-        if silent:
-            return f"{_name(silent)} does not answer: stopped, killed or cut off, at step {now[silent[0]][0]}"
-        if late:
-            return f"{_name(late)} stays behind at step {now[late[0]][0]}, others are at {last}; its stack is printed"
-        return f"all ranks are at step {last}; the one that hangs prints its stack"
+    def _behind(self, late: bool) -> str:
+        """A text that names the ranks that are behind, from what all have posted. Takes a second or two.
+
+        Args:
+            late: ask those that are no further than this one to print their stacks.
+        """
+        verdict: list[str] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                self._store.set_timeout(timedelta(seconds=2 * PERIOD))
+                if late:
+                    self._store.set(_GAVE_UP, str(self._step))
+                before = self._read()
+                time.sleep(2.5 * PERIOD)  # by its own clock alone: machines' clocks differ
+                verdict.append(_judge(before, self._read()))
+
+        # The store does not keep to its timeout where the rank that holds it is stopped: it waits for ever.
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(4 * PERIOD)
+        return verdict[0] if verdict else "rank 0 does not answer: stopped, killed or cut off"
 
     def _read(self) -> dict[int, tuple[int, int]]:
         return {rank: tuple(json.loads(self._store.get(f"progress/{rank}"))) for rank in range(self._size)}
+
+
+def _sign(error: BaseException | None) -> str | None:
+    """What tells `error` for that of a collective that another rank failed; None = it is something else."""
+    if isinstance(error, dist.DistBackendError):
+        return _LATE
+    return next((sign for sign in (_LATE, *_GONE) if isinstance(error, RuntimeError) and sign in str(error)), None)
+
+
+def _judge(before: dict[int, tuple[int, int]], now: dict[int, tuple[int, int]]) -> str:
+    """Who is behind, of what every rank posted twice: its step, and a count that goes on while it lives."""
+    last = max(step for step, _ in now.values())
+    silent = [rank for rank in now if now[rank] == before[rank]]
+    late = [rank for rank, (step, _) in now.items() if step < last]
+    if silent:
+        return f"{_name(silent)} does not answer: stopped, killed or cut off, behind step {now[silent[0]][0]}"
+    if late:
+        return f"{_name(late)} stays behind step {now[late[0]][0]}, others are behind {last}; its stack is printed"
+    return f"all ranks are behind step {last}; the one that hangs prints its stack"
 
 
 def _name(ranks: list[int]) -> str:
