@@ -141,9 +141,7 @@ def run(
     }
     earlier = world.first(lambda: find_checkpoints(hp, info, folder))
     if folder and world.first(lambda: is_complete(earlier, about, steps)):
-        say(
-            f"{folder.path} is complete: {steps} steps. To extend it: max_steps={2 * steps}; to do it again: resume=fresh"
-        )
+        say(f"{folder.path} is complete: {steps} steps. To extend it: max_steps={2 * steps}; anew: resume=fresh")
         return
     # The model is sharded before it has any memory; the rest is made around it.
     with torch.device("meta"):

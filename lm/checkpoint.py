@@ -229,7 +229,7 @@ class Checkpointer:
             CheckpointError: it is damaged, and nothing was read; or it was made to harm, and some of it was read.
             ConfigError: its tensors are not those of the objects; every difference is listed, nothing was read.
         """
-        with nullcontext(uuid) if self._folder else self._context.restore_path(uuid) as where:
+        with nullcontext(self._folder / uuid) if self._folder else self._context.restore_path(uuid) as where:
             path = Path(where)
             try:
                 manifest = self._ranks.together(lambda: self._check(path))
