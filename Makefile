@@ -3,6 +3,7 @@
 #   make train [CONFIG=recipes/quickstart.yaml] [NPROC=...] [ARGS="max_steps=600 ..."]
 #   make test  [ARGS="-k name"]
 #   make check     formatting, lint, types
+#   make soak [COUNT=500]   kill runs again and again, and compare what they end with
 #   make board     TensorBoard over runs/, on this machine only
 #   make docs      write the hyperparameters' table and schema anew
 
@@ -10,12 +11,13 @@ CONFIG ?= recipes/quickstart.yaml
 NPROC ?=
 ARGS ?=
 PYTHON ?= python3
+COUNT ?= 500
 PORT ?= 6006
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test check board docs clean
+.PHONY: train test check soak board docs clean
 
 train: .venv/run
 	@$(BIN)/python -m lm.launch $(if $(NPROC),--nproc $(NPROC)) fsdp.py --config $(CONFIG) $(ARGS)
@@ -27,6 +29,9 @@ check: .venv/dev
 	@$(BIN)/ruff format --check --diff .
 	@$(BIN)/ruff check .
 	@$(BIN)/basedpyright
+
+soak: .venv/dev
+	@$(BIN)/python -m tests.soak $(COUNT) $(ARGS)
 
 board: .venv/run
 	@$(BIN)/tensorboard --logdir runs --host 127.0.0.1 --port $(PORT)

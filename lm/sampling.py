@@ -66,7 +66,8 @@ def generate(
     for _ in range(max_new_tokens):
         if cache.length + len(unread) > context:
             cache, unread = KVCache(context), tokens[-max(1, context // 2) :]
-        logits = model(torch.tensor([unread], device=device), cache=cache)
+        with torch.compiler.set_stance("force_eager"):  # every length would be compiled anew
+            logits = model(torch.tensor([unread], device=device), cache=cache)
         token = int(choose(logits, temperature, top_k, top_p, generator).item())
         tokens.append(token)
         unread = [token]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,12 @@ def test_recomputation_under_dropout_draws_the_same_numbers(two_ranks: dict[str,
 def test_lower_precision_follows_float32(dtype: str, two_ranks: dict[str, list[float]]) -> None:
     assert two_ranks[dtype] == pytest.approx(plain_losses({}), rel=1e-2)
     assert two_ranks[dtype] != pytest.approx(plain_losses({}), rel=1e-6)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs g++")
+def test_compiled_blocks_compute_the_same(tmp_path: Path) -> None:
+    runs: dict[str, dict[str, Any]] = {"compiled": {"compile": True, "activation_checkpointing": "full"}}
+    assert run_ranks(1, run_each, str(tmp_path), runs)[0]["compiled"] == pytest.approx(plain_losses({}), rel=1e-5)
 
 
 def initial_weights(world: World, shardings: list[str]) -> list[dict[str, Any]]:
