@@ -183,6 +183,7 @@ def run(
     traces = folder.tensorboard if folder else context.train.get_tensorboard_path()
     with profiling(hp, context.profiler, traces, rank) as trace:
         done = train(training, start, trace)
+    training.reporter.close()
     if done < steps:
         say(f"stopped behind step {done} of {steps} on request; the same command goes on from there")
     elif hp.prompt is not None and data.tokenizer is not None:
@@ -191,7 +192,6 @@ def run(
         say(f"\n{hp.prompt}{data.tokenizer.decode(drawn)}\n")
     if folder:
         say(f"files: {folder.path}/ (metrics.jsonl, checkpoints/, tensorboard/); curves and traces: make board")
-    training.reporter.close()
 
 
 def find_checkpoints(hp: config.Hyperparameters, info: det.ClusterInfo | None, folder: RunFolder | None) -> list[str]:

@@ -102,7 +102,7 @@ class Checkpointer:
             )
         )
         self._background = background
-        self._writing: Future[tuple[int, str]] | None = None
+        self._writing: tuple[threading.Thread, Future[tuple[int, str]]] | None = None
         self._saved: list[Kept] = []
         """on the cluster: what this process saved"""
         self._damaged: set[str] = set()
@@ -129,8 +129,9 @@ class Checkpointer:
                 writing.set_exception(error)
 
         # A daemon: a rank that fails must not wait for what the thread may wait for in vain.
-        threading.Thread(target=write, name="checkpoint", daemon=True).start()
-        self._writing = writing
+        thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        thread.start()
+        self._writing = thread, writing
 
     @property
     def pending(self) -> bool:
@@ -139,7 +140,7 @@ class Checkpointer:
     @property
     def writing(self) -> bool:
         """Whether this rank's part is still being written."""
-        return self._writing is not None and not self._writing.done()
+        return self._writing is not None and self._writing[0].is_alive()
 
     def settle(self) -> tuple[int, str]:
         """Wait for the checkpoint that is being written, on all ranks, and return its step and uuid.
@@ -148,8 +149,13 @@ class Checkpointer:
             RunError: it could not be written; nothing of it is left.
         """
         assert self._writing is not None
-        writing, self._writing = self._writing, None
-        return self._ranks.together(writing.result)
+        (thread, writing), self._writing = self._writing, None
+
+        def finish() -> tuple[int, str]:
+            thread.join()  # to its very end: PyTorch aborts a process that exits while a thread frees tensors
+            return writing.result()
+
+        return self._ranks.together(finish)
 
     def _write(self, staged: dict[str, Tensor], about: Mapping[str, Any]) -> tuple[int, str]:
         metadata = {"steps_completed": about["step"]}

@@ -258,9 +258,11 @@ class Reporter:
         self.say(f"{group:<10}  step {step:>{width}}/{self._max_steps}  {values}{left}")
 
     def close(self) -> None:
+        """Close the files and the progress bar; `say` still speaks."""
         for place in (self._bar, self._lines, self._board):
             if place is not None:
                 place.close()
+        self._bar = None
 
 
 _SHOWN: dict[str, Callable[[float], str]] = {

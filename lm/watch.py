@@ -1,8 +1,8 @@
 """Who keeps the others waiting: every rank says how far it is, so that a hung one can be named.
 
 A collective that waits longer than its timeout fails on the ranks that came to it, and knows nothing of the one
-that did not. So each rank posts its step where all can read it; the ranks that fail read it and say who
-is behind, and the one that is behind prints where in its code it stands.
+that did not. So each rank posts its step where all can read it; the ranks that fail post that, too, and say
+who has not: that one lives and prints where in its code it stands, or does not answer any more.
 """
 
 from __future__ import annotations
@@ -15,19 +15,31 @@ import time
 import traceback
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
 from lm.errors import RankError
 
-PERIOD = 0.5
+PERIOD = 0.25
 """seconds between two posts of a rank"""
 
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Socket closed")
 _LATE = "Timed out waiting"
 """what gloo says when another rank has gone, or does not come"""
 _GAVE_UP = "progress/gave up"
+
+
+class Post(NamedTuple):
+    """What a rank says of itself."""
+
+    step: int
+    beats: int
+    """goes on for as long as the rank lives"""
+    gave_up: bool
+    """a collective failed here"""
+    asked: bool
+    """it has printed its stack, and says nothing more"""
 
 
 class Watch:
@@ -44,7 +56,7 @@ class Watch:
         self._size = size
         self._timeout = timeout
         self._step = 0
-        self._has_spoken = False
+        self._gave_up = False
         self._ended = threading.Event()
 
     def __enter__(self) -> Watch:
@@ -58,15 +70,17 @@ class Watch:
         Raises:
             RankError: in place of the RuntimeError of a failed collective.
         """
+        faulthandler.cancel_dump_traceback_later()
         sign = _sign(error)
-        self._has_spoken = sign is not None
-        late = sign == _LATE
-        behind = self._behind(late) if self._has_spoken and self._size > 1 else None
-        self._ended.set()
-        if behind is None:
+        if sign is None or self._size == 1:
+            self._ended.set()
             return
+        self._gave_up = True
+        late = sign == _LATE
+        culprit = self._find_culprit(late)
+        self._ended.set()
         what = f"waited {self._timeout:g} s (collective_timeout) for" if late else "lost its connection to"
-        raise RankError(f"rank {self._rank}, behind step {self._step}, {what} another: {behind}") from error
+        raise RankError(f"rank {self._rank}, behind step {self._step}, {what} another: {culprit}") from error
 
     def reached(self, step: int) -> None:
         """Take note that this rank begins the step behind `step` completed ones."""
@@ -75,16 +89,17 @@ class Watch:
     def _post(self) -> None:
         store = cast(Any, self._store).clone()  # a store's connection serves one thread
         beats = 0
+        asked = False
         with suppress(RuntimeError):  # rank 0 has gone, and the store with it
-            while not self._ended.wait(PERIOD if beats else 0):
+            while not asked and not self._ended.wait(PERIOD if beats else 0):
                 beats += 1
-                # Comes to pass where this thread gets no turn, because another holds the interpreter and hangs.
-                faulthandler.dump_traceback_later(self._timeout + PERIOD)
-                store.set(f"progress/{self._rank}", json.dumps([self._step, beats]))
-                asked = not self._has_spoken and store.check([_GAVE_UP])
-                if asked and self._step <= int(store.get(_GAVE_UP)):
-                    self._has_spoken = True
+                if not self._gave_up:
+                    # Comes to pass where this thread gets no turn, because another holds the interpreter and hangs.
+                    faulthandler.dump_traceback_later(self._timeout + PERIOD)
+                    asked = store.check([_GAVE_UP]) and self._step <= int(store.get(_GAVE_UP))
+                if asked:
                     self._print_stack()
+                store.set(f"progress/{self._rank}", json.dumps(Post(self._step, beats, self._gave_up, asked)))
         faulthandler.cancel_dump_traceback_later()
 
     def _print_stack(self) -> None:
@@ -92,8 +107,8 @@ class Watch:
         stack = "".join(traceback.format_stack(frame))
         print(f"rank {self._rank} is behind step {self._step}, here:\n{stack}", end="", file=sys.stderr, flush=True)
 
-    def _behind(self, late: bool) -> str:
-        """A text that names the ranks that are behind, from what all have posted. Takes a second or two.
+    def _find_culprit(self, late: bool) -> str:
+        """A text that names the ranks that are to blame, from what all have posted. Takes a second.
 
         Args:
             late: ask those that are no further than this one to print their stacks.
@@ -106,17 +121,28 @@ class Watch:
                 if late:
                     self._store.set(_GAVE_UP, str(self._step))
                 before = self._read()
-                time.sleep(2.5 * PERIOD)  # by its own clock alone: machines' clocks differ
-                verdict.append(_judge(before, self._read()))
+                time.sleep(3 * PERIOD)  # by its own clock alone: machines' clocks differ
+                verdict.append(judge(before, self._read()))
 
         # The store does not keep to its timeout where the rank that holds it is stopped: it waits for ever.
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
-        asking.join(4 * PERIOD)
+        asking.join(6 * PERIOD)
         return verdict[0] if verdict else "rank 0 does not answer: stopped, killed or cut off"
 
-    def _read(self) -> dict[int, tuple[int, int]]:
-        return {rank: tuple(json.loads(self._store.get(f"progress/{rank}"))) for rank in range(self._size)}
+    def _read(self) -> list[Post]:
+        return [Post(*json.loads(self._store.get(f"progress/{rank}"))) for rank in range(self._size)]
+
+
+def judge(before: list[Post], now: list[Post]) -> str:
+    """Who is to blame, of what the ranks posted at two moments, some periods apart."""
+    silent = [r for r, post in enumerate(now) if post.beats == before[r].beats and not post.asked]
+    if silent:
+        return f"{_name(silent)} does not answer: stopped, killed or cut off, behind step {now[silent[0]].step}"
+    behind = [r for r, post in enumerate(now) if not post.gave_up]
+    if behind:
+        return f"{_name(behind)} did not come, behind step {now[behind[0]].step}; its stack is printed"
+    return "all ranks wait for one another"
 
 
 def _sign(error: BaseException | None) -> str | None:
@@ -124,18 +150,6 @@ def _sign(error: BaseException | None) -> str | None:
     if isinstance(error, dist.DistBackendError):
         return _LATE
     return next((sign for sign in (_LATE, *_GONE) if isinstance(error, RuntimeError) and sign in str(error)), None)
-
-
-def _judge(before: dict[int, tuple[int, int]], now: dict[int, tuple[int, int]]) -> str:
-    """Who is behind, of what every rank posted twice: its step, and a count that goes on while it lives."""
-    last = max(step for step, _ in now.values())
-    silent = [rank for rank in now if now[rank] == before[rank]]
-    late = [rank for rank, (step, _) in now.items() if step < last]
-    if silent:
-        return f"{_name(silent)} does not answer: stopped, killed or cut off, behind step {now[silent[0]][0]}"
-    if late:
-        return f"{_name(late)} stays behind step {now[late[0]][0]}, others are behind {last}; its stack is printed"
-    return f"all ranks are behind step {last}; the one that hangs prints its stack"
 
 
 def _name(ranks: list[int]) -> str:
