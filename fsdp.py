@@ -13,14 +13,14 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lm.launch import Launch, keep_freed_memory, require_torch
+from lm.launch import Launch, before_torch
 
-require_torch()  # these two before anything imports it
-keep_freed_memory()
+before_torch()  # has its say in the environment first
 
 import determined as det  # noqa: E402
 import torch  # noqa: E402
@@ -30,7 +30,7 @@ from lm import checkpoint, config, metrics, optim, parallelize, precision, sampl
 from lm.data import loader  # noqa: E402
 from lm.errors import ConfigError, RankError, RunError  # noqa: E402
 from lm.folder import RunFolder  # noqa: E402
-from lm.manifest import Manifest, read_manifest, whole_checkpoints  # noqa: E402
+from lm.manifest import Manifest, is_intact, read_manifest, whole_checkpoints  # noqa: E402
 from lm.mesh import TorchDistributedContext, World, join_world  # noqa: E402
 from lm.profiling import profiling  # noqa: E402
 from lm.stop import StopRequest  # noqa: E402
@@ -181,9 +181,8 @@ def run(
         world.first(lambda: folder.write_config({"hyperparameters": settings | {"max_steps": steps}}))
 
     traces = folder.tensorboard if folder else context.train.get_tensorboard_path()
-    with profiling(hp, context.profiler, traces, rank) as trace:
+    with closing(training.reporter), profiling(hp, context.profiler, traces, rank) as trace:
         done = train(training, start, trace)
-    training.reporter.close()
     if done < steps:
         say(f"stopped behind step {done} of {steps} on request; the same command goes on from there")
     elif hp.prompt is not None and data.tokenizer is not None:
@@ -211,9 +210,10 @@ def is_complete(candidates: Sequence[str], about: Mapping[str, Any], steps: int)
     """Whether the newest checkpoint of a run's folder is that of its last step, and of this run."""
     if not candidates or not steps:
         return False
-    manifest = read_manifest(Path(candidates[0]))
+    newest = Path(candidates[0])
+    manifest = read_manifest(newest)
     config.refuse_another_run(manifest.model_dump(), about)
-    return manifest.step >= steps
+    return manifest.step >= steps and is_intact(newest, manifest)
 
 
 def restore(t: Training, candidates: Sequence[str], info: det.ClusterInfo | None) -> int:
@@ -289,8 +289,8 @@ def train(t: Training, start: int, trace: Callable[[], None]) -> int:
 def report(t: Training, done: int, lr: float) -> None:
     """Report what happened since the last report; stop a run whose gradients stay inf or NaN."""
     measured, longest = t.meter.report()
-    measured |= {"lr": lr, "batches": done, "tokens": done * t.total * t.hp.max_seq_len}
-    t.reporter.report("training", done, measured)
+    position = {"lr": lr, "batches": done, "tokens": done * t.total * t.hp.max_seq_len}
+    t.reporter.report("training", done, measured | position)
     if longest >= t.hp.skip_nonfinite:
         raise RunError(
             f"inf or NaN gradients in {longest} steps in a row, up to step {done} (skip_nonfinite:"
@@ -336,4 +336,6 @@ def settle(t: Training) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if code := main():
+        sys.stdout.flush()
+        os._exit(code)  # at once: a thread may be in the middle of writing a checkpoint

@@ -29,7 +29,6 @@ import torch.distributed.checkpoint as dcp
 from determined import core
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
@@ -43,6 +42,7 @@ from lm.manifest import (
     Kept,
     Manifest,
     Reader,
+    first_failure,
     read_manifest,
     record,
     retire,
@@ -241,8 +241,8 @@ class Checkpointer:
                 manifest = self._ranks.together(lambda: self._check(path))
                 wanted = _named(choose(manifest))
                 reader = Reader(path, manifest)
-                self._ranks.together(lambda: _compare(path, reader, wanted))
-                _load(wanted, reader, process_group=self._ranks.control)
+                self._ranks.together(lambda: reader.compare(wanted))
+                reader.load(wanted, process_group=self._ranks.control)
             except CheckpointError:
                 self._damaged.add(path.name)
                 raise
@@ -316,43 +316,11 @@ def _explaining(path: Path, needed: int) -> Iterator[None]:
     try:
         yield
     except (dcp.api.CheckpointException, OSError) as error:
-        cause = _cause(error) if isinstance(error, dcp.api.CheckpointException) else str(error)
+        cause = first_failure(error) if isinstance(error, dcp.api.CheckpointException) else str(error)
         free = shutil.disk_usage(path).free  # DCP hides that a disk is full
         raise RunError(
             f"{path}: cannot be written, {cause}; a checkpoint needs {needed:,} bytes, {free:,} are free"
         ) from None
-
-
-def _cause(error: dcp.api.CheckpointException) -> str:
-    """The first rank's failure: the exception itself is no Exception, and too long for a person."""
-    rank, (cause, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
-
-
-def _load(wanted: Mapping[str, Tensor], reader: Reader, **how: Any) -> None:
-    try:
-        dcp.load(dict(wanted), storage_reader=reader, **how)
-    except dcp.api.CheckpointException as error:
-        raise CheckpointError(f"{reader.path}: cannot be read: {_cause(error)}") from None
-
-
-def _compare(path: Path, reader: Reader, wanted: Mapping[str, Tensor]) -> None:
-    """Refuse a checkpoint that lacks a tensor, has one too many, or one of another shape or dtype."""
-    parts = {name.partition(".")[0] for name in wanted}
-    there = {
-        name: (entry.size, entry.properties.dtype)
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and name.partition(".")[0] in parts
-    }
-    problems = [f"{name}: not in the checkpoint" for name in wanted if name not in there]
-    problems += [f"{name}: only in the checkpoint" for name in there if name not in wanted]
-    problems += [
-        f"{name}: {list(there[name][0])} {there[name][1]} in the checkpoint, here {list(t.shape)} {t.dtype}"
-        for name, t in wanted.items()
-        if name in there and there[name] != (t.shape, t.dtype)
-    ]
-    if problems:
-        raise ConfigError(f"{path}: its tensors are not this run's:", *problems)
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
@@ -366,10 +334,10 @@ def load_weights(folder: Path, model: nn.Module) -> None:
     verify(folder, manifest)
     weights = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
     reader = Reader(folder, manifest)
-    _compare(folder, reader, weights)
+    reader.compare(weights)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what no_dist asks for
-        _load(weights, reader, no_dist=True)
+        reader.load(weights, no_dist=True)
 
 
 # ---- command ------------------------------------------------------------------------------------------

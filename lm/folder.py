@@ -13,6 +13,7 @@ import fcntl
 import os
 import re
 import socket
+import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,12 +52,14 @@ class RunFolder:
             fresh: move what an earlier run left to `before-<time>/` inside it.
 
         Raises:
-            ConfigError: the folder cannot be written.
+            ConfigError: the folder cannot be written, or others can: what is in it could be anyone's.
             RunError: another process holds it; says which.
         """
         try:
             for path in (ROOT, self.path, self.checkpoints, self.tensorboard):
                 path.mkdir(mode=0o700, exist_ok=True)
+            for path in (self.path, self.checkpoints):
+                _refuse_others(path)
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)  # never closed: held to the end
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -88,3 +91,13 @@ class RunFolder:
     def write_config(self, experiment: Mapping[str, Any]) -> None:
         """Keep what the run was started with, as an experiment file that starts it again."""
         self.config.write_text(yaml.safe_dump(dict(experiment), sort_keys=False))
+
+
+def _refuse_others(path: Path) -> None:
+    status = path.stat()
+    if status.st_uid != os.getuid():
+        raise ConfigError(
+            f"{path}: belongs to user {status.st_uid}, not to you ({os.getuid()}); choose another run_name"
+        )
+    if status.st_mode & stat.S_IWOTH:
+        raise ConfigError(f"{path}: anyone can write to it; look at what is in it, then: chmod o-w {path}")

@@ -73,6 +73,15 @@ def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
+def before_torch() -> None:
+    """What a process has to settle before it imports torch."""
+    require_torch()
+    keep_freed_memory()
+    # A lost connection is said in one line of ours; PyTorch's own log would add forty of C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while starting ends at once, without a traceback
+
+
 @dataclass(frozen=True)
 class Launch:
     """One process's place: `rank` of `world_size`, `local_rank` of `local_size` on machine `node_rank`.

@@ -15,7 +15,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -23,14 +23,17 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import google_crc32c
 import torch.distributed.checkpoint as dcp
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lm.errors import RunError
+from lm.errors import ConfigError, RunError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 INDEX = ".metadata"
 DELETED = ".deleted-"
+COMMITTED = ".committed"
+"""Stands beside a run's checkpoints once one of them was completed."""
 FILE_NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -161,6 +164,15 @@ def verify(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> N
             raise CheckpointError(f"{folder / name}: damaged, its checksum is not that of what was written")
 
 
+def is_intact(folder: Path, manifest: Manifest) -> bool:
+    """Whether `verify` finds nothing."""
+    try:
+        verify(folder, manifest)
+    except CheckpointError:
+        return False
+    return True
+
+
 def whole_checkpoints(folder: Path, say: Callable[[str], None]) -> list[Path]:
     """The checkpoints below `folder` that look whole, the last written first; none where none was ever begun.
 
@@ -170,20 +182,24 @@ def whole_checkpoints(folder: Path, say: Callable[[str], None]) -> list[Path]:
         say: is told of each folder that is passed over.
 
     Raises:
-        CheckpointError: there are folders, but none is a whole checkpoint.
+        CheckpointError: there was one, and none is left. What a kill inside the first save leaves is no reason.
     """
     found: list[tuple[float, Path]] = []
     problems = []
+    lost = (folder / COMMITTED).exists()
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.is_dir() and not path.name.startswith("."):
             try:
                 found.append((read_manifest(path).time, path))
             except CheckpointError as error:
                 problems.append(str(error))
-    if problems and not found:
+                lost |= (path / MANIFEST).exists()
+    if lost and problems and not found:
         raise CheckpointError(*problems, f"{folder}: no whole checkpoint to go on from; resume=fresh starts anew")
     for problem in problems:
         say(f"passing over {problem}")
+    if problems and not found:
+        say(f"{folder}: none was ever completed, starting at step 0")
     return [path for _, path in sorted(found, reverse=True)]
 
 
@@ -211,6 +227,7 @@ def retire(folder: Path, keep: int | None, newest: str, damaged: Collection[str]
         newest: name of the one that was written just now, whatever the clock says.
         damaged: names of those that are known not to be whole.
     """
+    (folder / COMMITTED).touch()
     whole = []
     for path in folder.iterdir():
         if path.name.startswith(DELETED):  # a kill came between the two steps below
@@ -299,5 +316,44 @@ class Reader(dcp.FileSystemReader):
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from None
         except Exception as error:  # a damaged pickle can raise anything
-            raise CheckpointError(f"{path}: damaged or hostile: {error}") from None
+            raise CheckpointError(f"{path}: damaged or hostile: {str(error) or type(error).__name__}") from None
         return index
+
+    def compare(self, wanted: Mapping[str, Tensor]) -> None:
+        """Look whether the folder holds the tensors `wanted` and, of the parts they name, no others.
+
+        Raises:
+            ConfigError: with every tensor that is missing, one too many, or of another shape or dtype.
+        """
+        parts = {name.partition(".")[0] for name in wanted}
+        there = {
+            name: (entry.size, entry.properties.dtype)
+            for name, entry in self.read_metadata().state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata) and name.partition(".")[0] in parts
+        }
+        problems = [f"{name}: not in the checkpoint" for name in wanted if name not in there]
+        problems += [f"{name}: only in the checkpoint" for name in there if name not in wanted]
+        problems += [
+            f"{name}: {list(there[name][0])} {there[name][1]} in the checkpoint, here {list(t.shape)} {t.dtype}"
+            for name, t in wanted.items()
+            if name in there and there[name] != (t.shape, t.dtype)
+        ]
+        if problems:
+            raise ConfigError(f"{self._folder}: its tensors are not this run's:", *problems)
+
+    def load(self, wanted: Mapping[str, Tensor], **how: Any) -> None:
+        """Read the tensors `wanted`, in place; `how` are dcp.load's own arguments.
+
+        Raises:
+            CheckpointError: something in the files is no tensor, or not the one that the index promises.
+        """
+        try:
+            dcp.load(dict(wanted), storage_reader=self, **how)
+        except dcp.api.CheckpointException as error:
+            raise CheckpointError(f"{self._folder}: cannot be read: {first_failure(error)}") from None
+
+
+def first_failure(error: dcp.api.CheckpointException) -> str:
+    """The lowest rank and what it met, in one line; DCP's own exception, no Exception, is too long for a person."""
+    rank, (cause, _) = min(error.failures.items())
+    return f"rank {rank}: {type(cause).__name__}: {str(cause).partition(chr(10))[0]}"

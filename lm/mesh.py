@@ -168,9 +168,13 @@ def _store(launch: Launch, timeout: timedelta) -> dist.Store | None:
     """Where the ranks of one machine find each other, out of reach of others; None = where the launcher says."""
     if launch.world_size == 1:
         return dist.HashStore()  # opens no port
-    if launch.local_size < launch.world_size or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if launch.local_size < launch.world_size:
         return None
     assert launch.port is not None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, which outlives its workers
+        assert launch.address is not None
+        agents = dist.TCPStore(launch.address, launch.port, launch.world_size, False, timeout)
+        return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", agents)
     address, is_first = "127.0.0.1", launch.rank == 0
     # Left to itself, TCPStore listens on all interfaces.
     listener = socket.create_server((address, launch.port)).detach() if is_first else None

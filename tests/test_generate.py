@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from lm import generate
-from lm.manifest import MANIFEST
+from lm.manifest import read_manifest, write_manifest
 from tests import support
 
 TEXT = "Grüße aus Köln, wo der Käse zäh und das Öl süß ist. "
@@ -137,8 +136,7 @@ def test_a_model_of_tokens_that_are_no_text_is_refused(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "copy")
-    manifest = json.loads((checkpoint / MANIFEST).read_text())
-    (tmp_path / "copy" / MANIFEST).write_text(json.dumps(manifest | {"tokenizer": None}))
+    write_manifest(tmp_path / "copy", read_manifest(checkpoint).model_copy(update={"tokenizer": None}))
     code, message = refusal(capsys, tmp_path / "copy", "--prompt", "a")
     assert code == 2
     assert "had no tokenizer (dataset: synthetic)" in message

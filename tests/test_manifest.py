@@ -1,0 +1,491 @@
+"""No damaged checkpoint is ever taken for a whole one, and none that was made to harm does any."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PosixPath
+from typing import Any
+
+import pytest
+import torch
+from determined import core
+from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.fsdp import fully_shard
+
+from lm.checkpoint import CheckpointConfig, Checkpointer, load_weights
+from lm.manifest import (
+    COMMITTED,
+    MANIFEST,
+    CheckpointError,
+    Reader,
+    _sealed,
+    read_manifest,
+    record,
+    verify,
+    whole_checkpoints,
+    write_manifest,
+)
+from lm.mesh import TorchDistributedContext, World
+from tests.support import run_ranks
+
+ABOUT: dict[str, Any] = {
+    "sharding": "full-shard",
+    "total_batch_size": 2,
+    "tokens": 0,
+    "validation_loss": None,
+    "hyperparameters": {"lr": 1e-4},
+    "model": {},
+    "tokenizer": None,
+    "data": {},
+    "trial_id": None,
+}
+
+
+def toy(value: float) -> nn.Module:
+    """Two tensors, of (6, 4) and (6,) float32."""
+    model = nn.Linear(4, 6)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+@contextmanager
+def opened(world: World, folder: Path, **settings: Any) -> Iterator[Checkpointer]:
+    """A checkpointer of a run that keeps its checkpoints in `folder`."""
+    os.umask(0o077)
+    distributed = TorchDistributedContext(world)
+    with core.init(distributed=distributed, checkpoint_storage=str(folder)) as context:
+        config = CheckpointConfig.model_validate(settings)
+        yield Checkpointer(config, context.checkpoint, world, folder, distributed.use_saver_group)
+
+
+def save(checkpointer: Checkpointer, world: World, step: int, value: float | None = None, **about: Any) -> str:
+    """Save a sharded `toy`, of `step` everywhere or of `value` on this rank; returns the folder's name."""
+    model = toy(step if value is None else value)
+    fully_shard(model, mesh=world.mesh(1, world.size)["shard"])
+    checkpointer.save({"model": model}, ABOUT | {"step": step} | about)
+    return checkpointer.settle()[1]
+
+
+def save_steps(world: World, folder: Path, steps: list[int]) -> list[str]:
+    with opened(world, folder, keep_checkpoints=None) as checkpointer:
+        return [save(checkpointer, world, step) for step in steps]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Checkpoints of steps 5 and 10, each written by two ranks."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    first, _ = run_ranks(2, save_steps, folder, [5, 10])
+    return [folder / name for name in first]
+
+
+@pytest.fixture
+def victim(saved: list[Path], tmp_path: Path) -> Path:
+    """A copy of the checkpoint of step 10."""
+    return Path(shutil.copytree(saved[1], tmp_path / "victim"))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    names = [*read_manifest(folder).files, MANIFEST]
+    return {name: (folder / name).read_bytes() for name in sorted(names)}
+
+
+def refusal(folder: Path) -> str:
+    """Why `folder` is not loaded; asserts that nothing was read from it."""
+    model = toy(-1)
+    with pytest.raises(CheckpointError) as refused:
+        load_weights(folder, model)
+    assert all(bool((parameter == -1).all()) for parameter in model.parameters())
+    return str(refused.value)
+
+
+def test_what_was_saved_is_what_is_read(saved: list[Path]) -> None:
+    for folder, step in zip(saved, (5, 10), strict=True):
+        assert sorted(files(folder)) == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+        model = toy(-1)
+        load_weights(folder, model)
+        assert all(bool((parameter == step).all()) for parameter in model.parameters())
+
+
+# ---- damage -------------------------------------------------------------------------------------------
+
+
+def corruptions(good: dict[str, bytes], other: dict[str, bytes], seed: int) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Endless kinds of damage, as what each damaged file holds; `other` is the checkpoint of another step."""
+    draw = random.Random(seed)
+
+    def flip(name: str, content: bytes) -> dict[str, bytes]:
+        changed = bytearray(content)
+        changed[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        return {name: bytes(changed)}
+
+    def truncate(name: str, content: bytes) -> dict[str, bytes]:
+        return {name: content[: draw.randrange(len(content))]}
+
+    def zero(name: str, content: bytes) -> dict[str, bytes]:
+        start = draw.randrange(len(content))
+        length = min(draw.choice([1, 8, 64, 512]), len(content) - start)
+        return {name: content[:start] + bytes(length) + content[start + length :]}
+
+    def swap(name: str, content: bytes) -> dict[str, bytes]:
+        second = draw.choice([key for key in good if key != name])
+        return {name: good[second], second: content}
+
+    def mix(name: str, _: bytes) -> dict[str, bytes]:
+        return {name: other[name]}
+
+    kinds = [flip] * 6 + [truncate, zero, swap, mix]
+    while True:
+        name, kind = draw.choice(list(good)), draw.choice(kinds)
+        damaged = kind(name, good[name])
+        if any(damaged[name] != good[name] for name in damaged):
+            yield kind.__name__, damaged
+
+
+def test_a_thousand_of_a_thousand_corruptions_are_refused_by_the_name_of_the_file(
+    saved: list[Path], victim: Path
+) -> None:
+    good, tried, named = files(victim), Counter[str](), Counter[str]()
+    damages = corruptions(good, files(saved[0]), seed=1)
+    while tried.total() < 1000:
+        kind, damaged = next(damages)
+        for name, content in damaged.items():
+            (victim / name).write_bytes(content)
+        message = refusal(victim)
+        # A manifest of another step is whole in itself: it is the shards that are not the ones it lists.
+        suspects = good if kind == "mix" else damaged
+        tried[kind] += 1
+        named[kind] += any(str(victim / name) in message for name in suspects)
+        for name in damaged:
+            (victim / name).write_bytes(good[name])
+    assert named == tried
+    assert min(tried.values()) > 50
+    load_weights(victim, toy(-1))
+
+
+def test_every_single_bit_of_the_manifest_counts(victim: Path) -> None:
+    text = (victim / MANIFEST).read_bytes()
+    for position in range(len(text)):
+        changed = bytearray(text)
+        changed[position] ^= 1 << position % 8
+        (victim / MANIFEST).write_bytes(changed)
+        with pytest.raises(CheckpointError, match=MANIFEST):
+            read_manifest(victim)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [('"step": 10', '"step": 11'), ('"lr": 0.0001', '"lr": 0.0002'), ('"lr": 0.0001', '"lr": 1e-4'), ("{\n", "{ \n")],
+)
+def test_a_manifest_that_is_valid_but_not_as_written_is_refused(before: str, after: str, victim: Path) -> None:
+    text = (victim / MANIFEST).read_text()
+    assert before in text
+    (victim / MANIFEST).write_text(text.replace(before, after, 1))
+    assert refusal(victim) == f"{victim}/manifest.json: damaged: its checksum is not that of what was written"
+
+
+def test_a_newer_format_is_refused_with_that_word(victim: Path) -> None:
+    fields = json.loads((victim / MANIFEST).read_text())
+    (victim / MANIFEST).write_text(json.dumps(fields | {"format": 2, "else": {}}))
+    assert refusal(victim) == (f"{victim}/manifest.json: format 2 is newer than this program reads (1); update it")
+
+
+@pytest.mark.parametrize("name", [".metadata", "__1_0.distcp"])
+def test_a_missing_file_is_named(name: str, victim: Path) -> None:
+    (victim / name).unlink()
+    assert refusal(victim) == f"{victim / name}: missing"
+
+
+def test_a_file_that_cannot_be_read_is_named(victim: Path) -> None:
+    manifest = read_manifest(victim)
+    (victim / "__1_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: No such file or directory"):
+        verify(victim, manifest)
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(victim: Path) -> None:
+    (victim / MANIFEST).unlink()
+    assert refusal(victim) == f"{victim}: not a whole checkpoint, manifest.json: No such file or directory"
+
+
+def test_the_last_written_comes_first_and_what_is_passed_over_is_said(saved: list[Path], tmp_path: Path) -> None:
+    for number, path in enumerate([saved[1], saved[0], saved[0]]):
+        shutil.copytree(path, tmp_path / f"{number}")
+        manifest = read_manifest(path)
+        write_manifest(tmp_path / f"{number}", manifest.model_copy(update={"time": 1000.0 + number}))
+    (tmp_path / "1" / "__0_0.distcp").unlink()
+    (tmp_path / ".deleted-x").mkdir()
+    said: list[str] = []
+    assert whole_checkpoints(tmp_path, said.append) == [tmp_path / "2", tmp_path / "0"]
+    assert said == [f"passing over {tmp_path}/1/__0_0.distcp: missing"]
+
+
+def test_where_nothing_was_begun_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
+    assert whole_checkpoints(tmp_path / "none", print) == []
+    assert whole_checkpoints(tmp_path, print) == []
+
+
+def test_where_nothing_is_whole_there_is_no_silent_start(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / COMMITTED).touch()
+    with pytest.raises(CheckpointError) as refused:
+        whole_checkpoints(tmp_path, print)
+    assert refused.value.problems == (
+        f"{tmp_path}/a: not a whole checkpoint, manifest.json: No such file or directory",
+        f"{tmp_path}/b: not a whole checkpoint, manifest.json: No such file or directory",
+        f"{tmp_path}: no whole checkpoint to go on from; resume=fresh starts anew",
+    )
+
+
+def test_a_kill_inside_the_first_save_costs_no_more_than_that_save(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    said: list[str] = []
+    assert whole_checkpoints(tmp_path, said.append) == []
+    assert said == [
+        f"passing over {tmp_path}/a: not a whole checkpoint, manifest.json: No such file or directory",
+        f"{tmp_path}: none was ever completed, starting at step 0",
+    ]
+
+
+# ---- harm ---------------------------------------------------------------------------------------------
+
+
+class Payload:
+    """Unpickled by anyone who trusts it, makes the file `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def seal(folder: Path, **changes: Any) -> None:
+    """Give `folder` the manifest that fits its files, as one who knows how can."""
+    fields = {key: value for key, value in json.loads((folder / MANIFEST).read_text()).items() if key != "checksum"}
+    fields["files"] = {name: record(folder / name).model_dump() for name in fields["files"] if (folder / name).exists()}
+    (folder / MANIFEST).write_bytes(_sealed(fields | changes))
+
+
+def index(folder: Path) -> Metadata:
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+def rewrite_index(folder: Path, content: Any) -> None:
+    (folder / ".metadata").write_bytes(content if isinstance(content, bytes) else pickle.dumps(content))
+    seal(folder)
+
+
+def test_the_payload_is_one(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Payload(tmp_path / "ran")))
+    assert (tmp_path / "ran").exists()
+
+
+def bare(folder: Path, payload: Payload) -> None:
+    rewrite_index(folder, payload)
+
+
+def nested(folder: Path, payload: Payload) -> None:
+    changed = index(folder)
+    changed.planner_data = {"model.weight": [payload]}
+    rewrite_index(folder, changed)
+
+
+def as_version(folder: Path, payload: Payload) -> None:
+    changed = index(folder)
+    changed.version = payload  # type: ignore[assignment]
+    rewrite_index(folder, changed)
+
+
+def as_item(folder: Path, payload: Payload) -> None:
+    changed = index(folder)
+    content = io.BytesIO()
+    torch.save(payload, content)
+    shard = folder / "__0_0.distcp"
+    changed.state_dict_metadata["model.extra"] = BytesStorageMetadata()
+    changed.storage_data[MetadataIndex("model.extra")] = _StorageInfo(
+        shard.name, shard.stat().st_size, len(content.getvalue())
+    )
+    shard.write_bytes(shard.read_bytes() + content.getvalue())
+    rewrite_index(folder, changed)
+
+
+def replace_tensor(folder: Path, content: bytes) -> None:
+    """Put `content` where the index says that a tensor is."""
+    changed = index(folder)
+    shard = folder / "__0_0.distcp"
+    for key, place in changed.storage_data.items():
+        changed.storage_data[key] = _StorageInfo(shard.name, 0, len(content))
+        del place
+    shard.write_bytes(content)
+    rewrite_index(folder, changed)
+
+
+def as_tensor(folder: Path, payload: Payload) -> None:
+    content = io.BytesIO()
+    torch.save(payload, content)
+    replace_tensor(folder, content.getvalue())
+
+
+def as_tensor_of_old(folder: Path, payload: Payload) -> None:
+    content = io.BytesIO()
+    torch.save(payload, content, _use_new_zipfile_serialization=False)
+    replace_tensor(folder, content.getvalue())
+
+
+def as_plain_pickle(folder: Path, payload: Payload) -> None:
+    replace_tensor(folder, pickle.dumps(payload, protocol=2))
+
+
+@pytest.mark.parametrize(
+    ("plant", "why"),
+    [
+        (bare, r"\.metadata: damaged or hostile: it asks for posix.mkdir"),
+        (nested, r"\.metadata: damaged or hostile: it asks for posix.mkdir"),
+        (as_version, r"\.metadata: damaged or hostile: it asks for posix.mkdir"),
+        (as_item, r"\.metadata: damaged or hostile: it asks for .*BytesStorageMetadata"),
+        (as_tensor, r"victim: cannot be read: rank 0: UnpicklingError: Weights only load failed"),
+        (as_tensor_of_old, r"victim: cannot be read: rank 0: UnpicklingError: Weights only load failed"),
+        (as_plain_pickle, r"victim: cannot be read: rank 0: UnpicklingError: Weights only load failed"),
+    ],
+)
+def test_no_payload_runs(plant: Callable[[Path, Payload], None], why: str, victim: Path, tmp_path: Path) -> None:
+    plant(victim, Payload(tmp_path / "ran"))
+    with pytest.raises(CheckpointError, match=why):
+        load_weights(victim, toy(-1))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "__9_0.distcp", "manifest.json", "", "a\0b"])
+def test_an_index_that_leads_elsewhere_is_refused(name: str, victim: Path) -> None:
+    changed = index(victim)
+    for key in changed.storage_data:
+        changed.storage_data[key] = _StorageInfo(name, 0, 100)
+    rewrite_index(victim, changed)
+    assert refusal(victim) == f"{victim}/.metadata: damaged or hostile: it leads to {name!r}"
+
+
+def call(function: str, arguments: bytes) -> bytes:
+    """A pickle that calls `function`, "module name", with what the opcodes `arguments` leave on the stack."""
+    return b"\x80\x04c" + function.replace(" ", "\n").encode() + b"\n" + arguments + b"."
+
+
+def unicode(text: str) -> bytes:
+    return b"\x8c" + bytes([len(text)]) + text.encode()
+
+
+LAYOUT, META = "torch.serialization _get_layout", "torch.distributed.checkpoint.metadata Metadata"
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (call(LAYOUT, unicode("__import__('os').mkdir('x')") + b"\x85R"), "__import__"),
+        (call(LAYOUT, b"]\x85R"), "unhashable"),
+        (call(LAYOUT, b")R"), "missing 1 required"),
+        (call(LAYOUT, b"}" + unicode("cache") + b"}sb"), "it changes <function _get_layout"),
+        (call(META, b"N}" + unicode("__init__") + b"Ns\x86b"), "it changes <class .*Metadata"),
+        (call("pathlib PosixPath", b"N}" + unicode("is_symlink") + b"Ns\x86b"), "it changes <class .*PosixPath"),
+        (call("pathlib PosixPath", b")R}" + unicode("x") + b"Nsb"), "it changes PosixPath"),
+        (call("torch load", b""), "it asks for torch.load"),
+        (call("torch.serialization load", b""), "it asks for torch.serialization.load"),
+        (call("numpy load", b""), "it asks for numpy.load"),
+        (call("builtins eval", b""), "it asks for builtins.eval"),
+        (b"\x80\x04" + unicode(META.split()[0]) + unicode("Metadata.__init__") + b"\x93.", "it asks for .*__init__"),
+        (call("torch Size", b"]K\x00K\x00\x86\x85R"), "not callable"),
+        (call(META, b")\x81"), "state_dict_metadata"),
+        (call(META, b"}\x85R"), "NoneType"),
+        (b"\x80\x04N.", "it is a NoneType"),
+        (b"", "EOFError"),
+        (b"\x80\x04" + b"(" * 100_000, ""),
+        (b"\x80\x04\x8e" + b"\xff" * 8, ""),
+    ],
+)
+def test_an_odd_index_is_refused_and_changes_nothing(content: bytes, why: str, victim: Path) -> None:
+    def known() -> list[dict[str, Any]]:
+        return [dict(vars(what)) for what in (PosixPath, Metadata, torch.serialization._get_layout)]
+
+    before = known()
+    rewrite_index(victim, content)
+    with pytest.raises(CheckpointError, match=rf"{victim}/\.metadata: damaged or hostile: .*{why}"):
+        Reader(victim, read_manifest(victim)).read_metadata()
+    assert known() == before
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", ".", "", "a\0b", "manifest.json", "__0_0.py"])
+def test_a_manifest_that_lists_other_files_is_refused(name: str, victim: Path) -> None:
+    entries = read_manifest(victim).files
+    seal(victim, files={key: entry.model_dump() for key, entry in entries.items()} | {name: {"bytes": 1, "crc32c": 1}})
+    assert refusal(victim) == f"{victim}/manifest.json: {name!r} is no file of a checkpoint"
+
+
+def test_a_manifest_that_does_not_vouch_for_the_index_is_refused(victim: Path) -> None:
+    entries = read_manifest(victim).files
+    seal(victim, files={key: entry.model_dump() for key, entry in entries.items() if key != ".metadata"})
+    assert refusal(victim) == f"{victim}/manifest.json: lists no .metadata"
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.json"])
+def test_a_link_is_no_file_of_a_checkpoint(name: str, victim: Path, tmp_path: Path) -> None:
+    (victim / name).rename(tmp_path / "elsewhere")
+    (victim / name).symlink_to(tmp_path / "elsewhere")
+    assert refusal(victim) == f"{victim / name}: is a symbolic link; a checkpoint is a folder of plain files"
+
+
+def test_a_link_is_no_checkpoint(victim: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(victim)
+    assert refusal(tmp_path / "link") == f"{tmp_path}/link: is a symbolic link; a checkpoint is a folder of plain files"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'{"format": "1"}',
+        b'{"format": 1}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"\xff\xfe\x00",
+        b'{"format": ' + b"9" * 5000 + b"}",
+        b'{"format": NaN}',
+    ],
+)
+def test_odd_json_is_refused(text: bytes, victim: Path) -> None:
+    (victim / MANIFEST).write_bytes(text)
+    assert refusal(victim).startswith(f"{victim}/manifest.json: damaged: ")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("step", -1),
+        ("step", 10**400),
+        ("tokens", 2**63),
+        ("time", 1e308),
+        ("time", float("inf")),
+        ("time", float("nan")),
+        ("world_size", 0),
+        ("validation_loss", float("nan")),
+        ("files", {".metadata": {"bytes": 10**400, "crc32c": 0}}),
+        ("files", {".metadata": {"bytes": 1, "crc32c": 2**32}}),
+        ("format", 0),
+        ("more", 1),
+    ],
+)
+def test_a_manifest_of_impossible_figures_is_refused_with_the_field(field: str, value: Any, victim: Path) -> None:
+    seal(victim, **{field: value})
+    assert refusal(victim).startswith(f"{victim}/manifest.json: damaged: {field}")

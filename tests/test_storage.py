@@ -1,0 +1,165 @@
+"""On storage that is no file system, a checkpoint is reported once all of it is there, and each machine checks its own.
+
+The other side is moto's S3 server, reached through the library's own S3StorageManager.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from determined import core
+from determined.common import storage
+from torch.distributed.fsdp import fully_shard
+
+from lm.checkpoint import CheckpointConfig, Checkpointer
+from lm.launch import Launch, free_port
+from lm.manifest import CheckpointError
+from lm.mesh import TorchDistributedContext, World, join_world
+from tests.test_manifest import save, toy
+
+moto_server = pytest.importorskip("moto.server", reason="needs moto[server]")
+
+BUCKET = "checkpoints"
+FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "metadata.json"]
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    """Address of an S3 server of this machine alone."""
+    server = moto_server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+class Reporting(core.DummyCheckpointContext):
+    """Notes what is in the storage at the moment a checkpoint is reported to the master, which is not there."""
+
+    reported: list[tuple[str, list[str], dict[str, Any]]]
+
+    def _report_checkpoint(self, storage_id: str, resources: Any = None, metadata: Any = None) -> None:  # noqa: ARG002
+        self.reported.append((storage_id, objects(self._storage_manager, storage_id), metadata))
+
+
+def objects(manager: storage.StorageManager, storage_id: str) -> list[str]:
+    assert isinstance(manager, storage.S3StorageManager)
+    return sorted(item.key.partition("/")[2] for item in manager.bucket.objects.filter(Prefix=storage_id))
+
+
+class Machine(storage.S3StorageManager):
+    """A machine's way to the storage, on which the file `damages` arrives with another last byte."""
+
+    damages: str | None = None
+
+    def download(self, src: str, dst: str | os.PathLike[str], selector: storage.Selector | None = None) -> None:
+        super().download(src, dst, selector)
+        if self.damages:
+            path = Path(dst) / self.damages
+            path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+
+
+def _enter(rank: int, port: int, endpoint: str, folder: Path, action: Callable[..., Any], results: Any) -> None:
+    """Be one of two machines: nothing but the network and the storage is shared."""
+    torch.set_num_threads(1)
+    os.umask(0o077)
+    local = folder / f"machine-{rank}"
+    local.mkdir(parents=True)
+    os.environ |= {"TMPDIR": str(local), "AWS_DEFAULT_REGION": "us-east-1", "GLOO_SOCKET_IFNAME": "lo"}
+    tempfile.tempdir = None
+    manager = Machine(BUCKET, "key", "secret", endpoint, temp_dir=str(local))
+    launch = Launch(rank, 2, local_rank=0, local_size=1, node_rank=rank, address="127.0.0.1", port=port)
+    with join_world(launch, timeout=60) as world:
+        world.first(lambda: manager.bucket.create() and None)
+        distributed = TorchDistributedContext(world)
+        context = Reporting(distributed, manager)
+        context.reported = []
+        config = CheckpointConfig.model_validate({"keep_checkpoints": 2})
+        checkpointer = Checkpointer(config, context, world, None, distributed.use_saver_group)
+        results.put((rank, action(world, checkpointer, context, local)))
+
+
+def on_two_machines(endpoint: str, folder: Path, action: Callable[..., Any]) -> list[Any]:
+    """What `action(world, checkpointer, context, local)` returns on each of two machines of one rank."""
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    mp.spawn(_enter, (free_port(), endpoint, folder, action, results), nprocs=2)  # type: ignore[attr-defined]
+    return [value for _, value in sorted(results.get() for _ in range(2))]
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def save_and_restore(world: World, checkpointer: Checkpointer, context: Reporting, local: Path) -> dict[str, Any]:
+    uuid = save(checkpointer, world, 3)
+    left_by_save = files_in(local)
+    model = toy(-1)
+    fully_shard(model, mesh=world.mesh(1, world.size)["shard"])
+    manifest = checkpointer.restore(uuid, lambda _: {"model": model})
+    shards = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
+    return {
+        "uuid": uuid,
+        "reported": context.reported,
+        "step": manifest.step,
+        "rows": [len(shard) for shard in shards],
+        "equal": all(bool((shard == 3).all()) for shard in shards),
+        "left": [left_by_save, files_in(local)],
+    }
+
+
+def test_a_checkpoint_is_reported_when_all_of_it_is_there_and_restores_on_every_machine(
+    endpoint: str, tmp_path: Path
+) -> None:
+    first, second = on_two_machines(endpoint, tmp_path, save_and_restore)
+    assert first["reported"] == [(first["uuid"], FILES, {"steps_completed": 3})]
+    assert second["reported"] == []
+    for rank in (first, second):
+        assert rank["uuid"] == first["uuid"]
+        assert (rank["step"], rank["rows"], rank["equal"]) == (3, [3, 3], True)
+        assert rank["left"] == [[], []]
+
+
+def damage_each_download(
+    world: World, checkpointer: Checkpointer, context: Reporting, _local: Path
+) -> list[tuple[int, str, str]]:
+    """What a restore says where a file of one machine alone is damaged on its way."""
+    uuid = save(checkpointer, world, 3)
+    manager, said = context._storage_manager, []
+    assert isinstance(manager, Machine)
+    for victim in range(2):
+        for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+            manager.damages = name if world.rank == victim else None
+            model = toy(-1)
+            fully_shard(model, mesh=world.mesh(1, world.size)["shard"])
+            with pytest.raises(CheckpointError) as refused:
+                checkpointer.restore(uuid, lambda _, model=model: {"model": model})
+            said.append((victim, name, str(refused.value)))
+    return said
+
+
+def test_every_machine_checks_what_arrived_there_and_all_ranks_refuse_together(endpoint: str, tmp_path: Path) -> None:
+    for said in on_two_machines(endpoint, tmp_path, damage_each_download):
+        assert len(said) == 6
+        for victim, name, message in said:
+            assert message.startswith(f"{tmp_path}/machine-{victim}/")
+            assert message.endswith(f"/{name}: damaged, its checksum is not that of what was written")
+
+
+def save_five(world: World, checkpointer: Checkpointer, context: Reporting, _local: Path) -> list[bool]:
+    losses = [2.0, 1.0, 3.0, 4.0, 5.0]
+    uuids = [save(checkpointer, world, step, validation_loss=loss) for step, loss in enumerate(losses, start=1)]
+    world.gather(None)
+    return [bool(objects(context._storage_manager, uuid)) for uuid in uuids]
+
+
+def test_the_newest_and_the_best_are_kept_in_the_storage(endpoint: str, tmp_path: Path) -> None:
+    for kept in on_two_machines(endpoint, tmp_path, save_five):
+        assert kept == [False, True, False, True, True]
