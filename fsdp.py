@@ -45,10 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
     args = parser.parse_args(arguments)
     os.umask(0o077)  # what a run writes is its owner's alone
-    rank = 0
+    launch = Launch()
     try:
         launch = Launch.from_env(os.environ)
-        rank = launch.rank
         info = det.get_cluster_info()
         if info is None:
             hp = config.load(args.config, args.overrides)
@@ -63,12 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 checkpoint_storage=str(folder.checkpoints.absolute()) if folder else None,
                 preempt_mode=core.PreemptMode.ChiefOnly,
             ) as context,
-            Watch(world.store, rank, world.size, hp.collective_timeout) as watch,
+            Watch(world.store, launch.rank, world.size, hp.collective_timeout) as watch,
         ):
             run(hp, world, context, info, folder, watch.reached)
         return 0
     except RunError as error:
-        if rank == 0 or isinstance(error, RankError):
+        if launch.rank == 0 or isinstance(error, RankError):
             print(error, file=sys.stderr)
         return error.exit_code
 

@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(run: Path) -> Path:
-    (folder,) = (run / "checkpoints").iterdir()
+    (folder,) = (path.parent for path in (run / "checkpoints").glob("*/manifest.json"))
     return folder
 
 
