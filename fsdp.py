@@ -136,6 +136,7 @@ def run(
         "model": {key: settings[key] for key in ModelConfig.model_fields},
         "tokenizer": data.tokenizer.name if data.tokenizer else None,
         "data": data.fingerprint(),
+        "loss_scaled": dtype == torch.float16,
         "trial_id": info.trial.trial_id if info else None,
     }
     earlier = world.first(lambda: find_checkpoints(hp, info, folder))
@@ -198,9 +199,8 @@ def find_checkpoints(hp: config.Hyperparameters, info: det.ClusterInfo | None, f
         if not info and not Path(hp.resume).is_dir():
             raise ConfigError(f"resume: {hp.resume}: no such folder; use auto, fresh or a checkpoint's folder")
         return [hp.resume if info else str(Path(hp.resume).absolute())]
-    if info:
-        return [info.latest_checkpoint] if info.latest_checkpoint and hp.resume == "auto" else []
-    assert folder is not None
+    if folder is None:
+        return [info.latest_checkpoint] if info and info.latest_checkpoint and hp.resume == "auto" else []
     whole = whole_checkpoints(folder.checkpoints, lambda line: print(line, file=sys.stderr))
     return [str(path.absolute()) for path in whole]
 
@@ -227,7 +227,7 @@ def restore(t: Training, candidates: Sequence[str], info: det.ClusterInfo | None
             return {"model": t.model}
         for change in config.refuse_another_run(manifest.model_dump(), t.about):
             t.reporter.say(f"changed: {change}")
-        return t.state()
+        return {part: held for part, held in t.state().items() if part != "scaler" or manifest.loss_scaled}
 
     found, manifest = t.checkpointer.restore_first(candidates, choose, t.reporter.say)
     if info and manifest.trial_id != info.trial.trial_id:

@@ -63,6 +63,7 @@ class Manifest(BaseModel):
     model: dict[str, Any]
     tokenizer: str | None
     data: dict[str, str]
+    loss_scaled: bool = Field(description="float16: there is a loss scale among the tensors")
     trial_id: int | None = Field(description="the Determined trial that wrote it")
     files: dict[str, FileRecord]
 

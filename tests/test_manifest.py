@@ -47,6 +47,7 @@ ABOUT: dict[str, Any] = {
     "model": {},
     "tokenizer": None,
     "data": {},
+    "loss_scaled": False,
     "trial_id": None,
 }
 

@@ -95,6 +95,15 @@ def test_a_checkpoint_holds_the_same_weights_whatever_wrote_it(tmp_path: Path) -
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize(("before", "after"), [("bfloat16", "float16"), ("float16", "null"), ("float16", "float16")])
+def test_precision_may_change_on_the_way(before: str, after: str, tmp_path: Path) -> None:
+    assert run(tmp_path, f"amp_dtype={before}", "max_steps=2", "checkpoint_rate=2", config=RUN).returncode == 0
+    done = run(tmp_path, f"amp_dtype={after}", "max_steps=4", config=RUN)
+    assert done.returncode == 0, done.stderr
+    assert ("changed: amp_dtype" in done.stdout) == (before != after)
+    assert reports(tmp_path)[4]["skipped_steps"] == 0
+
+
 def test_global_batches_do_not_depend_on_the_ranks() -> None:
     hp = config.read({"hyperparameters": RUN}, [], "test")
     data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 12, 1)
