@@ -171,7 +171,7 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def run_local(command: list[str], processes: int, grace: float = 1.5) -> int:
+def run_local(command: list[str], processes: int, grace: float = 1.0) -> int:
     """Run `command` as `processes` ranks on this machine and wait for them.
 
     When a rank fails, the others are told to stop, and killed `grace` seconds later: they may hang in a
