@@ -140,9 +140,10 @@ def run(
         "trial_id": info.trial.trial_id if info else None,
     }
     earlier = world.first(lambda: find_checkpoints(hp, info, folder))
-    if folder and world.first(lambda: is_complete(earlier, about, steps)):
+    if folder and hp.resume == "auto" and world.first(lambda: is_complete(earlier, about, steps)):
         say(f"{folder.path} is complete: {steps} steps. To extend it: max_steps={2 * steps}; anew: resume=fresh")
         return
+
     # The model is sharded before it has any memory; the rest is made around it.
     with torch.device("meta"):
         model = Transformer(hp)
@@ -280,7 +281,7 @@ def train(t: Training, start: int, trace: Callable[[], None]) -> int:
             if saving:
                 with t.meter.saving():
                     save(t, done, validation_loss, wait=last or not hp.async_checkpoint)
-    if stopping and world.rank == 0:
+    if done < t.steps and world.rank == 0:  # without it, exit code 0 means that the trial is complete
         t.context.preempt.acknowledge_preemption_signal()
     return done
 
@@ -312,9 +313,7 @@ def validate(t: Training, done: int) -> float:
     nats, targets = (math.fsum(part) for part in zip(*t.world.gather(sums.tolist()), strict=True))
     loss = nats / targets
     if not math.isfinite(loss):
-        raise RunError(
-            f"validation loss is {loss} at step {done}: lower lr, or set grad_clip; the last checkpoint is kept"
-        )
+        raise RunError(f"validation loss is {loss} at step {done}: lower lr, or set grad_clip")
     t.reporter.report("validation", done, {"loss": loss, "perplexity": math.exp(min(loss, 700)), "batches": done})
     return loss
 
