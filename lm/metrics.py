@@ -209,7 +209,7 @@ class Reporter:
         if not self._speaks or self._folder is None:
             return
         self._lines = _open_lines(self._folder / "metrics.jsonl", start)
-        self._board = SummaryWriter(self._folder / "tensorboard", purge_step=start + 1)
+        self._board = SummaryWriter(self._folder / "tensorboard", purge_step=start + 1, flush_secs=10)
         if sys.stderr.isatty():
             self._bar = tqdm(total=self._max_steps, initial=start, unit="step", dynamic_ncols=True, smoothing=0.1)
 
