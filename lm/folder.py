@@ -24,6 +24,7 @@ import yaml
 from lm.errors import ConfigError, RunError
 
 ROOT = Path("runs")
+DYING_SECONDS = 30.0
 
 
 class RunFolder:
@@ -61,15 +62,14 @@ class RunFolder:
             for path in (self.path, self.checkpoints):
                 _refuse_others(path)
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)  # never closed: held to the end
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = (self.path / "lock").read_text(errors="replace").strip() or "another process"
-            raise RunError(f"{self.path}: held by {holder}; wait for it, stop it, or choose another run_name") from None
+            holder = _lock(lock)
         except OSError as error:
             raise ConfigError(
                 f"{self.path}: cannot be written and locked ({error.strerror}); give this user write access to"
                 f" {ROOT.absolute()}, or start from another folder"
             ) from None
+        if holder:
+            raise RunError(f"{self.path}: held by {holder}; wait for it, stop it, or choose another run_name")
         os.ftruncate(lock, 0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         holder = f"process {os.getpid()} on {socket.gethostname()} since {started}\n"
@@ -91,6 +91,36 @@ class RunFolder:
     def write_config(self, experiment: Mapping[str, Any]) -> None:
         """Keep what the run was started with, as an experiment file that starts it again."""
         self.config.write_text(yaml.safe_dump(dict(experiment), sort_keys=False))
+
+
+def _lock(lock: int) -> str | None:
+    """Lock the file `lock` and return None, or say who has locked it.
+
+    A process that was killed keeps its lock until the kernel is done with its last write, which takes
+    a moment; a run that is started again at once waits for that.
+    """
+    deadline = time.monotonic() + DYING_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
+            if not _is_dying(holder) or time.monotonic() > deadline:
+                return holder
+            time.sleep(0.05)
+
+
+def _is_dying(holder: str) -> bool:
+    """Whether the process on this machine that `holder` names has ended but for its last writes."""
+    found = re.match(r"process (\d+) on (\S+) since", holder)
+    if not found or found[2] != socket.gethostname() or not Path("/proc/self").exists():
+        return False
+    try:
+        state = Path(f"/proc/{found[1]}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
 
 
 def _refuse_others(path: Path) -> None:

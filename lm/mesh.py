@@ -124,7 +124,7 @@ def join_world(launch: Launch, timeout: float) -> Iterator[World]:
 
     Raises:
         ConfigError: from `choose_device`.
-        RankError: the port is taken, or not all ranks came in time.
+        RankError: the port is taken, not all ranks came in time, or, inside, the memory did not suffice.
     """
     device = choose_device(launch)
     if device.type == "cuda":
@@ -160,6 +160,14 @@ def join_world(launch: Launch, timeout: float) -> Iterator[World]:
             for node in sorted(set(nodes))
         }
         yield World(launch, device, control, saver, groups[launch.node_rank], _get_default_store())
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise RankError(
+            f"rank {launch.rank}: out of memory ({str(error).splitlines()[0]}); less is needed with a smaller"
+            " batch_size (total_batch_size can stay), activation_checkpointing: full, activation_offload: true,"
+            " cpu_offload: true, or more ranks and sharding: full-shard"
+        ) from error
     finally:
         dist.destroy_process_group()
 

@@ -133,6 +133,15 @@ def exact(folder: Path) -> dict[int, dict[str, Any]]:
 # ---- told to stop -------------------------------------------------------------------------------------
 
 
+def test_running_out_of_memory_names_what_would_help(tmp_path: Path) -> None:
+    done = run(tmp_path, "vocab_size=4000000000")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("rank 0: out of memory (")
+    assert "smaller batch_size" in line
+    assert "cpu_offload: true" in line
+
+
 def test_a_second_signal_during_the_save_does_not_spoil_it(tmp_path: Path) -> None:
     with disturbed(tmp_path, "checkpoint_rate=1000") as job:
         job.wait_for("training")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -140,3 +142,26 @@ time.sleep(60)
         with pytest.raises(RunError, match="runs/x: held by another process"):
             RunFolder("x").acquire(fresh=False)
         holder.kill()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the system call is that of x86-64")
+def test_a_lock_of_a_process_that_is_dying_is_waited_for() -> None:
+    """A zombie whose other thread still lives, as SIGKILL leaves one in the middle of a write."""
+    source = (
+        "import ctypes, os, threading, time\n"
+        "from lm.folder import RunFolder\n"
+        "RunFolder('a').acquire(fresh=False)\n"
+        "threading.Thread(target=time.sleep, args=(1.5,)).start()\n"
+        "print('held', flush=True)\n"
+        "ctypes.CDLL(None).syscall(60, 0)\n"  # exit, of this thread alone
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", source], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    time.sleep(0.2)
+    began = time.monotonic()
+    RunFolder("a").acquire(fresh=False)
+    assert 0.5 < time.monotonic() - began < 10
+    holder.wait()

@@ -1,0 +1,110 @@
+"""A checkpoint of any number of ranks and any strategy is read by any other: weights and moments equal to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from determined import core
+from torch.distributed.tensor import DTensor
+
+from lm import checkpoint, config, optim, parallelize, precision
+from lm.mesh import TorchDistributedContext, World
+from model import Transformer
+from tests.support import TINY, run_ranks
+
+STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
+RANKS = (1, 2, 3, 4)
+ABOUT = {
+    "step": 1,
+    "sharding": "",
+    "total_batch_size": 1,
+    "tokens": 0,
+    "validation_loss": None,
+    "hyperparameters": {},
+    "model": {},
+    "tokenizer": None,
+    "data": {},
+    "loss_scaled": False,
+    "trial_id": None,
+}
+WIDTH = {"d_model": 36, "vocab_size": 61, "n_layers": 1}  # rows that no number of ranks divides
+
+
+def build(world: World, sharding: str, seed: int) -> tuple[Transformer, optim.Optimizer]:
+    """A sharded model of `seed`, with moments twice its weights."""
+    group = 2 if world.size == 4 else None
+    settings = TINY | WIDTH | {"sharding": sharding, "shard_group_size": group}
+    hp = config.read({"hyperparameters": settings}, [], "test")
+    with torch.device("meta"):
+        model = Transformer(hp)
+    shape = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
+    parallelize.parallelize(model, hp, world.mesh(*shape), precision.mixed_precision_policy(None), seed)
+    optimizer = optim.Optimizer(hp, model.named_parameters())
+    for name, parameter in model.named_parameters():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            optimizer.state_dict()[f"{name}.{moment}"].copy_(parameter.detach() * 2)
+    return model, optimizer
+
+
+def checkpointer(world: World, folder: Path, context: core.Context) -> checkpoint.Checkpointer:
+    distributed = context.distributed
+    assert isinstance(distributed, TorchDistributedContext)
+    settings = checkpoint.CheckpointConfig.model_validate({"keep_checkpoints": None})
+    return checkpoint.Checkpointer(settings, context.checkpoint, world, folder, distributed.use_saver_group)
+
+
+def write(world: World, folder: Path) -> list[str]:
+    """Save a model under every strategy; returns the uuids."""
+    uuids = []
+    with core.init(distributed=TorchDistributedContext(world), checkpoint_storage=str(folder)) as context:
+        saver = checkpointer(world, folder, context)
+        for sharding in STRATEGIES:
+            model, optimizer = build(world, sharding, seed=7)
+            saver.save({"model": model, "optim": optimizer}, ABOUT)
+            uuids.append(saver.settle()[1])
+    return uuids
+
+
+def whole(tensor: torch.Tensor) -> Any:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().numpy()
+
+
+def differences(world: World, folder: Path, uuids: list[str]) -> list[str]:
+    """Read each of `uuids` under every strategy into a model of another seed; returns the tensors that differ."""
+    plain = dict(build(world, "no-shard", seed=7)[0].named_parameters())
+    expected = {name: whole(parameter) for name, parameter in plain.items()}
+    wrong = []
+    with core.init(distributed=TorchDistributedContext(world), checkpoint_storage=str(folder)) as context:
+        reader = checkpointer(world, folder, context)
+        for sharding in STRATEGIES:
+            model, optimizer = build(world, sharding, seed=8)
+            parts: dict[str, checkpoint.Stateful] = {"model": model, "optim": optimizer}
+            for uuid in uuids:
+                with torch.no_grad():
+                    for tensor in (*model.parameters(), *optimizer.state_dict().values()):
+                        tensor.fill_(0.5)
+                reader.restore(uuid, lambda _, parts=parts: parts)
+                state = optimizer.state_dict()
+                for name, parameter in model.named_parameters():
+                    same = np.array_equal(whole(parameter), expected[name])
+                    same &= np.array_equal(whole(state[f"{name}.exp_avg"]), expected[name] * 2)
+                    wrong += [] if same else [f"{uuid} as {sharding}: {name}"]
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Twenty checkpoints: of one to four ranks under each strategy."""
+    folder = tmp_path_factory.mktemp("written")
+    return folder, [uuid for ranks in RANKS for uuid in run_ranks(ranks, write, folder)[0]]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_any_checkpoint_is_read_by_any_ranks_and_strategy(ranks: int, written: tuple[Path, list[str]]) -> None:
+    folder, uuids = written
+    assert len(uuids) == 20
+    assert not [wrong for part in run_ranks(ranks, differences, folder, uuids) for wrong in part]
