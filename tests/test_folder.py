@@ -155,13 +155,11 @@ def test_a_lock_of_a_process_that_is_dying_is_waited_for() -> None:
         "print('held', flush=True)\n"
         "ctypes.CDLL(None).syscall(60, 0)\n"  # exit, of this thread alone
     )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", source], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == b"held\n"
-    time.sleep(0.2)
-    began = time.monotonic()
-    RunFolder("a").acquire(fresh=False)
-    assert 0.5 < time.monotonic() - began < 10
-    holder.wait()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, env=environment) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        time.sleep(0.2)
+        began = time.monotonic()
+        RunFolder("a").acquire(fresh=False)
+        assert 0.5 < time.monotonic() - began < 10
