@@ -28,3 +28,9 @@ class ConfigError(RunError):
 
 class RankError(RunError):
     """Something that this rank alone knows, so it has to say it itself; others are said by rank 0."""
+
+
+class DataError(RankError):
+    """Data are wrong, as this rank found when it came to them: names the file and the place."""
+
+    exit_code = 2

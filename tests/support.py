@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from lm.data.tokenizer import train_tokenizer
 from lm.launch import Launch, free_port
 from lm.mesh import World, join_world
 
@@ -22,6 +24,21 @@ TINY: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size"
 """Hyperparameters of a model small enough that a run takes as long as its imports."""
 
 
+REQUEUED: dict[str, Any] = TINY | {
+    "dropout": 0.1,
+    "lr": 1e-2,
+    "report_rate": 1,
+    "validation_rate": 50,
+    "validation_batches": 1,
+    "checkpoint_rate": 1000,
+    "amp_dtype": None,
+}
+"""A run that a scheduler stops and starts again: `max_steps` is left to say."""
+
+EXACT = ("loss", "grad_norm", "lr", "batches", "tokens", "skipped_steps")
+"""Training metrics that are the same to the last bit, however often a run was stopped."""
+
+
 def _enter(
     rank: int, size: int, port: int, action: Callable[..., Any], arguments: tuple[Any, ...], results: Any
 ) -> None:
@@ -29,6 +46,9 @@ def _enter(
     launch = Launch(rank, size, rank, size, 0, "127.0.0.1", port)
     with join_world(launch, timeout=60) as world:
         results.put((rank, action(world, *arguments)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # as fsdp.py ends: PyTorch aborts an interpreter that takes itself apart under one of its threads
 
 
 def run_ranks(size: int, action: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -105,3 +125,33 @@ def checkpoints(folder: Path, name: str = "test") -> dict[int, Path]:
     """A run's checkpoints, by step."""
     manifests = (folder / "runs" / name / "checkpoints").glob("*/manifest.json")
     return {json.loads(path.read_text())["step"]: path.parent for path in manifests}
+
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'cat' %}{{ raise_exception('no such role: cat') }}{% endif %}"
+    "[{{ message.role }}] {{ message.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+
+
+def byte_level_tokenizer(vocab_size: int = 300) -> bytes:
+    """The `tokenizer.json` of a small GPT-2-like tokenizer: byte-level BPE that ends texts with <|endoftext|>."""
+    return train_tokenizer(iter([_WORDS] * 3), vocab_size)
+
+
+def llama_tokenizer() -> bytes:
+    """The `tokenizer.json` of a small Llama-like tokenizer: BPE with spaces as letters, and a beginning, <s>."""
+    trainer = trainers.BpeTrainer(  # pyright: ignore[reportCallIssue]
+        vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.train_from_iterator([_WORDS] * 3, trainer)
+    begin = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    return tokenizer.to_str().encode()
+
+
+_WORDS = "To be, or not to be, that is the question: [user] hi [assistant] ho abcdefghijklmnopqrstuvwxyz0123456789"
