@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections import Counter
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from lm.data.loader import Batch, Data, DataConfig, Loader, open_data, total_batch
+from lm.data.rows import Mixture, Source
 from lm.data.tokens import TokenWindows
 from lm.errors import ConfigError
 from model import IGNORE
@@ -36,7 +38,11 @@ def numbered(samples: int) -> TokenWindows:
 def loader(
     samples: int, total: int, *, rank: int = 0, ranks: int = 1, validation: int = 1, seed: int = 0, **keys: Any
 ) -> Loader:
-    data = Data(numbered(samples), numbered(validation), None)
+    data = Data(Mixture([numbered(samples)]), numbered(validation), None)
+    return loader_of(data, total, rank=rank, ranks=ranks, seed=seed, **keys)
+
+
+def loader_of(data: Data, total: int, *, rank: int = 0, ranks: int = 1, seed: int = 0, **keys: Any) -> Loader:
     return Loader(config(**keys), data, total, rank, ranks, seed, CPU)
 
 
@@ -172,21 +178,31 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
 # ---- synthetic data --------------------------------------------------------------------------------------------
 
 
+def ids_in(source: object, index: int) -> list[int]:
+    """The sample's ids: its inputs, and its last target."""
+    assert isinstance(source, Source)
+    row = source[index]
+    assert row.documents is None
+    assert row.inputs[1:].tolist() == row.targets[:-1].tolist()
+    return [*row.inputs.tolist(), int(row.targets[-1])]
+
+
 def synthetic(seed: int = 42, total: int = 2) -> Data:
     return open_data(config(), vocab_size=100, seq_len=8, total=total, seed=seed)
 
 
 def test_synthetic_samples_are_these_on_every_machine() -> None:
     data = synthetic()
-    assert data.train[0].tolist() == [56, 43, 75, 98, 24, 50, 40, 12, 66]
-    assert data.train[3].tolist() == [56, 11, 89, 93, 56, 25, 18, 82, 57]
-    assert data.validation[0].tolist() == [18, 58, 36, 53, 42, 32, 3, 7, 23]
+    assert ids_in(data.train, 0) == [56, 43, 75, 98, 24, 50, 40, 12, 66]
+    assert ids_in(data.train, 3) == [56, 11, 89, 93, 56, 25, 18, 82, 57]
+    assert ids_in(data.validation, 0) == [18, 58, 36, 53, 42, 32, 3, 7, 23]
 
 
 def test_synthetic_samples_are_ten_batches_and_differ_by_index_part_and_seed() -> None:
     data = synthetic(total=3)
-    assert len(data.train) == len(data.validation) == 30
-    rows = [source[i].tolist() for source in (data.train, data.validation, synthetic(seed=1).train) for i in range(20)]
+    assert data.samples == len(data.validation) == 30
+    sources = (data.train, data.validation, synthetic(seed=1).train)
+    rows = [ids_in(source, i) for source in sources for i in range(20)]
     assert len({tuple(row) for row in rows}) == 60
     assert {len(row) for row in rows} == {9}
     assert {min(map(min, rows)), max(map(max, rows))} == {0, 99}
@@ -203,7 +219,7 @@ def open_text(folder: Path, *, vocab_size: int = 257, seq_len: int = 10, total: 
 def decoded(data: Data, source: str) -> str:
     assert data.tokenizer is not None
     windows = getattr(data, source)
-    return data.tokenizer.decode(int(token) for i in range(len(windows)) for token in windows[i][:-1])
+    return data.tokenizer.decode(int(token) for i in range(len(windows)) for token in windows[i].inputs)
 
 
 def test_the_end_of_the_text_is_held_out_for_validation(tmp_path: Path) -> None:
@@ -228,25 +244,69 @@ def test_validation_text_of_its_own_leaves_the_training_text_whole(tmp_path: Pat
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 99)
     with pytest.raises(ConfigError, match="vocab_size: 256 is less than the tokenizer's: bytes needs 257 or more"):
         open_text(tmp_path, vocab_size=256)
 
 
 def test_fewer_samples_than_one_batch_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 99)
-    assert len(open_text(tmp_path, val_data=str(tmp_path), total=9).train) == 9
-    message = "train_data: 100 tokens make 9 samples of max_seq_len 10, but 10 are needed: give more text, or lower"
+    assert open_text(tmp_path, val_data=str(tmp_path), total=9).samples == 9
+    message = "train_data: makes 9 samples of max_seq_len 10, but 10 are needed: give more data, or lower"
     with pytest.raises(ConfigError, match=message):
         open_text(tmp_path, val_data=str(tmp_path), total=10)
-    with pytest.raises(ConfigError, match="val_data: 5 tokens make 0 samples of max_seq_len 10, but 1 are needed"):
+    with pytest.raises(ConfigError, match="val_data: makes 0 samples of max_seq_len 10, but 1 are needed"):
         open_text(tmp_path)
 
 
 def test_the_fingerprint_changes_with_the_data_and_with_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 300)
-    before = open_text(tmp_path).fingerprint()
-    assert open_text(tmp_path, batch_size=2, shuffle=False).fingerprint() == before
+    before = open_text(tmp_path).describe()["data"]
+    assert open_text(tmp_path, batch_size=2, shuffle=False).describe()["data"] == before
     (tmp_path / "a.txt").write_text("a" * 299 + "b")
-    after = open_text(tmp_path).fingerprint()
+    after = open_text(tmp_path).describe()["data"]
     assert after["validation"] != before["validation"]
     assert after["train"] == before["train"]
+
+
+# ---- JSON lines ------------------------------------------------------------------------------------------------
+
+
+def open_lines(folder: Path, *lines: dict[str, str], seq_len: int = 4, without: str = "", **keys: Any) -> Data:
+    file = folder / "a.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings: dict[str, Any] = {"dataset": "jsonl", "train_data": str(file), "val_data": str(file)} | keys
+    settings.pop(without, None)
+    return open_data(config(**settings), 300, seq_len, 1, 0)
+
+
+def test_samples_that_are_cut_are_counted_and_said(tmp_path: Path) -> None:
+    lines = [{"text": "abcdefgh"}, {"text": "ab"}]
+    assert open_lines(tmp_path, *lines, packing=False).notes == ["1 of 2 samples are cut to max_seq_len 4"]
+    assert open_lines(tmp_path, *lines).notes == []  # packed, nothing is lost
+    answers = [{"prompt": "abcdefgh", "completion": "i"}, {"prompt": "a", "completion": "b"}]
+    expected = "1 of 2 samples are cut to max_seq_len 4; 1 have nothing to learn in what is left, and are left out"
+    assert open_lines(tmp_path, *answers, packing=False, loss_on="completion").notes == [expected]
+
+
+def test_rows_with_nothing_to_learn_are_left_out(tmp_path: Path) -> None:
+    data = open_lines(tmp_path, {"prompt": "a" * 11, "completion": "b"}, loss_on="completion")
+    assert data.samples == 1  # the rows of the prompt alone are not among them
+    batch = next(loader_of(data, total=1).training(0))
+    assert batch.targets == 2
+    assert (batch.micros[0].targets != IGNORE).sum() == 2
+
+
+def test_a_batch_counts_the_targets_of_all_ranks(tmp_path: Path) -> None:
+    lines = [{"prompt": "a", "completion": "b" * count} for count in range(1, 7)]
+    data = open_lines(tmp_path, *lines, packing=False, loss_on="completion", seq_len=8)
+    batches = [next(loader_of(data, total=4, rank=rank, ranks=2).training(0)) for rank in range(2)]
+    counts = [int((micro.targets != IGNORE).sum()) for batch in batches for micro in batch.micros]
+    assert len(counts) == 4
+    assert batches[0].targets == batches[1].targets == sum(counts)
+
+
+@pytest.mark.parametrize("missing", ["train_data", "val_data"])
+def test_both_names_are_needed(missing: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{missing}: dataset: jsonl needs it: a file, a folder or a glob"):
+        open_lines(tmp_path, {"text": "ab"}, without=missing)

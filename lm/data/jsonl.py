@@ -1,0 +1,186 @@
+"""JSON lines: samples to fine-tune on, packed into sequences or one by one.
+
+A line is an object with `text`; or with `prompt` and `completion`; or with `messages`, a chat that the
+tokenizer's own template makes text of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lm.data.files import read_jsonl
+from lm.data.rows import Row
+from lm.data.tokenizer import Tokenizer
+from lm.errors import ConfigError
+from model import IGNORE
+
+_TOGETHER = 1024
+"""Samples that are tokenised at once."""
+
+
+class Sample(NamedTuple):
+    text: str
+    learned: tuple[tuple[int, int], ...] | None
+    """the spans (characters) whose tokens count in the loss; None = all"""
+    rendered: bool
+    """the text comes from a chat template, which writes beginnings and ends itself"""
+
+
+def sample_of(record: Mapping[str, Any], text_field: str, completion_only: bool, tokenizer: Tokenizer) -> Sample:
+    """What a line says.
+
+    Raises:
+        ValueError: it lacks what is needed, or that is no text; says which keys are there.
+        ConfigError: the tokenizer cannot write chats.
+    """
+    if "messages" in record:
+        return _chat(record["messages"], completion_only, tokenizer)
+    if {"prompt", "completion"} <= record.keys():
+        prompt, completion = _text(record, "prompt"), _text(record, "completion")
+        whole = len(prompt) + len(completion)
+        return Sample(prompt + completion, ((len(prompt), whole),) if completion_only else None, False)
+    if text_field not in record:
+        keys = ", ".join(record) or "none"
+        raise ValueError(f"has neither {text_field}, nor prompt and completion, nor messages; its keys: {keys}")
+    if completion_only:
+        raise ValueError(f"loss_on: completion needs prompt and completion, or messages; this line has {text_field}")
+    return Sample(_text(record, text_field), None, False)
+
+
+def _text(record: Mapping[str, Any], key: str) -> str:
+    if not isinstance(record[key], str):
+        raise ValueError(f"{key} is {json.dumps(record[key])[:60]}, not text")
+    record[key].encode()  # half a surrogate pair is a UnicodeEncodeError, a ValueError
+    return record[key]
+
+
+def _chat(messages: Any, completion_only: bool, tokenizer: Tokenizer) -> Sample:
+    sound = isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
+    if not sound:
+        raise ValueError(f"messages is {json.dumps(messages)[:60]}, not a list of objects with role and content")
+    text = tokenizer.render(messages, reply_follows=False)
+    text.encode()  # as `_text`
+    if not completion_only:
+        return Sample(text, None, True)
+    spans = []
+    for at, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = tokenizer.render(messages[:at], reply_follows=True)
+            upto = tokenizer.render(messages[: at + 1], reply_follows=False)
+            if not (text.startswith(upto) and upto.startswith(before)):
+                raise ValueError("the chat template changes earlier messages, so replies cannot be told; loss_on: all")
+            spans.append((len(before), len(upto)))
+    return Sample(text, tuple(spans), True)
+
+
+class Samples:
+    """All samples of some files as a source of rows.
+
+    Packed, they stand one behind the other and are cut into full rows: attention stays inside each sample, and
+    only the very last row has an unused end. Otherwise each has a row of its own, cut or filled to the length.
+
+    Raises:
+        ConfigError: lines that cannot be used, the first of each file; or nothing to learn in any.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        tokenizer: Tokenizer,
+        seq_len: int,
+        *,
+        text_field: str = "text",
+        completion_only: bool = False,
+        packing: bool = True,
+    ) -> None:
+        inputs: list[NDArray[np.int32]] = []
+        targets: list[NDArray[np.int32]] = []
+        problems: list[str] = []
+        for file in files:
+            try:
+                for encoded, learned in _encode(file, tokenizer, text_field, completion_only):
+                    wanted = np.where(learned[1:], encoded[1:].astype(np.int32), np.int32(IGNORE))
+                    if (wanted != IGNORE).any():
+                        inputs.append(encoded[:-1].astype(np.int32))
+                        targets.append(wanted)
+            except ConfigError as error:
+                problems += error.problems
+        if problems:
+            raise ConfigError(*problems)
+        if not inputs:
+            raise ConfigError(f"{files[0]}{' and others' if files[1:] else ''}: no line has anything to learn")
+        lengths = [len(part) for part in inputs]
+        self._seq_len = seq_len
+        self._inputs = np.concatenate(inputs)
+        self._targets = np.concatenate(targets)
+        self._starts = np.cumsum([0, *lengths])
+        self._packing = packing
+        self.documents = len(lengths)
+        self.overlong = sum(length > seq_len for length in lengths)
+        begins = np.arange(0, len(self._inputs), seq_len) if packing else self._starts[:-1]
+        stops = np.minimum(np.append(begins[1:], len(self._inputs)), begins + seq_len)
+        before = np.cumsum(np.append(0, self._targets != IGNORE))
+        counts = before[stops] - before[begins]
+        kept = counts > 0  # a row that has nothing to learn would only take time
+        self._begins, self._stops, self._counts = begins[kept], stops[kept], counts[kept]
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __getitem__(self, index: int) -> Row:
+        start, stop = self._begins[index], self._stops[index]
+        inputs = np.zeros(self._seq_len, np.int64)
+        targets = np.full(self._seq_len, IGNORE, np.int64)
+        inputs[: stop - start] = self._inputs[start:stop]
+        targets[: stop - start] = self._targets[start:stop]
+        if not self._packing:
+            return Row(inputs, targets)
+        documents = np.searchsorted(self._starts, np.arange(start, start + self._seq_len), side="right")
+        return Row(inputs, targets, documents - documents[0])
+
+    def targets(self, index: int) -> int:
+        return int(self._counts[index])
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(self._inputs.tobytes())
+        for part in (self._targets, self._begins):
+            digest.update(part.tobytes())
+        return f"{self.documents} samples in {len(self)} rows, sha256 {digest.hexdigest()}"
+
+
+def _encode(
+    file: Path, tokenizer: Tokenizer, text_field: str, completion_only: bool
+) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.bool_]]]:
+    """Each sample's ids, and which of them are to be learned."""
+    end = np.array([tokenizer.end_of_text], np.uint32)
+    samples = _samples(file, tokenizer, text_field, completion_only)
+    for together in iter(lambda: list(itertools.islice(samples, _TOGETHER)), []):
+        for rendered in (False, True):
+            chosen = [sample for sample in together if sample.rendered == rendered]
+            texts = [sample.text for sample in chosen]
+            encoded = tokenizer.encode_with_ends(texts, rendered=rendered)
+            for sample, (ids, ends) in zip(chosen, encoded, strict=True):
+                learned = np.full(len(ids), sample.learned is None)
+                for start, stop in sample.learned or ():
+                    learned |= (ends > start) & (ends <= stop)
+                yield (ids, learned) if rendered else (np.append(ids, end), np.append(learned, True))
+
+
+def _samples(file: Path, tokenizer: Tokenizer, text_field: str, completion_only: bool) -> Iterator[Sample]:
+    for number, record in read_jsonl(file):
+        try:
+            yield sample_of(record, text_field, completion_only, tokenizer)
+        except UnicodeEncodeError:
+            raise ConfigError(f"{file}:{number}: has half a surrogate pair, which no text holds") from None
+        except ValueError as error:
+            raise ConfigError(f"{file}:{number}: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(*(f"{file}:{number}: {problem}" for problem in error.problems)) from None

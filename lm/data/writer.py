@@ -1,0 +1,181 @@
+"""Token files: written as drafts, put in place all at once, and compared with their checksums later.
+
+    NAME.bin    every document's ids in one row, little-endian uint16, or uint32 where the vocabulary needs it
+    NAME.ends   uint64: the position in it (tokens) behind each document's last token
+    NAME.json   `TokenIndex`: what both hold, what they were made of, and their checksums
+
+NAME is train or validation. Drafts lie in a folder of their own; train.json is put in place last, and where a
+dataset is replaced it is the first to go, so a folder that holds one is whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from lm.data.documents import Part, id_type
+from lm.data.tokenizer import FILES, Tokenizer
+from lm.data.tokens import SourceRecord, TokenIndex, read_index
+from lm.errors import RunError
+
+DRAFTS = ".drafts"
+TRAIN, VALIDATION = "train", "validation"
+
+
+class _Side:
+    """The drafts of NAME.bin and NAME.ends, and what NAME.json will say of them."""
+
+    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
+        self.tokens = self.documents = self.crc32c = self.ends_crc32c = 0
+        self._dtype = dtype
+        self._bin = (folder / f"{name}.bin").open("wb")
+        self._ends = (folder / f"{name}.ends").open("wb")
+
+    def add(self, part: Part) -> None:
+        ids = part.ids.astype(self._dtype, copy=False).tobytes()
+        ends = (part.ends + self.tokens).astype("<u8").tobytes()
+        self._bin.write(ids)
+        self._ends.write(ends)
+        self.crc32c = google_crc32c.extend(self.crc32c, ids)
+        self.ends_crc32c = google_crc32c.extend(self.ends_crc32c, ends)
+        self.tokens += len(part.ids)
+        self.documents += len(part.ends)
+
+    def close(self) -> None:
+        for file in (self._bin, self._ends):
+            with file:
+                _to_disk(file)
+
+
+class DatasetWriter:
+    """Writes one dataset into `folder`, of which the caller holds the lock.
+
+    Args:
+        vocab_size: ids are below it.
+        sides: TRAIN, or both.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, sides: Sequence[str]) -> None:
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self.drafts = folder / DRAFTS
+        self._sides = {name: _Side(self.drafts, name, id_type(vocab_size)) for name in sides}
+
+    def add(self, part: Part) -> None:
+        self._sides[VALIDATION if part.held_out else TRAIN].add(part)
+
+    def documents(self) -> dict[str, int]:
+        """How many there are so far, by side."""
+        return {name: side.documents for name, side in self._sides.items()}
+
+    def commit(
+        self,
+        tokenizer: Tokenizer | None,
+        sources: Sequence[SourceRecord],
+        options: Mapping[str, str | int | float | None],
+    ) -> list[str]:
+        """Put the drafts in place. Returns a line of what is there now for each side."""
+        files = dict(tokenizer.files) if tokenizer else {}
+        lines = []
+        for name, side in self._sides.items():
+            side.close()
+            index = TokenIndex(
+                format=1,
+                tokenizer=tokenizer and tokenizer.identity,
+                vocab_size=self._vocab_size,
+                tokens=side.tokens,
+                documents=side.documents,
+                dtype="uint16" if id_type(self._vocab_size).itemsize == 2 else "uint32",
+                crc32c=side.crc32c,
+                ends_crc32c=side.ends_crc32c,
+                sources=list(sources),
+                options=dict(options),
+            )
+            files[f"{name}.json"] = index.model_dump_json(indent=1).encode()
+            lines.append(describe(self._folder / f"{name}.json", index))
+        for name, content in files.items():
+            with (self.drafts / name).open("wb") as file:
+                file.write(content)
+                _to_disk(file)
+        last = [f"{VALIDATION}.json", f"{TRAIN}.json"]
+        for old in (*reversed(last), f"{VALIDATION}.bin", f"{VALIDATION}.ends", *FILES):
+            (self._folder / old).unlink(missing_ok=True)
+        drafts = sorted(
+            (path.name for path in self.drafts.iterdir()), key=lambda name: (name in last, name in last[1:])
+        )
+        for name in drafts:
+            (self.drafts / name).rename(self._folder / name)
+        self.drafts.rmdir()
+        folder = os.open(self._folder, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+        return lines
+
+
+def clean_drafts(folder: Path) -> Path:
+    """An empty folder for drafts, whatever an earlier process left there."""
+    remove_drafts(folder)
+    (folder / DRAFTS).mkdir()
+    return folder / DRAFTS
+
+
+def remove_drafts(folder: Path) -> None:
+    shutil.rmtree(folder / DRAFTS, ignore_errors=True)
+
+
+def _to_disk(file: Any) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def describe(path: Path, index: TokenIndex) -> str:
+    return f"{path.with_suffix('.bin')}: {index.tokens:,} tokens ({index.dtype}) in {index.documents:,} documents"
+
+
+def crc32c(path: Path) -> int:
+    return functools.reduce(google_crc32c.extend, _blocks(path), 0)
+
+
+def source(path: Path) -> SourceRecord:
+    """What tells the input file `path` from another."""
+    return SourceRecord(name=str(path), bytes=path.stat().st_size, crc32c=crc32c(path))
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            yield block
+
+
+def verify(folder: Path) -> list[str]:
+    """Compare the token files in `folder` with the checksums that were taken of what was written.
+
+    Returns:
+        A line for each of both sides that is there.
+
+    Raises:
+        ConfigError: there is no dataset, or its index is broken.
+        RunError: a file is not what was written.
+    """
+    said, problems = [], []
+    for name in (TRAIN, VALIDATION):
+        path = folder / f"{name}.json"
+        if name == VALIDATION and not path.exists():
+            continue
+        index = read_index(path)
+        for suffix, checksum in ((".bin", index.crc32c), (".ends", index.ends_crc32c)):
+            file = path.with_suffix(suffix)
+            if not file.exists() or crc32c(file) != checksum:
+                what = "is not what was written" if file.exists() else "is missing"
+                problems.append(f"{file}: {what}; write the dataset anew with python -m lm.prepare --overwrite")
+        said.append(f"{describe(path, index)}: whole")
+    if problems:
+        raise RunError(*problems)
+    return said
