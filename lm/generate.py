@@ -1,8 +1,9 @@
 """Command: text from a checkpoint, which says by itself what the model and its tokenizer are.
 
     python -m lm.generate CHECKPOINT --prompt TEXT [--max-new-tokens N] [--temperature T] [--top-k K]
-                          [--top-p P] [--seed S]
+                          [--top-p P] [--seed S] [--batch-size B]
 
+TEXT is - to read prompts from standard input, one a line; they are continued in batches, each as if it were alone.
 CHECKPOINT is a checkpoint's folder, or a run's folder for its newest one. Whatever number of ranks wrote it,
 it is read into this one process, on a GPU where there is one.
 """
@@ -14,35 +15,20 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lm import checkpoint, sampling
-from lm.data.text import ByteTokenizer
+from lm.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_of
 from lm.errors import ConfigError, RunError
-from lm.manifest import read_manifest, whole_checkpoints
+from lm.manifest import find_checkpoint, read_manifest
 from model import ModelConfig, Transformer
 
-
-def find(where: Path) -> Path:
-    """The checkpoint that `where` means: itself, or the newest one of a run's folder.
-
-    Raises:
-        ConfigError: there is no such folder, or no checkpoint in the run yet.
-        CheckpointError: the run has checkpoints, but none is whole.
-    """
-    if not where.is_dir():
-        raise ConfigError(f"{where}: no such folder; give a checkpoint's or a run's")
-    checkpoints = where / "checkpoints"
-    if not checkpoints.is_dir():
-        return where
-    whole = whole_checkpoints(checkpoints, lambda line: print(line, file=sys.stderr))
-    if not whole:
-        raise ConfigError(f"{where}: no checkpoint yet")
-    return whole[0]
+STDIN = "-"
 
 
-def load_model(folder: Path, device: torch.device) -> tuple[Transformer, ByteTokenizer]:
+def load_model(folder: Path, device: torch.device) -> tuple[Transformer, Tokenizer]:
     """The model and the tokenizer of a checkpoint, ready to generate.
 
     Raises:
@@ -56,24 +42,54 @@ def load_model(folder: Path, device: torch.device) -> tuple[Transformer, ByteTok
         model = Transformer(ModelConfig.model_validate(manifest.model))
     model.to_empty(device=device)
     checkpoint.load_weights(folder, model)
-    return model, ByteTokenizer()
+    return model, ByteTokenizer() if manifest.tokenizer == ByteTokenizer.identity else tokenizer_of(folder)
 
 
-def stream(
-    model: Transformer, tokenizer: ByteTokenizer, args: argparse.Namespace, device: torch.device
+def continuations(
+    model: Transformer, tokenizer: Tokenizer, prompts: Sequence[str], args: argparse.Namespace, device: torch.device
 ) -> Iterator[str]:
-    """The generated text, piece by piece as it comes."""
-    drawn = sampling.generate(
-        model,
-        tokenizer.encode(args.prompt),
-        args.max_new_tokens,
-        device=device,
-        seed=args.seed,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-    )
-    return tokenizer.stream(drawn)
+    """What to print: a lone prompt and its text piece by piece as it comes, of several each when it is whole.
+
+    Raises:
+        ConfigError: a prompt in which the tokenizer finds no token.
+    """
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        if not tokens:
+            raise ConfigError(f"--prompt: {prompt!r} has no token of this tokenizer; give other text")
+    how: dict[str, Any] = {"device": device, "seed": args.seed, "temperature": args.temperature}
+    how |= {"top_k": args.top_k, "top_p": args.top_p}
+    if args.prompt != STDIN:
+        yield prompts[0]
+        yield from tokenizer.stream(sampling.generate(model, ids[0], args.max_new_tokens, **how), after=ids[0])
+        yield "\n"
+        return
+    for start in range(0, len(ids), args.batch_size):
+        batch = ids[start : start + args.batch_size]
+        steps = list(sampling.generate_batch(model, batch, args.max_new_tokens, **how))
+        for i, tokens in enumerate(batch):
+            drawn = [token for step in steps if (token := step[i]) is not None]
+            yield f"{prompts[start + i]}{tokenizer.decode(drawn, after=tokens)}\n"
+
+
+def read_prompts(prompt: str) -> list[str]:
+    """The prompts that `--prompt` means: itself, or the lines of standard input.
+
+    Raises:
+        ConfigError: one is empty, or no UTF-8.
+    """
+    if prompt != STDIN:
+        lines = [prompt]
+    else:
+        try:
+            lines = sys.stdin.buffer.read().decode().removesuffix("\n").split("\n")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"standard input: byte {error.start} is not UTF-8") from None
+    for number, line in enumerate(lines, 1):
+        if not line:
+            where = f"line {number} of standard input" if prompt == STDIN else "--prompt"
+            raise ConfigError(f"{where}: is empty; at least one character is needed")
+    return lines
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -84,7 +100,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(prog="python -m lm.generate", description="Generate text from a checkpoint.")
     parser.add_argument("checkpoint", type=Path, help="a checkpoint's or a run's folder")
-    parser.add_argument("--prompt", required=True, help="text to continue")
+    parser.add_argument("--prompt", required=True, help="text to continue; - = standard input, a prompt a line")
+    parser.add_argument("--batch-size", type=int, default=16, metavar="B", help="of these at a time (%(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens to draw (%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 = likeliest (%(default)s)")
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (all)")
@@ -92,8 +109,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws (%(default)s)")
     args = parser.parse_args(arguments)
     problems = []
-    if not args.prompt:
-        problems.append("--prompt: is empty; at least one character is needed")
     try:
         args.prompt.encode()
     except UnicodeEncodeError:
@@ -108,6 +123,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         problems.append(f"--top-p: {args.top_p:g} is not above 0 and at most 1")
     if not 0 <= args.seed < 2**63:
         problems.append(f"--seed: {args.seed} is not from 0 to 2^63 - 1")
+    if args.batch_size < 1:
+        problems.append(f"--batch-size: {args.batch_size} is less than 1")
     if problems:
         raise ConfigError(*problems)
     return args
@@ -116,12 +133,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         args = parse(arguments)
+        prompts = read_prompts(args.prompt)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model, tokenizer = load_model(find(args.checkpoint), device)
-        print(args.prompt, end="", flush=True)
-        for piece in stream(model, tokenizer, args, device):
+        model, tokenizer = load_model(find_checkpoint(args.checkpoint), device)
+        for piece in continuations(model, tokenizer, prompts, args, device):
             print(piece, end="", flush=True)
-        print()
         return 0
     except RunError as error:
         print(error, file=sys.stderr)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +32,9 @@ def choose(
 
 
 @torch.no_grad()
-def generate(
+def generate_batch(
     model: Transformer,
-    prompt: list[int],
+    prompts: Sequence[list[int]],
     max_new_tokens: int,
     *,
     device: torch.device,
@@ -41,34 +42,49 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
-) -> Iterator[int]:
-    """Yield `max_new_tokens` tokens that continue `prompt`, one by one.
+) -> Iterator[list[int | None]]:
+    """Yield the tokens that continue `prompts`, step by step: one per row, None where a row has none to give.
 
-    Under FSDP every rank must call this in step, with the same arguments. When the context is full, the
-    latest half of it is read again and generation goes on.
+    The rows need not be equally long. All begin at position 0 and go on together: a row is fed its prompt
+    until that is used up, then what it draws. So nothing is padded or masked, and each row draws what it
+    would alone. Under FSDP every rank must call this in step, with the same arguments. When the context is
+    full, the latest half of it is read again and generation goes on.
 
     Args:
-        prompt: at least one token id.
+        prompts: at least one token id each.
+        max_new_tokens: of every row.
         temperature: divides the logits; 0 = always the likeliest token.
-        seed: of the draws.
+        seed: of the draws, the same for every row.
 
     Raises:
         ValueError: an empty prompt.
     """
-    if not prompt:
+    if not all(prompts):
         raise ValueError("generation needs at least one token to start from")
-    generator = torch.Generator().manual_seed(seed)
     context = model.config.max_seq_len
-    tokens = list(prompt)
-    unread = tokens[-context:]
+    rows = [prompt[-context:] for prompt in prompts]
+    given = list(map(len, rows))
+    generators = [torch.Generator().manual_seed(seed) for _ in rows]
+    done = min(given)  # positions read, or about to be
+    unread = [row[:done] for row in rows]
     cache = KVCache(context)
     model.eval()
-    for _ in range(max_new_tokens):
-        if cache.length + len(unread) > context:
-            cache, unread = KVCache(context), tokens[-max(1, context // 2) :]
+    for _ in range(max(given) - done + max_new_tokens):
+        if cache.length + len(unread[0]) > context:  # by now every prompt is used up: none is longer
+            cache, unread = KVCache(context), [row[-max(1, context // 2) :] for row in rows]
         with torch.compiler.set_stance("force_eager"):  # every length would be compiled anew
-            logits = model(torch.tensor([unread], device=device), cache=cache)
-        token = int(choose(logits, temperature, top_k, top_p, generator).item())
-        tokens.append(token)
-        unread = [token]
-        yield token
+            logits = model(torch.tensor(unread, device=device), cache=cache)
+        drawn: list[int | None] = [None] * len(rows)
+        for i, row in enumerate(rows):
+            if len(row) == done:
+                row.append(int(choose(logits[i : i + 1], temperature, top_k, top_p, generators[i]).item()))
+                if done < given[i] + max_new_tokens:
+                    drawn[i] = row[-1]
+        unread = [row[done : done + 1] for row in rows]
+        done += 1
+        yield drawn
+
+
+def generate(model: Transformer, prompt: list[int], max_new_tokens: int, **how: Any) -> Iterator[int]:
+    """Yield `max_new_tokens` tokens that continue `prompt`, one by one; `how` as for `generate_batch`."""
+    return (token for (token,) in generate_batch(model, [prompt], max_new_tokens, **how) if token is not None)

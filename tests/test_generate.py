@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
@@ -153,6 +154,7 @@ def test_a_model_of_tokens_that_are_no_text_is_refused(
         (("--top-k", "0"), "--top-k: 0 is less than 1"),
         (("--top-p", "0"), "--top-p: 0 is not above 0 and at most 1"),
         (("--top-p", "1.5"), "--top-p: 1.5 is not above 0 and at most 1"),
+        (("--batch-size", "0"), "--batch-size: 0 is less than 1"),
         (("--seed", "-1"), "--seed: -1 is not from 0 to 2^63 - 1"),
     ],
 )
@@ -166,3 +168,33 @@ def test_flags_that_cannot_be_read_end_with_2(capsys: pytest.CaptureFixture[str]
             generate.main(flags)
         assert stopped.value.code == 2
         assert "error: " in capsys.readouterr().err
+
+
+def feed(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_prompts_from_standard_input_give_what_each_gives_alone(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = ["Grüße ", "K", "wo der Käse zäh und ", "ö" * 50]
+    how = ("--max-new-tokens", 30, "--seed", 3)
+    alone = "".join(text_of(capsys, checkpoint, "--prompt", prompt, *how) for prompt in prompts)
+    for batch_size in (1, 3, 16):
+        feed(monkeypatch, ("\n".join(prompts) + "\n").encode())
+        assert text_of(capsys, checkpoint, "--prompt", "-", *how, "--batch-size", batch_size) == alone
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "line 1 of standard input: is empty; at least one character is needed"),
+        (b"a\n\nb\n", "line 2 of standard input: is empty; at least one character is needed"),
+        (b"a\n\xff\n", "standard input: byte 2 is not UTF-8"),
+    ],
+)
+def test_standard_input_that_holds_no_prompts_is_refused(
+    content: bytes, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed(monkeypatch, content)
+    assert refusal(capsys, "anywhere", "--prompt", "-") == (2, message)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.sampling import choose, generate
+from lm.sampling import choose, generate, generate_batch
 from model import ModelConfig, Transformer
 
 CPU = torch.device("cpu")
@@ -138,3 +138,29 @@ def test_dropout_is_off_and_no_graph_is_kept() -> None:
     assert continued(model, [1], 8, temperature=0) == continued(tiny(), [1], 8, temperature=0)
     assert torch.is_grad_enabled()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# ---- several rows -----------------------------------------------------------------------------------------
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"positions": "rope", "n_kv_heads": 1},
+    {"positions": "rope", "sliding_window": 4},
+]
+
+
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+@pytest.mark.parametrize("how", [{"temperature": 0}, {"top_k": 20, "top_p": 0.95}], ids=str)
+def test_rows_of_different_lengths_draw_what_each_draws_alone(changes: dict[str, Any], how: dict[str, Any]) -> None:
+    model = tiny(**changes)
+    prompts = [[1], [3, 1, 4, 1, 5], list(range(16)), list(range(30)), [3, 1]]
+    for count in (0, 1, 40):
+        steps = list(generate_batch(model, prompts, count, device=CPU, seed=3, **how))
+        rows = [[step[i] for step in steps if step[i] is not None] for i in range(len(prompts))]
+        assert rows == [continued(model, prompt, count, seed=3, **how) for prompt in prompts]
+
+
+def test_the_prompts_are_left_as_they_are() -> None:
+    prompts = [[1], [2, 3]]
+    list(generate_batch(tiny(), prompts, 5, device=CPU, seed=0))
+    assert prompts == [[1], [2, 3]]

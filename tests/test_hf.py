@@ -1,0 +1,520 @@
+"""Hugging Face weights come in and go out unchanged, and mean the same here as in transformers.
+
+transformers is the reference: it makes every model, and reads back what is exported.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lm import families, generate, hf, hub, sampling
+from lm.checkpoint import load_weights
+from lm.errors import ConfigError
+from lm.manifest import read_manifest, verify
+from model import PRESETS, ModelConfig, Transformer
+from tests import support
+
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 96,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 2,
+    "vocab_size": 96,
+    "n_positions": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MISTRAL = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama 1": LLAMA,
+    "llama 2, 4 heads on 2": LLAMA | {"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+    "llama 3.1, rope scaling": LLAMA | {"num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 5e5}},
+    "llama 3.2, tied": LLAMA | {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 5e5}},
+    "codellama, theta 1e6": LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "llama, ffn biases": LLAMA | {"mlp_bias": True},
+    "llama, all biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
+    "mistral, window 8": MISTRAL | {"sliding_window": 8},
+    "mistral, no window": MISTRAL | {"sliding_window": None},
+    "mistral, window, scaling": MISTRAL | {"sliding_window": 8, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 1e6}},
+    "gpt2": GPT2,
+    "gpt2, head of its own": GPT2 | {"tie_word_embeddings": False},
+    "gpt2, n_inner 48": GPT2 | {"n_inner": 48, "layer_norm_epsilon": 1e-6},
+}
+
+
+def make_reference(raw: dict[str, Any], seed: int = 0) -> Any:
+    """transformers' model of a config, with weights large enough that every part of it shows in the logits."""
+    kind = raw["model_type"]
+    config = transformers.AutoConfig.for_model(
+        kind, **{key: value for key, value in raw.items() if key != "model_type"}
+    )
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.15)
+            if parameter.ndim == 1 and name.endswith("weight"):
+                parameter += 1
+    return model
+
+
+def import_folder(folder: Path) -> Transformer:
+    """Our model of what `folder` holds, by way of a checkpoint beside it."""
+    out = folder.with_name(folder.name + "-checkpoint")
+    manifest = hf.import_model(str(folder), out)
+    verify(out, read_manifest(out))
+    model = Transformer(ModelConfig.model_validate(manifest.model))
+    load_weights(out, model)
+    return model.eval()
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.fixture(scope="module")
+def table(request: pytest.FixtureRequest) -> Iterator[dict[str, tuple[float, float, int]]]:
+    """Filled by the parity tests, and printed behind them."""
+    rows: dict[str, tuple[float, float, int]] = {}
+    yield rows
+    capture: Any = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print(f"\n{'against transformers':28}logits    gradients  tokens alike")
+        for name, (logits, gradients, tokens) in rows.items():
+            print(f"{name:28}{logits:.1e}   {gradients:.1e}    {tokens} of 40")
+
+
+# ---- parity -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_means_the_same_here_as_there(
+    name: str, tmp_path: Path, table: dict[str, tuple[float, float, int]]
+) -> None:
+    reference = make_reference(MODELS[name])
+    reference.save_pretrained(tmp_path / "in")
+    ours = import_folder(tmp_path / "in")
+    tokens = torch.randint(0, 96, (3, 33), generator=torch.Generator().manual_seed(1))
+    inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
+
+    theirs = reference(inputs).logits
+    logits = (ours(inputs) - theirs).abs().max().item()
+    nn.functional.cross_entropy(theirs.flatten(0, 1), targets.flatten()).backward()
+    (ours(inputs, targets) / targets.numel()).backward()
+    expected = {key: value.grad for key, value in reference.named_parameters()}
+    found = dict(ours.named_parameters())
+    family = reference.config.model_type
+    gradients = 0.0
+    for key, parts in families.layout(family, ours.config).items():
+        gradient = found[key].grad
+        assert gradient is not None
+        for part in parts:
+            mine = gradient[part.start : part.stop]
+            wanted = expected.pop(part.name)
+            error = (mine.T if part.transposed else mine) - wanted
+            gradients = max(gradients, (error.norm() / wanted.norm()).item())
+    assert not expected
+
+    prompt = tokens[0, :7]
+    generated = reference.generate(prompt[None], do_sample=False, max_new_tokens=40, pad_token_id=0)[0, 7:].tolist()
+    drawn = list(sampling.generate(ours, prompt.tolist(), 40, device=torch.device("cpu"), seed=0, temperature=0))
+    table[name] = logits, gradients, sum(a == b for a, b in zip(drawn, generated, strict=True))
+    assert theirs.std() > 0.3
+    assert logits < 1e-5
+    assert gradients < 1e-4
+    assert drawn == generated
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_came_in_goes_out_bit_for_bit(name: str, tmp_path: Path) -> None:
+    reference = make_reference(MODELS[name])
+    reference.save_pretrained(tmp_path / "in")
+    hf.import_model(str(tmp_path / "in"), tmp_path / "checkpoint")
+    hf.export_model(tmp_path / "checkpoint", tmp_path / "out")
+    before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(tensor.equal(after[key]) for key, tensor in before.items())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    tokens = torch.randint(0, 96, (1, 40))
+    assert loaded(tokens).logits.equal(reference(tokens).logits)
+
+
+# ---- what files look like ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama 3.2, tied", "gpt2"])
+def test_half_precision_comes_in_as_float32_and_goes_out_as_it_was(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    make_reference(MODELS[name]).to(dtype).save_pretrained(tmp_path / "in")
+    hf.import_model(str(tmp_path / "in"), tmp_path / "checkpoint")
+    hf.export_model(tmp_path / "checkpoint", tmp_path / "out", str(dtype).removeprefix("torch."))
+    before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
+    assert all(tensor.dtype == dtype and tensor.equal(after[key]) for key, tensor in before.items())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["llama 2, 4 heads on 2", "gpt2"])
+def test_many_files_and_chunks_are_read_and_written(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(hf, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(hf, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(hub, "SHARD_BYTES", 30_000)
+    reference = make_reference(MODELS[name])
+    reference.save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    assert len(list((tmp_path / "in").glob("*.safetensors"))) > 3
+    hf.import_model(str(tmp_path / "in"), tmp_path / "checkpoint")
+    shards = list((tmp_path / "checkpoint").glob("*.distcp"))
+    assert len(shards) > 3
+    assert max(path.stat().st_size for path in shards) < 100_000  # each chunk brings two kilobytes of its own
+    hf.export_model(tmp_path / "checkpoint", tmp_path / "out")
+    files = list((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 3
+    assert max(path.stat().st_size for path in files) < 32_000
+    before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(tensor.equal(after[key]) for key, tensor in before.items())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokens = torch.randint(0, 96, (1, 40))
+    torch.testing.assert_close(loaded(tokens).logits, reference(tokens).logits)
+
+
+def older(raw: dict[str, Any]) -> dict[str, Any]:
+    """A config as transformers 4 spelt it."""
+    rope = raw.pop("rope_parameters")
+    raw["rope_theta"] = rope.pop("rope_theta")
+    raw["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    del raw["head_dim"]
+    return raw
+
+
+@pytest.mark.parametrize("name", ["codellama, theta 1e6", "llama 3.1, rope scaling", "mistral, window, scaling"])
+def test_both_spellings_of_a_config_say_the_same(name: str, tmp_path: Path) -> None:
+    make_reference(MODELS[name]).config.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    family, config = families.read_config(raw, "new")
+    assert config.rope_theta > 10000
+    assert families.read_config(older(raw), "old") == (family, config)
+    written = families.write_config(config, "float32", None)
+    assert families.read_config(written, "ours") == (family, config)
+    assert families.read_config({k: v for k, v in written.items() if k != "rope_parameters"}, "ours") == (
+        family,
+        config,
+    )
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_the_presets_go_out_and_come_in(preset: str) -> None:
+    config = ModelConfig.model_validate({"model": preset})
+    family, again = families.read_config(families.write_config(config, "bfloat16", None), preset)
+    filled = {"model": None, "d_ff": config.ffn_width, "n_kv_heads": again.n_kv_heads}
+    assert again == config.model_copy(update=filled)
+    count = sum(math.prod(part.shape) for parts in families.layout(family, config).values() for part in parts)
+    assert count == config.n_parameters
+
+
+@pytest.mark.parametrize("name", ["llama 3.2, tied", "gpt2"])
+def test_names_without_a_prefix_buffers_and_a_copy_of_the_tied_head_are_read(name: str, tmp_path: Path) -> None:
+    reference = make_reference(MODELS[name])
+    reference.base_model.save_pretrained(tmp_path / "bare")
+    tensors = tensors_of(tmp_path / "bare")
+    assert not any(key.startswith(("model.", "transformer.")) for key in tensors)
+    embedding = reference.get_input_embeddings().weight.detach()
+    tensors |= {"lm_head.weight": embedding.clone(), "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    tensors |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    save_file(tensors, tmp_path / "bare" / "model.safetensors")
+    tokens = torch.randint(0, 96, (1, 40))
+    torch.testing.assert_close(import_folder(tmp_path / "bare")(tokens), reference(tokens).logits)
+    save_file(tensors | {"lm_head.weight": embedding + 1}, tmp_path / "bare" / "model.safetensors")
+    with pytest.raises(ConfigError, match="set tie_word_embeddings: false"):
+        hf.import_model(str(tmp_path / "bare"), tmp_path / "other")
+
+
+# ---- what is refused --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"model_type": "mixtral"}, "model_type: 'mixtral' is none of the families read here: llama, mistral, gpt2"),
+        ({}, "model_type: None is none of the families"),
+        (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config: the model is quantised"),
+        (LLAMA | {"num_local_experts": 8}, "num_local_experts: 8 cannot be represented"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act: 'gelu' cannot be represented, only 'silu' or 'swish'"),
+        (LLAMA | {"attention_bias": True}, "attention_bias: True with mlp_bias: False cannot be represented"),
+        (MISTRAL | {"attention_bias": True}, "attention_bias: True cannot be represented"),
+        (LLAMA | {"head_dim": 16}, "head_dim: 16 cannot be represented, only d_model / n_heads, 8"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: rope_type 'linear' cannot be"),
+        (LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters: rope_type 'yarn'"),
+        (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "only one mapping for all layers"),
+        (LLAMA | {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "high_freq_factor 4 is not above"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 cannot be represented"),
+        (LLAMA | {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types: cannot be represented"),
+        (LLAMA | {"num_attention_heads": 5}, "n_heads: 5 does not divide d_model 32"),
+        (LLAMA | {"hidden_size": "wide"}, "hidden_size: Input should be a valid integer"),
+        (GPT2 | {"activation_function": "relu"}, "activation_function: 'relu' cannot be represented"),
+        (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights: False cannot be represented, only True"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True cannot be"),
+        (GPT2 | {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn: True cannot be"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention: True cannot be"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused_by_name(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        families.read_config(raw, "config.json")
+    (problem,) = refused.value.problems
+    assert problem.startswith("config.json: ")
+    assert message in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({}, ["ffn", "bias"]),
+        ({"bias": "all"}, ["ffn"]),
+        ({"bias": "all", "ffn": "gelu", "norm": "rmsnorm", "sliding_window": 4}, ["norm", "sliding_window"]),
+        ({"bias": "all", "ffn": "gelu", "n_kv_heads": 1}, ["n_kv_heads"]),
+        ({"positions": "rope"}, ["norm", "ffn"]),
+        ({"positions": "rope", "norm": "rmsnorm", "ffn": "swiglu", "sliding_window": 4}, ["bias"]),
+    ],
+)
+def test_a_model_without_a_counterpart_is_not_exported(changes: dict[str, Any], keys: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        families.write_config(ModelConfig.model_validate(changes), "float32", None)
+    assert [problem.partition(":")[0] for problem in refused.value.problems] == keys
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """The folder of a small Llama, to be broken."""
+    make_reference(LLAMA).save_pretrained(tmp_path / "in")
+    return tmp_path / "in"
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 2) -> str:
+    """What the command says of a mistake; it leaves nothing behind."""
+    out = Path(str(arguments[2]))
+    before = set(out.parent.iterdir())
+    assert hf.main([str(argument) for argument in arguments]) == code
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert set(out.parent.iterdir()) == before
+    return errors.strip()
+
+
+def test_missing_files_are_named(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert "/nowhere: no such folder, and no name on the Hugging Face hub" in refusal(capsys, "import", "/nowhere", out)
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    message = refusal(capsys, "import", source, out)
+    assert "pytorch_model.bin is a pickle, which can run code and is never read" in message
+    assert "save_pretrained(FOLDER, safe_serialization=True)" in message
+    (source / "pytorch_model.bin").unlink()
+    assert "none is there. To convert" in refusal(capsys, "import", source, out)
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-00001-of-00001.safetensors: missing; download" in refusal(capsys, "import", source, out)
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+    assert "weight_map names no files of this folder" in refusal(capsys, "import", source, out)
+    (source / "config.json").write_text("[")
+    assert "config.json: is no JSON" in refusal(capsys, "import", source, out)
+    (source / "config.json").unlink()
+    assert "config.json: No such file or directory" in refusal(capsys, "import", source, out)
+
+
+def test_tensors_that_do_not_fit_are_all_named(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(source / "model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["lm_head.weight"] = torch.zeros(95, 32)
+    tensors["model.embed_tokens.weight"] = torch.zeros(96, 32, dtype=torch.int8)
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
+    save_file(tensors, source / "model.safetensors")
+    message = refusal(capsys, "import", source, tmp_path / "out").splitlines()
+    assert set(message[1:]) == {
+        "model.norm.weight: missing",
+        "lm_head.weight: [95, 32] in the file, [96, 32] by config.json",
+        "model.embed_tokens.weight: I8 is no weight but a quantised one; give the model unquantised",
+        "model.layers.0.self_attn.q_proj.bias: config.json knows no such tensor",
+    }
+
+
+def test_damaged_weights_are_named(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = source / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-100])
+    assert f"{path}: damaged: " in refusal(capsys, "import", source, tmp_path / "out", code=1)
+    path.write_bytes(content)
+    save_file(load_file(path) | {"model.norm.weight": torch.full((32,), torch.nan)}, path)
+    message = refusal(capsys, "import", source, tmp_path / "out", code=1)
+    assert message.startswith("head.norm.weight: holds inf or NaN")
+
+
+def test_nothing_is_overwritten(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    assert "is there already" in refusal(capsys, "import", source, tmp_path / "out")
+    hf.import_model(str(source), tmp_path / "checkpoint")
+    assert "is there already" in refusal(capsys, "export", tmp_path / "checkpoint", tmp_path / "out")
+
+
+def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf.import_model(str(source), tmp_path / "checkpoint")
+    (tmp_path / "there").mkdir()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+        imported = refusal(capsys, "import", source, tmp_path / "there" / "out", code=1)
+        exported = refusal(capsys, "export", tmp_path / "checkpoint", tmp_path / "there" / "out", code=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert "out: cannot be written: " in imported
+    assert "out: cannot be written: File too large" in exported
+
+
+def test_a_number_too_large_for_float16_is_named(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = source / "model.safetensors"
+    save_file(load_file(path) | {"model.norm.weight": torch.full((32,), 1e5)}, path)
+    hf.import_model(str(source), tmp_path / "checkpoint")
+    message = refusal(capsys, "export", tmp_path / "checkpoint", tmp_path / "out", "--dtype", "float16", code=1)
+    assert message.startswith("model.norm.weight: has values above 65504")
+    hf.export_model(tmp_path / "checkpoint", tmp_path / "out", "bfloat16")
+
+
+def test_a_damaged_checkpoint_is_not_exported(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hf.import_model(str(source), tmp_path / "checkpoint")
+    (shard,) = (tmp_path / "checkpoint").glob("*.distcp")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    message = refusal(capsys, "export", tmp_path / "checkpoint", tmp_path / "out", code=1)
+    assert message.startswith(f"{shard}: damaged")
+
+
+# ---- tokenizers -------------------------------------------------------------------------------------------
+
+TEXTS = ["Grüße aus Köln, wo der Käse zäh ist.", "def f(x):\n\treturn x + 1\n", "漢字 🎉"]
+
+
+def add_tokenizer(folder: Path, size: int) -> Any:
+    """Train a byte-level tokenizer of `size` ids and save it in `folder` as transformers does."""
+    encoder = tokenizers.Tokenizer(tokenizers.models.BPE())
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
+    )
+    encoder.train_from_iterator(TEXTS * 3, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=encoder, eos_token="<end>")
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def test_text_goes_the_same_way_here_and_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reference = make_reference(LLAMA | {"vocab_size": 300})
+    reference.save_pretrained(tmp_path / "in")
+    theirs = add_tokenizer(tmp_path / "in", 280)
+    assert hf.main(["import", str(tmp_path / "in"), str(tmp_path / "checkpoint")]) == 0
+    said = capsys.readouterr().out
+    assert "vocab_size: keep 300; of these, the tokenizer uses 280" in said
+    for line in ('norm: "rmsnorm"', "vocab_size: 300", "d_ff: 48", f'init_from: "{tmp_path}/checkpoint"'):
+        assert f"  {line}\n" in said
+
+    how = ["--prompt", TEXTS[0], "--max-new-tokens", "20", "--temperature", "0"]
+    assert generate.main([str(tmp_path / "checkpoint"), *how]) == 0
+    ids = theirs(TEXTS[0], return_tensors="pt")
+    drawn = reference.generate(**ids, do_sample=False, max_new_tokens=20, pad_token_id=0)[0, ids.input_ids.shape[1] :]
+    expected = theirs.decode([token for token in drawn if token != theirs.eos_token_id])
+    assert capsys.readouterr().out.replace("\n\n", "").strip() == (TEXTS[0] + expected).strip()
+
+    hf.export_model(tmp_path / "checkpoint", tmp_path / "out")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert all(again(text).input_ids == theirs(text).input_ids for text in TEXTS)
+    assert again.eos_token == "<end>"
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == theirs.eos_token_id
+
+
+def test_a_model_without_a_tokenizer_comes_in_and_says_so(source: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    assert hf.import_model(str(source), tmp_path / "checkpoint", say=said.append).tokenizer is None
+    assert "no tokenizer.json, so the checkpoint cannot read or write text" in said[0]
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_tokenizer(source, 280)
+    message = refusal(capsys, "import", source, tmp_path / "out")
+    assert "the tokenizer has 280 tokens, the model 96: take the tokens that were added out" in message
+    (source / "tokenizer.json").write_text("{}")
+    assert "cannot be read" in refusal(capsys, "import", source, tmp_path / "out")
+
+
+# ---- a trained run ----------------------------------------------------------------------------------------
+
+
+def test_what_two_ranks_trained_on_bytes_goes_out(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("".join(TEXTS) * 40)
+    shape = {
+        "vocab_size": 264,
+        "positions": "rope",
+        "norm": "rmsnorm",
+        "ffn": "swiglu",
+        "bias": "none",
+        "n_kv_heads": 2,
+    }
+    data = {"dataset": "text", "train_data": "text", "max_steps": 3, "report_rate": 3}
+    done = support.run(tmp_path, ranks=2, config=support.TINY | shape | data)
+    assert done.returncode == 0, done.stderr
+    hf.export_model(tmp_path / "runs" / "test", tmp_path / "out")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.eos_token_id == loaded.config.eos_token_id == 256
+    model, ours = generate.load_model(support.checkpoints(tmp_path)[3], torch.device("cpu"))
+    for text in TEXTS:
+        ids = tokenizer(text).input_ids
+        assert ids == ours.encode(text)
+        assert tokenizer.decode(ids) == text
+        torch.testing.assert_close(loaded(torch.tensor([ids[:16]])).logits, model(torch.tensor([ids[:16]])))

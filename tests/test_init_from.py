@@ -1,0 +1,151 @@
+"""A run starts with the weights of another one or of Hugging Face's, on any ranks, and goes on from its own.
+
+transformers trains beside it, from the same weights on the same batches.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from lm import config, hf
+from lm.data import loader
+from lm.manifest import Reader
+from lm.mesh import World
+from lm.parallelize import ParallelConfig, parallelize
+from model import ModelConfig, Transformer
+from tests import support
+from tests.test_hf import GPT2, LLAMA, make_reference
+
+TRAINING = {"max_steps": 3, "report_rate": 1, "checkpoint_rate": 100, "lr": 1e-2, "weight_decay": 0.1, "grad_clip": 1.0}
+TRAINING |= {"total_batch_size": 4, "validation_batches": 1, "amp_dtype": None}
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of a small Llama and a small GPT-2, several chunks a tensor, and transformers' models."""
+    folder = tmp_path_factory.mktemp("imported")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "CHUNK_BYTES", 900)
+        for raw in (LLAMA | {"num_key_value_heads": 2}, GPT2):
+            name = str(raw["model_type"])
+            make_reference(raw).save_pretrained(folder / f"{name}-in")
+            hf.import_model(str(folder / f"{name}-in"), folder / name)
+    return {path.name: path for path in folder.iterdir()}
+
+
+def settings(imported: dict[str, Path], name: str, **changes: Any) -> dict[str, Any]:
+    model = dict(hf.read_manifest(imported[name]).model)
+    return model | TRAINING | {"max_seq_len": 64, "init_from": str(imported[name])} | changes
+
+
+def trained_there(folder: Path, hyperparameters: dict[str, Any]) -> list[float]:
+    """The loss of each step where transformers trains the model in `folder` as `hyperparameters` say."""
+    hp = config.read({"hyperparameters": hyperparameters}, [], "test")
+    data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 4, 42)
+    batches = loader.Loader(hp, data, 4, 0, 1, 42, torch.device("cpu")).training(0)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": hp.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=hp.lr)
+    losses = []
+    for _ in range(3):
+        micros = next(batches).micros
+        inputs, targets = (torch.cat([getattr(micro, name) for micro in micros]) for name in ("inputs", "targets"))
+        loss = nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "changes"),
+    [
+        ("llama", 1, {"sharding": "no-shard"}),
+        ("llama", 2, {"sharding": "full-shard", "batch_size": 2}),
+        ("gpt2", 2, {"sharding": "hybrid-grad-shard", "shard_group_size": 1, "dropout": 0.0}),
+    ],
+)
+def test_training_from_imported_weights_is_training_in_transformers(
+    name: str, ranks: int, changes: dict[str, Any], imported: dict[str, Path], tmp_path: Path
+) -> None:
+    hyperparameters = settings(imported, name, **changes)
+    done = support.run(tmp_path, ranks=ranks, config=hyperparameters)
+    assert done.returncode == 0, done.stderr
+    path = re.escape(str(imported[name]))
+    assert re.search(rf"weights of checkpoint {path} in \d+\.\d s, \d+\.\d\d GiB a rank\n", done.stdout)
+    losses = [report["loss"] for report in support.reports(tmp_path).values()]
+    expected = trained_there(imported[f"{name}-in"], hyperparameters)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert losses[0] > 4.6  # far from what random initial weights of ours have, ln 96 = 4.56
+
+    done = support.run(tmp_path, "max_steps=4", ranks=3 - ranks, config=hyperparameters | {"batch_size": 1})
+    assert done.returncode == 0, done.stderr
+    assert "step 3\n" in done.stdout
+    assert "weights of" not in done.stdout
+    assert [*support.reports(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_run_starts_from_another_run_and_length_and_dropout_may_differ(tmp_path: Path) -> None:
+    shape = support.TINY | {"positions": "rope", "validation_batches": 1}
+    assert support.run(tmp_path / "a", "max_steps=1", config=shape).returncode == 0
+    first = tmp_path / "a" / "runs" / "test"
+    how = [f"init_from={first}", "max_steps=1", "max_seq_len=8", "dropout=0.1", "seed=7"]
+    done = support.run(tmp_path / "b", *how, config=shape)
+    assert done.returncode == 0, done.stderr
+    assert f"weights of checkpoint {support.checkpoints(tmp_path / 'a')[1]}" in done.stdout
+    assert [*support.reports(tmp_path / "b")] == [1]
+
+
+def test_what_cannot_be_started_from_is_refused(imported: dict[str, Path], tmp_path: Path) -> None:
+    done = support.run(tmp_path, config=settings(imported, "gpt2", max_seq_len=32, n_heads=2, norm_eps=1e-6))
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "n_heads: 4 in the checkpoint, here 2",
+        "max_seq_len: 64 in the checkpoint, here 32",
+        "n_kv_heads: 4 in the checkpoint, here 2",
+        "norm_eps: 1e-05 in the checkpoint, here 1e-06",
+        "its weights are another model's: give the run the checkpoint's keys",
+    ]
+    done = support.run(tmp_path, "init_from=nowhere", config=support.TINY)
+    expected = "init_from: nowhere: no such folder; give a checkpoint's or a run's\n"
+    assert (done.returncode, done.stderr) == (2, expected)
+
+
+def _bytes_read(world: World, folder: str) -> tuple[int, int]:
+    """Bytes of shard files that this rank reads for its half of the weights, and that there are."""
+    manifest = hf.read_manifest(Path(folder))
+    with torch.device("meta"):
+        model = Transformer(ModelConfig.model_validate(manifest.model))
+    parallelize(model, ParallelConfig.model_validate({}), world.mesh(1, world.size), None, 0)
+    read = 0
+
+    class Counting(Reader):
+        def _slice_file(self, file: Any, sinfo: Any) -> Any:
+            nonlocal read
+            read += sinfo.length
+            return super()._slice_file(file, sinfo)
+
+    wanted = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    Counting(Path(folder), manifest).load(wanted, process_group=world.control)
+    return read, sum(entry.bytes for name, entry in manifest.files.items() if name.endswith(".distcp"))
+
+
+def test_each_rank_reads_its_own_slices_and_no_more(imported: dict[str, Path]) -> None:
+    for read, there in support.run_ranks(2, _bytes_read, str(imported["llama"])):
+        assert 0.45 < read / there < 0.6  # chunks at the border of two slices are read by both
