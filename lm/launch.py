@@ -1,7 +1,8 @@
 """Where this process stands among the others, read from the environment its launcher made.
 
-`Launch.from_env` understands torchrun and Determined's torch_distributed launcher, which set the same
-variables, and a process started by hand, which has none of them.
+`Launch.from_env` understands torchrun (Determined's torch_distributed launcher is one), Slurm's srun, the mpiexec
+of Open MPI, of MPICH and its kin (Hydra) and of HPE Cray's PALS, and a process started by hand. Launchers stand
+inside one another: torchrun in srun's tasks, Open MPI's daemons started by srun. The innermost is believed.
 
 As a command it is the launcher for one machine, used by `make train`:
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import importlib.metadata
 import os
 import re
@@ -23,14 +25,28 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from lm.errors import ConfigError
 
 OLDEST_TORCH = (2, 11)
-_NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_NEEDED = (*_TORCHRUN, "MASTER_ADDR", "MASTER_PORT")
+_OTHERS = {
+    "Open MPI": tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "PALS": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+    "Hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+"""Launchers, the innermost first, and what each calls rank, world size, local rank and local size."""
+_NO_STEP = 0xFFFFFFF0
+"""Slurm's step ids from here on are those of batch scripts and of salloc's shells."""
+_FIRST_PORT, _PORTS = 20000, 12763
+"""Ports to choose from, below those that Linux gives out by itself; a prime number of them."""
 
 
 def require_torch() -> None:
@@ -46,7 +62,8 @@ def require_torch() -> None:
         if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) >= OLDEST_TORCH:
             return
         problem = f"{found} is too old"
-    if os.environ.get("RANK", "0") == "0":
+    ranks = ["RANK", *(names[0] for names in _OTHERS.values())]
+    if all(os.environ.get(name, "0") == "0" for name in ranks):  # said once
         oldest = ".".join(map(str, OLDEST_TORCH))
         advice = "pip install -r requirements.txt -c constraints.txt"
         print(f"torch: {problem}, {oldest} or newer is needed: {advice}", file=sys.stderr)
@@ -75,11 +92,25 @@ def has_gpu() -> bool:
 
 def before_torch() -> None:
     """What a process has to settle before it imports torch."""
+    gc.disable()  # imports leave nothing to collect; training does so at its reports, on all ranks together
     require_torch()
     keep_freed_memory()
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # a GPU's memory, without gaps
     # A lost connection is said in one line of ours; PyTorch's own log would add forty of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while starting ends at once, without a traceback
+
+
+def run_and_exit(main: Callable[[], int]) -> NoReturn:
+    """End the process with what `main` returns, or with 1 and a traceback, at once: a thread may be writing a
+    checkpoint that nobody will commit, and what Python has to clear away takes seconds."""
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
 
 
 @dataclass(frozen=True)
@@ -96,15 +127,35 @@ class Launch:
     node_rank: int = 0
     address: str | None = None
     port: int | None = None
+    launcher: str | None = None
+    """torchrun (or what sets its variables), Open MPI, PALS, Hydra or srun; None = started by hand"""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Launch:
-        """Read the launcher's variables from `env`.
+        """Read the launcher's variables from `env`, and the file that PBS_NODEFILE names where an mpiexec needs it.
+
+        Under srun and mpiexec, MASTER_ADDR and MASTER_PORT are used where they are set. Else rank 0 is taken to be on
+        the first machine of the job, and the port follows from the job's number: jobs that share a machine differ.
 
         Raises:
             ConfigError: the variables are half-set, no numbers, or contradict each other.
         """
         given = [name for name in _NEEDED if name in env]
+        by_torchrun = len(given) == len(_NEEDED) and "TORCHELASTIC_RUN_ID" in env
+        found = [launcher for launcher in _OTHERS if not by_torchrun and _is_there(launcher, env)]
+        places = [_read_other(launcher, env) for launcher in found]
+        if len(places) > 1 and found[1] != "srun" and places[0][:2] != places[1][:2]:
+            said = ", ".join(
+                f"{who} says rank {place[0]} of {place[1]}" for who, place in zip(found, places, strict=True)
+            )
+            raise ConfigError(f"environment: {said}; start with one of them, or unset the other's variables")
+        if places:
+            place, launcher = places[0], found[0]
+            # Without torchrun's mark, RANK and its kin in several tasks may be one shell's, the same in each.
+            if len(given) < len(_NEEDED) or place[1] > 1:
+                _refuse_contradiction(launcher, place, env)
+                address, port = _rendezvous(launcher, place, env)
+                return cls(*place, address, port, launcher)
         if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(given):
             return cls()
         missing = [name for name in _NEEDED if name not in env]
@@ -113,41 +164,160 @@ class Launch:
                 f"environment: {', '.join(given)} set but {', '.join(missing)} not; start with torchrun,"
                 " which sets all of them, or unset all of them for a single process"
             )
-        problems = []
-        numbers: dict[str, int] = {}
-        for name in (*_NEEDED[:4], "MASTER_PORT", "GROUP_RANK"):
-            try:
-                numbers[name] = int(env.get(name, "0"))
-            except ValueError:
-                problems.append(f"environment: {name}={env[name]!r} is not a number")
-        if problems:
-            raise ConfigError(*problems)
-        for inner, outer in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-            if not 0 <= numbers[inner] < numbers[outer]:
-                problems.append(
-                    f"environment: {inner}={numbers[inner]} is outside {outer}={numbers[outer]};"
-                    f" it counts from 0 to {outer} - 1"
-                )
-        if numbers["LOCAL_WORLD_SIZE"] > numbers["WORLD_SIZE"]:
-            problems.append(
-                f"environment: LOCAL_WORLD_SIZE={numbers['LOCAL_WORLD_SIZE']} is more than"
-                f" WORLD_SIZE={numbers['WORLD_SIZE']}"
-            )
-        if not 0 < numbers["MASTER_PORT"] < 65536:
-            problems.append(f"environment: MASTER_PORT={numbers['MASTER_PORT']} is not a port, from 1 to 65535")
+        rank, size, local_rank, local_size = numbers = _numbers(env, *_TORCHRUN)
+        problems = _misplaced(_TORCHRUN, numbers)
         if not env["MASTER_ADDR"]:
             problems.append("environment: MASTER_ADDR is empty; name the machine of rank 0")
         if problems:
             raise ConfigError(*problems)
-        return cls(
-            rank=numbers["RANK"],
-            world_size=numbers["WORLD_SIZE"],
-            local_rank=numbers["LOCAL_RANK"],
-            local_size=numbers["LOCAL_WORLD_SIZE"],
-            node_rank=numbers["GROUP_RANK"],
-            address=env["MASTER_ADDR"],
-            port=numbers["MASTER_PORT"],
+        (node,) = _numbers(env, "GROUP_RANK") if "GROUP_RANK" in env else (0,)
+        return cls(rank, size, local_rank, local_size, node, env["MASTER_ADDR"], _port(env), "torchrun")
+
+
+Place = tuple[int, int, int, int, int]
+"""Rank, world size, local rank, local size, node rank."""
+
+
+def _is_there(launcher: str, env: Mapping[str, str]) -> bool:
+    """Whether `launcher` has started this process, or something that says so for it."""
+    rank, _, local_rank, local_size = _OTHERS[launcher]
+    if launcher == "srun":  # in the shells of sbatch and salloc, variables of the whole job stand without a step's
+        step = env.get("SLURM_STEP_ID", "")
+        return rank in env and bool(step) and not (step.isdecimal() and int(step) >= _NO_STEP)
+    if launcher == "Hydra" and rank in env and not {local_rank, local_size} & env.keys():
+        # srun and PALS offer PMI, too, and say the rest in words of their own.
+        return not _is_there("PALS", env) and not _is_there("srun", env)
+    return bool({rank, local_rank, local_size} & env.keys())
+
+
+def _read_other(launcher: str, env: Mapping[str, str]) -> Place:
+    names = _OTHERS[launcher]
+    own = (*names, "SLURM_NODEID", "SLURM_STEP_NODELIST") if launcher == "srun" else names
+    if missing := [name for name in own if name not in env]:
+        given = [name for name in own if name in env]
+        raise ConfigError(
+            f"environment: {', '.join(given)} set but {', '.join(missing)} not; {launcher} sets all of them in the"
+            " processes that it starts; in others, unset all"
         )
+    if launcher == "srun":
+        rank, size, local_rank, node = _numbers(env, *names[:3], "SLURM_NODEID")
+        tasks = _tasks_per_node(env[names[3]])
+        if sum(tasks) != size or not 0 <= node < len(tasks):
+            raise ConfigError(
+                f"environment: {names[3]}={env[names[3]]!r} does not fit {names[1]}={size} and SLURM_NODEID={node}"
+            )
+        numbers = [rank, size, local_rank, tasks[node]]
+    else:
+        numbers = _numbers(env, *names)
+        node = _numbers(env, "PALS_NODEID")[0] if launcher == "PALS" and "PALS_NODEID" in env else -1
+    if problems := _misplaced(names, numbers):
+        raise ConfigError(*problems)
+    rank, size, local_rank, local_size = numbers
+    if node < 0:  # follows from the others where machines are filled one after another, all alike
+        if rank % local_size != local_rank or size % local_size:
+            raise ConfigError(
+                f"environment: rank {rank} of {size} is number {local_rank} of {local_size} on its machine; start the"
+                " same number of ranks on every machine, and number them machine by machine (Open MPI: --map-by slot)"
+            )
+        node = rank // local_size
+    return rank, size, local_rank, local_size, node
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """What Slurm means by e.g. "4(x2),1": 4, 4, 1; nothing where it is no such text."""
+    parts = [re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part) for part in text.split(",")]
+    return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))] if all(parts) else []
+
+
+def first_host(nodes: str) -> str:
+    """The first of the machines that Slurm writes as e.g. "rack[1-2]-gpu[07,09-12],login"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else "")
+
+
+def _rendezvous(launcher: str, place: Place, env: Mapping[str, str]) -> tuple[str, int] | tuple[None, None]:
+    """Where rank 0 listens, as far as the environment tells."""
+    _, size, _, local_size, _ = place
+    if size == 1:
+        return None, None
+    if size == local_size:
+        address = "127.0.0.1"
+    elif "MASTER_ADDR" in env:
+        address = env["MASTER_ADDR"]
+    elif launcher == "srun":
+        address = first_host(env["SLURM_STEP_NODELIST"])
+    elif "PBS_NODEFILE" in env:
+        try:
+            address = Path(env["PBS_NODEFILE"]).read_text().partition("\n")[0].strip()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"environment: PBS_NODEFILE={env['PBS_NODEFILE']!r} cannot be read ({error})") from None
+    else:
+        address = first_host(env.get("SLURM_JOB_NODELIST", ""))
+    if not address:
+        raise ConfigError(
+            "environment: nothing says on which machine rank 0 is; set MASTER_ADDR to its name"
+            " (Open MPI: mpiexec -x MASTER_ADDR=NAME, others: mpiexec -genv MASTER_ADDR NAME)"
+        )
+    if "MASTER_PORT" in env:
+        return address, _port(env)
+    job = env.get("PMIX_NAMESPACE") if launcher == "Open MPI" else None
+    job = job or env.get("PBS_JOBID") or env.get("SLURM_JOB_ID") or "0"
+    number = int("".join(re.findall(r"[0-9]", job)[:18]) or 0) * 16
+    if launcher == "srun":
+        number += _numbers(env, "SLURM_STEP_ID")[0] % 16
+    return address, _FIRST_PORT + number % _PORTS
+
+
+def _refuse_contradiction(launcher: str, place: Place, env: Mapping[str, str]) -> None:
+    """Take nothing from a RANK or WORLD_SIZE beside the variables of `launcher`, unless it says the same."""
+    names = [name for name in _TORCHRUN if name in env]
+    numbers = _numbers(env, *names)
+    problems = [
+        f"environment: {name}={number}, but {launcher} says {place[_TORCHRUN.index(name)]}"
+        f" ({_OTHERS[launcher][_TORCHRUN.index(name)]}); unset {name}, nothing needs it here"
+        for name, number in zip(names, numbers, strict=True)
+        if number != place[_TORCHRUN.index(name)]
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _numbers(env: Mapping[str, str], *names: str) -> list[int]:
+    problems = [
+        f"environment: {name}={env[name]!r} is not a number"
+        for name in names
+        if not re.fullmatch(r"\s*[-+]?[0-9]{1,18}\s*", env[name])
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    return [int(env[name]) for name in names]
+
+
+def _misplaced(names: Sequence[str], numbers: Sequence[int]) -> list[str]:
+    """What cannot be about a rank, world size, local rank and local size, by their names."""
+    rank, size, local_rank, local_size = names[:4]
+    value = dict(zip(names, numbers, strict=False))
+    problems = [
+        f"environment: {inner}={value[inner]} is outside {outer}={value[outer]}; it counts from 0 to {outer} - 1"
+        for inner, outer in ((rank, size), (local_rank, local_size))
+        if not 0 <= value[inner] < value[outer]
+    ]
+    if value[local_size] > value[size]:
+        problems.append(f"environment: {local_size}={value[local_size]} is more than {size}={value[size]}")
+    return problems
+
+
+def _port(env: Mapping[str, str]) -> int:
+    (port,) = _numbers(env, "MASTER_PORT")
+    if not 0 < port < 65536:
+        raise ConfigError(f"environment: MASTER_PORT={port} is not a port, from 1 to 65535")
+    return port
+
+
+def is_restart(env: Mapping[str, str]) -> bool:
+    """Whether a launcher repeats an earlier start: torchrun or Determined behind a failure, Slurm queueing again."""
+    first = {"TORCHELASTIC_RESTART_COUNT": 0, "SLURM_RESTART_COUNT": 0, "DET_TRIAL_RUN_ID": 1}
+    return any(env.get(name, "").isdigit() and int(env[name]) > count for name, count in first.items())
 
 
 def default_processes() -> int:
@@ -165,17 +335,19 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _die_with_parent() -> None:
-    """In a new rank: be told to stop (SIGTERM) when the launcher dies, even by SIGKILL (Linux)."""
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+def die_with_parent(signum: int = signal.SIGTERM) -> None:
+    """In a new process: be sent `signum` when its parent dies, even by SIGKILL (Linux; elsewhere nothing)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signum)
 
 
 def run_local(command: list[str], processes: int, grace: float = 1.0) -> int:
     """Run `command` as `processes` ranks on this machine and wait for them.
 
     When a rank fails, the others are told to stop, and killed `grace` seconds later: they may hang in a
-    collective that it will never join.
+    collective that it will never join. One that refuses its input (exit code 2) gives them five times as long
+    to come to that by themselves.
 
     Returns:
         0, or the exit code of the first rank that failed (128 + signal number for one killed by a signal).
@@ -202,8 +374,7 @@ def run_local(command: list[str], processes: int, grace: float = 1.0) -> int:
     for number in range(processes):
         env = common | {"RANK": str(number), "LOCAL_RANK": str(number)}
         # A session of its own: Ctrl-C then reaches the ranks once, from here, and not from the terminal too.
-        on_linux = _die_with_parent if sys.platform == "linux" else None
-        ranks.append(subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=on_linux))
+        ranks.append(subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=die_with_parent))
         for signum in passed_on:  # to ranks that were not there yet
             ranks[-1].send_signal(signum)
 
@@ -216,11 +387,12 @@ def run_local(command: list[str], processes: int, grace: float = 1.0) -> int:
             waiting.remove(rank)
             if rank.returncode and not failure:
                 failure = rank.returncode
-                deadline = time.monotonic() + grace
+                refused = failure == 2  # bad input: the others find it, too, and it is rank 0 that says so
+                deadline = time.monotonic() + (5 * grace if refused else grace)
                 if failure < 0:
                     name = signal.Signals(-failure).name
                     print(f"rank {ranks.index(rank)} was killed by {name}; stopping the others", file=sys.stderr)
-                for other in waiting:
+                for other in [] if refused else waiting:
                     other.terminate()
         if time.monotonic() > deadline:
             for other in waiting:

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,6 +45,8 @@ def choose_device(launch: Launch) -> torch.device:
             )
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
+    if gpus == 1 and launch.launcher not in (None, "torchrun"):
+        return torch.device("cuda", 0)  # srun and mpiexec may show each rank its own alone; NCCL refuses a shared one
     if launch.local_size > gpus:
         raise ConfigError(
             f"{launch.local_size} processes on a machine with {gpus} visible GPUs: start at most {gpus} per machine"
@@ -110,6 +112,24 @@ class World:
                 raise failure or RuntimeError(f"rank {rank} failed: {report[1]}")
         return result  # type: ignore[return-value]  # no failure: action returned it
 
+    def same(self, what: str, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `facts`, if they are the same on every rank: machines may have files of their own.
+
+        Raises:
+            ConfigError: naming what differs, the first rank on which it does, and both values.
+        """
+        first, *rest = self.gather(facts)
+        for rank, others in enumerate(rest, 1):
+            problems = [
+                f"{what}: {key} is {first.get(key)!r} on rank 0 and {others.get(key)!r} on rank {rank}; give all"
+                " machines the same files and arguments"
+                for key in first.keys() | others.keys()
+                if first.get(key) != others.get(key)
+            ]
+            if problems:
+                raise ConfigError(*sorted(problems))
+        return facts
+
     def first(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 alone; every rank gets its result, or its error."""
         return self.gather(self.together(lambda: action() if self.rank == 0 else None))[0]  # type: ignore[return-value]
@@ -151,6 +171,13 @@ def join_world(launch: Launch, timeout: float) -> Iterator[World]:
             f"{where}: not all ranks came within {timeout:g} s (collective_timeout); check that WORLD_SIZE is what"
             f" was started and that this machine reaches {launch.address}"
         ) from None
+    except dist.DistBackendError as error:
+        if "Duplicate GPU" not in str(error):
+            raise
+        raise ConfigError(
+            f"{where}: another rank uses its GPU, too: start at most as many ranks as a machine has GPUs, and let each"
+            " see its own (srun: --gpus-per-task=1) or all (--gpus-per-node)"
+        ) from None
     try:
         control, saver = (_gloo_group(range(launch.world_size), patience) for _ in range(2))
         nodes: list[Any] = [None] * launch.world_size
@@ -166,7 +193,7 @@ def join_world(launch: Launch, timeout: float) -> Iterator[World]:
         raise RankError(
             f"rank {launch.rank}: out of memory ({str(error).splitlines()[0]}); less is needed with a smaller"
             " batch_size (total_batch_size can stay), activation_checkpointing: full, activation_offload: true,"
-            " cpu_offload: true, or more ranks and sharding: full-shard"
+            " cpu_offload: true, more ranks and sharding: full-shard, or a smaller d_model or n_layers"
         ) from error
     finally:
         dist.destroy_process_group()

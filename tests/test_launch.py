@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.errors import ConfigError
-from lm.launch import Launch, free_port, has_gpu, require_torch
+from lm.launch import Launch, first_host, free_port, has_gpu, is_restart, require_torch
 from tests.support import ROOT, run
 
 TORCHRUN = {
@@ -31,11 +31,203 @@ TORCHRUN = {
     "MASTER_PORT": "29500",
 }
 
+SRUN = {  # of `srun --nodes 2 --ntasks-per-node 2`, beside much else
+    "SLURM_JOB_ID": "71",
+    "SLURM_JOB_NODELIST": "gpu[07-08]",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+SBATCH = {  # the shell of such a job, before srun
+    "SLURM_JOB_ID": "71",
+    "SLURM_JOB_NODELIST": "gpu[07-08]",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",  # which is no machine's number
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "PMIX_NAMESPACE": "1376387073",
+    "PMIX_RANK": "3",
+}
+HYDRA = {"MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1", "PMI_FD": "8", "PMI_RANK": "3", "PMI_SIZE": "4"}
+PALS = {
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_LOCAL_SIZE": "2",
+    "PALS_NODEID": "1",
+    "PALS_RANKID": "3",
+    "PMI_LOCAL_RANK": "1",
+    "PMI_LOCAL_SIZE": "2",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+}
+ALL = TORCHRUN | SRUN | OPEN_MPI | HYDRA | PALS
+
 # ---- the environment --------------------------------------------------------------------------------------
 
 
 def test_torchrun_says_where_a_process_stands() -> None:
-    assert Launch.from_env(TORCHRUN) == Launch(3, 4, 1, 2, 1, "node0", 29500)
+    assert Launch.from_env(TORCHRUN) == Launch(3, 4, 1, 2, 1, "node0", 29500, "torchrun")
+
+
+def test_srun_says_where_a_process_stands() -> None:
+    assert Launch.from_env(SRUN) == Launch(3, 4, 1, 2, 1, "gpu07", 20000 + 16 * 71, "srun")
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher"), [(OPEN_MPI, "Open MPI"), (HYDRA, "Hydra"), (PALS, "PALS"), (PALS | HYDRA, "PALS")]
+)
+def test_mpiexec_says_where_a_process_stands_and_pbs_where_the_first_is(
+    env: dict[str, str], launcher: str, tmp_path: Path
+) -> None:
+    (tmp_path / "nodes").write_text("x3001c0s7b0n0\nx3001c0s7b0n0\nx3001c0s7b1n0\n")
+    job = {"PBS_JOBID": "2071.polaris-pbs-01", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    launch = Launch.from_env(env | job)
+    assert launch == Launch(3, 4, 1, 2, 1, "x3001c0s7b0n0", launch.port, launcher)
+    with pytest.raises(ConfigError, match=r"PBS_NODEFILE='.*' cannot be read \(.*No such file"):
+        Launch.from_env(env | job | {"PBS_NODEFILE": str(tmp_path / "gone")})
+    with pytest.raises(ConfigError, match="nothing says on which machine rank 0 is; set MASTER_ADDR"):
+        Launch.from_env(env)
+    by_hand = Launch.from_env(env | job | {"MASTER_ADDR": "here", "MASTER_PORT": "1234"})
+    assert (by_hand.address, by_hand.port) == ("here", 1234)
+
+
+def test_on_one_machine_ranks_meet_on_the_loopback() -> None:
+    one = {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_LOCALID": "3", "SLURM_STEP_NODELIST": "gpu07"}
+    assert Launch.from_env(SRUN | one).address == "127.0.0.1"
+    hydra = HYDRA | {"MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "3"}
+    assert Launch.from_env(hydra) == Launch(3, 4, 3, 4, 0, "127.0.0.1", 20000, "Hydra")
+
+
+def test_one_task_needs_no_rendezvous() -> None:
+    alone = {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "gpu07"}
+    first = {"SLURM_NODEID": "0", "SLURM_LOCALID": "0", "SLURM_PROCID": "0"}
+    assert Launch.from_env(SRUN | alone | first) == Launch(launcher="srun")
+
+
+def test_jobs_that_may_share_a_machine_do_not_share_a_port() -> None:
+    steps = [SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(700) for step in range(16)]
+    ports = [Launch.from_env(step).port or 0 for step in steps]
+    assert len(set(ports)) == len(ports)
+    assert min(ports) >= 20000
+    assert max(ports) < 32768, "which Linux gives out to anybody"
+    two = [
+        Launch.from_env(OPEN_MPI | {"MASTER_ADDR": "a", "PMIX_NAMESPACE": text}).port for text in ("65537", "131073")
+    ]
+    assert two[0] != two[1]
+
+
+@pytest.mark.parametrize("shell", [SBATCH, SBATCH | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}])
+def test_the_shell_of_an_allocation_is_a_single_process(shell: dict[str, str]) -> None:
+    assert Launch.from_env(shell) == Launch()
+
+
+@pytest.mark.parametrize("around", [SRUN, SBATCH, OPEN_MPI, HYDRA, PALS, {"PMI_RANK": "0", "SLURM_STEP_ID": "0"}])
+def test_torchrun_inside_of_other_launchers_is_torchrun(around: dict[str, str]) -> None:
+    assert Launch.from_env(around | TORCHRUN | {"TORCHELASTIC_RUN_ID": "x"}) == Launch.from_env(TORCHRUN)
+
+
+def test_mpiexec_whose_daemons_srun_started_is_mpiexec() -> None:
+    daemon = SRUN | {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    daemon |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    for mpi, launcher in ((OPEN_MPI, "Open MPI"), (HYDRA, "Hydra")):
+        launch = Launch.from_env(daemon | mpi)
+        assert (launch.rank, launch.world_size, launch.address) == (3, 4, "gpu07")
+        assert launch.launcher == launcher
+
+
+def test_srun_that_offers_pmi_is_srun() -> None:
+    assert Launch.from_env(SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "7"}) == Launch.from_env(SRUN)
+
+
+def test_variables_of_torchrun_may_stand_beside_another_launchers_if_they_agree() -> None:
+    same = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    assert Launch.from_env(SRUN | same) == Launch.from_env(SRUN)
+    assert Launch.from_env(SRUN | TORCHRUN).launcher == "srun"
+
+
+@pytest.mark.parametrize("more", [{}, TORCHRUN | {"RANK": "3"}])
+def test_variables_of_torchrun_that_contradict_srun_are_refused(more: dict[str, str]) -> None:
+    """As `export RANK=$SLURM_PROCID` in a batch script makes them, where it is 0 for all."""
+    with pytest.raises(ConfigError) as refused:
+        Launch.from_env(SRUN | more | {"RANK": "0", "WORLD_SIZE": "8"})
+    assert str(refused.value).splitlines() == [
+        "environment: RANK=0, but srun says 3 (SLURM_PROCID); unset RANK, nothing needs it here",
+        "environment: WORLD_SIZE=8, but srun says 4 (SLURM_STEP_NUM_TASKS); unset WORLD_SIZE, nothing needs it here",
+    ]
+
+
+def test_two_mpiexecs_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        Launch.from_env(OPEN_MPI | HYDRA | {"PMI_RANK": "2", "MPI_LOCALRANKID": "0"})
+    assert str(refused.value) == (
+        "environment: Open MPI says rank 3 of 4, Hydra says rank 2 of 4; start with one of them,"
+        " or unset the other's variables"
+    )
+
+
+@pytest.mark.parametrize(
+    ("env", "problem"),
+    [
+        (SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 is outside SLURM_STEP_NUM_TASKS=4; it counts from 0 to"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, r"SLURM_STEP_TASKS_PER_NODE='2\(x3\)' does not fit SLURM_STEP"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x"}, "does not fit SLURM_STEP_NUM_TASKS=4 and SLURM_NODEID=1"),
+        (SRUN | {"SLURM_NODEID": "2"}, "does not fit SLURM_STEP_NUM_TASKS=4 and SLURM_NODEID=2"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK='x' is not a number"),
+        (HYDRA | {"MPI_LOCALRANKID": "0"}, "rank 3 of 4 is number 0 of 2 on its machine; start the same number of"),
+        (HYDRA | {"PMI_SIZE": "5"}, "rank 3 of 5 is number 1 of 2 on its machine; start the same number of ranks on"),
+        (PALS | {"MASTER_ADDR": "a", "MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port, from 1 to 65535"),
+    ],
+)
+def test_variables_of_other_launchers_that_cannot_be_are_named(env: dict[str, str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        Launch.from_env(env)
+
+
+@pytest.mark.parametrize(
+    ("env", "unset"),
+    [
+        (env, name)
+        for env, names in (
+            (SRUN, ["SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"]),
+            (OPEN_MPI, [name for name in OPEN_MPI if name.startswith("OMPI") and "NODE" not in name]),
+            (HYDRA, ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]),
+            (PALS, ["PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"]),
+        )
+        for name in names
+    ],
+)
+def test_half_of_another_launchers_environment_is_refused(env: dict[str, str], unset: str) -> None:
+    with pytest.raises(ConfigError, match=f"set but {unset} not; .* sets all of them in the processes that it starts"):
+        Launch.from_env({name: value for name, value in env.items() if name != unset})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("a[01-03,7],b", "a01"),
+        ("a[7,01-03]", "a7"),
+        ("rack[1-2]-gpu[07,09-12],login", "rack1-gpu07"),
+        ("gpu[08-09]-ib0,x", "gpu08-ib0"),
+        ("127.0.0.[2-3]", "127.0.0.2"),
+        ("", ""),
+    ],
+)
+def test_the_first_machine_of_slurms_list(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
 
 
 @pytest.mark.parametrize("env", [{}, {"PATH": "/bin"}, {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}])
@@ -72,9 +264,10 @@ def test_half_an_environment_is_refused_and_the_missing_half_named(unset: str) -
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.sampled_from([*TORCHRUN]), st.text() | st.integers().map(str)))
-def test_no_environment_gives_anything_but_a_refusal(changes: dict[str, str]) -> None:
-    for env in (changes, TORCHRUN | changes):
+@given(st.dictionaries(st.sampled_from([*ALL]), st.text() | st.integers(-1, 5).map(str) | st.integers().map(str)))
+def test_no_environment_gives_anything_but_a_place_or_a_refusal(changes: dict[str, str]) -> None:
+    for env in ({}, TORCHRUN, SRUN, OPEN_MPI, HYDRA, PALS):
+        env = env | changes
         try:
             launch = Launch.from_env(env)
         except ConfigError:
@@ -277,3 +470,35 @@ def test_a_wrong_command_line_ends_with_2_and_no_traceback(arguments: list[str])
 def test_a_free_port_can_be_listened_on() -> None:
     with socket.create_server(("127.0.0.1", free_port())):
         pass
+
+
+def test_shell_scripts_are_free_of_what_shellcheck_knows() -> None:
+    scripts = [ROOT / ".ci" / "run", *(ROOT / "launch").iterdir()]
+    assert len(scripts) == 3
+    command = [Path(sys.executable).parent / "shellcheck", *scripts]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("env", "restart"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "0", "DET_TRIAL_RUN_ID": "1"}, False),
+        ({"TORCHELASTIC_RESTART_COUNT": "2"}, True),
+        ({"SLURM_RESTART_COUNT": "1"}, True),
+        ({"DET_TRIAL_RUN_ID": "3"}, True),
+        ({"DET_TRIAL_RUN_ID": "x"}, False),
+    ],
+)
+def test_a_start_that_a_launcher_repeats_is_told_from_a_first_one(env: dict[str, str], restart: bool) -> None:
+    assert is_restart(env) == restart
+
+
+def test_what_is_wrong_on_another_machine_is_said_there(tmp_path: Path) -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    command = [sys.executable, str(ROOT / "fsdp.py"), "--config", "nowhere.yaml"]
+    done = subprocess.run(command, env=os.environ | env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("nowhere.yaml: No such file or directory; ")

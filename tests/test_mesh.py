@@ -25,10 +25,12 @@ def place(rank: int, size: int, port: int) -> Launch:
 # ---- meeting ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("machines", [1, 2])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_waits_in_vain_says_for_whom_where_and_how_long(rank: int) -> None:
+def test_a_rank_that_waits_in_vain_says_for_whom_where_and_how_long(rank: int, machines: int) -> None:
     port = free_port()
-    with pytest.raises(RankError) as failed, join_world(place(rank, 2, port), timeout=1):
+    launch = place(rank, 2, port) if machines == 1 else Launch(rank, 2, 0, 1, rank, "127.0.0.1", port)
+    with pytest.raises(RankError) as failed, join_world(launch, timeout=1):
         pass
     assert str(failed.value) == (
         f"rank {rank} of 2, rendezvous at 127.0.0.1:{port}: not all ranks came within 1 s (collective_timeout);"
@@ -36,11 +38,13 @@ def test_a_rank_that_waits_in_vain_says_for_whom_where_and_how_long(rank: int) -
     )
 
 
+@pytest.mark.parametrize("machines", [1, 2])
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-def test_a_port_that_is_taken_is_named(address: str) -> None:
+def test_a_port_that_is_taken_is_named(address: str, machines: int) -> None:
     with socket.create_server((address, 0)) as squatter:
         port = squatter.getsockname()[1]
-        with pytest.raises(RankError) as failed, join_world(place(0, 2, port), timeout=5):
+        launch = place(0, 2, port) if machines == 1 else Launch(0, 2, 0, 1, 0, "127.0.0.1", port)
+        with pytest.raises(RankError) as failed, join_world(launch, timeout=5):
             pass
     assert str(failed.value) == (
         f"rank 0 of 2, rendezvous at 127.0.0.1:{port}: the port is taken by another process; choose another MASTER_PORT"
@@ -88,6 +92,12 @@ def test_each_rank_has_a_gpu_of_its_own(gpus: SimpleNamespace) -> None:
     assert [choose_device(place(rank, 2, 1)) for rank in range(2)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
+@pytest.mark.parametrize("launcher", ["srun", "Open MPI", "PALS", "Hydra"])
+def test_a_launcher_may_show_each_rank_its_own_gpu_alone(launcher: str, gpus: SimpleNamespace) -> None:
+    gpus.count = 1
+    assert choose_device(Launch(3, 4, 1, 2, 1, "node0", 1, launcher)) == torch.device("cuda", 0)
+
+
 def test_more_ranks_than_gpus_are_refused(gpus: SimpleNamespace) -> None:
     gpus.count = 1
     with pytest.raises(ConfigError) as refused:
@@ -120,9 +130,16 @@ def test_bfloat16_on_a_gpu_without_it_is_refused_and_auto_is_float16(gpus: Simpl
     gpus.capability = (7, 5)
     gpu = torch.device("cuda", 0)
     with pytest.raises(ConfigError) as refused:
-        precision.compute_dtype(precision.PrecisionConfig(amp_dtype="bfloat16"), gpu)
+        precision.compute_dtype(precision.PrecisionConfig(amp_dtype="bfloat16", float8=None), gpu)
     assert str(refused.value) == "amp_dtype: Tesla T4 has no bfloat16; use amp_dtype: float16 or auto"
-    assert precision.compute_dtype(precision.PrecisionConfig(amp_dtype="auto"), gpu) == torch.float16
+    assert precision.compute_dtype(precision.PrecisionConfig(amp_dtype="auto", float8=None), gpu) == torch.float16
+
+
+def test_float8_on_a_gpu_without_it_is_refused(gpus: SimpleNamespace) -> None:
+    gpus.capability = (8, 0)
+    with pytest.raises(ConfigError) as refused:
+        precision.compute_dtype(precision.PrecisionConfig(amp_dtype="auto", float8="rowwise"), torch.device("cuda", 0))
+    assert str(refused.value) == "float8: Tesla T4 has none; use float8: null"
 
 
 # ---- deciding together ------------------------------------------------------------------------------------
@@ -153,6 +170,8 @@ def meet(world: World) -> dict[str, Any]:
         "together": outcome(lambda: world.together(lambda: world.rank * 10)),
         "together, refused": outcome(lambda: world.together(fail_beyond_0)),
         "together, crashed": outcome(lambda: world.together(crash_on_1)),
+        "same": outcome(lambda: world.same("data", {"a": 1, "b": [2]})),
+        "same, refused": outcome(lambda: world.same("data", {"a": 1, "b": world.rank // 2})),
         "first": outcome(lambda: world.first(lambda: called.append(world.rank) or f"by {world.rank}")),
         "first, refused": outcome(lambda: world.first(never)),
         "called": called,
@@ -167,6 +186,10 @@ def test_ranks_go_on_together_or_fail_together() -> None:
     assert second["together, crashed"].startswith("ZeroDivisionError: ")
     assert first["together, crashed"].startswith("RuntimeError: rank 1 failed: ZeroDivisionError: ")
     assert third["together, crashed"] == first["together, crashed"]
+    assert {rank["same"] for rank in (first, second, third)} == {"got {'a': 1, 'b': [2]}"}
+    assert {rank["same, refused"] for rank in (first, second, third)} == {
+        "ConfigError: data: b is 0 on rank 0 and 1 on rank 2; give all machines the same files and arguments"
+    }
     assert {rank["first"] for rank in (first, second, third)} == {"got 'by 0'"}
     assert {rank["first, refused"] for rank in (first, second, third)} == {"RunError: not today"}
     assert [rank["called"] for rank in (first, second, third)] == [[0], [], []]
