@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -24,6 +25,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
+import determined as det
 import torch
 import torch.distributed.checkpoint as dcp
 from determined import core
@@ -37,6 +39,7 @@ from lm.manifest import (
     DELETED,
     FORMAT,
     INDEX,
+    MANIFEST,
     CheckpointError,
     FileRecord,
     Kept,
@@ -48,6 +51,8 @@ from lm.manifest import (
     retire,
     superfluous,
     verify,
+    whole_checkpoints,
+    write_durably,
     write_manifest,
 )
 from lm.mesh import World
@@ -64,6 +69,9 @@ class CheckpointConfig(BaseModel):
     resume: str = Field(
         "auto", description="auto = go on from the newest whole checkpoint; fresh = start anew; or a checkpoint's path"
     )
+    init_from: str | None = Field(
+        None, description="checkpoint or run to start with the weights of: a folder, or on a cluster a uuid"
+    )
 
 
 class Stateful(Protocol):
@@ -77,6 +85,7 @@ class Checkpointer:
 
     Args:
         folder: where checkpoints are kept off the cluster, None on it.
+        beside: further files of every checkpoint, by name: the tokenizer's.
         background: called first in every writing thread, to choose its process group.
     """
 
@@ -86,12 +95,14 @@ class Checkpointer:
         context: core.CheckpointContext,
         ranks: World,
         folder: Path | None,
+        beside: Mapping[str, bytes],
         background: Callable[[], None],
     ) -> None:
         self._config = config
         self._context = context
         self._ranks = ranks
         self._folder = folder
+        self._beside = beside
         self._in_place = context._storage_manager.store_path_is_direct_access()
         self._stager = DefaultStager(
             StagingOptions(
@@ -186,10 +197,19 @@ class Checkpointer:
             with _explaining(path, needed):
                 writer = dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True, overwrite=False)
                 dcp.save(staged, storage_writer=writer, process_group=group)
-                names = [file.name for file in path.glob(f"__{rank}_*")] + ([INDEX] if rank == 0 else [])
+                names = [file.name for file in path.glob(f"__{rank}_*")]
+                if rank == 0:
+                    for name, content in self._beside.items():
+                        write_durably(path / name, content)
+                    names += [INDEX, *self._beside]
                 return {name: record(path / name) for name in names}
 
         def seal(files: dict[str, FileRecord]) -> None:
+            if self._in_place and (unseen := sorted(name for name in files if not (path / name).exists())):
+                raise RunError(
+                    f"{path}: {unseen[0]} was written, but not where {socket.gethostname()} can see it; checkpoints"
+                    " have to be in a folder that all machines share"
+                )
             fields = {"format": FORMAT, "time": time.time(), "world_size": self._ranks.size, "files": files}
             with _explaining(path, needed):
                 write_manifest(path, Manifest.model_validate(dict(about) | fields))
@@ -235,8 +255,15 @@ class Checkpointer:
             CheckpointError: it is damaged, and nothing was read; or it was made to harm, and some of it was read.
             ConfigError: its tensors are not those of the objects; every difference is listed, nothing was read.
         """
-        with nullcontext(self._folder / uuid) if self._folder else self._context.restore_path(uuid) as where:
+        place = Path(uuid) if Path(uuid).is_absolute() else self._folder and self._folder / uuid
+        with nullcontext(place) if place else self._context.restore_path(uuid) as where:
             path = Path(where)
+            seen = self._ranks.gather((path / MANIFEST).is_file())
+            if any(seen) and not all(seen):
+                raise ConfigError(
+                    f"{path}: this checkpoint is there for rank {seen.index(True)}, and not for rank"
+                    f" {seen.index(False)}; it has to be in a folder that all machines share"
+                )
             try:
                 manifest = self._ranks.together(lambda: self._check(path))
                 wanted = _named(choose(manifest))
@@ -283,6 +310,34 @@ class Checkpointer:
         else:  # every machine has files of its own
             verify(path, manifest, launch.local_rank, launch.local_size)
         return manifest
+
+
+def find_checkpoints(
+    config: CheckpointConfig, info: det.ClusterInfo | None, folder: Path | None, restarted: bool
+) -> list[str]:
+    """What to go on from, best first: uuids on the cluster, folders off it; nothing to start anew.
+
+    Args:
+        folder: where a run off the cluster keeps its checkpoints.
+        restarted: a launcher repeats an earlier start, whose checkpoints then come before what `resume` asked for.
+
+    Raises:
+        ConfigError: `resume` names a folder that is not there.
+        CheckpointError: there were checkpoints, and none is whole.
+    """
+    named: list[str] = []
+    if config.resume not in ("auto", "fresh"):
+        if not info and not Path(config.resume).is_dir():
+            raise ConfigError(f"resume: {config.resume}: no such folder; use auto, fresh or a checkpoint's folder")
+        named = [config.resume if info else str(Path(config.resume).absolute())]
+    if config.resume != "auto" and not restarted:
+        own: list[str] = []
+    elif folder is None:
+        own = [info.latest_checkpoint] if info and info.latest_checkpoint else []
+    else:
+        whole = whole_checkpoints(folder, lambda line: print(line, file=sys.stderr))
+        own = [str(path.absolute()) for path in whole]
+    return own + named
 
 
 def _named(state: Mapping[str, Stateful]) -> dict[str, Tensor]:

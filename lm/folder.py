@@ -15,7 +15,7 @@ import re
 import socket
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,40 @@ class RunFolder:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
 
-    def acquire(self, fresh: bool) -> None:
+    def hold(
+        self, first: Callable[[Callable[[], str]], str], together: Callable[[Callable[[], None]], None], fresh: bool
+    ) -> None:
+        """`acquire` on rank 0 for all ranks, and see on each that it is the same folder.
+
+        Args:
+            first: runs an action on rank 0 alone and gives all ranks what it returned.
+            together: runs an action on every rank, and fails on all where one fails.
+
+        Raises:
+            ConfigError: a machine has another folder in this place; and as `acquire`.
+        """
+        holder = first(lambda: self.acquire(fresh))
+        together(lambda: self._refuse_another(holder))
+
+    def _refuse_another(self, holder: str) -> None:
+        try:
+            found = (self.path / "lock").read_text()
+        except OSError as error:
+            found = f"no lock ({error.strerror})\n"
+        if found != holder:
+            raise ConfigError(
+                f"{self.path.absolute()}: held by {holder.strip()}, but {socket.gethostname()} has another folder"
+                f" there, with {found.strip()}; start from a folder that all machines share"
+            )
+
+    def acquire(self, fresh: bool) -> str:
         """Make the folder, readable by its owner alone, and hold it until this process ends.
 
         Args:
             fresh: move what an earlier run left to `before-<time>/` inside it.
+
+        Returns:
+            What the lock says of its holder.
 
         Raises:
             ConfigError: the folder cannot be written, or others can: what is in it could be anyone's.
@@ -61,8 +90,7 @@ class RunFolder:
                 path.mkdir(mode=0o700, exist_ok=True)
             for path in (self.path, self.checkpoints):
                 _refuse_others(path)
-            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)  # never closed: held to the end
-            holder = _lock(lock)
+            holder = hold(self.path / "lock")
         except OSError as error:
             raise ConfigError(
                 f"{self.path}: cannot be written and locked ({error.strerror}); give this user write access to"
@@ -70,12 +98,9 @@ class RunFolder:
             ) from None
         if holder:
             raise RunError(f"{self.path}: held by {holder}; wait for it, stop it, or choose another run_name")
-        os.ftruncate(lock, 0)
-        started = time.strftime("%Y-%m-%d %H:%M:%S")
-        holder = f"process {os.getpid()} on {socket.gethostname()} since {started}\n"
-        os.pwrite(lock, holder.encode(), 0)
         if fresh:
             self._set_aside()
+        return (self.path / "lock").read_text()
 
     def _set_aside(self) -> None:
         left = [path for path in (self.checkpoints, self.tensorboard, self.config, self.metrics) if path.exists()]
@@ -88,27 +113,34 @@ class RunFolder:
         self.checkpoints.mkdir(mode=0o700)
         self.tensorboard.mkdir(mode=0o700)
 
-    def write_config(self, experiment: Mapping[str, Any]) -> None:
-        """Keep what the run was started with, as an experiment file that starts it again."""
-        self.config.write_text(yaml.safe_dump(dict(experiment), sort_keys=False))
+    def write_config(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Keep what the run was started with, as an experiment file that goes on with it."""
+        again = {"run_name": self.path.name, "resume": "auto"}
+        self.config.write_text(yaml.safe_dump({"hyperparameters": dict(hyperparameters) | again}, sort_keys=False))
 
 
-def _lock(lock: int) -> str | None:
-    """Lock the file `lock` and return None, or say who has locked it.
+def hold(path: Path) -> str | None:
+    """Lock the file `path` until this process ends and return None, or say who has locked it.
 
     A process that was killed keeps its lock until the kernel is done with its last write, which takes
     a moment; a run that is started again at once waits for that.
     """
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # never closed: held to the end
     deadline = time.monotonic() + DYING_SECONDS
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return None
+            break
         except BlockingIOError:
             holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
             if not _is_dying(holder) or time.monotonic() > deadline:
                 return holder
             time.sleep(0.05)
+    os.ftruncate(lock, 0)
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()} since {started}\n".encode(), 0)
+    os.fsync(lock)  # other machines may be about to look at it
+    return None
 
 
 def _is_dying(holder: str) -> bool:

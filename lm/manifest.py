@@ -15,8 +15,10 @@ import os
 import pickle
 import re
 import shutil
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import is_dataclass
+from enum import EnumType
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -34,7 +36,7 @@ INDEX = ".metadata"
 DELETED = ".deleted-"
 COMMITTED = ".committed"
 """Stands beside a run's checkpoints once one of them was completed."""
-FILE_NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+FILE_NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata|tokenizer(_config)?\.json|chat_template\.jinja")
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -61,8 +63,9 @@ class Manifest(BaseModel):
     validation_loss: float | None = Field(description="at this step, in nats per token")
     hyperparameters: dict[str, Any]
     model: dict[str, Any]
-    tokenizer: str | None
+    tokenizer: str | None = Field(description="its identity: bytes, or what says which files; null: tokens are no text")
     data: dict[str, str]
+    source: list[dict[str, Any]] | None = Field(None, description="state of a streamed dataset behind `step`, by rank")
     loss_scaled: bool = Field(description="float16: there is a loss scale among the tensors")
     trial_id: int | None = Field(description="the Determined trial that wrote it")
     files: dict[str, FileRecord]
@@ -90,13 +93,17 @@ def _sealed(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields | {"checksum": checksum}, indent=1).encode()
 
 
+def write_durably(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Make `folder` a checkpoint, in one atomic move, durably."""
     draft = folder / f"{MANIFEST}.draft"
-    with draft.open("wb") as file:
-        file.write(_sealed(manifest.model_dump(mode="json")))
-        file.flush()
-        os.fsync(file.fileno())
+    write_durably(draft, _sealed(manifest.model_dump(mode="json")))
     draft.rename(folder / MANIFEST)
     for place in (folder, folder.parent):
         handle = os.open(place, os.O_RDONLY)
@@ -165,10 +172,10 @@ def verify(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> N
             raise CheckpointError(f"{folder / name}: damaged, its checksum is not that of what was written")
 
 
-def is_intact(folder: Path, manifest: Manifest) -> bool:
-    """Whether `verify` finds nothing."""
+def is_intact(folder: Path, part: int, parts: int) -> bool:
+    """Whether `verify` finds nothing in each `parts`-th file of a checkpoint from `part` on."""
     try:
-        verify(folder, manifest)
+        verify(folder, read_manifest(folder), part, parts)
     except CheckpointError:
         return False
     return True
@@ -202,6 +209,38 @@ def whole_checkpoints(folder: Path, say: Callable[[str], None]) -> list[Path]:
     if problems and not found:
         say(f"{folder}: none was ever completed, starting at step 0")
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def find_checkpoint(where: Path) -> Path:
+    """The checkpoint that `where` means: itself, or the newest one of a run's folder.
+
+    Raises:
+        ConfigError: there is no such folder, or no checkpoint in the run yet.
+        CheckpointError: the run has checkpoints, but none is whole.
+    """
+    if not where.is_dir():
+        raise ConfigError(f"{where}: no such folder; give a checkpoint's or a run's")
+    checkpoints = where / "checkpoints"
+    if not checkpoints.is_dir():
+        return where
+    whole = whole_checkpoints(checkpoints, lambda line: print(line, file=sys.stderr))
+    if not whole:
+        raise ConfigError(f"{where}: no checkpoint yet")
+    return whole[0]
+
+
+def find_initial(init_from: str | None, on_cluster: bool) -> list[str]:
+    """What `init_from` names: the absolute path of a checkpoint or of a run's newest, or on a cluster a uuid.
+
+    Raises:
+        ConfigError, CheckpointError: as `find_checkpoint`.
+    """
+    if init_from is None or (on_cluster and "/" not in init_from):
+        return [init_from] if init_from else []
+    try:
+        return [str(find_checkpoint(Path(init_from)).absolute())]
+    except ConfigError as error:
+        raise ConfigError(f"init_from: {error}") from None
 
 
 class Kept(NamedTuple):
@@ -246,6 +285,13 @@ def retire(folder: Path, keep: int | None, newest: str, damaged: Collection[str]
         shutil.rmtree(gone)
 
 
+def _member(kind: Any, name: Any) -> Any:
+    """What pickles of Python 3.11.0 to 3.11.3 want `getattr` for: a member of an enumeration, and nothing else."""
+    if not (isinstance(kind, EnumType) and isinstance(name, str) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}")
+    return kind.__members__[name]
+
+
 class _IndexUnpickler(pickle._Unpickler):
     """Reads DCP's index and refuses to make anything else: a pickle can otherwise run code.
 
@@ -276,6 +322,8 @@ class _IndexUnpickler(pickle._Unpickler):
     stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) not in self.ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return super().find_class(module, name)

@@ -321,6 +321,32 @@ def test_a_disk_that_is_full_sooner_than_reckoned_leaves_nothing_half_written(
         verify(disk / good, read_manifest(disk / good))
 
 
+def use_disks_of_their_own(world: World, folder: Path) -> tuple[str | None, str | None]:
+    """Ranks with a folder each, which only look alike: what saving says, and restoring what one of them has."""
+    disk = folder / f"disk-{world.rank}"
+    disk.mkdir()
+    with opened(world, folder) as checkpointer:
+        name = save(checkpointer, world, 1)
+    if world.rank == 0:
+        (folder / name).rename(disk / name)
+    with opened(world, disk) as checkpointer:
+        saving = attempt(lambda: save(checkpointer, world, 2))
+        return saving, attempt(lambda: checkpointer.restore(name, lambda _: {"model": toy(0)}))
+
+
+def test_machines_with_disks_of_their_own_neither_save_nor_restore_half_a_checkpoint(tmp_path: Path) -> None:
+    results = run_ranks(2, use_disks_of_their_own, tmp_path)
+    for saving, restoring in results:
+        assert saving is not None
+        assert "__1_0.distcp was written, but not where" in saving
+        assert restoring is not None
+        assert restoring.endswith(
+            "this checkpoint is there for rank 0, and not for rank 1; it has to be in a folder that all machines share"
+        )
+    (only,) = (tmp_path / "disk-0").iterdir()
+    verify(only, read_manifest(only))
+
+
 # ---- keeping ------------------------------------------------------------------------------------------
 
 

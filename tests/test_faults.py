@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from lm import config, metrics, optim, parallelize, precision, watch
+from lm import config, metrics, optim, parallelize, watch
 from lm.manifest import read_manifest, verify
 from lm.mesh import World
 from model import Transformer
@@ -192,16 +192,22 @@ def test_a_run_that_is_told_to_stop_during_a_long_validation_saves_and_ends_with
 # ---- killed, stopped, hung ----------------------------------------------------------------------------
 
 
+def seconds_to_end(job: Disturbed) -> tuple[int, str, float]:
+    """Wait for the end of `job`, which leaves no process: its exit code, what it said, and how long that took."""
+    began = time.monotonic()
+    code, _, errors = job.finish()
+    seconds = time.monotonic() - began
+    assert not job.left()
+    print(f"{seconds:.2f} s")
+    return code, errors, seconds
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named_and_all_is_over_within_two_seconds(victim: int, tmp_path: Path) -> None:
     with disturbed(tmp_path) as job:
         job.wait_for("checkpoint")
         job.ranks()[victim].kill()
-        began = time.monotonic()
-        code, _, errors = job.finish()
-        seconds = time.monotonic() - began
-        assert not job.left()
-    print(f"{seconds:.2f} s")
+        code, errors, seconds = seconds_to_end(job)
     assert seconds < 2
     assert code == 128 + signal.SIGKILL
     assert f"rank {victim} was killed by SIGKILL; stopping the others" in errors
@@ -215,11 +221,7 @@ def test_a_stopped_rank_is_named_within_the_timeout_and_five_seconds(victim: int
     with disturbed(tmp_path, f"collective_timeout={timeout}") as job:
         job.wait_for("checkpoint")
         job.ranks()[victim].suspend()
-        began = time.monotonic()
-        code, _, errors = job.finish()
-        seconds = time.monotonic() - began
-        assert not job.left()
-    print(f"{seconds:.2f} s")
+        code, errors, seconds = seconds_to_end(job)
     assert seconds < timeout + 5
     assert code == 1
     assert f"waited {timeout} s (collective_timeout) for another: rank {victim} does not answer" in errors
@@ -253,11 +255,7 @@ Loader.training = goes_no_further
     with disturbed(tmp_path, f"collective_timeout={timeout}", start=scripted(script)) as job:
         job.wait_for("validation  step    3")
         job.ranks()
-        began = time.monotonic()
-        code, _, errors = job.finish()
-        seconds = time.monotonic() - began
-        assert not job.left()
-    print(f"{seconds:.2f} s")
+        code, errors, seconds = seconds_to_end(job)
     assert seconds < timeout + 5
     assert code == 1
     assert named in errors
@@ -305,7 +303,7 @@ def spoil(world: World, how: str) -> dict[str, Any]:
     with torch.device("meta"):
         model = Transformer(hp)
     shape = parallelize.mesh_shape(hp, world.size, world.size)
-    model = parallelize.parallelize(model, hp, world.mesh(*shape), precision.mixed_precision_policy(None), 1)
+    model = parallelize.parallelize(model, hp, world.mesh(*shape), None, 1)
     optimizer = optim.Optimizer(hp, model.named_parameters())
     scale = torch.ones(())
     meter = metrics.Meter(world.device, world.gather, 1.0, None)
@@ -352,10 +350,10 @@ from model import Transformer
 forward = Transformer.forward
 calls = 0
 
-def spoiled(self, inputs, targets):
+def spoiled(self, *micro):
     global calls
     calls += self.training
-    return forward(self, inputs, targets) * (float("nan") if rank == 1 and self.training and calls in (5, 6) else 1)
+    return forward(self, *micro) * (float("nan") if rank == 1 and self.training and calls in (5, 6) else 1)
 
 Transformer.forward = spoiled
 """

@@ -97,7 +97,7 @@ def test_fresh_moves_what_was_there_aside() -> None:
     first.acquire(fresh=True)
     (first.checkpoints / "one").mkdir()
     first.metrics.write_text("{}")
-    first.write_config({"name": "x"})
+    first.write_config({"lr": 1})
     elsewhere_lock = first.path / "lock"
     elsewhere_lock.unlink()  # as if its process had ended
     RunFolder("x").acquire(fresh=True)
@@ -122,8 +122,8 @@ def test_the_config_that_is_kept_starts_the_same_run_again() -> None:
     folder = RunFolder("x")
     folder.acquire(fresh=False)
     hp = config.read({"hyperparameters": {"model": "llama3.2-1b", "lr": "1e-4", "prompt": "é: #"}}, [], "test")
-    folder.write_config({"hyperparameters": hp.model_dump(mode="json")})
-    assert config.load(folder.config, []) == hp
+    folder.write_config(hp.model_dump(mode="json") | {"resume": "fresh"})
+    assert config.load(folder.config, []) == hp.model_copy(update={"run_name": "x"})
     assert yaml.safe_load(folder.config.read_text())["hyperparameters"]["d_model"] == 2048
 
 

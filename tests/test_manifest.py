@@ -19,7 +19,7 @@ import torch
 from determined import core
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.fsdp import fully_shard
 
 from lm.checkpoint import CheckpointConfig, Checkpointer, load_weights
@@ -28,6 +28,7 @@ from lm.manifest import (
     MANIFEST,
     CheckpointError,
     Reader,
+    _IndexUnpickler,
     _sealed,
     read_manifest,
     record,
@@ -67,7 +68,7 @@ def opened(world: World, folder: Path, **settings: Any) -> Iterator[Checkpointer
     distributed = TorchDistributedContext(world)
     with core.init(distributed=distributed, checkpoint_storage=str(folder)) as context:
         config = CheckpointConfig.model_validate(settings)
-        yield Checkpointer(config, context.checkpoint, world, folder, distributed.use_saver_group)
+        yield Checkpointer(config, context.checkpoint, world, folder, {}, distributed.use_saver_group)
 
 
 def save(checkpointer: Checkpointer, world: World, step: int, value: float | None = None, **about: Any) -> str:
@@ -387,7 +388,15 @@ def unicode(text: str) -> bytes:
     return b"\x8c" + bytes([len(text)]) + text.encode()
 
 
+GETATTR = "builtins getattr"
+ENCODING = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
 LAYOUT, META = "torch.serialization _get_layout", "torch.distributed.checkpoint.metadata Metadata"
+
+
+def test_an_enumerations_member_is_read_however_python_pickles_it() -> None:
+    pickled = call(GETATTR, ENCODING + unicode("TORCH_PRESERVE_FORMAT") + b"\x86R")
+    assert pickle.loads(pickled) is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    assert _IndexUnpickler(io.BytesIO(pickled)).load() is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
 
 
 @pytest.mark.parametrize(
@@ -404,6 +413,12 @@ LAYOUT, META = "torch.serialization _get_layout", "torch.distributed.checkpoint.
         (call("torch.serialization load", b""), "it asks for torch.serialization.load"),
         (call("numpy load", b""), "it asks for numpy.load"),
         (call("builtins eval", b""), "it asks for builtins.eval"),
+        (
+            call(GETATTR, b"c" + META.replace(" ", "\n").encode() + b"\n" + unicode("__init__") + b"\x86R"),
+            "it asks for '__init__'",
+        ),
+        (call(GETATTR, ENCODING + unicode("__class__") + b"\x86R"), "it asks for '__class__'"),
+        (call(GETATTR, ENCODING + b"]\x86R"), "it asks for "),
         (b"\x80\x04" + unicode(META.split()[0]) + unicode("Metadata.__init__") + b"\x93.", "it asks for .*__init__"),
         (call("torch Size", b"]K\x00K\x00\x86\x85R"), "not callable"),
         (call(META, b")\x81"), "state_dict_metadata"),

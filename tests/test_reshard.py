@@ -8,29 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from determined import core
 from torch.distributed.tensor import DTensor
 
-from lm import checkpoint, config, optim, parallelize, precision
-from lm.mesh import TorchDistributedContext, World
+from lm import checkpoint, config, optim, parallelize
+from lm.mesh import World
 from model import Transformer
 from tests.support import TINY, run_ranks
+from tests.test_manifest import ABOUT, opened
 
 STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
 RANKS = (1, 2, 3, 4)
-ABOUT = {
-    "step": 1,
-    "sharding": "",
-    "total_batch_size": 1,
-    "tokens": 0,
-    "validation_loss": None,
-    "hyperparameters": {},
-    "model": {},
-    "tokenizer": None,
-    "data": {},
-    "loss_scaled": False,
-    "trial_id": None,
-}
 WIDTH = {"d_model": 36, "vocab_size": 61, "n_layers": 1}  # rows that no number of ranks divides
 
 
@@ -42,7 +29,7 @@ def build(world: World, sharding: str, seed: int) -> tuple[Transformer, optim.Op
     with torch.device("meta"):
         model = Transformer(hp)
     shape = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
-    parallelize.parallelize(model, hp, world.mesh(*shape), precision.mixed_precision_policy(None), seed)
+    parallelize.parallelize(model, hp, world.mesh(*shape), None, seed)
     optimizer = optim.Optimizer(hp, model.named_parameters())
     for name, parameter in model.named_parameters():
         for moment in ("exp_avg", "exp_avg_sq"):
@@ -50,21 +37,13 @@ def build(world: World, sharding: str, seed: int) -> tuple[Transformer, optim.Op
     return model, optimizer
 
 
-def checkpointer(world: World, folder: Path, context: core.Context) -> checkpoint.Checkpointer:
-    distributed = context.distributed
-    assert isinstance(distributed, TorchDistributedContext)
-    settings = checkpoint.CheckpointConfig.model_validate({"keep_checkpoints": None})
-    return checkpoint.Checkpointer(settings, context.checkpoint, world, folder, distributed.use_saver_group)
-
-
 def write(world: World, folder: Path) -> list[str]:
     """Save a model under every strategy; returns the uuids."""
     uuids = []
-    with core.init(distributed=TorchDistributedContext(world), checkpoint_storage=str(folder)) as context:
-        saver = checkpointer(world, folder, context)
+    with opened(world, folder, keep_checkpoints=None) as saver:
         for sharding in STRATEGIES:
             model, optimizer = build(world, sharding, seed=7)
-            saver.save({"model": model, "optim": optimizer}, ABOUT)
+            saver.save({"model": model, "optim": optimizer}, ABOUT | {"step": 1})
             uuids.append(saver.settle()[1])
     return uuids
 
@@ -78,8 +57,7 @@ def differences(world: World, folder: Path, uuids: list[str]) -> list[str]:
     plain = dict(build(world, "no-shard", seed=7)[0].named_parameters())
     expected = {name: whole(parameter) for name, parameter in plain.items()}
     wrong = []
-    with core.init(distributed=TorchDistributedContext(world), checkpoint_storage=str(folder)) as context:
-        reader = checkpointer(world, folder, context)
+    with opened(world, folder) as reader:
         for sharding in STRATEGIES:
             model, optimizer = build(world, sharding, seed=8)
             parts: dict[str, checkpoint.Stateful] = {"model": model, "optim": optimizer}

@@ -167,3 +167,35 @@ def test_fresh_moves_the_old_run_aside_and_deletes_nothing(tmp_path: Path) -> No
     assert files(aside / "checkpoints" / old.name)
     assert len((aside / "metrics.jsonl").read_text().splitlines()) == 4
     assert old.name not in {path.name for path in checkpoints(tmp_path).values()}
+
+
+@pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_launchers_restart_goes_on_whatever_the_first_start_was_told(variable: str, tmp_path: Path) -> None:
+    elsewhere = run(tmp_path, "max_steps=2", "run_name=elsewhere")
+    assert elsewhere.returncode == 0, elsewhere.stderr
+    source = checkpoints(tmp_path, "elsewhere")[2]
+    restart: dict[str, Any] = {variable: "1"}
+    for resume, begins in (("fresh", None), (str(source), "step 2")):
+        name = f"run_name={'fresh' if begins is None else 'from'}"
+        first = run(tmp_path, "max_steps=3", name, f"resume={resume}")
+        assert first.returncode == 0, first.stderr
+        assert ("going on" in first.stdout) == (begins is not None)
+        again = run(tmp_path, "max_steps=4", name, f"resume={resume}", **restart)
+        assert again.returncode == 0, again.stderr
+        assert "going on from checkpoint" in again.stdout
+        assert ", step 3" in again.stdout
+    assert not list((tmp_path / "runs" / "fresh").glob("before-*"))
+
+
+def test_a_restart_before_the_first_checkpoint_begins_where_the_first_start_did(tmp_path: Path) -> None:
+    assert run(tmp_path, "max_steps=2", "run_name=elsewhere").returncode == 0
+    source = checkpoints(tmp_path, "elsewhere")[2]
+    done = run(tmp_path, "max_steps=3", f"resume={source}", TORCHELASTIC_RESTART_COUNT="1")
+    assert done.returncode == 0, done.stderr
+    assert f"going on from checkpoint {source.name}, step 2" in done.stdout
+
+
+def test_validating_alone_keeps_a_config_that_can_be_read_again(tmp_path: Path) -> None:
+    assert run(tmp_path, "max_epochs=-1").returncode == 0
+    kept = config.load(tmp_path / "runs" / "test" / "config.yaml", [])
+    assert (kept.max_epochs, kept.max_steps, kept.run_name) == (-1, None, "test")

@@ -82,7 +82,7 @@ def _enter(rank: int, port: int, endpoint: str, folder: Path, action: Callable[.
         context = Reporting(distributed, manager)
         context.reported = []
         config = CheckpointConfig.model_validate({"keep_checkpoints": 2})
-        checkpointer = Checkpointer(config, context, world, None, distributed.use_saver_group)
+        checkpointer = Checkpointer(config, context, world, None, {}, distributed.use_saver_group)
         results.put((rank, action(world, checkpointer, context, local)))
 
 
