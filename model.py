@@ -14,13 +14,16 @@ H query heads, G key-value heads, K head size, F d_ff, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 IGNORE = -100
 """Target value of a position that does not count in the loss."""
@@ -165,6 +168,16 @@ class ModelConfig(BaseModel):
             return self.d_ff
         return 256 * math.ceil(8 * self.d_model / 3 / 256) if self.ffn == "swiglu" else 4 * self.d_model
 
+    def uses_flex(self, device: torch.device, training: bool) -> bool:
+        """Whether FlexAttention attends inside documents; it knows neither dropout nor heads smaller than 16."""
+        return device.type == "cuda" and self.head_dim >= 16 and not (training and self.dropout)
+
+    def structure(self) -> dict[str, Any]:
+        """What weights mean something in: every key spelled out, but for `dropout`, the preset's name, and the longest
+        sequence where positions are rotary."""
+        left_out = {"model", "dropout"} | ({"max_seq_len"} if self.positions == "rope" else set())
+        return self.model_dump(mode="json", exclude=left_out) | {"d_ff": self.ffn_width, "n_kv_heads": self.kv_heads}
+
     def parameter_counts(self) -> dict[str, int]:
         """Number of parameters by part: `embedding`, `positions`, `blocks`, `norm`, `head` (0 if tied)."""
         d, f, kv = self.d_model, self.ffn_width, self.kv_heads * self.head_dim
@@ -231,8 +244,8 @@ class KVCache:
 class Positions(NamedTuple):
     """What attention has to know about where tokens stand; the same for every layer."""
 
-    rope: tuple[Tensor, Tensor] | None  # cos and sin, (T, K/2) float32
-    mask: Tensor | None  # (T, S), true where a query may look; None = all of S, or causal
+    rope: tuple[Tensor, Tensor] | None  # cos and sin, (T, K/2) or (B, 1, T, K/2) float32
+    mask: Tensor | BlockMask | None  # (T, S) or (B, 1, T, T), true where a query may look; None = all of S, or causal
     causal: bool
 
 
@@ -267,6 +280,12 @@ def make_norm(config: ModelConfig) -> nn.Module:
     return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias != "none")
 
 
+@functools.cache
+def compiled_flex() -> Callable[..., Any]:
+    """Attention under a mask, which never holds the scores of a whole row."""
+    return torch.compile(flex_attention)
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped queries (Ainslie et al., 2023), on PyTorch's fused kernels."""
 
@@ -290,15 +309,21 @@ class Attention(nn.Module):
             q, k = rotate(q, positions.rope), rotate(k, positions.rope)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
-        y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=positions.mask,
-            is_causal=positions.causal,
-            dropout_p=c.dropout if self.training else 0.0,
-            enable_gqa=c.kv_heads != c.n_heads,
-        )
+        grouped = c.kv_heads != c.n_heads
+        if isinstance(positions.mask, BlockMask):
+            compiled = torch.compiler.is_compiling() or not x.is_cuda  # on CUDA it is slow as it stands
+            flex = flex_attention if compiled else compiled_flex()
+            y = flex(q, k, v, block_mask=positions.mask, enable_gqa=grouped)
+        else:
+            y = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=positions.mask,
+                is_causal=positions.causal,
+                dropout_p=c.dropout if self.training else 0.0,
+                enable_gqa=grouped,
+            )
         return self.output(y.transpose(1, 2).reshape(batch, length, c.d_model))
 
 
@@ -348,11 +373,52 @@ class Embedding(nn.Module):
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.max_seq_len, config.d_model) if learned else None
 
-    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:  # (B, T), (T,) -> (B, T, D)
+    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:  # (B, T), (T,) or (B, T) -> (B, T, D)
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions(places)
         return F.dropout(x, self.dropout, self.training)
+
+
+_LOGITS = {"cpu": 2**24, "cuda": 2**29}
+"""Values that a chunk of logits has: on a CPU they stay in its cache, a GPU needs large products."""
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Sum of -log p(target) of the logits `x @ weight.T`, which are there for a chunk of rows at a time.
+
+    The result is a number, so the gradients of a chunk follow while its logits are there; backward scales them with
+    what the number's own gradient is. Source: Hsu et al., Liger Kernel (2024), section 3.2.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+        """`x` `(N, D)`, `weight` `(V, D)`, `targets` `(N,)`; `rows` of N at a time. Returns nats, a float32 scalar."""
+        learning = any(ctx.needs_input_grad)
+        nats = torch.zeros((), device=x.device)
+        x_grads, weight_grad = [], None
+        for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
+            logits = F.linear(part, weight).float()
+            counts = wanted != IGNORE
+            target = torch.where(counts, wanted, 0)[:, None]
+            log_sum = logits.logsumexp(dim=-1, keepdim=True)
+            nats = nats + torch.where(counts, (log_sum - logits.gather(-1, target)).squeeze(-1), 0).sum()
+            if learning:
+                hit = torch.arange(len(weight), device=x.device) == target
+                grad = torch.where(counts[:, None], (logits - log_sum).exp() - hit.float(), 0).to(x.dtype)
+                x_grads.append(grad @ weight)
+                term = grad.T @ part
+                weight_grad = (
+                    term if len(part) == len(x) else term.float() + (0 if weight_grad is None else weight_grad)
+                )
+        if learning:
+            ctx.save_for_backward(torch.cat(x_grads), weight_grad)
+        return nats
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_grad, weight_grad = ctx.saved_tensors
+        return x_grad * grad, (weight_grad * grad).to(x_grad.dtype), None, None
 
 
 class Head(nn.Module):
@@ -369,10 +435,16 @@ class Head(nn.Module):
     def forward(self, x: Tensor, targets: Tensor | None, tied: Tensor | None) -> Tensor:
         weight = tied if self.output is None else self.output.weight
         assert weight is not None
-        logits = F.linear(self.norm(x), weight)
+        x = self.norm(x)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+            return F.linear(x, weight)
+        x, targets = x.flatten(0, 1), targets.flatten()
+        # float16's gradients would leave its range before the loss scale reaches them.
+        if (x.is_cuda or torch.compiler.is_compiling()) and x.dtype != torch.float16:
+            rows = max(1, _LOGITS["cuda" if x.is_cuda else "cpu"] // len(weight))
+            return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, rows))
+        logits = F.linear(x, weight).float()
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
 
 
 class Transformer(nn.Module):
@@ -389,8 +461,18 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.head = Head(config)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
         """Score `tokens` `(B, T)` of ids.
+
+        Args:
+            documents: `(B, T)`, numbers that change where a document of its own begins: positions start anew
+                there, and attention stays inside each. None = a row is one document.
 
         Returns one of:
             with `targets` `(B, T)`: the sum of -log p(target) in nats over all targets that are not
@@ -403,7 +485,11 @@ class Transformer(nn.Module):
         if end > self.config.max_seq_len:
             raise ValueError(f"{end} tokens are more than max_seq_len {self.config.max_seq_len}")
         places = torch.arange(start, end, device=tokens.device)
-        positions = self._positions(places, end)
+        if documents is not None:
+            in_blocks = self.config.uses_flex(tokens.device, self.training)
+            positions, places = self._positions_inside(documents, places, in_blocks)
+        else:
+            positions = self._positions(places, end)
         x = self.embedding(tokens, places)  # B T D
         for block in self.blocks:
             x = block(x, positions, cache)
@@ -414,16 +500,46 @@ class Transformer(nn.Module):
 
     def _positions(self, places: Tensor, end: int) -> Positions:
         c = self.config
-        rope = None
-        if c.positions == "rope":
-            angles = torch.outer(places.float(), rope_frequencies(c, places.device))  # T K/2
-            rope = (angles.cos(), angles.sin())
+        rope = self._rope(places)
         if c.sliding_window is not None and end > c.sliding_window:
             distance = places[:, None] - torch.arange(end, device=places.device)  # T S
             return Positions(rope, (distance >= 0) & (distance < c.sliding_window), causal=False)
         if len(places) not in (1, end):  # a chunk behind cached positions: causal, but not a square
             return Positions(rope, places[:, None] >= torch.arange(end, device=places.device), causal=False)
         return Positions(rope, None, causal=len(places) > 1)
+
+    def _positions_inside(self, documents: Tensor, row: Tensor, in_blocks: bool) -> tuple[Positions, Tensor]:
+        """As `_positions`, for rows of several documents; also each token's place in its document, `(B, T)`.
+
+        Args:
+            row: `(T,)`, 0 to T - 1.
+            in_blocks: for FlexAttention, which skips what is masked, rather than a mask of every pair.
+        """
+        begins = torch.ones_like(documents, dtype=torch.bool)
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        begin = torch.where(begins, row, 0).cummax(dim=1).values  # B T: where in the row the document began
+        oldest = begin  # that a query sees
+        if self.config.sliding_window is not None:
+            oldest = torch.maximum(begin, row - self.config.sliding_window + 1)
+
+        def visible(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (key >= oldest[b, query])
+
+        rope = self._rope(row - begin)
+        if in_blocks:
+            mask = create_block_mask(visible, len(documents), None, len(row), len(row), device=row.device)
+            return Positions(rope, mask, causal=False), row - begin
+        b = torch.arange(len(documents), device=row.device)[:, None, None, None]
+        mask = visible(b, b, row[:, None], row)  # B 1 T T
+        return Positions(rope, mask, causal=False), row - begin
+
+    def _rope(self, places: Tensor) -> tuple[Tensor, Tensor] | None:  # (T,) or (B, T)
+        if self.config.positions != "rope":
+            return None
+        angles = places.float()[..., None] * rope_frequencies(self.config, places.device)
+        if places.dim() == 2:
+            angles = angles[:, None]  # every head's
+        return angles.cos(), angles.sin()
 
     def fsdp_units(self) -> list[nn.Module]:
         """Modules to shard one by one, in the order of the forward pass; the rest goes to the root.

@@ -105,9 +105,9 @@ class Optimizer:
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        norm = norm / loss_scale.to(norm.device)
-        skipped = (~torch.isfinite(norm)).float()
         divisor = loss_scale.to(norm.device)
+        norm = norm / divisor
+        skipped = (~torch.isfinite(norm)).float()
         if self._clip is not None:
             divisor = divisor * torch.clamp(norm / self._clip, min=1.0)
         # The attributes by which torch.amp.GradScaler drives a fused optimizer: gradients are divided by

@@ -3,7 +3,7 @@
 The five sharding strategies are one path: `fully_shard` over a mesh of R replicas of S shards each.
 
     full-shard          R = 1    S = W    parameters gathered for forward and again for backward (ZeRO-3)
-    grad-shard          R = 1    S = W    gathered once, kept until backward is done (ZeRO-2)
+    grad-shard          R = 1    S = W    gathered once a step, kept until its last backward (ZeRO-2)
     no-shard            R = W    S = 1    plain data parallelism (DDP)
     hybrid-full-shard   R = W/g  S = g    full-shard inside groups of g ranks, replicas across them (HSDP)
     hybrid-grad-shard   R = W/g  S = g    grad-shard inside the groups
@@ -18,16 +18,19 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
+from torch._functorch import config as partitioner
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lm import seeds
 from lm.errors import ConfigError
-from model import Transformer
+from lm.precision import mixed_precision_policy
+from model import ModelConfig, Transformer
 
 
 class ParallelConfig(BaseModel):
@@ -46,8 +49,13 @@ class ParallelConfig(BaseModel):
     )
     activation_offload: bool = Field(False, description="keep activations saved for backward in host memory")
     compile: Literal["auto"] | bool = Field(
-        "auto", description="compile each block and the head; auto = on GPUs, where it pays from the first minute"
+        "auto", description="compile each block and the head; auto = on GPUs, where it pays early, and for float8"
     )
+
+    @property
+    def reshards(self) -> bool:
+        """Whether what is gathered for forward is freed behind it, and gathered again for backward."""
+        return self.sharding.endswith("full-shard")
 
 
 def mesh_shape(config: ParallelConfig, ranks: int, ranks_per_node: int) -> tuple[int, int]:
@@ -67,13 +75,64 @@ def mesh_shape(config: ParallelConfig, ranks: int, ranks_per_node: int) -> tuple
     return ranks // group, group
 
 
+def memory_bytes(model: ModelConfig, shards: int, batch_size: int, seq_len: int) -> dict[str, int]:
+    """Estimate what a GPU needs to train in a 16-bit dtype with activation_checkpointing: full, in bytes by part.
+
+    state: parameters, gradients and AdamW's two moments in float32, 16 bytes a parameter over all `shards`.
+    gathered: 16-bit copies, of all where there is one shard, else of two units, the one in use and the next;
+        and a unit's gradients, in 16 bits and on their way to other ranks in float32.
+    activations: every block's input, and the larger of what one block saves while it is recomputed and the
+        logits with their loss (16 bits, and twice float32).
+    """
+    counts = model.parameter_counts()
+    unit = max(counts["blocks"] // model.n_layers, counts["embedding"] + counts["positions"], counts["head"])
+    copies = model.n_parameters if shards == 1 else 2 * unit
+    d, f, kv = model.d_model, model.ffn_width, model.kv_heads * model.head_dim
+    block = 2 * (4 * d + 2 * kv + {"swiglu": 4, "gelu": 2, "relu": 1}[model.ffn] * f)
+    block += (16 if model.norm == "rmsnorm" else 4) * d  # PyTorch's RMSNorm keeps its input and output in float32
+    block += 2 * (2 * d + kv) if model.positions == "rope" else 0
+    return {
+        "state": 16 * model.n_parameters // shards,
+        "gathered": 2 * copies + 6 * unit,
+        "activations": batch_size * seq_len * (2 * d * model.n_layers + max(block, 10 * model.vocab_size)),
+    }
+
+
+def attention_kernel(model: ModelConfig, documents: bool, dtype: torch.dtype | None, device: torch.device) -> str:
+    """What computes attention in training: "FlexAttention", or the one that PyTorch chooses for these shapes, e.g.
+    "cudnn attention", "flash attention", "math".
+
+    Args:
+        documents: whether rows hold several, which must not see each other.
+    """
+    if documents and model.uses_flex(device, training=True):
+        return "FlexAttention"
+    length = model.max_seq_len
+    q, k = (
+        torch.empty(1, heads, length, model.head_dim, dtype=dtype, device=device, requires_grad=True)
+        for heads in (model.n_heads, model.kv_heads)
+    )
+    masked = documents or (model.sliding_window or length) < length
+    mask = torch.ones(length, length, dtype=torch.bool, device=device) if masked else None
+    grouped = model.kv_heads != model.n_heads
+    choice = torch._fused_sdp_choice(q, k, k, mask, model.dropout, not masked, enable_gqa=grouped)
+    return SDPBackend(choice).name.lower().replace("_", " ")
+
+
 def parallelize(
-    model: Transformer, config: ParallelConfig, mesh: DeviceMesh, precision: MixedPrecisionPolicy, seed: int
+    model: Transformer,
+    config: ParallelConfig,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None,
+    seed: int,
+    float8: str | None = None,
 ) -> Transformer:
     """Transform `model` (on the meta device) in place, and give every rank its shard of the initial weights.
 
     Args:
+        float8: torchao's recipe for the blocks' matrix products, "tensorwise" or "rowwise"; None = none.
         mesh: dimensions "replicate" and "shard", as `mesh_shape` says.
+        dtype: of the compute; None = float32.
         seed: of the initial weights, which depend on neither the world size nor the strategy.
     """
     on_gpu = mesh.device_type == "cuda"
@@ -81,38 +140,64 @@ def parallelize(
 
     # Each transform wraps what the one before it made, inside out. They replace `forward` and not the
     # module, so that parameter names stay as they are in model.py.
+    # 1. Matrix products in 8 bits: other modules with the same parameters.
+    if float8:
+        _use_float8(model.blocks, float8)
     for block in model.blocks:
-        # 1. Recomputation, innermost: what is compiled must contain it.
+        # 2. Recomputation, innermost: what is compiled must contain it.
         if config.activation_checkpointing != "none":
             block.forward = partial(_recompute(config.activation_checkpointing), block.forward)
         if config.activation_offload:
             block.forward = _offload_saved(block)
-    # 2. Compilation, per block: one block's code serves all. FSDP's hooks stay outside of it.
-    if config.compile is True or (config.compile == "auto" and on_gpu):
+    # 3. Compilation, per block: one block's code serves all. FSDP's hooks stay outside of it.
+    if config.compile is True or (config.compile == "auto" and (on_gpu or float8)):
+        # Left alone, the partitioner keeps a ReLU's mask beside the output it follows from, for the view in between.
+        partitioner.recompute_views = True
         for part in (*model.blocks, model.head):
             part.forward = torch.compile(part.forward, fullgraph=not config.activation_offload)
-    # 3. Sharding, unit by unit, then the root with what is left.
+    # 4. Sharding, unit by unit, then the root with what is left.
     replicas = mesh.size(0)
     shard: Any = partial(
         fully_shard,
         mesh=mesh if replicas > 1 else mesh["shard"],
-        mp_policy=precision,
-        reshard_after_forward=config.sharding.endswith("full-shard"),
+        mp_policy=mixed_precision_policy(dtype),
+        reshard_after_forward=config.reshards,
         offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if config.cpu_offload else OffloadPolicy(),
     )
     for unit in units:
         shard(unit)
     shard(model)
-    # 4. Memory and initial values, for this rank's shards alone.
+    for last in (model, model.head):  # backward begins where forward ends: with the head, and what the root holds
+        if isinstance(last, FSDPModule):
+            last.set_reshard_after_forward(False, recurse=False)
+    if isinstance(model.embedding, FSDPModule):  # its backward looks at ids, not at weights
+        model.embedding.set_unshard_in_backward(False)
+    # 5. Memory and initial values, for this rank's shards alone.
     model.to_empty(device="cpu" if config.cpu_offload else mesh.device_type)
     initialize(model, seed)
     return model
 
 
-def sync_gradients(model: nn.Module, sync: bool) -> None:
-    """Whether the next backward reduces gradients over ranks (the last micro-step) or keeps adding them up."""
+def begin_micro_step(model: nn.Module, config: ParallelConfig, last: bool) -> None:
+    """Whether the next backward reduces gradients over ranks (the last micro-step) or keeps adding them up.
+
+    Unless a strategy frees what it gathered behind forward, it keeps it for the next micro-step, too: the most
+    memory is needed where forward ends, and then all is gathered anyway.
+    """
     assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(sync)
+    model.set_requires_gradient_sync(last)
+    if not config.reshards:
+        model.set_reshard_after_backward(last)
+
+
+def _use_float8(blocks: nn.Module, recipe: str) -> None:
+    """Let the linear layers in `blocks` multiply in 8 bits, where both widths are the multiples of 16 that it takes."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def fits(module: nn.Module, _name: str) -> bool:
+        return isinstance(module, nn.Linear) and module.in_features % 16 == 0 == module.out_features % 16
+
+    convert_to_float8_training(blocks, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=fits)
 
 
 # ---- activation checkpointing -------------------------------------------------------------------------
@@ -121,6 +206,7 @@ def sync_gradients(model: nn.Module, sync: bool) -> None:
 _KEPT_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,

@@ -6,6 +6,7 @@ in the compute dtype, and gradients are reduced in float32.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Literal
 
 import torch
@@ -22,14 +23,29 @@ class PrecisionConfig(BaseModel):
     amp_dtype: Literal["auto", "bfloat16", "float16"] | None = Field(
         "auto", description="compute dtype; auto = bfloat16 where native, float16 on older GPUs, else null = float32"
     )
+    float8: Literal["tensorwise", "rowwise"] | None = Field(
+        None, description="the blocks' matrix products in 8 bits, scaled tensor by tensor or row by row (needs torchao)"
+    )
 
 
 def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype | None:
     """The dtype of forward and backward on `device`; None = float32 throughout.
 
     Raises:
-        ConfigError: bfloat16 on a GPU without it (compute capability below 8).
+        ConfigError: bfloat16 on a GPU without it (compute capability below 8), or float8 without what it needs.
     """
+    dtype = _compute_dtype(config, device)
+    if config.float8:
+        if dtype != torch.bfloat16:
+            raise ConfigError(f"float8: needs amp_dtype: bfloat16, here it is {dtype or torch.float32}")
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+            raise ConfigError(f"float8: {torch.cuda.get_device_name(device)} has none; use float8: null")
+        if importlib.util.find_spec("torchao") is None:
+            raise ConfigError("float8: needs torchao: pip install torchao -c constraints.txt")
+    return dtype
+
+
+def _compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype | None:
     if config.amp_dtype is None:
         return None
     if config.amp_dtype == "float16":

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import IGNORE, PRESETS, KVCache, ModelConfig, Transformer, rope_frequencies
+from model import IGNORE, PRESETS, KVCache, LinearCrossEntropy, ModelConfig, Transformer, rope_frequencies
 
 TINY: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 24}
 LLAMA: dict[str, Any] = TINY | {
@@ -41,6 +42,18 @@ STYLES = {
     "one key-value head": TINY | {"n_kv_heads": 1},
 }
 every_style = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+
+
+DOCUMENTS = [7, 1, 5, 11]
+"""Lengths of documents that fill a row."""
+
+
+def packed(seed: int = 3) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Documents, and a row `(1, 24)` of them all with the number of each position's document."""
+    generator = torch.Generator().manual_seed(seed)
+    parts = [torch.randint(64, (length,), generator=generator) for length in DOCUMENTS]
+    numbers = torch.repeat_interleave(torch.arange(len(DOCUMENTS)), torch.tensor(DOCUMENTS))
+    return parts, torch.cat(parts)[None], numbers[None]
 
 
 def on_meta(config: ModelConfig) -> Transformer:
@@ -396,6 +409,52 @@ def test_targets_that_are_all_ignored_give_no_loss_and_no_gradient() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler, which meets its own
+@pytest.mark.parametrize(("rows", "compiled"), [(1, False), (3, False), (10, False), (64, False), (3, True)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_the_loss_in_chunks_is_the_loss_with_its_gradients(
+    dtype: torch.dtype, tolerance: float, rows: int, compiled: bool
+) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(10, 16, dtype=dtype), torch.randn(50, 16, dtype=dtype)
+    targets = torch.randint(50, (10,))
+    targets[[2, 7]] = IGNORE
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy((x @ weight.T).float(), targets, ignore_index=IGNORE, reduction="sum")
+
+    def chunked(x: Tensor, weight: Tensor) -> Tensor:
+        return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, rows))
+
+    results = []
+    for loss_of in (plain, torch.compile(chunked, fullgraph=True) if compiled else chunked):
+        inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        loss = loss_of(*inputs)
+        (0.3 * loss).backward()
+        results.append((loss.detach(), *(value.grad for value in inputs)))
+    for expected, found in zip(*results, strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.linalg.vector_norm(found - expected) <= tolerance * torch.linalg.vector_norm(expected)
+    with torch.no_grad():
+        assert chunked(x, weight).item() == pytest.approx(results[1][0].item(), rel=1e-5)
+
+
+def test_the_loss_in_chunks_never_holds_the_logits_of_all_rows() -> None:
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.dim() == 2 and out.shape[-1] == 1000:
+                self.size = max(self.size, len(out))
+            return out
+
+    x, weight = torch.randn(64, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
+    with Largest() as largest:
+        cast(Tensor, LinearCrossEntropy.apply(x, weight, torch.randint(1000, (64,)), 16)).backward()
+    assert largest.size == 16
+
+
 def test_dropout_acts_in_training_alone_and_follows_the_seed() -> None:
     model = make(GPT2 | {"dropout": 0.3})
     tokens = tokens_of(model)
@@ -465,3 +524,34 @@ def test_the_units_to_shard_hold_every_parameter_but_tied_ends(style: dict[str, 
     left = [name for name, p in model.named_parameters() if id(p) not in held]
     ends = [name for name, _ in model.named_parameters() if name.startswith(("embedding", "head"))]
     assert left == (ends if model.config.tie_embeddings else [])
+
+
+# ---- several documents in a row --------------------------------------------------------------------------------
+
+
+@every_style
+def test_documents_in_a_row_know_nothing_of_each_other(style: dict[str, Any]) -> None:
+    model = make(style)
+    parts, row, numbers = packed()
+    together = model(row, documents=numbers)[0]
+    alone = torch.cat([model(part[None])[0] for part in parts])
+    assert torch.allclose(together, alone, atol=1e-4, rtol=1e-4)
+    both = model(row.expand(2, -1), documents=torch.cat([numbers, torch.zeros_like(numbers)]))
+    assert torch.allclose(both[0], alone, atol=1e-4, rtol=1e-4)
+    assert torch.allclose(both[1], model(row)[0], atol=1e-4, rtol=1e-4)
+
+
+@every_style
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_sees_what_the_plain_mask_shows(style: dict[str, Any]) -> None:
+    model = make(style)
+    _, row, numbers = packed()
+    numbers = numbers.expand(2, -1)
+    tokens = row.expand(2, -1)
+    with torch.no_grad():  # on the CPU it knows no backward
+        shown, places = model._positions_inside(numbers, torch.arange(24), in_blocks=False)
+        in_blocks, again = model._positions_inside(numbers, torch.arange(24), in_blocks=True)
+        assert torch.equal(places, again)
+        x = model.embedding(tokens, places)
+        expected = model.blocks[0](x, shown)
+        assert torch.allclose(model.blocks[0](x, in_blocks), expected, atol=1e-4, rtol=1e-4)

@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from determined import core
+from torch.distributed.checkpoint import FileSystemReader
 
 import fsdp
-from lm import config, optim, parallelize, precision
+from lm import config, optim, parallelize
 from lm.data import loader
+from lm.data.rows import Mixture
 from lm.folder import RunFolder
 from lm.mesh import TorchDistributedContext, World
-from model import Transformer
+from model import IGNORE, ModelConfig, Transformer
 from tests.support import TINY, run_ranks
 
 STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
@@ -37,21 +40,28 @@ BASE = TINY | {
 }
 
 
-def plain_losses(changes: dict[str, Any]) -> list[float]:
-    """Training losses of the textbook loop: one process, whole batches, PyTorch's own clipping and AdamW."""
+def prepared(changes: dict[str, Any]) -> tuple[config.Hyperparameters, Mixture, loader.Loader, Transformer]:
+    """What a run of one plain process starts with: settings, samples, their order, and the initial model."""
     hp = config.read({"hyperparameters": BASE | changes}, [], "test")
     data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 8, 7)
-    batches = loader.Loader(hp, data, 8, 0, 1, 7, torch.device("cpu"))
+    assert isinstance(data.train, Mixture)
     model = Transformer(hp)
     parallelize.initialize(model, 7)
+    return hp, data.train, loader.Loader(hp, data, 8, 0, 1, 7, torch.device("cpu")), model
+
+
+def plain_losses(changes: dict[str, Any]) -> list[float]:
+    """Training losses of the textbook loop: one process, whole batches, PyTorch's own clipping and AdamW."""
+    hp, source, batches, model = prepared(changes)
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": hp.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=hp.lr, betas=(hp.beta1, hp.beta2))
     losses = []
     for step in range(STEPS):
-        rows = torch.stack([torch.from_numpy(data.train[i]) for i in batches.sample_ids(step)])
-        loss = model(rows[:, :-1], rows[:, 1:].contiguous()) / rows[:, 1:].numel()
+        rows = [source[i] for i in batches.sample_ids(step)]
+        inputs, targets = (torch.from_numpy(np.stack(part)) for part in list(zip(*rows, strict=True))[:2])
+        loss = model(inputs, targets) / targets.numel()
         losses.append(loss.item())
         loss.backward()
         assert hp.grad_clip is not None
@@ -60,6 +70,27 @@ def plain_losses(changes: dict[str, Any]) -> list[float]:
             group["lr"] = optim.learning_rate(hp, step, STEPS)
         adamw.step()
         adamw.zero_grad()
+    return losses
+
+
+def sample_by_sample(changes: dict[str, Any]) -> list[float]:
+    """Training losses on packed samples, of one process that puts each piece of a sample through the model alone."""
+    hp, source, batches, model = prepared(changes)
+    optimizer = optim.Optimizer(hp, model.named_parameters())
+    losses = []
+    for step in range(STEPS):
+        nats, count = torch.zeros(()), 0
+        for inputs, targets, documents in (source[i] for i in batches.sample_ids(step)):
+            assert documents is not None
+            for document in np.unique(documents):
+                piece = documents == document
+                learned = torch.from_numpy(targets[piece])
+                logits = model(torch.from_numpy(inputs[piece])[None])[0]
+                nats = nats + F.cross_entropy(logits, learned, reduction="sum", ignore_index=IGNORE)
+                count += int((learned != IGNORE).sum())
+        (nats / count).backward()
+        losses.append(nats.item() / count)
+        optimizer.step(optim.learning_rate(hp, step, STEPS), torch.ones(()))
     return losses
 
 
@@ -137,6 +168,22 @@ def test_recomputation_under_dropout_draws_the_same_numbers(two_ranks: dict[str,
     assert two_ranks["dropout"] != pytest.approx(plain_losses({}), rel=1e-3)
 
 
+@pytest.mark.parametrize("positions", ["learned", "rope"])
+def test_packed_samples_have_the_loss_of_each_alone_over_all_ranks_and_micro_steps(
+    positions: str, tmp_path: Path
+) -> None:
+    lines = [
+        {"prompt": f"{n} squared is ", "completion": f"{n * n}, which is {'even' if n % 2 else 'odd'}"}
+        for n in range(60)
+    ]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    name = str(tmp_path / "samples.jsonl")
+    data = {"dataset": "jsonl", "train_data": name, "val_data": name, "loss_on": "completion", "vocab_size": 264}
+    changes = data | {"batch_size": 1, "max_seq_len": 40, "positions": positions}
+    losses = run_ranks(2, run_each, str(tmp_path), {"packed": changes})[0]["packed"]
+    assert losses == pytest.approx(sample_by_sample(changes), rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", LOW)
 def test_lower_precision_follows_float32(dtype: str, two_ranks: dict[str, list[float]]) -> None:
     assert two_ranks[dtype] == pytest.approx(plain_losses({}), rel=1e-2)
@@ -149,6 +196,38 @@ def test_compiled_blocks_compute_the_same(tmp_path: Path) -> None:
     assert run_ranks(1, run_each, str(tmp_path), runs)[0]["compiled"] == pytest.approx(plain_losses({}), rel=1e-5)
 
 
+def test_float8_learns_as_bfloat16_does_and_keeps_the_parameters_names(tmp_path: Path) -> None:
+    base: dict[str, Any] = {"d_model": 32, "n_heads": 4, "amp_dtype": "bfloat16", "compile": False}
+    recipes: list[str | None] = [None, "tensorwise", "rowwise"]
+    losses = run_ranks(2, run_each, str(tmp_path), {str(recipe): base | {"float8": recipe} for recipe in recipes})[0]
+    for recipe in ("tensorwise", "rowwise"):
+        assert losses[recipe] != losses["None"]
+        assert losses[recipe] == pytest.approx(losses["None"], rel=0.02)
+    folders = (
+        next((tmp_path / "runs" / str(recipe) / "checkpoints").glob("*/manifest.json")).parent for recipe in recipes
+    )
+    names = [set(FileSystemReader(folder).read_metadata().state_dict_metadata) for folder in folders]
+    assert names[0] == names[1] == names[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "documents", "device", "kernel"),
+    [
+        ({}, False, "cpu", "flash attention"),
+        ({"n_heads": 8, "n_kv_heads": 2}, False, "cpu", "flash attention"),
+        ({"sliding_window": 8}, False, "cpu", "flash attention"),
+        ({"dropout": 0.1}, False, "cpu", "math"),
+        ({}, True, "cpu", "flash attention"),
+        ({"d_model": 128}, True, "cuda", "FlexAttention"),
+    ],
+)
+def test_the_kernel_that_computes_attention_is_named(
+    settings: dict[str, Any], documents: bool, device: str, kernel: str
+) -> None:
+    model = ModelConfig.model_validate({"d_model": 64, "n_heads": 4, "max_seq_len": 32} | settings)
+    assert parallelize.attention_kernel(model, documents, torch.bfloat16, torch.device(device)) == kernel
+
+
 def initial_weights(world: World, shardings: list[str]) -> list[dict[str, Any]]:
     """On every rank: the whole initial weights under each of `shardings`, as arrays by name."""
     found = []
@@ -157,7 +236,7 @@ def initial_weights(world: World, shardings: list[str]) -> list[dict[str, Any]]:
         with torch.device("meta"):
             model = Transformer(hp)
         shape = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
-        parallelize.parallelize(model, hp, world.mesh(*shape), precision.mixed_precision_policy(None), 7)
+        parallelize.parallelize(model, hp, world.mesh(*shape), None, 7)
         found.append({name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()})  # type: ignore
     return found
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from lm.errors import ConfigError
 from lm.precision import LossScaler, PrecisionConfig, compute_dtype, mixed_precision_policy
 
 CPU = torch.device("cpu")
@@ -42,6 +45,16 @@ def test_auto_is_the_default_and_other_names_are_refused() -> None:
     assert PrecisionConfig.model_validate({}).amp_dtype == "auto"
     with pytest.raises(ValidationError, match="amp_dtype"):
         chosen("float64")
+
+
+def test_float8_needs_bfloat16_and_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"amp_dtype": "bfloat16", "float8": "tensorwise"}
+    assert compute_dtype(PrecisionConfig.model_validate(settings), CPU) == torch.bfloat16
+    with pytest.raises(ConfigError, match=r"^float8: needs amp_dtype: bfloat16, here it is torch.float32$"):
+        compute_dtype(PrecisionConfig.model_validate(settings | {"amp_dtype": None}), CPU)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"^float8: needs torchao: pip install torchao -c constraints.txt$"):
+        compute_dtype(PrecisionConfig.model_validate(settings), CPU)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
