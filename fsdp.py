@@ -9,16 +9,18 @@ then `run`, then `train`; the parts that they introduce to each other are the fi
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lm.launch import Launch, before_torch
+from lm.launch import Launch, before_torch, is_restart, run_and_exit
 
 before_torch()  # has its say in the environment first
 
@@ -26,11 +28,11 @@ import determined as det  # noqa: E402
 import torch  # noqa: E402
 from determined import core  # noqa: E402
 
-from lm import checkpoint, config, metrics, optim, parallelize, precision, sampling, seeds  # noqa: E402
+from lm import checkpoint, cluster, config, metrics, optim, parallelize, precision, sampling, seeds  # noqa: E402
 from lm.data import loader  # noqa: E402
 from lm.errors import ConfigError, RankError, RunError  # noqa: E402
 from lm.folder import RunFolder  # noqa: E402
-from lm.manifest import Manifest, is_intact, read_manifest, whole_checkpoints  # noqa: E402
+from lm.manifest import Manifest, find_initial, is_intact  # noqa: E402
 from lm.mesh import TorchDistributedContext, World, join_world  # noqa: E402
 from lm.profiling import profiling  # noqa: E402
 from lm.stop import StopRequest  # noqa: E402
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
     args = parser.parse_args(arguments)
     os.umask(0o077)  # what a run writes is its owner's alone
-    launch = Launch()
+    launch, info, folder, joined = Launch(), None, None, False
     try:
         launch = Launch.from_env(os.environ)
         info = det.get_cluster_info()
@@ -54,9 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             folder = RunFolder(hp.run_name or args.config.stem)
         else:
             hp = config.read({**info.trial._config, "hyperparameters": info.trial.hparams}, args.overrides, "trial")
-            folder = None
         with (
             join_world(launch, hp.collective_timeout) as world,
+            cluster.patient(),
             core.init(
                 distributed=TorchDistributedContext(world),
                 checkpoint_storage=str(folder.checkpoints.absolute()) if folder else None,
@@ -64,12 +66,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ) as context,
             Watch(world.store, launch.rank, world.size, hp.collective_timeout) as watch,
         ):
+            joined = True
             run(hp, world, context, info, folder, watch.reached)
         return 0
     except RunError as error:
-        if launch.rank == 0 or isinstance(error, RankError):
+        # Until the ranks have met, what is wrong on another machine is known there alone.
+        if speaks := isinstance(error, RankError) or (launch.rank if joined else launch.local_rank) == 0:
             print(error, file=sys.stderr)
-        return error.exit_code
+        return cluster.exit_code(error, info, speaks)
 
 
 @dataclass(frozen=True)
@@ -121,33 +125,37 @@ def run(
     seed = hp.seed if hp.seed is not None else info.trial.trial_seed if info else config.DEFAULT_SEED
     total = loader.total_batch(hp, world.size)
     mesh_shape = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
-    dtype = precision.compute_dtype(hp, device)
+    dtype = world.together(lambda: precision.compute_dtype(hp, device))
+    world.same("devices", {"kind": device.type, "amp_dtype": str(dtype)})
+    restarted = is_restart(os.environ)
     if folder:
-        world.first(lambda: folder.acquire(fresh=hp.resume == "fresh"))
-    data = world.together(lambda: loader.open_data(hp, hp.vocab_size, hp.max_seq_len, total, seed))
+        folder.hold(world.first, world.together, fresh=hp.resume == "fresh" and not restarted)
+    data = world.together(lambda: loader.open_data(hp, hp.vocab_size, hp.max_seq_len, total, seed, rank, world.size))
     if hp.prompt is not None and data.tokenizer is None:
         raise ConfigError(f"prompt: dataset {hp.dataset} has no tokenizer to read it with")
-    steps = hp.run_length(len(data.train) / total)
-    settings = hp.model_dump(mode="json") | {"seed": seed}
+    epoch = data.samples and data.samples / total
+    steps = hp.run_length(epoch)
+    settings = dict(world.same("hyperparameters", hp.model_dump(mode="json") | {"seed": seed}))
     about = {
         "sharding": hp.sharding,
         "total_batch_size": total,
         "hyperparameters": settings,
         "model": {key: settings[key] for key in ModelConfig.model_fields},
-        "tokenizer": data.tokenizer.name if data.tokenizer else None,
-        "data": data.fingerprint(),
+        **world.same("data", data.describe()),
         "loss_scaled": dtype == torch.float16,
         "trial_id": info.trial.trial_id if info else None,
     }
-    earlier = world.first(lambda: find_checkpoints(hp, info, folder))
-    if folder and hp.resume == "auto" and world.first(lambda: is_complete(earlier, about, steps)):
+    earlier = world.first(lambda: checkpoint.find_checkpoints(hp, info, folder and folder.checkpoints, restarted))
+    initial = [] if earlier else world.first(lambda: find_initial(hp.init_from, info is not None))
+    finished = folder and hp.resume == "auto" and world.first(lambda: config.is_complete(earlier, about, steps))
+    if folder and finished and all(world.gather(is_intact(Path(earlier[0]), rank, world.size))):
         say(f"{folder.path} is complete: {steps} steps. To extend it: max_steps={2 * steps}; anew: resume=fresh")
         return
 
     # The model is sharded before it has any memory; the rest is made around it.
     with torch.device("meta"):
         model = Transformer(hp)
-    model = parallelize.parallelize(model, hp, world.mesh(*mesh_shape), precision.mixed_precision_policy(dtype), seed)
+    model = parallelize.parallelize(model, hp, world.mesh(*mesh_shape), dtype, seed, hp.float8)
     training = Training(
         hp=hp,
         world=world,
@@ -157,7 +165,7 @@ def run(
         scaler=precision.LossScaler(dtype, device),
         loader=loader.Loader(hp, data, total, rank, world.size, seed, device),
         checkpointer=checkpoint.Checkpointer(
-            hp, context.checkpoint, world, folder and folder.checkpoints, distributed.use_saver_group
+            hp, context.checkpoint, world, folder and folder.checkpoints, data.files(), distributed.use_saver_group
         ),
         meter=metrics.Meter(
             device, world.gather, hp.flops_per_token(hp.max_seq_len), metrics.peak_flops(device, dtype)
@@ -171,15 +179,19 @@ def run(
         about=about,
     )
     say = training.reporter.say  # beside the progress bar
+    numbers = f"float8 {hp.float8}" if hp.float8 else str(dtype or torch.float32).removeprefix("torch.")
+    attention = parallelize.attention_kernel(hp, data.validation[0].documents is not None, dtype, device)
+    for note in data.notes:
+        say(note)
     say(
         f"{hp.n_parameters / 1e6:,.1f}M parameters, {hp.sharding} over {world.size} x {device.type},"
-        f" {str(dtype or torch.float32).removeprefix('torch.')}; {total} x {hp.max_seq_len} tokens a step,"
-        f" {len(data.train) / total:,.0f} steps an epoch"
+        f" {numbers}, {attention}; {total} x {hp.max_seq_len} tokens a step, "
+        + (f"{epoch:,.0f} steps an epoch" if epoch else "streamed")
     )
-    start = restore(training, earlier, info) if earlier else 0
+    start = restore(training, earlier, initial, info) if earlier or initial else 0
     training.reporter.begin(start)
     if folder:
-        world.first(lambda: folder.write_config({"hyperparameters": settings | {"max_steps": steps}}))
+        world.first(lambda: folder.write_config(settings | {"max_steps": steps or None}))
 
     traces = folder.tensorboard if folder else context.train.get_tensorboard_path()
     with closing(training.reporter), profiling(hp, context.profiler, traces, rank) as trace:
@@ -189,52 +201,38 @@ def run(
     elif hp.prompt is not None and data.tokenizer is not None:
         tokens = data.tokenizer.encode(hp.prompt)
         drawn = sampling.generate(model, tokens, hp.num_tokens, device=device, seed=seed, temperature=0.8, top_k=50)
-        say(f"\n{hp.prompt}{data.tokenizer.decode(drawn)}\n")
+        say(f"\n{hp.prompt}{data.tokenizer.decode(drawn, after=tokens)}\n")
     if folder:
         say(f"files: {folder.path}/ (metrics.jsonl, checkpoints/, tensorboard/); curves and traces: make board")
 
 
-def find_checkpoints(hp: config.Hyperparameters, info: det.ClusterInfo | None, folder: RunFolder | None) -> list[str]:
-    """What to go on from, best first: uuids on the cluster, folders off it; nothing to start anew."""
-    if hp.resume not in ("auto", "fresh"):
-        if not info and not Path(hp.resume).is_dir():
-            raise ConfigError(f"resume: {hp.resume}: no such folder; use auto, fresh or a checkpoint's folder")
-        return [hp.resume if info else str(Path(hp.resume).absolute())]
-    if folder is None:
-        return [info.latest_checkpoint] if info and info.latest_checkpoint and hp.resume == "auto" else []
-    whole = whole_checkpoints(folder.checkpoints, lambda line: print(line, file=sys.stderr))
-    return [str(path.absolute()) for path in whole]
-
-
-def is_complete(candidates: Sequence[str], about: Mapping[str, Any], steps: int) -> bool:
-    """Whether the newest checkpoint of a run's folder is that of its last step, and of this run."""
-    if not candidates or not steps:
-        return False
-    newest = Path(candidates[0])
-    manifest = read_manifest(newest)
-    config.refuse_another_run(manifest.model_dump(), about)
-    return manifest.step >= steps and is_intact(newest, manifest)
-
-
-def restore(t: Training, candidates: Sequence[str], info: det.ClusterInfo | None) -> int:
-    """Read the first sound checkpoint into the run.
+def restore(t: Training, earlier: Sequence[str], initial: Sequence[str], info: det.ClusterInfo | None) -> int:
+    """Read the first sound one of the checkpoints `earlier`, or without any the weights of `initial`, into the run.
 
     Returns:
-        The step to go on from: 0 for a fork (another trial's checkpoint), of which only the weights are taken.
+        The step to go on from: 0 for weights alone, of `initial` or in a fork (another trial's checkpoint).
     """
+    started = time.monotonic()
+
+    def is_start(manifest: Manifest) -> bool:
+        return not earlier or bool(info and manifest.trial_id != info.trial.trial_id)
 
     def choose(manifest: Manifest) -> dict[str, checkpoint.Stateful]:
-        if info and manifest.trial_id != info.trial.trial_id:
-            return {"model": t.model}
-        for change in config.refuse_another_run(manifest.model_dump(), t.about):
+        compare = config.refuse_another_model if is_start(manifest) else config.refuse_another_run
+        for change in compare(manifest.model_dump(), t.about):
             t.reporter.say(f"changed: {change}")
+        if is_start(manifest):
+            return {"model": t.model}
         return {part: held for part, held in t.state().items() if part != "scaler" or manifest.loss_scaled}
 
-    found, manifest = t.checkpointer.restore_first(candidates, choose, t.reporter.say)
-    if info and manifest.trial_id != info.trial.trial_id:
-        t.reporter.say(f"weights of checkpoint {found}")
+    found, manifest = t.checkpointer.restore_first(earlier or initial, choose, t.reporter.say)
+    if is_start(manifest):
+        peak = max(t.world.gather(metrics.peak_memory_gib(t.world.device)))
+        t.reporter.say(f"weights of checkpoint {found} in {time.monotonic() - started:.1f} s, {peak:.2f} GiB a rank")
         return 0
     t.reporter.say(f"going on from checkpoint {Path(found).name}, step {manifest.step}")
+    if note := t.loader.resume(manifest.source):
+        t.reporter.say(note)
     return manifest.step
 
 
@@ -243,6 +241,7 @@ def train(t: Training, start: int, trace: Callable[[], None]) -> int:
     hp, world, model = t.hp, t.world, t.model
     batches = t.loader.training(start)
     done, stopping = start, False
+    gc.freeze()
     t.meter.restart()
     if done >= t.steps:
         validate(t, done)
@@ -254,8 +253,8 @@ def train(t: Training, start: int, trace: Callable[[], None]) -> int:
         torch.manual_seed(seeds.derive(t.seed, "dropout", done, world.rank))
         nats = torch.zeros((), device=world.device)
         for micro in batch.micros:
-            parallelize.sync_gradients(model, micro is batch.micros[-1])
-            loss = model(micro.inputs, micro.targets)
+            parallelize.begin_micro_step(model, hp, micro is batch.micros[-1])
+            loss = model(*micro)
             # FSDP averages gradients over ranks, so the sum over one rank's targets is scaled to the mean over all.
             (loss * (t.scaler.scale * (world.size / batch.targets))).backward()
             nats += loss.detach()
@@ -276,10 +275,10 @@ def train(t: Training, start: int, trace: Callable[[], None]) -> int:
         if last or done % hp.report_rate == 0:
             report(t, done, lr)
         if saving or done % (hp.validation_rate or hp.report_rate) == 0:
-            with t.meter.paused():
+            with t.meter.paused(), t.reporter.doing("validating"):
                 validation_loss = validate(t, done)
             if saving:
-                with t.meter.saving():
+                with t.meter.saving(), t.reporter.doing("saving"):
                     save(t, done, validation_loss, wait=last or not hp.async_checkpoint)
     if done < t.steps and world.rank == 0:  # without it, exit code 0 means that the trial is complete
         t.context.preempt.acknowledge_preemption_signal()
@@ -288,6 +287,7 @@ def train(t: Training, start: int, trace: Callable[[], None]) -> int:
 
 def report(t: Training, done: int, lr: float) -> None:
     """Report what happened since the last report; stop a run whose gradients stay inf or NaN."""
+    gc.collect()
     measured, longest = t.meter.report()
     position = {"lr": lr, "batches": done, "tokens": done * t.total * t.hp.max_seq_len}
     t.reporter.report("training", done, measured | position)
@@ -308,7 +308,7 @@ def validate(t: Training, done: int) -> float:
     t.model.eval()
     with torch.no_grad():
         for micro in t.loader.validation():
-            sums += torch.stack([t.model(micro.inputs, micro.targets).double(), (micro.targets != IGNORE).sum()])
+            sums += torch.stack([t.model(*micro).double(), (micro.targets != IGNORE).sum()])
     t.model.train()
     nats, targets = (math.fsum(part) for part in zip(*t.world.gather(sums.tolist()), strict=True))
     loss = nats / targets
@@ -322,8 +322,9 @@ def save(t: Training, done: int, validation_loss: float, wait: bool) -> None:
     """Begin to save, once an earlier checkpoint is on disk; `wait` until this one is, too."""
     if t.checkpointer.pending:
         settle(t)
-    tokens = done * t.total * t.hp.max_seq_len
-    t.checkpointer.save(t.state(), t.about | {"step": done, "tokens": tokens, "validation_loss": validation_loss})
+    position = {"step": done, "tokens": done * t.total * t.hp.max_seq_len}
+    position |= {"source": t.loader.state and t.world.gather(t.loader.state)}
+    t.checkpointer.save(t.state(), t.about | position | {"validation_loss": validation_loss})
     if wait:
         settle(t)
 
@@ -334,6 +335,4 @@ def settle(t: Training) -> None:
 
 
 if __name__ == "__main__":
-    if code := main():
-        sys.stdout.flush()
-        os._exit(code)  # at once: a thread may be in the middle of writing a checkpoint
+    run_and_exit(main)

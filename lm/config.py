@@ -31,6 +31,7 @@ from lm import experiment
 from lm.checkpoint import CheckpointConfig
 from lm.data.loader import DataConfig
 from lm.errors import ConfigError
+from lm.manifest import read_manifest
 from lm.metrics import MetricsConfig
 from lm.optim import OptimConfig
 from lm.parallelize import ParallelConfig
@@ -68,10 +69,17 @@ class RunConfig(BaseModel):
             raise ValueError("0 epochs are nothing to do; use -1 to validate and generate only")
         return epochs
 
-    def run_length(self, epoch: float) -> int:
-        """Steps of the whole run, where an epoch has `epoch` of them; 0 = validate and generate only."""
+    def run_length(self, epoch: float | None) -> int:
+        """Steps of the whole run, where an epoch has `epoch` of them; 0 = validate and generate only.
+
+        Raises:
+            ConfigError: epochs are asked for, and nobody knows how long one is.
+        """
         if self.max_epochs is None:
             return self.max_steps or DEFAULT_STEPS
+        if epoch is None and self.max_epochs > 0:
+            raise ConfigError("max_epochs: nobody knows the length of a streamed dataset; set max_steps")
+        epoch = epoch or 0.0
         by_epochs = max(0, math.ceil(self.max_epochs * epoch))
         return min(by_epochs, self.max_steps) if self.max_steps else by_epochs
 
@@ -314,7 +322,7 @@ IDENTITY = ModelConfig.model_fields.keys() - {"model"} | {
     "total_batch_size",
     "train_data",
 }
-"""Keys that make a run another run; data are compared by what they hold, not by where they lie."""
+"""Keys that make a run another run; data and tokenizer are compared by what they hold, not by where they lie."""
 
 FREE = MetricsConfig.model_fields.keys() | ProfilingConfig.model_fields.keys() | RunConfig.model_fields.keys()
 """Keys whose change needs no word."""
@@ -324,7 +332,7 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> lis
     """Compare what a checkpoint says of its run with the run that would go on from it.
 
     Args:
-        before, now: with `hyperparameters` (resolved), `total_batch_size` and `data` (fingerprints).
+        before, now: with `hyperparameters` (resolved), `total_batch_size`, `tokenizer` and `data` (fingerprints).
 
     Returns:
         Other changes worth a line, as texts.
@@ -332,14 +340,46 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> lis
     Raises:
         ConfigError: with a line per change that would silently make it another run.
     """
-    old, new = ({**run["hyperparameters"], "total_batch_size": run["total_batch_size"]} for run in (before, now))
-    old["train_data"], new["train_data"] = before["data"]["train"], now["data"]["train"]
+    old, new = (
+        run["hyperparameters"]
+        | {key: run[key] for key in ("total_batch_size", "tokenizer")}
+        | {"train_data": run["data"]["train"]}
+        for run in (before, now)
+    )
     changed = [key for key in new if key in old and old[key] != new[key]]
     changes = {key: f"{key}: {json.dumps(old[key])} in the checkpoint, now {json.dumps(new[key])}" for key in changed}
     strict = [changes[key] for key in changed if key in IDENTITY]
     if strict:
         raise ConfigError(*strict, "this would be another run: undo the change, or start anew with resume=fresh")
     return [changes[key] for key in changed if key not in FREE]
+
+
+def refuse_another_model(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """As `refuse_another_run`, for a run that starts with a checkpoint's weights: only the model has to be the same.
+
+    Args:
+        before, now: with `model` and `tokenizer`.
+    """
+    old, new = (ModelConfig.model_validate(run["model"]).structure() for run in (before, now))
+    changes = [
+        f"{key}: {json.dumps(old.get(key))} in the checkpoint, here {json.dumps(new.get(key))}"
+        for key in ModelConfig.model_fields
+        if old.get(key) != new.get(key)
+    ]
+    if changes:
+        raise ConfigError(*changes, "its weights are another model's: give the run the checkpoint's keys")
+    tokenizers = before["tokenizer"], now["tokenizer"]
+    same = None in tokenizers or tokenizers[0] == tokenizers[1]
+    return [] if same else [f"tokenizer: {tokenizers[0]} in the checkpoint, now {tokenizers[1]}: ids mean other text"]
+
+
+def is_complete(candidates: Sequence[str], about: Mapping[str, Any], steps: int) -> bool:
+    """Whether the newest checkpoint of a run's folder says that it is that of the last step, and of this run."""
+    if not candidates or not steps:
+        return False
+    manifest = read_manifest(Path(candidates[0]))
+    refuse_another_run(manifest.model_dump(), about)
+    return manifest.step >= steps
 
 
 # ---- explaining -------------------------------------------------------------------------------------------

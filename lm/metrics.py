@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from lm.cluster import Courier
+
 GIB = 2**30
 
 PEAK_FLOPS = {
@@ -202,10 +204,12 @@ class Reporter:
         self._lines: TextIO | None = None
         self._board: SummaryWriter | None = None
         self._bar: tqdm[Any] | None = None
+        self._courier = Courier() if self._speaks and folder is None else None
 
     def begin(self, start: int) -> None:
         """Open the files behind step `start`: what an earlier process wrote beyond it will be written again."""
         self._start, self._began = start, time.monotonic()
+        self._tell(self._train.set_status, "training")
         if not self._speaks or self._folder is None:
             return
         self._lines = _open_lines(self._folder / "metrics.jsonl", start)
@@ -218,6 +222,17 @@ class Reporter:
             self._bar.write(line, file=sys.stderr)
         elif self._speaks:
             print(line, flush=True)
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Show in the Web UI that the trial is at `what`, and at training behind it."""
+        self._tell(self._train.set_status, what)
+        yield
+        self._tell(self._train.set_status, "training")
+
+    def _tell(self, deliver: Callable[[Any], None], news: Any) -> None:
+        if self._courier is not None:
+            self._courier.tell(deliver, news)
 
     def step(self) -> None:
         if self._bar is not None:
@@ -241,7 +256,7 @@ class Reporter:
             for key, value in metrics.items():
                 self._board.add_scalar(f"{group}/{key}", value, step)
         if group == "training":
-            self._train.report_progress(min(1.0, step / self._max_steps))
+            self._tell(self._train.report_progress, min(1.0, step / self._max_steps))
         self._show(group, step, metrics)
 
     def _show(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -259,7 +274,7 @@ class Reporter:
 
     def close(self) -> None:
         """Close the files and the progress bar; `say` still speaks."""
-        for place in (self._bar, self._lines, self._board):
+        for place in (self._bar, self._lines, self._board, self._courier):
             if place is not None:
                 place.close()
         self._bar = None

@@ -74,7 +74,7 @@ def accept(*overrides: str, **hyperparameters: Any) -> dict[str, Any]:
         ("prompt: 5", "prompt: 5 is not text or null; put it in quotes"),
         ("prompt: ''", 'prompt: "" is not text or null'),
         ("run_name: 2024-01-01", 'run_name: "2024-01-01" is not text or null; put it in quotes'),
-        ('train_data: "a\\0b"', 'train_data: "a\\u0000b" is not text or null'),
+        ('train_data: "a\\0b"', 'train_data: "a\\u0000b" is not text or a mapping or null'),
         ("seed: {}", "seed: {} is not a whole number >= 0 or null"),
         ("max_epochs: 0", "max_epochs: 0 epochs are nothing to do; use -1 to validate and generate only"),
         ("warmup_steps: 2.5", "warmup_steps: 2.5 is neither a whole number nor a fraction below 1"),
@@ -456,6 +456,16 @@ def test_changed_data_are_refused_and_nothing_is_touched(two_steps: Path) -> Non
     assert re.fullmatch(r'train_data: "837 tokens, sha256 \w+" in the checkpoint, now "856 tokens, sha256 \w+"', change)
     assert last == "this would be another run: undo the change, or start anew with resume=fresh"
     assert digests(two_steps) == before
+
+
+def test_another_tokenizer_is_another_run_and_the_same_one_elsewhere_is_not() -> None:
+    hp = {"tokenizer": "a/tokenizer.json"}
+    before = {"hyperparameters": hp, "total_batch_size": 1, "tokenizer": "9 tokens, sha256 0", "data": {"train": ""}}
+    moved = before | {"hyperparameters": {"tokenizer": "b/tokenizer.json"}}
+    assert config.refuse_another_run(before, moved) == []
+    other = '^tokenizer: "9 tokens, sha256 0" in the checkpoint, now "9 tokens, sha256 1"'
+    with pytest.raises(ConfigError, match=other):
+        config.refuse_another_run(before, moved | {"tokenizer": "9 tokens, sha256 1"})
 
 
 def test_more_steps_and_other_reports_are_the_same_run(two_steps: Path) -> None:

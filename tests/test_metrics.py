@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import sys
 import termios
@@ -213,6 +214,7 @@ class Cluster(DummyTrainContext):
         super().__init__()
         self.metrics: list[tuple[str, int, dict[str, Any]]] = []
         self.progress: list[float] = []
+        self.statuses: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def _report_trial_metrics(
         self, group: str, steps_completed: int, metrics: dict[str, Any], batch_metrics: Any = None
@@ -222,6 +224,9 @@ class Cluster(DummyTrainContext):
 
     def report_progress(self, progress: float) -> None:
         self.progress.append(progress)
+
+    def set_status(self, status: str) -> None:
+        self.statuses.put(status)
 
 
 TRAINING = {"loss": 3.14159, "tokens_per_second": 12345.6, "lr": 1e-4, "mfu": 0.4567, "step_seconds": 0.1}
@@ -297,8 +302,19 @@ def test_the_cluster_is_told_metrics_and_progress(capsys: pytest.CaptureFixture[
     told.report("training", 100, TRAINING)
     told.close()
     assert cluster.metrics == [("training", 25, TRAINING), ("validation", 25, VALIDATION), ("training", 100, TRAINING)]
-    assert cluster.progress == [0.25, 1.0]
+    assert cluster.progress in ([0.25, 1.0], [1.0])  # the newest, in the background
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_the_cluster_is_told_what_the_trial_is_at() -> None:
+    cluster = Cluster()
+    told = reporter(None, train=cluster)
+    assert cluster.statuses.get(timeout=10) == "training"
+    with told.doing("validating"):
+        assert cluster.statuses.get(timeout=10) == "validating"
+    assert cluster.statuses.get(timeout=10) == "training"
+    told.close()
+    assert cluster.statuses.empty()
 
 
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

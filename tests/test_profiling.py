@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import inspect
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from determined.core import DummyProfilerContext
 from pydantic import ValidationError
 
+from lm.errors import ConfigError
 from lm.profiling import ProfilingConfig, profiling
 from tests import support
 
@@ -45,16 +49,26 @@ def profile_steps(folder: Path, steps: int, *, rank: int = 0, fail: bool = False
             trace()
 
 
+def events(trace: Path) -> list[dict[str, Any]]:
+    return json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+
+
 def steps_in(trace: Path) -> list[int]:
-    names = {event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]}
+    names = {event.get("name", "") for event in events(trace)}
     return sorted(int(name.rpartition(" ")[2]) for name in names if name.startswith("step number "))
 
 
-def test_every_rank_of_a_run_writes_a_trace(tmp_path: Path) -> None:
+def test_every_rank_of_a_run_writes_a_small_trace_with_shapes_memory_and_the_blocks_names(tmp_path: Path) -> None:
     done = support.run(tmp_path, "max_steps=5", "torch_profiler=true", ranks=2)
     assert done.returncode == 0, done.stderr
-    traces = (tmp_path / "runs" / "test" / "tensorboard").glob("*.pt.trace.json")
+    traces = list((tmp_path / "runs" / "test" / "tensorboard").glob("*.pt.trace.json.gz"))
     assert sorted(trace.name.partition(".")[0] for trace in traces) == ["rank0", "rank1"]
+    for trace in traces:
+        assert trace.stat().st_size < 1e6  # tens of these layers and of accumulated batches stay below 50 MB
+        names = {event.get("name", "") for event in events(trace)}
+        assert {"FSDP::pre_forward (blocks.0)", "FSDP::pre_backward (blocks.1)", "[memory]"} <= names
+        products = [event["args"] for event in events(trace) if event.get("name") == "aten::mm"]
+        assert any([16, 32] in product["Input Dims"] for product in products)  # tokens x d_model
 
 
 def test_a_trace_holds_the_steps_that_were_asked_for_once(tmp_path: Path) -> None:
@@ -101,3 +115,34 @@ def test_the_cluster_profiler_stays_off_unless_asked(tmp_path: Path) -> None:
 def test_steps_that_make_no_schedule_are_refused(steps: list[Any]) -> None:
     with pytest.raises(ValidationError, match="torch_profiler_steps"):
         config(torch_profiler_steps=steps)
+
+
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory")])
+def test_gpu_memory_is_recorded_and_dumped_also_when_it_runs_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    memory, calls = torch.cuda.memory, []
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        takes = inspect.signature(getattr(memory, name))
+
+        def call(*args: Any, name: str = name, takes: inspect.Signature = takes, **kwargs: Any) -> None:
+            calls.append((name, dict(takes.bind(*args, **kwargs).arguments)))
+
+        monkeypatch.setattr(memory, name, call)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    folder = tmp_path / "tensorboard"
+    expected = pytest.raises(torch.OutOfMemoryError) if error else nullcontext()
+    with expected, profiling(config(memory_snapshot=True), DummyProfilerContext(), folder, 3):
+        if error:
+            raise error
+    assert [name for name, _ in calls] == ["_record_memory_history", "_dump_snapshot", "_record_memory_history"]
+    assert calls[0][1].get("enabled", "all") == "all"
+    assert calls[1][1] == {"filename": str(folder / "rank3.memory.pickle")}
+    assert calls[2][1]["enabled"] is None
+    assert folder.is_dir()
+
+
+def test_a_memory_snapshot_without_a_gpu_is_refused(tmp_path: Path) -> None:
+    done = support.run(tmp_path, "memory_snapshot=true")
+    assert done.returncode == ConfigError.exit_code
+    assert done.stderr == "memory_snapshot: true needs a GPU; for memory on a CPU use torch_profiler: true\n"

@@ -1,0 +1,52 @@
+"""The same on a cluster of yours: `make test-cluster` with DET_MASTER, and DET_USER and DET_PASS or a login of `det`.
+
+DET_SLOTS says how many slots to use (1), DET_POOL which resource pool.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from tests.cluster import shown, trial
+from tests.cluster.shown import Shown
+from tests.support import ROOT
+
+MASTER = os.environ.get("DET_MASTER")
+pytestmark = [
+    pytest.mark.skipif(MASTER is None, reason="DET_MASTER is not set: no cluster to run on"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # the SDK warns of itself when it is imported
+]
+
+
+def of_cluster(run: Any) -> Shown:
+    """What the cluster's master says of a trial."""
+
+    def steps(group: str) -> dict[int, dict[str, float]]:
+        return {report.steps_completed: report.metrics for report in run.iter_metrics(group)}
+
+    checkpoints = {}
+    for checkpoint in run.list_checkpoints():
+        files = {path: int(size) for path, size in (checkpoint.resources or {}).items() if not path.endswith("/")}
+        checkpoints[(checkpoint.metadata or {})["steps_completed"]] = files
+    return Shown(steps("training"), steps("validation"), checkpoints)
+
+
+def test_a_cluster_shows_what_the_readme_says() -> None:
+    from determined.experimental import client
+
+    slots = int(os.environ.get("DET_SLOTS", "1"))
+    config = trial.experiment(slots=slots, keep_checkpoints=None, compile=False)
+    hyperparameters = config["hyperparameters"] | {"keep_checkpoints": None}
+    config |= {"hyperparameters": hyperparameters, "name": "fsdp: make test-cluster"}
+    config["checkpoint_storage"] = {"save_trial_latest": 100}  # nothing is deleted while it is looked at
+    if pool := os.environ.get("DET_POOL"):
+        config["resources"]["resource_pool"] = pool
+    cluster = client.Determined(MASTER, os.environ.get("DET_USER"), os.environ.get("DET_PASS"))
+    experiment = cluster.create_experiment(config, model_dir=ROOT)
+    run = experiment.await_first_trial()
+    state = experiment.wait()
+    assert state == client.ExperimentState.COMPLETED, "\n".join(run.logs(tail=50))
+    shown.check(of_cluster(run), hyperparameters, ranks=slots)

@@ -1,0 +1,322 @@
+"""A package on a cluster, from `det experiment create` to the last checkpoint, in the platform's own code.
+
+Only the master is a stand-in; what runs here is the CLI, the container's entrypoint, the launcher and the Core API.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from determined.common import constants
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lm.manifest import read_manifest
+from tests.cluster import shown, trial
+from tests.cluster.master import PROFILER_GROUPS, Master
+from tests.support import ROOT
+
+WHY_NOT = trial.why_not()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+HYPERPARAMETERS: dict[str, Any] = {
+    "max_steps": 24,
+    "report_rate": 1,
+    "validation_rate": 6,
+    "checkpoint_rate": 6,
+    "dropout": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cluster")
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[Master]:
+    """A master without an experiment."""
+    (tmp_path / "storage").mkdir()
+    master = Master(tmp_path / "storage")
+    yield master
+    master.close()
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path) -> Iterator[tuple[Master, trial.Trial]]:
+    """An experiment whose trial 1 ran on two slots from the start to the end, with both profilers on."""
+    storage = folder / "storage"
+    storage.mkdir()
+    master = Master(storage)
+    config = trial.experiment(slots=2, core_api_profiler=True, torch_profiler=True, **HYPERPARAMETERS)
+    config["environment"]["environment_variables"].append("STORE_PASSWORD=password-in-the-experiment")
+    trial.submit(master, config, folder / "cli")
+    yield master, trial.run(master, 1, folder=folder, STORE_PASSWORD="password-in-the-experiment")
+    master.close()
+
+
+def losses(master: Master, number: int, group: str = "training") -> dict[int, float]:
+    return {m["step"]: m["metrics"]["loss"] for m in master.metrics if (m["trial"], m["group"]) == (number, group)}
+
+
+# ---- one undisturbed run ----------------------------------------------------------------------------------
+
+
+def test_the_folder_that_is_sent_is_small_and_holds_what_a_trial_needs(done: tuple[Master, trial.Trial]) -> None:
+    packed = base64.b64decode(done[0].context)
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        names = set(archive.getnames())
+    assert {"fsdp.py", "model.py", "lm/checkpoint.py", "lm/data/loader.py", "startup-hook.sh"} <= names
+    assert not {name.partition("/")[0] for name in names} & {"tests", "docs", "runs", ".venv", ".git", ".ci"}
+    assert len(packed) < 1e6 < constants.MAX_CONTEXT_SIZE
+
+
+def test_the_master_takes_every_call_of_a_trial_and_the_trial_ends_well(done: tuple[Master, trial.Trial]) -> None:
+    master, finished = done
+    assert finished.process.returncode == 0, finished.log
+    assert master.refused == []
+    calls = master.count()
+    assert calls["POST /api/v1/runs/start"] == 2  # one per rank
+    assert calls["POST /api/v1/allocations/{allocation}/signals/ack_preemption"] == 0  # or it would be started again
+    assert "[rank=0] training    step 24/24" in finished.log
+    first = next(call for call in master.calls if call.route.endswith("/metrics"))
+    print(f"seconds from entrypoint to first metric: {first.arrived - finished.started:.1f}")
+    print("\n".join(f"{count:4} {call}" for call, count in sorted(calls.items())))
+
+
+def test_the_web_ui_shows_what_the_readme_says(done: tuple[Master, trial.Trial]) -> None:
+    shown.check(shown.of_stand_in(done[0], 1), trial.SHORT | HYPERPARAMETERS, ranks=2)
+
+
+def test_the_profiler_page_has_data(done: tuple[Master, trial.Trial]) -> None:
+    groups = {m["group"] for m in done[0].metrics}
+    assert groups == {"training", "validation"} | PROFILER_GROUPS - {"gpu"}
+    (cpu, *_) = [m["metrics"]["agent-1"] for m in done[0].metrics if m["group"] == "cpu"]
+    assert 0 <= cpu["cpu_util_simple"] <= 100
+
+
+def test_tensorboard_finds_curves_and_traces_of_every_rank_in_the_storage(done: tuple[Master, trial.Trial]) -> None:
+    board = done[0].storage / "cluster-1" / "tensorboard" / "experiment" / "1" / "trial" / "1"
+    traces = list(board.glob("*.pt.trace.json.gz"))
+    assert sorted(path.name.partition(".")[0] for path in traces) == ["rank0", "rank1"]
+    assert all(0 < path.stat().st_size < 50e6 for path in traces)
+    events = EventAccumulator(str(board)).Reload()
+    for tag, group in (("Determined/loss", "training"), ("Determined/val_loss", "validation")):
+        drawn = {event.step: event.value for event in events.Scalars(tag)}
+        assert drawn == pytest.approx(losses(done[0], 1, group))
+
+
+def test_checkpoints_are_deleted_by_way_of_the_master(done: tuple[Master, trial.Trial]) -> None:
+    master, _ = done
+    kept = {c["metadata"]["steps_completed"]: c["uuid"] for c in master.checkpoints if c["state"] == "STATE_COMPLETED"}
+    best = min(saved(master, 1), key=losses(master, 1, "validation").__getitem__)
+    assert kept.keys() == {18, 24, best}
+    assert {path.parent.name for path in master.storage.glob("*/manifest.json")} == set(kept.values())
+    assert master.count()["PATCH /api/v1/checkpoints"] == len(saved(master, 1)) - len(kept)
+
+
+def test_no_secret_is_in_what_a_trial_leaves_behind(done: tuple[Master, trial.Trial]) -> None:
+    master, finished = done
+    secrets = [finished.allocation.token, trial.PASSWORD, "password-in-the-experiment"]
+    left = [path for path in master.storage.rglob("*") if path.is_file()]
+    assert any(path.name == "manifest.json" for path in left)
+    for path in left:
+        assert not [secret for secret in secrets if secret.encode() in path.read_bytes()], path
+    ours = [line for line in finished.log.splitlines() if line.startswith("[rank=")]
+    assert ours
+    assert not [secret for secret in secrets if secret in "\n".join(ours)]
+    assert not [secret for secret in secrets[:2] if secret in finished.log]  # the platform prints the rest itself
+
+
+# ---- interruptions ----------------------------------------------------------------------------------------
+
+
+def test_preempted_killed_and_forked_the_losses_are_those_of_an_undisturbed_run(
+    done: tuple[Master, trial.Trial], folder: Path
+) -> None:
+    master, _ = done
+    undisturbed = losses(master, 1), losses(master, 1, "validation")
+    master.experiment["hyperparameters"] |= {"core_api_profiler": False, "torch_profiler": False}
+
+    # Preempted in the middle of an interval: saved, then acknowledged, then exit 0.
+    master.on_metrics = lambda group, step: preempt(master) if (group, step) == ("training", 8) else None
+    preempted = trial.run(master, 2, folder=folder)
+    assert preempted.process.returncode == 0, preempted.log
+    assert preempted.allocation.acknowledged
+    (stop,) = (step for step in saved(master, 2) if step > 6)
+    assert 8 <= stop < 24
+    assert f"stopped behind step {stop} of 24" in preempted.log
+    (acknowledged,) = [call for call in master.calls if call.route.endswith("/ack_preemption")]
+    assert acknowledged.saved == len(list(master.storage.glob("*/manifest.json")))
+
+    # Killed two steps further on: the master starts it again from the same checkpoint.
+    with trial.Trial(master, 2, folder=folder) as killed:
+        assert killed.allocation.latest == saved(master, 2)[stop]
+        master.on_metrics = lambda group, step: killed.kill() if (group, step) == ("training", stop + 2) else None
+        assert killed.wait() != 0
+    master.on_metrics = lambda _group, _step: None
+    assert f"going on from checkpoint {killed.allocation.latest}, step {stop}" in killed.log
+    last = trial.run(master, 2, folder=folder)
+    assert last.process.returncode == 0, last.log
+    assert not last.allocation.acknowledged
+    again = [m for m in master.metrics if m["trial"] == 2 and m["group"] == "training"]
+    assert {(m["step"], m["metrics"]["loss"]) for m in again} == set(undisturbed[0].items())
+    assert len({m["run"] for m in again}) == 3
+    assert undisturbed[1].items() <= losses(master, 2, "validation").items()
+    weights = [
+        {name: record for name, record in manifest.files.items() if name.endswith(".distcp")}
+        for manifest in (read_manifest(master.storage / saved(master, number)[24]) for number in (1, 2))
+    ]
+    assert weights[0] == weights[1]
+    assert master.refused == []
+
+
+def preempt(master: Master) -> None:
+    assert master.allocation is not None
+    master.allocation.preempt.set()
+
+
+def saved(master: Master, number: int) -> dict[int, str]:
+    """A trial's checkpoints by step."""
+    mine = [c for c in master.checkpoints if c["taskId"] == f"trial.{number}"]
+    return {c["metadata"]["steps_completed"]: c["uuid"] for c in mine}
+
+
+ABSENCE = 20.0
+"""seconds"""
+
+
+def test_a_fork_starts_at_step_0_with_its_weights_and_a_master_slow_or_away_holds_up_nothing(
+    done: tuple[Master, trial.Trial], folder: Path
+) -> None:
+    master, _ = done
+    master.experiment["resources"]["slots_per_trial"] = 1
+    master.experiment["hyperparameters"] |= {"total_batch_size": 2, "checkpoint_rate": 100}
+    source = saved(master, 1)[24]
+    away = threading.Event()
+
+    def vanish(group: str, step: int) -> None:
+        master.delay = 0.3
+        if (group, step) == ("training", 4) and not away.is_set():
+            away.set()
+            threading.Thread(target=master.vanish).start()
+
+    master.on_metrics = vanish
+    with trial.Trial(master, 3, latest=source, folder=folder) as fork:
+        assert away.wait(90), fork.log
+        began = time.monotonic()
+        while "training    step 24/24" not in fork.log:
+            assert time.monotonic() < began + ABSENCE, fork.log
+            assert fork.process.poll() is None, fork.log
+            time.sleep(0.1)
+        assert len(losses(master, 3)) < 6
+        time.sleep(began + ABSENCE - time.monotonic())
+        master.on_metrics = lambda _group, _step: None
+        master.delay = 0
+        master.appear()
+        assert fork.wait() == 0, fork.log
+    assert f"weights of checkpoint {source}" in fork.log
+    told = losses(master, 3)
+    assert sorted(told) == list(range(1, 25))
+    assert master.bodies("/api/v1/trials/{trial}/progress")[-1]["progress"] == 1.0
+    assert told[1] < losses(master, 1)[1] - 0.1  # it has learned already, and it is not where trial 1 stopped
+    assert list(saved(master, 3)) == [24]
+    assert read_manifest(master.storage / saved(master, 3)[24]).trial_id == 3
+
+
+def test_init_from_takes_the_weights_of_a_checkpoint_by_its_uuid(
+    done: tuple[Master, trial.Trial], folder: Path
+) -> None:
+    master, _ = done
+    master.experiment["resources"]["slots_per_trial"] = 1
+    source = saved(master, 1)[24]
+    point = master.experiment["hyperparameters"] | {"init_from": source, "max_steps": 2, "total_batch_size": 2}
+    fresh = trial.run(master, 5, folder=folder, hyperparameters=point)
+    assert fresh.process.returncode == 0, fresh.log
+    assert f"weights of checkpoint {source}" in fresh.log
+    assert list(saved(master, 5)) == [2]
+
+
+def test_a_report_that_is_refused_ends_the_run_in_one_line(master: Master, tmp_path: Path) -> None:
+    trial.submit(master, trial.experiment(async_checkpoint=False, **HYPERPARAMETERS), tmp_path / "cli")
+    refusal = {"/api/v1/trials/{trial}/metrics": 500}
+    master.on_metrics = lambda _group, step: master.refuse.update(refusal) if step == 7 else None
+    refused = trial.run(master, folder=tmp_path)
+    assert refused.process.returncode == 1
+    ours = [line for line in refused.log.splitlines() if line.startswith("[rank=0]")]
+    assert "the master does not take what it is told: refused on purpose; the last checkpoint is kept" in ours[-1]
+    assert not [line for line in ours if "Traceback" in line]
+    assert max(losses(master, 1)) == 7
+    assert 6 in saved(master, 1)  # to go on from
+
+
+# ---- search -----------------------------------------------------------------------------------------------
+
+POINT = {"lr": 1.0e-2, "n_layers": 2, "weight_decay": 0.1}
+
+
+@pytest.fixture
+def searching(master: Master, tmp_path: Path) -> Master:
+    """A master with the shipped search, small."""
+    config = trial.experiment("recipes/search.yaml", **HYPERPARAMETERS)
+    ranges = yaml.safe_load((ROOT / "recipes" / "search.yaml").read_text())["hyperparameters"]
+    config["hyperparameters"] |= {key: ranges[key] for key in POINT}
+    config["hyperparameters"] |= {"vocab_size": 257, "amp_dtype": "float16", "n_heads": 4}
+    (tmp_path / "a.txt").write_text("a" * 20_000)  # gradients of float16 overflow at the first scale of the loss
+    config["hyperparameters"] |= {"train_data": str(tmp_path / "a.txt")}
+    trial.submit(master, config, tmp_path / "cli")
+    return master
+
+
+def point(master: Master, **changes: Any) -> dict[str, Any]:
+    """What the searcher hands to a trial."""
+    return master.experiment["hyperparameters"] | POINT | changes
+
+
+def test_a_searcher_is_told_loss_and_time_and_stops_a_trial_behind_a_checkpoint(
+    searching: Master, tmp_path: Path
+) -> None:
+    searching.on_metrics = lambda group, step: preempt(searching) if (group, step) == ("validation", 12) else None
+    stopped = trial.run(searching, folder=tmp_path, hyperparameters=point(searching))
+    assert stopped.process.returncode == 0, stopped.log
+    assert searching.refused == []  # among them validation reports without finite loss and batches
+    validations = [m for m in searching.metrics if m["group"] == "validation"]
+    assert all(m["metrics"]["batches"] == m["step"] for m in validations)
+    stop = max(saved(searching, 1))
+    assert {6, 12, stop} == {m["step"] for m in validations}
+    assert 12 <= stop < 24
+    skipped = sum(m["metrics"]["skipped_steps"] for m in searching.metrics if m["group"] == "training")
+    assert skipped > 0
+
+
+@pytest.mark.parametrize(
+    ("lr", "why"), [(-1.0, "lr: -1.0 is not a number > 0"), (1.0e5, "lower lr")], ids=["refused", "diverged"]
+)
+def test_a_search_drops_a_point_that_cannot_work(searching: Master, tmp_path: Path, lr: float, why: str) -> None:
+    dropped = trial.run(searching, folder=tmp_path, hyperparameters=point(searching, lr=lr))
+    assert dropped.process.returncode == 0, dropped.log
+    assert searching.allocation is not None
+    assert searching.allocation.invalid
+    assert why in dropped.log
+    assert searching.refused == []
+
+
+def test_a_plain_mistake_ends_the_trial_with_its_message_and_is_not_tried_again(
+    searching: Master, tmp_path: Path
+) -> None:
+    mistaken = trial.run(searching, folder=tmp_path, hyperparameters=point(searching, ffn="relux", lr=-1.0))
+    assert mistaken.process.returncode == 1
+    assert searching.allocation is not None
+    assert not searching.allocation.invalid
+    assert 'ffn: "relux" is not one of relu, gelu, swiglu' in mistaken.log
+    (policy,) = [p for p in searching.experiment["log_policies"] if p["name"] == "bad configuration"]
+    assert re.search(f"^{policy['pattern']}$", mistaken.log, re.MULTILINE)

@@ -1,0 +1,224 @@
+"""Experiments and trials against the stand-in master, through the platform's own code.
+
+`submit` sends the package as `det experiment create` does. `Trial` is what an agent does with it: a container's
+entrypoint (`prep_container`, startup hook, rendezvous, `exec.launch`), in a mount namespace with a `/run` of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lm.launch import free_port
+from tests.cluster.master import Allocation, Master
+from tests.support import ROOT, TINY
+
+UNSHARE = ["unshare", *(["--map-root-user"] if os.getuid() else []), "--mount", "--pid", "--fork", "--kill-child"]
+"""Mounts are private, and nothing outlives the container."""
+
+SHORT = TINY | {
+    "max_steps": 12,
+    "report_rate": 3,
+    "checkpoint_rate": 6,
+    "validation_batches": 1,
+    "lr": 1.0e-2,
+    "collective_timeout": 60,
+}
+
+PASSWORD = "password-of-a-person"
+
+STORAGE = "/run/checkpoints"
+"""Where a container sees the checkpoint storage."""
+
+ENTRYPOINT = f"""
+set -e
+mount --make-rprivate /
+mount -t proc proc /proc
+mount -t tmpfs tmpfs /run
+mkdir -p /run/determined/info /run/determined/train /run/determined/workdir {STORAGE}
+mount --bind "$STORAGE_FOLDER" {STORAGE}
+cd /run/determined/workdir
+python3 -m determined.exec.prep_container --download_context_directory --resources --proxy
+set -x
+test -f startup-hook.sh && source startup-hook.sh
+set +x
+python3 -m determined.exec.prep_container --rendezvous
+exec python3 -m determined.exec.launch
+"""
+"""What Determined's container does, in its order."""
+
+
+def why_not() -> str | None:
+    """The reason why no container can be had here, or None."""
+    if shutil.which("unshare") is None:
+        return "unshare is missing (package util-linux)"
+    done = subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/run"], capture_output=True, text=True)
+    return f"namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else None
+
+
+def experiment(file: str = "config.yaml", *, slots: int = 1, **hyperparameters: Any) -> dict[str, Any]:
+    """The experiment in one of the shipped files, short enough for a test.
+
+    Args:
+        slots: processes.
+        hyperparameters: changes; `SHORT` are made in any case, `None` takes a key away.
+    """
+    config = yaml.safe_load((ROOT / file).read_text())
+    config["checkpoint_storage"] = {"type": "directory", "container_path": STORAGE}
+    config["resources"] = config.get("resources", {}) | {"slots_per_trial": slots}
+    changes = SHORT | hyperparameters
+    merged = config["hyperparameters"] | changes
+    config["hyperparameters"] = {key: value for key, value in merged.items() if value is not None}
+    return config
+
+
+def submit(master: Master, config: Mapping[str, Any], folder: Path, package: Path = ROOT) -> str:
+    """Send `package` to the master with the CLI, and return what it said.
+
+    Args:
+        folder: for the config file and the CLI's own files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "experiment.yaml"
+    file.write_text(yaml.safe_dump(copy.deepcopy(dict(config))))
+    command = [
+        sys.executable,
+        "-m",
+        "determined.cli",
+        "-m",
+        master.url,
+        "experiment",
+        "create",
+        str(file),
+        str(package),
+    ]
+    login = {
+        "DET_USER": "tester",
+        "DET_PASS": "password-of-a-person",
+        "HOME": str(folder),
+        "XDG_CONFIG_HOME": str(folder),
+    }
+    done = subprocess.run(command, env=os.environ | login, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+class Trial:
+    """A trial's container, started at once; a context manager that leaves nothing running.
+
+    Args:
+        hyperparameters: the point of the search; None = the experiment's own.
+    """
+
+    def __init__(
+        self,
+        master: Master,
+        number: int = 1,
+        *,
+        folder: Path,
+        latest: str | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
+        **env: str,
+    ) -> None:
+        self.master = master
+        self.allocation = master.allocate(number, latest)
+        self.started = time.monotonic()
+        self._output = folder / f"{self.allocation.id}.log"
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("DET_")}
+        variables |= environment(master, self.allocation, hyperparameters) | {"STORAGE_FOLDER": str(master.storage)}
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*UNSHARE, "bash", "-c", ENTRYPOINT], env=variables | env, stdout=output, stderr=subprocess.STDOUT
+            )
+
+    def __enter__(self) -> Trial:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        link = Path("/tmp/tensorboard")
+        with contextlib.suppress(OSError):
+            if link.readlink().name.startswith(f"tensorboard-{self.allocation.id}"):
+                link.unlink()
+        for left in Path("/tmp").glob(f"*-{self.allocation.id}*"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+    @property
+    def log(self) -> str:
+        """What `det trial logs` would show."""
+        return self._output.read_text(errors="replace")
+
+    def wait(self, timeout: float = 120) -> int:
+        """The container's exit code."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {timeout} s\n{self.log}") from None
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids of the ranks, as seen from here."""
+        found = {}
+        for place in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (place / "cmdline").read_bytes().split(b"\0")
+                pairs = (pair.partition(b"=") for pair in (place / "environ").read_bytes().split(b"\0"))
+                variables = {name: value for name, _, value in pairs}
+                mine = variables.get(b"DET_ALLOCATION_ID") == self.allocation.id.encode()
+                if mine and len(words) > 1 and words[1] == b"fsdp.py" and b"RANK" in variables:
+                    found[int(variables[b"RANK"])] = int(place.name)
+        return found
+
+    def kill(self) -> None:
+        """Pull the plug on rank 0."""
+        os.kill(self.ranks()[0], signal.SIGKILL)
+
+
+def run(master: Master, number: int = 1, *, folder: Path, timeout: float = 120, **how: Any) -> Trial:
+    """A trial from its start to its end."""
+    with Trial(master, number, folder=folder, **how) as trial:
+        trial.wait(timeout)
+    return trial
+
+
+def environment(master: Master, allocation: Allocation, hyperparameters: Mapping[str, Any] | None) -> dict[str, str]:
+    """What an agent sets in the trial's container."""
+    slots = master.experiment["resources"]["slots_per_trial"]
+    config = master.experiment
+    variables = {
+        "DET_MASTER": master.url,
+        "DET_CLUSTER_ID": "cluster-1",
+        "DET_AGENT_ID": "agent-1",
+        "DET_SLOT_IDS": json.dumps(list(range(slots))),
+        "DET_TASK_ID": allocation.task,
+        "DET_ALLOCATION_ID": allocation.id,
+        "DET_SESSION_TOKEN": allocation.token,
+        "DET_TASK_TYPE": "TRIAL",
+        "DET_TRIAL_ID": str(allocation.trial),
+        "DET_EXPERIMENT_ID": "1",
+        "DET_TRIAL_SEED": "7",
+        "DET_HPARAMS": json.dumps(hyperparameters or config["hyperparameters"]),
+        "DET_EXPERIMENT_CONFIG": json.dumps(config),
+        "DET_STEPS_COMPLETED": "0",
+        "DET_TRIAL_RUN_ID": str(allocation.run),
+        "DET_USER": "tester",
+        "DET_RESOURCES_ID": "resources-1",
+        "DET_RESOURCES_TYPE": "docker-container",
+        "DET_CONTAINER_ID": "container-1",
+        "C10D_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    return variables | ({"DET_LATEST_CHECKPOINT": allocation.latest} if allocation.latest else {})
