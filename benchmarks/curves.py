@@ -1,0 +1,75 @@
+"""Loss curves of the fast paths against plain float32: the same run with other numbers.
+
+    python -m benchmarks.curves [--config recipes/quickstart.yaml] [--steps 200] [key=value ...]
+
+The reference is float32 without compilation; beside it run bfloat16, compiled, and float8, tensor by tensor and row by
+row. A curve's deviation is that of its mean loss over each tenth of the run, relative to the reference's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.common import ROOT, environment, launched
+from lm.launch import default_processes
+
+PLAIN = ["amp_dtype=null", "compile=false"]
+FAST = {
+    "bfloat16": ["amp_dtype=bfloat16", "compile=true"],
+    "float8 tensorwise": ["amp_dtype=bfloat16", "compile=true", "float8=tensorwise"],
+    "float8 rowwise": ["amp_dtype=bfloat16", "compile=true", "float8=rowwise"],
+}
+
+
+def losses(config: Path, settings: Sequence[str], steps: int, processes: int) -> list[float]:
+    """Training losses of a run, step by step."""
+    length = [f"max_steps={steps}", f"checkpoint_rate={steps}", f"validation_rate={steps}", "report_rate=1"]
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            launched(processes, "fsdp.py", "--config", str(config.absolute()), *length, "prompt=null", *settings),
+            cwd=folder,
+            env=environment(),
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        (lines,) = Path(folder).glob("runs/*/metrics.jsonl")
+        reports = [json.loads(line) for line in lines.read_text().splitlines()]
+    return [report["loss"] for report in reports if report["group"] == "training"]
+
+
+def deviations(curve: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Relative deviation of the mean over each tenth of the run."""
+    tenth = max(1, len(curve) // 10)
+    pairs = zip(
+        *([curve[at : at + tenth] for at in range(0, len(curve), tenth)] for curve in (curve, reference)), strict=True
+    )
+    return [abs(statistics.fmean(mine) / statistics.fmean(theirs) - 1) for mine, theirs in pairs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__)
+    parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--nproc", type=int, default=default_processes())
+    args = parser.parse_args()
+    reference = losses(args.config, [*args.overrides, *PLAIN], args.steps, args.nproc)
+    print("| numbers | first loss | last tenth | largest deviation |\n|---|---|---|---|")
+    for name, settings in {"float32": PLAIN, **FAST}.items():
+        curve = (
+            reference
+            if settings is PLAIN
+            else losses(args.config, [*args.overrides, *settings], args.steps, args.nproc)
+        )
+        last = statistics.fmean(curve[-max(1, args.steps // 10) :])
+        print(f"| {name} | {curve[0]:.4f} | {last:.4f} | {max(deviations(curve, reference)):.2%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

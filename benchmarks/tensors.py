@@ -1,0 +1,140 @@
+"""One rank of `benchmarks.growth`: runs `fsdp.run` at one point after another, and says what a step takes.
+
+    python -m lm.launch benchmarks/tensors.py STEPS POINTS FOUND
+
+POINTS is a JSON list of hyperparameters; rank 0 writes a list of what `measure` returned to the file FOUND.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import fsdp  # first of all: it settles what has to be settled before torch is imported
+
+# isort: split
+import torch
+from determined import core
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lm import config
+from lm.folder import RunFolder
+from lm.launch import Launch, run_and_exit
+from lm.mesh import TorchDistributedContext, World, join_world
+from model import Transformer
+
+
+def measure(world: World, context: core.Context, point: dict[str, Any], steps: int, name: str) -> dict[str, Any]:
+    """What a run of the hyperparameters `point` takes, ended behind `steps` steps that are timed.
+
+    Returns:
+        seconds, processor: seconds that each timed step took rank 0, elapsed and of processors.
+        parameters, gradients, moments: bytes of a rank's shards as the optimizer begins its step.
+        gathered: the most bytes of gathered parameters, with the buffers that they come in with.
+        transient: the most bytes that a step of rank 0 has beside parameters and moments, for each of `steps` more.
+        Other bytes are those of the rank that has most.
+    """
+    hp = config.read({"hyperparameters": point | {"max_steps": 10**6, "report_rate": 10**6}}, [], "point")
+    found: dict[str, Any] = {}
+    stages = _watch(steps, found)
+    with suppress(StopIteration):
+        fsdp.run(hp, world, context, None, RunFolder(name), lambda _: next(stages))
+    gc.unfreeze()
+    gc.collect()  # the model, before the next one is made
+    everyone = world.gather(found)
+    return {key: value if isinstance(value, list) else max(o[key] for o in everyone) for key, value in found.items()}
+
+
+def _watch(steps: int, found: dict[str, Any]) -> Iterator[None]:
+    """Fill `found`, gone on with whenever a step begins."""
+    models: list[torch.nn.Module] = []
+
+    def see_model(module: torch.nn.Module, _inputs: Any) -> None:
+        if isinstance(module, Transformer):
+            models.append(module)
+
+    def see_state(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        found["parameters"] = _bytes(parameters)
+        found["gradients"] = _bytes(p.grad for p in parameters)
+        found["moments"] = _bytes(optimizer.state[p][key] for p in parameters for key in ("exp_avg", "exp_avg_sq"))
+
+    with register_module_forward_pre_hook(see_model), register_optimizer_step_pre_hook(see_state):
+        yield
+        yield  # the step that made these warms up, and so does another
+    # gloo's threads let go of a buffer when they get to it, and what they free the profiler does not see. Either only
+    # adds to a peak: the least of several is the true one.
+    gathered: list[int] = []
+    for _ in range(2):
+        with _Gathered(models[0]) as mode:
+            yield
+        gathered.append(mode.peak)
+    found |= {"gathered": min(gathered), "transient": [], "seconds": [], "processor": []}
+    for _ in range(steps):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            yield
+        kineto: Any = profiler.profiler
+        events = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
+        events.sort(key=lambda event: event.start_ns())
+        found["transient"].append(max(accumulate(event.nbytes() for event in events)))
+    for _ in range(steps):
+        began, used = time.perf_counter(), time.process_time()
+        yield
+        found["seconds"].append(time.perf_counter() - began)
+        found["processor"].append(time.process_time() - used)
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+
+class _Gathered(TorchDispatchMode):
+    """Looks behind every operation at what is gathered: parameters that stand whole in `model`, and buffers that
+    all-gathers have filled and that are not yet free."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._model = model
+        self._buffers: list[tuple[StorageWeakRef, int]] = []
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d._allgather_base_.default:
+            storage = args[0].untyped_storage()
+            self._buffers.append((StorageWeakRef(storage), storage.nbytes()))
+        result = func(*args, **(kwargs or {}))
+        whole = [p.untyped_storage() for p in self._model.parameters() if not isinstance(p, DTensor)]
+        held = sum({storage.data_ptr(): storage.nbytes() for storage in whole}.values())
+        self._buffers = [(buffer, size) for buffer, size in self._buffers if not buffer.expired()]
+        self.peak = max(self.peak, held + sum(size for _, size in self._buffers))
+        return result
+
+
+def main() -> int:
+    steps, points, out = sys.argv[1:]
+    with (
+        join_world(Launch.from_env(os.environ), timeout=300) as world,
+        core.init(distributed=TorchDistributedContext(world), checkpoint_storage=str(Path.cwd())) as context,
+    ):
+        asked = enumerate(json.loads(Path(points).read_text()))
+        found = [measure(world, context, point, int(steps), str(number)) for number, point in asked]
+        if world.rank == 0:
+            Path(out).write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

@@ -1,0 +1,305 @@
+"""Speed and memory of a run, ours beside reference loops, turn by turn on one machine.
+
+    python -m benchmarks.throughput [--config config.yaml] [key=value ...] [--contenders ours fsdp1-bfloat16]
+    python -m benchmarks.throughput --sweep batch_size=1,2,4 max_seq_len=512,1024,2048 --plot sweep.png
+
+Contenders: `ours`, fsdp.py as it stands; `fsdp1-float32` and `fsdp1-bfloat16`, the textbook loop
+(FullyShardedDataParallel, transformer_auto_wrap_policy, autocast, AdamW); `transformers`, Hugging Face's model with
+FSDP2 and no tricks. `ours+key=value` is ours with other settings. Each has processes of its own, which all
+train the same batch: one round of each, round after round. On a GPU that does not hold all of them, `--alone`.
+
+Step times are medians over rounds. MFU is causal (attention counted at half of its square), without embeddings,
+over the GPU's dense 16-bit peak, or over what matrix products of 2048 x 2048 reach on all ranks of a CPU. Shares are
+of a profiled round of rank 0: operators with and without the optimizer's, communication while none of them runs, and
+host while nothing runs; data is what the run itself reports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import ROOT, environment, launched, spread
+from benchmarks.contender import MARK
+from lm import config
+from lm.data.loader import total_batch
+from lm.launch import default_processes
+
+CONTENDERS = ["ours+compile=true", "fsdp1-float32", "fsdp1-bfloat16", "transformers"]
+FOREVER = [f"{key}=1000000000" for key in ("max_steps", "checkpoint_rate", "validation_rate")]
+
+
+class EndedError(Exception):
+    """A contender's processes are gone: mostly out of memory."""
+
+
+class Contender:
+    """The processes of one contender, which train when they are told to."""
+
+    def __init__(self, name: str, file: Path, overrides: Sequence[str], processes: int) -> None:
+        kind, *own = name.split("+")
+        self.folder = tempfile.TemporaryDirectory()
+        self._errors = (Path(self.folder.name) / "errors").open("w+")
+        settings = [*FOREVER, "report_rate=2", *overrides, *own]
+        began = time.perf_counter()
+        self._process = subprocess.Popen(
+            launched(processes, "benchmarks/contender.py", kind, str(file.absolute()), *settings),
+            cwd=self.folder.name,
+            env=environment(),
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
+        self._answer()
+        self.first_step = time.perf_counter() - began
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        self._errors.seek(0)
+        raise EndedError("".join(self._errors.readlines()[-5:]))
+
+    def ask(self, *command: object) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        print(*command, file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def profile(self, steps: int) -> tuple[dict[str, float], float | None]:
+        """Parts of the time of `steps` profiled steps on rank 0, with the wait for data where it is reported; and the
+        peak of all ranks, measured before (FLOP/s)."""
+        trace = Path(self.folder.name) / "trace.json"
+        answer = self.ask("profile", steps, trace)
+        parts = shares(json.loads(trace.read_text())["traceEvents"], answer["seconds"])
+        for reports in Path(self.folder.name).glob("runs/*/metrics.jsonl"):
+            last = json.loads(reports.read_text().splitlines()[-1])
+            parts["data"] = last["data_seconds"] / last["step_seconds"]
+        return parts, answer["peak_flops"]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it ended by itself
+            self._process.stdin.close()
+        self._process.wait()
+        self._errors.close()
+        self.folder.cleanup()
+
+
+@dataclass
+class Result:
+    """What one contender reached; times in seconds."""
+
+    name: str
+    first_step: float
+    tokens: int
+    """per step"""
+    flops: float
+    """per step"""
+    steps: list[float] = field(default_factory=list)
+    """mean time of a step, round by round"""
+    peak_gib: float = 0.0
+    peak_flops: float | None = None
+    """of all ranks"""
+    shares: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def step(self) -> float:
+        return statistics.median(self.steps)
+
+    @property
+    def mfu(self) -> float | None:
+        return self.peak_flops and self.flops / self.step / self.peak_flops
+
+    def row(self, first: Result) -> str:
+        ratio = statistics.median(mine / theirs for mine, theirs in zip(self.steps, first.steps, strict=True))
+        parts = [f"{self.shares[part]:.1%}" if part in self.shares else "" for part in PARTS]
+        cells = [
+            self.name,
+            f"{self.tokens / self.step:,.0f}",
+            spread(self.steps, 3),
+            f"{ratio:.2f}",
+            f"{self.mfu:.1%}" if self.mfu else "",
+        ]
+        return "| " + " | ".join([*cells, f"{self.peak_gib:.2f}", f"{self.first_step:.1f}", *parts]) + " |"
+
+
+PARTS = ("operators", "communication", "optimizer", "host", "data")
+HEAD = ["contender", "tokens/s", "step s (spread)", "x first's time", "MFU", "peak GiB", "first step s", *PARTS]
+
+
+# ---- shares of a step ----------------------------------------------------------------------------------
+
+Interval = tuple[float, float]
+
+
+def shares(events: Iterable[dict[str, Any]], seconds: float) -> dict[str, float]:
+    """Parts of `seconds` in which operators, communication and the optimizer run, and in which nothing does.
+
+    Args:
+        events: of a trace of the profiler; the device's own, where it has some, else the operators'.
+    """
+    spans = [event for event in events if event.get("ph") == "X" and event.get("dur")]
+    on_gpu = any(event["cat"] == "kernel" for event in spans)
+    kinds = {"kernel", "gpu_memcpy", "gpu_memset"} if on_gpu else {"cpu_op"}
+    marks = "gpu_user_annotation" if on_gpu else "user_annotation"
+    compute, talk, optimizer = [], [], []
+    for event in spans:
+        name, interval = event["name"], (event["ts"], event["ts"] + event["dur"])
+        if (event["cat"] in kinds and "nccl" in name) or name.startswith("gloo:"):
+            talk.append(interval)
+        elif event["cat"] == marks and name.startswith("Optimizer.step"):
+            optimizer.append(interval)
+        elif (event["cat"] in kinds and "c10d" not in name) or (not on_gpu and name.startswith("## Call Compiled")):
+            compute.append(interval)
+    busy = {name: union(spans) for name, spans in (("all", compute + talk), ("compute", compute))}
+    length = {name: sum(end - start for start, end in spans) / 1e6 for name, spans in busy.items()}
+    updating = sum(end - start for start, end in union(optimizer)) / 1e6
+    return {
+        "operators": (length["compute"] - updating) / seconds,
+        "communication": (length["all"] - length["compute"]) / seconds,
+        "optimizer": updating / seconds,
+        "host": max(0.0, 1 - length["all"] / seconds),
+    }
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time without overlaps, in order."""
+    apart: list[Interval] = []
+    for start, end in sorted(intervals):
+        if apart and start <= apart[-1][1]:
+            apart[-1] = apart[-1][0], max(end, apart[-1][1])
+        else:
+            apart.append((start, end))
+    return apart
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------
+
+
+def compare(names: Sequence[str], args: argparse.Namespace, overrides: Sequence[str]) -> list[Result]:
+    """One result for each of `names` that does not run out of memory."""
+    if args.alone:
+        return [result for name in names for result in _compare([name], args, overrides)]
+    return _compare(names, args, overrides)
+
+
+def _compare(names: Sequence[str], args: argparse.Namespace, overrides: Sequence[str]) -> list[Result]:
+    running: dict[str, Contender] = {}
+    results: dict[str, Result] = {}
+
+    def drop(name: str, why: object) -> None:
+        print(f"{name} {' '.join(overrides)}: ended: {str(why).strip()}", file=sys.stderr)
+        results.pop(name, None)
+        if name in running:
+            running.pop(name).close()
+
+    for name in names:
+        try:
+            running[name] = started = Contender(name, args.config, overrides, args.nproc)
+        except EndedError as error:
+            drop(name, error)
+            continue
+        hp = config.load(args.config, [*overrides, *name.split("+")[1:]])
+        tokens = total_batch(hp, args.nproc) * hp.max_seq_len
+        flops = tokens * hp.flops_per_token(hp.max_seq_len)
+        results[name] = Result(name, started.first_step, tokens, flops)
+    for turn in range(args.rounds + 1):  # the first one is for warming up
+        for name in list(running):
+            try:
+                answer = running[name].ask("run", args.steps)
+                results[name].peak_gib = answer["peak_gib"]
+                if turn:
+                    results[name].steps.append(answer["seconds"] / answer["steps"])
+            except (EndedError, OSError) as error:
+                drop(name, error)
+    for name, contender in running.items():
+        results[name].shares, results[name].peak_flops = contender.profile(2)
+        contender.close()
+    for result in results.values():  # the same for all, so that they compare
+        result.peak_flops = max((other.peak_flops or 0 for other in results.values()), default=0) or None
+    return [results[name] for name in names if name in results]
+
+
+def table(results: Sequence[Result]) -> str:
+    if not results:
+        return "no contender is left"
+    rows = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+    return "\n".join([*rows, *(result.row(results[0]) for result in results)])
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    return vars(result) | {"tokens_per_second": result.tokens / result.step, "mfu": result.mfu}
+
+
+def plot(path: Path, points: Sequence[tuple[dict[str, str], list[Result]]]) -> None:
+    """Tokens/s over the last swept setting; a line for each contender and value of the others."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    lines: dict[str, tuple[list[str], list[float]]] = {}
+    for settings, results in points:
+        *others, along = settings.items()
+        for result in results:
+            label = ", ".join([result.name, *(f"{key} {value}" for key, value in others)])
+            x, y = lines.setdefault(label, ([], []))
+            x.append(along[1])
+            y.append(result.tokens / result.step)
+    for label, (x, y) in lines.items():
+        axes.plot(x, y, marker="o", label=label)
+    axes.set(xlabel=list(points[0][0])[-1], ylabel="tokens/s", ylim=(0, None))
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=80, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.throughput",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, default=ROOT / "config.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all contenders")
+    parser.add_argument("--contenders", nargs="+", default=CONTENDERS)
+    parser.add_argument("--sweep", nargs="+", default=[], metavar="key=a,b,c", help="measure all combinations")
+    parser.add_argument("--nproc", type=int, default=default_processes(), help="ranks (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="of a round (%(default)s)")
+    parser.add_argument("--alone", action="store_true", help="one contender after another instead of turn by turn")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--plot", type=Path, help="draw tokens/s of a sweep into this file")
+    args = parser.parse_args()
+    keys = [sweep.partition("=")[0] for sweep in args.sweep]
+    values = [sweep.partition("=")[2].split(",") for sweep in args.sweep]
+    points = []
+    for combination in itertools.product(*values):
+        settings = dict(zip(keys, combination, strict=True))
+        results = compare(args.contenders, args, [*args.overrides, *(f"{k}={v}" for k, v in settings.items())])
+        points.append((settings, results))
+        print(*(f"{key}={value}" for key, value in settings.items()))
+        print(table(results), flush=True)
+    if args.json:
+        record = [{"settings": settings, "results": list(map(as_json, results))} for settings, results in points]
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    if args.plot and args.sweep:
+        plot(args.plot, points)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""What the benchmarks say of a step is what was in it, and they run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.curves import deviations
+from benchmarks.throughput import shares, union
+from tests.support import ROOT, TINY
+
+
+def event(cat: str, name: str, start: float, end: float) -> dict[str, Any]:
+    """In milliseconds."""
+    return {"ph": "X", "cat": cat, "name": name, "ts": start * 1e3, "dur": (end - start) * 1e3}
+
+
+def test_a_union_has_no_overlaps() -> None:
+    assert union([(5, 6), (0, 2), (1, 3), (3, 4), (0, 1)]) == [(0, 4), (5, 6)]
+    assert union([]) == []
+
+
+def test_shares_of_a_cpu_step_count_every_moment_once() -> None:
+    events = [
+        event("cpu_op", "aten::mm", 0, 400),
+        event("cpu_op", "aten::copy_", 100, 200),  # inside of it
+        event("user_annotation", "gloo:all_reduce", 300, 600),  # hidden for 100
+        event("cpu_op", "c10d::allreduce_", 600, 650),  # waits, computes nothing
+        event("user_annotation", "Optimizer.step#AdamW.step", 700, 800),
+        event("cpu_op", "aten::_fused_adamw_", 700, 800),
+        {"ph": "M", "name": "process_name"},
+    ]
+    found = shares(events, 1.0)
+    assert found == pytest.approx({"operators": 0.4, "communication": 0.2, "optimizer": 0.1, "host": 0.3})
+
+
+def test_shares_of_a_gpu_step_are_its_own_and_not_its_hosts() -> None:
+    events = [
+        event("cpu_op", "aten::mm", 0, 1000),
+        event("kernel", "gemm", 0, 500),
+        event("kernel", "ncclDevKernel_AllGather", 400, 700),
+        event("gpu_memcpy", "Memcpy HtoD", 700, 750),
+        event("gpu_user_annotation", "Optimizer.step#AdamW.step", 800, 900),
+        event("kernel", "multi_tensor_apply", 800, 900),
+    ]
+    found = shares(events, 1.0)
+    assert found == pytest.approx({"operators": 0.55, "communication": 0.2, "optimizer": 0.1, "host": 0.15})
+
+
+def test_a_deviation_is_that_of_each_tenths_mean() -> None:
+    assert deviations([2.0] * 10 + [1.1] * 10, [2.0] * 10 + [1.0] * 10) == pytest.approx([0.0] * 5 + [0.1] * 5)
+
+
+def test_ours_and_the_textbook_loop_are_measured_in_turns(tmp_path: Path) -> None:
+    settings = [f"{key}={value}" for key, value in TINY.items()]
+    short = ["--nproc", "1", "--rounds", "2", "--steps", "1", "--json", str(tmp_path / "found.json")]
+    names = ["ours", "fsdp1-float32", "ours+vocab_size=0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.throughput", *settings, *short, "--contenders", *names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ours+vocab_size=0" in done.stderr  # is told of, and left out
+    (point,) = json.loads((tmp_path / "found.json").read_text())
+    assert [result["name"] for result in point["results"]] == names[:2]
+    for result in point["results"]:
+        assert len(result["steps"]) == 2
+        assert result["tokens_per_second"] > 0
+        assert sum(result["shares"][part] for part in ("operators", "communication", "optimizer", "host")) > 0.5
