@@ -380,8 +380,8 @@ class Embedding(nn.Module):
         return F.dropout(x, self.dropout, self.training)
 
 
-_LOGITS = {"cpu": 2**24, "cuda": 2**29}
-"""Values that a chunk of logits has: on a CPU they stay in its cache, a GPU needs large products."""
+LOSS_CHUNK = {"cpu": 2**24, "cuda": 2**29}
+"""Most logits that are there at once, by device: on a CPU they stay in its cache, a GPU needs large products."""
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -441,7 +441,7 @@ class Head(nn.Module):
         x, targets = x.flatten(0, 1), targets.flatten()
         # float16's gradients would leave its range before the loss scale reaches them.
         if (x.is_cuda or torch.compiler.is_compiling()) and x.dtype != torch.float16:
-            rows = max(1, _LOGITS["cuda" if x.is_cuda else "cpu"] // len(weight))
+            rows = max(1, LOSS_CHUNK["cuda" if x.is_cuda else "cpu"] // len(weight))
             return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, rows))
         logits = F.linear(x, weight).float()
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")

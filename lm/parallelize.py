@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lm import seeds
 from lm.errors import ConfigError
 from lm.precision import mixed_precision_policy
-from model import ModelConfig, Transformer
+from model import LOSS_CHUNK, ModelConfig, Transformer
 
 
 class ParallelConfig(BaseModel):
@@ -81,8 +81,8 @@ def memory_bytes(model: ModelConfig, shards: int, batch_size: int, seq_len: int)
     state: parameters, gradients and AdamW's two moments in float32, 16 bytes a parameter over all `shards`.
     gathered: 16-bit copies, of all where there is one shard, else of two units, the one in use and the next;
         and a unit's gradients, in 16 bits and on their way to other ranks in float32.
-    activations: every block's input, and the larger of what one block saves while it is recomputed and the
-        logits with their loss (16 bits, and twice float32).
+    activations: every block's input, and the larger of what one block saves while it is recomputed and a chunk
+        of the logits with their loss (16 bits, and twice float32).
     """
     counts = model.parameter_counts()
     unit = max(counts["blocks"] // model.n_layers, counts["embedding"] + counts["positions"], counts["head"])
@@ -91,10 +91,12 @@ def memory_bytes(model: ModelConfig, shards: int, batch_size: int, seq_len: int)
     block = 2 * (4 * d + 2 * kv + {"swiglu": 4, "gelu": 2, "relu": 1}[model.ffn] * f)
     block += (16 if model.norm == "rmsnorm" else 4) * d  # PyTorch's RMSNorm keeps its input and output in float32
     block += 2 * (2 * d + kv) if model.positions == "rope" else 0
+    tokens = batch_size * seq_len
+    logits = 10 * min(tokens * model.vocab_size, LOSS_CHUNK["cuda"])
     return {
         "state": 16 * model.n_parameters // shards,
         "gathered": 2 * copies + 6 * unit,
-        "activations": batch_size * seq_len * (2 * d * model.n_layers + max(block, 10 * model.vocab_size)),
+        "activations": 2 * d * model.n_layers * tokens + max(block * tokens, logits),
     }
 
 
