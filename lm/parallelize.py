@@ -213,6 +213,7 @@ _KEPT_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
 }
 """What selective checkpointing keeps: the operations that take the time. Hopper's attention is the cuDNN one."""
 

@@ -19,9 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from determined import core
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import flex_attention as flex
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,7 +33,7 @@ import fsdp
 from lm import config, parallelize
 from lm.folder import RunFolder
 from lm.mesh import TorchDistributedContext, World
-from model import Transformer
+from model import ModelConfig, Transformer
 from tests.support import ROOT, TINY, run_ranks
 
 BASE = TINY | {"max_steps": 4, "report_rate": 100, "validation_batches": 1, "grad_clip": 1.0, "amp_dtype": None}
@@ -228,3 +231,28 @@ def test_a_layer_more_costs_the_same_operators_each_time(counted: dict[str, list
 def test_one_compiled_block_serves_all(counted: dict[str, list[Step]]) -> None:
     # The step after the first begins with a graph of a block and one of the head, and later ones with no more.
     assert [step.graphs for step in counted["compiled"]] == [0, 2, 2]
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["causal", "documents"])
+def test_selective_recomputation_runs_neither_products_nor_attention_again(
+    documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # it is traced as it is for a GPU
+    model = Transformer(ModelConfig.model_validate(TINY | {"n_heads": 2}))
+    row = torch.arange(16)
+    positions, _ = model._positions_inside((row > 8)[None], row, in_blocks=True)
+    forward = partial(parallelize._recompute("selective"), model.blocks[0].forward)
+    graphs: list[Counter[str]] = []
+
+    def keep(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(Counter(str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    compiled = torch.compile(forward, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+    x = torch.randn(1, 16, 32, requires_grad=True)
+    compiled(x, positions if documents else model._positions(row, 16)).sum().backward()
+    before, behind = graphs
+    attention = "flex_attention" if documents else "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    assert (before[attention], behind[attention]) == (1, 0)
+    products = [sum(graph[f"aten.{name}.default"] for name in ("mm", "addmm")) for graph in graphs]
+    assert products == [4, 8]  # a linear layer's gradients are two
