@@ -7,6 +7,9 @@ Rank 0 reads commands from its standard input, a line each, and answers each wit
 ends all ranks. The first step is made unasked.
 """
 
+# torchtitan is not among what the project needs:
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import json
@@ -154,6 +157,53 @@ def transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None
         optimizer.zero_grad()
 
 
+def torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
+    """torchtitan's Llama of the same shape in bfloat16, compiled, sharded and clipped by its own code."""
+    from torch.distributed.fsdp import FSDPModule
+    from torchtitan.components.loss import build_cross_entropy_loss
+    from torchtitan.config import JobConfig
+    from torchtitan.distributed import ParallelDims, parallel_dims, utils
+    from torchtitan.models.llama3 import Transformer as Llama
+    from torchtitan.models.llama3 import TransformerModelArgs, parallelize_llama
+
+    near = hp if hp.positions == "rope" else hp.model_copy(update={"ffn": "swiglu"})
+    shape = TransformerModelArgs(
+        dim=hp.d_model,
+        n_layers=hp.n_layers,
+        n_heads=hp.n_heads,
+        n_kv_heads=hp.kv_heads,
+        vocab_size=hp.vocab_size,
+        multiple_of=near.ffn_width,  # the width is two thirds of what comes next, rounded up to this
+        ffn_dim_multiplier=near.ffn_width / (4 * hp.d_model),
+        max_seq_len=hp.max_seq_len,
+    )
+    job = JobConfig()
+    job.compile.enable = True
+    job.activation_checkpoint.mode = "none"
+    job.training.seq_len = hp.max_seq_len
+    parallel_dims.device_type = world.device.type  # else CUDA, also where there is none
+    dims = ParallelDims(dp_replicate=1, dp_shard=world.size, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world.size)
+    with torch.device("meta"):
+        model = Llama(shape)
+    parallelize_llama(model, dims, job)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # gloo cannot multiply while it reduces
+            module.set_force_sum_reduction_for_comms(world.device.type == "cpu")
+    model.to_empty(device=world.device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    measure = build_cross_entropy_loss(job)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=hp.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    precision = utils.maybe_enable_amp(dims, job.training.mixed_precision_param, world.device.type)
+    for inputs, targets in _batches(world, hp, pacer):
+        with precision:
+            loss = measure(model(inputs), targets) / targets.numel()
+        loss.backward()
+        utils.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _batches(world: World, hp: config.Hyperparameters, pacer: Pacer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Random tokens, a batch a step, of this rank's share of the whole."""
     share = total_batch(hp, world.size) // world.size
@@ -171,6 +221,7 @@ CONTENDERS: dict[str, Callable[[World, config.Hyperparameters, Pacer], None]] = 
     "fsdp1-float32": partial(fsdp1, dtype=None),
     "fsdp1-bfloat16": partial(fsdp1, dtype=torch.bfloat16),
     "transformers": transformers,
+    "torchtitan": torchtitan,
 }
 
 

@@ -5,8 +5,9 @@
 
 Contenders: `ours`, fsdp.py as it stands; `fsdp1-float32` and `fsdp1-bfloat16`, the textbook loop
 (FullyShardedDataParallel, transformer_auto_wrap_policy, autocast, AdamW); `transformers`, Hugging Face's model with
-FSDP2 and no tricks. `ours+key=value` is ours with other settings. Each has processes of its own, which all
-train the same batch: one round of each, round after round. On a GPU that does not hold all of them, `--alone`.
+FSDP2 and no tricks; `torchtitan`, its Llama, compiled and sharded by its own code, where it is installed
+(pip install "torchtitan<0.3" triton). `ours+key=value` is ours with other settings. Each has processes of its own,
+which all train the same batch: one round of each, round after round. On a GPU that does not hold all, `--alone`.
 
 Step times are medians over rounds. MFU is causal (attention counted at half of its square), without embeddings,
 over the GPU's dense 16-bit peak, or over what matrix products of 2048 x 2048 reach on all ranks of a CPU. Shares are
@@ -27,6 +28,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from lm.data.loader import total_batch
 from lm.launch import default_processes
 
 CONTENDERS = ["ours+compile=true", "fsdp1-float32", "fsdp1-bfloat16", "transformers"]
+CONTENDERS += ["torchtitan"] if find_spec("torchtitan") else []
 FOREVER = [f"{key}=1000000000" for key in ("max_steps", "checkpoint_rate", "validation_rate")]
 
 
