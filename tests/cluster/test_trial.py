@@ -28,8 +28,11 @@ from tests.support import ROOT
 WHY_NOT = trial.why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
+# A step takes longer than the master takes to hear of it, so that what it does about one meets the run's next few.
 HYPERPARAMETERS: dict[str, Any] = {
     "max_steps": 24,
+    "batch_size": 16,
+    "max_seq_len": 128,
     "report_rate": 1,
     "validation_rate": 6,
     "checkpoint_rate": 6,
@@ -200,7 +203,7 @@ def test_a_fork_starts_at_step_0_with_its_weights_and_a_master_slow_or_away_hold
 ) -> None:
     master, _ = done
     master.experiment["resources"]["slots_per_trial"] = 1
-    master.experiment["hyperparameters"] |= {"total_batch_size": 2, "checkpoint_rate": 100}
+    master.experiment["hyperparameters"] |= {"total_batch_size": 32, "checkpoint_rate": 100}
     source = saved(master, 1)[24]
     away = threading.Event()
 
@@ -239,7 +242,7 @@ def test_init_from_takes_the_weights_of_a_checkpoint_by_its_uuid(
     master, _ = done
     master.experiment["resources"]["slots_per_trial"] = 1
     source = saved(master, 1)[24]
-    point = master.experiment["hyperparameters"] | {"init_from": source, "max_steps": 2, "total_batch_size": 2}
+    point = master.experiment["hyperparameters"] | {"init_from": source, "max_steps": 2, "total_batch_size": 32}
     fresh = trial.run(master, 5, folder=folder, hyperparameters=point)
     assert fresh.process.returncode == 0, fresh.log
     assert f"weights of checkpoint {source}" in fresh.log
