@@ -178,6 +178,7 @@ def join_world(launch: Launch, timeout: float) -> Iterator[World]:
             f"{where}: another rank uses its GPU, too: start at most as many ranks as a machine has GPUs, and let each"
             " see its own (srun: --gpus-per-task=1) or all (--gpus-per-node)"
         ) from None
+    whole = False
     try:
         control, saver = (_gloo_group(range(launch.world_size), patience) for _ in range(2))
         nodes: list[Any] = [None] * launch.world_size
@@ -187,6 +188,7 @@ def join_world(launch: Launch, timeout: float) -> Iterator[World]:
             for node in sorted(set(nodes))
         }
         yield World(launch, device, control, saver, groups[launch.node_rank], _get_default_store())
+        whole = True
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
@@ -196,7 +198,8 @@ def join_world(launch: Launch, timeout: float) -> Iterator[World]:
             " cpu_offload: true, more ranks and sharding: full-shard, or a smaller d_model or n_layers"
         ) from error
     finally:
-        dist.destroy_process_group()
+        if whole or device.type == "cpu":  # NCCL would wait for what a rank that is gone has left undone
+            dist.destroy_process_group()
 
 
 def _store(launch: Launch, timeout: timedelta) -> dist.Store | None:
