@@ -195,7 +195,10 @@ class Checkpointer:
 
         def write() -> dict[str, FileRecord]:
             with _explaining(path, needed):
-                writer = dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True, overwrite=False)
+                # What is written was copied from the GPU before: copying ahead would only wait for training there.
+                writer = dcp.FileSystemWriter(
+                    path, single_file_per_rank=True, sync_files=True, overwrite=False, per_thread_copy_ahead=0
+                )
                 dcp.save(staged, storage_writer=writer, process_group=group)
                 names = [file.name for file in path.glob(f"__{rank}_*")]
                 if rank == 0:
