@@ -95,7 +95,8 @@ def before_torch() -> None:
     gc.disable()  # imports leave nothing to collect; training does so at its reports, on all ranks together
     require_torch()
     keep_freed_memory()
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # a GPU's memory, without gaps
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the newer one would overrule
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # a GPU's memory, without gaps
     # A lost connection is said in one line of ours; PyTorch's own log would add forty of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while starting ends at once, without a traceback
