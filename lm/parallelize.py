@@ -48,6 +48,10 @@ class ParallelConfig(BaseModel):
         "none", description="recompute in backward: nothing, all but attention and matrix products, or whole blocks"
     )
     activation_offload: bool = Field(False, description="keep activations saved for backward in host memory")
+    sync_each_micro_step: bool = Field(
+        False,
+        description="accumulate sharded gradients: reduced every time, instead of 4 bytes a parameter on each rank",
+    )
     compile: Literal["auto"] | bool = Field(
         "auto", description="compile each block and the head; auto = on GPUs, where it pays early, and for float8"
     )
@@ -107,16 +111,17 @@ def attention_kernel(model: ModelConfig, documents: bool, dtype: torch.dtype | N
     Args:
         documents: whether rows hold several, which must not see each other.
     """
-    if documents and model.uses_flex(device, training=True):
-        return "FlexAttention"
     length = model.max_seq_len
+    masked = documents or (model.sliding_window or length) < length
+    if masked and model.uses_flex(device, training=True):
+        return "FlexAttention"
+    kv_heads = model.n_heads if masked and device.type == "cuda" else model.kv_heads
     q, k = (
         torch.empty(1, heads, length, model.head_dim, dtype=dtype, device=device, requires_grad=True)
-        for heads in (model.n_heads, model.kv_heads)
+        for heads in (model.n_heads, kv_heads)
     )
-    masked = documents or (model.sliding_window or length) < length
     mask = torch.ones(length, length, dtype=torch.bool, device=device) if masked else None
-    grouped = model.kv_heads != model.n_heads
+    grouped = kv_heads != model.n_heads
     choice = torch._fused_sdp_choice(q, k, k, mask, model.dropout, not masked, enable_gqa=grouped)
     return SDPBackend(choice).name.lower().replace("_", " ")
 
@@ -183,11 +188,13 @@ def parallelize(
 def begin_micro_step(model: nn.Module, config: ParallelConfig, last: bool) -> None:
     """Whether the next backward reduces gradients over ranks (the last micro-step) or keeps adding them up.
 
-    Unless a strategy frees what it gathered behind forward, it keeps it for the next micro-step, too: the most
-    memory is needed where forward ends, and then all is gathered anyway.
+    With `sync_each_micro_step` every one reduces them over shards, and the last one over replicas. Unless a strategy
+    frees what it gathered behind forward, it keeps it for the next micro-step, too: the most memory is needed where
+    forward ends, and then all is gathered anyway.
     """
     assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(last)
+    model.set_requires_gradient_sync(last or config.sync_each_micro_step)
+    model.set_requires_all_reduce(last)
     if not config.reshards:
         model.set_reshard_after_backward(last)
 

@@ -148,6 +148,7 @@ def keep_first_block(model: Any, *arguments: Any, original: Callable[..., None] 
 TWO: dict[str, dict[str, Any]] = {  # runs of two ranks
     **{name: {"sharding": name} for name in ("full-shard", "grad-shard", "no-shard")},
     **{f"{name}-x3": {"sharding": name, "total_batch_size": 6} for name in ("full-shard", "grad-shard", "no-shard")},
+    "full-shard-x3-each": {"total_batch_size": 6, "sync_each_micro_step": True},
     "one-unit": {"layer_wrap": False},
     "tied": {"tie_embeddings": True},
     "bfloat16": {"amp_dtype": "bfloat16"},
@@ -158,6 +159,7 @@ FOUR: dict[str, dict[str, Any]] = {  # runs of four ranks, two groups of two
     "hybrid-grad-shard": {"sharding": "hybrid-grad-shard", "shard_group_size": 2},
     "hybrid-grad-shard-x3": {"sharding": "hybrid-grad-shard", "shard_group_size": 2, "total_batch_size": 12},
 }
+FOUR["hybrid-grad-shard-x3-each"] = FOUR["hybrid-grad-shard-x3"] | {"sync_each_micro_step": True}
 DEPTHS: dict[str, dict[str, Any]] = {f"layers-{n}": {"n_layers": n} for n in (1, 3)}
 OTHERS: dict[str, dict[str, Any]] = {"one-kept": {}, "compiled": {"compile": True}}
 
@@ -177,15 +179,17 @@ def expected(ranks: int, changes: dict[str, Any]) -> Counter[Collective]:
     blocks = [counts["blocks"] // hp.n_layers] * hp.n_layers if hp.layer_wrap else []
     units = [*blocks, *([sum(ends)] if hp.tie_embeddings else ends)] if hp.layer_wrap else [hp.n_parameters]
     gathered = units
+    micro_steps = (hp.total_batch_size or ranks) // ranks
     if hp.sharding.endswith("full-shard"):  # anew in every micro-step, and blocks, dropped behind forward, twice
-        gathered = (units + blocks) * ((hp.total_batch_size or ranks) // ranks)
+        gathered = (units + blocks) * micro_steps
+    reduced = units * (micro_steps if hp.sync_each_micro_step else 1)
     replicas = ranks if hp.sharding == "no-shard" else ranks // (hp.shard_group_size or ranks)
     shards = ranks // replicas
     width = 4 if hp.amp_dtype is None else 2  # bytes of a gathered value; gradients are reduced in float32
     step: Counter[Collective] = Counter({("all-reduce", "control", 8): 1})  # StopRequest's question, two int32
     if shards > 1:
         step.update(("all-gather", shards, width * size) for size in gathered)
-        step.update(("reduce-scatter", shards, 4 * size) for size in units)
+        step.update(("reduce-scatter", shards, 4 * size) for size in reduced)
         step["all-reduce", shards, 4 * len(list(Transformer(hp).parameters()))] += 1  # norms of the gradients
     if replicas > 1:
         step.update(("all-reduce", replicas, 4 * size // shards) for size in units)

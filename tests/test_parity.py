@@ -116,6 +116,8 @@ EQUAL: dict[str, dict[str, Any]] = {  # the same training, spread or computed ot
     "2x2": {"batch_size": 2},
     "1x4": {"batch_size": 1},
     "1x4-no-shard": {"batch_size": 1, "sharding": "no-shard"},
+    "1x4-each": {"batch_size": 1, "sync_each_micro_step": True},
+    "1x4-no-shard-each": {"batch_size": 1, "sharding": "no-shard", "sync_each_micro_step": True},
     "one-unit": {"layer_wrap": False},
     "recompute": {"activation_checkpointing": "full"},
     "recompute-some": {"activation_checkpointing": "selective"},
@@ -153,6 +155,7 @@ def test_so_do_one_and_four(ranks: int, tmp_path: Path) -> None:
     runs = {name: EQUAL[name] for name in STRATEGIES}
     if ranks == 4:
         runs["groups-of-2"] = {"sharding": "hybrid-full-shard", "shard_group_size": 2}
+        runs["groups-of-2-each"] = runs["groups-of-2"] | {"batch_size": 1, "sync_each_micro_step": True}
     for name, losses in run_ranks(ranks, run_each, str(tmp_path), runs)[0].items():
         assert losses == pytest.approx(plain_losses({}), rel=1e-5), name
 
@@ -219,6 +222,7 @@ def test_float8_learns_as_bfloat16_does_and_keeps_the_parameters_names(tmp_path:
         ({"dropout": 0.1}, False, "cpu", "math"),
         ({}, True, "cpu", "flash attention"),
         ({"d_model": 128}, True, "cuda", "FlexAttention"),
+        ({"d_model": 128, "sliding_window": 8}, False, "cuda", "FlexAttention"),
     ],
 )
 def test_the_kernel_that_computes_attention_is_named(
