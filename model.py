@@ -169,7 +169,7 @@ class ModelConfig(BaseModel):
         return 256 * math.ceil(8 * self.d_model / 3 / 256) if self.ffn == "swiglu" else 4 * self.d_model
 
     def uses_flex(self, device: torch.device, training: bool) -> bool:
-        """Whether FlexAttention attends inside documents; it knows neither dropout nor heads smaller than 16."""
+        """Whether FlexAttention attends under a mask; it knows neither dropout nor heads smaller than 16."""
         return device.type == "cuda" and self.head_dim >= 16 and not (training and self.dropout)
 
     def structure(self) -> dict[str, Any]:
@@ -281,9 +281,9 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 @functools.cache
-def compiled_flex() -> Callable[..., Any]:
-    """Attention under a mask, which never holds the scores of a whole row."""
-    return torch.compile(flex_attention)
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """FlexAttention's functions hold what belongs to every pair of positions unless they are compiled."""
+    return torch.compile(function)
 
 
 class Attention(nn.Module):
@@ -311,10 +311,13 @@ class Attention(nn.Module):
             k, v = cache.extend(self.layer, k, v)
         grouped = c.kv_heads != c.n_heads
         if isinstance(positions.mask, BlockMask):
-            compiled = torch.compiler.is_compiling() or not x.is_cuda  # on CUDA it is slow as it stands
-            flex = flex_attention if compiled else compiled_flex()
-            y = flex(q, k, v, block_mask=positions.mask, enable_gqa=grouped)
+            in_graph = torch.compiler.is_compiling() or not x.is_cuda
+            attend = flex_attention if in_graph else compiled(flex_attention)
+            y = attend(q, k, v, block_mask=positions.mask, enable_gqa=grouped)
         else:
+            if grouped and x.is_cuda and positions.mask is not None:  # else no fused kernel takes both
+                k, v = (heads.repeat_interleave(c.n_heads // c.kv_heads, dim=1) for heads in (k, v))
+                grouped = False
             y = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -392,9 +395,11 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-        """`x` `(N, D)`, `weight` `(V, D)`, `targets` `(N,)`; `rows` of N at a time. Returns nats, a float32 scalar."""
-        learning = any(ctx.needs_input_grad)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, learning: bool) -> Tensor:
+        """`x` `(N, D)`, `weight` `(V, D)`, `targets` `(N,)`; `rows` of N at a time; `learning`: backward will follow.
+
+        Returns nats, a float32 scalar.
+        """
         nats = torch.zeros((), device=x.device)
         x_grads, weight_grad = [], None
         for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
@@ -416,9 +421,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         return nats
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_grad, weight_grad = ctx.saved_tensors
-        return x_grad * grad, (weight_grad * grad).to(x_grad.dtype), None, None
+        return x_grad * grad, (weight_grad * grad).to(x_grad.dtype), None, None, None
 
 
 class Head(nn.Module):
@@ -442,7 +447,7 @@ class Head(nn.Module):
         # float16's gradients would leave its range before the loss scale reaches them.
         if (x.is_cuda or torch.compiler.is_compiling()) and x.dtype != torch.float16:
             rows = max(1, LOSS_CHUNK["cuda" if x.is_cuda else "cpu"] // len(weight))
-            return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, rows))
+            return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled()))
         logits = F.linear(x, weight).float()
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
 
@@ -485,8 +490,10 @@ class Transformer(nn.Module):
         if end > self.config.max_seq_len:
             raise ValueError(f"{end} tokens are more than max_seq_len {self.config.max_seq_len}")
         places = torch.arange(start, end, device=tokens.device)
+        in_blocks = cache is None and self.config.uses_flex(tokens.device, self.training)
+        if documents is None and in_blocks and end > (self.config.sliding_window or end):
+            documents = torch.zeros_like(tokens)  # one a row, of which a query sees the latest positions
         if documents is not None:
-            in_blocks = self.config.uses_flex(tokens.device, self.training)
             positions, places = self._positions_inside(documents, places, in_blocks)
         else:
             positions = self._positions(places, end)
@@ -527,7 +534,8 @@ class Transformer(nn.Module):
 
         rope = self._rope(row - begin)
         if in_blocks:
-            mask = create_block_mask(visible, len(documents), None, len(row), len(row), device=row.device)
+            make = compiled(create_block_mask) if row.is_cuda else create_block_mask
+            mask = make(visible, len(documents), None, len(row), len(row), device=row.device)
             return Positions(rope, mask, causal=False), row - begin
         b = torch.arange(len(documents), device=row.device)[:, None, None, None]
         mask = visible(b, b, row[:, None], row)  # B 1 T T

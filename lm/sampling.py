@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import KVCache, Transformer
+
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def choose(
@@ -72,7 +75,8 @@ def generate_batch(
     for _ in range(max(given) - done + max_new_tokens):
         if cache.length + len(unread[0]) > context:  # by now every prompt is used up: none is longer
             cache, unread = KVCache(context), [row[-max(1, context // 2) :] for row in rows]
-        with torch.compiler.set_stance("force_eager"):  # every length would be compiled anew
+        # Every length would be compiled anew; so would cuDNN's attention.
+        with torch.compiler.set_stance("force_eager"), sdpa_kernel(_KERNELS):
             logits = model(torch.tensor(unread, device=device), cache=cache)
         drawn: list[int | None] = [None] * len(rows)
         for i, row in enumerate(rows):

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import IGNORE, PRESETS, KVCache, LinearCrossEntropy, ModelConfig, Transformer, rope_frequencies
+from model import IGNORE, PRESETS, KVCache, LinearCrossEntropy, ModelConfig, Positions, Transformer, rope_frequencies
 
 TINY: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 24}
 LLAMA: dict[str, Any] = TINY | {
@@ -424,7 +425,7 @@ def test_the_loss_in_chunks_is_the_loss_with_its_gradients(
         return F.cross_entropy((x @ weight.T).float(), targets, ignore_index=IGNORE, reduction="sum")
 
     def chunked(x: Tensor, weight: Tensor) -> Tensor:
-        return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, rows))
+        return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled()))
 
     results = []
     for loss_of in (plain, torch.compile(chunked, fullgraph=True) if compiled else chunked):
@@ -451,7 +452,7 @@ def test_the_loss_in_chunks_never_holds_the_logits_of_all_rows() -> None:
 
     x, weight = torch.randn(64, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
     with Largest() as largest:
-        cast(Tensor, LinearCrossEntropy.apply(x, weight, torch.randint(1000, (64,)), 16)).backward()
+        cast(Tensor, LinearCrossEntropy.apply(x, weight, torch.randint(1000, (64,)), 16, True)).backward()
     assert largest.size == 16
 
 
@@ -555,3 +556,17 @@ def test_flex_attention_sees_what_the_plain_mask_shows(style: dict[str, Any]) ->
         x = model.embedding(tokens, places)
         expected = model.blocks[0](x, shown)
         assert torch.allclose(model.blocks[0](x, in_blocks), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("style", ["mistral", "windowed"])
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_sees_what_a_window_shows(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make(STYLES[style])
+    tokens = tokens_of(model)
+    with torch.no_grad():
+        expected = model(tokens)
+        monkeypatch.setattr(ModelConfig, "uses_flex", lambda *_: True)
+        positions: list[Positions] = []
+        model.blocks[0].register_forward_pre_hook(lambda _block, given: positions.append(given[1]))
+        assert torch.allclose(model(tokens), expected, atol=1e-4, rtol=1e-4)
+    assert isinstance(positions[0].mask, BlockMask)
