@@ -116,7 +116,12 @@ class RunFolder:
     def write_config(self, hyperparameters: Mapping[str, Any]) -> None:
         """Keep what the run was started with, as an experiment file that goes on with it."""
         again = {"run_name": self.path.name, "resume": "auto"}
-        self.config.write_text(yaml.safe_dump({"hyperparameters": dict(hyperparameters) | again}, sort_keys=False))
+        draft = self.config.with_suffix(".draft")
+        try:
+            draft.write_text(yaml.safe_dump({"hyperparameters": dict(hyperparameters) | again}, sort_keys=False))
+            draft.replace(self.config)
+        except OSError as error:
+            raise RunError(f"{self.config}: cannot be written ({error.strerror})") from None
 
 
 def hold(path: Path) -> str | None:

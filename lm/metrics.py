@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +25,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from lm.cluster import Courier
+from lm.errors import RunError
 
 GIB = 2**30
 
@@ -212,10 +213,19 @@ class Reporter:
         self._tell(self._train.set_status, "training")
         if not self._speaks or self._folder is None:
             return
-        self._lines = _open_lines(self._folder / "metrics.jsonl", start)
-        self._board = SummaryWriter(self._folder / "tensorboard", purge_step=start + 1, flush_secs=10)
+        with self._writing():
+            self._lines = _open_lines(self._folder / "metrics.jsonl", start)
+            self._board = SummaryWriter(self._folder / "tensorboard", purge_step=start + 1, flush_secs=10)
         if sys.stderr.isatty():
             self._bar = tqdm(total=self._max_steps, initial=start, unit="step", dynamic_ncols=True, smoothing=0.1)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            problem = f"{self._folder}: metrics cannot be written ({error.strerror}); the last checkpoint is kept"
+            raise RunError(problem) from None
 
     def say(self, line: str) -> None:
         if self._bar is not None:
@@ -248,13 +258,14 @@ class Reporter:
         if not self._speaks:
             return
         self._train.report_metrics(group, steps_completed=step, metrics=dict(metrics))
-        if self._lines is not None:
-            record: dict[str, Any] = {"group": group, "step": step, "time": round(time.time(), 3)}
-            self._lines.write(json.dumps(record | dict(metrics)) + "\n")
-            self._lines.flush()
-        if self._board is not None:
-            for key, value in metrics.items():
-                self._board.add_scalar(f"{group}/{key}", value, step)
+        with self._writing():
+            if self._lines is not None:
+                record: dict[str, Any] = {"group": group, "step": step, "time": round(time.time(), 3)}
+                self._lines.write(json.dumps(record | dict(metrics)) + "\n")
+                self._lines.flush()
+            if self._board is not None:
+                for key, value in metrics.items():
+                    self._board.add_scalar(f"{group}/{key}", value, step)
         if group == "training":
             self._tell(self._train.report_progress, min(1.0, step / self._max_steps))
         self._show(group, step, metrics)
@@ -274,10 +285,11 @@ class Reporter:
 
     def close(self) -> None:
         """Close the files and the progress bar; `say` still speaks."""
-        for place in (self._bar, self._lines, self._board, self._courier):
+        places, self._bar = (self._bar, self._courier, self._lines, self._board), None
+        for place in places:
             if place is not None:
-                place.close()
-        self._bar = None
+                with self._writing():
+                    place.close()
 
 
 _SHOWN: dict[str, Callable[[float], str]] = {
@@ -294,13 +306,10 @@ def _open_lines(path: Path, start: int) -> TextIO:
     """Open the metrics file to append behind step `start`, without the lines of steps that will be made again."""
     kept = []
     if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:  # cut short by a kill
-                continue
-            if record["step"] <= start:
-                kept.append(line + "\n")
+        for line in path.read_text(errors="replace").splitlines():
+            with suppress(ValueError, TypeError, KeyError):  # cut short by a kill, or no line of ours
+                if json.loads(line)["step"] <= start:
+                    kept.append(line + "\n")
     draft = path.with_suffix(".draft")
     draft.write_text("".join(kept))
     draft.replace(path)

@@ -17,6 +17,7 @@ from determined.core import DummyTrainContext
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lm import metrics
+from lm.errors import RunError
 from lm.metrics import Meter, Reporter, peak_flops, peak_flops_by_name
 
 CPU = torch.device("cpu")
@@ -292,6 +293,26 @@ def test_a_run_that_begins_again_at_step_0_leaves_nothing_of_its_first_attempt(t
         attempt.close()
     assert [line["loss"] for line in lines(tmp_path)] == [2.0]
     assert scalars(tmp_path, "training/loss") == {10: 2.0}
+
+
+def test_a_place_that_cannot_be_written_is_one_line_and_lines_of_others_are_dropped(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n[1]\n{}\n"\xff"\n{"step": 9}\n')
+    made = reporter(tmp_path, start=5)
+    assert lines(tmp_path) == [{"step": 1}]
+    assert made._lines is not None
+    made._lines.close()
+    made._lines = Path("/dev/full").open("w")  # noqa: SIM115
+    refusal = f"{tmp_path}: metrics cannot be written (No space left on device); the last checkpoint is kept"
+    with pytest.raises(RunError, match=re.escape(refusal)):
+        made.report("training", 10, TRAINING)
+    with pytest.raises(RunError, match=re.escape(refusal)):
+        made.close()
+    made._lines = None
+    made.close()
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(RunError, match=re.escape(f"{tmp_path}: metrics cannot be written (Is a directory)")):
+        reporter(tmp_path)
 
 
 def test_the_cluster_is_told_metrics_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
