@@ -194,7 +194,7 @@ class Preparation:
         try:
             index = read_index(path)
         except ConfigError as error:
-            raise ConfigError(f"{error} --overwrite") from None
+            raise ConfigError(f"{error}; --overwrite replaces it") from None
         changes = {key: index.options.get(key) != value for key, value in self._options.items()}
         changes["input"] = index.sources != sources
         if self._args.train_tokenizer is None:

@@ -570,10 +570,20 @@ def test_a_dataset_that_is_there_is_kept_and_another_one_replaces_it_only_when_t
     (out / "train.bin").write_bytes(before["train.bin"][:-1])
     code, _, errors = run(*common)
     assert code == 2
-    assert errors.endswith("damaged or cut short; write it anew with python -m lm.prepare --overwrite\n")
+    assert errors.endswith("damaged or cut short; write it anew with python -m lm.prepare; --overwrite replaces it\n")
     assert run(*common, "--overwrite")[0] == 0
     assert len(dataset(out)) == 51
     assert sorted(content(out)) == ["train.bin", "train.ends", "train.json"]
+
+
+def test_a_name_need_not_be_utf8(tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"caf\xe9.txt")
+    odd.write_text("to be")
+    common = (odd, "--tokenizer", "bytes", "--out", tmp_path / "out")
+    assert run(*common)[0] == 0
+    (source,) = json.loads((tmp_path / "out" / "train.json").read_text())["sources"]
+    assert source["name"].endswith("caf\\xe9.txt")
+    assert "is there already" in run(*common)[1]
 
 
 @pytest.fixture

@@ -86,8 +86,8 @@ def test_an_id_that_is_no_token_is_named_with_its_place(tmp_path: Path) -> None:
     ("content", "problem"),
     [
         ("", "train.json: says not what it should of a token file"),
-        ("{}", "format Field required"),
-        ('{"format": 2}', "format Input should be 1"),
+        ("{}", "format: Field required"),
+        ('{"format": 2}', "format: Input should be 1"),
     ],
 )
 def test_an_index_that_is_none_is_refused(content: str, problem: str, tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def _open_text(config: DataConfig, seq_len: int) -> Data:
 
 def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Data:
     """Token files: `train.json` of one or several folders, and `validation.json` of the first, or what is named."""
-    if config.train_data is None:
+    if not config.train_data:
         raise ConfigError("train_data: dataset: tokens needs a folder written by python -m lm.prepare")
     weighted = config.train_data if isinstance(config.train_data, dict) else {config.train_data: 1.0}
     train = [_token_file(where, "train", seq_len, vocab_size) for where in weighted]

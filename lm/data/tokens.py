@@ -121,8 +121,8 @@ def read_index(path: Path) -> TokenIndex:
         ) from None
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{path}: says not what it should of a token file: {place} {first['msg']}") from None
+        place = ".".join(map(str, first["loc"])) or "all"
+        raise ConfigError(f"{path}: says not what it should of a token file: {place}: {first['msg']}") from None
     if size != index.bytes:
         raise ConfigError(
             f"{path.with_suffix('.bin')}: {size} bytes, but {index.tokens} tokens of {index.dtype} are {index.bytes}:"

@@ -145,7 +145,8 @@ def crc32c(path: Path) -> int:
 
 def source(path: Path) -> SourceRecord:
     """What tells the input file `path` from another."""
-    return SourceRecord(name=str(path), bytes=path.stat().st_size, crc32c=crc32c(path))
+    name = os.fsencode(path).decode(errors="backslashreplace")  # a name need not be UTF-8
+    return SourceRecord(name=name, bytes=path.stat().st_size, crc32c=crc32c(path))
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
