@@ -157,8 +157,15 @@ def transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None
         optimizer.zero_grad()
 
 
+def as_llama(hp: config.Hyperparameters) -> config.Hyperparameters:
+    """The same width, depth and vocabulary, with the rest as Llama has it."""
+    if hp.positions == "rope":
+        return hp
+    return hp.model_copy(update={"positions": "rope", "norm": "rmsnorm", "ffn": "swiglu", "bias": "none"})
+
+
 def torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
-    """torchtitan's Llama of the same shape in bfloat16, compiled, sharded and clipped by its own code."""
+    """torchtitan's Llama in bfloat16, `as_llama`; compiled, sharded and clipped by its own code."""
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.config import JobConfig
@@ -166,15 +173,17 @@ def torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
     from torchtitan.models.llama3 import Transformer as Llama
     from torchtitan.models.llama3 import TransformerModelArgs, parallelize_llama
 
-    near = hp if hp.positions == "rope" else hp.model_copy(update={"ffn": "swiglu"})
+    if hp.tie_embeddings or hp.sliding_window or hp.dropout:
+        sys.exit("its Llama has neither tied embeddings nor sliding_window nor dropout")
+    width = as_llama(hp).ffn_width
     shape = TransformerModelArgs(
         dim=hp.d_model,
         n_layers=hp.n_layers,
         n_heads=hp.n_heads,
         n_kv_heads=hp.kv_heads,
         vocab_size=hp.vocab_size,
-        multiple_of=near.ffn_width,  # the width is two thirds of what comes next, rounded up to this
-        ffn_dim_multiplier=near.ffn_width / (4 * hp.d_model),
+        multiple_of=width,  # two thirds of what comes next, rounded up to this
+        ffn_dim_multiplier=width / (4 * hp.d_model),
         max_seq_len=hp.max_seq_len,
     )
     job = JobConfig()

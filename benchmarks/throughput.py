@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT, environment, launched, spread
-from benchmarks.contender import MARK
+from benchmarks.contender import MARK, as_llama
 from lm import config
 from lm.data.loader import total_batch
 from lm.launch import default_processes
@@ -216,6 +216,8 @@ def _compare(names: Sequence[str], args: argparse.Namespace, overrides: Sequence
             drop(name, error)
             continue
         hp = config.load(args.config, [*overrides, *name.split("+")[1:]])
+        if name == "torchtitan":
+            hp = as_llama(hp)
         tokens = total_batch(hp, args.nproc) * hp.max_seq_len
         flops = tokens * hp.flops_per_token(hp.max_seq_len)
         results[name] = Result(name, started.first_step, tokens, flops)
@@ -228,9 +230,12 @@ def _compare(names: Sequence[str], args: argparse.Namespace, overrides: Sequence
                     results[name].steps.append(answer["seconds"] / answer["steps"])
             except (EndedError, OSError) as error:
                 drop(name, error)
-    for name, contender in running.items():
-        results[name].shares, results[name].peak_flops = contender.profile(2)
-        contender.close()
+    for name in list(running):
+        try:
+            results[name].shares, results[name].peak_flops = running[name].profile(2)
+            running.pop(name).close()
+        except (EndedError, OSError) as error:
+            drop(name, error)
     for result in results.values():  # the same for all, so that they compare
         result.peak_flops = max((other.peak_flops or 0 for other in results.values()), default=0) or None
     return [results[name] for name in names if name in results]
