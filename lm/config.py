@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -207,7 +207,8 @@ def read(
 def _override(key: str, text: str) -> Any:
     field = Hyperparameters.model_fields.get(key)
     kinds = (field.annotation, *get_args(field.annotation)) if field else ()
-    if str in kinds:
+    is_mapping = text.startswith("{") and any(get_origin(kind) is dict for kind in kinds)
+    if str in kinds and not is_mapping:
         return None if text == "null" and type(None) in kinds else text
     try:
         return experiment.parse(text.strip(), "")[0] if text.strip() else ""
@@ -259,6 +260,12 @@ def _explain(
     if rest and (rest[0] in nested or problem["type"] == "extra_forbidden"):
         key, name = f"{key}.{rest[0]}", f"{name}.{rest[0]}"
         value, wanted = problem["input"], nested.get(rest[0], {})
+    mappings = [option for option in wanted.get("anyOf", ()) if option.get("type") == "object"]
+    if mappings and isinstance(value, dict):
+        if problem["type"] == "string_type":  # what is wrong with it as a mapping comes, too
+            return
+        if rest[1:]:
+            value, name, wanted = problem["input"], f"{name}: {rest[1]}", mappings[0]["additionalProperties"]
     text = f"{_show(value)} is not {_kind(wanted)}"
     if problem["type"] == "missing":
         text = f"is missing; {_kind(wanted)} is needed"
@@ -350,7 +357,9 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> lis
     changes = {key: f"{key}: {json.dumps(old[key])} in the checkpoint, now {json.dumps(new[key])}" for key in changed}
     strict = [changes[key] for key in changed if key in IDENTITY]
     if strict:
-        raise ConfigError(*strict, "this would be another run: undo the change, or start anew with resume=fresh")
+        total = "total_batch_size"
+        hint = f" (other ranks or batch_size: {total}={old[total]})" if total in changed else ""
+        raise ConfigError(*strict, f"this would be another run: undo the change{hint}, or start anew with resume=fresh")
     return [changes[key] for key in changed if key not in FREE]
 
 

@@ -74,6 +74,8 @@ def accept(*overrides: str, **hyperparameters: Any) -> dict[str, Any]:
         ("prompt: 5", "prompt: 5 is not text or null; put it in quotes"),
         ("prompt: ''", 'prompt: "" is not text or null'),
         ("run_name: 2024-01-01", 'run_name: "2024-01-01" is not text or null; put it in quotes'),
+        ("train_data: {a: 0, b: 1}", "train_data: a: 0 is not a number > 0"),
+        ("train_data: {a: {b: 1}}", 'train_data: a: {"b": 1} is not a number > 0'),
         ('train_data: "a\\0b"', 'train_data: "a\\u0000b" is not text or a mapping or null'),
         ("seed: {}", "seed: {} is not a whole number >= 0 or null"),
         ("max_epochs: 0", "max_epochs: 0 epochs are nothing to do; use -1 to validate and generate only"),
@@ -158,6 +160,7 @@ def test_a_number_may_be_spelled_in_any_way(spelling: str, tmp_path: Path) -> No
         ("prompt=a=b: [c # {é", "prompt", "a=b: [c # {é"),
         ("prompt= def main(", "prompt", " def main("),
         ("train_data=*.txt", "train_data", "*.txt"),
+        ("train_data={a: 3, b/*.txt: 1}", "train_data", {"a": 3, "b/*.txt": 1}),
         ("run_name=7", "run_name", "7"),
     ],
 )
@@ -442,7 +445,8 @@ def test_what_would_make_it_another_run_is_refused_with_the_changes_and_nothing_
         "d_model: 32 in the checkpoint, now 64",
         "total_batch_size: 1 in the checkpoint, now 2",
         "seed: 42 in the checkpoint, now 7",
-        "this would be another run: undo the change, or start anew with resume=fresh",
+        "this would be another run: undo the change (other ranks or batch_size: total_batch_size=1), or start anew with"
+        " resume=fresh",
     ]
     assert digests(two_steps) == before
 
