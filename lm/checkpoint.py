@@ -115,7 +115,7 @@ class Checkpointer:
         self._background = background
         self._writing: tuple[threading.Thread, Future[tuple[int, str]]] | None = None
         self._saved: list[Kept] = []
-        """on the cluster: what this process saved"""
+        """on the cluster: what this process saved, and what it went on from"""
         self._damaged: set[str] = set()
         """names of folders that `restore` found damaged: retention neither counts nor deletes them"""
 
@@ -244,6 +244,11 @@ class Checkpointer:
         for entry in superfluous(self._saved, keep):
             self._context.delete(entry.name)
             self._saved.remove(entry)
+
+    def count(self, uuid: str, manifest: Manifest) -> None:
+        """Let retention on a cluster count the checkpoint that the run goes on from, which an earlier process saved."""
+        if not self._folder and not Path(uuid).is_absolute():
+            self._saved.append(Kept(manifest.time, manifest.validation_loss, uuid))
 
     # ---- restoring -------------------------------------------------------------------------------------
 

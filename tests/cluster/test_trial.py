@@ -180,6 +180,9 @@ def test_preempted_killed_and_forked_the_losses_are_those_of_an_undisturbed_run(
         for manifest in (read_manifest(master.storage / saved(master, number)[24]) for number in (1, 2))
     ]
     assert weights[0] == weights[1]
+    kept = [c["uuid"] for c in master.checkpoints if c["state"] == "STATE_COMPLETED"]
+    best = min((step for step in saved(master, 2) if step >= stop), key=losses(master, 2, "validation").__getitem__)
+    assert (saved(master, 2)[stop] in kept) == (stop == best)  # the last process knows what it went on from
     assert master.refused == []
 
 
