@@ -169,8 +169,15 @@ class ModelConfig(BaseModel):
         return 256 * math.ceil(8 * self.d_model / 3 / 256) if self.ffn == "swiglu" else 4 * self.d_model
 
     def uses_flex(self, device: torch.device, training: bool) -> bool:
-        """Whether FlexAttention attends under a mask; it knows neither dropout nor heads smaller than 16."""
+        """Whether FlexAttention attends under a mask; it supports neither dropout nor heads below 16."""
         return device.type == "cuda" and self.head_dim >= 16 and not (training and self.dropout)
+
+    def repeats_heads(self, device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
+        """Whether a fused kernel needs every key-value head repeated for its group of queries: on CUDA, FlashAttention
+        alone takes groups, and it takes neither masks nor float32 nor GPUs before Ampere."""
+        if device.type != "cuda" or self.kv_heads == self.n_heads:
+            return False
+        return masked or dtype == torch.float32 or torch.cuda.get_device_capability(device) < (8, 0)
 
     def structure(self) -> dict[str, Any]:
         """What weights mean something in: every key spelled out, but for `dropout`, the preset's name, and the longest
@@ -247,6 +254,7 @@ class Positions(NamedTuple):
     rope: tuple[Tensor, Tensor] | None  # cos and sin, (T, K/2) or (B, 1, T, K/2) float32
     mask: Tensor | BlockMask | None  # (T, S) or (B, 1, T, T), true where a query may look; None = all of S, or causal
     causal: bool
+    repeat_heads: bool = False  # as `ModelConfig.repeats_heads` says
 
 
 def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
@@ -282,7 +290,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """FlexAttention's functions hold what belongs to every pair of positions unless they are compiled."""
+    """`function`, compiled once: FlexAttention's functions otherwise hold a value for every pair of positions."""
     return torch.compile(function)
 
 
@@ -315,9 +323,8 @@ class Attention(nn.Module):
             attend = flex_attention if in_graph else compiled(flex_attention)
             y = attend(q, k, v, block_mask=positions.mask, enable_gqa=grouped)
         else:
-            if grouped and x.is_cuda and positions.mask is not None:  # else no fused kernel takes both
+            if positions.repeat_heads:
                 k, v = (heads.repeat_interleave(c.n_heads // c.kv_heads, dim=1) for heads in (k, v))
-                grouped = False
             y = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -325,7 +332,7 @@ class Attention(nn.Module):
                 attn_mask=positions.mask,
                 is_causal=positions.causal,
                 dropout_p=c.dropout if self.training else 0.0,
-                enable_gqa=grouped,
+                enable_gqa=grouped and not positions.repeat_heads,
             )
         return self.output(y.transpose(1, 2).reshape(batch, length, c.d_model))
 
@@ -498,6 +505,8 @@ class Transformer(nn.Module):
         else:
             positions = self._positions(places, end)
         x = self.embedding(tokens, places)  # B T D
+        repeats = self.config.repeats_heads(x.device, x.dtype, positions.mask is not None)
+        positions = positions._replace(repeat_heads=repeats)
         for block in self.blocks:
             x = block(x, positions, cache)
         if cache is not None:

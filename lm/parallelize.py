@@ -49,8 +49,7 @@ class ParallelConfig(BaseModel):
     )
     activation_offload: bool = Field(False, description="keep activations saved for backward in host memory")
     sync_each_micro_step: bool = Field(
-        False,
-        description="accumulate sharded gradients: reduced every time, instead of 4 bytes a parameter on each rank",
+        False, description="reduce over shards in every micro-step, so that each rank accumulates its shard alone"
     )
     compile: Literal["auto"] | bool = Field(
         "auto", description="compile each block and the head; auto = on GPUs, where it pays early, and for float8"
@@ -115,7 +114,8 @@ def attention_kernel(model: ModelConfig, documents: bool, dtype: torch.dtype | N
     masked = documents or (model.sliding_window or length) < length
     if masked and model.uses_flex(device, training=True):
         return "FlexAttention"
-    kv_heads = model.n_heads if masked and device.type == "cuda" else model.kv_heads
+    repeated = model.repeats_heads(device, dtype or torch.float32, masked)
+    kv_heads = model.n_heads if repeated else model.kv_heads
     q, k = (
         torch.empty(1, heads, length, model.head_dim, dtype=dtype, device=device, requires_grad=True)
         for heads in (model.n_heads, kv_heads)
@@ -186,11 +186,11 @@ def parallelize(
 
 
 def begin_micro_step(model: nn.Module, config: ParallelConfig, last: bool) -> None:
-    """Whether the next backward reduces gradients over ranks (the last micro-step) or keeps adding them up.
+    """Tell FSDP what the next backward does: the last micro-step reduces gradients over ranks, others add them up.
 
-    With `sync_each_micro_step` every one reduces them over shards, and the last one over replicas. Unless a strategy
-    frees what it gathered behind forward, it keeps it for the next micro-step, too: the most memory is needed where
-    forward ends, and then all is gathered anyway.
+    With `sync_each_micro_step` each reduces them over shards, and the last one over replicas, too. Strategies that do
+    not reshard after forward keep parameters gathered until the last backward: that takes no more at once, since
+    all are gathered where a forward ends anyway.
     """
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(last or config.sync_each_micro_step)

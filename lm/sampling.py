@@ -75,7 +75,7 @@ def generate_batch(
     for _ in range(max(given) - done + max_new_tokens):
         if cache.length + len(unread[0]) > context:  # by now every prompt is used up: none is longer
             cache, unread = KVCache(context), [row[-max(1, context // 2) :] for row in rows]
-        # Every length would be compiled anew; so would cuDNN's attention.
+        # Each token makes a new length: code would be compiled for it, and cuDNN's attention planned.
         with torch.compiler.set_stance("force_eager"), sdpa_kernel(_KERNELS):
             logits = model(torch.tensor(unread, device=device), cache=cache)
         drawn: list[int | None] = [None] * len(rows)
