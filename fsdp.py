@@ -124,15 +124,15 @@ def run(
     # What can be wrong is looked at before anything large is made.
     seed = hp.seed if hp.seed is not None else info.trial.trial_seed if info else config.DEFAULT_SEED
     total = loader.total_batch(hp, world.size)
-    mesh_shape = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
+    mesh_shape = world.together(lambda: parallelize.mesh_shape(hp, world.size, world.launch.local_size))
     dtype = world.together(lambda: precision.compute_dtype(hp, device))
-    world.same("devices", {"kind": device.type, "amp_dtype": str(dtype)})
+    world.same("devices", {"kind": device.type, "amp_dtype": str(dtype), "shards": mesh_shape[1]})
     restarted = is_restart(os.environ)
     if folder:
         folder.hold(world.first, world.together, fresh=hp.resume == "fresh" and not restarted)
     data = world.together(lambda: loader.open_data(hp, hp.vocab_size, hp.max_seq_len, total, seed, rank, world.size))
-    if hp.prompt is not None and data.tokenizer is None:
-        raise ConfigError(f"prompt: dataset {hp.dataset} has no tokenizer to read it with")
+    if hp.prompt is not None and not (data.tokenizer and data.tokenizer.encode(hp.prompt)):
+        raise ConfigError(f"prompt: dataset {hp.dataset} has no tokenizer that makes a token of {hp.prompt!r}")
     epoch = data.samples and data.samples / total
     steps = hp.run_length(epoch)
     settings = dict(world.same("hyperparameters", hp.model_dump(mode="json") | {"seed": seed}))
@@ -231,6 +231,7 @@ def restore(t: Training, earlier: Sequence[str], initial: Sequence[str], info: d
         t.reporter.say(f"weights of checkpoint {found} in {time.monotonic() - started:.1f} s, {peak:.2f} GiB a rank")
         return 0
     t.reporter.say(f"going on from checkpoint {Path(found).name}, step {manifest.step}")
+    t.checkpointer.count(found, manifest)
     if note := t.loader.resume(manifest.source):
         t.reporter.say(note)
     return manifest.step

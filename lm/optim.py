@@ -25,7 +25,9 @@ class OptimConfig(BaseModel):
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's mean of gradients")
     beta2: float = Field(0.999, ge=0, lt=1, description="decay of AdamW's mean of squared gradients")
     grad_clip: float | None = Field(None, gt=0, description="largest gradient norm; longer gradients are scaled down")
-    skip_nonfinite: int = Field(10, gt=0, description="stop after so many steps in a row with inf or NaN gradients")
+    skip_nonfinite: int = Field(
+        10, gt=0, description="stop after so many steps in a row with inf or NaN gradients (looked at in reports)"
+    )
 
     @model_validator(mode="after")
     def _whole_warmup(self) -> OptimConfig:

@@ -23,6 +23,12 @@ def test_epochs_give_the_length(epochs: float, tmp_path: Path) -> None:
     assert f"step {int(10 * epochs)}/{int(10 * epochs)}" in done.stdout
 
 
+def test_a_prompt_without_a_token_is_refused_before_training(tmp_path: Path) -> None:
+    done = run(tmp_path, config=TINY | {"prompt": "to be"})
+    assert done.returncode == 2
+    assert done.stderr == "prompt: dataset synthetic has no tokenizer that makes a token of 'to be'\n"
+
+
 def test_negative_epochs_only_validate_and_generate(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("to be or not to be, that is the question\n" * 50)
