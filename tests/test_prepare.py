@@ -576,6 +576,14 @@ def test_a_dataset_that_is_there_is_kept_and_another_one_replaces_it_only_when_t
     assert sorted(content(out)) == ["train.bin", "train.ends", "train.json"]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    for name, content in {"a.txt": "to be", "b.csv": "text,n\nto be,1\n", "c.jsonl": '{"text": "to be"}\n'}.items():
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        code, _, errors = run(tmp_path / name, "--tokenizer", "bytes", "--out", tmp_path / "out" / name)
+        assert code == 0, errors
+        assert dataset(tmp_path / "out" / name) == [[*b"to be", 256]]
+
+
 def test_a_name_need_not_be_utf8(tmp_path: Path) -> None:
     odd = tmp_path / os.fsdecode(b"caf\xe9.txt")
     odd.write_text("to be")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import itertools
@@ -45,7 +46,7 @@ def _is_hidden(path: Path) -> bool:
 
 
 def blocks(path: Path, size: int = 1 << 20) -> Iterator[bytes]:
-    """The bytes of `path` in order, behind its compression if its name ends in .gz or .zst.
+    """The bytes of `path` in order, without a byte-order mark, behind its compression if its name ends in .gz or .zst.
 
     Args:
         size: of a block (bytes; about).
@@ -56,7 +57,7 @@ def blocks(path: Path, size: int = 1 << 20) -> Iterator[bytes]:
     suffix, done = path.suffix.lower(), 0
     try:
         for block in _of_zst(path, size) if suffix == ".zst" else _of_file(path, size, packed=suffix == ".gz"):
-            yield block
+            yield block if done else block.removeprefix(codecs.BOM_UTF8)
             done += len(block)
     except (OSError, EOFError, zlib.error) as error:
         what = getattr(error, "strerror", None) or error

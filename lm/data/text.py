@@ -29,7 +29,7 @@ def read_tokens(files: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
     end = np.array([tokenizer.end_of_text], np.uint32)
     for path in sorted(files, key=lambda path: hashlib.sha256(path.name.encode()).digest()):
         try:
-            content = path.read_bytes().decode()
+            content = path.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             problems.append(f"{path}: byte {error.start} is not UTF-8; convert the file, e.g. with iconv")
         except OSError as error:
