@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ def read_tokens(files: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
     pieces: list[NDArray[np.uint32]] = []
     problems = []
     end = np.array([tokenizer.end_of_text], np.uint32)
-    for path in sorted(files, key=lambda path: hashlib.sha256(path.name.encode()).digest()):
+    for path in sorted(files, key=lambda path: hashlib.sha256(os.fsencode(path.name)).digest()):
         try:
             content = path.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
