@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from lm.checksum import crc32c
 from lm.errors import ConfigError, RunError
 
 FORMAT = 1
@@ -73,14 +74,6 @@ class Manifest(BaseModel):
 
 class CheckpointError(RunError):
     """A folder that is no whole checkpoint: says which and why."""
-
-
-def crc32c(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            value = google_crc32c.extend(value, block)
-    return value
 
 
 def record(path: Path) -> FileRecord:

@@ -10,16 +10,16 @@ dataset is replaced it is the first to go, so a folder that holds one is whole.
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 import numpy as np
 
+from lm.checksum import crc32c
 from lm.data.documents import Part, id_type
 from lm.data.tokenizer import FILES, Tokenizer
 from lm.data.tokens import SourceRecord, TokenIndex, read_index
@@ -139,20 +139,10 @@ def describe(path: Path, index: TokenIndex) -> str:
     return f"{path.with_suffix('.bin')}: {index.tokens:,} tokens ({index.dtype}) in {index.documents:,} documents"
 
 
-def crc32c(path: Path) -> int:
-    return functools.reduce(google_crc32c.extend, _blocks(path), 0)
-
-
 def source(path: Path) -> SourceRecord:
     """What tells the input file `path` from another."""
     name = os.fsencode(path).decode(errors="backslashreplace")  # a name need not be UTF-8
     return SourceRecord(name=name, bytes=path.stat().st_size, crc32c=crc32c(path))
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            yield block
 
 
 def verify(folder: Path) -> list[str]:
