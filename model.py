@@ -27,6 +27,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 IGNORE = -100
 """Target value of a position that does not count in the loss."""
+LARGEST = 10**14
+"""Most parameters of a model, and most activations of one layer for one sequence: far below what 64 bits can count."""
 
 
 class RopeScaling(BaseModel):
@@ -136,7 +138,7 @@ class ModelConfig(BaseModel):
         return PRESETS[values["model"]] | values
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> ModelConfig:
+    def _fit_together(self) -> ModelConfig:
         problems = []
         if self.d_model % self.n_heads:
             fits = [n for n in range(1, min(self.d_model, 1024) + 1) if self.d_model % n == 0]
@@ -149,6 +151,11 @@ class ModelConfig(BaseModel):
             problems.append(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}; choose from {fits}")
         if self.rope_scaling and self.positions != "rope":
             problems.append("rope_scaling: needs positions: rope")
+        if max(self.n_parameters, self.max_seq_len * self.d_model) > LARGEST:
+            problems.append(
+                f"d_model: {self.d_model}, with {self.n_layers} layers, {self.vocab_size} tokens and sequences of"
+                f" {self.max_seq_len}, makes {self.n_parameters:.1e} parameters; {LARGEST:.0e} can be counted with"
+            )
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -400,6 +400,11 @@ def test_every_rank_ends_with_2_and_one_of_them_says_why(tmp_path: Path) -> None
             1,
             "total_batch_size: 3 is no multiple of batch_size 4 x 1 ranks; use 4",
         ),
+        (
+            {"batch_size": 2**62},
+            4,
+            "batch_size: 18446744073709551616 sequences a step are too many; 16777216 are the most",
+        ),
     ],
 )
 def test_a_total_batch_that_cannot_be_divided_is_refused_with_the_nearest_that_can(

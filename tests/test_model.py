@@ -176,6 +176,8 @@ def test_causal_flops_count_the_positions_that_are_attended_to() -> None:
             {"positions": "rope", "rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1.0}},
             "high_freq_factor 1 is not above low_freq_factor 1",
         ),
+        ({"d_model": 2**62}, "d_model: 4611686018427387904, with 4 layers, .* makes 1.0e[+]39 parameters; 1e[+]14 can"),
+        ({"max_seq_len": 2**62, "positions": "rope"}, "sequences of 4611686018427387904, makes"),
     ],
 )
 def test_structures_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -29,6 +29,8 @@ from lm.errors import ConfigError
 from model import IGNORE
 
 SYNTHETIC_BATCHES = 10
+LARGEST_BATCH = 2**24
+"""Most sequences of a step, whose order is drawn in memory."""
 
 
 class DataConfig(BaseModel):
@@ -74,10 +76,12 @@ def total_batch(config: DataConfig, ranks: int) -> int:
     """Sequences per optimizer step.
 
     Raises:
-        ConfigError: `total_batch_size` is no multiple of batch_size x ranks; names the nearest that are.
+        ConfigError: too many, or `total_batch_size` is no multiple of batch_size x ranks; names the nearest that are.
     """
     together = config.batch_size * ranks
     total = config.total_batch_size or together
+    if total > LARGEST_BATCH:
+        raise ConfigError(f"batch_size: {total} sequences a step are too many; {LARGEST_BATCH} are the most")
     if total % together:
         lower, upper = total // together * together, (total // together + 1) * together
         near = " or ".join(str(value) for value in (lower, upper) if value)
