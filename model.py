@@ -401,6 +401,35 @@ LOSS_CHUNK = {"cpu": 2**24, "cuda": 2**29}
 """Most logits that are there at once, by device: on a CPU they stay in its cache, a GPU needs large products."""
 
 
+LossOfChunk = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
+
+
+def loss_of_chunk(x: Tensor, weight: Tensor, targets: Tensor, learning: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum of -log p(target) of the logits `x @ weight.T` (nats, float32), and its gradients for `x` and `weight`.
+
+    Args:
+        x, weight, targets: `(N, D)`, `(V, D)`, `(N,)`.
+        learning: false: nobody wants gradients, and what stands for them is empty.
+    """
+    logits = F.linear(x, weight).float()
+    counts = targets != IGNORE
+    target = torch.where(counts, targets, 0)[:, None]
+    log_sum = logits.logsumexp(dim=-1, keepdim=True)
+    nats = torch.where(counts, (log_sum - logits.gather(-1, target)).squeeze(-1), 0).sum()
+    if not learning:
+        return nats, x.new_empty(0), x.new_empty(0)
+    hit = torch.arange(len(weight), device=x.device) == target
+    grad = torch.where(counts[:, None], (logits - log_sum).exp() - hit.float(), 0).to(x.dtype)
+    return nats, grad @ weight, grad.T @ x
+
+
+def even_chunks(rows: int, most: int) -> int:
+    """How many rows to take at a time, `most` or fewer, and where that is near by equally many each time."""
+    least = math.ceil(rows / most)
+    count = next((count for count in range(least, 2 * least) if rows % count == 0), least)
+    return math.ceil(rows / count)
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     """Sum of -log p(target) of the logits `x @ weight.T`, which are there for a chunk of rows at a time.
 
@@ -409,35 +438,30 @@ class LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, learning: bool) -> Tensor:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, learning: bool, chunk: LossOfChunk
+    ) -> Tensor:
         """`x` `(N, D)`, `weight` `(V, D)`, `targets` `(N,)`; `rows` of N at a time; `learning`: backward will follow.
 
         Returns nats, a float32 scalar.
         """
-        nats = torch.zeros((), device=x.device)
-        x_grads, weight_grad = [], None
+        nats, x_grad, weight_grad = torch.zeros((), device=x.device), [], None
         for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
-            logits = F.linear(part, weight).float()
-            counts = wanted != IGNORE
-            target = torch.where(counts, wanted, 0)[:, None]
-            log_sum = logits.logsumexp(dim=-1, keepdim=True)
-            nats = nats + torch.where(counts, (log_sum - logits.gather(-1, target)).squeeze(-1), 0).sum()
-            if learning:
-                hit = torch.arange(len(weight), device=x.device) == target
-                grad = torch.where(counts[:, None], (logits - log_sum).exp() - hit.float(), 0).to(x.dtype)
-                x_grads.append(grad @ weight)
-                term = grad.T @ part
-                weight_grad = (
-                    term if len(part) == len(x) else term.float() + (0 if weight_grad is None else weight_grad)
-                )
+            term, part_grad, weight_term = chunk(part, weight, wanted, learning)
+            nats += term
+            x_grad.append(part_grad)
+            if weight_grad is None:
+                weight_grad = weight_term if rows >= len(x) else weight_term.float()
+            else:
+                weight_grad += weight_term
         if learning:
-            ctx.save_for_backward(torch.cat(x_grads), weight_grad)
+            ctx.save_for_backward(torch.cat(x_grad), weight_grad)
         return nats
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x_grad, weight_grad = ctx.saved_tensors
-        return x_grad * grad, (weight_grad * grad).to(x_grad.dtype), None, None, None
+        return x_grad * grad, (weight_grad * grad).to(x_grad.dtype), None, None, None, None
 
 
 class Head(nn.Module):
@@ -450,6 +474,8 @@ class Head(nn.Module):
         super().__init__()
         self.norm = make_norm(config)
         self.output = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.loss_of_chunk: LossOfChunk = loss_of_chunk
+        """to be replaced by what it is compiled to"""
 
     def forward(self, x: Tensor, targets: Tensor | None, tied: Tensor | None) -> Tensor:
         weight = tied if self.output is None else self.output.weight
@@ -459,9 +485,10 @@ class Head(nn.Module):
             return F.linear(x, weight)
         x, targets = x.flatten(0, 1), targets.flatten()
         # float16's gradients would leave its range before the loss scale reaches them.
-        if (x.is_cuda or torch.compiler.is_compiling()) and x.dtype != torch.float16:
-            rows = max(1, LOSS_CHUNK["cuda" if x.is_cuda else "cpu"] // len(weight))
-            return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled()))
+        if (x.is_cuda or self.loss_of_chunk is not loss_of_chunk) and x.dtype != torch.float16:
+            rows = even_chunks(len(x), max(1, LOSS_CHUNK["cuda" if x.is_cuda else "cpu"] // len(weight)))
+            learning = torch.is_grad_enabled()
+            return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, rows, learning, self.loss_of_chunk))
         logits = F.linear(x, weight).float()
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -154,15 +154,18 @@ def parallelize(
         # 2. Recomputation, innermost: what is compiled must contain it.
         if config.activation_checkpointing != "none":
             block.forward = partial(_recompute(config.activation_checkpointing), block.forward)
-        if config.activation_offload:
-            block.forward = _offload_saved(block)
-    # 3. Compilation, per block: one block's code serves all. FSDP's hooks stay outside of it.
+    # 3. Compilation: one block's code serves all, one chunk's the whole loss. FSDP's hooks stay outside of it.
     if config.compile is True or (config.compile == "auto" and (on_gpu or float8)):
         # Left alone, the partitioner keeps a ReLU's mask beside the output it follows from, for the view in between.
         partitioner.recompute_views = True
-        for part in (*model.blocks, model.head):
-            part.forward = torch.compile(part.forward, fullgraph=not config.activation_offload)
-    # 4. Sharding, unit by unit, then the root with what is left.
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, fullgraph=True)
+        model.head.loss_of_chunk = torch.compile(model.head.loss_of_chunk, fullgraph=True, dynamic=False)
+    # 4. Offloading, around what is compiled: it sees what that saves.
+    if config.activation_offload:
+        for block in model.blocks:
+            block.forward = _offload_saved(block)
+    # 5. Sharding, unit by unit, then the root with what is left.
     replicas = mesh.size(0)
     shard: Any = partial(
         fully_shard,
@@ -179,7 +182,7 @@ def parallelize(
             last.set_reshard_after_forward(False, recurse=False)
     if isinstance(model.embedding, FSDPModule):  # its backward looks at ids, not at weights
         model.embedding.set_unshard_in_backward(False)
-    # 5. Memory and initial values, for this rank's shards alone.
+    # 6. Memory and initial values, for this rank's shards alone.
     model.to_empty(device="cpu" if config.cpu_offload else mesh.device_type)
     initialize(model, seed)
     return model
@@ -230,10 +233,16 @@ def _keep_expensive(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Chec
 
 
 def _recompute(mode: Literal["selective", "full"]) -> Callable[..., Tensor]:
-    if mode == "full":
-        return partial(checkpoint, use_reentrant=False)
-    keep = partial(create_selective_checkpoint_contexts, _keep_expensive)
-    return partial(checkpoint, use_reentrant=False, context_fn=keep)
+    keep = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_expensive)} if mode == "selective" else {}
+    return partial(checkpoint, use_reentrant=False, **keep)
+
+
+class Packed(NamedTuple):
+    """A saved tensor: itself, or its copy in host memory and what it takes to have it back."""
+
+    kept: Tensor
+    device: torch.device | None
+    strides: tuple[int, ...]
 
 
 def _offload_saved(block: nn.Module) -> Callable[..., Tensor]:
@@ -243,15 +252,20 @@ def _offload_saved(block: nn.Module) -> Callable[..., Tensor]:
     def offloading(*args: Any, **kwargs: Any) -> Tensor:
         weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
 
-        def pack(saved: Tensor) -> tuple[torch.device | None, Tensor]:
-            if saved.untyped_storage().data_ptr() in weights:  # FSDP frees and refills these itself
-                return None, saved
+        def pack(saved: Tensor) -> Packed:
+            # FSDP frees and refills weights itself; what is expanded is small.
+            if saved.untyped_storage().data_ptr() in weights or 0 in saved.stride():
+                return Packed(saved, None, ())
             host = torch.empty_like(saved, device="cpu", pin_memory=saved.is_cuda)
-            return saved.device, host.copy_(saved, non_blocking=True)
+            return Packed(host.copy_(saved, non_blocking=True), saved.device, saved.stride())
 
-        def unpack(packed: tuple[torch.device | None, Tensor]) -> Tensor:
-            device, kept = packed
-            return kept if device is None else kept.to(device, non_blocking=True)
+        def unpack(packed: Packed) -> Tensor:
+            kept, device, strides = packed
+            if device is None:
+                return kept
+            # Compiled code asserts the strides of what it saved; a view's have gaps, which the host does without.
+            back = torch.empty_strided(kept.shape, strides, dtype=kept.dtype, device=device)
+            return back.copy_(kept, non_blocking=True)
 
         with saved_tensors_hooks(pack, unpack):
             return forward(*args, **kwargs)

@@ -30,6 +30,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "recompute-some": {"activation_checkpointing": "selective"},
     "recompute": {"activation_checkpointing": "full"},
     "offload": {"cpu_offload": True},
+    "activation-offload": {"activation_offload": True},
+    "recompute-and-offload": {"activation_offload": True, "activation_checkpointing": "selective"},
 }
 
 

@@ -15,7 +15,18 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import IGNORE, PRESETS, KVCache, LinearCrossEntropy, ModelConfig, Positions, Transformer, rope_frequencies
+from model import (
+    IGNORE,
+    PRESETS,
+    KVCache,
+    LinearCrossEntropy,
+    ModelConfig,
+    Positions,
+    Transformer,
+    even_chunks,
+    loss_of_chunk,
+    rope_frequencies,
+)
 
 TINY: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 24}
 LLAMA: dict[str, Any] = TINY | {
@@ -426,11 +437,13 @@ def test_the_loss_in_chunks_is_the_loss_with_its_gradients(
     def plain(x: Tensor, weight: Tensor) -> Tensor:
         return F.cross_entropy((x @ weight.T).float(), targets, ignore_index=IGNORE, reduction="sum")
 
+    chunk = torch.compile(loss_of_chunk, fullgraph=True, dynamic=False) if compiled else loss_of_chunk
+
     def chunked(x: Tensor, weight: Tensor) -> Tensor:
-        return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled()))
+        return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled(), chunk))
 
     results = []
-    for loss_of in (plain, torch.compile(chunked, fullgraph=True) if compiled else chunked):
+    for loss_of in (plain, chunked):
         inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
         loss = loss_of(*inputs)
         (0.3 * loss).backward()
@@ -454,8 +467,17 @@ def test_the_loss_in_chunks_never_holds_the_logits_of_all_rows() -> None:
 
     x, weight = torch.randn(64, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
     with Largest() as largest:
-        cast(Tensor, LinearCrossEntropy.apply(x, weight, torch.randint(1000, (64,)), 16, True)).backward()
+        cast(
+            Tensor, LinearCrossEntropy.apply(x, weight, torch.randint(1000, (64,)), 16, True, loss_of_chunk)
+        ).backward()
     assert largest.size == 16
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "chunk"), [(8192, 4185, 4096), (2048, 524, 512), (7, 100, 7), (13, 4, 4), (10, 3, 2), (1, 1, 1)]
+)
+def test_chunks_are_equally_long_where_that_is_near_by(rows: int, most: int, chunk: int) -> None:
+    assert even_chunks(rows, most) == chunk
 
 
 def test_dropout_acts_in_training_alone_and_follows_the_seed() -> None:

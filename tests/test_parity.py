@@ -123,6 +123,12 @@ EQUAL: dict[str, dict[str, Any]] = {  # the same training, spread or computed ot
     "recompute-some": {"activation_checkpointing": "selective"},
     "offload-activations": {"activation_offload": True},
     "recompute-and-offload": {"activation_checkpointing": "full", "activation_offload": True},
+    "compiled-offload": {"activation_offload": True, "compile": True},
+    "compiled-recompute-and-offload": {
+        "activation_checkpointing": "full",
+        "activation_offload": True,
+        "compile": True,
+    },
     "offload": {"cpu_offload": True},
 }
 OTHERS: dict[str, dict[str, Any]] = {  # other models
