@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from determined import core
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from lm.errors import ConfigError, RankError, RunError
 from lm.launch import Launch
@@ -67,6 +67,8 @@ class World:
     """gloo group of the ranks on this machine"""
     store: dist.Store
     """key-value store that all ranks reach"""
+    timeout: timedelta
+    """longest wait for another rank in a collective"""
 
     @property
     def rank(self) -> int:
@@ -78,7 +80,10 @@ class World:
 
     def mesh(self, replicate: int, shard: int) -> DeviceMesh:
         """The ranks as `replicate` rows of `shard` neighbours, dimensions "replicate" and "shard"."""
-        return init_device_mesh(self.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(self.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
+        for group in mesh.get_all_groups():  # those that it makes would wait for half an hour
+            _set_pg_timeout(self.timeout, group)
+        return mesh
 
     def gather(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
         """Every rank's `value` (any picklable object), in order of rank, on every rank.
@@ -187,10 +192,11 @@ def join_world(launch: Launch, timeout: float) -> Iterator[World]:
             node: _gloo_group([rank for rank, where in enumerate(nodes) if where == node], patience)
             for node in sorted(set(nodes))
         }
-        yield World(launch, device, control, saver, groups[launch.node_rank], _get_default_store())
+        yield World(launch, device, control, saver, groups[launch.node_rank], _get_default_store(), patience)
         whole = True
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        signs = torch.OutOfMemoryError, MemoryError
+        if not isinstance(error, signs) and "can't allocate memory" not in str(error):
             raise
         raise RankError(
             f"rank {launch.rank}: out of memory ({str(error).splitlines()[0]}); less is needed with a smaller"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -200,6 +200,16 @@ def test_a_mesh_has_rows_of_neighbours() -> None:
         return world.mesh(1, 1).mesh.tolist(), world.mesh(1, 1).mesh_dim_names
 
     assert in_world(rows) == ([[0]], ("replicate", "shard"))
+
+
+def patience(world: World) -> set[float]:
+    groups = [world.control, world.saver, world.node, *world.mesh(2, 2).get_all_groups()]
+    backends = [cast(Any, group)._get_backend(torch.device("cpu")) for group in groups]
+    return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+def test_all_groups_of_ranks_wait_equally_long() -> None:
+    assert run_ranks(4, patience) == [{60}] * 4
 
 
 def core_api(world: World) -> dict[str, Any]:
