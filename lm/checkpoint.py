@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError, RunError, readable
 from lm.manifest import (
     DELETED,
     FORMAT,
@@ -45,7 +45,9 @@ from lm.manifest import (
     Kept,
     Manifest,
     Reader,
+    find_checkpoint,
     first_failure,
+    kept,
     read_manifest,
     record,
     retire,
@@ -56,6 +58,9 @@ from lm.manifest import (
     write_manifest,
 )
 from lm.mesh import World
+
+PATIENCE = 1.0
+"""Seconds that a rank waits for its own writing before it asks how the others' goes."""
 
 
 class CheckpointConfig(BaseModel):
@@ -162,14 +167,21 @@ class Checkpointer:
         assert self._writing is not None
         (thread, writing), self._writing = self._writing, None
 
-        def finish() -> tuple[int, str]:
-            thread.join()  # to its very end: PyTorch aborts a process that exits while a thread frees tensors
-            return writing.result()
+        def finish() -> bool:
+            thread.join(PATIENCE)
+            if writing.done():
+                thread.join()  # to its very end: PyTorch aborts a process that exits while a thread frees tensors
+                writing.result()
+            return writing.done()
 
-        return self._ranks.together(finish)
+        # Asked again and again, since what one rank waits for, or has failed at, the others cannot know.
+        while not all(self._ranks.gather(self._ranks.together(finish))):
+            pass
+        return writing.result()
 
     def _write(self, staged: dict[str, Tensor], about: Mapping[str, Any]) -> tuple[int, str]:
         metadata = {"steps_completed": about["step"]}
+        about = {**about, "time": self._after_all() if self._ranks.rank == 0 else 0.0}
         with ExitStack() as stack:
             if self._in_place:
                 path, uuid = stack.enter_context(self._context.store_path(metadata, shard=True))
@@ -180,14 +192,20 @@ class Checkpointer:
                 # Without a selector, a folder with the device and inode of another node's is taken for the same one.
                 uuid = self._context.upload(path, metadata, shard=True, selector=lambda _: True)
         if self._ranks.rank == 0:
-            self._retire(about["validation_loss"], uuid)
+            self._retire(Kept(about["time"], about["validation_loss"], uuid))
         return about["step"], uuid
+
+    def _after_all(self) -> float:
+        """The time, or later than that of any checkpoint that is there: clocks differ, and are set back."""
+        known = kept(self._folder, self._damaged) if self._folder else self._saved
+        return max([time.time(), *(entry.time + 1e-3 for entry in known)])
 
     def _fill(self, path: Path, staged: dict[str, Tensor], about: Mapping[str, Any]) -> None:
         """Write all files of a checkpoint to `path`; on any rank's failure leave nothing and fail on all."""
         rank, group, together = self._ranks.rank, self._ranks.saver, self._ranks.together
-        sharing = self._ranks.size if self._in_place else self._ranks.launch.local_size
-        needed = sharing * sum(_local(tensor).nbytes for tensor in staged.values())
+        whole = sum(tensor.numel() * tensor.itemsize for tensor in staged.values())  # replicas are written once
+        mine = sum(_local(tensor).nbytes for tensor in staged.values())
+        needed = whole if self._in_place else min(whole, mine * self._ranks.launch.local_size)
 
         def look() -> None:
             _refuse_nonfinite(staged)
@@ -213,7 +231,7 @@ class Checkpointer:
                     f"{path}: {unseen[0]} was written, but not where {socket.gethostname()} can see it; checkpoints"
                     " have to be in a folder that all machines share"
                 )
-            fields = {"format": FORMAT, "time": time.time(), "world_size": self._ranks.size, "files": files}
+            fields = {"format": FORMAT, "world_size": self._ranks.size, "files": files}
             with _explaining(path, needed):
                 write_manifest(path, Manifest.model_validate(dict(about) | fields))
 
@@ -230,17 +248,13 @@ class Checkpointer:
 
     # ---- keeping and deleting --------------------------------------------------------------------------
 
-    def _retire(self, loss: float | None, uuid: str) -> None:
-        """Delete whole checkpoints that are neither among the newest nor the best. Rank 0 alone.
-
-        Args:
-            loss: validation loss of the checkpoint `uuid`, which was written just now.
-        """
+    def _retire(self, newest: Kept) -> None:
+        """Delete whole checkpoints that are neither among the newest nor the best. Rank 0 alone."""
         keep = self._config.keep_checkpoints
         if self._folder:
-            retire(self._folder, keep, uuid, self._damaged)
+            retire(self._folder, keep, self._damaged)
             return
-        self._saved.append(Kept(time.time(), loss, uuid))
+        self._saved.append(newest)
         for entry in superfluous(self._saved, keep):
             self._context.delete(entry.name)
             self._saved.remove(entry)
@@ -306,9 +320,12 @@ class Checkpointer:
             try:
                 return uuid, self.restore(uuid, choose)
             except CheckpointError as error:
-                say(f"passing over {error}")
+                if uuid != candidates[-1]:
+                    say(f"passing over {error}")
                 problems += error.problems
-        raise CheckpointError(*problems, "no other checkpoint to go on from: start anew, or fork from an earlier one")
+        if len(candidates) > 1 or self._folder is None:
+            problems.append("no other checkpoint to go on from: start anew, or fork from an earlier one")
+        raise CheckpointError(*problems)
 
     def _check(self, path: Path) -> Manifest:
         manifest = read_manifest(path)
@@ -320,6 +337,7 @@ class Checkpointer:
         return manifest
 
 
+@readable
 def find_checkpoints(
     config: CheckpointConfig, info: det.ClusterInfo | None, folder: Path | None, restarted: bool
 ) -> list[str]:
@@ -330,14 +348,15 @@ def find_checkpoints(
         restarted: a launcher repeats an earlier start, whose checkpoints then come before what `resume` asked for.
 
     Raises:
-        ConfigError: `resume` names a folder that is not there.
+        ConfigError: `resume` names a folder that is not there, or holds no checkpoint.
         CheckpointError: there were checkpoints, and none is whole.
     """
     named: list[str] = []
     if config.resume not in ("auto", "fresh"):
-        if not info and not Path(config.resume).is_dir():
-            raise ConfigError(f"resume: {config.resume}: no such folder; use auto, fresh or a checkpoint's folder")
-        named = [config.resume if info else str(Path(config.resume).absolute())]
+        try:
+            named = [config.resume if info else str(find_checkpoint(Path(config.resume)).absolute())]
+        except ConfigError as error:
+            raise ConfigError(f"resume: {error}; or use auto or fresh") from None
     if config.resume != "auto" and not restarted:
         own: list[str] = []
     elif folder is None:
@@ -431,18 +450,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         if args.command == "verify":
-            print(describe(args.folder))
+            print(describe(find_checkpoint(args.folder)))
             return 0
         runs = args.folder / "checkpoints"
         if not runs.is_dir():
             raise ConfigError(f"{args.folder}: is no run's folder, it has no checkpoints/")
         paths = [path for path in runs.iterdir() if path.is_dir() and not path.name.startswith(DELETED)]
+        whole = True
         for path in sorted(paths, key=lambda path: path.stat().st_mtime):
             try:
                 print(describe(path))
             except CheckpointError as error:
                 print(f"{path.name}  not whole: {error}")
-        return 0
+                whole = False
+        return 0 if whole else CheckpointError.exit_code
     except RunError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class RunError(Exception):
     """The run cannot go on for a reason outside the program: says what, and what would help.
@@ -34,3 +41,16 @@ class DataError(RankError):
     """Data are wrong, as this rank found when it came to them: names the file and the place."""
 
     exit_code = 2
+
+
+def readable(function: Callable[P, T]) -> Callable[P, T]:
+    """Let `function` raise a ConfigError where it may not look at a file, or a name is none."""
+
+    @functools.wraps(function)
+    def reading(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: {error.strerror}") from None
+
+    return reading

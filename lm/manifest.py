@@ -10,13 +10,13 @@ index names nothing but tensors in those files.
 from __future__ import annotations
 
 import json
-import math
 import os
 import pickle
 import re
 import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from enum import EnumType
 from pathlib import Path
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lm.checksum import crc32c
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError, RunError, readable
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -110,15 +110,17 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: no manifest, a broken one, one of a newer format, links, or files missing or cut short.
     """
-    path = folder / MANIFEST
+    try:
+        return _read_manifest(folder, folder / MANIFEST)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: not a whole checkpoint, {MANIFEST}: {error.strerror}") from None
+
+
+def _read_manifest(folder: Path, path: Path) -> Manifest:
     for place in (folder, path):
         if place.is_symlink():
             raise CheckpointError(f"{place}: is a symbolic link; a checkpoint is a folder of plain files")
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{folder}: not a whole checkpoint, {MANIFEST}: {error.strerror}") from None
-    manifest = _parse(path, text)
+    manifest = _parse(path, path.read_bytes())
     if INDEX not in manifest.files:
         raise CheckpointError(f"{path}: lists no {INDEX}")
     for name, entry in manifest.files.items():
@@ -204,17 +206,20 @@ def whole_checkpoints(folder: Path, say: Callable[[str], None]) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
+@readable
 def find_checkpoint(where: Path) -> Path:
     """The checkpoint that `where` means: itself, or the newest one of a run's folder.
 
     Raises:
-        ConfigError: there is no such folder, or no checkpoint in the run yet.
+        ConfigError: there is no such folder, it is none of both, or no checkpoint is in the run yet.
         CheckpointError: the run has checkpoints, but none is whole.
     """
     if not where.is_dir():
         raise ConfigError(f"{where}: no such folder; give a checkpoint's or a run's")
     checkpoints = where / "checkpoints"
     if not checkpoints.is_dir():
+        if not any(path.name == MANIFEST or FILE_NAME.fullmatch(path.name) for path in where.iterdir()):
+            raise ConfigError(f"{where}: is neither a checkpoint's folder nor a run's")
         return where
     whole = whole_checkpoints(checkpoints, lambda line: print(line, file=sys.stderr))
     if not whole:
@@ -253,29 +258,29 @@ def superfluous(whole: list[Kept], keep: int | None) -> list[Kept]:
     return [entry for entry in sorted(whole, key=lambda entry: entry.time)[:-keep] if entry is not best]
 
 
-def retire(folder: Path, keep: int | None, newest: str, damaged: Collection[str]) -> None:
-    """Delete the superfluous checkpoints below `folder`; folders that are not whole neither count nor are touched.
+def kept(folder: Path, damaged: Collection[str]) -> list[Kept]:
+    """The checkpoints below `folder`, but for those that are not whole.
 
     Args:
-        newest: name of the one that was written just now, whatever the clock says.
-        damaged: names of those that are known not to be whole.
+        damaged: names of those that look whole and are known not to be.
     """
-    (folder / COMMITTED).touch()
-    whole = []
+    found = []
     for path in folder.iterdir():
-        if path.name.startswith(DELETED):  # a kill came between the two steps below
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.is_dir() and path.name not in damaged:
-            try:
+        if path.is_dir() and not path.name.startswith(DELETED) and path.name not in damaged:
+            with suppress(CheckpointError):
                 manifest = read_manifest(path)
-            except CheckpointError:
-                continue
-            written = math.inf if path.name == newest else manifest.time
-            whole.append(Kept(written, manifest.validation_loss, path.name))
-    for entry in superfluous(whole, keep):
+                found.append(Kept(manifest.time, manifest.validation_loss, path.name))
+    return found
+
+
+def retire(folder: Path, keep: int | None, damaged: Collection[str]) -> None:
+    """Delete the superfluous checkpoints of `kept`."""
+    (folder / COMMITTED).touch()
+    for entry in superfluous(kept(folder, damaged), keep):
         # Renamed first: whatever happens next, it is no checkpoint any more, and not half of one.
-        gone = (folder / entry.name).rename(folder / f"{DELETED}{entry.name}")
-        shutil.rmtree(gone)
+        (folder / entry.name).rename(folder / f"{DELETED}{entry.name}")
+    for gone in folder.glob(f"{DELETED}*"):  # also what a kill, or a reader on a network's disk, left
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def _member(kind: Any, name: Any) -> Any:

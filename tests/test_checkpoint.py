@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lm.checkpoint import load_weights, main
 from lm.errors import ConfigError, RunError
-from lm.manifest import MANIFEST, read_manifest, verify, whole_checkpoints
+from lm.manifest import MANIFEST, read_manifest, verify, whole_checkpoints, write_manifest
 from lm.mesh import World
 from tests.support import TINY, checkpoints, in_world, reports, run, run_ranks
 from tests.test_manifest import ABOUT, Payload, as_tensor, opened, save, toy
@@ -138,8 +138,35 @@ def test_where_all_are_partial_all_are_named_and_nothing_begins(stopped: Path) -
 
 
 def test_a_folder_that_is_asked_for_and_is_no_checkpoint_is_said(stopped: Path) -> None:
-    first, *_ = refused(stopped, f"resume={stopped / 'runs'}")
-    assert first == f"{stopped}/runs: not a whole checkpoint, manifest.json: No such file or directory"
+    done = run(stopped, f"resume={stopped / 'runs'}", config=RUN)
+    assert done.returncode == 2
+    assert (
+        done.stderr == f"resume: {stopped}/runs: is neither a checkpoint's folder nor a run's; or use auto or fresh\n"
+    )
+
+
+def test_a_runs_folder_means_its_newest_checkpoint(stopped: Path) -> None:
+    done = run(stopped, f"resume={stopped / 'runs' / 'test'}", "run_name=other", config=RUN)
+    assert done.returncode == 0, done.stderr
+    assert f"going on from checkpoint {checkpoints(stopped)[6].name}, step 6" in done.stdout
+
+
+def test_a_clock_that_is_set_back_retires_no_newer_checkpoint(straight: Path, stopped: Path) -> None:
+    for path in checkpoints(stopped).values():  # as if another machine had written them, an hour ahead
+        manifest = read_manifest(path)
+        write_manifest(path, manifest.model_copy(update={"time": manifest.time + 3600}))
+    done = run(stopped, "keep_checkpoints=1", config=RUN)
+    assert done.returncode == 0, done.stderr
+    newest, *_ = whole_checkpoints(stopped / "runs/test/checkpoints", print)
+    assert read_manifest(newest).step == 8
+    assert losses(stopped) == losses(straight)
+
+
+def test_what_fresh_would_move_aside_stays_where_nothing_begins(stopped: Path) -> None:
+    before = {path: path.stat().st_size for path in (stopped / "runs/test").rglob("*") if path.name != "lock"}
+    done = run(stopped, "resume=fresh", "dataset=tokens", "train_data=nowhere", config=RUN)
+    assert done.returncode == 2
+    assert {path: path.stat().st_size for path in (stopped / "runs/test").rglob("*") if path.name != "lock"} == before
 
 
 def test_all_that_a_run_writes_is_its_owners_alone(straight: Path) -> None:
@@ -298,6 +325,21 @@ def test_a_disk_that_is_too_small_is_seen_before_anything_is_written(small_disk:
     said = in_world(save_too_much)
     assert re.fullmatch(rf"{disk}/\S+: disk full: a checkpoint needs 65,536 bytes, [\d,]+ are free", said or ""), said
     assert names(disk) == []
+
+
+def save_replicas(world: World, folder: Path) -> None:
+    with opened(world, folder) as checkpointer:
+        state = nn.Linear(256, 256, bias=False)
+        fully_shard(state, mesh=world.mesh(world.size, 1))
+        checkpointer.save({"model": state}, ABOUT | {"step": 1})
+        checkpointer.settle()
+
+
+def test_replicas_need_the_room_of_one(small_disk: Callable[[int], Path]) -> None:
+    disk = small_disk(400)
+    run_ranks(2, save_replicas, disk)
+    (name,) = names(disk)
+    verify(disk / name, read_manifest(disk / name))
 
 
 def fill_the_disk(world: World, folder: Path) -> tuple[str, str | None]:
@@ -481,7 +523,7 @@ def test_list_says_what_each_checkpoint_is_or_why_it_is_none(stopped: Path, caps
     flip(first / "__0_0.distcp")
     (second / MANIFEST).unlink()
     (stopped / "runs/test/checkpoints/.deleted-x").mkdir()
-    assert main(["list", str(stopped / "runs" / "test")]) == 0
+    assert main(["list", str(stopped / "runs" / "test")]) == 1
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert lines[first.name] == (
         f"{first.name}  not whole: {first}/__0_0.distcp: damaged, its checksum is not that of what was written"

@@ -6,7 +6,9 @@ The other side is moto's S3 server, reached through the library's own S3StorageM
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +86,9 @@ def _enter(rank: int, port: int, endpoint: str, folder: Path, action: Callable[.
         config = CheckpointConfig.model_validate({"keep_checkpoints": 2})
         checkpointer = Checkpointer(config, context, world, None, {}, distributed.use_saver_group)
         results.put((rank, action(world, checkpointer, context, local)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # as fsdp.py ends: a thread may still be writing
 
 
 def on_two_machines(endpoint: str, folder: Path, action: Callable[..., Any]) -> list[Any]:
@@ -151,6 +156,29 @@ def test_every_machine_checks_what_arrived_there_and_all_ranks_refuse_together(e
         for victim, name, message in said:
             assert message.startswith(f"{tmp_path}/machine-{victim}/")
             assert message.endswith(f"/{name}: damaged, its checksum is not that of what was written")
+
+
+def fail_on_one(world: World, checkpointer: Checkpointer, context: Reporting, _local: Path) -> tuple[str, float]:
+    """What each rank is told where one may not write to the storage, and how soon."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError("no write access to the bucket")
+
+    if world.rank == 1:
+        context._storage_manager.upload = refuse
+    began = time.monotonic()
+    with pytest.raises(Exception, match="no write access") as refused:
+        save(checkpointer, world, 3)
+    return str(refused.value), time.monotonic() - began
+
+
+def test_a_machine_that_may_not_write_is_said_on_all_without_waiting_for_the_timeout(
+    endpoint: str, tmp_path: Path
+) -> None:
+    first, second = on_two_machines(endpoint, tmp_path, fail_on_one)
+    assert first[0] == "rank 1 failed: PermissionError: no write access to the bucket"
+    assert second[0] == "no write access to the bucket"
+    assert max(first[1], second[1]) < 30  # of 60
 
 
 def save_five(world: World, checkpointer: Checkpointer, context: Reporting, _local: Path) -> list[bool]:
