@@ -44,7 +44,7 @@ bench: .venv/dev
 
 board: .venv/run
 	@$(BIN)/python -c 'import torch_tb_profiler' 2> /dev/null || $(PIP) torch-tb-profiler
-	@$(BIN)/tensorboard --logdir runs --host 127.0.0.1 --port $(PORT)
+	@PYTHONWARNINGS=ignore::FutureWarning $(BIN)/tensorboard --logdir runs --host 127.0.0.1 --port $(PORT)
 
 docs: .venv/run
 	@$(BIN)/python -m lm.config --write

@@ -118,7 +118,6 @@ def run(
     distributed = context.distributed
     assert isinstance(distributed, TorchDistributedContext)
     stop = StopRequest(world.control, lambda: bool(info and rank == 0 and context.preempt.should_preempt(False)))
-    stop.listen()
     say: Callable[[str], None] = print if rank == 0 else lambda _: None
 
     # What can be wrong is looked at before anything large is made.
@@ -129,7 +128,9 @@ def run(
     world.same("devices", {"kind": device.type, "amp_dtype": str(dtype), "shards": mesh_shape[1]})
     restarted = is_restart(os.environ)
     if folder:
-        folder.hold(world.first, world.together, fresh=hp.resume == "fresh" and not restarted)
+        folder.hold(world.first, world.together)
+    earlier = world.first(lambda: checkpoint.find_checkpoints(hp, info, folder and folder.checkpoints, restarted))
+    initial = [] if earlier else world.first(lambda: find_initial(hp.init_from, info is not None))
     data = world.together(lambda: loader.open_data(hp, hp.vocab_size, hp.max_seq_len, total, seed, rank, world.size))
     if hp.prompt is not None and not (data.tokenizer and data.tokenizer.encode(hp.prompt)):
         raise ConfigError(f"prompt: dataset {hp.dataset} has no tokenizer that makes a token of {hp.prompt!r}")
@@ -145,11 +146,9 @@ def run(
         "loss_scaled": dtype == torch.float16,
         "trial_id": info.trial.trial_id if info else None,
     }
-    earlier = world.first(lambda: checkpoint.find_checkpoints(hp, info, folder and folder.checkpoints, restarted))
-    initial = [] if earlier else world.first(lambda: find_initial(hp.init_from, info is not None))
-    finished = folder and hp.resume == "auto" and world.first(lambda: config.is_complete(earlier, about, steps))
+    finished = folder and hp.resume == "auto" and world.first(lambda: config.completed(earlier, about, steps))
     if folder and finished and all(world.gather(is_intact(Path(earlier[0]), rank, world.size))):
-        say(f"{folder.path} is complete: {steps} steps. To extend it: max_steps={2 * steps}; anew: resume=fresh")
+        say(f"{folder.path} is complete: {finished} steps. To extend it: max_steps={2 * finished}; anew: resume=fresh")
         return
 
     # The model is sharded before it has any memory; the rest is made around it.
@@ -189,9 +188,10 @@ def run(
         + (f"{epoch:,.0f} steps an epoch" if epoch else "streamed")
     )
     start = restore(training, earlier, initial, info) if earlier or initial else 0
-    training.reporter.begin(start)
     if folder:
-        world.first(lambda: folder.write_config(settings | {"max_steps": steps or None}))
+        fresh = hp.resume == "fresh" and not restarted
+        world.first(lambda: folder.begin(settings | {"max_steps": steps or None}, fresh))
+    training.reporter.begin(start)
 
     traces = folder.tensorboard if folder else context.train.get_tensorboard_path()
     with closing(training.reporter), profiling(hp, context.profiler, traces, rank) as trace:
@@ -243,6 +243,7 @@ def train(t: Training, start: int, trace: Callable[[], None]) -> int:
     batches = t.loader.training(start)
     done, stopping = start, False
     gc.freeze()
+    t.stop.listen()  # before it, nothing can be lost
     t.meter.restart()
     if done >= t.steps:
         validate(t, done)

@@ -112,7 +112,8 @@ class _Sound(BaseModel):
         else:
             sound = True
         if not sound:
-            raise ValueError
+            too_large = isinstance(parsed, int | float) and 2**63 <= abs(parsed) < math.inf
+            raise ValueError(f"{_show(value)} is too large, 2^63 or more" if too_large else "")
         return parsed
 
 
@@ -240,7 +241,10 @@ def _check(settings: Mapping[str, _Setting], problems: dict[str, str]) -> Hyperp
         place = {key: at for at, key in enumerate(settings)}
         in_order = sorted(problems, key=lambda key: place.get(key, place.get(key.partition(".")[0], -1)))
         raise ConfigError(*(problems[key] for key in in_order))
-    return Hyperparameters.model_validate(values)
+    hp = Hyperparameters.model_validate(values)
+    if hp.float8 and (tokens := hp.batch_size * hp.max_seq_len) % 16:  # a product over tokens makes weights' gradients
+        raise ConfigError(f"{settings['float8'].label}: batch_size x max_seq_len is {tokens}, no multiple of 16")
+    return hp
 
 
 def _explain(
@@ -359,7 +363,10 @@ def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> lis
     if strict:
         total = "total_batch_size"
         hint = f" (other ranks or batch_size: {total}={old[total]})" if total in changed else ""
-        raise ConfigError(*strict, f"this would be another run: undo the change{hint}, or start anew with resume=fresh")
+        raise ConfigError(
+            *strict,
+            f"this would be another run: undo the change{hint}, or start it with another run_name or resume=fresh",
+        )
     return [changes[key] for key in changed if key not in FREE]
 
 
@@ -382,13 +389,13 @@ def refuse_another_model(before: Mapping[str, Any], now: Mapping[str, Any]) -> l
     return [] if same else [f"tokenizer: {tokenizers[0]} in the checkpoint, now {tokenizers[1]}: ids mean other text"]
 
 
-def is_complete(candidates: Sequence[str], about: Mapping[str, Any], steps: int) -> bool:
-    """Whether the newest checkpoint of a run's folder says that it is that of the last step, and of this run."""
+def completed(candidates: Sequence[str], about: Mapping[str, Any], steps: int) -> int:
+    """The step of the newest checkpoint of a run's folder, if that is its last one or further; else 0."""
     if not candidates or not steps:
-        return False
+        return 0
     manifest = read_manifest(Path(candidates[0]))
     refuse_another_run(manifest.model_dump(), about)
-    return manifest.step >= steps
+    return manifest.step if manifest.step >= steps else 0
 
 
 # ---- explaining -------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class RunFolder:
     """
 
     def __init__(self, name: str) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,199}", name):
             raise ConfigError(
                 f"run_name: {name!r} is not a folder name: letters, digits, '.', '_' and '-', a letter or digit first;"
                 " give one with run_name=NAME"
@@ -46,9 +46,7 @@ class RunFolder:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
 
-    def hold(
-        self, first: Callable[[Callable[[], str]], str], together: Callable[[Callable[[], None]], None], fresh: bool
-    ) -> None:
+    def hold(self, first: Callable[[Callable[[], str]], str], together: Callable[[Callable[[], None]], None]) -> None:
         """`acquire` on rank 0 for all ranks, and see on each that it is the same folder.
 
         Args:
@@ -58,7 +56,7 @@ class RunFolder:
         Raises:
             ConfigError: a machine has another folder in this place; and as `acquire`.
         """
-        holder = first(lambda: self.acquire(fresh))
+        holder = first(self.acquire)
         together(lambda: self._refuse_another(holder))
 
     def _refuse_another(self, holder: str) -> None:
@@ -72,11 +70,8 @@ class RunFolder:
                 f" there, with {found.strip()}; start from a folder that all machines share"
             )
 
-    def acquire(self, fresh: bool) -> str:
+    def acquire(self) -> str:
         """Make the folder, readable by its owner alone, and hold it until this process ends.
-
-        Args:
-            fresh: move what an earlier run left to `before-<time>/` inside it.
 
         Returns:
             What the lock says of its holder.
@@ -98,30 +93,39 @@ class RunFolder:
             ) from None
         if holder:
             raise RunError(f"{self.path}: held by {holder}; wait for it, stop it, or choose another run_name")
-        if fresh:
-            self._set_aside()
         return (self.path / "lock").read_text()
+
+    def begin(self, hyperparameters: Mapping[str, Any], fresh: bool) -> None:
+        """Keep what the run was started with, as an experiment file that goes on with it.
+
+        Args:
+            fresh: first move what an earlier run left to `before-<time>/` inside the folder.
+
+        Raises:
+            RunError: it cannot be written.
+        """
+        again = {"run_name": self.path.name, "resume": "auto"}
+        draft = self.config.with_suffix(".draft")
+        try:
+            if fresh:
+                self._set_aside()
+            draft.write_text(yaml.safe_dump({"hyperparameters": dict(hyperparameters) | again}, sort_keys=False))
+            draft.replace(self.config)
+        except OSError as error:
+            raise RunError(f"{error.filename or self.path}: cannot be written ({error.strerror})") from None
 
     def _set_aside(self) -> None:
         left = [path for path in (self.checkpoints, self.tensorboard, self.config, self.metrics) if path.exists()]
         if not any(path.is_file() or any(path.iterdir()) for path in left):
             return
         aside = self.path / time.strftime("before-%Y%m%d-%H%M%S")
+        while aside.exists():  # two within a second
+            aside = aside.with_name(f"{aside.name}-again")
         aside.mkdir(mode=0o700)
         for path in left:
             path.rename(aside / path.name)
         self.checkpoints.mkdir(mode=0o700)
         self.tensorboard.mkdir(mode=0o700)
-
-    def write_config(self, hyperparameters: Mapping[str, Any]) -> None:
-        """Keep what the run was started with, as an experiment file that goes on with it."""
-        again = {"run_name": self.path.name, "resume": "auto"}
-        draft = self.config.with_suffix(".draft")
-        try:
-            draft.write_text(yaml.safe_dump({"hyperparameters": dict(hyperparameters) | again}, sort_keys=False))
-            draft.replace(self.config)
-        except OSError as error:
-            raise RunError(f"{self.config}: cannot be written ({error.strerror})") from None
 
 
 def hold(path: Path) -> str | None:

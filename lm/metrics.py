@@ -280,8 +280,8 @@ class Reporter:
             seconds = (time.monotonic() - self._began) / (step - self._start) * (self._max_steps - step)
             left = f"  left {tqdm.format_interval(seconds)}"
         values = "  ".join(f"{_NAMES.get(key, key)} {value}" for key, value in shown.items())
-        width = len(str(self._max_steps))
-        self.say(f"{group:<10}  step {step:>{width}}/{self._max_steps}  {values}{left}")
+        end = f"/{self._max_steps}" if self._max_steps else ""
+        self.say(f"{group:<10}  step {step:>{max(len(end) - 1, 1)}}{end}  {values}{left}")
 
     def close(self) -> None:
         """Close the files and the progress bar; `say` still speaks."""

@@ -26,7 +26,7 @@ def choose(
         return logits.argmax(dim=-1).cpu()
     vocab_size = logits.shape[-1]
     likeliest, ids = logits.float().cpu().topk(min(top_k or vocab_size, vocab_size))  # in descending order
-    probabilities = (likeliest / temperature).softmax(dim=-1)
+    probabilities = ((likeliest - likeliest[:, :1]) / temperature).softmax(dim=-1)  # however small the temperature
     if top_p is not None:
         before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities.masked_fill(before >= top_p, 0.0)

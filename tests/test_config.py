@@ -56,7 +56,7 @@ def accept(*overrides: str, **hyperparameters: Any) -> dict[str, Any]:
         ("n_layers: 2.5", "n_layers: 2.5 is not a whole number > 0"),
         ("n_layers:", "n_layers: null is not a whole number > 0"),
         ("n_layers: true", "n_layers: true is not a whole number > 0"),
-        ("n_layers: 99999999999999999999", "n_layers: 99999999999999999999 is not a whole number > 0"),
+        ("n_layers: 99999999999999999999", "n_layers: 99999999999999999999 is too large, 2^63 or more"),
         ("lr: [1]", "lr: [1] is not a number > 0"),
         ("lr: false", "lr: false is not a number > 0"),
         ("lr: .nan", "lr: NaN is not a number > 0"),
@@ -133,6 +133,12 @@ def test_one_parts_mistakes_do_not_hide_anothers(refusal: Refusal) -> None:
         "exp.yaml:2: n_heads: 7 does not divide d_model 512; nearest: [1, 2, 4, 8]",
         "exp.yaml:3: n_kv_heads: 2 does not divide n_heads 7; choose from [1, 7]",
         "exp.yaml:4: warmup_steps: 1.5 is neither a whole number nor a fraction below 1",
+    ]
+
+
+def test_float8_takes_tokens_sixteen_at_a_time(refusal: Refusal) -> None:
+    assert refusal("hyperparameters:\n  float8: rowwise\n  max_seq_len: 1000\n") == [
+        "exp.yaml:2: float8: batch_size x max_seq_len is 1000, no multiple of 16"
     ]
 
 
@@ -450,8 +456,8 @@ def test_what_would_make_it_another_run_is_refused_with_the_changes_and_nothing_
         "d_model: 32 in the checkpoint, now 64",
         "total_batch_size: 1 in the checkpoint, now 2",
         "seed: 42 in the checkpoint, now 7",
-        "this would be another run: undo the change (other ranks or batch_size: total_batch_size=1), or start anew with"
-        " resume=fresh",
+        "this would be another run: undo the change (other ranks or batch_size: total_batch_size=1), or start it with"
+        " another run_name or resume=fresh",
     ]
     assert digests(two_steps) == before
 
@@ -463,7 +469,7 @@ def test_changed_data_are_refused_and_nothing_is_touched(two_steps: Path) -> Non
     assert done.returncode == 2
     change, last = done.stderr.splitlines()[-2:]
     assert re.fullmatch(r'train_data: "837 tokens, sha256 \w+" in the checkpoint, now "856 tokens, sha256 \w+"', change)
-    assert last == "this would be another run: undo the change, or start anew with resume=fresh"
+    assert last == ("this would be another run: undo the change, or start it with another run_name or resume=fresh")
     assert digests(two_steps) == before
 
 

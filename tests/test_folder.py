@@ -8,8 +8,10 @@ import stat
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -48,7 +50,7 @@ def test_naming_a_run_makes_nothing() -> None:
 
 def test_the_folder_is_its_owners_alone() -> None:
     folder = RunFolder("x")
-    folder.acquire(fresh=False)
+    folder.acquire()
     for path in (folder.path, folder.checkpoints, folder.tensorboard):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder.path / "lock").stat().st_mode) == 0o600
@@ -56,24 +58,22 @@ def test_the_folder_is_its_owners_alone() -> None:
 
 def test_a_run_that_another_process_holds_is_refused_with_the_holder() -> None:
     folder = RunFolder("x")
-    folder.acquire(fresh=False)
-    said = elsewhere(
-        "try: RunFolder('x').acquire(fresh=True)\nexcept Exception as error: print(error, error.exit_code)"
-    )
+    folder.acquire()
+    said = elsewhere("try: RunFolder('x').acquire()\nexcept Exception as error: print(error, error.exit_code)")
     assert said.stdout.startswith(f"runs/x: held by process {os.getpid()} on ")
     assert said.stdout.endswith("; wait for it, stop it, or choose another run_name 1\n")
 
 
 def test_another_run_beside_it_is_free() -> None:
-    RunFolder("x").acquire(fresh=False)
-    elsewhere("RunFolder('y').acquire(fresh=False)")
+    RunFolder("x").acquire()
+    elsewhere("RunFolder('y').acquire()")
     assert Path("runs/y/lock").exists()
 
 
 def test_the_lock_ends_with_its_holder_however_it_ends() -> None:
-    elsewhere("import os\nRunFolder('x').acquire(fresh=False)\nif os.fork() == 0: os._exit(1)\nos.wait()")
+    elsewhere("import os\nRunFolder('x').acquire()\nif os.fork() == 0: os._exit(1)\nos.wait()")
     holder = Path("runs/x/lock").read_text()
-    RunFolder("x").acquire(fresh=False)
+    RunFolder("x").acquire()
     assert Path("runs/x/lock").read_text() != holder
 
 
@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_written_is_named(in_the_way: str, why: str) -> 
     Path(in_the_way).parent.mkdir(parents=True, exist_ok=True)
     Path(in_the_way).write_text("")
     with pytest.raises(ConfigError) as refused:
-        RunFolder("x").acquire(fresh=False)
+        RunFolder("x").acquire()
     assert str(refused.value) == (
         f"runs/x: cannot be written and locked ({why});"
         f" give this user write access to {Path.cwd()}/runs, or start from another folder"
@@ -94,14 +94,14 @@ def test_a_folder_that_cannot_be_written_is_named(in_the_way: str, why: str) -> 
 
 def test_fresh_moves_what_was_there_aside() -> None:
     first = RunFolder("x")
-    first.acquire(fresh=True)
+    first.acquire()
     (first.checkpoints / "one").mkdir()
     first.metrics.write_text("{}")
-    first.write_config({"lr": 1})
-    elsewhere_lock = first.path / "lock"
-    elsewhere_lock.unlink()  # as if its process had ended
-    RunFolder("x").acquire(fresh=True)
+    first.begin({"lr": 1}, fresh=False)
+    RunFolder("x").begin({"lr": 2}, fresh=True)
     (aside,) = first.path.glob("before-*")
+    assert "lr: 1" in (aside / "config.yaml").read_text()
+    assert "lr: 2" in first.config.read_text()
     assert sorted(path.name for path in aside.iterdir()) == [
         "checkpoints",
         "config.yaml",
@@ -113,16 +113,28 @@ def test_fresh_moves_what_was_there_aside() -> None:
     assert not first.metrics.exists()
 
 
+def test_two_fresh_starts_within_a_second_keep_what_was_there_apart() -> None:
+    folder = RunFolder("x")
+    folder.acquire()
+    for number in range(3):
+        folder.metrics.write_text(str(number))
+        folder.begin({}, fresh=True)
+    kept = [(aside / "metrics.jsonl").read_text() for aside in sorted(folder.path.glob("before-*"))]
+    assert sorted(kept) == ["0", "1", "2"]
+
+
 def test_fresh_leaves_an_untouched_folder_as_it_is() -> None:
-    RunFolder("x").acquire(fresh=True)
+    folder = RunFolder("x")
+    folder.acquire()
+    folder.begin({}, fresh=True)
     assert not list(Path("runs/x").glob("before-*"))
 
 
 def test_the_config_that_is_kept_starts_the_same_run_again() -> None:
     folder = RunFolder("x")
-    folder.acquire(fresh=False)
+    folder.acquire()
     hp = config.read({"hyperparameters": {"model": "llama3.2-1b", "lr": "1e-4", "prompt": "é: #"}}, [], "test")
-    folder.write_config(hp.model_dump(mode="json") | {"resume": "fresh"})
+    folder.begin(hp.model_dump(mode="json") | {"resume": "fresh"}, fresh=True)
     assert config.load(folder.config, []) == hp.model_copy(update={"run_name": "x"})
     assert yaml.safe_load(folder.config.read_text())["hyperparameters"]["d_model"] == 2048
 
@@ -140,7 +152,7 @@ time.sleep(60)
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(RunError, match="runs/x: held by another process"):
-            RunFolder("x").acquire(fresh=False)
+            RunFolder("x").acquire()
         holder.kill()
 
 
@@ -148,18 +160,26 @@ time.sleep(60)
 def test_a_lock_of_a_process_that_is_dying_is_waited_for() -> None:
     """A zombie whose other thread still lives, as SIGKILL leaves one in the middle of a write."""
     source = (
-        "import ctypes, os, threading, time\n"
+        "import ctypes, os, threading\n"
         "from lm.folder import RunFolder\n"
-        "RunFolder('a').acquire(fresh=False)\n"
-        "threading.Thread(target=time.sleep, args=(1.5,)).start()\n"
+        "RunFolder('a').acquire()\n"
+        "threading.Thread(target=os.read, args=(0, 1)).start()\n"  # until its standard input ends
         "print('held', flush=True)\n"
         "ctypes.CDLL(None).syscall(60, 0)\n"  # exit, of this thread alone
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, env=environment) as holder:
+    command = [sys.executable, "-c", source]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as holder,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        assert holder.stdin is not None
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        time.sleep(0.2)
-        began = time.monotonic()
-        RunFolder("a").acquire(fresh=False)
-        assert 0.5 < time.monotonic() - began < 10
+        while psutil.Process(holder.pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        acquired = pool.submit(RunFolder("a").acquire)
+        with pytest.raises(TimeoutError):
+            acquired.result(timeout=0.5)
+        holder.stdin.close()
+        acquired.result()
