@@ -133,13 +133,14 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[str, ModelConfig]:
     for key, allowed in (_FIXED[family] | _FIXED_EVERYWHERE).items():
         if raw.get(key, allowed[0]) not in allowed:
             problems.append(f"{key}: {raw[key]!r} cannot be represented, only {' or '.join(map(repr, allowed))}")
-    if len(set(map(str, raw.get("layer_types") or ()))) > 1:
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or len(set(map(str, kinds))) > 1:
         problems.append("layer_types: cannot be represented, only layers that are all alike")
     values = {ours: raw.get(theirs, default) for ours, (theirs, default) in _KEYS[family].items()}
     values |= {ours: allowed[0] for ours, allowed in _STYLES[family].items()}
     if family == "gpt2":
-        drops = {raw.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
-        values["dropout"] = drops.pop() if len(drops) == 1 else 0.0
+        first, *others = (raw.get(key, 0.1) for key in ("resid_pdrop", "embd_pdrop", "attn_pdrop"))
+        values["dropout"] = first if all(drop == first for drop in others) else 0.0
     else:
         rope, refused = _read_rope(raw)
         values |= rope
@@ -210,12 +211,15 @@ def family_of(config: ModelConfig) -> str:
     return family
 
 
-def write_config(config: ModelConfig, dtype: str, end_of_text: int | None) -> dict[str, Any]:
+def write_config(
+    config: ModelConfig, dtype: str, end_of_text: int | None, beginning: int | None = None
+) -> dict[str, Any]:
     """The `config.json` of a model of ours, in both spellings of transformers 4 and 5.
 
     Args:
         dtype: of the weights, e.g. "bfloat16".
         end_of_text: id on which generation stops.
+        beginning: id that opens a text, if one does; GPT-2's is its end-of-text id.
 
     Raises:
         ConfigError: as `family_of`.
@@ -224,7 +228,8 @@ def write_config(config: ModelConfig, dtype: str, end_of_text: int | None) -> di
     values = config.model_dump() | {"n_kv_heads": config.kv_heads, "d_ff": config.ffn_width}
     raw = {"architectures": [_CLASSES[family]], "model_type": family}
     raw |= {theirs: values[ours] for ours, (theirs, _) in _KEYS[family].items()}
-    raw |= {"dtype": dtype, "torch_dtype": dtype, "bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    opening = end_of_text if family == "gpt2" and beginning is None else beginning
+    raw |= {"dtype": dtype, "torch_dtype": dtype, "bos_token_id": opening, "eos_token_id": end_of_text}
     if family == "gpt2":
         return raw | {
             "activation_function": "gelu_new",

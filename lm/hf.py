@@ -281,7 +281,8 @@ def export_model(where: Path, out: Path, dtype: str = "float32") -> int:
     tokenizer = None
     if manifest.tokenizer:
         tokenizer = ByteTokenizer() if manifest.tokenizer == ByteTokenizer.identity else tokenizer_of(folder)
-    raw = families.write_config(config, dtype, tokenizer and tokenizer.end_of_text)
+    specials = (tokenizer.end_of_text, tokenizer.beginning) if tokenizer else (None, None)
+    raw = families.write_config(config, dtype, *specials)
     reader = Reader(folder, manifest)
     reader.compare({f"model.{name}": torch.empty(shape, device="meta") for name, shape in _shapes(config).items()})
     index = reader.read_metadata()
@@ -297,9 +298,6 @@ def export_model(where: Path, out: Path, dtype: str = "float32") -> int:
                 for first, chunk in chunks:
                     for part in parts:
                         progress.update(write_rows(slots[part.name], part, first, chunk, DTYPES[dtype][1]))
-            for slot in {slot.file for slot in slots.values()}:
-                slot.flush()
-                os.fsync(slot.fileno())
         (draft / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         for name, content in (_tokenizer_files(tokenizer) if tokenizer else {}).items():
             (draft / name).write_bytes(content)

@@ -6,10 +6,11 @@ Nothing pickled is ever read: weights in `.bin` files are refused.
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -102,6 +103,8 @@ class Weights:
                         self.tensors[full] = Stored(path, name, there.get_dtype(), tuple(there.get_shape()))
             except FileNotFoundError:
                 raise ConfigError(f"{path}: missing; download the folder again, or give the whole of it") from None
+            except OSError as error:
+                raise ConfigError(f"{path}: cannot be read: {error}") from None
             except SafetensorError as error:
                 raise RunError(f"{path}: damaged: {error}; download it again") from None
 
@@ -136,8 +139,9 @@ class Weights:
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX_JSON
     if index.is_file():
-        names = sorted(set(map(str, dict(read_json(index).get("weight_map") or {}).values())))
-        if not names or any(name != Path(name).name for name in names):
+        places = read_json(index).get("weight_map")
+        names = sorted(set(map(str, places.values()))) if isinstance(places, dict) else []
+        if not names or any(name != Path(name).name or name in ("", "..") for name in names):
             raise ConfigError(f"{index}: weight_map names no files of this folder")
         return [folder / name for name in names]
     if (folder / WEIGHTS).is_file():
@@ -172,10 +176,19 @@ class Slot(NamedTuple):
     offset: int
 
 
+@contextmanager
+def _on_disk(path: Path) -> Iterator[BinaryIO]:
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def begin_files(draft: Path, parts: Sequence[Part], dtype: str, files: ExitStack) -> dict[str, Slot]:
     """Open the files that will hold `parts`, write their headers and index, and say where each tensor goes.
 
-    A safetensors file is the length of its header (8 bytes, little endian), the header (JSON), and the values.
+    A safetensors file is the length of its header (8 bytes, little endian), the header (JSON), and the values. When
+    `files` closes without an error, all is on disk.
     """
     code, torch_dtype = DTYPES[dtype]
     groups: list[list[Part]] = [[]]
@@ -198,7 +211,7 @@ def begin_files(draft: Path, parts: Sequence[Part], dtype: str, files: ExitStack
             header[part.name] = {"dtype": code, "shape": part.shape, "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # values are aligned
-        file = files.enter_context((draft / name).open("wb"))
+        file = files.enter_context(_on_disk(draft / name))
         file.write(struct.pack("<Q", len(text)) + text)
         slots |= {part.name: Slot(file, 8 + len(text) + header[part.name]["data_offsets"][0]) for part in group}
         weight_map |= dict.fromkeys((part.name for part in group), name)

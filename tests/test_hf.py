@@ -286,8 +286,13 @@ def test_names_without_a_prefix_buffers_and_a_copy_of_the_tied_head_are_read(nam
         (LLAMA | {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "high_freq_factor 4 is not above"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 cannot be represented"),
         (LLAMA | {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types: cannot be represented"),
+        (LLAMA | {"layer_types": 5}, "layer_types: cannot be represented"),
         (LLAMA | {"num_attention_heads": 5}, "n_heads: 5 does not divide d_model 32"),
         (LLAMA | {"hidden_size": "wide"}, "hidden_size: Input should be a valid integer"),
+        (
+            GPT2 | {f"{part}_pdrop": [1] for part in ("resid", "embd", "attn")},
+            "dropout: Input should be a valid number",
+        ),
         (GPT2 | {"activation_function": "relu"}, "activation_function: 'relu' cannot be represented"),
         (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights: False cannot be represented, only True"),
         (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True cannot be"),
@@ -350,8 +355,12 @@ def test_missing_files_are_named(source: Path, tmp_path: Path, capsys: pytest.Ca
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "model-00001-of-00001.safetensors: missing; download" in refusal(capsys, "import", source, out)
-    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
-    assert "weight_map names no files of this folder" in refusal(capsys, "import", source, out)
+    for odd in ({"a": "../a.safetensors"}, {"a": ".."}, {"a": "."}, {"a": ""}, {}, ["a.safetensors"], 5, None):
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": odd}))
+        assert "weight_map names no files of this folder" in refusal(capsys, "import", source, out)
+    (source / "x.safetensors").mkdir()
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
+    assert "x.safetensors: cannot be read: " in refusal(capsys, "import", source, out)
     (source / "config.json").write_text("[")
     assert "config.json: is no JSON" in refusal(capsys, "import", source, out)
     (source / "config.json").unlink()
@@ -473,6 +482,24 @@ def test_text_goes_the_same_way_here_and_there(tmp_path: Path, capsys: pytest.Ca
     assert all(again(text).input_ids == theirs(text).input_ids for text in TEXTS)
     assert again.eos_token == "<end>"
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == theirs.eos_token_id
+
+
+def test_the_tokenizers_own_beginning_and_end_go_out(tmp_path: Path) -> None:
+    make_reference(LLAMA | {"vocab_size": 384}).save_pretrained(tmp_path / "in")
+    (tmp_path / "in" / "tokenizer.json").write_bytes(support.llama2_tokenizer())
+    for named, beginning in (("<s>", 1), (None, None)):
+        settings = json.dumps({"bos_token": named, "eos_token": "</s>"})
+        (tmp_path / "in" / "tokenizer_config.json").write_text(settings)
+        hf.import_model(str(tmp_path / "in"), tmp_path / f"{named}-checkpoint")
+        hf.export_model(tmp_path / f"{named}-checkpoint", tmp_path / f"{named}-out")
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{named}-out")
+        assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (beginning, 2)
+
+
+def test_gpt2_begins_with_its_end_of_text() -> None:
+    config = ModelConfig.model_validate({"model": "gpt2"})
+    raw = families.write_config(config, "float32", 50256)
+    assert (raw["bos_token_id"], raw["eos_token_id"]) == (50256, 50256)
 
 
 def test_a_model_without_a_tokenizer_comes_in_and_says_so(source: Path, tmp_path: Path) -> None:
