@@ -82,7 +82,8 @@ def read_prompts(prompt: str) -> list[str]:
         lines = [prompt]
     else:
         try:
-            lines = sys.stdin.buffer.read().decode().removesuffix("\n").split("\n")
+            text = sys.stdin.buffer.read().decode().replace("\r\n", "\n")
+            lines = text.removesuffix("\n").split("\n")
         except UnicodeDecodeError as error:
             raise ConfigError(f"standard input: byte {error.start} is not UTF-8") from None
     for number, line in enumerate(lines, 1):

@@ -27,27 +27,21 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from lm.data.documents import (
-    COMPRESSED,
-    FORMATS,
-    Chunk,
-    Cut,
-    Part,
-    format_of,
-    read_chunks,
-    read_ids,
-)
-from lm.data.files import find_files
+from lm.data.documents import FORMATS, Chunk, Cut, Part, format_of, read_chunks, read_ids
+from lm.data.files import COMPRESSED, find_files
 from lm.data.tokenizer import END_OF_TEXT, FILE, FileTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from lm.data.tokens import SourceRecord, read_index
 from lm.data.workers import ctrl_c_left_to_this_process, read_parts, side_of, tokenise_into, worker_pool
 from lm.data.writer import (
     DRAFTS,
+    LOCK,
     TRAIN,
     VALIDATION,
     DatasetWriter,
     clean_drafts,
     describe,
+    install,
+    is_output,
     remove_drafts,
     source,
     verify,
@@ -140,6 +134,7 @@ class Preparation:
         self._claim()
         pool = worker_pool(self._args.workers)
         try:
+            install(self._out)  # what an earlier process had ready when it was killed
             seen = [path.stat() for path in self._files]
             with ctrl_c_left_to_this_process():
                 sources: Iterable[SourceRecord] = pool.map(source, self._files, chunksize=1 + len(self._files) // 100)
@@ -178,7 +173,7 @@ class Preparation:
     def _claim(self) -> None:
         try:
             self._out.mkdir(parents=True, exist_ok=True)
-            holder = hold(self._out / "lock")
+            holder = hold(self._out / LOCK)
         except OSError as error:
             raise ConfigError(f"--out: {self._out}: cannot be written and locked: {error.strerror}") from None
         if holder:
@@ -225,7 +220,7 @@ class Preparation:
 
     def _total(self) -> int | None:
         """Bytes to be read, where they can be told from the files' sizes."""
-        if any(kind not in ("text", "jsonl") or path.suffix in COMPRESSED for path, kind in self._formats.items()):
+        if any(kind not in ("text", "jsonl") or path.suffix.lower() in COMPRESSED for path, kind in self._formats.items()):
             return None
         return sum(path.stat().st_size for path in self._files)
 
@@ -249,20 +244,21 @@ class Preparation:
         """Write what is done, in order, as long as there is work. Returns how fast it was."""
         waiting: deque[Work | Part] = deque()
         with Progress("tokenising", self._total()) as progress:
-            for latest in itertools.chain(work, itertools.repeat(None)):
-                if latest is not None:
-                    waiting.append(latest)
-                    if len(waiting) <= IN_FLIGHT * self._args.workers:
-                        continue
-                elif not waiting:
-                    break
+
+            def write_first() -> None:
                 done = waiting.popleft()
                 parts = [done] if isinstance(done, Part) else read_parts(done.place, done.sides.result())
                 for part in parts:
                     writer.add(part)
-                progress.add(
-                    done.ids.nbytes if isinstance(done, Part) else done.bytes, sum(len(part.ids) for part in parts)
-                )
+                count = done.ids.nbytes if isinstance(done, Part) else done.bytes
+                progress.add(count, sum(len(part.ids) for part in parts))
+
+            for latest in work:
+                waiting.append(latest)
+                if len(waiting) > IN_FLIGHT * self._args.workers:
+                    write_first()
+            while waiting:
+                write_first()
         return progress.summary()
 
     def _refuse_empty(self, documents: Mapping[str, int]) -> None:
@@ -341,6 +337,13 @@ def find_inputs(args: argparse.Namespace) -> list[Path]:
             files += find_files(where, "INPUT")
         except ConfigError as error:
             problems += error.problems
+    out = args.out.resolve()
+    places: dict[Path, Path] = {}
+    for path in files:
+        places.setdefault(path.resolve(), path)
+    files = [path for place, path in places.items() if not is_output(place, out)]
+    if places and not files:
+        problems.append(f"INPUT: holds nothing but the files of --out, {args.out}; give what to make them of")
     for path in files:
         kind = format_of(path, args.format)
         if kind is None:
@@ -352,7 +355,7 @@ def find_inputs(args: argparse.Namespace) -> list[Path]:
             problems.append(f"{path}: holds ids, no text to train a tokenizer on; give --tokenizer")
     if problems:
         raise ConfigError(*problems[:20])
-    return list(dict.fromkeys(files))
+    return files
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

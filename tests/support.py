@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from lm.data.tokenizer import train_tokenizer
 from lm.launch import Launch, free_port
@@ -151,6 +151,20 @@ def llama_tokenizer() -> bytes:
     tokenizer.train_from_iterator([_WORDS] * 3, trainer)
     begin = tokenizer.token_to_id("<s>")
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    return tokenizer.to_str().encode()
+
+
+def llama2_tokenizer() -> bytes:
+    """As `llama_tokenizer`, but without words, and with bytes for characters that it does not know, as Llama 2's."""
+    content = json.loads(llama_tokenizer())
+    size = len(content["model"]["vocab"])
+    content["model"]["vocab"] |= {f"<0x{byte:02X}>": size + byte for byte in range(256)}
+    content["model"] |= {"byte_fallback": True, "fuse_unk": True}
+    spaced = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    plain = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer = Tokenizer.from_str(json.dumps(content | {"pre_tokenizer": None}))
+    tokenizer.normalizer = spaced  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.Sequence(plain)  # pyright: ignore[reportAttributeAccessIssue]
     return tokenizer.to_str().encode()
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lm import generate
+from lm.data.tokenizer import FILE
 from lm.manifest import read_manifest, write_manifest
 from tests import support
 
@@ -108,13 +109,22 @@ def test_more_than_a_context_is_generated(checkpoint: Path, capsys: pytest.Captu
     assert len(text.encode()) >= 300
 
 
+def test_tokens_of_bytes_that_are_no_text_end_no_run(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(support.llama2_tokenizer())
+    (tmp_path / "a.txt").write_text(TEXT * 40)
+    how = {"dataset": "text", "train_data": "a.txt", "tokenizer": FILE, "vocab_size": 384, "prompt": "to be"}
+    done = support.run(tmp_path, "max_steps=1", "num_tokens=300", config=support.TINY | how)
+    assert done.returncode == 0, done.stderr
+    assert "\ufffd" in done.stdout
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = (2, f"{tmp_path}/none: no such folder; give a checkpoint's or a run's")
     assert refusal(capsys, tmp_path / "none", "--prompt", "a") == expected
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = (1, f"{tmp_path}: not a whole checkpoint, manifest.json: No such file or directory")
+    expected = (2, f"{tmp_path}: is neither a checkpoint's folder nor a run's")
     assert refusal(capsys, tmp_path, "--prompt", "a") == expected
 
 
@@ -180,8 +190,8 @@ def test_prompts_from_standard_input_give_what_each_gives_alone(
     prompts = ["Grüße ", "K", "wo der Käse zäh und ", "ö" * 50]
     how = ("--max-new-tokens", 30, "--seed", 3)
     alone = "".join(text_of(capsys, checkpoint, "--prompt", prompt, *how) for prompt in prompts)
-    for batch_size in (1, 3, 16):
-        feed(monkeypatch, ("\n".join(prompts) + "\n").encode())
+    for batch_size, end in ((1, "\n"), (3, "\r\n"), (16, "\n")):
+        feed(monkeypatch, (end.join(prompts) + end).encode())
         assert text_of(capsys, checkpoint, "--prompt", "-", *how, "--batch-size", batch_size) == alone
 
 

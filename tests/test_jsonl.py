@@ -117,6 +117,12 @@ def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path: Path) -> None:
     assert whole.count(LLAMA.end_of_text) == 4  # the template writes them; none is added
 
 
+def test_a_message_that_calls_a_tool_needs_no_text(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    file = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hi"}, call]}])
+    assert len(Samples([file], LLAMA, 64)) == 1
+
+
 def test_compressed_files_are_read_and_empty_lines_are_none(tmp_path: Path) -> None:
     plain = write(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "zwei \u00fc"}])
     plain.write_text(plain.read_text().replace("\n", "\n\n"))
@@ -152,6 +158,13 @@ def test_the_fingerprint_follows_what_is_learned(tmp_path: Path) -> None:
         ('{"text": "\\ud800"}', "has half a surrogate pair"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', "has half a surrogate pair"),
         ('{"messages": "hi"}', 'messages is "hi", not a list of objects with role and content'),
+        ('{"messages": [{"role": "user", "content": null}]}', "messages[0]: its content is no text: {"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "contnt": "b"}]}',
+            'messages[1]: its content is no text: {"role": "assistant", "contnt": "b"}',
+        ),
+        ('{"messages": [{"role": "user", "content": 5}]}', "messages[0]: its content is no text"),
+        ('{"messages": [{"role": "user", "content": ["a"]}]}', "messages[0]: its content is no text"),
         ('{"messages": [{"role": "cat", "content": ""}]}', "the tokenizer's chat template refuses the messages"),
         ("\udcff", "byte 0 of the line is not UTF-8"),
         ("[" * 100_000, "is no JSON"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import gzip
+import itertools
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -31,10 +33,11 @@ from tokenizers import models, pre_tokenizers
 from lm import prepare
 from lm.data import documents, workers, writer
 from lm.data.documents import Chunk, Part, held_out, read_chunks, read_ids, split
+from lm.data.files import blocks
 from lm.data.tokenizer import FILE, ByteTokenizer, FileTokenizer, load_tokenizer
 from lm.data.tokens import read_index
 from lm.errors import ConfigError, RunError
-from tests.support import ROOT, byte_level_tokenizer, llama_tokenizer
+from tests.support import ROOT, byte_level_tokenizer, llama2_tokenizer, llama_tokenizer
 
 TEXTS = ["to be", "that is\nthe question", "Sein oder Nichtsein, Größe ½", '"or", not', "NA", "1984", "to be"]
 END = ByteTokenizer.end_of_text
@@ -190,6 +193,22 @@ def test_a_tokenizer_is_trained_on_the_input(tmp_path: Path) -> None:
     assert output.rstrip().endswith("is there already")
 
 
+def test_a_parquet_file_without_rows_is_passed_over(tmp_path: Path) -> None:
+    for name, rows in (("a", []), ("b", ["to be"])):
+        parquet.write_table(pa.table({"text": pa.array(rows, pa.string())}), tmp_path / f"{name}.parquet")
+    code, _, errors = run(tmp_path, "--tokenizer", "bytes", "--out", tmp_path / "out", "--workers", 1)
+    assert (code, errors) == (0, "")
+    assert dataset(tmp_path / "out") == as_bytes("to be")
+
+
+def test_a_file_under_two_names_is_taken_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("to be")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
+    twice = (tmp_path / "b.txt", tmp_path, tmp_path / ".." / tmp_path.name / "a.txt")
+    assert run(*twice, "--tokenizer", "bytes", "--out", tmp_path / "out", "--workers", 1)[0] == 0
+    assert dataset(tmp_path / "out") == as_bytes("to be")
+
+
 # ---- long documents ------------------------------------------------------------------------------------------
 
 
@@ -199,28 +218,64 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "AROUND", 50)
 
 
-BYTE_LEVEL = FileTokenizer({FILE: byte_level_tokenizer()}, "byte-level")
-words = st.sampled_from(
-    ["to", "be,", " ", "  ", "\n", "\n\n", "\n  ", "é", "'s", "日本", "\u00a0", "42", "<|endoftext|>"]
-)
+METASPACE = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+WITHOUT_WORDS = json.loads(llama2_tokenizer())
+TOKENIZERS = {
+    "byte-level": byte_level_tokenizer(),
+    "llama": llama_tokenizer(),
+    "llama 2": llama2_tokenizer(),
+    "llama 2, newer": json.dumps(WITHOUT_WORDS | {"normalizer": None, "pre_tokenizer": METASPACE}).encode(),
+}
+WORDS = [
+    "to",
+    "be,",
+    " ",
+    "  ",
+    " or",
+    "\n",
+    "\n\n",
+    "\n  ",
+    "\t",
+    "é",
+    "'s",
+    "日本",
+    "\u00a0",
+    "42",
+    "\u2581",
+    "<0x41>",
+]
+WORDS += ["<|endoftext|>", "<s>", "</s>"]
 
 
+def in_pieces(tokenizer: FileTokenizer, text: str) -> int:
+    """How many pieces `text` is cut into, whose ids are seen to be its own."""
+    blocks = (text[at : at + documents.CHUNK] for at in range(0, len(text), documents.CHUNK))
+    pieces = list(split(blocks, tokenizer.splits_at, "text"))
+    assert "".join(pieces) == text
+    ids = [tokenizer.encode_serially([piece], opening=not at)[0] for at, piece in enumerate(pieces)]
+    np.testing.assert_array_equal(np.concatenate(ids), tokenizer.encode(text))
+    return len(pieces)
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=30, deadline=None)
-@given(st.lists(words, min_size=600, max_size=900).map("".join))
-def test_pieces_of_a_long_text_have_its_ids(text: str) -> None:
+@given(st.lists(st.sampled_from(WORDS), min_size=600, max_size=900).map("".join))
+def test_pieces_of_a_long_text_have_its_ids(name: str, text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "CHUNK", 300)
         patch.setattr(documents, "AROUND", 50)
-        blocks = (text[at : at + 300] for at in range(0, len(text), 300))
-        pieces = list(split(blocks, BYTE_LEVEL.splits_at, "text"))
-    assert "".join(pieces) == text
-    ids = [token for piece in pieces for token in BYTE_LEVEL.encode_serially([piece], opening=False)[0]]
-    assert ids == BYTE_LEVEL._encoder.encode(text).ids
+        in_pieces(FileTokenizer({FILE: TOKENIZERS[name]}, name), text + ".")
+
+
+@pytest.mark.parametrize("name", ["llama 2", "llama 2, newer"])
+def test_megabytes_without_words_are_cut_into_pieces_too(name: str) -> None:
+    text = "".join(random.Random(0).choices(WORDS, k=1_000_000))
+    assert in_pieces(FileTokenizer({FILE: TOKENIZERS[name]}, name), text + ".") > 1
 
 
 @pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("suffix", ["txt", "txt.gz", "jsonl", "csv"])
-@pytest.mark.parametrize("make", [byte_level_tokenizer, llama_tokenizer])
+@pytest.mark.parametrize("make", [byte_level_tokenizer, llama_tokenizer, llama2_tokenizer])
 def test_a_long_document_stays_one(suffix: str, make: Callable[[], bytes], tmp_path: Path) -> None:
     """Also with a tokenizer that opens every text with a token and a space."""
     (tmp_path / FILE).write_bytes(make())
@@ -239,7 +294,7 @@ def test_a_long_document_stays_one(suffix: str, make: Callable[[], bytes], tmp_p
     expected = [*tokenizer.encode(text), tokenizer.end_of_text]
     assert ids[-len(expected) :] == expected
     assert sum(len(part.ends) for part in parts) == (2 if suffix == "csv" else 1)
-    if make is byte_level_tokenizer and suffix != "jsonl":
+    if suffix != "jsonl":
         assert len(parts) > 5
 
 
@@ -438,7 +493,10 @@ def test_records_without_text_are_named_with_file_and_line(tmp_path: Path) -> No
 def test_rows_without_text_are_named_with_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     assert refused(path, b"moves,n\ne4,1\n") == ":1: has no 'text', only 'moves', 'n'; name one as --text-field"
-    assert refused(path, b'n,text\n1,"to\nbe"\n2\n') == ":4: 1 of 2 columns, 'text' missing"
+    assert refused(path, b'n,text\n1,"to\nbe"\n2\n') == (
+        ":4: has 1 columns, and the first line names 2; a text with commas in it needs quotes"
+    )
+    assert refused(path, b"n,text\n1,to be, or not\n").startswith(":2: has 3 columns")
     assert refused(path, b'n,text\n1,"to').startswith(":2: is no CSV: ")
     path = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"text": ["to be", None], "n": [1, 2]}), path)
@@ -466,6 +524,27 @@ def test_a_damaged_compressed_file_is_named(suffix: str, compress: Callable[[byt
     whole = compress(os.urandom(4000).hex().encode())
     assert refused(tmp_path / f"a.jsonl{suffix}", b"no such thing").startswith(": cannot be read behind byte ")
     assert refused(tmp_path / f"a.txt{suffix}", whole[: len(whole) // 2]).startswith(": cannot be read behind byte ")
+    assert refused(tmp_path / f"a.jsonl{suffix}", b"").startswith(": cannot be read behind byte 0: is empty")
+
+
+def test_a_little_zst_that_becomes_much_is_read_in_blocks(tmp_path: Path) -> None:
+    path, line = tmp_path / "a.txt.zst", b"to be, or not to be\n"
+    path.write_bytes(zstandard.compress(line * 10_000_000))
+    assert path.stat().st_size < 50_000
+    sizes = list(map(len, blocks(path)))
+    assert sum(sizes) == len(line) * 10_000_000
+    assert max(sizes) < 80_000_000
+
+
+def test_a_zst_of_a_long_window_is_read_and_one_cut_short_is_named(tmp_path: Path) -> None:
+    packer = zstandard.ZstdCompressor(
+        compression_params=zstandard.ZstdCompressionParameters(window_log=30)
+    ).compressobj()
+    packed = packer.compress(b'{"text": "to be"}\n' * 1000) + packer.flush()
+    assert zstandard.get_frame_parameters(packed).window_size == 1 << 30
+    (tmp_path / "a.jsonl.zst").write_bytes(packed)
+    assert sum(len(part.ends) for part in read(tmp_path / "a.jsonl.zst")) == 1000
+    assert refused(tmp_path / "a.jsonl.zst", packed[:-1]).endswith(": ends in the middle of a frame")
 
 
 def test_all_that_is_wrong_with_the_input_is_said_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -510,7 +589,7 @@ def test_text_without_a_tokenizer_is_refused(tmp_path: Path, capsys: pytest.Capt
 def test_a_missing_package_is_named(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     name = {"datasets": "a.arrow", "h5py": "a.h5", "zstandard": "a.txt.zst"}[package]
-    (tmp_path / name).touch()
+    (tmp_path / name).write_bytes(b"\0")
     with pytest.raises(ConfigError) as caught:
         list(read_ids(tmp_path / name, 9, 1, 0.0)) if package == "h5py" else read(tmp_path / name)
     assert str(caught.value).endswith(f" needs a package: pip install {package}")
@@ -541,7 +620,7 @@ def test_an_error_in_a_worker_ends_the_run_in_the_order_of_the_input_and_leaves_
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != "lock"}
 
 
 def test_a_dataset_that_is_there_is_kept_and_another_one_replaces_it_only_when_told(tmp_path: Path) -> None:
@@ -574,6 +653,78 @@ def test_a_dataset_that_is_there_is_kept_and_another_one_replaces_it_only_when_t
     assert run(*common, "--overwrite")[0] == 0
     assert len(dataset(out)) == 51
     assert sorted(content(out)) == ["train.bin", "train.ends", "train.json"]
+
+
+@pytest.mark.parametrize("name", ["data", "."])
+def test_a_dataset_is_no_input_of_its_own(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / FILE).write_bytes(byte_level_tokenizer())
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_text("to be")
+    out = tmp_path / "in" / name
+    common = (tmp_path / "in", "--tokenizer", tmp_path / FILE, "--out", out, "--workers", 1)
+    assert run(*common)[0] == 0
+    code, output, errors = run(*common)
+    assert (code, errors) == (0, "")
+    assert output.endswith("is there already\n")
+    (tmp_path / "in/a.txt").unlink()
+    said = refusal(capsys, out / "train.*", "--tokenizer", "bytes", "--out", out)
+    assert said == f"INPUT: holds nothing but the files of --out, {out}; give what to make them of"
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_kill_while_files_are_put_in_place_loses_nothing_and_the_next_start_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = dict.fromkeys(writer.OUTPUT - {writer.LOCK}, b"old")
+    new = dict.fromkeys((FILE, "train.bin", "train.ends", "train.json"), b"new")
+    steps = 0
+
+    def step(act: Callable[..., None], *args: Any, **how: Any) -> None:
+        nonlocal steps
+        if not steps:
+            raise Killed
+        steps -= 1
+        act(*args, **how)
+
+    for name in ("rename", "unlink", "rmdir"):
+        act = getattr(Path, name)
+        monkeypatch.setattr(Path, name, lambda *args, act=act, **how: step(act, *args, **how))
+    kills = 0
+    for kills in itertools.count():
+        out = tmp_path / str(kills)
+        (out / writer.READY).mkdir(parents=True)
+        for folder, files in ((out, old), (out / writer.READY, new)):
+            for name, each in files.items():
+                (folder / name).write_bytes(each)
+        steps = kills
+        try:
+            writer.install(out)
+            break
+        except Killed:
+            pass
+        there = content(out)
+        assert all(b"new" in (there.get(name), content(out / writer.READY).get(name)) for name in new)
+        if "train.json" in there:
+            assert there in (old, new)
+        steps = 100
+        writer.install(out)
+        assert content(out) == new
+        assert not (out / writer.READY).exists()
+    assert kills == len(old) + len(new) + 1
+
+
+def test_a_start_finishes_what_an_earlier_one_had_ready(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("to be")
+    common = (tmp_path / "a.txt", "--tokenizer", "bytes", "--out", tmp_path / "out", "--workers", 1)
+    assert run(*common)[0] == 0
+    (tmp_path / "out" / writer.READY).mkdir()
+    for name in ("train.ends", "train.json"):
+        (tmp_path / "out" / name).rename(tmp_path / "out" / writer.READY / name)
+    assert run(*common)[1].endswith("is there already\n")
+    assert dataset(tmp_path / "out") == as_bytes("to be")
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:

@@ -176,6 +176,13 @@ def test_parquet_arrow_csv_and_text_are_read_by_the_library(tmp_path: Path) -> N
         assert BYTES.decode(first_tokens(documents, "text", BYTES, 100).tolist()) == "one\n\ntwo\n\n", name
 
 
+def test_a_parquet_file_without_rows_is_passed_over(tmp_path: Path) -> None:
+    for name, rows in (("a", []), ("b", ["one"]), ("c", [])):
+        pq.write_table(pa.table({"text": pa.array(rows, pa.string())}), tmp_path / f"{name}.parquet")
+    documents, _ = open_documents(str(tmp_path), "train_data", "train", None)
+    assert BYTES.decode(first_tokens(documents, "text", BYTES, 100).tolist()) == "one\n\n"
+
+
 def test_the_identity_follows_names_and_sizes(tmp_path: Path) -> None:
     first = open_documents(str(write(tmp_path / "a")), "train_data", "train", None)[1]
     assert open_documents(str(write(tmp_path / "b")), "train_data", "train", None)[1] == first
@@ -253,6 +260,15 @@ def test_a_document_that_is_no_text_ends_the_stream_with_its_number(line: str, p
     with pytest.raises((DataError, ConfigError)) as caught:
         next(iter(streams(tmp_path)))
     assert problem in str(caught.value)
+
+
+def test_records_with_other_keys_are_named_by_them(tmp_path: Path) -> None:
+    for name, record in (("a", {"text": "a", "url": "b"}), ("b", {"text": "a", "score": 0.5})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
+    documents, _ = open_documents(str(tmp_path), "val_data", "train", None)
+    with pytest.raises(ConfigError, match=r"val_data: cannot be read: .*score.*url") as caught:
+        first_tokens(documents, "text", BYTES, 100)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_killed_worker_is_an_error_and_no_hang(tmp_path: Path) -> None:

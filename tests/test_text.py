@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,33 @@ def test_hidden_files_and_folders_are_left_out_of_a_folder(tmp_path: Path) -> No
     hidden = tmp_path / ".hidden"
     seen, *_ = write(hidden, "a.txt", ".b.txt", ".git/config", "c/.d/e")
     assert find_files(str(hidden), "train_data") == [seen]
+
+
+def test_links_to_folders_are_followed_and_a_loop_of_them_ends(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    one, *_ = write(root, "a/one.txt")
+    write(tmp_path, "else/two.txt", "else/.hidden.txt")
+    (root / "linked").symlink_to(tmp_path / "else")
+    (root / "a" / "loop").symlink_to(root)
+    (root / "broken").symlink_to(tmp_path / "none")
+    assert find_files(str(root), "train_data") == [one, root / "linked" / "two.txt"]
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_a_folder_that_may_not_be_read_is_named(mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "root/a.txt", "root/b/c.txt")
+    monkeypatch.chdir(tmp_path)  # where another user need not know the way to
+    tmp_path.chmod(0o755)
+    (tmp_path / "root" / "b").chmod(mode)
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        with pytest.raises(ConfigError, match=r"train_data: root/b.*: Permission denied"):
+            find_files("root", "train_data")
+    finally:
+        os.seteuid(user)
+        (tmp_path / "root" / "b").chmod(0o755)
 
 
 def test_without_a_name_it_is_the_standard_librarys_source_without_its_tests() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from lm.data.tokenizer import FILE, ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, tokenizer_of
 from lm.errors import ConfigError
-from tests.support import CHAT_TEMPLATE, byte_level_tokenizer, llama_tokenizer
+from tests.support import CHAT_TEMPLATE, byte_level_tokenizer, llama2_tokenizer, llama_tokenizer
 
 TOKENIZER = ByteTokenizer()
 END = TOKENIZER.end_of_text
@@ -72,6 +72,8 @@ def from_files(content: bytes, config: Mapping[str, Any] | None = None) -> FileT
 
 BYTE_LEVEL = from_files(byte_level_tokenizer())
 LLAMA = from_files(llama_tokenizer(), {"bos_token": "<s>", "eos_token": {"content": "</s>"}})
+LLAMA2 = from_files(llama2_tokenizer())
+BYTE_0 = LLAMA2.vocab_size - 256
 
 
 @settings(deadline=None)
@@ -99,6 +101,8 @@ def test_a_tokenizers_own_beginning_is_kept_and_its_own_end_is_left_to_the_calle
     assert LLAMA.encode("to be")[0] == LLAMA.encode("")[0]
     assert LLAMA.end_of_text not in LLAMA.encode("to be")
     assert LLAMA.encode("")[0] not in LLAMA.encode_with_ends(["to be"], rendered=True)[0].ids
+    assert [LLAMA.beginning] == LLAMA.encode("")
+    assert BYTE_LEVEL.beginning is LLAMA2.beginning is TOKENIZER.beginning is None
 
 
 def test_a_continued_text_has_the_space_that_stands_between() -> None:
@@ -106,6 +110,22 @@ def test_a_continued_text_has_the_space_that_stands_between() -> None:
     for cut in range(2, len(tokens)):
         before = LLAMA.decode(tokens[:cut])
         assert before + LLAMA.decode(tokens[cut:], after=tokens[:cut]) == "to be or not to be"
+
+
+@settings(deadline=None)
+@given(*[st.lists(st.integers(0, LLAMA2.vocab_size - 1) | st.integers(BYTE_0, LLAMA2.vocab_size - 1))] * 2)
+def test_bytes_that_are_no_text_decode_to_some(ids: list[int], before: list[int]) -> None:
+    assert isinstance(LLAMA2.decode(ids, after=before).encode(), bytes)
+
+
+def test_bytes_that_are_no_text_show_as_such_and_the_text_around_them_stays() -> None:
+    (a,) = LLAMA2.encode("a")[-1:]
+    letter = BYTE_0 + 0x41
+    assert LLAMA2.decode([letter, BYTE_0 + 0xFF, a, a]) == "A\ufffdaa"
+    assert LLAMA2.decode([*LLAMA2.encode("to be \u65e5"), BYTE_0 + 0xE6, *LLAMA2.encode(" or")[1:]]) == (
+        "to be \u65e5\ufffd  or"
+    )
+    assert LLAMA2.decode([a, a], after=LLAMA2.encode("to \ufffd\ufffd")) == "aa"
 
 
 def test_the_end_of_a_document_shows_as_a_blank_line_and_half_a_character_as_such() -> None:
@@ -138,6 +158,16 @@ def test_a_chat_is_written_by_the_template_of_the_tokenizer(tmp_path: Path) -> N
     assert tokenizer.render(CHAT[:1], reply_follows=True) == "<s>[user] hi</s>[assistant] "
     with pytest.raises(ConfigError, match="chat template refuses the messages: no such role: cat"):
         tokenizer.render([{"role": "cat", "content": ""}], reply_follows=False)
+
+
+def test_of_several_chat_templates_the_default_one_is_taken() -> None:
+    templates = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "{{ messages[0].content }}"},
+    ]
+    assert from_files(llama_tokenizer(), {"chat_template": templates}).render(CHAT, reply_follows=False) == "hi"
+    with pytest.raises(ConfigError, match="no chat template"):
+        from_files(llama_tokenizer(), {"chat_template": templates[:1]}).render(CHAT, reply_follows=False)
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, LLAMA])
@@ -188,6 +218,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         from_files(byte_level_tokenizer(), {"eos_token": "<end>"})
     with pytest.raises(ConfigError, match="tokenizer: test: cannot be read: "):
         FileTokenizer({FILE: byte_level_tokenizer(), "tokenizer_config.json": b"[1]"}, "test")
+    assert from_files(llama_tokenizer(), {"eos_token": ["</s>"]}).end_of_text == LLAMA.end_of_text
     content = json.loads(byte_level_tokenizer())
     content["added_tokens"] = []
     del content["model"]["vocab"]["<|endoftext|>"]

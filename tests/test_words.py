@@ -16,7 +16,7 @@ from lm.data import words
 from lm.data.files import find_files
 from lm.data.tokenizer import FILE, FileTokenizer
 from lm.data.words import Words, word_pattern
-from tests.support import byte_level_tokenizer, llama_tokenizer
+from tests.support import byte_level_tokenizer, llama2_tokenizer, llama_tokenizer
 
 GPT2: dict[str, Any] = json.loads(byte_level_tokenizer(600))
 
@@ -80,6 +80,13 @@ def test_source_code_has_the_librarys_ids_also_where_the_cache_is_full(
         assert len(quick) <= 100
 
 
+def test_long_words_have_the_librarys_ids_and_are_not_remembered() -> None:
+    quick = Words(ENCODERS["gpt2"], words.GPT2)
+    for length in (64, 65, 10_000):
+        assert quick.encode("x" * length).tolist() == ENCODERS["gpt2"].encode("x" * length).ids
+    assert list(map(len, quick)) == [64]
+
+
 def test_a_tokenizer_whose_words_are_not_known_is_left_to_the_library() -> None:
     assert word_pattern(GPT2) == words.GPT2
     spaced = GPT2["pre_tokenizer"] | {"add_prefix_space": True}
@@ -94,20 +101,38 @@ def test_a_tokenizer_whose_words_are_not_known_is_left_to_the_library() -> None:
     assert [word_pattern(other) for other in others] == [None] * len(others)
 
 
+OPENING = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+    "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+}
+
+
 def test_a_tokenizers_own_beginning_is_kept() -> None:
-    template = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
-    }
-    tokenizer = FileTokenizer({FILE: json.dumps(GPT2 | {"post_processor": template}).encode()}, "t")
+    tokenizer = FileTokenizer({FILE: json.dumps(GPT2 | {"post_processor": OPENING}).encode()}, "t")
     documents = ["to be", "that<|endoftext|>", "é\nor not"]
     for quick, plain in zip(tokenizer.encode_serially(documents), tokenizer.encode_batch(documents), strict=True):
         assert quick[0] == tokenizer.end_of_text
         np.testing.assert_array_equal(quick, plain)
     (continuing,) = tokenizer.encode_serially(["to be"], opening=False)
     assert continuing.tolist() == tokenizer.encode("to be")[1:]
+
+
+def test_a_vocabulary_of_few_letters_has_its_beginning_in_front() -> None:
+    model = GPT2["model"] | {"vocab": {"<|endoftext|>": 0, "b": 1, "o": 2}, "merges": []}
+    content = json.dumps(GPT2 | {"model": model, "post_processor": OPENING})
+    tokenizer = FileTokenizer({FILE: content.encode()}, "t")
+    assert [ids.tolist() for ids in tokenizer.encode_serially(["bob", ""])] == [[0, 1, 2, 1], []]
+    assert [ids.tolist() for ids in tokenizer.encode_serially(["bob"], opening=False)] == [[1, 2, 1]]
+
+
+def test_a_file_of_an_older_version_has_its_words_found_too() -> None:
+    older = json.loads(json.dumps(GPT2))
+    del older["model"]["type"], older["pre_tokenizer"]["use_regex"]
+    tokenizer = FileTokenizer({FILE: json.dumps(older).encode()}, "t")
+    assert tokenizer._words is not None
+    assert tokenizer.encode_serially(["to be"])[0].tolist() == tokenizer.encode("to be")
 
 
 def test_the_cut_of_a_text_is_seen_not_to_change_its_ids() -> None:
@@ -122,3 +147,23 @@ def test_the_cut_of_a_text_is_seen_not_to_change_its_ids() -> None:
     assert not spaced.splits_at("to be\n", "or not")
     wordless = FileTokenizer({FILE: json.dumps(GPT2 | {"pre_tokenizer": None}).encode()}, "t")
     assert not wordless.splits_at("to be\n", "or not")
+
+
+def test_without_words_a_text_is_cut_before_spaces_that_no_token_reaches_over() -> None:
+    content = json.loads(llama2_tokenizer())
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    for shape in ({}, {"normalizer": None, "pre_tokenizer": metaspace}):
+        tokenizer = FileTokenizer({FILE: json.dumps(content | shape).encode()}, "t")
+        assert tokenizer.splits_at("to be", " or not")
+        assert tokenizer.splits_at("日本", " or not")
+        assert not tokenizer.splits_at("to be\n", "or not")
+        assert not tokenizer.splits_at("to be ", " or not")
+        assert not tokenizer.splits_at("to be\u2581", " or not")
+        assert not tokenizer.splits_at("to be</s>", " or not")
+        (ids,) = tokenizer.encode_serially([" or not"], opening=False)
+        assert [*tokenizer.encode("to be"), *ids] == tokenizer.encode("to be or not")
+    vocabulary = content["model"]["vocab"] | {"e\u2581o": 999}
+    merged = content | {"model": content["model"] | {"vocab": vocabulary}}
+    assert not FileTokenizer({FILE: json.dumps(merged).encode()}, "t").splits_at("that is", " the question")
+    lower = content | {"normalizer": {"type": "Lowercase"}}
+    assert not FileTokenizer({FILE: json.dumps(lower).encode()}, "t").splits_at("to be", " or not")

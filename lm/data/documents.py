@@ -12,6 +12,7 @@ import csv
 import functools
 import glob
 import hashlib
+import io
 import itertools
 import re
 import sys
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.files import blocks, parse_line
+from lm.data.files import COMPRESSED, blocks, is_empty_parquet, parse_line, whole_lines
 from lm.errors import ConfigError
 
 CHUNK = 1 << 20
@@ -46,7 +47,6 @@ FORMATS = {
     ".h5": "hdf5",
     ".hdf5": "hdf5",
 }
-COMPRESSED = (".gz", ".zst")
 _PACKED = ("text", "jsonl", "csv")
 """Formats that may be compressed as a whole."""
 
@@ -87,7 +87,17 @@ def id_type(vocab_size: int) -> np.dtype[Any]:
 
 def held_out(document: bytes, fraction: float) -> bool:
     """Whether a document is for validation: a function of its content alone, true for `fraction` of all."""
-    return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big") < fraction * 2**64
+    return held_out_blocks([document], fraction)
+
+
+def held_out_blocks(content: Iterable[bytes], fraction: float) -> bool:
+    """As `held_out`, of a document in blocks."""
+    if not fraction:
+        return False
+    state = hashlib.blake2b(digest_size=8)
+    for block in content:
+        state.update(block)
+    return int.from_bytes(state.digest(), "big") < fraction * 2**64
 
 
 def format_of(path: Path, given: str | None) -> str | None:
@@ -113,7 +123,7 @@ def read_chunks(paths: Sequence[Path], given: str | None, field: str, fraction: 
     for path in paths:
         kind = format_of(path, given)
         length = path.stat().st_size
-        small = kind == "text" and path.suffix not in COMPRESSED and length <= CHUNK
+        small = kind == "text" and path.suffix.lower() not in COMPRESSED and length <= CHUNK
         if few and (not small or size >= CHUNK):
             yield Chunk(functools.partial(_whole_files, few), size, str(few[0]))
             few, size = [], 0
@@ -121,7 +131,7 @@ def read_chunks(paths: Sequence[Path], given: str | None, field: str, fraction: 
             few, size = [*few, path], size + length
         elif kind == "text":
             side = held_out_blocks(blocks(path), fraction)
-            yield from _pieces(_decoded(path), side, cut, str(path))
+            yield from _pieces(_decoded(path, blocks(path, CHUNK)), side, cut, str(path))
         elif kind == "jsonl":
             yield from _jsonl(path, field)
         else:
@@ -131,22 +141,12 @@ def read_chunks(paths: Sequence[Path], given: str | None, field: str, fraction: 
         yield Chunk(functools.partial(_whole_files, few), size, str(few[0]))
 
 
-def held_out_blocks(content: Iterable[bytes], fraction: float) -> bool:
-    """As `held_out`, of a document in blocks."""
-    if not fraction:
-        return False
-    state = hashlib.blake2b(digest_size=8)
-    for block in content:
-        state.update(block)
-    return int.from_bytes(state.digest(), "big") < fraction * 2**64
-
-
 # ---- text ----------------------------------------------------------------------------------------------------
 
 
-def _decoded(path: Path) -> Iterator[str]:
+def _decoded(path: Path, content: Iterable[bytes]) -> Iterator[str]:
     rest, offset = b"", 0
-    for block in itertools.chain(blocks(path, CHUNK), [None]):
+    for block in itertools.chain(content, [None]):
         data = rest + (block or b"")
         try:
             text, used = codecs.utf_8_decode(data, "strict", block is None)
@@ -159,15 +159,15 @@ def _decoded(path: Path) -> Iterator[str]:
 
 
 def _whole_files(paths: Sequence[Path]) -> list[str]:
-    return ["".join(_decoded(path)) for path in paths]
+    return ["".join(_decoded(path, blocks(path, CHUNK))) for path in paths]
 
 
 def split(content: Iterable[str], cut: Cut, name: str) -> Iterator[str]:
     """A document in pieces of about `CHUNK` characters whose ids are, one behind the other, the document's.
 
     Tokenizers cut a text into words before they look for tokens in each; a piece ends where they do so whatever
-    comes further away than `AROUND` characters. A tokenizer that makes no words, or opens every text with a
-    space, leaves no such place.
+    comes further away than `AROUND` characters, or before a space that no token reaches over. Not every tokenizer
+    leaves such a place.
 
     Args:
         content: the document in blocks of any size.
@@ -244,14 +244,10 @@ def _checked(text: Any, field: str, place: str) -> str:
 
 
 def _jsonl(path: Path, field: str) -> Iterator[Chunk]:
-    rest, line = b"", 1
-    for block in itertools.chain(blocks(path, CHUNK), [b"\n"]):
-        data = rest + block
-        end = data.rfind(b"\n") + 1
-        rest = data[end:]
-        if end:
-            yield Chunk(functools.partial(_records, path, line, data[:end], field), end, str(path))
-            line += data.count(b"\n", 0, end)
+    line = 1
+    for data in whole_lines(blocks(path, CHUNK)):
+        yield Chunk(functools.partial(_records, path, line, data, field), len(data), str(path))
+        line += data.count(b"\n")
 
 
 def _records(path: Path, first: int, data: bytes, field: str) -> list[str]:
@@ -270,21 +266,18 @@ def _csv(path: Path, field: str) -> Iterator[str]:
         text_of(dict.fromkeys(header, ""), field, f"{path}:1")
         column = header.index(field)
         for row in reader:
-            if len(row) > column:
+            if row and len(row) != len(header):
+                counts = f"{len(row)} columns, and the first line names {len(header)}"
+                raise ConfigError(f"{path}:{reader.line_num}: has {counts}; a text with commas in it needs quotes")
+            if row:
                 yield row[column]
-            elif row:
-                raise ConfigError(f"{path}:{reader.line_num}: {len(row)} of {len(header)} columns, {field!r} missing")
     except csv.Error as error:
         raise ConfigError(f"{path}:{reader.line_num}: is no CSV: {error}") from None
 
 
 def _lines(path: Path) -> Iterator[str]:
-    rest = ""
-    for text in _decoded(path):
-        *lines, rest = (rest + text).split("\n")
-        yield from (line + "\n" for line in lines)
-    if rest:
-        yield rest
+    for text in _decoded(path, whole_lines(blocks(path, CHUNK))):
+        yield from io.StringIO(text)
 
 
 def _columns(path: Path, kind: str, field: str) -> Iterator[str]:
@@ -293,6 +286,8 @@ def _columns(path: Path, kind: str, field: str) -> Iterator[str]:
     except ImportError:
         raise ConfigError(f"{path}: reading {kind} needs a package: pip install datasets") from None
     logging.set_verbosity(logging.CRITICAL)  # what is wrong is said once, below
+    if kind == "parquet" and is_empty_parquet(path):
+        return
     try:
         stream: Any = load_dataset(kind, data_files=glob.escape(str(path)), split="train", streaming=True)
         text_of(dict.fromkeys(stream.features, ""), field, str(path))

@@ -5,16 +5,19 @@ from __future__ import annotations
 import codecs
 import glob
 import gzip
+import io
 import itertools
 import json
+import os
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from lm.errors import ConfigError
 
+COMPRESSED = (".gz", ".zst")
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
@@ -24,25 +27,45 @@ def find_files(where: str | None, key: str) -> list[Path]:
     None is the Python standard library's own source, without its tests: real text on every machine.
 
     Raises:
-        ConfigError: nothing is there; names `key`, the setting that asked.
+        ConfigError: nothing is there, or a folder cannot be read; names `key`, the setting that asked.
     """
-    if where is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        found = (path for path in root.rglob("*.py") if not _NOT_SOURCE & set(path.relative_to(root).parts))
-    elif (root := Path(where)).is_file():
-        found = iter([root])
-    elif root.is_dir():
-        found = (path for path in root.rglob("*") if not _is_hidden(path.relative_to(root)))
-    else:
-        found = map(Path, glob.glob(where, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
-    files = sorted(path for path in found if path.is_file())
+    try:
+        files = sorted(path for path in _found(where) if path.is_file())
+    except OSError as error:
+        raise ConfigError(f"{key}: {error.filename}: {error.strerror}") from None
     if not files:
-        raise ConfigError(f"{key}: no file at {where or root} (a file, a folder or a glob, seen from {Path.cwd()})")
+        place = where or sysconfig.get_paths()["stdlib"]
+        raise ConfigError(f"{key}: no file at {place} (a file, a folder or a glob, seen from {Path.cwd()})")
     return files
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _found(where: str | None) -> Iterable[Path]:
+    if where is None:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        return (path for path in root.rglob("*.py") if not _NOT_SOURCE & set(path.relative_to(root).parts))
+    if (root := Path(where)).is_file():
+        return [root]
+    if root.is_dir():
+        return _below(root)
+    return map(Path, glob.glob(where, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
+
+
+def _below(root: Path) -> Iterator[Path]:
+    """What is in `root` and its folders, those that links lead to included, each once."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    seen = set()
+    for folder, inner, names in os.walk(root, onerror=refuse, followlinks=True):
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        place = Path(folder)
+        identity = place.stat().st_dev, place.stat().st_ino
+        if identity in seen:
+            inner.clear()
+            continue
+        seen.add(identity)
+        yield from (place / name for name in names if not name.startswith("."))
 
 
 def blocks(path: Path, size: int = 1 << 20) -> Iterator[bytes]:
@@ -56,6 +79,8 @@ def blocks(path: Path, size: int = 1 << 20) -> Iterator[bytes]:
     """
     suffix, done = path.suffix.lower(), 0
     try:
+        if suffix in COMPRESSED and not path.stat().st_size:
+            raise EOFError("is empty, where compression leaves some bytes even of nothing")
         for block in _of_zst(path, size) if suffix == ".zst" else _of_file(path, size, packed=suffix == ".gz"):
             yield block if done else block.removeprefix(codecs.BOM_UTF8)
             done += len(block)
@@ -76,19 +101,47 @@ def _of_zst(path: Path, size: int) -> Iterator[bytes]:
         import zstandard
     except ImportError:
         raise ConfigError(f"{path}: reading .zst needs a package: pip install zstandard") from None
-    frame = None
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # what is made with --long, too
+    frame, held = None, io.BytesIO()
     with path.open("rb") as file:
         try:
-            while data := file.read(size // 4):
+            while data := file.read(2048):  # little, since a byte can stand for ten thousand
                 while data:
-                    frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                    yield frame.decompress(data)
+                    frame = frame or decompressor.decompressobj()
+                    held.write(frame.decompress(data))
                     data = frame.unused_data
                     frame = None if frame.eof else frame
+                if held.tell() >= size:
+                    yield held.getvalue()
+                    held = io.BytesIO()
         except zstandard.ZstdError as error:
             raise EOFError(error) from None
     if frame:
         raise EOFError("ends in the middle of a frame")
+    yield held.getvalue()
+
+
+def is_empty_parquet(path: Path) -> bool:
+    """Whether a Parquet file holds no row, which `datasets` takes amiss. False where it cannot be told."""
+    from pyarrow import ArrowInvalid, parquet
+
+    try:
+        return parquet.read_metadata(path).num_rows == 0
+    except (ArrowInvalid, OSError):
+        return False
+
+
+def whole_lines(content: Iterable[bytes]) -> Iterator[bytes]:
+    """`content` in blocks that end with a line each, the last one perhaps excepted."""
+    held: list[bytes] = []
+    for block in content:
+        end = block.rfind(b"\n") + 1
+        if end:
+            yield b"".join([*held, block[:end]])
+            held.clear()
+        held.append(block[end:])
+    if rest := b"".join(held):
+        yield rest
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -97,13 +150,10 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     Raises:
         ConfigError: as `blocks` and `parse_line`.
     """
-    number, rest = 1, b""
-    for block in itertools.chain(blocks(path), [b"\n"]):
-        *lines, rest = (rest + block).split(b"\n")
-        for line in lines:
-            if line.strip():
-                yield number, parse_line(path, number, line)
-            number += 1
+    lines = itertools.chain.from_iterable(map(io.BytesIO, whole_lines(blocks(path))))
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield number, parse_line(path, number, line)
 
 
 def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -58,16 +58,25 @@ def sample_of(record: Mapping[str, Any], text_field: str, completion_only: bool,
 def _text(record: Mapping[str, Any], key: str) -> str:
     if not isinstance(record[key], str):
         raise ValueError(f"{key} is {json.dumps(record[key])[:60]}, not text")
-    record[key].encode()  # half a surrogate pair is a UnicodeEncodeError, a ValueError
-    return record[key]
+    return _unicode(record[key])
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("has half a surrogate pair, which no text holds") from None
+    return text
 
 
 def _chat(messages: Any, completion_only: bool, tokenizer: Tokenizer) -> Sample:
     sound = isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
     if not sound:
         raise ValueError(f"messages is {json.dumps(messages)[:60]}, not a list of objects with role and content")
-    text = tokenizer.render(messages, reply_follows=False)
-    text.encode()  # as `_text`
+    for at, message in enumerate(messages):
+        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+            raise ValueError(f"messages[{at}]: its content is no text: {json.dumps(message)[:60]}")
+    text = _unicode(tokenizer.render(messages, reply_follows=False))
     if not completion_only:
         return Sample(text, None, True)
     spans = []
@@ -178,8 +187,6 @@ def _samples(file: Path, tokenizer: Tokenizer, text_field: str, completion_only:
     for number, record in read_jsonl(file):
         try:
             yield sample_of(record, text_field, completion_only, tokenizer)
-        except UnicodeEncodeError:
-            raise ConfigError(f"{file}:{number}: has half a surrogate pair, which no text holds") from None
         except ValueError as error:
             raise ConfigError(f"{file}:{number}: {error}") from None
         except ConfigError as error:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
 from lm import seeds
-from lm.data.files import find_files
+from lm.data.files import find_files, is_empty_parquet
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, DataError, RankError, RunError
 from lm.launch import die_with_parent
@@ -75,6 +75,8 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
         if len(builders) != 1 or len(kinds) > 1:
             found = ", ".join(sorted(kinds))
             raise ConfigError(f"{key}: {where}: files of one kind are needed, of {', '.join(BUILDERS)}; found {found}")
+        if builders == ["parquet"]:
+            files = [file for file in files if not is_empty_parquet(file)] or files[:1]
         names = [glob.escape(str(file)) for file in files]
         sizes = json.dumps([(file.name, file.stat().st_size) for file in files])
         digest = hashlib.sha256(sizes.encode()).hexdigest()
@@ -90,9 +92,9 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what was the matter."""
+    """What was the matter, on one line."""
     cause = error.__cause__ or error
-    return next(iter(str(cause).splitlines()), "") or type(cause).__name__
+    return " ".join(str(cause).split())[:300] or type(cause).__name__
 
 
 def first_tokens(documents: Documents, text_field: str, tokenizer: Tokenizer, count: int) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,10 @@ FILES = (FILE, "tokenizer_config.json", "chat_template.jinja")
 
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
+_SPACE = "\u2581"
+"""How tokenizers write a space that is a letter like others."""
+
+Ids = TypeVar("Ids", list[int], NDArray[np.uint32])
 
 
 class Encoded(NamedTuple):
@@ -43,6 +47,7 @@ class ByteTokenizer:
     identity = "bytes"
     vocab_size = 257
     end_of_text = 256
+    beginning: int | None = None
     files: Mapping[str, bytes] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -114,17 +119,20 @@ class FileTokenizer:
             what = f"eos_token {named!r} is not in its vocabulary" if named else "it has no end-of-text token"
             raise ConfigError(f"tokenizer: {name}: {what}; name one as eos_token in a tokenizer_config.json beside it")
         self.end_of_text: int = vocabulary[end]
+        self.beginning: int | None = vocabulary.get(self._special("bos_token") or "")
+        """what opens a text, if its settings name a token for it"""
 
     def _special(self, key: str) -> str | None:
         value = self._settings.get(key)
-        return value.get("content") if isinstance(value, dict) else value
+        value = value.get("content") if isinstance(value, dict) else value
+        return value if isinstance(value, str) else None
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text` behind the tokenizer's own beginning, if it has one; no end-of-text token."""
         return self._open(self._encoder.encode(text).ids)
 
-    def _open(self, ids: list[int]) -> list[int]:
-        return ids[:-1] if ids and ids[-1] == self.end_of_text else ids  # some end every text by themselves
+    def _open(self, ids: Ids) -> Ids:
+        return ids[:-1] if len(ids) and ids[-1] == self.end_of_text else ids  # some end every text by themselves
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """As `encode`, on all cores."""
@@ -135,21 +143,27 @@ class FileTokenizer:
         """As `encode_batch` for one core of many that are busy: there faster, for the tokenizers that `Words` knows.
 
         Args:
-            opening: false: the texts continue documents, so the tokenizer's beginning is left out.
+            opening: false: the texts continue documents that were cut where `splits_at` says, so the tokenizer's
+                beginning is left out.
         """
         if self._words is None:
+            texts = texts if opening else list(map(self._continued, texts))
             batch = self._encoder.encode_batch_fast(list(texts), add_special_tokens=opening)
             return [np.array(self._open(each.ids) if opening else each.ids, np.uint32) for each in batch]
         every_ids = list(map(self._words.encode, texts))
         if not opening:
             return every_ids
-        framed = (np.concatenate([self._frame[0], ids, self._frame[1]]) for ids in every_ids)
-        return [ids[:-1] if len(ids) and ids[-1] == self.end_of_text else ids for ids in framed]
+        return [self._open(np.concatenate([self._frame[0], ids, self._frame[1]])) for ids in every_ids]
 
     @functools.cached_property
     def _words(self) -> Words | None:
-        pattern = word_pattern(json.loads(self.files[FILE]))
-        return Words(self._encoder, pattern) if pattern else None
+        pattern = word_pattern(self._content())
+        knows_text = self._encoder.encode("a", add_special_tokens=False).ids  # as `_frame` needs it
+        return Words(self._encoder, pattern) if pattern and knows_text else None
+
+    def _content(self) -> dict[str, Any]:
+        """Of its `tokenizer.json`, with the keys that older files leave out."""
+        return json.loads(self._encoder.to_str())
 
     @functools.cached_property
     def _frame(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
@@ -162,14 +176,43 @@ class FileTokenizer:
         """Whether a text can be cut between `before` and `after`: its ids are then those of both parts.
 
         So it is where the tokenizer ends one word and begins another, because tokens are looked for in each
-        word alone, provided that characters further away have no say in where words end.
+        word alone, provided that characters further away have no say in where words end; and before a space that no
+        token holds behind another letter.
         """
-        if self._encoder.pre_tokenizer is None:
+        if self._spaced:
+            apart = after.startswith(" ") and before[-1:] not in ("", " ", _SPACE)
+        elif self._encoder.pre_tokenizer is None:
+            apart = False
+        else:
+            whole, *parts = (self._cut(text) for text in (before + after, before, after))
+            apart = whole == [*parts[0], *parts[1]]
+        if not apart:
             return False
-        whole, *parts = (self._cut(text) for text in (before + after, before, after))
-        batch = self._encoder.encode_batch_fast([before + after, before, after], add_special_tokens=False)
-        ids, left, right = (encoding.ids for encoding in batch)
-        return whole == [*parts[0], *parts[1]] and ids == left + right and left[-1:] != [self.end_of_text]
+        texts = [before + after, before, self._continued(after)]
+        ids, left, right = (each.ids for each in self._encoder.encode_batch_fast(texts, add_special_tokens=False))
+        return ids == left + right and left[-1:] != [self.end_of_text]
+
+    @functools.cached_property
+    def _spaced(self) -> bool:
+        """Whether words are not looked for, spaces are letters, and none stands behind another letter in a token."""
+        content = self._content()
+        model = content["model"]
+        prepend = {"type": "Prepend", "prepend": _SPACE}
+        replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+        match content:
+            case {"normalizer": {"normalizers": [first, second]}, "pre_tokenizer": None}:
+                known = [first, second] == [prepend, replace]
+            case {"normalizer": None, "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "split": False}}:
+                known = True
+            case _:
+                known = False
+        if not known or model["type"] != "BPE" or model.get("dropout"):  # Unigram's sums depend on what is far away
+            return False
+        return not any(_SPACE in token.lstrip(_SPACE) for token in model["vocab"])
+
+    def _continued(self, text: str) -> str:
+        """What to encode of a text that continues a document: `Prepend` puts its first space there anyhow."""
+        return text.removeprefix(" ") if self._spaced and self._encoder.pre_tokenizer is None else text
 
     def _cut(self, text: str) -> list[str]:
         normalizer = self._encoder.normalizer
@@ -201,7 +244,10 @@ class FileTokenizer:
         Args:
             after: ids that stand before the first one; some tokenizers then begin with a space.
         """
-        decoder = DecodeStream(ids=list(after), skip_special_tokens=True)
+        known = list(after)
+        while self._encoder.decode(known).endswith("\ufffd"):
+            known.pop()  # the library takes it for half a character, and would give the whole text again
+        decoder = DecodeStream(ids=known, skip_special_tokens=True)
         pending: list[int] = []
         for token in ids:
             if token == self.end_of_text:
@@ -209,7 +255,11 @@ class FileTokenizer:
                 decoder, pending = DecodeStream(skip_special_tokens=True), []
                 continue
             pending.append(token)
-            if (piece := decoder.step(self._encoder, token)) is not None:
+            try:
+                piece = decoder.step(self._encoder, token)
+            except Exception:  # bytes that are no UTF-8 behind some that were; the library raises nothing narrower
+                piece, decoder = self._encoder.decode(pending), DecodeStream(ids=pending, skip_special_tokens=True)
+            if piece is not None:
                 pending = []
                 yield piece
         yield self._encoder.decode(pending)
@@ -225,6 +275,8 @@ class FileTokenizer:
             ConfigError: there is no template, it refuses these messages, or `transformers` is missing.
         """
         template = self.files.get("chat_template.jinja", b"").decode() or self._settings.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = next((each.get("template") for each in template if each.get("name") == "default"), None)
         if not isinstance(template, str):
             raise ConfigError(f"tokenizer: {self._name}: has no chat template (chat_template in tokenizer_config.json)")
         try:

@@ -31,7 +31,8 @@ _ALPHABET = {byte: 256 + byte for byte in range(33)} | {127: 289}
 """How byte-level BPE writes those ASCII bytes that it does not write as they are."""
 
 _LINES = re.compile(r"(?<=[!-~]\n)(?=[!-~])")
-_CACHED = 1_000_000
+_CACHED, _LONGEST = 1_000_000, 64
+"""Words that are remembered, and how long they may be: what is longer (characters) hardly comes again."""
 
 
 class Words(dict[str, list[int]]):
@@ -51,9 +52,11 @@ class Words(dict[str, list[int]]):
         self._special = re.compile("|".join(map(re.escape, special))) if special else None
 
     def __missing__(self, word: str) -> list[int]:
-        if len(self) >= _CACHED:
-            self.clear()
-        ids = self[word] = [token.id for token in self._model.tokenize(word.translate(_ALPHABET))]
+        ids = [token.id for token in self._model.tokenize(word.translate(_ALPHABET))]
+        if len(word) <= _LONGEST:
+            if len(self) >= _CACHED:
+                self.clear()
+            self[word] = ids
         return ids
 
     def encode(self, text: str) -> NDArray[np.uint32]:

@@ -25,8 +25,11 @@ from lm.data.tokenizer import FILES, Tokenizer
 from lm.data.tokens import SourceRecord, TokenIndex, read_index
 from lm.errors import RunError
 
-DRAFTS = ".drafts"
+DRAFTS, READY = ".drafts", ".ready"
+"""Folders of files that are being written, and that are all written and only have to be put in place."""
+LOCK = "lock"
 TRAIN, VALIDATION = "train", "validation"
+OUTPUT = {LOCK, *FILES, *(f"{side}.{suffix}" for side in (TRAIN, VALIDATION) for suffix in ("bin", "ends", "json"))}
 
 
 class _Side:
@@ -104,19 +107,33 @@ class DatasetWriter:
             with (self.drafts / name).open("wb") as file:
                 file.write(content)
                 _to_disk(file)
-        last = [f"{VALIDATION}.json", f"{TRAIN}.json"]
-        for old in (*reversed(last), f"{VALIDATION}.bin", f"{VALIDATION}.ends", *FILES):
-            (self._folder / old).unlink(missing_ok=True)
-        drafts = sorted(
-            (path.name for path in self.drafts.iterdir()), key=lambda name: (name in last, name in last[1:])
-        )
-        for name in drafts:
-            (self.drafts / name).rename(self._folder / name)
-        self.drafts.rmdir()
-        folder = os.open(self._folder, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
+        self.drafts.rename(self._folder / READY)
+        install(self._folder)
         return lines
+
+
+def install(folder: Path) -> None:
+    """Put a complete set of drafts in place of the dataset in `folder`. A second call finishes what a kill cut off."""
+    ready = folder / READY
+    if not ready.is_dir():
+        return
+    first, last = f"{TRAIN}.bin", [f"{VALIDATION}.json", f"{TRAIN}.json"]
+    names = {path.name for path in ready.iterdir()}
+    if first in names:  # nothing was moved yet, and what is there is the old one's
+        for name in (*reversed(last), *sorted(OUTPUT - {LOCK, *last})):
+            (folder / name).unlink(missing_ok=True)
+    for name in (first, *sorted(names - {first, *last}), *last):
+        if name in names:
+            (ready / name).rename(folder / name)
+    ready.rmdir()
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def is_output(path: Path, folder: Path) -> bool:
+    """Whether `path` is, or is to become, a file of the dataset in `folder`; both resolved."""
+    return path.parent == folder and path.name in OUTPUT
 
 
 def clean_drafts(folder: Path) -> Path:
