@@ -440,6 +440,27 @@ def describe(folder: Path) -> str:
     return f"{folder.name}  step {manifest.step}  {when}  {size / 1e6:,.1f} MB  {ranks}{loss}  whole"
 
 
+@readable
+def list_run(folder: Path) -> bool:
+    """Print a line on each checkpoint of the run in `folder`. Returns whether all are whole.
+
+    Raises:
+        ConfigError: it is no run's folder.
+    """
+    checkpoints = folder / "checkpoints"
+    if not checkpoints.is_dir():
+        raise ConfigError(f"{folder}: is no run's folder, it has no checkpoints/")
+    paths = [path for path in checkpoints.iterdir() if path.is_dir() and not path.name.startswith(DELETED)]
+    all_whole = True
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime):
+        try:
+            print(describe(path))
+        except CheckpointError as error:
+            print(f"{path.name}  not whole: {error}")
+            all_whole = False
+    return all_whole
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lm.checkpoint", description="Look at checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -452,18 +473,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.command == "verify":
             print(describe(find_checkpoint(args.folder)))
             return 0
-        runs = args.folder / "checkpoints"
-        if not runs.is_dir():
-            raise ConfigError(f"{args.folder}: is no run's folder, it has no checkpoints/")
-        paths = [path for path in runs.iterdir() if path.is_dir() and not path.name.startswith(DELETED)]
-        whole = True
-        for path in sorted(paths, key=lambda path: path.stat().st_mtime):
-            try:
-                print(describe(path))
-            except CheckpointError as error:
-                print(f"{path.name}  not whole: {error}")
-                whole = False
-        return 0 if whole else CheckpointError.exit_code
+        return 0 if list_run(args.folder) else CheckpointError.exit_code
     except RunError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -51,6 +51,6 @@ def readable(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*args, **kwargs)
         except OSError as error:
-            raise ConfigError(f"{error.filename}: {error.strerror}") from None
+            raise ConfigError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from None
 
     return reading

@@ -43,7 +43,7 @@ from tqdm import tqdm
 
 from lm import families
 from lm.data.tokenizer import END_OF_TEXT, FILE, ByteTokenizer, FileTokenizer, Tokenizer, read_files, tokenizer_of
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError, RunError, readable
 from lm.families import Part
 from lm.hub import DTYPES, Weights, begin_files, find_source, read_json, write_rows
 from lm.manifest import (
@@ -67,6 +67,7 @@ FILE_BYTES = 1 << 30
 """Of a file of an imported checkpoint. DCP's writer keeps one chunk per tensor of a file, so files are not large."""
 
 
+@readable
 def _refuse_used(out: Path) -> None:
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out}: is there already, and nothing is ever overwritten; give another folder")

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lm.data import tokenizer
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError, RunError, readable
 from lm.families import Part
 
 INDEX_JSON = "model.safetensors.index.json"
@@ -37,6 +37,7 @@ _BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
+@readable
 def find_source(source: str, revision: str | None = None) -> Path:
     """The folder that `source` names, downloaded first where it is a name on the hub.
 

@@ -191,6 +191,12 @@ def synthetic(seed: int = 42, total: int = 2) -> Data:
     return open_data(config(), vocab_size=100, seq_len=8, total=total, seed=seed)
 
 
+@pytest.mark.parametrize("key", ["train_data", "val_data", "tokenizer"])
+def test_data_that_nobody_would_read_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{key}: dataset: synthetic reads none; choose text, tokens, jsonl or hf$"):
+        open_data(config(**{key: "somewhere"}), 100, 8, 1, 0)
+
+
 def test_synthetic_samples_are_these_on_every_machine() -> None:
     data = synthetic()
     assert ids_in(data.train, 0) == [56, 43, 75, 98, 24, 50, 40, 12, 66]

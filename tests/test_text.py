@@ -66,7 +66,8 @@ def test_links_to_folders_are_followed_and_a_loop_of_them_ends(tmp_path: Path) -
 def test_a_folder_that_may_not_be_read_is_named(mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "root/a.txt", "root/b/c.txt")
     monkeypatch.chdir(tmp_path)  # where another user need not know the way to
-    tmp_path.chmod(0o755)
+    for path in (tmp_path, tmp_path / "root"):
+        path.chmod(0o755)
     (tmp_path / "root" / "b").chmod(mode)
     user = os.geteuid()
     try:

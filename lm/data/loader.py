@@ -25,7 +25,7 @@ from lm.data.order import Order
 from lm.data.rows import Mixture, Row, Source
 from lm.data.stream import Streams
 from lm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from lm.errors import ConfigError
+from lm.errors import ConfigError, readable
 from model import IGNORE
 
 SYNTHETIC_BATCHES = 10
@@ -148,6 +148,9 @@ def open_data(
     """
     match config.dataset:
         case "synthetic":
+            for key in ("train_data", "val_data", "tokenizer"):
+                if getattr(config, key) is not None:
+                    raise ConfigError(f"{key}: dataset: synthetic reads none; choose text, tokens, jsonl or hf")
             samples = SYNTHETIC_BATCHES * total
             train = tokens.SyntheticTokens(vocab_size, seq_len, samples, (seed, "training"))
             validation = tokens.SyntheticTokens(vocab_size, seq_len, samples, (seed, "validation"))
@@ -191,6 +194,7 @@ def _open_text(config: DataConfig, seq_len: int) -> Data:
     return Data(Mixture([train]), validation, tokenizer)
 
 
+@readable
 def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Data:
     """Token files: `train.json` of one or several folders, and `validation.json` of the first, or what is named."""
     if not config.train_data:
@@ -199,6 +203,10 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Data:
     train = [_token_file(where, "train", seq_len, vocab_size) for where in weighted]
     first = Path(next(iter(weighted)))
     beside = str(first if first.is_dir() else first.parent)
+    if config.val_data is None and not (Path(beside) / "validation.json").exists():
+        raise ConfigError(
+            f"val_data: {beside} has no validation part: prepare it with --validation-fraction, or name one"
+        )
     validation = _token_file(config.val_data or beside, "validation", seq_len, vocab_size)
     for where, part in zip(weighted, train, strict=True):
         if not len(part):

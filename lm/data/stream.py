@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lm import seeds
 from lm.data.files import find_files, is_empty_parquet
 from lm.data.tokenizer import Tokenizer
-from lm.errors import ConfigError, DataError, RankError, RunError
+from lm.errors import ConfigError, DataError, RankError, RunError, readable
 from lm.launch import die_with_parent
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def is_local(where: str) -> bool:
     return Path(where).exists() or any(sign in where for sign in "*?[") or where.startswith((".", "/", "~"))
 
 
+@readable
 def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[Documents, str]:
     """The dataset that the setting `key` names: local files (a file, a folder or a glob), or one of the hub.
 

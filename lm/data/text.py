@@ -39,7 +39,7 @@ def read_tokens(files: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
             if content:
                 pieces += [*tokenizer.encode_batch([content]), end]
     if problems:
-        raise ConfigError(*problems)
+        raise ConfigError(*problems[:20])
     if not pieces:
         raise ConfigError(f"{files[0]}{' and others' if len(files) > 1 else ''}: no text in {len(files)} file(s)")
     return np.concatenate(pieces)

@@ -21,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from tokenizers.decoders import DecodeStream
 
 from lm.data.words import Words, word_pattern
-from lm.errors import ConfigError
+from lm.errors import ConfigError, readable
 
 FILE = "tokenizer.json"
 FILES = (FILE, "tokenizer_config.json", "chat_template.jinja")
@@ -313,6 +313,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> bytes:
     return encoder.to_str().encode()
 
 
+@readable
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that the setting `tokenizer` names: bytes, a file, a folder, or one of the Hugging Face hub.
 
@@ -332,6 +333,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     return FileTokenizer(_from_hub(name), name)
 
 
+@readable
 def tokenizer_of(folder: Path) -> FileTokenizer:
     """The tokenizer whose files lie in `folder`, e.g. a checkpoint's.
 
@@ -352,7 +354,9 @@ def read_files(folder: Path) -> dict[str, bytes]:
 def _from_hub(name: str) -> dict[str, bytes]:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils import logging
 
+    logging.set_verbosity_error()  # what is wrong is said once, below
     files = {}
     for file in FILES:
         try:

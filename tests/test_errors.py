@@ -1,0 +1,77 @@
+"""A name that is none, and a folder that may not be looked at, are a person's to mend: one line, no traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lm import generate, hf, prepare
+from lm.checkpoint import CheckpointConfig, find_checkpoints, main
+from lm.data import stream
+from lm.data.files import find_files
+from lm.data.loader import DataConfig, open_data
+from lm.data.tokenizer import load_tokenizer
+from lm.errors import ConfigError
+from lm.hub import find_source
+from lm.manifest import CheckpointError, find_checkpoint, find_initial, read_manifest
+
+LONG = "x" * 300
+
+
+def open_tokens(where: str) -> Any:
+    return open_data(DataConfig.model_validate({"dataset": "tokens", "train_data": where}), 10, 8, 1, 0)
+
+
+def resume(name: str) -> list[str]:
+    return find_checkpoints(CheckpointConfig.model_validate({"resume": name}), None, Path(), restarted=False)
+
+
+ACTIONS: dict[str, Callable[[str], Any]] = {
+    "files": lambda name: find_files(name, "train_data"),
+    "stream": lambda name: stream.open_documents(f"./{name}", "train_data", "train", None),
+    "tokens": open_tokens,
+    "tokenizer": load_tokenizer,
+    "source": find_source,
+    "init_from": lambda name: find_initial(name, on_cluster=False),
+    "resume": resume,
+    "checkpoint": lambda name: find_checkpoint(Path(name)),
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_name_that_no_file_can_have_is_said(action: str) -> None:
+    with pytest.raises(ConfigError, match="File name too long") as refused:
+        ACTIONS[action](LONG)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_manifest_that_cannot_be_looked_at_is_no_checkpoints() -> None:
+    with pytest.raises(CheckpointError, match="File name too long"):
+        read_manifest(Path(LONG))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        (main, ["list", LONG]),
+        (main, ["verify", LONG]),
+        (generate.main, [LONG, "--prompt", "a"]),
+        (prepare.main, [LONG, "--tokenizer", "bytes", "--out", "out"]),
+        (hf.main, ["import", LONG, "out"]),
+        (hf.main, ["export", LONG, "out"]),
+    ],
+    ids=["list", "verify", "generate", "prepare", "import", "export"],
+)
+def test_every_command_ends_with_2_and_a_line(
+    command: tuple[Callable[[list[str]], int], list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, arguments = command
+    assert run(arguments) == 2
+    assert capsys.readouterr().err.count("\n") == 1
