@@ -21,19 +21,19 @@ set -u
 lead=300 # seconds before the limit: enough for one step, one validation and one save
 
 if [[ "${1:-}" == rank ]]; then # what mpiexec starts, on every machine
-  [[ $# -ge 6 ]] || exit 2
+  [[ $# -ge 7 ]] || exit 2
   cd "$2" || exit 2
-  ranks="$3"
-  export PBS_JOBID="$4" MASTER_ADDR="$5" # Open MPI does not pass on the environment
-  export OMP_NUM_THREADS="$6"            # without it, every rank takes all cores
+  export PBS_JOBID="$5" MASTER_ADDR="$6" # Open MPI does not pass on the environment
+  export OMP_NUM_THREADS="$7"            # without it, every rank takes all cores
   export PYTHONUNBUFFERED=1              # a killed rank's last words reach the log
   # export NCCL_SOCKET_IFNAME=hsn0 GLOO_SOCKET_IFNAME=hsn0 # where machines have several networks, or names that lead to 127.0.x.x
   # export NCCL_DEBUG=INFO                                 # what NCCL found and chose
   # export HF_HUB_OFFLINE=1 HF_HOME=/shared/huggingface    # compute nodes without a way out: download on the login node
   # export MASTER_PORT=29500                               # else it follows from the job's number
-  [[ ! -d "$ranks" ]] || : >"$ranks/$$" # on the first machine: whom to tell
+  trap "" USR2                                      # until Python listens, which takes a while
+  [[ "$(uname --nodename)" != "$4" ]] || : >"$3/$$" # on the first machine: whom to tell
   rank="${PALS_RANKID:-${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-?}}}"
-  exec "${@:7}" > >(exec sed --unbuffered "s/^/$rank: /") 2>&1
+  exec "${@:8}" > >(exec sed --unbuffered "s/^/$rank: /") 2>&1
 fi
 
 cd "$PBS_O_WORKDIR" || exit 2
@@ -58,23 +58,29 @@ ranks="$(mktemp -d)"
 told="" cancelled=""
 # To the ranks of this machine themselves, because every mpiexec does something else with signals; one would do.
 tell() { for rank in "$ranks"/*; do kill -USR2 "${rank##*/}" 2>/dev/null; done; }
-trap 'told=1; tell' USR2
-trap 'cancelled=1; tell' TERM
+trap 'told=1' USR2
+trap 'cancelled=1' TERM
 # shellcheck disable=SC2086 # options, several
 "$mpiexec" -n "$size" "${place[@]}" ${MPIEXEC_OPTIONS:-} bash "$PBS_O_WORKDIR/launch/pbs.sh" \
-  rank "$PBS_O_WORKDIR" "$ranks" "$PBS_JOBID" "$(head --lines=1 "$PBS_NODEFILE")" "$((threads > 0 ? threads : 1))" \
-  "$python" fsdp.py "${arguments[@]}" >"$log" 2>&1 &
+  rank "$PBS_O_WORKDIR" "$ranks" "$(uname --nodename)" "$PBS_JOBID" "$(head --lines=1 "$PBS_NODEFILE")" \
+  "$((threads > 0 ? threads : 1))" "$python" fsdp.py "${arguments[@]}" >"$log" 2>&1 &
 step=$!
 ( # tells this shell before the limit
   trap 'kill $!; exit' TERM
   IFS=: read -r hours minutes seconds < <(qstat -f "$PBS_JOBID" | sed --quiet 's/^ *Resource_List.walltime = //p')
-  [[ -n "${seconds:-}" ]] || exit
+  if [[ -z "${seconds:-}" ]]; then
+    echo "job $PBS_JOBID: qstat gives no walltime, so the run will not be told to stop before its limit" >&2
+    exit
+  fi
   seconds=$((10#$hours * 3600 + 10#$minutes * 60 + 10#$seconds - lead))
   sleep "$((seconds > 0 ? seconds : 0))" &
   wait $! && kill -USR2 $$
 ) &
 limit=$!
-while kill -0 "$step" 2>/dev/null; do wait "$step"; done # a trap ends a wait early
+while kill -0 "$step" 2>/dev/null; do
+  [[ -z "$told$cancelled" ]] || tell # again and again: ranks that are starting do not listen yet
+  sleep 1
+done
 wait "$step"
 code=$?
 kill "$limit" 2>/dev/null

@@ -97,9 +97,20 @@ def before_torch() -> None:
     keep_freed_memory()
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the newer one would overrule
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # a GPU's memory, without gaps
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own words
     # A lost connection is said in one line of ours; PyTorch's own log would add forty of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while starting ends at once, without a traceback
+
+
+def starter() -> int:
+    """The process that started the ranks of this machine, where each has a session of its own, as Hydra's have; found
+    through whatever stands between; 0 = cannot be seen."""
+    try:
+        leader = Path(f"/proc/{os.getsid(0)}/stat").read_text()
+    except OSError:
+        return 0
+    return int(leader.rpartition(")")[2].split()[1])
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
@@ -132,11 +143,14 @@ class Launch:
     """torchrun (or what sets its variables), Open MPI, PALS, Hydra or srun; None = started by hand"""
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> Launch:
+    def from_env(cls, env: Mapping[str, str], starter: Callable[[], int] = starter) -> Launch:
         """Read the launcher's variables from `env`, and the file that PBS_NODEFILE names where an mpiexec needs it.
 
         Under srun and mpiexec, MASTER_ADDR and MASTER_PORT are used where they are set. Else rank 0 is taken to be on
         the first machine of the job, and the port follows from the job's number: jobs that share a machine differ.
+
+        Args:
+            starter: gives the number of a job on one machine that has none of its own.
 
         Raises:
             ConfigError: the variables are half-set, no numbers, or contradict each other.
@@ -155,7 +169,7 @@ class Launch:
             # Without torchrun's mark, RANK and its kin in several tasks may be one shell's, the same in each.
             if len(given) < len(_NEEDED) or place[1] > 1:
                 _refuse_contradiction(launcher, place, env)
-                address, port = _rendezvous(launcher, place, env)
+                address, port = _rendezvous(launcher, place, env, starter)
                 return cls(*place, address, port, launcher)
         if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(given):
             return cls()
@@ -236,7 +250,9 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else "")
 
 
-def _rendezvous(launcher: str, place: Place, env: Mapping[str, str]) -> tuple[str, int] | tuple[None, None]:
+def _rendezvous(
+    launcher: str, place: Place, env: Mapping[str, str], starter: Callable[[], int]
+) -> tuple[str, int] | tuple[None, None]:
     """Where rank 0 listens, as far as the environment tells."""
     _, size, _, local_size, _ = place
     if size == 1:
@@ -262,7 +278,7 @@ def _rendezvous(launcher: str, place: Place, env: Mapping[str, str]) -> tuple[st
     if "MASTER_PORT" in env:
         return address, _port(env)
     job = env.get("PMIX_NAMESPACE") if launcher == "Open MPI" else None
-    job = job or env.get("PBS_JOBID") or env.get("SLURM_JOB_ID") or "0"
+    job = job or env.get("PBS_JOBID") or env.get("SLURM_JOB_ID") or (str(starter()) if size == local_size else "0")
     number = int("".join(re.findall(r"[0-9]", job)[:18]) or 0) * 16
     if launcher == "srun":
         number += _numbers(env, "SLURM_STEP_ID")[0] % 16
@@ -359,8 +375,8 @@ def run_local(command: list[str], processes: int, grace: float = 1.0) -> int:
         "LOCAL_WORLD_SIZE": str(processes),
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
     }
+    common.setdefault("MASTER_PORT", str(free_port()))
     common.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     ranks: list[subprocess.Popen[bytes]] = []
     passed_on: list[int] = []
@@ -390,7 +406,9 @@ def run_local(command: list[str], processes: int, grace: float = 1.0) -> int:
                 failure = rank.returncode
                 refused = failure == 2  # bad input: the others find it, too, and it is rank 0 that says so
                 deadline = time.monotonic() + (5 * grace if refused else grace)
-                if failure < 0:
+                if -failure in passed_on:
+                    print("stopped before the first step", file=sys.stderr)
+                elif failure < 0:
                     name = signal.Signals(-failure).name
                     print(f"rank {ranks.index(rank)} was killed by {name}; stopping the others", file=sys.stderr)
                 for other in [] if refused else waiting:

@@ -220,7 +220,9 @@ class Preparation:
 
     def _total(self) -> int | None:
         """Bytes to be read, where they can be told from the files' sizes."""
-        if any(kind not in ("text", "jsonl") or path.suffix.lower() in COMPRESSED for path, kind in self._formats.items()):
+        if any(
+            kind not in ("text", "jsonl") or path.suffix.lower() in COMPRESSED for path, kind in self._formats.items()
+        ):
             return None
         return sum(path.stat().st_size for path in self._files)
 

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed (Debian: slurm-wlm)"),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can start Slurm's daemons"),
 ]
-RUN = REQUEUED | {"max_steps": 60}
+RUN = REQUEUED | {"max_steps": 12}
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -84,7 +84,7 @@ class Cluster:
     def wait_for(self, job: str, text: str, folder: Path, times: int = 1) -> str:
         """Wait until the job's log holds `text` so many times; return the log."""
         log = folder / f"slurm-{job}.log"
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             found = log.read_text() if log.exists() else ""
             if len(re.findall(text, found, re.MULTILINE)) >= times:
@@ -94,7 +94,7 @@ class Cluster:
 
     def finish(self, job: str, folder: Path) -> tuple[dict[str, str], str]:
         """Wait for the end of the job: what Slurm says of it, and its log."""
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while time.monotonic() < deadline:
             shown = self.command("scontrol", "show", "job", job)
             facts = dict(re.findall(r"(\w+)=(\S*)", shown))
@@ -125,14 +125,16 @@ def cluster() -> Iterator[Cluster]:
                 while len(daemons) == 1 and not (folder / "munge.socket").exists():
                     assert daemons[0].poll() is None, (folder / "log").read_text()
                     time.sleep(0.05)
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + 120
             states = ["sinfo", "--noheader", "--Node", "--format=%T"]
             while subprocess.run(states, env=there._env, capture_output=True, text=True).stdout.split() != ["idle"] * 2:
                 assert time.monotonic() < deadline, (folder / "log").read_text()
                 time.sleep(0.1)
         yield there
         subprocess.run(["scancel", "--user=root"], env=there._env, check=False)
+        deadline = time.monotonic() + 120
         while subprocess.run(["squeue", "--noheader"], env=there._env, capture_output=True).stdout:
+            assert time.monotonic() < deadline, (folder / "log").read_text()
             time.sleep(0.1)
     finally:
         for daemon in reversed(daemons):
@@ -153,43 +155,72 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def python(folder: Path, before: str) -> str:
+    """A Python that runs the program behind a few lines."""
+    (folder / "before.py").write_text(
+        f"import sys\n{before}\nsys.argv = sys.argv[1:]\nimport fsdp, os\nos._exit(fsdp.main())\n"
+    )
+    path = folder / "python"
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} {folder}/before.py "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
 NAME = "$(touch a)`touch b`;touch c;'\"$HOME"
+UNTIL_TOLD = """
+import time
+from lm.data.loader import Loader
+from lm.stop import StopRequest
+
+training, on_signal, told = Loader.training, StopRequest._on_signal, []
+
+def hear(self, *signal):
+    on_signal(self, *signal)
+    told.append(signal)
+
+def until_told(self, start):
+    for step, batch in enumerate(training(self, start), start):
+        while start == 0 and step == 5 and not told:
+            time.sleep(0.01)
+        yield batch
+
+StopRequest._on_signal, Loader.training = hear, until_told
+"""
+"""Behind step 5, a run that goes on from nothing waits for a signal."""
 
 
 def test_a_run_that_is_told_to_stop_queues_again_and_ends_as_if_nothing_had_been(
     cluster: Cluster, straight: Path, tmp_path: Path
 ) -> None:
-    env = {"TOTAL_BATCH_SIZE": "4", "BATCH_SIZE": "2"}
-    job = cluster.submit(tmp_path, "lr=1e-2", options=("--job-name", NAME), **env)
-    cluster.wait_for(job, "^0: training", tmp_path)
+    folder = tmp_path / "job"
+    env = {"TOTAL_BATCH_SIZE": "4", "BATCH_SIZE": "2", "PYTHON": python(tmp_path, UNTIL_TOLD)}
+    job = cluster.submit(folder, "lr=1e-2", options=("--job-name", NAME), **env)
+    cluster.wait_for(job, "^0: training", folder)
     cluster.command("scancel", "--batch", "--signal=USR2", job)  # as --signal=B:USR2@... does
-    facts, log = cluster.finish(job, tmp_path)
+    facts, log = cluster.finish(job, folder)
     assert (facts["JobState"], facts["Restarts"], facts["Requeue"]) == ("COMPLETED", "1", "1"), log
     assert "0: stopped behind step" in log
     assert log.count("full-shard over 2 x cpu") == 2
     assert log.count("queues again, after 0 times before (exit code 0)") == 1
     assert "0: going on from checkpoint" in log
-    assert losses(tmp_path) == losses(straight)
-    assert {path.name for path in tmp_path.iterdir()} == {"fsdp.py", "test.yaml", "runs", f"slurm-{job}.log"}
+    assert losses(folder) == losses(straight)
+    assert {path.name for path in folder.iterdir()} == {"fsdp.py", "test.yaml", "runs", f"slurm-{job}.log"}
     assert "4 x 16 tokens a step" in log
 
 
 def test_a_crash_loop_without_a_new_checkpoint_ends(cluster: Cluster, tmp_path: Path) -> None:
     """It saves behind step 5 and fails in step 8, at every start."""
-    (tmp_path / "crash.py").write_text(
-        "import sys\nfrom lm.errors import RunError\nfrom lm.data.loader import Loader\n"
+    crash = python(
+        tmp_path,
+        "from lm.errors import RunError\nfrom lm.data.loader import Loader\n"
         "training = Loader.training\n"
         "def crash(self, start):\n"
         "    for step, batch in enumerate(training(self, start), start):\n"
         "        if step == 7: raise RunError('step 8 cannot be')\n"
         "        yield batch\n"
-        "Loader.training = crash\n"
-        "sys.argv = sys.argv[1:]\nimport fsdp, os\nos._exit(fsdp.main())\n"
+        "Loader.training = crash\n",
     )
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/crash.py "$@"\n')
-    python.chmod(0o755)
-    job = cluster.submit(tmp_path, "checkpoint_rate=5", "async_checkpoint=false", PYTHON=str(python))
+    job = cluster.submit(tmp_path, "checkpoint_rate=5", "async_checkpoint=false", PYTHON=crash)
     facts, log = cluster.finish(job, tmp_path)
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "1:0", "1"), log
     assert log.count("0: step 8 cannot be") == 2
