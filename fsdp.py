@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
     args = parser.parse_args(arguments)
     os.umask(0o077)  # what a run writes is its owner's alone
-    launch, info, folder, joined = Launch(), None, None, False
+    launch, info, folder, watch = Launch(), None, None, None
     try:
         launch = Launch.from_env(os.environ)
         info = det.get_cluster_info()
@@ -66,14 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ) as context,
             Watch(world.store, launch.rank, world.size, hp.collective_timeout) as watch,
         ):
-            joined = True
             run(hp, world, context, info, folder, watch.reached)
         return 0
     except RunError as error:
         # Until the ranks have met, what is wrong on another machine is known there alone.
-        if speaks := isinstance(error, RankError) or (launch.rank if joined else launch.local_rank) == 0:
+        if speaks := isinstance(error, RankError) or (launch.rank if watch else launch.local_rank) == 0:
             print(error, file=sys.stderr)
-        return cluster.exit_code(error, info, speaks)
+        return cluster.exit_code(error, info, speaks, watch and watch.explain)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,12 @@ def patient() -> Iterator[None]:
         raise RankError(f"the master does not take what it is told: {what}; the last checkpoint is kept") from error
 
 
-def exit_code(error: RunError, info: det.ClusterInfo | None, speaks: bool) -> int:
+def exit_code(
+    error: RunError,
+    info: det.ClusterInfo | None,
+    speaks: bool,
+    explain: Callable[[RunError], None] | None = None,
+) -> int:
     """How a run that failed with `error` ends; a search is told where the point that it chose cannot work.
 
     It then drops the point, without restarts, and goes on. That is so where every line of `error` names a
@@ -60,10 +65,13 @@ def exit_code(error: RunError, info: det.ClusterInfo | None, speaks: bool) -> in
 
     Args:
         speaks: whether this process is the one to tell.
+        explain: leaves the error to the ranks that lose this one, so that they end alike.
 
     Returns:
         The error's own exit code, or 0 for a point that is dropped.
     """
+    if speaks and explain is not None:
+        explain(error)
     if info is None or not blames(error, varied(info.trial._config)):
         return error.exit_code
     if speaks:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
-from lm.errors import RankError
+from lm.errors import RankError, RunError
 
 PERIOD = 0.25
 """seconds between two posts of a rank"""
@@ -28,6 +28,7 @@ _GONE = ("Connection closed by peer", "Connection reset by peer", "Connection re
 _LATE = "Timed out waiting"
 """what gloo says when another rank has gone, or does not come"""
 _GAVE_UP = "progress/gave up"
+_REASON = "progress/reason"
 
 
 class Post(NamedTuple):
@@ -80,7 +81,14 @@ class Watch:
         culprit = self._find_culprit(late)
         self._ended.set()
         what = f"waited {self._timeout:g} s (collective_timeout) for" if late else "lost its connection to"
-        raise RankError(f"rank {self._rank}, behind step {self._step}, {what} another: {culprit}") from error
+        where = f"rank {self._rank}, behind step {self._step}"
+        raise RankError(*(f"{where}, {what} another: {line}" for line in culprit.splitlines())) from error
+
+    def explain(self, error: RunError) -> None:
+        """Leave to the others, who are about to lose this rank, why it ends; unless it ends for having lost one."""
+        if not self._gave_up:
+            with suppress(RuntimeError):  # rank 0 has gone, and the store with it
+                self._store.set(_REASON, str(error))
 
     def reached(self, step: int) -> None:
         """Take note that this rank begins the step behind `step` completed ones."""
@@ -108,7 +116,7 @@ class Watch:
         print(f"rank {self._rank} is behind step {self._step}, here:\n{stack}", end="", file=sys.stderr, flush=True)
 
     def _find_culprit(self, late: bool) -> str:
-        """A text that names the ranks that are to blame, from what all have posted. Takes a second.
+        """What a rank said that ended, or who is to blame, from what all have posted. Takes a second.
 
         Args:
             late: ask those that are no further than this one to print their stacks.
@@ -122,7 +130,8 @@ class Watch:
                     self._store.set(_GAVE_UP, str(self._step))
                 before = self._read()
                 time.sleep(3 * PERIOD)  # by its own clock alone: machines' clocks differ
-                verdict.append(judge(before, self._read()))
+                blamed = judge(before, self._read())
+                verdict.append(self._store.get(_REASON).decode() if self._store.check([_REASON]) else blamed)
 
         # The store does not keep to its timeout where the rank that holds it is stopped: it waits for ever.
         asking = threading.Thread(target=ask, daemon=True)

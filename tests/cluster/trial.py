@@ -110,7 +110,7 @@ def submit(master: Master, config: Mapping[str, Any], folder: Path, package: Pat
         "HOME": str(folder),
         "XDG_CONFIG_HOME": str(folder),
     }
-    done = subprocess.run(command, env=os.environ | login, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=os.environ | login, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -161,7 +161,7 @@ class Trial:
         """What `det trial logs` would show."""
         return self._output.read_text(errors="replace")
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = 300) -> int:
         """The container's exit code."""
         try:
             return self.process.wait(timeout)
@@ -186,7 +186,7 @@ class Trial:
         os.kill(self.ranks()[0], signal.SIGKILL)
 
 
-def run(master: Master, number: int = 1, *, folder: Path, timeout: float = 120, **how: Any) -> Trial:
+def run(master: Master, number: int = 1, *, folder: Path, timeout: float = 300, **how: Any) -> Trial:
     """A trial from its start to its end."""
     with Trial(master, number, folder=folder, **how) as trial:
         trial.wait(timeout)
