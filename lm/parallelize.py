@@ -52,7 +52,7 @@ class ParallelConfig(BaseModel):
         False, description="reduce over shards in every micro-step, so that each rank accumulates its shard alone"
     )
     compile: Literal["auto"] | bool = Field(
-        "auto", description="compile each block and the head; auto = on GPUs, where it pays early, and for float8"
+        "auto", description="compile each block and the loss; auto = on GPUs, where it pays early, and for float8"
     )
 
     @property
