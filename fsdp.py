@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,7 +192,7 @@ def run(
     training.reporter.begin(start)
 
     traces = folder.tensorboard if folder else context.train.get_tensorboard_path()
-    with closing(training.reporter), profiling(hp, context.profiler, traces, rank) as trace:
+    with training.reporter, profiling(hp, context.profiler, traces, rank) as trace:
         done = train(training, start, trace)
     if done < steps:
         say(f"stopped behind step {done} of {steps} on request; the same command goes on from there")

@@ -11,9 +11,10 @@ import math
 import re
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -205,6 +206,7 @@ class Reporter:
         self._lines: TextIO | None = None
         self._board: SummaryWriter | None = None
         self._bar: tqdm[Any] | None = None
+        self._print_failure = threading.excepthook
         self._courier = Courier() if self._speaks and folder is None else None
 
     def begin(self, start: int) -> None:
@@ -213,6 +215,7 @@ class Reporter:
         self._tell(self._train.set_status, "training")
         if not self._speaks or self._folder is None:
             return
+        threading.excepthook = self._on_failure
         with self._writing():
             self._lines = _open_lines(self._folder / "metrics.jsonl", start)
             self._board = SummaryWriter(self._folder / "tensorboard", purge_step=start + 1, flush_secs=10)
@@ -226,6 +229,11 @@ class Reporter:
         except OSError as error:
             problem = f"{self._folder}: metrics cannot be written ({error.strerror}); the last checkpoint is kept"
             raise RunError(problem) from None
+
+    def _on_failure(self, failure: threading.ExceptHookArgs) -> None:
+        """TensorBoard's thread keeps its error for the next report, which says it in a line; others' are printed."""
+        if not type(failure.thread).__module__.startswith("tensorboard."):
+            self._print_failure(failure)
 
     def say(self, line: str) -> None:
         if self._bar is not None:
@@ -283,8 +291,16 @@ class Reporter:
         end = f"/{self._max_steps}" if self._max_steps else ""
         self.say(f"{group:<10}  step {step:>{max(len(end) - 1, 1)}}{end}  {values}{left}")
 
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        with suppress(RunError) if error else nullcontext():  # the first thing that went wrong is what is said
+            self.close()
+
     def close(self) -> None:
         """Close the files and the progress bar; `say` still speaks."""
+        threading.excepthook = self._print_failure
         places, self._bar = (self._bar, self._courier, self._lines, self._board), None
         for place in places:
             if place is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import queue
 import re
 import sys
 import termios
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 from determined.core import DummyTrainContext
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from lm import metrics
 from lm.errors import RunError
@@ -313,6 +316,25 @@ def test_a_place_that_cannot_be_written_is_one_line_and_lines_of_others_are_drop
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(RunError, match=re.escape(f"{tmp_path}: metrics cannot be written (Is a directory)")):
         reporter(tmp_path)
+
+
+def test_a_disk_that_fills_up_behind_tensorboards_back_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = set(threading.enumerate())
+    reported = reporter(tmp_path)
+    (worker,) = set(threading.enumerate()) - before
+    monkeypatch.setattr(RecordWriter, "write", fail)
+    with pytest.raises(RunError, match=r"metrics cannot be written \(No space left on device\)"):  # noqa: PT012
+        reported.report("training", 1, {"loss": 1.0})
+        worker.join(30)
+        reported.report("training", 2, {"loss": 1.0})
+    with pytest.raises(RunError, match="another thing"), reported:
+        raise RunError("another thing")
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_the_cluster_is_told_metrics_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
