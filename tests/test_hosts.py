@@ -157,3 +157,26 @@ def test_hosts_whose_disks_are_not_shared_are_refused(hosts: Hosts, tmp_path: Pa
     assert line.startswith(f"{runs}/test: held by process ")
     assert " has another folder there, with no lock (No such file or directory); start from a folder that" in line
     assert "training" not in output
+
+
+def test_a_host_that_sees_older_checkpoints_is_refused(hosts: Hosts, tmp_path: Path) -> None:
+    first = run(tmp_path, "max_steps=8", ranks=2, config=RUN)
+    assert first.returncode == 0, first.stderr
+    saved = checkpoints(tmp_path)
+    assert sorted(saved) == [4, 8]
+    seen = tmp_path / "runs" / "test" / "checkpoints"
+    shutil.copytree(saved[4], tmp_path / "stale" / saved[4].name)
+    hosts.on(1, "mount", "--bind", str(tmp_path / "stale"), str(seen))
+    try:
+        both = [hosts.start(host, tmp_path, "max_steps=10", torchrun=False) for host in (0, 1)]
+        output, errors = finish(both[0])
+        finish(both[1])
+    finally:
+        hosts.on(1, "umount", str(seen))
+    assert [process.returncode for process in both] == [2, 2], errors
+    assert errors == (
+        f"{saved[8]}: this checkpoint is there for rank 0, and not for rank 1; it has to be in a folder that all"
+        " machines share\n"
+    )
+    assert "training" not in output
+    assert checkpoints(tmp_path) == saved
