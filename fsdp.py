@@ -186,6 +186,8 @@ def run(
         + (f"{epoch:,.0f} steps an epoch" if epoch else "streamed")
     )
     start = restore(training, earlier, initial, info) if earlier or initial else 0
+    if hp.torch_profiler and (unseen := sum(hp.torch_profiler_steps[:2])) >= steps - start:
+        say(f"torch_profiler: no step is traced; torch_profiler_steps begins behind {unseen}, {steps - start} are left")
     if folder:
         fresh = hp.resume == "fresh" and not restarted
         world.first(lambda: folder.begin(settings | {"max_steps": steps or None}, fresh))

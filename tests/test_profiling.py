@@ -71,6 +71,16 @@ def test_every_rank_of_a_run_writes_a_small_trace_with_shapes_memory_and_the_blo
         assert any([16, 32] in product["Input Dims"] for product in products)  # tokens x d_model
 
 
+def test_a_run_too_short_for_its_trace_says_so(tmp_path: Path) -> None:
+    said = "torch_profiler: no step is traced; torch_profiler_steps begins behind 4, 3 are left\n"
+    for steps, short in ((3, True), (8, False)):  # the second goes on from step 3
+        done = support.run(tmp_path, f"max_steps={steps}", "torch_profiler=true", "torch_profiler_steps=[3, 1, 2]")
+        assert done.returncode == 0, done.stderr
+        assert (said in done.stdout) == short
+        traces = list((tmp_path / "runs" / "test" / "tensorboard").glob("*.pt.trace.json.gz"))
+        assert bool(traces) != short
+
+
 def test_a_trace_holds_the_steps_that_were_asked_for_once(tmp_path: Path) -> None:
     profile_steps(tmp_path / "traces", 12, rank=3, torch_profiler=True, torch_profiler_steps=[2, 1, 3])
     (trace,) = (tmp_path / "traces").iterdir()
