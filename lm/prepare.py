@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from lm.data.documents import FORMATS, Chunk, Cut, Part, format_of, read_chunks, read_ids
-from lm.data.files import COMPRESSED, find_files
+from lm.data.files import find_files, is_compressed
 from lm.data.tokenizer import END_OF_TEXT, FILE, FileTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from lm.data.tokens import SourceRecord, read_index
 from lm.data.workers import ctrl_c_left_to_this_process, read_parts, side_of, tokenise_into, worker_pool
@@ -220,9 +220,7 @@ class Preparation:
 
     def _total(self) -> int | None:
         """Bytes to be read, where they can be told from the files' sizes."""
-        if any(
-            kind not in ("text", "jsonl") or path.suffix.lower() in COMPRESSED for path, kind in self._formats.items()
-        ):
+        if any(kind not in ("text", "jsonl") or is_compressed(path) for path, kind in self._formats.items()):
             return None
         return sum(path.stat().st_size for path in self._files)
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.files import COMPRESSED, blocks, is_empty_parquet, parse_line, whole_lines
+from lm.data.files import blocks, is_compressed, is_empty_parquet, parse_line, whole_lines
 from lm.errors import ConfigError
 
 CHUNK = 1 << 20
@@ -102,7 +102,7 @@ def held_out_blocks(content: Iterable[bytes], fraction: float) -> bool:
 
 def format_of(path: Path, given: str | None) -> str | None:
     """The name of the format of `path` by its suffix, or `given`; None: the suffix is not known."""
-    packed = path.suffix.lower() in COMPRESSED
+    packed = is_compressed(path)
     name = given or FORMATS.get((Path(path.stem) if packed else path).suffix.lower())
     return None if packed and name not in _PACKED else name
 
@@ -123,7 +123,7 @@ def read_chunks(paths: Sequence[Path], given: str | None, field: str, fraction: 
     for path in paths:
         kind = format_of(path, given)
         length = path.stat().st_size
-        small = kind == "text" and path.suffix.lower() not in COMPRESSED and length <= CHUNK
+        small = kind == "text" and not is_compressed(path) and length <= CHUNK
         if few and (not small or size >= CHUNK):
             yield Chunk(functools.partial(_whole_files, few), size, str(few[0]))
             few, size = [], 0

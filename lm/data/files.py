@@ -17,7 +17,6 @@ from typing import Any
 
 from lm.errors import ConfigError
 
-COMPRESSED = (".gz", ".zst")
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
@@ -68,6 +67,11 @@ def _below(root: Path) -> Iterator[Path]:
         yield from (place / name for name in names if not name.startswith("."))
 
 
+def is_compressed(path: Path) -> bool:
+    """Whether the name of `path` says that it is compressed as a whole."""
+    return path.suffix.lower() in (".gz", ".zst")
+
+
 def blocks(path: Path, size: int = 1 << 20) -> Iterator[bytes]:
     """The bytes of `path` in order, without a byte-order mark, behind its compression if its name ends in .gz or .zst.
 
@@ -79,7 +83,7 @@ def blocks(path: Path, size: int = 1 << 20) -> Iterator[bytes]:
     """
     suffix, done = path.suffix.lower(), 0
     try:
-        if suffix in COMPRESSED and not path.stat().st_size:
+        if is_compressed(path) and not path.stat().st_size:
             raise EOFError("is empty, where compression leaves some bytes even of nothing")
         for block in _of_zst(path, size) if suffix == ".zst" else _of_file(path, size, packed=suffix == ".gz"):
             yield block if done else block.removeprefix(codecs.BOM_UTF8)
