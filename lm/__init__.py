@@ -6,5 +6,5 @@
 2  parallelize, checkpoint, hub, data.tokens, data.text, data.jsonl, data.stream, data.documents, metrics, profiling
 1  precision, optim, mesh, stop, watch, folder, manifest, experiment, sampling, cluster, families
 1  data.files, data.order, data.rows, data.tokenizer
-0  model.py, launch, seeds, checksum, data.words, errors  import nothing of ours, errors excepted
+0  model.py, launch, seeds, disk, data.words, errors      import nothing of ours, errors excepted
 """

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
+from lm.disk import write_durably
 from lm.errors import ConfigError, RunError, readable
 from lm.manifest import (
     DELETED,
@@ -54,7 +55,6 @@ from lm.manifest import (
     superfluous,
     verify,
     whole_checkpoints,
-    write_durably,
     write_manifest,
 )
 from lm.mesh import World

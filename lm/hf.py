@@ -43,6 +43,7 @@ from tqdm import tqdm
 
 from lm import families
 from lm.data.tokenizer import END_OF_TEXT, FILE, ByteTokenizer, FileTokenizer, Tokenizer, read_files, tokenizer_of
+from lm.disk import write_durably
 from lm.errors import ConfigError, RunError, readable
 from lm.families import Part
 from lm.hub import DTYPES, Weights, begin_files, find_source, read_json, write_rows
@@ -56,7 +57,6 @@ from lm.manifest import (
     read_manifest,
     record,
     verify,
-    write_durably,
     write_manifest,
 )
 from model import ModelConfig, Transformer

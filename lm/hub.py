@@ -6,7 +6,6 @@ Nothing pickled is ever read: weights in `.bin` files are refused.
 from __future__ import annotations
 
 import json
-import os
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lm.data import tokenizer
+from lm.disk import sync
 from lm.errors import ConfigError, RunError, readable
 from lm.families import Part
 
@@ -181,8 +181,7 @@ class Slot(NamedTuple):
 def _on_disk(path: Path) -> Iterator[BinaryIO]:
     with path.open("wb") as file:
         yield file
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
 
 
 def begin_files(draft: Path, parts: Sequence[Part], dtype: str, files: ExitStack) -> dict[str, Slot]:

@@ -10,7 +10,6 @@ index names nothing but tensors in those files.
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 import shutil
@@ -28,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lm.checksum import crc32c
+from lm.disk import crc32c, sync_folder, write_durably
 from lm.errors import ConfigError, RunError, readable
 
 FORMAT = 1
@@ -86,22 +85,13 @@ def _sealed(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields | {"checksum": checksum}, indent=1).encode()
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Make `folder` a checkpoint, in one atomic move, durably."""
     draft = folder / f"{MANIFEST}.draft"
     write_durably(draft, _sealed(manifest.model_dump(mode="json")))
     draft.rename(folder / MANIFEST)
     for place in (folder, folder.parent):
-        handle = os.open(place, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+        sync_folder(place)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -19,10 +19,10 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from lm.checksum import crc32c
 from lm.data.documents import Part, id_type
 from lm.data.tokenizer import FILES, Tokenizer
 from lm.data.tokens import SourceRecord, TokenIndex, read_index
+from lm.disk import crc32c, sync, sync_folder, write_durably
 from lm.errors import RunError
 
 DRAFTS, READY = ".drafts", ".ready"
@@ -54,7 +54,7 @@ class _Side:
     def close(self) -> None:
         for file in (self._bin, self._ends):
             with file:
-                _to_disk(file)
+                sync(file)
 
 
 class DatasetWriter:
@@ -104,9 +104,7 @@ class DatasetWriter:
             files[f"{name}.json"] = index.model_dump_json(indent=1).encode()
             lines.append(describe(self._folder / f"{name}.json", index))
         for name, content in files.items():
-            with (self.drafts / name).open("wb") as file:
-                file.write(content)
-                _to_disk(file)
+            write_durably(self.drafts / name, content)
         self.drafts.rename(self._folder / READY)
         install(self._folder)
         return lines
@@ -126,9 +124,7 @@ def install(folder: Path) -> None:
         if name in names:
             (ready / name).rename(folder / name)
     ready.rmdir()
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    sync_folder(folder)
 
 
 def is_output(path: Path, folder: Path) -> bool:
@@ -145,11 +141,6 @@ def clean_drafts(folder: Path) -> Path:
 
 def remove_drafts(folder: Path) -> None:
     shutil.rmtree(folder / DRAFTS, ignore_errors=True)
-
-
-def _to_disk(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def describe(path: Path, index: TokenIndex) -> str:
