@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from lm.errors import ConfigError, RunError
+from lm.launch import process_fields
 
 ROOT = Path("runs")
 DYING_SECONDS = 30.0
@@ -158,10 +159,9 @@ def _is_dying(holder: str) -> bool:
     if not found or found[2] != socket.gethostname() or not Path("/proc/self").exists():
         return False
     try:
-        state = Path(f"/proc/{found[1]}/stat").read_text().rpartition(")")[2].split()[0]
+        return process_fields(int(found[1]))[0] in "ZX"
     except OSError:
         return True
-    return state in "ZX"
 
 
 def _refuse_others(path: Path) -> None:

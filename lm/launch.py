@@ -107,10 +107,18 @@ def starter() -> int:
     """The process that started the ranks of this machine, where each has a session of its own, as Hydra's have; found
     through whatever stands between; 0 = cannot be seen."""
     try:
-        leader = Path(f"/proc/{os.getsid(0)}/stat").read_text()
+        return int(process_fields(os.getsid(0))[1])
     except OSError:
         return 0
-    return int(leader.rpartition(")")[2].split()[1])
+
+
+def process_fields(pid: int) -> list[str]:
+    """What Linux says of a process behind its number and name: its state, its parent, and so on.
+
+    Raises:
+        OSError: there is no such process, or no Linux.
+    """
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
