@@ -154,8 +154,12 @@ def llama_tokenizer() -> bytes:
     return tokenizer.to_str().encode()
 
 
-def llama2_tokenizer() -> bytes:
-    """As `llama_tokenizer`, but without words, and with bytes for characters that it does not know, as Llama 2's."""
+def llama2_tokenizer(*, newer: bool = False) -> bytes:
+    """As `llama_tokenizer`, but without words, and with bytes for characters that it does not know, as Llama 2's.
+
+    Args:
+        newer: written as newer versions of `transformers` do: what makes letters of spaces is no normalizer there.
+    """
     content = json.loads(llama_tokenizer())
     size = len(content["model"]["vocab"])
     content["model"]["vocab"] |= {f"<0x{byte:02X}>": size + byte for byte in range(256)}
@@ -163,7 +167,11 @@ def llama2_tokenizer() -> bytes:
     spaced = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     plain = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer = Tokenizer.from_str(json.dumps(content | {"pre_tokenizer": None}))
-    tokenizer.normalizer = spaced  # pyright: ignore[reportAttributeAccessIssue]
+    if newer:
+        metaspace = pre_tokenizers.Metaspace("\u2581", prepend_scheme="first", split=False)
+        tokenizer.pre_tokenizer = metaspace  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        tokenizer.normalizer = spaced  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.Sequence(plain)  # pyright: ignore[reportAttributeAccessIssue]
     return tokenizer.to_str().encode()
 

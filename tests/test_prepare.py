@@ -218,13 +218,11 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "AROUND", 50)
 
 
-METASPACE = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
-WITHOUT_WORDS = json.loads(llama2_tokenizer())
 TOKENIZERS = {
     "byte-level": byte_level_tokenizer(),
     "llama": llama_tokenizer(),
     "llama 2": llama2_tokenizer(),
-    "llama 2, newer": json.dumps(WITHOUT_WORDS | {"normalizer": None, "pre_tokenizer": METASPACE}).encode(),
+    "llama 2, newer": llama2_tokenizer(newer=True),
 }
 WORDS = [
     "to",
