@@ -19,24 +19,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lm.launch import Launch, before_torch, is_restart, run_and_exit
+from lm.launch.environment import Launch, is_restart, setup_environment
+from lm.launch.spawn import run_and_exit
 
-before_torch()  # has its say in the environment first
+setup_environment()  # has its say in the environment first
 
 import determined as det  # noqa: E402
 import torch  # noqa: E402
 from determined import core  # noqa: E402
 
-from lm import checkpoint, cluster, config, metrics, optim, parallelize, precision, sampling, seeds  # noqa: E402
+from lm import config, optim, parallelize, precision, sampling, seeds  # noqa: E402
+from lm.checkpoint import checkpointer, resume  # noqa: E402
+from lm.checkpoint.manifest import Manifest, is_intact  # noqa: E402
+from lm.checkpoint.resume import find_initial  # noqa: E402
 from lm.data import loader  # noqa: E402
+from lm.determined import master  # noqa: E402
+from lm.determined.context import TorchDistributedContext  # noqa: E402
 from lm.errors import ConfigError, RankError, RunError  # noqa: E402
-from lm.folder import RunFolder  # noqa: E402
-from lm.manifest import Manifest, find_initial, is_intact  # noqa: E402
-from lm.mesh import TorchDistributedContext, World, join_world  # noqa: E402
+from lm.metrics import accumulator  # noqa: E402
+from lm.metrics import logger as metric_logger  # noqa: E402
 from lm.profiling import profiling  # noqa: E402
-from lm.stop import StopRequest  # noqa: E402
-from lm.watch import Watch  # noqa: E402
-from model import IGNORE, ModelConfig, Transformer  # noqa: E402
+from lm.runtime.preemption import PreemptionHandler  # noqa: E402
+from lm.runtime.run_dir import RunDir  # noqa: E402
+from lm.runtime.watchdog import Watchdog  # noqa: E402
+from lm.runtime.world import World, join_world  # noqa: E402
+from model import IGNORE_INDEX, ModelConfig, Transformer  # noqa: E402
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,26 +59,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         info = det.get_cluster_info()
         if info is None:
             hp = config.load(args.config, args.overrides)
-            folder = RunFolder(hp.run_name or args.config.stem)
+            folder = RunDir(hp.run_name or args.config.stem)
         else:
             hp = config.read({**info.trial._config, "hyperparameters": info.trial.hparams}, args.overrides, "trial")
         with (
             join_world(launch, hp.collective_timeout) as world,
-            cluster.patient(),
+            master.retrying(),
             core.init(
-                distributed=TorchDistributedContext(world),
+                distributed=TorchDistributedContext(world.launch, world.control, world.saver, world.node),
                 checkpoint_storage=str(folder.checkpoints.absolute()) if folder else None,
                 preempt_mode=core.PreemptMode.ChiefOnly,
             ) as context,
-            Watch(world.store, launch.rank, world.size, hp.collective_timeout) as watch,
+            Watchdog(world.store, launch.rank, world.size, hp.collective_timeout) as watch,
         ):
-            run(hp, world, context, info, folder, watch.reached)
+            run(hp, world, context, info, folder, watch.on_step_start)
         return 0
     except RunError as error:
         # Until the ranks have met, what is wrong on another machine is known there alone.
         if speaks := isinstance(error, RankError) or (launch.rank if watch else launch.local_rank) == 0:
             print(error, file=sys.stderr)
-        return cluster.exit_code(error, info, speaks, watch and watch.explain)
+        return master.exit_code(error, info, speaks, watch and watch.explain)
 
 
 @dataclass(frozen=True)
@@ -85,10 +92,10 @@ class Training:
     optimizer: optim.Optimizer
     scaler: precision.LossScaler
     loader: loader.Loader
-    checkpointer: checkpoint.Checkpointer
-    meter: metrics.Meter
-    reporter: metrics.Reporter
-    stop: StopRequest
+    checkpointer: checkpointer.Checkpointer
+    meter: accumulator.MetricsAccumulator
+    reporter: metric_logger.MetricLogger
+    stop: PreemptionHandler
     reached: Callable[[int], None]
     """told of every step that begins, so that a rank that hangs can be named"""
     seed: int
@@ -99,7 +106,7 @@ class Training:
     about: dict[str, Any]
     """what checkpoints say of the run"""
 
-    def state(self) -> dict[str, checkpoint.Stateful]:
+    def state(self) -> dict[str, checkpointer.Stateful]:
         return {"model": self.model, "optim": self.optimizer, "scaler": self.scaler}
 
 
@@ -108,44 +115,44 @@ def run(
     world: World,
     context: core.Context,
     info: det.ClusterInfo | None,
-    folder: RunFolder | None,
+    folder: RunDir | None,
     reached: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Build everything, go on from the newest checkpoint, train, and end with a sample."""
     rank, device = world.rank, world.device
     distributed = context.distributed
     assert isinstance(distributed, TorchDistributedContext)
-    stop = StopRequest(world.control, lambda: bool(info and rank == 0 and context.preempt.should_preempt(False)))
+    stop = PreemptionHandler(world.control, lambda: bool(info and rank == 0 and context.preempt.should_preempt(False)))
     say: Callable[[str], None] = print if rank == 0 else lambda _: None
 
     # What can be wrong is looked at before anything large is made.
     seed = hp.seed if hp.seed is not None else info.trial.trial_seed if info else config.DEFAULT_SEED
-    total = loader.total_batch(hp, world.size)
-    mesh_shape = world.together(lambda: parallelize.mesh_shape(hp, world.size, world.launch.local_size))
-    dtype = world.together(lambda: precision.compute_dtype(hp, device))
-    world.same("devices", {"kind": device.type, "amp_dtype": str(dtype), "shards": mesh_shape[1]})
+    total = loader.derive_global_batch_size(hp, world.size)
+    mesh_shape = world.all_or_none(lambda: parallelize.mesh_shape(hp, world.size, world.launch.local_size))
+    dtype = world.all_or_none(lambda: precision.compute_dtype(hp, device))
+    world.require_equal("devices", {"kind": device.type, "amp_dtype": str(dtype), "shards": mesh_shape[1]})
     restarted = is_restart(os.environ)
     if folder:
-        folder.hold(world.first, world.together)
-    earlier = world.first(lambda: checkpoint.find_checkpoints(hp, info, folder and folder.checkpoints, restarted))
-    initial = [] if earlier else world.first(lambda: find_initial(hp.init_from, info is not None))
-    data = world.together(lambda: loader.open_data(hp, hp.vocab_size, hp.max_seq_len, total, seed, rank, world.size))
+        folder.hold(world.on_rank0, world.all_or_none)
+    earlier = world.on_rank0(lambda: resume.find_checkpoints(hp, info, folder and folder.checkpoints, restarted))
+    initial = [] if earlier else world.on_rank0(lambda: find_initial(hp.init_from, info is not None))
+    data = world.all_or_none(lambda: loader.open_data(hp, hp.vocab_size, hp.max_seq_len, total, seed, rank, world.size))
     if hp.prompt is not None and not (data.tokenizer and data.tokenizer.encode(hp.prompt)):
         raise ConfigError(f"prompt: dataset {hp.dataset} has no tokenizer that makes a token of {hp.prompt!r}")
     epoch = data.samples and data.samples / total
     steps = hp.run_length(epoch)
-    settings = dict(world.same("hyperparameters", hp.model_dump(mode="json") | {"seed": seed}))
+    settings = dict(world.require_equal("hyperparameters", hp.model_dump(mode="json") | {"seed": seed}))
     about = {
         "sharding": hp.sharding,
         "total_batch_size": total,
         "hyperparameters": settings,
         "model": {key: settings[key] for key in ModelConfig.model_fields},
-        **world.same("data", data.describe()),
+        **world.require_equal("data", data.describe()),
         "loss_scaled": dtype == torch.float16,
         "trial_id": info.trial.trial_id if info else None,
     }
-    finished = folder and hp.resume == "auto" and world.first(lambda: config.completed(earlier, about, steps))
-    if folder and finished and all(world.gather(is_intact(Path(earlier[0]), rank, world.size))):
+    finished = folder and hp.resume == "auto" and world.on_rank0(lambda: config.completed(earlier, about, steps))
+    if folder and finished and all(world.all_gather_object(is_intact(Path(earlier[0]), rank, world.size))):
         say(f"{folder.path} is complete: {finished} steps. To extend it: max_steps={2 * finished}; anew: resume=fresh")
         return
 
@@ -161,13 +168,13 @@ def run(
         optimizer=optim.Optimizer(hp, model.named_parameters()),
         scaler=precision.LossScaler(dtype, device),
         loader=loader.Loader(hp, data, total, rank, world.size, seed, device),
-        checkpointer=checkpoint.Checkpointer(
+        checkpointer=checkpointer.Checkpointer(
             hp, context.checkpoint, world, folder and folder.checkpoints, data.files(), distributed.use_saver_group
         ),
-        meter=metrics.Meter(
-            device, world.gather, hp.flops_per_token(hp.max_seq_len), metrics.peak_flops(device, dtype)
+        meter=accumulator.MetricsAccumulator(
+            device, world.all_gather_object, hp.flops_per_token(hp.max_seq_len), accumulator.peak_flops(device, dtype)
         ),
-        reporter=metrics.Reporter(rank, folder and folder.path, context.train, steps),
+        reporter=metric_logger.MetricLogger(rank, folder and folder.path, context.train, steps),
         stop=stop,
         reached=reached,
         seed=seed,
@@ -175,9 +182,9 @@ def run(
         steps=steps,
         about=about,
     )
-    say = training.reporter.say  # beside the progress bar
+    say = training.reporter.log  # beside the progress bar
     numbers = f"float8 {hp.float8}" if hp.float8 else str(dtype or torch.float32).removeprefix("torch.")
-    attention = parallelize.attention_kernel(hp, data.validation[0].documents is not None, dtype, device)
+    attention = parallelize.attention_kernel(hp, data.validation[0].document_ids is not None, dtype, device)
     for note in data.notes:
         say(note)
     say(
@@ -190,7 +197,7 @@ def run(
         say(f"torch_profiler: no step is traced; torch_profiler_steps begins behind {unseen}, {steps - start} are left")
     if folder:
         fresh = hp.resume == "fresh" and not restarted
-        world.first(lambda: folder.begin(settings | {"max_steps": steps or None}, fresh))
+        world.on_rank0(lambda: folder.begin(settings | {"max_steps": steps or None}, fresh))
     training.reporter.begin(start)
 
     traces = folder.tensorboard if folder else context.train.get_tensorboard_path()
@@ -217,23 +224,23 @@ def restore(t: Training, earlier: Sequence[str], initial: Sequence[str], info: d
     def is_start(manifest: Manifest) -> bool:
         return not earlier or bool(info and manifest.trial_id != info.trial.trial_id)
 
-    def choose(manifest: Manifest) -> dict[str, checkpoint.Stateful]:
+    def choose(manifest: Manifest) -> dict[str, checkpointer.Stateful]:
         compare = config.refuse_another_model if is_start(manifest) else config.refuse_another_run
         for change in compare(manifest.model_dump(), t.about):
-            t.reporter.say(f"changed: {change}")
+            t.reporter.log(f"changed: {change}")
         if is_start(manifest):
             return {"model": t.model}
         return {part: held for part, held in t.state().items() if part != "scaler" or manifest.loss_scaled}
 
-    found, manifest = t.checkpointer.restore_first(earlier or initial, choose, t.reporter.say)
+    found, manifest = t.checkpointer.restore_first(earlier or initial, choose, t.reporter.log)
     if is_start(manifest):
-        peak = max(t.world.gather(metrics.peak_memory_gib(t.world.device)))
-        t.reporter.say(f"weights of checkpoint {found} in {time.monotonic() - started:.1f} s, {peak:.2f} GiB a rank")
+        peak = max(t.world.all_gather_object(accumulator.peak_memory_gib(t.world.device)))
+        t.reporter.log(f"weights of checkpoint {found} in {time.monotonic() - started:.1f} s, {peak:.2f} GiB a rank")
         return 0
-    t.reporter.say(f"going on from checkpoint {Path(found).name}, step {manifest.step}")
+    t.reporter.log(f"going on from checkpoint {Path(found).name}, step {manifest.step}")
     t.checkpointer.count(found, manifest)
     if note := t.loader.resume(manifest.source):
-        t.reporter.say(note)
+        t.reporter.log(note)
     return manifest.step
 
 
@@ -252,35 +259,35 @@ def train(t: Training, start: int, trace: Callable[[], None]) -> int:
         t.reached(done)
         with t.meter.waiting_for_data():
             batch = next(batches)
-        torch.manual_seed(seeds.derive(t.seed, "dropout", done, world.rank))
-        nats = torch.zeros((), device=world.device)
-        for micro in batch.micros:
-            parallelize.begin_micro_step(model, hp, micro is batch.micros[-1])
+        torch.manual_seed(seeds.derive_seed(t.seed, "dropout", done, world.rank))
+        loss_sum = torch.zeros((), device=world.device)
+        for micro in batch.micro_batches:
+            parallelize.begin_micro_step(model, hp, micro is batch.micro_batches[-1])
             loss = model(*micro)
             # FSDP averages gradients over ranks, so the sum over one rank's targets is scaled to the mean over all.
             (loss * (t.scaler.scale * (world.size / batch.targets))).backward()
-            nats += loss.detach()
-        question = t.stop.ask(t.checkpointer.writing)
+            loss_sum += loss.detach()
+        question = t.stop.start_agreement(t.checkpointer.writing)
         lr = optim.learning_rate(hp, done, t.steps)
         norm, skipped = t.optimizer.step(lr, t.scaler.scale)
         t.scaler.update(skipped)
-        t.meter.add(nats, batch.targets, t.total * hp.max_seq_len, norm, skipped)
+        t.meter.add(loss_sum, batch.targets, t.total * hp.max_seq_len, norm, skipped)
         trace()
         done += 1
         t.reporter.step()
 
-        stopping, busy = t.stop.agreed(question)
+        stopping, busy = t.stop.decision(question)
         if t.checkpointer.pending and not busy:
-            settle(t)
+            commit(t)
         last = stopping or done == t.steps
         saving = last or done % hp.checkpoint_rate == 0
         if last or done % hp.report_rate == 0:
             report(t, done, lr)
         if saving or done % (hp.validation_rate or hp.report_rate) == 0:
-            with t.meter.paused(), t.reporter.doing("validating"):
+            with t.meter.paused(), t.reporter.status("validating"):
                 validation_loss = validate(t, done)
             if saving:
-                with t.meter.saving(), t.reporter.doing("saving"):
+                with t.meter.saving(), t.reporter.status("saving"):
                     save(t, done, validation_loss, wait=last or not hp.async_checkpoint)
     if done < t.steps and world.rank == 0:  # without it, exit code 0 means that the trial is complete
         t.context.preempt.acknowledge_preemption_signal()
@@ -310,10 +317,10 @@ def validate(t: Training, done: int) -> float:
     t.model.eval()
     with torch.no_grad():
         for micro in t.loader.validation():
-            sums += torch.stack([t.model(*micro).double(), (micro.targets != IGNORE).sum()])
+            sums += torch.stack([t.model(*micro).double(), (micro.targets != IGNORE_INDEX).sum()])
     t.model.train()
-    nats, targets = (math.fsum(part) for part in zip(*t.world.gather(sums.tolist()), strict=True))
-    loss = nats / targets
+    loss_sum, targets = (math.fsum(part) for part in zip(*t.world.all_gather_object(sums.tolist()), strict=True))
+    loss = loss_sum / targets
     if not math.isfinite(loss):
         raise RunError(f"validation loss is {loss} at step {done}: lower lr, or set grad_clip")
     t.reporter.report("validation", done, {"loss": loss, "perplexity": math.exp(min(loss, 700)), "batches": done})
@@ -323,17 +330,17 @@ def validate(t: Training, done: int) -> float:
 def save(t: Training, done: int, validation_loss: float, wait: bool) -> None:
     """Begin to save, once an earlier checkpoint is on disk; `wait` until this one is, too."""
     if t.checkpointer.pending:
-        settle(t)
+        commit(t)
     position = {"step": done, "tokens": done * t.total * t.hp.max_seq_len}
-    position |= {"source": t.loader.state and t.world.gather(t.loader.state)}
+    position |= {"source": t.loader.state and t.world.all_gather_object(t.loader.state)}
     t.checkpointer.save(t.state(), t.about | position | {"validation_loss": validation_loss})
     if wait:
-        settle(t)
+        commit(t)
 
 
-def settle(t: Training) -> None:
-    step, uuid = t.checkpointer.settle()
-    t.reporter.say(f"checkpoint  step {step}  {uuid}")
+def commit(t: Training) -> None:
+    step, uuid = t.checkpointer.commit()
+    t.reporter.log(f"checkpoint  step {step}  {uuid}")
 
 
 if __name__ == "__main__":

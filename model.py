@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-IGNORE = -100
+IGNORE_INDEX = -100
 """Target value of a position that does not count in the loss."""
 LARGEST = 10**14
 """Most parameters of a model, and most activations of one layer for one sequence: far below what 64 bits can count."""
@@ -175,11 +175,11 @@ class ModelConfig(BaseModel):
             return self.d_ff
         return 256 * math.ceil(8 * self.d_model / 3 / 256) if self.ffn == "swiglu" else 4 * self.d_model
 
-    def uses_flex(self, device: torch.device, training: bool) -> bool:
+    def can_use_flex(self, device: torch.device, training: bool) -> bool:
         """Whether FlexAttention attends under a mask; it supports neither dropout nor heads below 16."""
         return device.type == "cuda" and self.head_dim >= 16 and not (training and self.dropout)
 
-    def repeats_heads(self, device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
+    def needs_kv_repeat(self, device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
         """Whether a fused kernel needs every key-value head repeated for its group of queries: on CUDA, FlashAttention
         alone takes groups, and it takes neither masks nor float32 nor GPUs before Ampere."""
         if device.type != "cuda" or self.kv_heads == self.n_heads:
@@ -255,13 +255,13 @@ class KVCache:
         return keys[:, :, :end], values[:, :, :end]
 
 
-class Positions(NamedTuple):
+class AttentionInputs(NamedTuple):
     """What attention has to know about where tokens stand; the same for every layer."""
 
     rope: tuple[Tensor, Tensor] | None  # cos and sin, (T, K/2) or (B, 1, T, K/2) float32
     mask: Tensor | BlockMask | None  # (T, S) or (B, 1, T, T), true where a query may look; None = all of S, or causal
     causal: bool
-    repeat_heads: bool = False  # as `ModelConfig.repeats_heads` says
+    repeat_kv: bool = False  # as `ModelConfig.repeats_heads` says
 
 
 def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
@@ -312,7 +312,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(d, d + 2 * kv, bias=config.bias == "all")
         self.output = nn.Linear(d, d, bias=config.bias == "all")
 
-    def forward(self, x: Tensor, positions: Positions, cache: KVCache | None) -> Tensor:  # (B, T, D) -> (B, T, D)
+    def forward(self, x: Tensor, positions: AttentionInputs, cache: KVCache | None) -> Tensor:  # (B, T, D) -> (B, T, D)
         c = self.config
         batch, length, _ = x.shape
         kv = c.kv_heads * c.head_dim
@@ -330,7 +330,7 @@ class Attention(nn.Module):
             attend = flex_attention if in_graph else compiled(flex_attention)
             y = attend(q, k, v, block_mask=positions.mask, enable_gqa=grouped)
         else:
-            if positions.repeat_heads:
+            if positions.repeat_kv:
                 k, v = (heads.repeat_interleave(c.n_heads // c.kv_heads, dim=1) for heads in (k, v))
             y = F.scaled_dot_product_attention(
                 q,
@@ -339,7 +339,7 @@ class Attention(nn.Module):
                 attn_mask=positions.mask,
                 is_causal=positions.causal,
                 dropout_p=c.dropout if self.training else 0.0,
-                enable_gqa=grouped and not positions.repeat_heads,
+                enable_gqa=grouped and not positions.repeat_kv,
             )
         return self.output(y.transpose(1, 2).reshape(batch, length, c.d_model))
 
@@ -374,7 +374,7 @@ class Block(nn.Module):
         self.ffn_norm = make_norm(config)
         self.ffn = FeedForward(config)
 
-    def forward(self, x: Tensor, positions: Positions, cache: KVCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: AttentionInputs, cache: KVCache | None = None) -> Tensor:
         attended = self.attention(self.attention_norm(x), positions, cache)
         x = x + F.dropout(attended, self.dropout, self.training)
         return x + F.dropout(self.ffn(self.ffn_norm(x)), self.dropout, self.training)
@@ -390,10 +390,10 @@ class Embedding(nn.Module):
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.max_seq_len, config.d_model) if learned else None
 
-    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:  # (B, T), (T,) or (B, T) -> (B, T, D)
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:  # (B, T), (T,) or (B, T) -> (B, T, D)
         x = self.tokens(tokens)
         if self.positions is not None:
-            x = x + self.positions(places)
+            x = x + self.positions(position_ids)
         return F.dropout(x, self.dropout, self.training)
 
 
@@ -401,10 +401,10 @@ LOSS_CHUNK = {"cpu": 2**24, "cuda": 2**29}
 """Most logits that are there at once, by device: on a CPU they stay in its cache, a GPU needs large products."""
 
 
-LossOfChunk = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
+ChunkCrossEntropy = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
 
 
-def loss_of_chunk(x: Tensor, weight: Tensor, targets: Tensor, learning: bool) -> tuple[Tensor, Tensor, Tensor]:
+def chunk_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, learning: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Sum of -log p(target) of the logits `x @ weight.T` (nats, float32), and its gradients for `x` and `weight`.
 
     Args:
@@ -412,15 +412,15 @@ def loss_of_chunk(x: Tensor, weight: Tensor, targets: Tensor, learning: bool) ->
         learning: false: nobody wants gradients, and what stands for them is empty.
     """
     logits = F.linear(x, weight).float()
-    counts = targets != IGNORE
+    counts = targets != IGNORE_INDEX
     target = torch.where(counts, targets, 0)[:, None]
     log_sum = logits.logsumexp(dim=-1, keepdim=True)
-    nats = torch.where(counts, (log_sum - logits.gather(-1, target)).squeeze(-1), 0).sum()
+    loss_sum = torch.where(counts, (log_sum - logits.gather(-1, target)).squeeze(-1), 0).sum()
     if not learning:
-        return nats, x.new_empty(0), x.new_empty(0)
+        return loss_sum, x.new_empty(0), x.new_empty(0)
     hit = torch.arange(len(weight), device=x.device) == target
     grad = torch.where(counts[:, None], (logits - log_sum).exp() - hit.float(), 0).to(x.dtype)
-    return nats, grad @ weight, grad.T @ x
+    return loss_sum, grad @ weight, grad.T @ x
 
 
 def even_chunks(rows: int, most: int) -> int:
@@ -439,16 +439,16 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, learning: bool, chunk: LossOfChunk
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int, learning: bool, chunk: ChunkCrossEntropy
     ) -> Tensor:
         """`x` `(N, D)`, `weight` `(V, D)`, `targets` `(N,)`; `rows` of N at a time; `learning`: backward will follow.
 
         Returns nats, a float32 scalar.
         """
-        nats, x_grad, weight_grad = torch.zeros((), device=x.device), [], None
+        loss_sum, x_grad, weight_grad = torch.zeros((), device=x.device), [], None
         for part, wanted in zip(x.split(rows), targets.split(rows), strict=True):
             term, part_grad, weight_term = chunk(part, weight, wanted, learning)
-            nats += term
+            loss_sum += term
             x_grad.append(part_grad)
             if weight_grad is None:
                 weight_grad = weight_term if rows >= len(x) else weight_term.float()
@@ -456,7 +456,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 weight_grad += weight_term
         if learning:
             ctx.save_for_backward(torch.cat(x_grad), weight_grad)
-        return nats
+        return loss_sum
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -474,7 +474,7 @@ class Head(nn.Module):
         super().__init__()
         self.norm = make_norm(config)
         self.output = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
-        self.loss_of_chunk: LossOfChunk = loss_of_chunk
+        self.chunk_cross_entropy: ChunkCrossEntropy = chunk_cross_entropy
         """to be replaced by what it is compiled to"""
 
     def forward(self, x: Tensor, targets: Tensor | None, tied: Tensor | None) -> Tensor:
@@ -485,12 +485,12 @@ class Head(nn.Module):
             return F.linear(x, weight)
         x, targets = x.flatten(0, 1), targets.flatten()
         # float16's gradients would leave its range before the loss scale reaches them.
-        if (x.is_cuda or self.loss_of_chunk is not loss_of_chunk) and x.dtype != torch.float16:
+        if (x.is_cuda or self.chunk_cross_entropy is not chunk_cross_entropy) and x.dtype != torch.float16:
             rows = even_chunks(len(x), max(1, LOSS_CHUNK["cuda" if x.is_cuda else "cpu"] // len(weight)))
             learning = torch.is_grad_enabled()
-            return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, rows, learning, self.loss_of_chunk))
+            return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, rows, learning, self.chunk_cross_entropy))
         logits = F.linear(x, weight).float()
-        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 class Transformer(nn.Module):
@@ -511,7 +511,7 @@ class Transformer(nn.Module):
         self,
         tokens: Tensor,
         targets: Tensor | None = None,
-        documents: Tensor | None = None,
+        document_ids: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Score `tokens` `(B, T)` of ids.
@@ -530,17 +530,17 @@ class Transformer(nn.Module):
         end = start + tokens.shape[1]
         if end > self.config.max_seq_len:
             raise ValueError(f"{end} tokens are more than max_seq_len {self.config.max_seq_len}")
-        places = torch.arange(start, end, device=tokens.device)
-        in_blocks = cache is None and self.config.uses_flex(tokens.device, self.training)
-        if documents is None and in_blocks and end > (self.config.sliding_window or end):
-            documents = torch.zeros_like(tokens)  # one a row, of which a query sees the latest positions
-        if documents is not None:
-            positions, places = self._positions_inside(documents, places, in_blocks)
+        position_ids = torch.arange(start, end, device=tokens.device)
+        use_flex = cache is None and self.config.can_use_flex(tokens.device, self.training)
+        if document_ids is None and use_flex and end > (self.config.sliding_window or end):
+            document_ids = torch.zeros_like(tokens)  # one a row, of which a query sees the latest positions
+        if document_ids is not None:
+            positions, position_ids = self._positions_inside(document_ids, position_ids, use_flex)
         else:
-            positions = self._positions(places, end)
-        x = self.embedding(tokens, places)  # B T D
-        repeats = self.config.repeats_heads(x.device, x.dtype, positions.mask is not None)
-        positions = positions._replace(repeat_heads=repeats)
+            positions = self._positions(position_ids, end)
+        x = self.embedding(tokens, position_ids)  # B T D
+        repeats = self.config.needs_kv_repeat(x.device, x.dtype, positions.mask is not None)
+        positions = positions._replace(repeat_kv=repeats)
         for block in self.blocks:
             x = block(x, positions, cache)
         if cache is not None:
@@ -548,47 +548,49 @@ class Transformer(nn.Module):
             x = x[:, -1]  # B D
         return self.head(x, targets, self.embedding.tokens.weight if self.config.tie_embeddings else None)
 
-    def _positions(self, places: Tensor, end: int) -> Positions:
+    def _positions(self, position_ids: Tensor, end: int) -> AttentionInputs:
         c = self.config
-        rope = self._rope(places)
+        rope = self._rope(position_ids)
         if c.sliding_window is not None and end > c.sliding_window:
-            distance = places[:, None] - torch.arange(end, device=places.device)  # T S
-            return Positions(rope, (distance >= 0) & (distance < c.sliding_window), causal=False)
-        if len(places) not in (1, end):  # a chunk behind cached positions: causal, but not a square
-            return Positions(rope, places[:, None] >= torch.arange(end, device=places.device), causal=False)
-        return Positions(rope, None, causal=len(places) > 1)
+            distance = position_ids[:, None] - torch.arange(end, device=position_ids.device)  # T S
+            return AttentionInputs(rope, (distance >= 0) & (distance < c.sliding_window), causal=False)
+        if len(position_ids) not in (1, end):  # a chunk behind cached positions: causal, but not a square
+            return AttentionInputs(
+                rope, position_ids[:, None] >= torch.arange(end, device=position_ids.device), causal=False
+            )
+        return AttentionInputs(rope, None, causal=len(position_ids) > 1)
 
-    def _positions_inside(self, documents: Tensor, row: Tensor, in_blocks: bool) -> tuple[Positions, Tensor]:
+    def _positions_inside(self, document_ids: Tensor, row: Tensor, use_flex: bool) -> tuple[AttentionInputs, Tensor]:
         """As `_positions`, for rows of several documents; also each token's place in its document, `(B, T)`.
 
         Args:
             row: `(T,)`, 0 to T - 1.
             in_blocks: for FlexAttention, which skips what is masked, rather than a mask of every pair.
         """
-        begins = torch.ones_like(documents, dtype=torch.bool)
-        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        begins = torch.ones_like(document_ids, dtype=torch.bool)
+        begins[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
         begin = torch.where(begins, row, 0).cummax(dim=1).values  # B T: where in the row the document began
         oldest = begin  # that a query sees
         if self.config.sliding_window is not None:
             oldest = torch.maximum(begin, row - self.config.sliding_window + 1)
 
-        def visible(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        def mask_mod(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (key >= oldest[b, query])
 
         rope = self._rope(row - begin)
-        if in_blocks:
+        if use_flex:
             make = compiled(create_block_mask) if row.is_cuda else create_block_mask
-            mask = make(visible, len(documents), None, len(row), len(row), device=row.device)
-            return Positions(rope, mask, causal=False), row - begin
-        b = torch.arange(len(documents), device=row.device)[:, None, None, None]
-        mask = visible(b, b, row[:, None], row)  # B 1 T T
-        return Positions(rope, mask, causal=False), row - begin
+            mask = make(mask_mod, len(document_ids), None, len(row), len(row), device=row.device)
+            return AttentionInputs(rope, mask, causal=False), row - begin
+        b = torch.arange(len(document_ids), device=row.device)[:, None, None, None]
+        mask = mask_mod(b, b, row[:, None], row)  # B 1 T T
+        return AttentionInputs(rope, mask, causal=False), row - begin
 
-    def _rope(self, places: Tensor) -> tuple[Tensor, Tensor] | None:  # (T,) or (B, T)
+    def _rope(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:  # (T,) or (B, T)
         if self.config.positions != "rope":
             return None
-        angles = places.float()[..., None] * rope_frequencies(self.config, places.device)
-        if places.dim() == 2:
+        angles = position_ids.float()[..., None] * rope_frequencies(self.config, position_ids.device)
+        if position_ids.dim() == 2:
             angles = angles[:, None]  # every head's
         return angles.cos(), angles.sin()
 

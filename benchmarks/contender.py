@@ -29,10 +29,11 @@ if __name__ == "__main__" and sys.argv[1] == "ours":
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
-from lm import config, metrics  # noqa: E402
-from lm.data.loader import total_batch  # noqa: E402
-from lm.launch import Launch  # noqa: E402
-from lm.mesh import World, join_world  # noqa: E402
+from lm import config  # noqa: E402
+from lm.data.loader import derive_global_batch_size  # noqa: E402
+from lm.launch.environment import Launch  # noqa: E402
+from lm.metrics import accumulator  # noqa: E402
+from lm.runtime.world import World, join_world  # noqa: E402
 from model import Block, Transformer  # noqa: E402
 
 
@@ -61,10 +62,10 @@ class Pacer:
             if self._world.rank == 0:
                 self._profiler.export_chrome_trace(self._trace)
             self._profiler = None
-        answer["peak_gib"] = max(self._world.gather(metrics.peak_memory_gib(device)))
+        answer["peak_gib"] = max(self._world.all_gather_object(accumulator.peak_memory_gib(device)))
         if self._world.rank == 0:
             print(MARK + json.dumps(answer), flush=True)
-        command = self._world.gather(sys.stdin.readline().split() if self._world.rank == 0 else [])[0]
+        command = self._world.all_gather_object(sys.stdin.readline().split() if self._world.rank == 0 else [])[0]
         if not command:
             sys.stdout.flush()
             os._exit(0)
@@ -81,17 +82,17 @@ class Pacer:
 def _peak_flops(world: World) -> float | None:
     """Of all ranks for bfloat16 matrix products: of the data sheet (GPUs), or what they reach here together (CPU)."""
     if world.device.type == "cuda":
-        peak = metrics.peak_flops(world.device, torch.bfloat16)
+        peak = accumulator.peak_flops(world.device, torch.bfloat16)
         return peak and peak * world.size
     size = 2048
     a, b = (torch.randn(size, size).bfloat16() for _ in range(2))
     seconds = []
     for _ in range(20):
-        world.gather(None)
+        world.all_gather_object(None)
         began = time.perf_counter()
         torch.mm(a, b)
         seconds.append(time.perf_counter() - began)
-    return sum(world.gather(2 * size**3 / min(seconds)))
+    return sum(world.all_gather_object(2 * size**3 / min(seconds)))
 
 
 def ours(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
@@ -99,12 +100,15 @@ def ours(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
     from determined import core
 
     import fsdp
-    from lm.folder import RunFolder
-    from lm.mesh import TorchDistributedContext
+    from lm.determined.context import TorchDistributedContext
+    from lm.runtime.run_dir import RunDir
 
-    folder = RunFolder("bench")
+    folder = RunDir("bench")
     storage = str(folder.checkpoints.absolute())
-    with core.init(distributed=TorchDistributedContext(world), checkpoint_storage=storage) as context:
+    with core.init(
+        distributed=TorchDistributedContext(world.launch, world.control, world.saver, world.node),
+        checkpoint_storage=storage,
+    ) as context:
         fsdp.run(hp, world, context, None, folder, pacer)
 
 
@@ -135,7 +139,7 @@ def transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lm import families
+    from lm.hf import families
 
     # Where no family has the structure, GPT-2 with its activation is nearest.
     near = hp if hp.positions == "rope" else hp.model_copy(update={"norm": "layernorm", "ffn": "gelu", "bias": "all"})
@@ -215,7 +219,7 @@ def torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
 
 def _batches(world: World, hp: config.Hyperparameters, pacer: Pacer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Random tokens, a batch a step, of this rank's share of the whole."""
-    share = total_batch(hp, world.size) // world.size
+    share = derive_global_batch_size(hp, world.size) // world.size
     generator = torch.Generator().manual_seed(world.rank)
     step = 0
     while True:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import ROOT, environment, launched
-from lm.launch import default_processes
+from lm.launch.spawn import default_processes
 
 PLAIN = ["amp_dtype=null", "compile=false"]
 FAST = {

@@ -44,10 +44,10 @@ STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybr
 PARTS = ("parameters", "gradients", "moments")
 MIB = 2**20
 
-Row = dict[str, Any]
+Sample = dict[str, Any]
 
 
-def run_ranks(ranks: int, points: list[dict[str, Any]], steps: int) -> list[Row]:
+def run_ranks(ranks: int, points: list[dict[str, Any]], steps: int) -> list[Sample]:
     """What `benchmarks.tensors.measure` finds at each of `points` (hyperparameters) on `ranks` processes."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "points.json").write_text(json.dumps(points))
@@ -82,11 +82,11 @@ def gathered_bytes(hp: Hyperparameters, shards: int) -> int:
     counts = hp.parameter_counts()
     block = counts["blocks"] // hp.n_layers
     unit = max(counts["embedding"] + counts["positions"], block, counts["norm"] + counts["head"])
-    held = unit if hp.reshards else hp.n_parameters
+    held = unit if hp.reshard_after_forward else hp.n_parameters
     return 2 * (held + (unit if shards > 1 else 0))
 
 
-def growth(steps: int, rounds: int) -> list[Row]:
+def growth(steps: int, rounds: int) -> list[Sample]:
     points = [(size, value) for size, values in SIZES.items() for value in values]
     results = run_ranks(RANKS, [BASE | {size: value} for size, value in points] * rounds, steps)
     rows = []
@@ -101,7 +101,7 @@ def growth(steps: int, rounds: int) -> list[Row]:
     return [row | {"expected_seconds": row["flops"] / rate} for row in rows]
 
 
-def sharding() -> list[Row]:
+def sharding() -> list[Sample]:
     rows = []
     for ranks in (1, 2, 4):
         points = [SHARDED | {"sharding": name, "shard_group_size": min(2, ranks)} for name in STRATEGIES]
@@ -113,7 +113,7 @@ def sharding() -> list[Row]:
     return rows
 
 
-def print_tables(grown: list[Row], sharded: list[Row]) -> None:
+def print_tables(grown: list[Sample], sharded: list[Sample]) -> None:
     print("| size | value | seconds a step | of processor | closed form | ratio | MiB a rank | closed form | ratio |")
     print("|---|---|---|---|---|---|---|---|---|")
     for row in grown:
@@ -131,7 +131,7 @@ def print_tables(grown: list[Row], sharded: list[Row]) -> None:
         print(f"| {row['sharding']} | {row['ranks']} | {row['shards']} | {cells} |")
 
 
-def plot(grown: list[Row], sharded: list[Row], out: Path) -> None:
+def plot(grown: list[Sample], sharded: list[Sample], out: Path) -> None:
     import matplotlib as mpl  # which determined brings
 
     mpl.use("Agg")
@@ -163,15 +163,15 @@ def plot(grown: list[Row], sharded: list[Row], out: Path) -> None:
     figure.savefig(out / "growth.png", dpi=80)
 
     figure, (state, gathered) = plt.subplots(1, 2, figsize=(14, 4.5), layout="constrained")
-    places = [STRATEGIES.index(row["sharding"]) + (row["ranks"].bit_length() - 2) * 0.28 for row in sharded]
+    position_ids = [STRATEGIES.index(row["sharding"]) + (row["ranks"].bit_length() - 2) * 0.28 for row in sharded]
     bottom = [0.0] * len(sharded)
     for part in PARTS:
         heights = [row[part] / MIB for row in sharded]
-        state.bar(places, heights, 0.24, bottom, label=part)
+        state.bar(position_ids, heights, 0.24, bottom, label=part)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    gathered.bar(places, [row["gathered"] / MIB for row in sharded], 0.24, label="gathered parameters, at most")
+    gathered.bar(position_ids, [row["gathered"] / MIB for row in sharded], 0.24, label="gathered parameters, at most")
     for axis, key, label in ((state, "state", "16 P / S"), (gathered, "gathered", "formula")):
-        axis.plot(places, [row["expected"][key] / MIB for row in sharded], "kD", markersize=4, label=label)
+        axis.plot(position_ids, [row["expected"][key] / MIB for row in sharded], "kD", markersize=4, label=label)
         axis.set_xticks(range(len(STRATEGIES)), [name.replace("hybrid-", "hybrid-\n") for name in STRATEGIES])
         axis.set_ylim(top=1.3 * axis.get_ylim()[1])
         axis.set_ylabel("MiB a rank; bars: 1, 2 and 4 ranks")

@@ -31,9 +31,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm import config
-from lm.folder import RunFolder
-from lm.launch import Launch, run_and_exit
-from lm.mesh import TorchDistributedContext, World, join_world
+from lm.determined.context import TorchDistributedContext
+from lm.launch.environment import Launch
+from lm.launch.spawn import run_and_exit
+from lm.runtime.run_dir import RunDir
+from lm.runtime.world import World, join_world
 from model import Transformer
 
 
@@ -51,10 +53,10 @@ def measure(world: World, context: core.Context, point: dict[str, Any], steps: i
     found: dict[str, Any] = {}
     stages = _watch(steps, found)
     with suppress(StopIteration):
-        fsdp.run(hp, world, context, None, RunFolder(name), lambda _: next(stages))
+        fsdp.run(hp, world, context, None, RunDir(name), lambda _: next(stages))
     gc.unfreeze()
     gc.collect()  # the model, before the next one is made
-    everyone = world.gather(found)
+    everyone = world.all_gather_object(found)
     return {key: value if isinstance(value, list) else max(o[key] for o in everyone) for key, value in found.items()}
 
 
@@ -127,7 +129,10 @@ def main() -> int:
     steps, points, out = sys.argv[1:]
     with (
         join_world(Launch.from_env(os.environ), timeout=300) as world,
-        core.init(distributed=TorchDistributedContext(world), checkpoint_storage=str(Path.cwd())) as context,
+        core.init(
+            distributed=TorchDistributedContext(world.launch, world.control, world.saver, world.node),
+            checkpoint_storage=str(Path.cwd()),
+        ) as context,
     ):
         asked = enumerate(json.loads(Path(points).read_text()))
         found = [measure(world, context, point, int(steps), str(number)) for number, point in asked]

@@ -35,8 +35,8 @@ from typing import Any
 from benchmarks.common import ROOT, environment, launched, spread
 from benchmarks.contender import MARK, as_llama
 from lm import config
-from lm.data.loader import total_batch
-from lm.launch import default_processes
+from lm.data.loader import derive_global_batch_size
+from lm.launch.spawn import default_processes
 
 CONTENDERS = ["ours+compile=true", "fsdp1-float32", "fsdp1-bfloat16", "transformers"]
 CONTENDERS += ["torchtitan"] if find_spec("torchtitan") else []
@@ -218,7 +218,7 @@ def _compare(names: Sequence[str], args: argparse.Namespace, overrides: Sequence
         hp = config.load(args.config, [*overrides, *name.split("+")[1:]])
         if name == "torchtitan":
             hp = as_llama(hp)
-        tokens = total_batch(hp, args.nproc) * hp.max_seq_len
+        tokens = derive_global_batch_size(hp, args.nproc) * hp.max_seq_len
         flops = tokens * hp.flops_per_token(hp.max_seq_len)
         results[name] = Result(name, started.first_step, tokens, flops)
     for turn in range(args.rounds + 1):  # the first one is for warming up

@@ -1,10 +1,12 @@
-"""Parts of the trainer, floor by floor: a file imports only from lower floors, siblings never meet.
+"""The parts of the trainer, floor by floor: imports go down only, and parts on one floor do not import each other.
 
-5  fsdp.py, generate, prepare, hf                         commands: they introduce parts to each other
-4  config                                                 all parts' settings as one flat mapping
-3  data.loader, data.workers, data.writer                 batches, by rank; token files
-2  parallelize, checkpoint, hub, data.tokens, data.text, data.jsonl, data.stream, data.documents, metrics, profiling
-1  precision, optim, mesh, stop, watch, folder, manifest, experiment, sampling, cluster, families
-1  data.files, data.order, data.rows, data.tokenizer
-0  model.py, launch, seeds, disk, data.words, errors      import nothing of ours, errors excepted
+6  fsdp.py                                                       the run, top to bottom
+5  lm.generate, lm.prepare                                       commands
+4  lm.config, lm.hf                                              all hyperparameters; Hugging Face models in and out
+3  lm.checkpoint                                                 save, verify, retain, resume
+2  lm.parallelize, lm.metrics, lm.data, lm.profiling             what a step is made of
+1  lm.precision, lm.optim, lm.sampling, lm.runtime, lm.determined
+0  model.py, lm.launch, lm.seeds, lm.fileio, lm.strict_yaml      import nothing of ours but lm.errors
+
+A name is a module or a package. Inside a package, files import each other in one direction.
 """

@@ -27,12 +27,12 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from lm import experiment
-from lm.checkpoint import CheckpointConfig
+from lm import strict_yaml
+from lm.checkpoint.checkpointer import CheckpointConfig
+from lm.checkpoint.manifest import read_manifest
 from lm.data.loader import DataConfig
 from lm.errors import ConfigError
-from lm.manifest import read_manifest
-from lm.metrics import MetricsConfig
+from lm.metrics.accumulator import MetricsConfig
 from lm.optim import OptimConfig
 from lm.parallelize import ParallelConfig
 from lm.precision import PrecisionConfig
@@ -151,7 +151,7 @@ def load(path: Path, overrides: Sequence[str]) -> Hyperparameters:
     Raises:
         ConfigError: listing every problem with its file and line.
     """
-    contents, lines = experiment.load(path)
+    contents, lines = strict_yaml.load(path)
     return read(contents, overrides, str(path), lines)
 
 
@@ -212,7 +212,7 @@ def _override(key: str, text: str) -> Any:
     if str in kinds and not is_mapping:
         return None if text == "null" and type(None) in kinds else text
     try:
-        return experiment.parse(text.strip(), "")[0] if text.strip() else ""
+        return strict_yaml.parse(text.strip(), "")[0] if text.strip() else ""
     except ConfigError:
         return text
 

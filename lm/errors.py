@@ -43,7 +43,7 @@ class DataError(RankError):
     exit_code = 2
 
 
-def readable(function: Callable[P, T]) -> Callable[P, T]:
+def oserror_as_config_error(function: Callable[P, T]) -> Callable[P, T]:
     """Let `function` raise a ConfigError where it may not look at a file, or a name is none."""
 
     @functools.wraps(function)

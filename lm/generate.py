@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 
-from lm import checkpoint, sampling
+from lm import sampling
+from lm.checkpoint import checkpointer
+from lm.checkpoint.manifest import read_manifest
+from lm.checkpoint.resume import find_checkpoint
 from lm.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_of
 from lm.errors import ConfigError, RunError
-from lm.manifest import find_checkpoint, read_manifest
 from model import ModelConfig, Transformer
 
 STDIN = "-"
@@ -41,7 +43,7 @@ def load_model(folder: Path, device: torch.device) -> tuple[Transformer, Tokeniz
     with torch.device("meta"):
         model = Transformer(ModelConfig.model_validate(manifest.model))
     model.to_empty(device=device)
-    checkpoint.load_weights(folder, model)
+    checkpointer.load_weights(folder, model)
     return model, ByteTokenizer() if manifest.tokenizer == ByteTokenizer.identity else tokenizer_of(folder)
 
 

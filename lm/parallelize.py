@@ -56,7 +56,7 @@ class ParallelConfig(BaseModel):
     )
 
     @property
-    def reshards(self) -> bool:
+    def reshard_after_forward(self) -> bool:
         """Whether what is gathered for forward is freed behind it, and gathered again for backward."""
         return self.sharding.endswith("full-shard")
 
@@ -103,7 +103,7 @@ def memory_bytes(model: ModelConfig, shards: int, batch_size: int, seq_len: int)
     }
 
 
-def attention_kernel(model: ModelConfig, documents: bool, dtype: torch.dtype | None, device: torch.device) -> str:
+def attention_kernel(model: ModelConfig, document_ids: bool, dtype: torch.dtype | None, device: torch.device) -> str:
     """What computes attention in training: "FlexAttention", or the one that PyTorch chooses for these shapes, e.g.
     "cudnn attention", "flash attention", "math".
 
@@ -111,10 +111,10 @@ def attention_kernel(model: ModelConfig, documents: bool, dtype: torch.dtype | N
         documents: whether rows hold several, which must not see each other.
     """
     length = model.max_seq_len
-    masked = documents or (model.sliding_window or length) < length
-    if masked and model.uses_flex(device, training=True):
+    masked = document_ids or (model.sliding_window or length) < length
+    if masked and model.can_use_flex(device, training=True):
         return "FlexAttention"
-    repeated = model.repeats_heads(device, dtype or torch.float32, masked)
+    repeated = model.needs_kv_repeat(device, dtype or torch.float32, masked)
     kv_heads = model.n_heads if repeated else model.kv_heads
     q, k = (
         torch.empty(1, heads, length, model.head_dim, dtype=dtype, device=device, requires_grad=True)
@@ -160,7 +160,7 @@ def parallelize(
         partitioner.recompute_views = True
         for block in model.blocks:
             block.forward = torch.compile(block.forward, fullgraph=True)
-        model.head.loss_of_chunk = torch.compile(model.head.loss_of_chunk, fullgraph=True, dynamic=False)
+        model.head.chunk_cross_entropy = torch.compile(model.head.chunk_cross_entropy, fullgraph=True, dynamic=False)
     # 4. Offloading, around what is compiled: it sees what that saves.
     if config.activation_offload:
         for block in model.blocks:
@@ -171,7 +171,7 @@ def parallelize(
         fully_shard,
         mesh=mesh if replicas > 1 else mesh["shard"],
         mp_policy=mixed_precision_policy(dtype),
-        reshard_after_forward=config.reshards,
+        reshard_after_forward=config.reshard_after_forward,
         offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if config.cpu_offload else OffloadPolicy(),
     )
     for unit in units:
@@ -198,7 +198,7 @@ def begin_micro_step(model: nn.Module, config: ParallelConfig, last: bool) -> No
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(last or config.sync_each_micro_step)
     model.set_requires_all_reduce(last)
-    if not config.reshards:
+    if not config.reshard_after_forward:
         model.set_reshard_after_backward(last)
 
 
@@ -215,7 +215,7 @@ def _use_float8(blocks: nn.Module, recipe: str) -> None:
 # ---- activation checkpointing -------------------------------------------------------------------------
 
 
-_KEPT_OPS = {
+_SAVE_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_mm.default,
@@ -228,12 +228,12 @@ _KEPT_OPS = {
 """What selective checkpointing keeps: the operations that take the time. Hopper's attention is the cuDNN one."""
 
 
-def _keep_expensive(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _KEPT_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+def _save_policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _SAVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _recompute(mode: Literal["selective", "full"]) -> Callable[..., Tensor]:
-    keep = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_expensive)} if mode == "selective" else {}
+    keep = {"context_fn": partial(create_selective_checkpoint_contexts, _save_policy)} if mode == "selective" else {}
     return partial(checkpoint, use_reentrant=False, **keep)
 
 
@@ -311,7 +311,7 @@ def _chunks(
     generator = torch.Generator(device)
     for start in range(first - first % step, last, step):
         stop = min(start + step, shape[0])
-        generator.manual_seed(seeds.derive("init", *key, start))
+        generator.manual_seed(seeds.derive_seed("init", *key, start))
         values = torch.randn((stop - start, *shape[1:]), device=device, generator=generator)
         rows = range(max(start, first), min(stop, last))
         yield rows, values[rows.start - start : rows.stop - start]

@@ -3,7 +3,7 @@
 import hashlib
 
 
-def derive(*parts: object) -> int:
+def derive_seed(*parts: object) -> int:
     """A seed (63 bits) for what `parts` name, e.g. `derive(seed, "dropout", step, rank)`.
 
     The same on every machine and in every process; different parts give unrelated seeds.

@@ -16,8 +16,8 @@ from pathlib import Path
 import chess
 import torch
 
+from lm.checkpoint.resume import find_checkpoint
 from lm.generate import load_model
-from lm.manifest import find_checkpoint
 from lm.sampling import generate
 
 RESULTS = {"1-0", "0-1", "1/2-1/2", "*"}

@@ -42,7 +42,7 @@ import psutil
 import torch
 
 import fsdp
-from lm.launch import run_local
+from lm.launch.spawn import run_local
 from tests.support import ROOT, TINY, checkpoints
 
 STEPS = 30

@@ -15,8 +15,9 @@ import torch.multiprocessing as mp
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from lm.data.tokenizer import train_tokenizer
-from lm.launch import Launch, free_port
-from lm.mesh import World, join_world
+from lm.launch.environment import Launch
+from lm.launch.spawn import free_port
+from lm.runtime.world import World, join_world
 
 ROOT = Path(__file__).parent.parent
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lm.launch import free_port
+from lm.launch.spawn import free_port
 from tests import support
 from tests.browser import CHROMIUM, Browser
 from tests.support import ROOT

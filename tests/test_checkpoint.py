@@ -20,10 +20,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lm.checkpoint import load_weights, main
+from lm.checkpoint.__main__ import main
+from lm.checkpoint.checkpointer import load_weights
+from lm.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
+from lm.checkpoint.resume import complete_checkpoints
 from lm.errors import ConfigError, RunError
-from lm.manifest import MANIFEST, read_manifest, verify, whole_checkpoints, write_manifest
-from lm.mesh import World
+from lm.runtime.world import World
 from tests.support import TINY, checkpoints, in_world, reports, run, run_ranks
 from tests.test_manifest import ABOUT, Payload, as_tensor, opened, save, toy
 
@@ -157,7 +159,7 @@ def test_a_clock_that_is_set_back_retires_no_newer_checkpoint(straight: Path, st
         write_manifest(path, manifest.model_copy(update={"time": manifest.time + 3600}))
     done = run(stopped, "keep_checkpoints=1", config=RUN)
     assert done.returncode == 0, done.stderr
-    newest, *_ = whole_checkpoints(stopped / "runs/test/checkpoints", print)
+    newest, *_ = complete_checkpoints(stopped / "runs/test/checkpoints", print)
     assert read_manifest(newest).step == 8
     assert losses(stopped) == losses(straight)
 
@@ -213,7 +215,7 @@ def test_training_may_change_the_state_while_it_is_being_written(tmp_path: Path)
             checkpointer.save({"model": state}, ABOUT | {"step": 1})
             state.weight.data.fill_(2)
             goes_on = checkpointer.writing
-            return goes_on, checkpointer.settle()[1]
+            return goes_on, checkpointer.commit()[1]
 
     goes_on, name = in_world(change_meanwhile)
     assert goes_on
@@ -232,7 +234,7 @@ def save_with_a_limit_on_one_rank(world: World, folder: Path) -> tuple[str | Non
         took = time.monotonic() - began
         left = names(folder)
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        world.gather(None)
+        world.all_gather_object(None)
         return said, took, left, save(checkpointer, world, 2)
 
 
@@ -320,7 +322,7 @@ def test_a_disk_that_is_too_small_is_seen_before_anything_is_written(small_disk:
     def save_too_much(world: World) -> str | None:
         with opened(world, disk) as checkpointer:
             checkpointer.save({"model": Rows(64)}, ABOUT | {"step": 1})
-            return attempt(checkpointer.settle)
+            return attempt(checkpointer.commit)
 
     said = in_world(save_too_much)
     assert re.fullmatch(rf"{disk}/\S+: disk full: a checkpoint needs 65,536 bytes, [\d,]+ are free", said or ""), said
@@ -332,7 +334,7 @@ def save_replicas(world: World, folder: Path) -> None:
         state = nn.Linear(256, 256, bias=False)
         fully_shard(state, mesh=world.mesh(world.size, 1))
         checkpointer.save({"model": state}, ABOUT | {"step": 1})
-        checkpointer.settle()
+        checkpointer.commit()
 
 
 def test_replicas_need_the_room_of_one(small_disk: Callable[[int], Path]) -> None:
@@ -348,7 +350,7 @@ def fill_the_disk(world: World, folder: Path) -> tuple[str, str | None]:
         state = Rows(16)
         fully_shard(state, mesh=world.mesh(1, world.size)["shard"])
         checkpointer.save({"model": state}, ABOUT | {"step": 2})
-        return good, attempt(checkpointer.settle)
+        return good, attempt(checkpointer.commit)
 
 
 def test_a_disk_that_is_full_sooner_than_reckoned_leaves_nothing_half_written(
@@ -428,7 +430,7 @@ def test_partial_checkpoints_neither_count_nor_go_and_half_deleted_ones_go(tmp_p
 
 def whole_or_none(folder: Path) -> list[Path] | None:
     try:
-        return whole_checkpoints(folder, print)
+        return complete_checkpoints(folder, print)
     except RunError:
         return None
 
@@ -446,7 +448,7 @@ def test_a_run_that_went_back_keeps_what_it_writes_from_there(tmp_path: Path) ->
             assert (found, manifest.step) == (first, 10)
             assert all(bool((parameter == 10).all()) for parameter in model.parameters())
             newest = [save(checkpointer, world, step) for step in (11, 12, 13)]
-        assert whole_checkpoints(tmp_path, print)[:2] == [tmp_path / newest[2], tmp_path / newest[1]]
+        assert complete_checkpoints(tmp_path, print)[:2] == [tmp_path / newest[2], tmp_path / newest[1]]
         return said
 
     (message,) = in_world(go_back)
@@ -500,7 +502,7 @@ def restore_behind_a_hostile_one(world: World, folder: Path) -> tuple[list[str],
         good, bad = (save(checkpointer, world, step) for step in (1, 2))
         if world.rank == 0:
             as_tensor(folder / bad, Payload(folder / "ran"))
-        world.gather(None)
+        world.all_gather_object(None)
         model = toy(-1)
         fully_shard(model, mesh=world.mesh(1, world.size)["shard"])
         _, manifest = checkpointer.restore_first([bad, good], lambda _: {"model": model}, said.append)

@@ -418,7 +418,7 @@ def test_a_total_batch_that_cannot_be_divided_is_refused_with_the_nearest_that_c
 ) -> None:
     hp = config.read({"hyperparameters": settings}, [], "test")
     with pytest.raises(ConfigError) as refused:
-        loader.total_batch(hp, ranks)
+        loader.derive_global_batch_size(hp, ranks)
     assert str(refused.value) == problem
 
 

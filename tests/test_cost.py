@@ -31,8 +31,9 @@ from torch.utils._pytree import tree_leaves
 
 import fsdp
 from lm import config, parallelize
-from lm.folder import RunFolder
-from lm.mesh import TorchDistributedContext, World
+from lm.determined.context import TorchDistributedContext
+from lm.runtime.run_dir import RunDir
+from lm.runtime.world import World
 from model import ModelConfig, Transformer
 from tests.support import ROOT, TINY, run_ranks
 
@@ -116,12 +117,15 @@ def count_each(world: World, folder: str, runs: dict[str, dict[str, Any]]) -> di
     found = {}
     for name, changes in runs.items():
         hp = config.read({"hyperparameters": BASE | {"run_name": name} | changes}, [], "test")
-        place = RunFolder(name)
+        place = RunDir(name)
         storage = str(place.checkpoints.absolute())
         steps: list[Step] = []
         with pytest.MonkeyPatch.context() as patch, ExitStack() as opened:
             context = opened.enter_context(
-                core.init(distributed=TorchDistributedContext(world), checkpoint_storage=storage)
+                core.init(
+                    distributed=TorchDistributedContext(world.launch, world.control, world.saver, world.node),
+                    checkpoint_storage=storage,
+                )
             )
             if name == "one-kept":
                 patch.setattr(parallelize, "begin_micro_step", keep_first_block)
@@ -244,7 +248,7 @@ def test_selective_recomputation_runs_neither_products_nor_attention_again(
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # it is traced as it is for a GPU
     model = Transformer(ModelConfig.model_validate(TINY | {"n_heads": 2}))
     row = torch.arange(16)
-    positions, _ = model._positions_inside((row > 8)[None], row, in_blocks=True)
+    positions, _ = model._positions_inside((row > 8)[None], row, use_flex=True)
     forward = partial(parallelize._recompute("selective"), model.blocks[0].forward)
     graphs: list[Counter[str]] = []
 

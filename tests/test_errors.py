@@ -8,15 +8,19 @@ from typing import Any
 
 import pytest
 
-from lm import generate, hf, prepare
-from lm.checkpoint import CheckpointConfig, find_checkpoints, main
+from lm import generate
+from lm.checkpoint.__main__ import main
+from lm.checkpoint.checkpointer import CheckpointConfig
+from lm.checkpoint.manifest import CheckpointError, read_manifest
+from lm.checkpoint.resume import find_checkpoint, find_checkpoints, find_initial
 from lm.data import stream
 from lm.data.files import find_files
 from lm.data.loader import DataConfig, open_data
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError
-from lm.hub import find_source
-from lm.manifest import CheckpointError, find_checkpoint, find_initial, read_manifest
+from lm.hf import __main__ as hf_main
+from lm.hf.weights import find_source
+from lm.prepare import command
 
 LONG = "x" * 300
 
@@ -59,9 +63,9 @@ def test_a_manifest_that_cannot_be_looked_at_is_no_checkpoints() -> None:
         (main, ["list", LONG]),
         (main, ["verify", LONG]),
         (generate.main, [LONG, "--prompt", "a"]),
-        (prepare.main, [LONG, "--tokenizer", "bytes", "--out", "out"]),
-        (hf.main, ["import", LONG, "out"]),
-        (hf.main, ["export", LONG, "out"]),
+        (command.main, [LONG, "--tokenizer", "bytes", "--out", "out"]),
+        (hf_main.main, ["import", LONG, "out"]),
+        (hf_main.main, ["export", LONG, "out"]),
     ],
     ids=["list", "verify", "generate", "prepare", "import", "export"],
 )

@@ -19,9 +19,11 @@ import psutil
 import pytest
 import torch
 
-from lm import config, metrics, optim, parallelize, watch
-from lm.manifest import read_manifest, verify
-from lm.mesh import World
+from lm import config, optim, parallelize
+from lm.checkpoint.manifest import read_manifest, verify
+from lm.metrics import accumulator
+from lm.runtime import watchdog
+from lm.runtime.world import World
 from model import Transformer
 from tests.support import ROOT, TINY, checkpoints, reports, run, run_ranks, start
 
@@ -279,8 +281,8 @@ Loader.training = goes_no_further
     ],
 )
 def test_who_is_silent_is_to_blame_or_else_who_waits_for_none(now: list[tuple[Any, ...]], verdict: str) -> None:
-    before = [watch.Post(7, 5, True, False), watch.Post(7, 5, False, False)]
-    assert watch.judge(before, [watch.Post(*post) for post in now]).startswith(verdict)
+    before = [watchdog.Heartbeat(7, 5, True, False), watchdog.Heartbeat(7, 5, False, False)]
+    assert watchdog.find_straggler(before, [watchdog.Heartbeat(*post) for post in now]).startswith(verdict)
 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
@@ -310,7 +312,7 @@ def spoil(world: World, how: str) -> dict[str, Any]:
     model = parallelize.parallelize(model, hp, world.mesh(*shape), None, 1)
     optimizer = optim.Optimizer(hp, model.named_parameters())
     scale = torch.ones(())
-    meter = metrics.Meter(world.device, world.gather, 1.0, None)
+    meter = accumulator.MetricsAccumulator(world.device, world.all_gather_object, 1.0, None)
     tokens = torch.randint(64, (1, 17), generator=torch.Generator().manual_seed(world.rank))
 
     def state() -> dict[str, torch.Tensor]:

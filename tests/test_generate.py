@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lm import generate
+from lm.checkpoint.manifest import read_manifest, write_manifest
 from lm.data.tokenizer import FILE
-from lm.manifest import read_manifest, write_manifest
 from tests import support
 
 TEXT = "Grüße aus Köln, wo der Käse zäh und das Öl süß ist. "

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lm import config, parallelize
-from lm.mesh import World
+from lm.runtime.world import World
 from model import Transformer
 from tests.support import run_ranks
 

@@ -20,10 +20,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lm import families, generate, hf, hub, sampling
-from lm.checkpoint import load_weights
+from lm import generate, sampling
+from lm.checkpoint.checkpointer import load_weights
+from lm.checkpoint.manifest import read_manifest, verify
 from lm.errors import ConfigError
-from lm.manifest import read_manifest, verify
+from lm.hf import __main__ as hf_main
+from lm.hf import export, families, weights
 from model import PRESETS, ModelConfig, Transformer
 from tests import support
 
@@ -96,7 +98,7 @@ def make_reference(raw: dict[str, Any], seed: int = 0) -> Any:
 def import_folder(folder: Path) -> Transformer:
     """Our model of what `folder` holds, by way of a checkpoint beside it."""
     out = folder.with_name(folder.name + "-checkpoint")
-    manifest = hf.import_model(str(folder), out)
+    manifest = export.import_model(str(folder), out)
     verify(out, read_manifest(out))
     model = Transformer(ModelConfig.model_validate(manifest.model))
     load_weights(out, model)
@@ -164,8 +166,8 @@ def test_a_model_means_the_same_here_as_there(
 def test_what_came_in_goes_out_bit_for_bit(name: str, tmp_path: Path) -> None:
     reference = make_reference(MODELS[name])
     reference.save_pretrained(tmp_path / "in")
-    hf.import_model(str(tmp_path / "in"), tmp_path / "checkpoint")
-    hf.export_model(tmp_path / "checkpoint", tmp_path / "out")
+    export.import_model(str(tmp_path / "in"), tmp_path / "checkpoint")
+    export.export_model(tmp_path / "checkpoint", tmp_path / "out")
     before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(tensor.equal(after[key]) for key, tensor in before.items())
@@ -183,8 +185,8 @@ def test_half_precision_comes_in_as_float32_and_goes_out_as_it_was(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     make_reference(MODELS[name]).to(dtype).save_pretrained(tmp_path / "in")
-    hf.import_model(str(tmp_path / "in"), tmp_path / "checkpoint")
-    hf.export_model(tmp_path / "checkpoint", tmp_path / "out", str(dtype).removeprefix("torch."))
+    export.import_model(str(tmp_path / "in"), tmp_path / "checkpoint")
+    export.export_model(tmp_path / "checkpoint", tmp_path / "out", str(dtype).removeprefix("torch."))
     before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
     assert all(tensor.dtype == dtype and tensor.equal(after[key]) for key, tensor in before.items())
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -193,17 +195,17 @@ def test_half_precision_comes_in_as_float32_and_goes_out_as_it_was(
 
 @pytest.mark.parametrize("name", ["llama 2, 4 heads on 2", "gpt2"])
 def test_many_files_and_chunks_are_read_and_written(name: str, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(hf, "CHUNK_BYTES", 1000)
-    monkeypatch.setattr(hf, "FILE_BYTES", 20_000)
-    monkeypatch.setattr(hub, "SHARD_BYTES", 30_000)
+    monkeypatch.setattr(export, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(export, "FILE_BYTES", 20_000)
+    monkeypatch.setattr(weights, "SHARD_BYTES", 30_000)
     reference = make_reference(MODELS[name])
     reference.save_pretrained(tmp_path / "in", max_shard_size="20KB")
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 3
-    hf.import_model(str(tmp_path / "in"), tmp_path / "checkpoint")
+    export.import_model(str(tmp_path / "in"), tmp_path / "checkpoint")
     shards = list((tmp_path / "checkpoint").glob("*.distcp"))
     assert len(shards) > 3
     assert max(path.stat().st_size for path in shards) < 100_000  # each chunk brings two kilobytes of its own
-    hf.export_model(tmp_path / "checkpoint", tmp_path / "out")
+    export.export_model(tmp_path / "checkpoint", tmp_path / "out")
     files = list((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 3
     assert max(path.stat().st_size for path in files) < 32_000
@@ -263,7 +265,7 @@ def test_names_without_a_prefix_buffers_and_a_copy_of_the_tied_head_are_read(nam
     torch.testing.assert_close(import_folder(tmp_path / "bare")(tokens), reference(tokens).logits)
     save_file(tensors | {"lm_head.weight": embedding + 1}, tmp_path / "bare" / "model.safetensors")
     with pytest.raises(ConfigError, match="set tie_word_embeddings: false"):
-        hf.import_model(str(tmp_path / "bare"), tmp_path / "other")
+        export.import_model(str(tmp_path / "bare"), tmp_path / "other")
 
 
 # ---- what is refused --------------------------------------------------------------------------------------
@@ -336,7 +338,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
     """What the command says of a mistake; it leaves nothing behind."""
     out = Path(str(arguments[2]))
     before = set(out.parent.iterdir())
-    assert hf.main([str(argument) for argument in arguments]) == code
+    assert hf_main.main([str(argument) for argument in arguments]) == code
     output, errors = capsys.readouterr()
     assert output == ""
     assert set(out.parent.iterdir()) == before
@@ -399,12 +401,12 @@ def test_damaged_weights_are_named(source: Path, tmp_path: Path, capsys: pytest.
 def test_nothing_is_overwritten(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
     assert "is there already" in refusal(capsys, "import", source, tmp_path / "out")
-    hf.import_model(str(source), tmp_path / "checkpoint")
+    export.import_model(str(source), tmp_path / "checkpoint")
     assert "is there already" in refusal(capsys, "export", tmp_path / "checkpoint", tmp_path / "out")
 
 
 def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hf.import_model(str(source), tmp_path / "checkpoint")
+    export.import_model(str(source), tmp_path / "checkpoint")
     (tmp_path / "there").mkdir()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -424,14 +426,14 @@ def test_a_number_too_large_for_float16_is_named(
 ) -> None:
     path = source / "model.safetensors"
     save_file(load_file(path) | {"model.norm.weight": torch.full((32,), 1e5)}, path)
-    hf.import_model(str(source), tmp_path / "checkpoint")
+    export.import_model(str(source), tmp_path / "checkpoint")
     message = refusal(capsys, "export", tmp_path / "checkpoint", tmp_path / "out", "--dtype", "float16", code=1)
     assert message.startswith("model.norm.weight: has values above 65504")
-    hf.export_model(tmp_path / "checkpoint", tmp_path / "out", "bfloat16")
+    export.export_model(tmp_path / "checkpoint", tmp_path / "out", "bfloat16")
 
 
 def test_a_damaged_checkpoint_is_not_exported(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hf.import_model(str(source), tmp_path / "checkpoint")
+    export.import_model(str(source), tmp_path / "checkpoint")
     (shard,) = (tmp_path / "checkpoint").glob("*.distcp")
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
@@ -464,7 +466,7 @@ def test_text_goes_the_same_way_here_and_there(tmp_path: Path, capsys: pytest.Ca
     reference = make_reference(LLAMA | {"vocab_size": 300})
     reference.save_pretrained(tmp_path / "in")
     theirs = add_tokenizer(tmp_path / "in", 280)
-    assert hf.main(["import", str(tmp_path / "in"), str(tmp_path / "checkpoint")]) == 0
+    assert hf_main.main(["import", str(tmp_path / "in"), str(tmp_path / "checkpoint")]) == 0
     said = capsys.readouterr().out
     assert "vocab_size: keep 300; of these, the tokenizer uses 280" in said
     for line in ('norm: "rmsnorm"', "vocab_size: 300", "d_ff: 48", f'init_from: "{tmp_path}/checkpoint"'):
@@ -477,7 +479,7 @@ def test_text_goes_the_same_way_here_and_there(tmp_path: Path, capsys: pytest.Ca
     expected = theirs.decode([token for token in drawn if token != theirs.eos_token_id])
     assert capsys.readouterr().out.replace("\n\n", "").strip() == (TEXTS[0] + expected).strip()
 
-    hf.export_model(tmp_path / "checkpoint", tmp_path / "out")
+    export.export_model(tmp_path / "checkpoint", tmp_path / "out")
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert all(again(text).input_ids == theirs(text).input_ids for text in TEXTS)
     assert again.eos_token == "<end>"
@@ -490,8 +492,8 @@ def test_the_tokenizers_own_beginning_and_end_go_out(tmp_path: Path) -> None:
     for named, beginning in (("<s>", 1), (None, None)):
         settings = json.dumps({"bos_token": named, "eos_token": "</s>"})
         (tmp_path / "in" / "tokenizer_config.json").write_text(settings)
-        hf.import_model(str(tmp_path / "in"), tmp_path / f"{named}-checkpoint")
-        hf.export_model(tmp_path / f"{named}-checkpoint", tmp_path / f"{named}-out")
+        export.import_model(str(tmp_path / "in"), tmp_path / f"{named}-checkpoint")
+        export.export_model(tmp_path / f"{named}-checkpoint", tmp_path / f"{named}-out")
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{named}-out")
         assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (beginning, 2)
 
@@ -504,7 +506,7 @@ def test_gpt2_begins_with_its_end_of_text() -> None:
 
 def test_a_model_without_a_tokenizer_comes_in_and_says_so(source: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    assert hf.import_model(str(source), tmp_path / "checkpoint", say=said.append).tokenizer is None
+    assert export.import_model(str(source), tmp_path / "checkpoint", log=said.append).tokenizer is None
     assert "no tokenizer.json, so the checkpoint cannot read or write text" in said[0]
 
 
@@ -535,7 +537,7 @@ def test_what_two_ranks_trained_on_bytes_goes_out(tmp_path: Path) -> None:
     data = {"dataset": "text", "train_data": "text", "max_steps": 3, "report_rate": 3}
     done = support.run(tmp_path, ranks=2, config=support.TINY | shape | data)
     assert done.returncode == 0, done.stderr
-    hf.export_model(tmp_path / "runs" / "test", tmp_path / "out")
+    export.export_model(tmp_path / "runs" / "test", tmp_path / "out")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.eos_token_id == loaded.config.eos_token_id == 256

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lm import config, hf
+from lm import config
+from lm.checkpoint.dcp_reader import Reader
 from lm.data import loader
-from lm.manifest import Reader
-from lm.mesh import World
+from lm.hf import export
 from lm.parallelize import ParallelConfig, parallelize
+from lm.runtime.world import World
 from model import ModelConfig, Transformer
 from tests import support
 from tests.test_hf import GPT2, LLAMA, make_reference
@@ -32,16 +33,16 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints of a small Llama and a small GPT-2, several chunks a tensor, and transformers' models."""
     folder = tmp_path_factory.mktemp("imported")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf, "CHUNK_BYTES", 900)
+        patch.setattr(export, "CHUNK_BYTES", 900)
         for raw in (LLAMA | {"num_key_value_heads": 2}, GPT2):
             name = str(raw["model_type"])
             make_reference(raw).save_pretrained(folder / f"{name}-in")
-            hf.import_model(str(folder / f"{name}-in"), folder / name)
+            export.import_model(str(folder / f"{name}-in"), folder / name)
     return {path.name: path for path in folder.iterdir()}
 
 
 def settings(imported: dict[str, Path], name: str, **changes: Any) -> dict[str, Any]:
-    model = dict(hf.read_manifest(imported[name]).model)
+    model = dict(export.read_manifest(imported[name]).model)
     return model | TRAINING | {"max_seq_len": 64, "init_from": str(imported[name])} | changes
 
 
@@ -62,8 +63,10 @@ def trained_there(folder: Path, hyperparameters: dict[str, Any]) -> list[float]:
     optimizer = torch.optim.AdamW(groups, lr=hp.lr)
     losses = []
     for _ in range(3):
-        micros = next(batches).micros
-        inputs, targets = (torch.cat([getattr(micro, name) for micro in micros]) for name in ("inputs", "targets"))
+        micro_batches = next(batches).micro_batches
+        inputs, targets = (
+            torch.cat([getattr(micro, name) for micro in micro_batches]) for name in ("inputs", "targets")
+        )
         loss = nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -129,7 +132,7 @@ def test_what_cannot_be_started_from_is_refused(imported: dict[str, Path], tmp_p
 
 def _bytes_read(world: World, folder: str) -> tuple[int, int]:
     """Bytes of shard files that this rank reads for its half of the weights, and that there are."""
-    manifest = hf.read_manifest(Path(folder))
+    manifest = export.read_manifest(Path(folder))
     with torch.device("meta"):
         model = Transformer(ModelConfig.model_validate(manifest.model))
     parallelize(model, ParallelConfig.model_validate({}), world.mesh(1, world.size), None, 0)

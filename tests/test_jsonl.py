@@ -14,10 +14,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.data.jsonl import Samples
+from lm.data.jsonl import JsonlDataset
 from lm.data.tokenizer import FILE, ByteTokenizer, FileTokenizer
 from lm.errors import ConfigError
-from model import IGNORE
+from model import IGNORE_INDEX
 from tests.support import CHAT_TEMPLATE, llama_tokenizer
 
 BYTES = ByteTokenizer()
@@ -30,9 +30,9 @@ def write(path: Path, records: Iterable[Any]) -> Path:
     return path
 
 
-def learned(samples: Samples) -> list[int]:
+def learned(samples: JsonlDataset) -> list[int]:
     """All targets that count, row after row."""
-    return [int(token) for i in range(len(samples)) for token in samples[i].targets if token != IGNORE]
+    return [int(token) for i in range(len(samples)) for token in samples[i].targets if token != IGNORE_INDEX]
 
 
 texts = st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=8)
@@ -44,7 +44,7 @@ def test_packed_rows_hold_every_token_once_and_each_sample_starts_a_document(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], seq_len: int
 ) -> None:
     file = write(tmp_path_factory.mktemp("packed") / "a.jsonl", [{"text": text} for text in texts])
-    samples = Samples([file], BYTES, seq_len)
+    samples = JsonlDataset([file], BYTES, seq_len)
     expected = [[*BYTES.encode(text), BYTES.end_of_text] for text in texts]
     assert learned(samples) == [token for ids in expected for token in ids[1:]]
     rows = [samples[i] for i in range(len(samples))]
@@ -52,10 +52,10 @@ def test_packed_rows_hold_every_token_once_and_each_sample_starts_a_document(
     inputs = np.concatenate([row.inputs for row in rows])
     numbers: list[int] = []
     for at, row in enumerate(rows):
-        assert row.documents is not None
-        assert row.documents[0] == 0
-        assert samples.targets(at) == (row.targets != IGNORE).sum()
-        numbers += [(at, int(number)) for number in row.documents]  # type: ignore[misc]
+        assert row.document_ids is not None
+        assert row.document_ids[0] == 0
+        assert samples.targets(at) == (row.targets != IGNORE_INDEX).sum()
+        numbers += [(at, int(number)) for number in row.document_ids]  # type: ignore[misc]
     place = 0
     for ids in expected:
         pieces = numbers[place : place + len(ids) - 1]
@@ -73,17 +73,17 @@ def test_unpacked_every_sample_has_a_row_cut_or_filled(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], seq_len: int
 ) -> None:
     file = write(tmp_path_factory.mktemp("single") / "a.jsonl", [{"text": text} for text in texts])
-    samples = Samples([file], BYTES, seq_len, packing=False)
+    samples = JsonlDataset([file], BYTES, seq_len, packing=False)
     assert len(samples) == samples.documents == len(texts)
     longer = 0
     for index, text in enumerate(texts):
         ids = [*BYTES.encode(text), BYTES.end_of_text]
         row = samples[index]
-        assert row.documents is None
+        assert row.document_ids is None
         used = min(seq_len, len(ids) - 1)
         assert row.inputs[:used].tolist() == ids[:used]
         assert row.targets[:used].tolist() == ids[1 : used + 1]
-        assert (row.targets[used:] == IGNORE).all()
+        assert (row.targets[used:] == IGNORE_INDEX).all()
         longer += len(ids) - 1 > seq_len
     assert samples.overlong == longer
 
@@ -93,12 +93,12 @@ def test_of_prompt_and_completion_the_completion_alone_is_learned(
     tokenizer: ByteTokenizer | FileTokenizer, tmp_path: Path
 ) -> None:
     file = write(tmp_path / "a.jsonl", [{"prompt": "to be, or", "completion": " not to be"}])
-    only = Samples([file], tokenizer, 64, completion_only=True)
+    only = JsonlDataset([file], tokenizer, 64, completion_only=True)
     ids = tokenizer.encode("to be, or not to be")
     prompt = tokenizer.encode("to be, or")
     assert ids[: len(prompt)] == prompt
     assert learned(only) == [*ids[len(prompt) :], tokenizer.end_of_text]
-    assert learned(Samples([file], tokenizer, 64)) == [*ids[1:], tokenizer.end_of_text]
+    assert learned(JsonlDataset([file], tokenizer, 64)) == [*ids[1:], tokenizer.end_of_text]
 
 
 def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path: Path) -> None:
@@ -109,10 +109,10 @@ def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path: Path) -> None:
         {"role": "assistant", "content": "the question"},
     ]
     file = write(tmp_path / "a.jsonl", [{"messages": chat}])
-    (row,) = (Samples([file], LLAMA, 256, completion_only=True)[0],)
-    spoken = LLAMA.decode(int(token) for token in row.targets if token != IGNORE)
+    (row,) = (JsonlDataset([file], LLAMA, 256, completion_only=True)[0],)
+    spoken = LLAMA.decode(int(token) for token in row.targets if token != IGNORE_INDEX)
     assert spoken.split("\n\n") == ["or not", "the question", ""]
-    whole = learned(Samples([file], LLAMA, 256))
+    whole = learned(JsonlDataset([file], LLAMA, 256))
     assert LLAMA.decode(whole).startswith("[user] to be\n\n[assistant] or not\n\n")
     assert whole.count(LLAMA.end_of_text) == 4  # the template writes them; none is added
 
@@ -120,7 +120,7 @@ def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path: Path) -> None:
 def test_a_message_that_calls_a_tool_needs_no_text(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     file = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hi"}, call]}])
-    assert len(Samples([file], LLAMA, 64)) == 1
+    assert len(JsonlDataset([file], LLAMA, 64)) == 1
 
 
 def test_compressed_files_are_read_and_empty_lines_are_none(tmp_path: Path) -> None:
@@ -128,22 +128,22 @@ def test_compressed_files_are_read_and_empty_lines_are_none(tmp_path: Path) -> N
     plain.write_text(plain.read_text().replace("\n", "\n\n"))
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(plain.read_bytes()))
-    expected = learned(Samples([plain], BYTES, 8))
+    expected = learned(JsonlDataset([plain], BYTES, 8))
     for packed in ("a.jsonl.gz", "a.jsonl.zst"):
-        assert learned(Samples([tmp_path / packed], BYTES, 8)) == expected
+        assert learned(JsonlDataset([tmp_path / packed], BYTES, 8)) == expected
 
 
 def test_another_field_may_hold_the_text(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"body": "xy"}])
-    assert learned(Samples([file], BYTES, 8, text_field="body")) == [ord("y"), BYTES.end_of_text]
+    assert learned(JsonlDataset([file], BYTES, 8, text_field="body")) == [ord("y"), BYTES.end_of_text]
 
 
 def test_the_fingerprint_follows_what_is_learned(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"prompt": "ab", "completion": "cd"}])
-    first = Samples([file], BYTES, 8).fingerprint()
-    assert Samples([file], BYTES, 8).fingerprint() == first
-    assert Samples([file], BYTES, 8, completion_only=True).fingerprint() != first
-    assert Samples([file], BYTES, 2).fingerprint() != first
+    first = JsonlDataset([file], BYTES, 8).fingerprint()
+    assert JsonlDataset([file], BYTES, 8).fingerprint() == first
+    assert JsonlDataset([file], BYTES, 8, completion_only=True).fingerprint() != first
+    assert JsonlDataset([file], BYTES, 2).fingerprint() != first
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_bad_line_is_named(line: str, problem: str, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "ok"}\n' + line.encode(errors="surrogateescape") + b"\n")
     with pytest.raises(ConfigError) as caught:
-        Samples([file, write(tmp_path / "b.jsonl", [{}])], LLAMA, 8)
+        JsonlDataset([file, write(tmp_path / "b.jsonl", [{}])], LLAMA, 8)
     first, second = caught.value.problems
     assert first.startswith(f"{file}:2: {problem}")
     assert second.startswith(f"{tmp_path}/b.jsonl:1: has neither text")
@@ -184,15 +184,15 @@ def test_files_that_break_off_and_files_with_nothing_to_learn_are_named(tmp_path
     cut = tmp_path / "a.jsonl.gz"
     cut.write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000)[:-20])
     with pytest.raises(ConfigError, match=r"a.jsonl.gz: cannot be read behind byte \d+: "):
-        Samples([cut], BYTES, 8)
+        JsonlDataset([cut], BYTES, 8)
     empty = write(tmp_path / "empty.jsonl", [{"prompt": "ab", "completion": ""}])
-    assert len(Samples([empty], BYTES, 8, completion_only=True)) == 1  # its end is to be learned
+    assert len(JsonlDataset([empty], BYTES, 8, completion_only=True)) == 1  # its end is to be learned
     nothing = write(tmp_path / "nothing.jsonl", [{"messages": [{"role": "user", "content": "to be"}]}])
     with pytest.raises(ConfigError, match=f"{nothing}: no line has anything to learn"):
-        Samples([nothing], LLAMA, 8, completion_only=True)
+        JsonlDataset([nothing], LLAMA, 8, completion_only=True)
 
 
 def test_the_completion_is_not_to_be_told_in_plain_text(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"text": "ab"}])
     with pytest.raises(ConfigError, match="loss_on: completion needs prompt and completion, or messages"):
-        Samples([file], BYTES, 8, completion_only=True)
+        JsonlDataset([file], BYTES, 8, completion_only=True)

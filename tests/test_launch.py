@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.errors import ConfigError
-from lm.launch import Launch, first_host, free_port, has_gpu, is_restart, require_torch
+from lm.launch.environment import Launch, first_host, has_gpu, is_restart, require_torch
+from lm.launch.spawn import free_port
 from tests.support import ROOT, run
 
 TORCHRUN = {
@@ -384,8 +385,8 @@ def test_every_rank_is_told_its_place_and_the_arguments(tmp_path: Path) -> None:
     with launched(tmp_path, script, ranks=3) as launcher:
         code, output, errors = finish(launcher)
     assert (code, errors) == (0, "")
-    *places, ports = zip(*(line.rsplit(" ", 1) for line in sorted(output.splitlines())), strict=True)
-    assert places == [tuple(f"{rank} {rank} 3 3 0 127.0.0.1 ['a b', '--flag']" for rank in range(3))]
+    *position_ids, ports = zip(*(line.rsplit(" ", 1) for line in sorted(output.splitlines())), strict=True)
+    assert position_ids == [tuple(f"{rank} {rank} 3 3 0 127.0.0.1 ['a b', '--flag']" for rank in range(3))]
     assert len(set(ports)) == 1
 
 

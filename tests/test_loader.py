@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from lm.data.loader import Batch, Data, DataConfig, Loader, open_data, total_batch
-from lm.data.rows import Mixture, Source
-from lm.data.tokens import TokenWindows
+from lm.data.dataset import Dataset, MixtureDataset
+from lm.data.loader import Batch, Data, DataConfig, Loader, derive_global_batch_size, open_data
+from lm.data.tokens import TokenWindowDataset
 from lm.errors import ConfigError
-from model import IGNORE
+from model import IGNORE_INDEX
 
 CPU = torch.device("cpu")
 SEQ_LEN = 3
@@ -30,15 +30,15 @@ def config(**settings: Any) -> DataConfig:
     return DataConfig.model_validate(settings)
 
 
-def numbered(samples: int) -> TokenWindows:
+def numbered(samples: int) -> TokenWindowDataset:
     """A source whose sample i reads 3i, 3i + 1, 3i + 2, with 3i + 3 as last target."""
-    return TokenWindows(np.arange(samples * SEQ_LEN + 1), SEQ_LEN)
+    return TokenWindowDataset(np.arange(samples * SEQ_LEN + 1), SEQ_LEN)
 
 
 def loader(
     samples: int, total: int, *, rank: int = 0, ranks: int = 1, validation: int = 1, seed: int = 0, **keys: Any
 ) -> Loader:
-    data = Data(Mixture([numbered(samples)]), numbered(validation), None)
+    data = Data(MixtureDataset([numbered(samples)]), numbered(validation), None)
     return loader_of(data, total, rank=rank, ranks=ranks, seed=seed, **keys)
 
 
@@ -51,7 +51,7 @@ def ids(inputs: torch.Tensor) -> list[int]:
 
 
 def ids_of(batch: Batch) -> list[int]:
-    return [i for micro in batch.micros for i in ids(micro.inputs)]
+    return [i for micro in batch.micro_batches for i in ids(micro.inputs)]
 
 
 def row_of_ids(source: Loader, steps: int, start: int = 0) -> list[int]:
@@ -77,7 +77,7 @@ def test_a_global_batch_holds_the_same_samples_whatever_ranks_and_batch_size(
     for rank in range(ranks):
         mine = loader(samples, total, rank=rank, ranks=ranks, batch_size=batch_size, shuffle=shuffle)
         batch = next(mine.training(step))
-        assert len(batch.micros) == accumulation
+        assert len(batch.micro_batches) == accumulation
         shares += ids_of(batch)
     alone = loader(samples, total, shuffle=shuffle)
     assert shares == ids_of(next(alone.training(step))) == alone.sample_ids(step)
@@ -114,7 +114,7 @@ def test_the_order_follows_seed_and_epoch() -> None:
 
 def test_a_batch_is_inputs_and_the_tokens_that_follow_them() -> None:
     batch = next(loader(10, 4, ranks=2, rank=1, shuffle=False, batch_size=2).training(0))
-    (micro,) = batch.micros
+    (micro,) = batch.micro_batches
     assert micro.inputs.tolist() == [[6, 7, 8], [9, 10, 11]]
     assert micro.targets.tolist() == [[7, 8, 9], [10, 11, 12]]
     assert micro.inputs.dtype == micro.targets.dtype == torch.int64
@@ -134,12 +134,12 @@ def test_validation_sees_each_of_its_samples_once_in_equally_many_passes(
     seen: Counter[int] = Counter()
     passes = set()
     for rank in range(ranks):
-        micros = list(loader(1, total, rank=rank, ranks=ranks, **keys).validation())
-        passes.add(len(micros))
-        for micro in micros:
+        micro_batches = list(loader(1, total, rank=rank, ranks=ranks, **keys).validation())
+        passes.add(len(micro_batches))
+        for micro in micro_batches:
             assert micro.inputs.shape == (batch_size, SEQ_LEN)
-            counts = (micro.targets != IGNORE).all(dim=1)
-            assert torch.equal(counts, (micro.targets != IGNORE).any(dim=1))
+            counts = (micro.targets != IGNORE_INDEX).all(dim=1)
+            assert torch.equal(counts, (micro.targets != IGNORE_INDEX).any(dim=1))
             assert (micro.inputs >= 0).all()  # filled-up rows too: they are looked up in the embedding
             seen.update(ids(micro.inputs[counts]))
     assert seen == Counter(range(min(samples, batches * total)))
@@ -156,15 +156,15 @@ def test_validation_is_the_same_every_time() -> None:
 
 
 def test_a_step_takes_one_batch_of_every_rank_unless_told_otherwise() -> None:
-    assert total_batch(config(batch_size=3), ranks=4) == 12
-    assert total_batch(config(batch_size=3, total_batch_size=36), ranks=4) == 36
+    assert derive_global_batch_size(config(batch_size=3), dp_size=4) == 12
+    assert derive_global_batch_size(config(batch_size=3, total_batch_size=36), dp_size=4) == 36
 
 
 @pytest.mark.parametrize(("total", "nearest"), [(13, "12 or 24"), (35, "24 or 36"), (5, "12")])
 def test_an_uneven_total_is_refused_with_the_nearest_that_work(total: int, nearest: str) -> None:
     message = f"total_batch_size: {total} is no multiple of batch_size 3 x 4 ranks; use {nearest}$"
     with pytest.raises(ConfigError, match=message):
-        total_batch(config(batch_size=3, total_batch_size=total), ranks=4)
+        derive_global_batch_size(config(batch_size=3, total_batch_size=total), dp_size=4)
 
 
 @pytest.mark.parametrize(
@@ -180,15 +180,15 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
 
 def ids_in(source: object, index: int) -> list[int]:
     """The sample's ids: its inputs, and its last target."""
-    assert isinstance(source, Source)
+    assert isinstance(source, Dataset)
     row = source[index]
-    assert row.documents is None
+    assert row.document_ids is None
     assert row.inputs[1:].tolist() == row.targets[:-1].tolist()
     return [*row.inputs.tolist(), int(row.targets[-1])]
 
 
 def synthetic(seed: int = 42, total: int = 2) -> Data:
-    return open_data(config(), vocab_size=100, seq_len=8, total=total, seed=seed)
+    return open_data(config(), vocab_size=100, seq_len=8, global_batch_size=total, seed=seed)
 
 
 @pytest.mark.parametrize("key", ["train_data", "val_data", "tokenizer"])
@@ -300,14 +300,14 @@ def test_rows_with_nothing_to_learn_are_left_out(tmp_path: Path) -> None:
     assert data.samples == 1  # the rows of the prompt alone are not among them
     batch = next(loader_of(data, total=1).training(0))
     assert batch.targets == 2
-    assert (batch.micros[0].targets != IGNORE).sum() == 2
+    assert (batch.micro_batches[0].targets != IGNORE_INDEX).sum() == 2
 
 
 def test_a_batch_counts_the_targets_of_all_ranks(tmp_path: Path) -> None:
     lines = [{"prompt": "a", "completion": "b" * count} for count in range(1, 7)]
     data = open_lines(tmp_path, *lines, packing=False, loss_on="completion", seq_len=8)
     batches = [next(loader_of(data, total=4, rank=rank, ranks=2).training(0)) for rank in range(2)]
-    counts = [int((micro.targets != IGNORE).sum()) for batch in batches for micro in batch.micros]
+    counts = [int((micro.targets != IGNORE_INDEX).sum()) for batch in batches for micro in batch.micro_batches]
     assert len(counts) == 4
     assert batches[0].targets == batches[1].targets == sum(counts)
 

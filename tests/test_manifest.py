@@ -22,21 +22,21 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.fsdp import fully_shard
 
-from lm.checkpoint import CheckpointConfig, Checkpointer, load_weights
-from lm.manifest import (
+from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer, load_weights
+from lm.checkpoint.dcp_reader import Reader, _IndexUnpickler
+from lm.checkpoint.manifest import (
     COMMITTED,
     MANIFEST,
     CheckpointError,
-    Reader,
-    _IndexUnpickler,
     _sealed,
     read_manifest,
     record,
     verify,
-    whole_checkpoints,
     write_manifest,
 )
-from lm.mesh import TorchDistributedContext, World
+from lm.checkpoint.resume import complete_checkpoints
+from lm.determined.context import TorchDistributedContext
+from lm.runtime.world import World
 from tests.support import run_ranks
 
 ABOUT: dict[str, Any] = {
@@ -65,7 +65,7 @@ def toy(value: float) -> nn.Module:
 def opened(world: World, folder: Path, **settings: Any) -> Iterator[Checkpointer]:
     """A checkpointer of a run that keeps its checkpoints in `folder`."""
     os.umask(0o077)
-    distributed = TorchDistributedContext(world)
+    distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
     with core.init(distributed=distributed, checkpoint_storage=str(folder)) as context:
         config = CheckpointConfig.model_validate(settings)
         yield Checkpointer(config, context.checkpoint, world, folder, {}, distributed.use_saver_group)
@@ -76,7 +76,7 @@ def save(checkpointer: Checkpointer, world: World, step: int, value: float | Non
     model = toy(step if value is None else value)
     fully_shard(model, mesh=world.mesh(1, world.size)["shard"])
     checkpointer.save({"model": model}, ABOUT | {"step": step} | about)
-    return checkpointer.settle()[1]
+    return checkpointer.commit()[1]
 
 
 def save_steps(world: World, folder: Path, steps: list[int]) -> list[str]:
@@ -229,13 +229,13 @@ def test_the_last_written_comes_first_and_what_is_passed_over_is_said(saved: lis
     (tmp_path / "1" / "__0_0.distcp").unlink()
     (tmp_path / ".deleted-x").mkdir()
     said: list[str] = []
-    assert whole_checkpoints(tmp_path, said.append) == [tmp_path / "2", tmp_path / "0"]
+    assert complete_checkpoints(tmp_path, said.append) == [tmp_path / "2", tmp_path / "0"]
     assert said == [f"passing over {tmp_path}/1/__0_0.distcp: missing"]
 
 
 def test_where_nothing_was_begun_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
-    assert whole_checkpoints(tmp_path / "none", print) == []
-    assert whole_checkpoints(tmp_path, print) == []
+    assert complete_checkpoints(tmp_path / "none", print) == []
+    assert complete_checkpoints(tmp_path, print) == []
 
 
 def test_where_nothing_is_whole_there_is_no_silent_start(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_where_nothing_is_whole_there_is_no_silent_start(tmp_path: Path) -> None
     (tmp_path / "b").mkdir()
     (tmp_path / COMMITTED).touch()
     with pytest.raises(CheckpointError) as refused:
-        whole_checkpoints(tmp_path, print)
+        complete_checkpoints(tmp_path, print)
     assert refused.value.problems == (
         f"{tmp_path}/a: not a whole checkpoint, manifest.json: No such file or directory",
         f"{tmp_path}/b: not a whole checkpoint, manifest.json: No such file or directory",
@@ -254,7 +254,7 @@ def test_where_nothing_is_whole_there_is_no_silent_start(tmp_path: Path) -> None
 def test_a_kill_inside_the_first_save_costs_no_more_than_that_save(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     said: list[str] = []
-    assert whole_checkpoints(tmp_path, said.append) == []
+    assert complete_checkpoints(tmp_path, said.append) == []
     assert said == [
         f"passing over {tmp_path}/a: not a whole checkpoint, manifest.json: No such file or directory",
         f"{tmp_path}: none was ever completed, starting at step 0",

@@ -19,9 +19,10 @@ from determined.core import DummyTrainContext
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from lm import metrics
 from lm.errors import RunError
-from lm.metrics import Meter, Reporter, peak_flops, peak_flops_by_name
+from lm.metrics import accumulator
+from lm.metrics.accumulator import MetricsAccumulator, peak_flops, peak_flops_by_name
+from lm.metrics.logger import MetricLogger
 
 CPU = torch.device("cpu")
 
@@ -39,19 +40,25 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(metrics, "time", clock)
+    monkeypatch.setattr(accumulator, "time", clock)
     return clock
 
 
-def meter(*others: list[float], peak: float | None = None) -> Meter:
+def meter(*others: list[float], peak: float | None = None) -> MetricsAccumulator:
     """A meter of the first of several ranks, of which the others say `others`: nats, seconds of waiting, GiB."""
-    return Meter(CPU, lambda mine: [mine, *others], flops_per_token=1e6, peak=peak)
+    return MetricsAccumulator(CPU, lambda mine: [mine, *others], flops_per_token=1e6, peak=peak)
 
 
 def add(
-    to: Meter, *, nats: float = 2.0, targets: int = 4, tokens: int = 8, norm: float = 1.0, skipped: int = 0
+    to: MetricsAccumulator,
+    *,
+    loss_sum: float = 2.0,
+    targets: int = 4,
+    tokens: int = 8,
+    norm: float = 1.0,
+    skipped: int = 0,
 ) -> None:
-    to.add(torch.tensor(nats), targets, tokens, torch.tensor(norm), torch.tensor(float(skipped)))
+    to.add(torch.tensor(loss_sum), targets, tokens, torch.tensor(norm), torch.tensor(float(skipped)))
 
 
 # ---- the meter -----------------------------------------------------------------------------------------------
@@ -59,8 +66,8 @@ def add(
 
 def test_the_loss_is_the_mean_over_all_targets_of_all_steps_and_ranks(clock: Clock) -> None:
     measured = meter([30.0, 0.0, 0.0], [5.0, 0.0, 0.0])
-    add(measured, nats=2, targets=10, norm=1)
-    add(measured, nats=8, targets=20, norm=4)
+    add(measured, loss_sum=2, targets=10, norm=1)
+    add(measured, loss_sum=8, targets=20, norm=4)
     clock.now = 1
     report, longest = measured.report()
     assert report["loss"] == (2 + 8 + 30 + 5) / 30
@@ -70,8 +77,8 @@ def test_the_loss_is_the_mean_over_all_targets_of_all_steps_and_ranks(clock: Clo
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_skipped_steps_count_as_skipped_and_in_nothing_else_but_time(clock: Clock, poison: float) -> None:
     measured = meter()
-    add(measured, nats=2, targets=4, norm=3)
-    add(measured, nats=poison, targets=4, norm=poison, skipped=1)
+    add(measured, loss_sum=2, targets=4, norm=3)
+    add(measured, loss_sum=poison, targets=4, norm=poison, skipped=1)
     clock.now = 4
     report, longest = measured.report()
     assert (report["loss"], report["grad_norm"], report["skipped_steps"], longest) == (0.5, 3, 1, 1)
@@ -80,7 +87,7 @@ def test_skipped_steps_count_as_skipped_and_in_nothing_else_but_time(clock: Cloc
 
 def test_loss_and_norm_are_missing_where_every_step_was_skipped(clock: Clock) -> None:
     measured = meter()
-    add(measured, nats=float("nan"), norm=float("nan"), skipped=1)
+    add(measured, loss_sum=float("nan"), norm=float("nan"), skipped=1)
     clock.now = 1
     report, _ = measured.report()
     assert report["skipped_steps"] == 1
@@ -100,10 +107,10 @@ def test_the_longest_row_of_skipped_steps_is_counted_across_reports(clock: Clock
 
 def test_a_report_begins_new_sums(clock: Clock) -> None:
     measured = meter()
-    add(measured, nats=100, tokens=1000)
+    add(measured, loss_sum=100, tokens=1000)
     clock.now = 1
     measured.report()
-    add(measured, nats=2, targets=4, tokens=8)
+    add(measured, loss_sum=2, targets=4, tokens=8)
     clock.now = 3
     report, _ = measured.report()
     assert (report["loss"], report["tokens_per_second"], report["step_seconds"]) == (0.5, 4, 2)
@@ -170,9 +177,9 @@ def test_mfu_is_absent_where_the_peak_is_unknown(clock: Clock) -> None:
 
 
 def test_memory_is_what_this_process_used() -> None:
-    before = metrics.peak_memory_gib(CPU)
+    before = accumulator.peak_memory_gib(CPU)
     ballast = torch.ones(1 << 26)  # 256 MiB
-    after = metrics.peak_memory_gib(CPU)
+    after = accumulator.peak_memory_gib(CPU)
     assert 0.05 < before <= after < 1000
     del ballast
 
@@ -237,8 +244,8 @@ TRAINING = {"loss": 3.14159, "tokens_per_second": 12345.6, "lr": 1e-4, "mfu": 0.
 VALIDATION = {"loss": 2.5, "perplexity": 12.18249, "batches": 10}
 
 
-def reporter(folder: Path | None, *, start: int = 0, rank: int = 0, train: Cluster | None = None) -> Reporter:
-    made = Reporter(rank, folder, train or Cluster(), max_steps=100)
+def reporter(folder: Path | None, *, start: int = 0, rank: int = 0, train: Cluster | None = None) -> MetricLogger:
+    made = MetricLogger(rank, folder, train or Cluster(), max_steps=100)
     made.begin(start)
     return made
 
@@ -353,7 +360,7 @@ def test_the_cluster_is_told_what_the_trial_is_at() -> None:
     cluster = Cluster()
     told = reporter(None, train=cluster)
     assert cluster.statuses.get(timeout=10) == "training"
-    with told.doing("validating"):
+    with told.status("validating"):
         assert cluster.statuses.get(timeout=10) == "validating"
     assert cluster.statuses.get(timeout=10) == "training"
     told.close()
@@ -363,7 +370,7 @@ def test_the_cluster_is_told_what_the_trial_is_at() -> None:
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = Cluster()
     silent = reporter(tmp_path, rank=1, train=cluster)
-    silent.say("hello")
+    silent.log("hello")
     silent.step()
     silent.report("training", 10, TRAINING)
     silent.close()

@@ -16,15 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import (
-    IGNORE,
+    IGNORE_INDEX,
     PRESETS,
+    AttentionInputs,
     KVCache,
     LinearCrossEntropy,
     ModelConfig,
-    Positions,
     Transformer,
+    chunk_cross_entropy,
     even_chunks,
-    loss_of_chunk,
     rope_frequencies,
 )
 
@@ -407,9 +407,9 @@ def test_the_loss_is_the_sum_of_nats_over_targets_that_count(style: dict[str, An
     model = make(style)
     tokens = tokens_of(model)
     targets = tokens.roll(-1, dims=1)
-    targets[0, 3:9] = IGNORE
+    targets[0, 3:9] = IGNORE_INDEX
     log_p = model(tokens).log_softmax(dim=-1)
-    counted = [(b, t) for b in range(2) for t in range(24) if targets[b, t] != IGNORE]
+    counted = [(b, t) for b in range(2) for t in range(24) if targets[b, t] != IGNORE_INDEX]
     expected = -torch.stack([log_p[b, t, targets[b, t]] for b, t in counted]).sum()
     torch.testing.assert_close(model(tokens, targets), expected, rtol=1e-5, atol=1e-5)
 
@@ -417,7 +417,7 @@ def test_the_loss_is_the_sum_of_nats_over_targets_that_count(style: dict[str, An
 def test_targets_that_are_all_ignored_give_no_loss_and_no_gradient() -> None:
     model = make(LLAMA)
     tokens = tokens_of(model)
-    loss = model(tokens, torch.full_like(tokens, IGNORE))
+    loss = model(tokens, torch.full_like(tokens, IGNORE_INDEX))
     loss.backward()
     assert loss.item() == 0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -432,12 +432,12 @@ def test_the_loss_in_chunks_is_the_loss_with_its_gradients(
     torch.manual_seed(0)
     x, weight = torch.randn(10, 16, dtype=dtype), torch.randn(50, 16, dtype=dtype)
     targets = torch.randint(50, (10,))
-    targets[[2, 7]] = IGNORE
+    targets[[2, 7]] = IGNORE_INDEX
 
     def plain(x: Tensor, weight: Tensor) -> Tensor:
-        return F.cross_entropy((x @ weight.T).float(), targets, ignore_index=IGNORE, reduction="sum")
+        return F.cross_entropy((x @ weight.T).float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
-    chunk = torch.compile(loss_of_chunk, fullgraph=True, dynamic=False) if compiled else loss_of_chunk
+    chunk = torch.compile(chunk_cross_entropy, fullgraph=True, dynamic=False) if compiled else chunk_cross_entropy
 
     def chunked(x: Tensor, weight: Tensor) -> Tensor:
         return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled(), chunk))
@@ -468,7 +468,7 @@ def test_the_loss_in_chunks_never_holds_the_logits_of_all_rows() -> None:
     x, weight = torch.randn(64, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
     with Largest() as largest:
         cast(
-            Tensor, LinearCrossEntropy.apply(x, weight, torch.randint(1000, (64,)), 16, True, loss_of_chunk)
+            Tensor, LinearCrossEntropy.apply(x, weight, torch.randint(1000, (64,)), 16, True, chunk_cross_entropy)
         ).backward()
     assert largest.size == 16
 
@@ -558,10 +558,10 @@ def test_the_units_to_shard_hold_every_parameter_but_tied_ends(style: dict[str, 
 def test_documents_in_a_row_know_nothing_of_each_other(style: dict[str, Any]) -> None:
     model = make(style)
     parts, row, numbers = packed()
-    together = model(row, documents=numbers)[0]
+    together = model(row, document_ids=numbers)[0]
     alone = torch.cat([model(part[None])[0] for part in parts])
     assert torch.allclose(together, alone, atol=1e-4, rtol=1e-4)
-    both = model(row.expand(2, -1), documents=torch.cat([numbers, torch.zeros_like(numbers)]))
+    both = model(row.expand(2, -1), document_ids=torch.cat([numbers, torch.zeros_like(numbers)]))
     assert torch.allclose(both[0], alone, atol=1e-4, rtol=1e-4)
     assert torch.allclose(both[1], model(row)[0], atol=1e-4, rtol=1e-4)
 
@@ -574,12 +574,12 @@ def test_flex_attention_sees_what_the_plain_mask_shows(style: dict[str, Any]) ->
     numbers = numbers.expand(2, -1)
     tokens = row.expand(2, -1)
     with torch.no_grad():  # on the CPU it knows no backward
-        shown, places = model._positions_inside(numbers, torch.arange(24), in_blocks=False)
-        in_blocks, again = model._positions_inside(numbers, torch.arange(24), in_blocks=True)
-        assert torch.equal(places, again)
-        x = model.embedding(tokens, places)
+        shown, position_ids = model._positions_inside(numbers, torch.arange(24), use_flex=False)
+        use_flex, again = model._positions_inside(numbers, torch.arange(24), use_flex=True)
+        assert torch.equal(position_ids, again)
+        x = model.embedding(tokens, position_ids)
         expected = model.blocks[0](x, shown)
-        assert torch.allclose(model.blocks[0](x, in_blocks), expected, atol=1e-4, rtol=1e-4)
+        assert torch.allclose(model.blocks[0](x, use_flex), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("style", ["mistral", "windowed"])
@@ -590,7 +590,7 @@ def test_flex_attention_sees_what_a_window_shows(style: str, monkeypatch: pytest
     with torch.no_grad():
         expected = model(tokens)
         monkeypatch.setattr(ModelConfig, "uses_flex", lambda *_: True)
-        positions: list[Positions] = []
+        positions: list[AttentionInputs] = []
         model.blocks[0].register_forward_pre_hook(lambda _block, given: positions.append(given[1]))
         assert torch.allclose(model(tokens), expected, atol=1e-4, rtol=1e-4)
     assert isinstance(positions[0].mask, BlockMask)

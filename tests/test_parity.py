@@ -18,10 +18,11 @@ from torch.distributed.checkpoint import FileSystemReader
 import fsdp
 from lm import config, optim, parallelize
 from lm.data import loader
-from lm.data.rows import Mixture
-from lm.folder import RunFolder
-from lm.mesh import TorchDistributedContext, World
-from model import IGNORE, ModelConfig, Transformer
+from lm.data.dataset import MixtureDataset
+from lm.determined.context import TorchDistributedContext
+from lm.runtime.run_dir import RunDir
+from lm.runtime.world import World
+from model import IGNORE_INDEX, ModelConfig, Transformer
 from tests.support import TINY, run_ranks
 
 STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
@@ -40,11 +41,11 @@ BASE = TINY | {
 }
 
 
-def prepared(changes: dict[str, Any]) -> tuple[config.Hyperparameters, Mixture, loader.Loader, Transformer]:
+def prepared(changes: dict[str, Any]) -> tuple[config.Hyperparameters, MixtureDataset, loader.Loader, Transformer]:
     """What a run of one plain process starts with: settings, samples, their order, and the initial model."""
     hp = config.read({"hyperparameters": BASE | changes}, [], "test")
     data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 8, 7)
-    assert isinstance(data.train, Mixture)
+    assert isinstance(data.train, MixtureDataset)
     model = Transformer(hp)
     parallelize.initialize(model, 7)
     return hp, data.train, loader.Loader(hp, data, 8, 0, 1, 7, torch.device("cpu")), model
@@ -79,17 +80,17 @@ def sample_by_sample(changes: dict[str, Any]) -> list[float]:
     optimizer = optim.Optimizer(hp, model.named_parameters())
     losses = []
     for step in range(STEPS):
-        nats, count = torch.zeros(()), 0
-        for inputs, targets, documents in (source[i] for i in batches.sample_ids(step)):
-            assert documents is not None
-            for document in np.unique(documents):
-                piece = documents == document
+        loss_sum, count = torch.zeros(()), 0
+        for inputs, targets, document_ids in (source[i] for i in batches.sample_ids(step)):
+            assert document_ids is not None
+            for document in np.unique(document_ids):
+                piece = document_ids == document
                 learned = torch.from_numpy(targets[piece])
                 logits = model(torch.from_numpy(inputs[piece])[None])[0]
-                nats = nats + F.cross_entropy(logits, learned, reduction="sum", ignore_index=IGNORE)
-                count += int((learned != IGNORE).sum())
-        (nats / count).backward()
-        losses.append(nats.item() / count)
+                loss_sum = loss_sum + F.cross_entropy(logits, learned, reduction="sum", ignore_index=IGNORE_INDEX)
+                count += int((learned != IGNORE_INDEX).sum())
+        (loss_sum / count).backward()
+        losses.append(loss_sum.item() / count)
         optimizer.step(optim.learning_rate(hp, step, STEPS), torch.ones(()))
     return losses
 
@@ -100,8 +101,8 @@ def run_each(world: World, folder: str, runs: dict[str, dict[str, Any]]) -> dict
     losses = {}
     for name, changes in runs.items():
         hp = config.read({"hyperparameters": BASE | {"run_name": name} | changes}, [], "test")
-        place = RunFolder(name)
-        distributed = TorchDistributedContext(world)
+        place = RunDir(name)
+        distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
         with core.init(distributed=distributed, checkpoint_storage=str(place.checkpoints.absolute())) as context:
             fsdp.run(hp, world, context, None, place)
         lines = [json.loads(line) for line in (place.path / "metrics.jsonl").read_text().splitlines()]
@@ -232,10 +233,10 @@ def test_float8_learns_as_bfloat16_does_and_keeps_the_parameters_names(tmp_path:
     ],
 )
 def test_the_kernel_that_computes_attention_is_named(
-    settings: dict[str, Any], documents: bool, device: str, kernel: str
+    settings: dict[str, Any], document_ids: bool, device: str, kernel: str
 ) -> None:
     model = ModelConfig.model_validate({"d_model": 64, "n_heads": 4, "max_seq_len": 32} | settings)
-    assert parallelize.attention_kernel(model, documents, torch.bfloat16, torch.device(device)) == kernel
+    assert parallelize.attention_kernel(model, document_ids, torch.bfloat16, torch.device(device)) == kernel
 
 
 def initial_weights(world: World, shardings: list[str]) -> list[dict[str, Any]]:

@@ -30,13 +30,12 @@ from pyarrow import ipc, parquet
 from tokenizers import Tokenizer as Encoder
 from tokenizers import models, pre_tokenizers
 
-from lm import prepare
-from lm.data import documents, workers, writer
-from lm.data.documents import Chunk, Part, held_out, read_chunks, read_ids, split
 from lm.data.files import blocks
 from lm.data.tokenizer import FILE, ByteTokenizer, FileTokenizer, load_tokenizer
 from lm.data.tokens import read_index
 from lm.errors import ConfigError, RunError
+from lm.prepare import command, readers, token_writer, workers
+from lm.prepare.readers import Chunk, TokenChunk, held_out, read_chunks, read_ids, split
 from tests.support import ROOT, byte_level_tokenizer, llama2_tokenizer, llama_tokenizer
 
 TEXTS = ["to be", "that is\nthe question", "Sein oder Nichtsein, Größe ½", '"or", not', "NA", "1984", "to be"]
@@ -60,7 +59,7 @@ def run(*arguments: object) -> tuple[int, str, str]:
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """What the command says where it ends before it begins."""
-    assert prepare.main(list(map(str, arguments))) == 2
+    assert command.main(list(map(str, arguments))) == 2
     return capsys.readouterr().err.rstrip("\n")
 
 
@@ -95,7 +94,7 @@ def write_all(folder: Path) -> list[Path]:
     return paths
 
 
-def read(path: Path, tokenizer: str = "bytes", **how: Any) -> list[Part]:
+def read(path: Path, tokenizer: str = "bytes", **how: Any) -> list[TokenChunk]:
     """The tokens of a file, read in this process."""
     settings = {"given": None, "field": "text", "fraction": 0.0, "cut": load_tokenizer(tokenizer).splits_at} | how
     return [
@@ -142,7 +141,7 @@ def test_every_format_gives_the_same_documents_in_the_order_of_the_input(tmp_pat
         "train.ends",
         "train.json",
     ]
-    assert writer.verify(tmp_path / "out") == [output.splitlines()[-1] + ": whole"]
+    assert token_writer.verify(tmp_path / "out") == [output.splitlines()[-1] + ": whole"]
 
 
 def test_the_tokenizers_files_lie_beside_the_tokens(tmp_path: Path) -> None:
@@ -214,8 +213,8 @@ def test_a_file_under_two_names_is_taken_once(tmp_path: Path) -> None:
 
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "CHUNK", 300)
-    monkeypatch.setattr(documents, "AROUND", 50)
+    monkeypatch.setattr(readers, "CHUNK", 300)
+    monkeypatch.setattr(readers, "AROUND", 50)
 
 
 TOKENIZERS = {
@@ -247,7 +246,7 @@ WORDS += ["<|endoftext|>", "<s>", "</s>"]
 
 def in_pieces(tokenizer: FileTokenizer, text: str) -> int:
     """How many pieces `text` is cut into, whose ids are seen to be its own."""
-    blocks = (text[at : at + documents.CHUNK] for at in range(0, len(text), documents.CHUNK))
+    blocks = (text[at : at + readers.CHUNK] for at in range(0, len(text), readers.CHUNK))
     pieces = list(split(blocks, tokenizer.splits_at, "text"))
     assert "".join(pieces) == text
     ids = [tokenizer.encode_serially([piece], opening=not at)[0] for at, piece in enumerate(pieces)]
@@ -260,8 +259,8 @@ def in_pieces(tokenizer: FileTokenizer, text: str) -> int:
 @given(st.lists(st.sampled_from(WORDS), min_size=600, max_size=900).map("".join))
 def test_pieces_of_a_long_text_have_its_ids(name: str, text: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "CHUNK", 300)
-        patch.setattr(documents, "AROUND", 50)
+        patch.setattr(readers, "CHUNK", 300)
+        patch.setattr(readers, "AROUND", 50)
         in_pieces(FileTokenizer({FILE: TOKENIZERS[name]}, name), text + ".")
 
 
@@ -300,7 +299,7 @@ def test_a_long_document_stays_one(suffix: str, make: Callable[[], bytes], tmp_p
 def test_a_text_that_cannot_be_divided_is_refused_before_it_fills_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(documents, "WHOLE", 5000)
+    monkeypatch.setattr(readers, "WHOLE", 5000)
     (tmp_path / FILE).write_text(json.dumps(json.loads(byte_level_tokenizer()) | {"pre_tokenizer": None}))
     said = refused(tmp_path / "a.txt", b"to be " * 2000, tokenizer=str(tmp_path))
     assert said == (
@@ -392,7 +391,7 @@ def hdf5(path: Path, samples: Sequence[Sequence[int]], name: str = "input_ids", 
     return path
 
 
-def joined(parts: list[Part], side: bool = False) -> tuple[list[int], list[int]]:
+def joined(parts: list[TokenChunk], side: bool = False) -> tuple[list[int], list[int]]:
     """Ids and ends of one side, as they are written."""
     ids: list[int] = []
     ends: list[int] = []
@@ -408,7 +407,7 @@ def test_samples_are_joined_and_a_document_ends_at_an_end_of_text_and_with_the_f
 ) -> None:
     path = hdf5(tmp_path / "a.h5", [[9, 9, 1, 2], [3, 4, 5, 9], [9, 9, 6, 9], [9, 7, 8, 1]])
     for chunk in (1 << 20, 1, 4, 8):
-        monkeypatch.setattr(documents, "CHUNK", chunk)
+        monkeypatch.setattr(readers, "CHUNK", chunk)
         assert joined(list(read_ids(path, 10, 9, 0.0))) == ([1, 2, 3, 4, 5, 9, 6, 9, 7, 8, 1, 9], [6, 8, 12])
     samples = [9, 9, 1, 2, 3, 4, 5, 9, 9, 9, 6, 9, 9, 7, 8, 1]
     assert joined(list(read_ids(path, 10, None, 0.0))) == (samples, [16])
@@ -421,7 +420,7 @@ def test_samples_are_held_out_one_by_one_and_a_cut_ends_a_document(
     path = hdf5(tmp_path / "a.h5", samples.tolist())
     sides = [held_out(np.array(row, "<u4").tobytes(), 0.4) for row in samples]
     for chunk in (1 << 20, 12):
-        monkeypatch.setattr(documents, "CHUNK", chunk)
+        monkeypatch.setattr(readers, "CHUNK", chunk)
         parts = list(read_ids(path, 1000, 999, 0.4))
         for side in (False, True):
             ids, ends = joined(parts, side)
@@ -443,7 +442,7 @@ def test_hdf5_needs_no_tokenizer_but_the_size_of_a_vocabulary(tmp_path: Path) ->
 
 @pytest.mark.parametrize("bad", [300, -1])
 def test_an_id_out_of_range_is_named_with_its_place(bad: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "CHUNK", 4)
+    monkeypatch.setattr(readers, "CHUNK", 4)
     path = hdf5(tmp_path / "a.h5", [[1, 2], [3, 4], [5, 6], [7, bad]], dtype="int64")
     with pytest.raises(ConfigError) as caught:
         list(read_ids(path, 257, 256, 0.0))
@@ -676,7 +675,7 @@ class Killed(BaseException):
 def test_a_kill_while_files_are_put_in_place_loses_nothing_and_the_next_start_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = dict.fromkeys(writer.OUTPUT - {writer.LOCK}, b"old")
+    old = dict.fromkeys(token_writer.OUTPUT - {token_writer.LOCK}, b"old")
     new = dict.fromkeys((FILE, "train.bin", "train.ends", "train.json"), b"new")
     steps = 0
 
@@ -693,24 +692,24 @@ def test_a_kill_while_files_are_put_in_place_loses_nothing_and_the_next_start_go
     kills = 0
     for kills in itertools.count():
         out = tmp_path / str(kills)
-        (out / writer.READY).mkdir(parents=True)
-        for folder, files in ((out, old), (out / writer.READY, new)):
+        (out / token_writer.READY).mkdir(parents=True)
+        for folder, files in ((out, old), (out / token_writer.READY, new)):
             for name, each in files.items():
                 (folder / name).write_bytes(each)
         steps = kills
         try:
-            writer.install(out)
+            token_writer.install(out)
             break
         except Killed:
             pass
         there = content(out)
-        assert all(b"new" in (there.get(name), content(out / writer.READY).get(name)) for name in new)
+        assert all(b"new" in (there.get(name), content(out / token_writer.READY).get(name)) for name in new)
         if "train.json" in there:
             assert there in (old, new)
         steps = 100
-        writer.install(out)
+        token_writer.install(out)
         assert content(out) == new
-        assert not (out / writer.READY).exists()
+        assert not (out / token_writer.READY).exists()
     assert kills == len(old) + len(new) + 1
 
 
@@ -718,9 +717,9 @@ def test_a_start_finishes_what_an_earlier_one_had_ready(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("to be")
     common = (tmp_path / "a.txt", "--tokenizer", "bytes", "--out", tmp_path / "out", "--workers", 1)
     assert run(*common)[0] == 0
-    (tmp_path / "out" / writer.READY).mkdir()
+    (tmp_path / "out" / token_writer.READY).mkdir()
     for name in ("train.ends", "train.json"):
-        (tmp_path / "out" / name).rename(tmp_path / "out" / writer.READY / name)
+        (tmp_path / "out" / name).rename(tmp_path / "out" / token_writer.READY / name)
     assert run(*common)[1].endswith("is there already\n")
     assert dataset(tmp_path / "out") == as_bytes("to be")
 
@@ -749,7 +748,7 @@ def long_run(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     (tmp_path / "a.txt").write_bytes(b"To be, or not to be, that is the question:\n" * 2_000_000)
     out = tmp_path / "out"
     process = start(tmp_path / "a.txt", "--tokenizer", "bytes", "--out", out, "--workers", 2)
-    draft = out / writer.DRAFTS / "train.bin"
+    draft = out / token_writer.DRAFTS / "train.bin"
     deadline = time.monotonic() + 60
     while not (draft.exists() and draft.stat().st_size > 0):
         assert process.poll() is None
@@ -771,13 +770,13 @@ def test_a_killed_run_leaves_no_dataset_and_no_process_and_the_next_one_starts_c
     process.wait()
     _, alive = psutil.wait_procs(workers, timeout=30)
     assert not alive
-    assert sorted(path.name for path in out.iterdir()) == [writer.DRAFTS, "lock"]
+    assert sorted(path.name for path in out.iterdir()) == [token_writer.DRAFTS, "lock"]
     with pytest.raises(ConfigError, match="token files are written by"):
-        writer.verify(out)
+        token_writer.verify(out)
     (out.parent / "b.txt").write_text("to be")
     assert run(out.parent / "b.txt", "--tokenizer", "bytes", "--out", out)[0] == 0
     assert dataset(out) == as_bytes("to be")
-    assert not (out / writer.DRAFTS).exists()
+    assert not (out / token_writer.DRAFTS).exists()
 
 
 def test_a_killed_worker_ends_the_run_with_a_name_and_leaves_nothing(
@@ -810,7 +809,7 @@ def test_a_second_run_into_the_same_folder_is_refused(long_run: tuple[subprocess
     code, _, errors = run(out.parent / "b.txt", "--tokenizer", "bytes", "--out", out)
     assert code == 1
     assert errors.startswith(f"--out: {out}: held by process {process.pid} on ")
-    assert (out / writer.DRAFTS / "train.bin").exists()
+    assert (out / token_writer.DRAFTS / "train.bin").exists()
 
 
 def test_input_that_changes_meanwhile_is_noticed(long_run: tuple[subprocess.Popen[str], Path]) -> None:
@@ -842,7 +841,7 @@ def test_verify_names_the_file_that_is_not_what_was_written(tmp_path: Path, caps
     (tmp_path / "a.txt").write_text("to be")
     out = tmp_path / "out"
     assert run(tmp_path / "a.txt", "--tokenizer", "bytes", "--out", out)[0] == 0
-    assert prepare.main(["--verify", str(out)]) == 0
+    assert command.main(["--verify", str(out)]) == 0
     assert capsys.readouterr().out == f"{out}/train.bin: 6 tokens (uint16) in 1 documents: whole\n"
     for name in ("train.bin", "train.ends"):
         before = (out / name).read_bytes()
@@ -851,21 +850,21 @@ def test_verify_names_the_file_that_is_not_what_was_written(tmp_path: Path, caps
             flipped[bit // 8] ^= 1 << bit % 8
             (out / name).write_bytes(flipped)
             with pytest.raises(RunError) as caught:
-                writer.verify(out)
+                token_writer.verify(out)
             assert str(caught.value) == (
                 f"{out}/{name}: is not what was written; write the dataset anew with python -m lm.prepare --overwrite"
             )
         (out / name).write_bytes(before)
     (out / "train.ends").unlink()
-    assert prepare.main(["--verify", str(out)]) == 1
+    assert command.main(["--verify", str(out)]) == 1
     assert capsys.readouterr().err.startswith(f"{out}/train.ends: is missing; ")
 
 
 def test_a_line_now_and_then_says_how_far_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "SPEAK_SECONDS", 0.0)
-    with prepare.Progress("tokenising", None) as progress:
+    monkeypatch.setattr(command, "SPEAK_SECONDS", 0.0)
+    with command.Progress("tokenising", None) as progress:
         progress.add(1_500_000, 300)
     said = capsys.readouterr().err
     assert said.startswith("tokenising: 1.5 MB in 0.0 s: ")

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from lm import checkpoint, config, optim, parallelize
-from lm.mesh import World
+from lm import config, optim, parallelize
+from lm.checkpoint import checkpointer
+from lm.runtime.world import World
 from model import Transformer
 from tests.support import TINY, run_ranks
 from tests.test_manifest import ABOUT, opened
@@ -44,7 +45,7 @@ def write(world: World, folder: Path) -> list[str]:
         for sharding in STRATEGIES:
             model, optimizer = build(world, sharding, seed=7)
             saver.save({"model": model, "optim": optimizer}, ABOUT | {"step": 1})
-            uuids.append(saver.settle()[1])
+            uuids.append(saver.commit()[1])
     return uuids
 
 
@@ -60,7 +61,7 @@ def differences(world: World, folder: Path, uuids: list[str]) -> list[str]:
     with opened(world, folder) as reader:
         for sharding in STRATEGIES:
             model, optimizer = build(world, sharding, seed=8)
-            parts: dict[str, checkpoint.Stateful] = {"model": model, "optim": optimizer}
+            parts: dict[str, checkpointer.Stateful] = {"model": model, "optim": optimizer}
             for uuid in uuids:
                 with torch.no_grad():
                     for tensor in (*model.parameters(), *optimizer.state_dict().values()):

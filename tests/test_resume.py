@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from lm import checkpoint, config
+from lm import config
+from lm.checkpoint import checkpointer
+from lm.checkpoint.manifest import read_manifest
 from lm.data import loader
-from lm.manifest import read_manifest
 from model import ModelConfig, Transformer
 from tests.support import TINY, checkpoints, reports, run, start
 
@@ -45,7 +46,7 @@ def files(path: Path) -> dict[str, Any]:
 def weights(path: Path) -> dict[str, torch.Tensor]:
     manifest = read_manifest(path)
     model = Transformer(ModelConfig.model_validate(manifest.model))
-    checkpoint.load_weights(path, model)
+    checkpointer.load_weights(path, model)
     return dict(model.named_parameters())
 
 
@@ -110,8 +111,8 @@ def test_global_batches_do_not_depend_on_the_ranks() -> None:
     whole = loader.Loader(hp, data, 12, 0, 1, 1, torch.device("cpu")).training(3)
     parts = [loader.Loader(hp, data, 12, rank, 3, 1, torch.device("cpu")).training(3) for rank in range(3)]
     for _ in range(4):
-        together = np.concatenate([micro.inputs.numpy() for part in parts for micro in next(part).micros])
-        assert np.array_equal(together, np.concatenate([micro.inputs.numpy() for micro in next(whole).micros]))
+        together = np.concatenate([micro.inputs.numpy() for part in parts for micro in next(part).micro_batches])
+        assert np.array_equal(together, np.concatenate([micro.inputs.numpy() for micro in next(whole).micro_batches]))
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from lm.launch import free_port
+from lm.launch.spawn import free_port
 from tests.support import EXACT, REQUEUED, ROOT, checkpoints, reports, run
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -170,7 +170,7 @@ NAME = "$(touch a)`touch b`;touch c;'\"$HOME"
 UNTIL_TOLD = """
 import time
 from lm.data.loader import Loader
-from lm.stop import StopRequest
+from lm.runtime.preemption import StopRequest
 
 training, on_signal, told = Loader.training, StopRequest._on_signal, []
 

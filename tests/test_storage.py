@@ -20,10 +20,12 @@ from determined import core
 from determined.common import storage
 from torch.distributed.fsdp import fully_shard
 
-from lm.checkpoint import CheckpointConfig, Checkpointer
-from lm.launch import Launch, free_port
-from lm.manifest import CheckpointError
-from lm.mesh import TorchDistributedContext, World, join_world
+from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.checkpoint.manifest import CheckpointError
+from lm.determined.context import TorchDistributedContext
+from lm.launch.environment import Launch
+from lm.launch.spawn import free_port
+from lm.runtime.world import World, join_world
 from tests.test_manifest import save, toy
 
 moto_server = pytest.importorskip("moto.server", reason="needs moto[server]")
@@ -79,8 +81,8 @@ def _enter(rank: int, port: int, endpoint: str, folder: Path, action: Callable[.
     manager = Machine(BUCKET, "key", "secret", endpoint, temp_dir=str(local))
     launch = Launch(rank, 2, local_rank=0, local_size=1, node_rank=rank, address="127.0.0.1", port=port)
     with join_world(launch, timeout=60) as world:
-        world.first(lambda: manager.bucket.create() and None)
-        distributed = TorchDistributedContext(world)
+        world.on_rank0(lambda: manager.bucket.create() and None)
+        distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
         context = Reporting(distributed, manager)
         context.reported = []
         config = CheckpointConfig.model_validate({"keep_checkpoints": 2})
@@ -184,7 +186,7 @@ def test_a_machine_that_may_not_write_is_said_on_all_without_waiting_for_the_tim
 def save_five(world: World, checkpointer: Checkpointer, context: Reporting, _local: Path) -> list[bool]:
     losses = [2.0, 1.0, 3.0, 4.0, 5.0]
     uuids = [save(checkpointer, world, step, validation_loss=loss) for step, loss in enumerate(losses, start=1)]
-    world.gather(None)
+    world.all_gather_object(None)
     return [bool(objects(context._storage_manager, uuid)) for uuid in uuids]
 
 

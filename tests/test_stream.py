@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from lm.data.loader import DataConfig, open_data
-from lm.data.stream import Stream, Streams, Window, _Guarded, first_tokens, open_documents
+from lm.data.stream import StreamingDataset, TokenStream, Window, _Guarded, first_tokens, open_documents
 from lm.data.tokenizer import ByteTokenizer
 from lm.errors import ConfigError, DataError, RankError
 from tests.support import TINY, checkpoints, reports, run
@@ -47,7 +47,7 @@ def windows(folder: Path, count: int, state: Mapping[str, Any] | None = None, **
     number, of = parts.get("number", 0), parts.get("of", 1)
     key = (1, number) if parts.get("shuffle", 1) else None
     part = split_dataset_by_node(whole, number, of)
-    row = iter(Stream(part, "text", BYTES, SEQ_LEN, key, parts.get("block", 8), state or {}))
+    row = iter(TokenStream(part, "text", BYTES, SEQ_LEN, key, parts.get("block", 8), state or {}))
     return [next(row) for _ in range(count)]
 
 
@@ -106,13 +106,13 @@ def test_a_resumed_stream_goes_on_to_the_token_also_the_second_and_third_time(bl
             at, state = at + 16, json.loads(json.dumps(resumed[15].state))
 
 
-def streams(folder: Path, *, rank: int = 0, ranks: int = 1, workers: int = 1) -> Streams:
+def streams(folder: Path, *, rank: int = 0, ranks: int = 1, workers: int = 1) -> StreamingDataset:
     whole, identity = open_documents(str(folder), "train_data", "train", None)
     sizes = {"batch_size": 2, "rank": rank, "ranks": ranks, "workers": workers}
-    return Streams(whole, identity, "text", BYTES, SEQ_LEN, **sizes, seed=1, block=8)
+    return StreamingDataset(whole, identity, "text", BYTES, SEQ_LEN, **sizes, seed=1, block=8)
 
 
-def take(source: Streams, count: int) -> Iterator[tuple[list[list[int]], dict[str, Any]]]:
+def take(source: StreamingDataset, count: int) -> Iterator[tuple[list[list[int]], dict[str, Any]]]:
     row = iter(source)
     for _ in range(count):
         ids, state = next(row)
@@ -238,7 +238,7 @@ def test_validation_data_that_cannot_be_read_are_refused_in_one_line(
 
 
 def test_an_error_without_words_is_named_by_its_kind() -> None:
-    class Silent(Stream):
+    class Silent(TokenStream):
         def __init__(self) -> None: ...
 
         def __iter__(self) -> Iterator[Window]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lm.data.files import find_files
 from lm.data.text import read_tokens, split_validation
 from lm.data.tokenizer import ByteTokenizer
-from lm.data.tokens import TokenWindows
+from lm.data.tokens import TokenWindowDataset
 from lm.errors import ConfigError
 
 TOKENIZER = ByteTokenizer()
@@ -162,7 +162,7 @@ def test_a_twentieth_is_held_out_and_nothing_is_lost(count: int) -> None:
 @settings(deadline=None)
 @given(st.integers(0, 100), st.integers(1, 20))
 def test_windows_cover_the_row_and_each_ones_last_target_is_the_nexts_first_input(count: int, seq_len: int) -> None:
-    windows = TokenWindows(np.arange(count, dtype=np.uint16), seq_len)
+    windows = TokenWindowDataset(np.arange(count, dtype=np.uint16), seq_len)
     rows = [windows[i] for i in range(len(windows))]
     for start, row in zip(range(0, count, seq_len), rows, strict=False):
         assert row.inputs.tolist() == list(range(start, start + seq_len))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lm.data.loader import Data, DataConfig, open_data
 from lm.data.tokenizer import FILE, ByteTokenizer
-from lm.data.tokens import TokenFile, TokenIndex
+from lm.data.tokens import TokenFileDataset, TokenIndex
 from lm.errors import ConfigError, DataError
 from tests.support import byte_level_tokenizer
 from tests.test_loader import loader_of
@@ -45,7 +45,7 @@ def write(folder: Path, ids: Any, name: str = "train", **changes: Any) -> Path:
 def test_windows_are_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, ids: list[int], seq_len: int, dtype: str
 ) -> None:
-    source = TokenFile(write(tmp_path_factory.mktemp("tokens"), ids, dtype=dtype), seq_len, 300)
+    source = TokenFileDataset(write(tmp_path_factory.mktemp("tokens"), ids, dtype=dtype), seq_len, 300)
     assert len(source) == (len(ids) - 1) // seq_len
     for index in range(len(source)):
         start = index * seq_len
@@ -61,11 +61,11 @@ def test_a_file_of_another_size_is_refused(size: int, tmp_path: Path) -> None:
     os.truncate(tmp_path / "train.bin", size)
     expected = f"{tmp_path}/train.bin: {size} bytes, but 10 tokens of uint16 are 20: damaged or cut short"
     with pytest.raises(ConfigError, match=expected):
-        TokenFile(path, 4, 300)
+        TokenFileDataset(path, 4, 300)
 
 
 def test_a_file_cut_short_while_it_is_in_use_is_an_error_and_no_sigbus(tmp_path: Path) -> None:
-    source = TokenFile(write(tmp_path, range(100)), 4, 300)
+    source = TokenFileDataset(write(tmp_path, range(100)), 4, 300)
     assert source[20].inputs.tolist() == [80, 81, 82, 83]
     os.truncate(tmp_path / "train.bin", 150)
     assert source[17].inputs.tolist() == [68, 69, 70, 71]
@@ -76,7 +76,7 @@ def test_a_file_cut_short_while_it_is_in_use_is_an_error_and_no_sigbus(tmp_path:
 def test_an_id_that_is_no_token_is_named_with_its_place(tmp_path: Path) -> None:
     ids = [1] * 100
     ids[37] = 256
-    source = TokenFile(write(tmp_path, ids), 10, vocab_size=256)
+    source = TokenFileDataset(write(tmp_path, ids), 10, vocab_size=256)
     assert source[2].inputs.tolist() == [1] * 10
     with pytest.raises(DataError, match=r"train.bin: byte 74: id 256 is not below vocab_size 256"):
         source[3]
@@ -93,7 +93,7 @@ def test_an_id_that_is_no_token_is_named_with_its_place(tmp_path: Path) -> None:
 def test_an_index_that_is_none_is_refused(content: str, problem: str, tmp_path: Path) -> None:
     write(tmp_path, range(10)).write_text(content)
     with pytest.raises(ConfigError, match=problem):
-        TokenFile(tmp_path / "train.json", 4, 300)
+        TokenFileDataset(tmp_path / "train.json", 4, 300)
 
 
 # ---- as a dataset --------------------------------------------------------------------------------------------

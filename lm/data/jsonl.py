@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lm.data.dataset import Sample
 from lm.data.files import read_jsonl
-from lm.data.rows import Row
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
-from model import IGNORE
+from model import IGNORE_INDEX
 
 _TOGETHER = 1024
 """Samples that are tokenised at once."""
 
 
-class Sample(NamedTuple):
+class RenderedExample(NamedTuple):
     text: str
     learned: tuple[tuple[int, int], ...] | None
     """the spans (characters) whose tokens count in the loss; None = all"""
@@ -34,7 +34,9 @@ class Sample(NamedTuple):
     """the text comes from a chat template, which writes beginnings and ends itself"""
 
 
-def sample_of(record: Mapping[str, Any], text_field: str, completion_only: bool, tokenizer: Tokenizer) -> Sample:
+def render_example(
+    record: Mapping[str, Any], text_field: str, completion_only: bool, tokenizer: Tokenizer
+) -> RenderedExample:
     """What a line says.
 
     Raises:
@@ -46,13 +48,13 @@ def sample_of(record: Mapping[str, Any], text_field: str, completion_only: bool,
     if {"prompt", "completion"} <= record.keys():
         prompt, completion = _text(record, "prompt"), _text(record, "completion")
         whole = len(prompt) + len(completion)
-        return Sample(prompt + completion, ((len(prompt), whole),) if completion_only else None, False)
+        return RenderedExample(prompt + completion, ((len(prompt), whole),) if completion_only else None, False)
     if text_field not in record:
         keys = ", ".join(record) or "none"
         raise ValueError(f"has neither {text_field}, nor prompt and completion, nor messages; its keys: {keys}")
     if completion_only:
         raise ValueError(f"loss_on: completion needs prompt and completion, or messages; this line has {text_field}")
-    return Sample(_text(record, text_field), None, False)
+    return RenderedExample(_text(record, text_field), None, False)
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:
@@ -69,7 +71,7 @@ def _unicode(text: str) -> str:
     return text
 
 
-def _chat(messages: Any, completion_only: bool, tokenizer: Tokenizer) -> Sample:
+def _chat(messages: Any, completion_only: bool, tokenizer: Tokenizer) -> RenderedExample:
     sound = isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
     if not sound:
         raise ValueError(f"messages is {json.dumps(messages)[:60]}, not a list of objects with role and content")
@@ -78,7 +80,7 @@ def _chat(messages: Any, completion_only: bool, tokenizer: Tokenizer) -> Sample:
             raise ValueError(f"messages[{at}]: its content is no text: {json.dumps(message)[:60]}")
     text = _unicode(tokenizer.render(messages, reply_follows=False))
     if not completion_only:
-        return Sample(text, None, True)
+        return RenderedExample(text, None, True)
     spans = []
     for at, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -87,10 +89,10 @@ def _chat(messages: Any, completion_only: bool, tokenizer: Tokenizer) -> Sample:
             if not (text.startswith(upto) and upto.startswith(before)):
                 raise ValueError("the chat template changes earlier messages, so replies cannot be told; loss_on: all")
             spans.append((len(before), len(upto)))
-    return Sample(text, tuple(spans), True)
+    return RenderedExample(text, tuple(spans), True)
 
 
-class Samples:
+class JsonlDataset:
     """All samples of some files as a source of rows.
 
     Packed, they stand one behind the other and are cut into full rows: attention stays inside each sample, and
@@ -116,8 +118,8 @@ class Samples:
         for file in files:
             try:
                 for encoded, learned in _encode(file, tokenizer, text_field, completion_only):
-                    wanted = np.where(learned[1:], encoded[1:].astype(np.int32), np.int32(IGNORE))
-                    if (wanted != IGNORE).any():
+                    wanted = np.where(learned[1:], encoded[1:].astype(np.int32), np.int32(IGNORE_INDEX))
+                    if (wanted != IGNORE_INDEX).any():
                         inputs.append(encoded[:-1].astype(np.int32))
                         targets.append(wanted)
             except ConfigError as error:
@@ -136,7 +138,7 @@ class Samples:
         self.overlong = sum(length > seq_len for length in lengths)
         begins = np.arange(0, len(self._inputs), seq_len) if packing else self._starts[:-1]
         stops = np.minimum(np.append(begins[1:], len(self._inputs)), begins + seq_len)
-        before = np.cumsum(np.append(0, self._targets != IGNORE))
+        before = np.cumsum(np.append(0, self._targets != IGNORE_INDEX))
         counts = before[stops] - before[begins]
         kept = counts > 0  # a row that has nothing to learn would only take time
         self._begins, self._stops, self._counts = begins[kept], stops[kept], counts[kept]
@@ -144,16 +146,16 @@ class Samples:
     def __len__(self) -> int:
         return len(self._begins)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> Sample:
         start, stop = self._begins[index], self._stops[index]
         inputs = np.zeros(self._seq_len, np.int64)
-        targets = np.full(self._seq_len, IGNORE, np.int64)
+        targets = np.full(self._seq_len, IGNORE_INDEX, np.int64)
         inputs[: stop - start] = self._inputs[start:stop]
         targets[: stop - start] = self._targets[start:stop]
         if not self._packing:
-            return Row(inputs, targets)
-        documents = np.searchsorted(self._starts, np.arange(start, start + self._seq_len), side="right")
-        return Row(inputs, targets, documents - documents[0])
+            return Sample(inputs, targets)
+        document_ids = np.searchsorted(self._starts, np.arange(start, start + self._seq_len), side="right")
+        return Sample(inputs, targets, document_ids - document_ids[0])
 
     def targets(self, index: int) -> int:
         return int(self._counts[index])
@@ -183,10 +185,10 @@ def _encode(
                 yield (ids, learned) if rendered else (np.append(ids, end), np.append(learned, True))
 
 
-def _samples(file: Path, tokenizer: Tokenizer, text_field: str, completion_only: bool) -> Iterator[Sample]:
+def _samples(file: Path, tokenizer: Tokenizer, text_field: str, completion_only: bool) -> Iterator[RenderedExample]:
     for number, record in read_jsonl(file):
         try:
-            yield sample_of(record, text_field, completion_only, tokenizer)
+            yield render_example(record, text_field, completion_only, tokenizer)
         except ValueError as error:
             raise ConfigError(f"{file}:{number}: {error}") from None
         except ConfigError as error:

@@ -21,12 +21,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from lm.data import files, jsonl, stream, text, tokens
-from lm.data.order import Order
-from lm.data.rows import Mixture, Row, Source
-from lm.data.stream import Streams
+from lm.data.dataset import Dataset, MixtureDataset, Sample
+from lm.data.sampler import Sampler
+from lm.data.stream import StreamingDataset
 from lm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from lm.errors import ConfigError, readable
-from model import IGNORE
+from lm.errors import ConfigError, oserror_as_config_error
+from model import IGNORE_INDEX
 
 SYNTHETIC_BATCHES = 10
 LARGEST_BATCH = 2**24
@@ -72,38 +72,41 @@ class DataConfig(BaseModel):
     validation_batches: int = Field(10, gt=0, description="batches of the total size that a validation looks at")
 
 
-def total_batch(config: DataConfig, ranks: int) -> int:
+def derive_global_batch_size(config: DataConfig, dp_size: int) -> int:
     """Sequences per optimizer step.
 
     Raises:
         ConfigError: too many, or `total_batch_size` is no multiple of batch_size x ranks; names the nearest that are.
     """
-    together = config.batch_size * ranks
-    total = config.total_batch_size or together
-    if total > LARGEST_BATCH:
-        raise ConfigError(f"batch_size: {total} sequences a step are too many; {LARGEST_BATCH} are the most")
-    if total % together:
-        lower, upper = total // together * together, (total // together + 1) * together
+    together = config.batch_size * dp_size
+    global_batch_size = config.total_batch_size or together
+    if global_batch_size > LARGEST_BATCH:
+        raise ConfigError(
+            f"batch_size: {global_batch_size} sequences a step are too many; {LARGEST_BATCH} are the most"
+        )
+    if global_batch_size % together:
+        lower, upper = global_batch_size // together * together, (global_batch_size // together + 1) * together
         near = " or ".join(str(value) for value in (lower, upper) if value)
         raise ConfigError(
-            f"total_batch_size: {total} is no multiple of batch_size {config.batch_size} x {ranks} ranks; use {near}"
+            f"total_batch_size: {global_batch_size} is no multiple of batch_size {config.batch_size} x {dp_size} ranks;"
+            f" use {near}"
         )
-    return total
+    return global_batch_size
 
 
-class Micro(NamedTuple):
+class MicroBatch(NamedTuple):
     """What the model is called with: `(batch_size, seq_len)` int64 each, on the device."""
 
     inputs: Tensor
     targets: Tensor
-    documents: Tensor | None = None
+    document_ids: Tensor | None = None
     """numbers that change where attention must not look back further"""
 
 
 class Batch(NamedTuple):
     """This rank's part of one global batch."""
 
-    micros: list[Micro]
+    micro_batches: list[MicroBatch]
     targets: int
     """positions that count in the loss, over all ranks"""
     state: dict[str, Any] | None = None
@@ -114,8 +117,8 @@ class Batch(NamedTuple):
 class Data:
     """Training and validation samples, and the tokenizer they were made with (None: no text)."""
 
-    train: Mixture | Streams
-    validation: Source
+    train: MixtureDataset | StreamingDataset
+    validation: Dataset
     tokenizer: Tokenizer | None
     notes: Sequence[str] = ()
     """what a person should know about the data"""
@@ -123,7 +126,7 @@ class Data:
     @property
     def samples(self) -> int | None:
         """Of an epoch; None: nobody knows, they are streamed."""
-        return None if isinstance(self.train, Streams) else len(self.train)
+        return None if isinstance(self.train, StreamingDataset) else len(self.train)
 
     def describe(self) -> dict[str, Any]:
         """What changes when the tokenizer or the data do: kept in checkpoints, compared on resuming."""
@@ -139,7 +142,13 @@ class Data:
 
 
 def open_data(
-    config: DataConfig, vocab_size: int, seq_len: int, total: int, seed: int, rank: int = 0, ranks: int = 1
+    config: DataConfig,
+    vocab_size: int,
+    seq_len: int,
+    global_batch_size: int,
+    seed: int,
+    dp_rank: int = 0,
+    dp_size: int = 1,
 ) -> Data:
     """Find, read and check the data that `config` names.
 
@@ -151,10 +160,10 @@ def open_data(
             for key in ("train_data", "val_data", "tokenizer"):
                 if getattr(config, key) is not None:
                     raise ConfigError(f"{key}: dataset: synthetic reads none; choose text, tokens, jsonl or hf")
-            samples = SYNTHETIC_BATCHES * total
-            train = tokens.SyntheticTokens(vocab_size, seq_len, samples, (seed, "training"))
-            validation = tokens.SyntheticTokens(vocab_size, seq_len, samples, (seed, "validation"))
-            data = Data(Mixture([train]), validation, None)
+            samples = SYNTHETIC_BATCHES * global_batch_size
+            train = tokens.SyntheticDataset(vocab_size, seq_len, samples, (seed, "training"))
+            validation = tokens.SyntheticDataset(vocab_size, seq_len, samples, (seed, "validation"))
+            data = Data(MixtureDataset([train]), validation, None)
         case "text":
             data = _open_text(config, seq_len)
         case "tokens":
@@ -162,15 +171,15 @@ def open_data(
         case "jsonl":
             data = _open_jsonl(config, seq_len)
         case "hf":
-            data = _open_stream(config, seq_len, total, seed, rank, ranks)
+            data = _open_stream(config, seq_len, global_batch_size, seed, dp_rank, dp_size)
     tokenizer = data.tokenizer
     if tokenizer and tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"vocab_size: {vocab_size} is less than the tokenizer's: {tokenizer.identity} needs"
             f" {tokenizer.vocab_size} or more"
         )
-    if data.samples is not None and data.samples < total:
-        raise _too_little("train_data", data.samples, seq_len, total)
+    if data.samples is not None and data.samples < global_batch_size:
+        raise _too_little("train_data", data.samples, seq_len, global_batch_size)
     if not len(data.validation):
         raise _too_little("val_data", 0, seq_len, 1)
     return data
@@ -190,11 +199,11 @@ def _open_text(config: DataConfig, seq_len: int) -> Data:
         row, held_out = text.split_validation(row)
     else:
         held_out = text.read_tokens(files.find_files(config.val_data, "val_data"), tokenizer)
-    train, validation = (tokens.TokenWindows(part, seq_len) for part in (row, held_out))
-    return Data(Mixture([train]), validation, tokenizer)
+    train, validation = (tokens.TokenWindowDataset(part, seq_len) for part in (row, held_out))
+    return Data(MixtureDataset([train]), validation, tokenizer)
 
 
-@readable
+@oserror_as_config_error
 def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Data:
     """Token files: `train.json` of one or several folders, and `validation.json` of the first, or what is named."""
     if not config.train_data:
@@ -220,12 +229,12 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Data:
     tokenizer = load_tokenizer(name) if made_with is not None else None
     if tokenizer and tokenizer.identity != made_with:
         raise ConfigError(f"tokenizer: {name}: is not the one that the token files were made with ({made_with})")
-    return Data(Mixture(train, list(weighted.values())), validation, tokenizer)
+    return Data(MixtureDataset(train, list(weighted.values())), validation, tokenizer)
 
 
-def _token_file(where: str, name: str, seq_len: int, vocab_size: int) -> tokens.TokenFile:
+def _token_file(where: str, name: str, seq_len: int, vocab_size: int) -> tokens.TokenFileDataset:
     path = Path(where)
-    return tokens.TokenFile(path / f"{name}.json" if path.is_dir() else path, seq_len, vocab_size)
+    return tokens.TokenFileDataset(path / f"{name}.json" if path.is_dir() else path, seq_len, vocab_size)
 
 
 def _open_jsonl(config: DataConfig, seq_len: int) -> Data:
@@ -235,7 +244,7 @@ def _open_jsonl(config: DataConfig, seq_len: int) -> Data:
         if where is None:
             raise ConfigError(f"{key}: dataset: jsonl needs it: a file, a folder or a glob")
     train, validation = (
-        jsonl.Samples(
+        jsonl.JsonlDataset(
             files.find_files(where, key),
             tokenizer,
             seq_len,
@@ -250,10 +259,12 @@ def _open_jsonl(config: DataConfig, seq_len: int) -> Data:
         lost = train.documents - len(train)
         left_out = f"; {lost} have nothing to learn in what is left, and are left out" if lost else ""
         notes.append(f"{train.overlong} of {train.documents} samples are cut to max_seq_len {seq_len}{left_out}")
-    return Data(Mixture([train]), validation, tokenizer, notes)
+    return Data(MixtureDataset([train]), validation, tokenizer, notes)
 
 
-def _open_stream(config: DataConfig, seq_len: int, total: int, seed: int, rank: int, ranks: int) -> Data:
+def _open_stream(
+    config: DataConfig, seq_len: int, global_batch_size: int, seed: int, dp_rank: int, dp_size: int
+) -> Data:
     where = _one_name(config)
     if where is None:
         raise ConfigError("train_data: dataset: hf needs a dataset's name on the hub, or local files")
@@ -265,21 +276,23 @@ def _open_stream(config: DataConfig, seq_len: int, total: int, seed: int, rank: 
         raise ConfigError("val_data: local files of a streamed dataset need some beside them")
     else:
         held_out, _ = stream.open_documents(where, "val_data", config.val_data or "validation", config.hf_config)
-    row = stream.first_tokens(held_out, config.text_field, tokenizer, config.validation_batches * total * seq_len + 1)
-    streams = Streams(
+    row = stream.first_tokens(
+        held_out, config.text_field, tokenizer, config.validation_batches * global_batch_size * seq_len + 1
+    )
+    streams = StreamingDataset(
         documents,
         identity,
         config.text_field,
         tokenizer,
         seq_len,
         batch_size=config.batch_size,
-        rank=rank,
-        ranks=ranks,
+        rank=dp_rank,
+        ranks=dp_size,
         workers=config.data_workers,
         seed=seed if config.shuffle else None,
     )
     notes = [streams.note] if streams.note else []
-    return Data(streams, tokens.TokenWindows(row, seq_len), tokenizer, notes)
+    return Data(streams, tokens.TokenWindowDataset(row, seq_len), tokenizer, notes)
 
 
 def _one_name(config: DataConfig) -> str | None:
@@ -299,21 +312,28 @@ class Loader:
     """
 
     def __init__(
-        self, config: DataConfig, data: Data, total: int, rank: int, ranks: int, seed: int, device: torch.device
+        self,
+        config: DataConfig,
+        data: Data,
+        global_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        device: torch.device,
     ) -> None:
         self._config = config
         self._data = data
-        self._total = total
-        self._rank = rank
-        self._ranks = ranks
+        self._total = global_batch_size
+        self._rank = dp_rank
+        self._ranks = dp_size
         self._device = device
         self.state: dict[str, Any] | None = None
         """a streamed dataset's, behind the batch handed out last"""
-        if isinstance(data.train, Streams):
+        if isinstance(data.train, StreamingDataset):
             self.state = data.train.state()
             return
         try:
-            self._order = Order(data.train.counts, data.train.shares, seed, config.shuffle)
+            self._order = Sampler(data.train.counts, data.train.shares, seed, config.shuffle)
         except ValueError as error:
             raise ConfigError(f"train_data: {error}") from None
 
@@ -323,7 +343,7 @@ class Loader:
         Args:
             states: `state` of every rank, by rank.
         """
-        if not isinstance(self._data.train, Streams) or states is None:
+        if not isinstance(self._data.train, StreamingDataset) or states is None:
             return None
         note = self._data.train.resume(states)
         self.state = self._data.train.state()
@@ -337,7 +357,7 @@ class Loader:
         """Endless batches from step `start` on, each made while the one before it is trained on."""
         batches = (
             self._streamed(self._data.train)
-            if isinstance(self._data.train, Streams)
+            if isinstance(self._data.train, StreamingDataset)
             else self._ordered(self._data.train, start)
         )
         pool = ThreadPoolExecutor(1, "loader")
@@ -351,23 +371,23 @@ class Loader:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ordered(self, source: Mixture, start: int) -> Iterator[Batch]:
+    def _ordered(self, source: MixtureDataset, start: int) -> Iterator[Batch]:
         size = self._config.batch_size
         share = self._total // self._ranks
         for step in itertools.count(start):
             numbers = self.sample_ids(step)
             rows = [source[number] for number in numbers[self._rank * share : (self._rank + 1) * share]]
-            micros = [self._micro(rows[at : at + size]) for at in range(0, share, size)]
-            yield Batch(micros, sum(map(source.targets, numbers)))
+            micro_batches = [self._micro(rows[at : at + size]) for at in range(0, share, size)]
+            yield Batch(micro_batches, sum(map(source.targets, numbers)))
 
-    def _streamed(self, streams: Streams) -> Iterator[Batch]:
-        micro_batches = iter(streams)
+    def _streamed(self, streams: StreamingDataset) -> Iterator[Batch]:
+        windows = iter(streams)
         for _ in itertools.count():
-            taken = [next(micro_batches) for _ in range(self._total // self._ranks // self._config.batch_size)]
-            micros = [self._micro([tokens.window(ids) for ids in many]) for many, _ in taken]
-            yield Batch(micros, self._total * micros[0].targets.shape[1], taken[-1][1])
+            taken = [next(windows) for _ in range(self._total // self._ranks // self._config.batch_size)]
+            micro_batches = [self._micro([tokens.window(ids) for ids in many]) for many, _ in taken]
+            yield Batch(micro_batches, self._total * micro_batches[0].targets.shape[1], taken[-1][1])
 
-    def validation(self) -> Iterator[Micro]:
+    def validation(self) -> Iterator[MicroBatch]:
         """The validation samples that fall to this rank; every rank gets equally many forward passes.
 
         Where samples run out, rows are filled up with token 0 and targets that are all ignored.
@@ -376,16 +396,16 @@ class Loader:
         size = self._config.batch_size
         count = min(len(source), self._config.validation_batches * self._total)
         mine = range(self._rank, count, self._ranks)
-        inputs, targets, documents = source[0]
-        filler = Row(np.zeros_like(inputs), np.full_like(targets, IGNORE), documents)
+        inputs, targets, document_ids = source[0]
+        filler = Sample(np.zeros_like(inputs), np.full_like(targets, IGNORE_INDEX), document_ids)
         for at in range(0, math.ceil(count / self._ranks), size):
             rows = [source[i] for i in mine[at : at + size]]
             yield self._micro(rows + [filler] * (size - len(rows)))
 
-    def _micro(self, rows: Sequence[Row]) -> Micro:
-        inputs, targets, documents = zip(*rows, strict=True)
-        apart = self._on_device(documents) if documents[0] is not None else None
-        return Micro(self._on_device(inputs), self._on_device(targets), apart)
+    def _micro(self, rows: Sequence[Sample]) -> MicroBatch:
+        inputs, targets, document_ids = zip(*rows, strict=True)
+        apart = self._on_device(document_ids) if document_ids[0] is not None else None
+        return MicroBatch(self._on_device(inputs), self._on_device(targets), apart)
 
     def _on_device(self, rows: Sequence[NDArray[np.int64]]) -> Tensor:
         together = torch.from_numpy(np.stack(rows))

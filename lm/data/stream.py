@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lm import seeds
 from lm.data.files import find_files, is_empty_parquet
 from lm.data.tokenizer import Tokenizer
-from lm.errors import ConfigError, DataError, RankError, RunError, readable
-from lm.launch import die_with_parent
+from lm.errors import ConfigError, DataError, RankError, RunError, oserror_as_config_error
+from lm.launch.spawn import die_with_parent
 
 if TYPE_CHECKING:
     from datasets import IterableDataset as Documents
@@ -47,7 +47,7 @@ def is_local(where: str) -> bool:
     return Path(where).exists() or any(sign in where for sign in "*?[") or where.startswith((".", "/", "~"))
 
 
-@readable
+@oserror_as_config_error
 def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[Documents, str]:
     """The dataset that the setting `key` names: local files (a file, a folder or a glob), or one of the hub.
 
@@ -136,7 +136,7 @@ class Window(NamedTuple):
     """where the next window begins; JSON"""
 
 
-class Stream(IterableDataset[Window]):
+class TokenStream(IterableDataset[Window]):
     """The windows of one worker's part of the documents, from a state on.
 
     Args:
@@ -185,13 +185,13 @@ class Stream(IterableDataset[Window]):
         for block, texts in self._blocks():
             order = np.arange(len(texts))
             if self._key is not None:
-                random = np.random.default_rng(seeds.derive("stream", *self._key, block["block"]))
+                random = np.random.default_rng(seeds.derive_seed("stream", *self._key, block["block"]))
                 order = random.permutation(order)
             at, token = block["document"], block["token"]
             for start in range(at, len(texts), _TOGETHER):
-                places = range(start, min(start + _TOGETHER, len(texts)))
-                encoded = self._tokenizer.encode_batch([texts[order[place]] for place in places])
-                for place, ids in zip(places, encoded, strict=True):
+                position_ids = range(start, min(start + _TOGETHER, len(texts)))
+                encoded = self._tokenizer.encode_batch([texts[order[place]] for place in position_ids])
+                for place, ids in zip(position_ids, encoded, strict=True):
                     yield block | {"document": place, "token": token}, np.append(ids.astype(np.int64), end)
                     token = 0
 
@@ -230,7 +230,7 @@ class Stream(IterableDataset[Window]):
 class _Guarded(IterableDataset[Window | str]):
     """A stream whose own errors come out as texts: what a worker raises would arrive as a long traceback."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: TokenStream) -> None:
         self._stream = stream
 
     def __iter__(self) -> Iterator[Window | str]:
@@ -251,7 +251,7 @@ def _begin_worker(_worker: int) -> None:
     die_with_parent(signal.SIGKILL)
 
 
-class Streams:
+class StreamingDataset:
     """This rank's streams, taken in turn, one micro-batch from each.
 
     Args:
@@ -354,7 +354,7 @@ class Streams:
 
     def _reader(self, *of_stream: Any) -> Iterator[list[Window | str]]:
         loader = DataLoader(
-            _Guarded(Stream(*of_stream)),
+            _Guarded(TokenStream(*of_stream)),
             batch_size=self._batch_size,
             num_workers=1,
             collate_fn=list,

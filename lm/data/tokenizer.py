@@ -21,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from tokenizers.decoders import DecodeStream
 
 from lm.data.words import Words, word_pattern
-from lm.errors import ConfigError, readable
+from lm.errors import ConfigError, oserror_as_config_error
 
 FILE = "tokenizer.json"
 FILES = (FILE, "tokenizer_config.json", "chat_template.jinja")
@@ -313,7 +313,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> bytes:
     return encoder.to_str().encode()
 
 
-@readable
+@oserror_as_config_error
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer that the setting `tokenizer` names: bytes, a file, a folder, or one of the Hugging Face hub.
 
@@ -333,7 +333,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     return FileTokenizer(_from_hub(name), name)
 
 
-@readable
+@oserror_as_config_error
 def tokenizer_of(folder: Path) -> FileTokenizer:
     """The tokenizer whose files lie in `folder`, e.g. a checkpoint's.
 

@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lm import seeds
-from lm.data.rows import Row
+from lm.data.dataset import Sample
 from lm.errors import ConfigError, DataError
 
 
-def window(ids: NDArray[np.int64]) -> Row:
+def window(ids: NDArray[np.int64]) -> Sample:
     """The sample whose inputs are all of `ids` but the last, and whose targets are all but the first."""
-    return Row(ids[:-1], ids[1:])
+    return Sample(ids[:-1], ids[1:])
 
 
-class SyntheticTokens:
+class SyntheticDataset:
     """Uniformly random tokens, each sample drawn from its own seed: nothing to learn but the samples themselves.
 
     Args:
@@ -43,8 +43,8 @@ class SyntheticTokens:
     def __len__(self) -> int:
         return self._samples
 
-    def __getitem__(self, index: int) -> Row:
-        random = np.random.default_rng(seeds.derive("synthetic", *self._key, index))
+    def __getitem__(self, index: int) -> Sample:
+        random = np.random.default_rng(seeds.derive_seed("synthetic", *self._key, index))
         return window(random.integers(0, self._vocab_size, self._seq_len + 1, dtype=np.int64))
 
     def targets(self, _index: int) -> int:
@@ -54,7 +54,7 @@ class SyntheticTokens:
         return f"synthetic {self._samples} x {self._seq_len} of {self._vocab_size}"
 
 
-class TokenWindows:
+class TokenWindowDataset:
     """A long row of tokens cut into windows of `seq_len`; a window's last target is the next one's first input."""
 
     def __init__(self, tokens: NDArray[np.integer[Any]], seq_len: int) -> None:
@@ -64,7 +64,7 @@ class TokenWindows:
     def __len__(self) -> int:
         return max(0, len(self._tokens) - 1) // self._seq_len
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> Sample:
         start = index * self._seq_len
         return window(self._tokens[start : start + self._seq_len + 1].astype(np.int64))
 
@@ -131,7 +131,7 @@ def read_index(path: Path) -> TokenIndex:
     return index
 
 
-class TokenFile:
+class TokenFileDataset:
     """A token file in windows of `seq_len`, as `TokenWindows`.
 
     It is read as it is needed, with pread: the page cache serves it as it would a memory map, and a file that
@@ -154,7 +154,7 @@ class TokenFile:
     def __len__(self) -> int:
         return (self.index.tokens - 1) // self._seq_len
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> Sample:
         """Raises DataError: the file was cut short meanwhile, or an id is no token of the model's."""
         offset = index * self._seq_len * self._dtype.itemsize
         wanted = (self._seq_len + 1) * self._dtype.itemsize

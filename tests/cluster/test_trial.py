@@ -20,7 +20,7 @@ import yaml
 from determined.common import constants
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lm.manifest import read_manifest
+from lm.checkpoint.manifest import read_manifest
 from tests.cluster import shown, trial
 from tests.cluster.master import PROFILER_GROUPS, Master
 from tests.support import ROOT

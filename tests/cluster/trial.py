@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from lm.launch import free_port
+from lm.launch.spawn import free_port
 from tests.cluster.master import Allocation, Master
 from tests.support import ROOT, TINY
 

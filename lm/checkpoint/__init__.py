@@ -1,0 +1,1 @@
+"""Checkpoints: save, verify, retain, resume."""

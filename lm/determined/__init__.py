@@ -1,0 +1,1 @@
+"""The Determined platform: Core API's distributed context, and the master."""

@@ -1,0 +1,336 @@
+"""Command: Hugging Face weights into a checkpoint of ours, and back.
+
+    python -m lm.hf import SOURCE OUT [--revision R]
+    python -m lm.hf export CHECKPOINT OUT [--dtype float32|bfloat16|float16]
+
+SOURCE is a folder with config.json and safetensors, or a name on the Hugging Face hub. OUT of an import is a
+checkpoint of step 0: `init_from: OUT` starts a run with its weights. CHECKPOINT is a checkpoint's or a run's
+folder, whatever number of ranks wrote it; OUT of an export is what `from_pretrained` of transformers loads.
+
+Both go tensor by tensor, a few MiB at a time, so that memory does not grow with the model, and into a draft
+folder that is renamed once everything is in it. Nothing pickled is ever read from SOURCE.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.utils import _create_file_view
+from tqdm import tqdm
+
+from lm.checkpoint.dcp_reader import Reader
+from lm.checkpoint.manifest import (
+    FORMAT,
+    INDEX,
+    CheckpointError,
+    Manifest,
+    read_manifest,
+    record,
+    verify,
+    write_manifest,
+)
+from lm.checkpoint.resume import find_checkpoint
+from lm.data.tokenizer import END_OF_TEXT, FILE, ByteTokenizer, FileTokenizer, Tokenizer, read_files, tokenizer_of
+from lm.errors import ConfigError, RunError, oserror_as_config_error
+from lm.fileio import write_durably
+from lm.hf import families
+from lm.hf.families import TensorSlice
+from lm.hf.weights import DTYPES, Weights, begin_files, find_source, read_json, write_rows
+from model import ModelConfig, Transformer
+
+CHUNK_BYTES = 8 << 20
+
+
+"""Of a tensor in an imported checkpoint. A rank reads the chunks that its slice touches, so they are small."""
+
+
+FILE_BYTES = 1 << 30
+
+
+"""Of a file of an imported checkpoint. DCP's writer keeps one chunk per tensor of a file, so files are not large."""
+
+
+@oserror_as_config_error
+def _refuse_used(out: Path) -> None:
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"{out}: is there already, and nothing is ever overwritten; give another folder")
+
+
+@contextmanager
+def _drafted(out: Path, needed: int) -> Iterator[Path]:
+    """A folder beside `out` to fill, which becomes `out` if nothing goes wrong, and else is deleted.
+
+    Raises:
+        ConfigError: `out` cannot be made.
+        RunError: the disk is full, or fails.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be made: {error.strerror}") from None
+    try:
+        free = shutil.disk_usage(draft).free
+        if free < needed:
+            raise RunError(f"{out}: disk full: {needed:,} bytes are needed, {free:,} are free")
+        yield draft
+        draft.rename(out)
+    except OSError as error:
+        raise RunError(f"{out}: cannot be written: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+class _Streamed(DefaultSavePlanner):
+    """Hands DCP's writer each chunk of a checkpoint when it is about to write it."""
+
+    def __init__(
+        self, weights: Weights, position_ids: Mapping[str, tuple[TensorSlice, ...]], progress: tqdm[Any]
+    ) -> None:
+        super().__init__()
+        self._weights = weights
+        self._places = position_ids
+        self._progress = progress
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        assert write_item.tensor_data is not None
+        assert write_item.index.offset is not None
+        shape = write_item.tensor_data.chunk.sizes
+        name, first = write_item.index.fqn.removeprefix("model."), write_item.index.offset[0]
+        chunk = torch.empty(shape)
+        for part in self._places[name]:
+            start, stop = max(first, part.start), min(first + shape[0], part.stop)
+            if start < stop:
+                chunk[start - first : stop - first] = self._weights.rows(part, start - part.start, stop - part.start)
+        if not torch.isfinite(torch.stack(torch.aminmax(chunk))).all():
+            raise RunError(f"{name}: holds inf or NaN; download the weights again, or find better ones")
+        self._progress.update(chunk.nbytes)
+        return chunk
+
+
+def _plans(shapes: Mapping[str, tuple[int, ...]]) -> list[SavePlan]:
+    """What to write into each file, chunk by chunk, as if every file were a rank's."""
+    plans: list[list[WriteItem]] = [[]]
+    filled = 0
+    for name, shape in shapes.items():
+        row_bytes = 4 * torch.Size(shape[1:]).numel()
+        step = max(1, CHUNK_BYTES // row_bytes)
+        for start in range(0, shape[0], step):
+            rows = min(step, shape[0] - start)
+            offsets = torch.Size((start, *(0 for _ in shape[1:])))
+            chunk = ChunkStorageMetadata(offsets, torch.Size((rows, *shape[1:])))
+            data = TensorWriteData(chunk, TensorProperties(dtype=torch.float32), torch.Size(shape))
+            index = MetadataIndex(f"model.{name}", offsets)
+            plans[-1].append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+            filled += rows * row_bytes
+            if filled >= FILE_BYTES:
+                plans.append([])
+                filled = 0
+    return [SavePlan(items) for items in plans if items]
+
+
+def import_model(
+    source: str, out: Path, revision: str | None = None, log: Callable[[str], None] = lambda _: None
+) -> Manifest:
+    """Make the checkpoint `out` of the model `source`; its tensors are float32, as all master weights.
+
+    Args:
+        say: is told what is worth knowing of the tokenizer.
+
+    Raises:
+        ConfigError: `source` is none that can be read, or that can be represented exactly; or `out` is there.
+        RunError: a file is damaged, or `out` cannot be written.
+    """
+    _refuse_used(out)
+    folder = find_source(source, revision)
+    family, config = families.read_config(read_json(folder / "config.json"), str(folder / "config.json"))
+    position_ids = families.layout(family, config)
+    weights = Weights(folder, families.PREFIXES[family])
+    wanted = {part.name: part.shape for parts in position_ids.values() for part in parts}
+    if config.tie_embeddings:
+        _drop_tied_head(folder, weights, position_ids)
+    weights.compare(folder, wanted)
+    tokenizer = _find_tokenizer(folder, config.vocab_size, log)
+    extra_files = tokenizer.files if tokenizer else {}
+    shapes = _shapes(config)
+    total = 4 * config.n_parameters
+    with _drafted(out, total) as draft, tqdm(total=total, unit="B", unit_scale=True, disable=None) as progress:
+        # Without collectives, so that it needs no process group; one thread, nothing copied ahead.
+        writer = dcp.FileSystemWriter(draft, per_thread_copy_ahead=0)
+        writer.set_up_storage_writer(is_coordinator=True)
+        plans, index = create_default_global_save_plan(_plans(shapes))
+        planner = _Streamed(weights, position_ids, progress)
+        try:
+            written = [writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)]
+            writer.finish(index, written)
+        except RuntimeError as error:  # how PyTorch's serialisation says that a write failed
+            raise RunError(f"{out}: cannot be written: {str(error).splitlines()[0]}") from None
+        for name, content in extra_files.items():
+            write_durably(draft / name, content)
+        names = [*(path.name for path in draft.glob("*.distcp")), INDEX, *extra_files]
+        model = config.model_dump(mode="json")
+        manifest = Manifest(
+            format=FORMAT,
+            step=0,
+            time=time.time(),
+            world_size=1,
+            sharding="no-shard",
+            total_batch_size=1,
+            tokens=0,
+            validation_loss=None,
+            hyperparameters=model,
+            model=model,
+            tokenizer=tokenizer and tokenizer.identity,
+            source=None,
+            data={"train": f"weights of {source}, imported"},
+            loss_scaled=False,
+            trial_id=None,
+            files={name: record(draft / name) for name in names},
+        )
+        write_manifest(draft, manifest)
+    return manifest
+
+
+def _find_tokenizer(folder: Path, vocab_size: int, log: Callable[[str], None]) -> FileTokenizer | None:
+    if FILE not in read_files(folder):
+        log(
+            f"{folder}: no {FILE}, so the checkpoint cannot read or write text; to have one, load the tokenizer with"
+            f" transformers and save_pretrained({str(folder)!r})"
+        )
+        return None
+    tokenizer = tokenizer_of(folder)
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}: take the tokens that"
+            " were added out of the tokenizer, or load the model with transformers, resize_token_embeddings and"
+            " save_pretrained it"
+        )
+    if tokenizer.vocab_size < vocab_size:
+        log(f"vocab_size: keep {vocab_size}; of these, the tokenizer uses {tokenizer.vocab_size}")
+    return tokenizer
+
+
+def _drop_tied_head(folder: Path, weights: Weights, position_ids: Mapping[str, tuple[TensorSlice, ...]]) -> None:
+    """Some files hold a tied output matrix all the same; it has to be the embedding."""
+    head = weights.tensors.get("lm_head.weight")
+    (tokens,) = position_ids["embedding.tokens.weight"]
+    there = weights.tensors.get(tokens.name)
+    if head is None or there is None:
+        return
+    step = max(1, CHUNK_BYTES // (4 * tokens.shape[1]))
+    for start in range(0, tokens.stop, step):
+        stop = min(start + step, tokens.stop)
+        rows = weights.rows(tokens, start, stop)
+        if head.shape != there.shape or not rows.equal(
+            weights.rows(tokens._replace(name="lm_head.weight"), start, stop)
+        ):
+            raise ConfigError(
+                f"{folder}: config.json ties lm_head.weight to {tokens.name}, and the file has another one;"
+                " set tie_word_embeddings: false in config.json if it is meant"
+            )
+    del weights.tensors["lm_head.weight"]
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        model = Transformer(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def export_model(where: Path, out: Path, dtype: str = "float32") -> int:
+    """Make the folder `out` of the weights of a checkpoint, for transformers' `from_pretrained`.
+
+    Args:
+        where: a checkpoint's or a run's folder.
+        dtype: a key of `DTYPES`.
+
+    Returns:
+        Bytes of weights.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole.
+        ConfigError: Hugging Face has no such model; every key that stands in the way is listed. Or `out` is there.
+        RunError: `out` cannot be written, or a weight is too large for float16.
+    """
+    _refuse_used(out)
+    folder = find_checkpoint(where)
+    manifest = read_manifest(folder)
+    config = ModelConfig.model_validate(manifest.model)
+    family = families.family_of(config)
+    verify(folder, manifest)
+    tokenizer = None
+    if manifest.tokenizer:
+        tokenizer = ByteTokenizer() if manifest.tokenizer == ByteTokenizer.identity else tokenizer_of(folder)
+    specials = (tokenizer.end_of_text, tokenizer.beginning) if tokenizer else (None, None)
+    raw = families.write_config(config, dtype, *specials)
+    reader = Reader(folder, manifest)
+    reader.compare({f"model.{name}": torch.empty(shape, device="meta") for name, shape in _shapes(config).items()})
+    index = reader.read_metadata()
+    position_ids = families.layout(family, config)
+    total = DTYPES[dtype][1].itemsize * config.n_parameters
+    with _drafted(out, total) as draft, tqdm(total=total, unit="B", unit_scale=True, disable=None) as progress:
+        with ExitStack() as files:
+            slots = begin_files(draft, [part for parts in position_ids.values() for part in parts], dtype, files)
+            for name, parts in position_ids.items():
+                chunks = _chunks(folder, index, f"model.{name}")
+                if parts[0].transposed:  # a chunk of our rows would be columns of theirs; no such tensor is large
+                    chunks = iter([(0, torch.cat([chunk for _, chunk in chunks]))])
+                for first, chunk in chunks:
+                    for part in parts:
+                        progress.update(write_rows(slots[part.name], part, first, chunk, DTYPES[dtype][1]))
+        (draft / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+        for name, content in (_tokenizer_files(tokenizer) if tokenizer else {}).items():
+            (draft / name).write_bytes(content)
+    return total
+
+
+def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """What `AutoTokenizer` needs of a tokenizer; bytes become a byte-level BPE without merges."""
+    files = dict(tokenizer.files)
+    if isinstance(tokenizer, ByteTokenizer):
+        # Byte-level BPE stands for a byte that does not print by a letter further up.
+        printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        letters = {byte: chr(byte) for byte in printed}
+        letters |= {byte: chr(256 + at) for at, byte in enumerate(sorted(set(range(256)) - set(printed)))}
+        encoder = tokenizers.Tokenizer(tokenizers.models.BPE({letters[byte]: byte for byte in range(256)}, []))
+        encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        encoder.decoder = tokenizers.decoders.ByteLevel()
+        encoder.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, special=True)])
+        files[FILE] = encoder.to_str(pretty=True).encode()
+    end = tokenizers.Tokenizer.from_buffer(files[FILE]).id_to_token(tokenizer.end_of_text)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    return {"tokenizer_config.json": json.dumps(settings, indent=2).encode()} | files
+
+
+def _chunks(folder: Path, index: Metadata, name: str) -> Iterator[tuple[int, Tensor]]:
+    """The saved chunks of a tensor in order, each with the number of its first row: one in memory at a time."""
+    entry = index.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata)
+    for chunk in sorted(entry.chunks, key=lambda chunk: tuple(chunk.offsets)):
+        place = index.storage_data[MetadataIndex(name, chunk.offsets)]
+        with (folder / place.relative_path).open("rb") as file:
+            view: Any = _create_file_view(file, place.offset, place.length)
+            tensor = torch.load(view, map_location="cpu", weights_only=True)
+        if not isinstance(tensor, Tensor) or tensor.shape != chunk.sizes or any(chunk.offsets[1:]):
+            raise CheckpointError(f"{folder}: {name} is not what the index promises")
+        yield chunk.offsets[0], tensor

@@ -1,0 +1,1 @@
+"""Where this process runs among the others, and how to start several."""

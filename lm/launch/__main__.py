@@ -1,0 +1,8 @@
+"""Command: run a script as several ranks on this machine."""
+
+import sys
+
+from lm.launch.spawn import main
+
+if __name__ == "__main__":
+    sys.exit(main())

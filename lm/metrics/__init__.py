@@ -1,0 +1,1 @@
+"""Metrics: accumulate and log."""

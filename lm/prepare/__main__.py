@@ -1,0 +1,8 @@
+"""Command: text to token files."""
+
+import sys
+
+from lm.prepare.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

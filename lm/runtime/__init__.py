@@ -1,0 +1,1 @@
+"""The processes of a run: groups, watchdog, preemption, run directory."""

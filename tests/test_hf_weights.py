@@ -1,0 +1,135 @@
+"""Models come from the hub with only the files they need, and every refusal of the hub says what to do.
+
+The hub is a small server on this machine that speaks the part of its protocol that a download needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from huggingface_hub import constants
+
+from lm.errors import ConfigError
+from lm.hf.weights import find_source
+from tests.test_hf import LLAMA, make_reference
+
+COMMIT = "c" * 40
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Serves the folder `files` as the repositories someone/llama and someone/gated, of which one gives no file."""
+
+    files: ClassVar[Path]
+    sent: ClassVar[list[str]] = []
+    cut_short: ClassVar[set[str]] = set()
+    """files of which the next answer breaks off half-way"""
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        owner, name, *rest = path.removeprefix("/api/models").strip("/").split("/")
+        if (owner, name) not in (("someone", "llama"), ("someone", "gated")):
+            self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
+        elif path.startswith("/api/"):
+            names = sorted(file.name for file in self.files.iterdir())
+            files = [
+                {"type": "file", "path": name, "size": (self.files / name).stat().st_size, "oid": ""} for name in names
+            ]
+            about = {"id": f"{owner}/{name}", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
+            if rest and rest[0] == "revision" and rest[1] not in ("main", COMMIT):
+                self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
+            else:
+                self.answer(200, json.dumps(files if rest and rest[0] == "tree" else about).encode(), {})
+        elif name == "gated":
+            self.answer(403, b"", {"X-Error-Code": "GatedRepo"})
+        else:
+            self.send_file(rest[-1])
+
+    def send_file(self, name: str) -> None:
+        content = (self.files / name).read_bytes()
+        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        if self.command == "GET":
+            self.sent.append(name)
+            if name in self.cut_short:
+                self.cut_short.remove(name)
+                return self.answer(200, content, headers, len(content) // 2)
+        return self.answer(200, content, headers)
+
+    def answer(self, status: int, content: bytes, headers: dict[str, str], upto: int | None = None) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content[:upto])
+        self.close_connection = upto is not None
+
+    def log_message(self, format: str, *_: object) -> None:  # noqa: A002
+        pass
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a hub."""
+    Hub.files = tmp_path_factory.mktemp("hub")
+    make_reference(LLAMA).save_pretrained(Hub.files)
+    for name in ("pytorch_model.bin", "consolidated.safetensors", "README.md"):
+        (Hub.files / name).write_text("not needed")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def cache(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Lets downloads come from `hub` into an empty cache; returned for further changes."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+    return monkeypatch
+
+
+def refusal(source: str, revision: str | None = None) -> str:
+    with pytest.raises(ConfigError) as refused:
+        find_source(source, revision)
+    (problem,) = refused.value.problems
+    assert "\n" not in problem
+    return problem
+
+
+def test_a_download_takes_what_is_needed_and_goes_on_where_it_broke_off(cache: pytest.MonkeyPatch) -> None:
+    Hub.sent.clear()
+    Hub.cut_short.add("model.safetensors")
+    folder = find_source("someone/llama")
+    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+    assert sorted(Hub.sent) == ["config.json", "model.safetensors", "model.safetensors"]
+    assert (folder / "model.safetensors").read_bytes() == (Hub.files / "model.safetensors").read_bytes()
+    cache.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert find_source("someone/llama") == folder
+
+
+def test_what_the_hub_refuses_is_said_with_what_to_do(cache: pytest.MonkeyPatch) -> None:
+    gated = "someone/gated: gated: ask for access at https://huggingface.co/someone/gated, then `hf auth login`"
+    assert refusal("someone/gated").startswith(gated)
+    assert "nothing on the hub that you may see; for a private one: `hf auth login`" in refusal("someone/else")
+    assert refusal("someone/llama", "none").startswith("--revision: someone/llama has no revision 'none'")
+    assert "no name on the Hugging Face hub (OWNER/MODEL)" in refusal("some--one/llama")
+    cache.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    unreachable = refusal("someone/llama")
+    assert "Connection refused; import on a machine with network and give its OUT to the run" in unreachable
+    cache.setattr(constants, "HF_HUB_OFFLINE", True)
+    offline = refusal("someone/llama")
+    assert "HF_HUB_OFFLINE is set; import on a machine with network" in offline
+    assert "`hf download someone/llama`" in offline
