@@ -1,9 +1,9 @@
-"""The errors that are a person's to mend; they end a run with one line per problem, no traceback."""
+"""Errors caused by configuration or environment: they end a run with one line per problem and no traceback."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -11,46 +11,66 @@ T = TypeVar("T")
 
 
 class RunError(Exception):
-    """The run cannot go on for a reason outside the program: says what, and what would help.
+    """The run cannot continue for a reason outside the program. Says what is wrong, why, and what to do.
 
     Args:
         problems: one line each.
+        keys: the hyperparameters that caused them.
     """
 
     exit_code = 1
 
-    def __init__(self, *problems: str) -> None:
+    def __init__(self, *problems: str, keys: Collection[str] = ()) -> None:
         super().__init__(*problems)
         self.problems = problems
+        self.causes: tuple[frozenset[str], ...] = (frozenset(keys),)
+        """hyperparameters that caused each of the errors merged into this one"""
 
     def __str__(self) -> str:
         return "\n".join(self.problems)
 
+    @property
+    def keys(self) -> frozenset[str]:
+        """All hyperparameters that caused the error."""
+        return frozenset().union(*self.causes)
+
+    def is_caused_by(self, keys: Collection[str]) -> bool:
+        """Return whether each of the merged errors has one of the hyperparameters `keys` as a cause."""
+        return all(cause & frozenset(keys) for cause in self.causes)
+
 
 class ConfigError(RunError):
-    """Configuration or input is wrong: names the key or file, the value, and what would work."""
+    """Configuration or input is wrong. Names the key or file, the value, and what would work."""
 
     exit_code = 2
 
+    @classmethod
+    def merge(cls, errors: Iterable[RunError]) -> ConfigError:
+        """Return one error that lists the problems of all `errors`."""
+        errors = list(errors)
+        merged = cls(*(problem for error in errors for problem in error.problems))
+        merged.causes = tuple(cause for error in errors for cause in error.causes)
+        return merged
+
 
 class RankError(RunError):
-    """Something that this rank alone knows, so it has to say it itself; others are said by rank 0."""
+    """An error that only this rank knows, so this rank prints it; rank 0 prints all others."""
 
 
 class DataError(RankError):
-    """Data are wrong, as this rank found when it came to them: names the file and the place."""
+    """This rank found wrong data while reading them. Names the file and the position."""
 
     exit_code = 2
 
 
 def oserror_as_config_error(function: Callable[P, T]) -> Callable[P, T]:
-    """Let `function` raise a ConfigError where it may not look at a file, or a name is none."""
+    """Make `function` raise ConfigError instead of OSError, for a file it cannot open or an invalid file name."""
 
     @functools.wraps(function)
-    def reading(*args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
         except OSError as error:
             raise ConfigError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from None
 
-    return reading
+    return wrapper
