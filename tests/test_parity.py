@@ -221,7 +221,7 @@ def test_float8_learns_as_bfloat16_does_and_keeps_the_parameters_names(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("settings", "documents", "device", "kernel"),
+    ("settings", "document_ids", "device", "kernel"),
     [
         ({}, False, "cpu", "flash attention"),
         ({"n_heads": 8, "n_kv_heads": 2}, False, "cpu", "flash attention"),
