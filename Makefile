@@ -1,13 +1,4 @@
-# The two commands to start with are `make train` and `make test`; each sets up .venv first.
-#
-#   make train [CONFIG=recipes/quickstart.yaml] [NPROC=...] [ARGS="max_steps=600 ..."]
-#   make test  [ARGS="-k name"]
-#   make test-cluster   what a trial does on a cluster; with DET_MASTER, DET_USER and DET_PASS also on that one
-#   make check     formatting, lint, types, shell scripts
-#   make soak [COUNT=500]   kill runs again and again, and compare what they end with
-#   make bench     speed and memory beside reference loops, ours compiled (ARGS="--sweep ... key=value ...")
-#   make board     TensorBoard over runs/, curves and traces, on this machine only
-#   make docs      write the hyperparameters' table and schema anew
+# `make` or `make help` lists the targets. The first target that needs it installs .venv.
 
 CONFIG ?= recipes/quickstart.yaml
 NPROC ?=
@@ -19,37 +10,45 @@ PORT ?= 6006
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: train test test-cluster check soak bench board docs clean
+.DEFAULT_GOAL := help
+.PHONY: help train test test-all test-cluster check soak bench board docs clean
 
-train: .venv/run
+help: ## List the targets.
+	@echo "usage: make TARGET [VARIABLE=VALUE ...]"
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+train: .venv/run ## Train. CONFIG=recipes/quickstart.yaml NPROC=processes ARGS="key=value ..."
 	@$(BIN)/python -m lm.launch $(if $(NPROC),--nproc $(NPROC)) fsdp.py --config $(CONFIG) $(ARGS)
 
-test: .venv/dev
+test: .venv/dev ## Run the quick tests: a smoke test of every promise, under 3 minutes. ARGS="-k name"
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: .venv/dev ## Run all tests, about 20 minutes.
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-cluster: .venv/dev
+test-cluster: .venv/dev ## Run the Determined tests; with DET_MASTER, DET_USER and DET_PASS also on that cluster.
 	@$(BIN)/python -m pytest tests/cluster $(ARGS)
 
-check: .venv/dev
+check: .venv/dev ## Check formatting, lint, docstrings, types and shell scripts.
 	@$(BIN)/ruff format --check --diff .
 	@$(BIN)/ruff check .
 	@$(BIN)/basedpyright
 	@$(BIN)/shellcheck .ci/run launch/*
 
-soak: .venv/dev
+soak: .venv/dev ## Kill runs COUNT=500 times and compare what they end with.
 	@$(BIN)/python -m tests.soak $(COUNT) $(ARGS)
 
-bench: .venv/dev
+bench: .venv/dev ## Measure speed and memory next to reference loops. ARGS="--sweep ... key=value ..."
 	@$(BIN)/python -m benchmarks.throughput $(ARGS)
 
-board: .venv/run
+board: .venv/run ## Serve TensorBoard over runs/ on 127.0.0.1. PORT=6006
 	@$(BIN)/python -c 'import torch_tb_profiler' 2> /dev/null || $(PIP) torch-tb-profiler
 	@PYTHONWARNINGS=ignore::FutureWarning $(BIN)/tensorboard --logdir runs --host 127.0.0.1 --port $(PORT)
 
-docs: .venv/run
+docs: .venv/run ## Write docs/hyperparameters.md and the JSON Schema.
 	@$(BIN)/python -m lm.config --write
 
-clean:
+clean: ## Delete .venv.
 	rm -rf .venv
 
 .venv/run: requirements.txt constraints.txt
