@@ -14,7 +14,7 @@ import re
 import textwrap
 from pathlib import Path
 
-COLUMNS, ROWS = 92, 34
+COLUMNS, ROWS = 112, 24
 
 
 def screen(recording: str) -> list[str]:
@@ -33,11 +33,13 @@ def plot(run: Path, terminal: Path, out: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), width_ratios=(1.35, 1), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 4.2), width_ratios=(1.75, 1), layout="constrained")
     left.set_facecolor("#1e1e1e")
     left.set(xticks=[], yticks=[], xlim=(0, 1), ylim=(0, 1))
-    left.text(0.015, 0.975, "\n".join(screen(terminal.read_text(errors="replace"))), va="top", color="#d4d4d4",
-              family="monospace", fontsize=7.6, linespacing=1.35, parse_math=False)  # fmt: skip
+    font = {"family": "monospace", "fontsize": 8, "linespacing": 1.5, "color": "#d4d4d4", "va": "top"}
+    lines = screen(terminal.read_bytes().decode(errors="replace"))
+    left.text(0.015, 0.97, "\n".join(lines), parse_math=False, **font)
+    left.set_title("terminal")
     reports = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for group in ("training", "validation"):
         points = [(report["step"], report["loss"]) for report in reports if report["group"] == group]

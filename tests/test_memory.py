@@ -1,4 +1,4 @@
-"""What a GPU needs is estimated from what model and optimizer hold, and the README says what follows from it."""
+"""What a GPU needs is estimated from what model and optimizer hold, and docs/finetuning.md says what fits."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_the_activations_are_what_a_block_saves(changes: dict[str, Any]) -> None
     assert memory_bytes(shape, 1, 2, 128)["activations"] - inputs == pytest.approx(measured, rel=0.03)
 
 
-def test_the_readme_says_what_fits() -> None:
+def test_the_documentation_says_what_fits() -> None:
     model = ModelConfig.model_validate({"model": "codellama-7b"})
     alone = memory_bytes(model, 1, 1, 1)
-    text = " ".join((ROOT / "README.md").read_text().split())
+    text = " ".join((ROOT / "docs" / "finetuning.md").read_text().split())
     assert f"{alone['state'] / 2**30:.1f} GiB of state" in text
     assert f"{alone['gathered'] / 2**30:.1f} GiB of 16-bit" in text
     assert sum(alone.values()) > GPU
