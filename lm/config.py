@@ -29,7 +29,6 @@ from pydantic_core import ErrorDetails
 
 from lm import strict_yaml
 from lm.checkpoint.checkpointer import CheckpointConfig
-from lm.checkpoint.manifest import read_manifest
 from lm.data.loader import DataConfig
 from lm.errors import ConfigError
 from lm.metrics.accumulator import MetricsConfig
@@ -321,81 +320,6 @@ _KINDS = {
     "object": "a mapping",
 }
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
-
-
-# ---- comparing with an earlier run ------------------------------------------------------------------------
-
-IDENTITY = ModelConfig.model_fields.keys() - {"model"} | {
-    "dataset",
-    "tokenizer",
-    "shuffle",
-    "seed",
-    "total_batch_size",
-    "train_data",
-}
-"""Keys that make a run another run; data and tokenizer are compared by what they hold, not by where they lie."""
-
-FREE = MetricsConfig.model_fields.keys() | ProfilingConfig.model_fields.keys() | RunConfig.model_fields.keys()
-"""Keys whose change needs no word."""
-
-
-def refuse_another_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Compare what a checkpoint says of its run with the run that would go on from it.
-
-    Args:
-        before, now: with `hyperparameters` (resolved), `total_batch_size`, `tokenizer` and `data` (fingerprints).
-
-    Returns:
-        Other changes worth a line, as texts.
-
-    Raises:
-        ConfigError: with a line per change that would silently make it another run.
-    """
-    old, new = (
-        run["hyperparameters"]
-        | {key: run[key] for key in ("total_batch_size", "tokenizer")}
-        | {"train_data": run["data"]["train"]}
-        for run in (before, now)
-    )
-    changed = [key for key in new if key in old and old[key] != new[key]]
-    changes = {key: f"{key}: {json.dumps(old[key])} in the checkpoint, now {json.dumps(new[key])}" for key in changed}
-    strict = [changes[key] for key in changed if key in IDENTITY]
-    if strict:
-        total = "total_batch_size"
-        hint = f" (other ranks or batch_size: {total}={old[total]})" if total in changed else ""
-        raise ConfigError(
-            *strict,
-            f"this would be another run: undo the change{hint}, or start it with another run_name or resume=fresh",
-        )
-    return [changes[key] for key in changed if key not in FREE]
-
-
-def refuse_another_model(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """As `refuse_another_run`, for a run that starts with a checkpoint's weights: only the model has to be the same.
-
-    Args:
-        before, now: with `model` and `tokenizer`.
-    """
-    old, new = (ModelConfig.model_validate(run["model"]).structure() for run in (before, now))
-    changes = [
-        f"{key}: {json.dumps(old.get(key))} in the checkpoint, here {json.dumps(new.get(key))}"
-        for key in ModelConfig.model_fields
-        if old.get(key) != new.get(key)
-    ]
-    if changes:
-        raise ConfigError(*changes, "its weights are another model's: give the run the checkpoint's keys")
-    tokenizers = before["tokenizer"], now["tokenizer"]
-    same = None in tokenizers or tokenizers[0] == tokenizers[1]
-    return [] if same else [f"tokenizer: {tokenizers[0]} in the checkpoint, now {tokenizers[1]}: ids mean other text"]
-
-
-def completed(candidates: Sequence[str], about: Mapping[str, Any], steps: int) -> int:
-    """The step of the newest checkpoint of a run's folder, if that is its last one or further; else 0."""
-    if not candidates or not steps:
-        return 0
-    manifest = read_manifest(Path(candidates[0]))
-    refuse_another_run(manifest.model_dump(), about)
-    return manifest.step if manifest.step >= steps else 0
 
 
 # ---- explaining -------------------------------------------------------------------------------------------

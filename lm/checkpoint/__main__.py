@@ -1,4 +1,10 @@
-"""Command: list and verify checkpoints."""
+"""Command: list and verify checkpoints.
+
+    python -m lm.checkpoint list RUN
+    python -m lm.checkpoint verify CHECKPOINT
+
+Exit code 1 if a checkpoint is incomplete or damaged.
+"""
 
 from __future__ import annotations
 
@@ -8,65 +14,52 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm.checkpoint.manifest import (
-    DELETED,
-    CheckpointError,
-    read_manifest,
-    verify,
-)
+from lm.checkpoint.manifest import CheckpointError, read_manifest, verify
 from lm.checkpoint.resume import find_checkpoint
+from lm.checkpoint.retention import list_saved
 from lm.errors import ConfigError, RunError, oserror_as_config_error
 
 
-def describe(folder: Path) -> str:
-    """One line on the checkpoint in `folder`, after a look at every byte of it.
-
-    Raises:
-        CheckpointError: it is none, or damaged.
-    """
-    manifest = read_manifest(folder)
-    verify(folder, manifest)
+def describe(directory: Path) -> str:
+    """Return a line about the checkpoint in `directory`; raise CheckpointError if a file is missing or damaged."""
+    manifest = read_manifest(directory)
+    verify(directory, manifest)
     size = sum(entry.bytes for entry in manifest.files.values())
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
     loss = "" if manifest.validation_loss is None else f"  validation loss {manifest.validation_loss:.4f}"
     world = f"{manifest.sharding} x {manifest.world_size}"
-    return f"{folder.name}  step {manifest.step}  {when}  {size / 1e6:,.1f} MB  {world}{loss}  whole"
+    return f"{directory.name}  step {manifest.step}  {when}  {size / 1e6:,.1f} MB  {world}{loss}  complete"
 
 
 @oserror_as_config_error
-def list_run(folder: Path) -> bool:
-    """Print a line on each checkpoint of the run in `folder`. Returns whether all are whole.
-
-    Raises:
-        ConfigError: it is no run's folder.
-    """
-    checkpoints = folder / "checkpoints"
+def list_run(run: Path) -> bool:
+    """Print a line for each checkpoint of a run directory; return whether all are complete."""
+    checkpoints = run / "checkpoints"
     if not checkpoints.is_dir():
-        raise ConfigError(f"{folder}: is no run's folder, it has no checkpoints/")
-    paths = [path for path in checkpoints.iterdir() if path.is_dir() and not path.name.startswith(DELETED)]
-    all_complete = True
-    for path in sorted(paths, key=lambda path: path.stat().st_mtime):
+        raise ConfigError(f"{run}: is not a run directory: it has no checkpoints/")
+    saved, errors = list_saved(checkpoints)
+    for path in [checkpoints / entry.name for entry in saved]:
         try:
             print(describe(path))
         except CheckpointError as error:
-            print(f"{path.name}  not whole: {error}")
-            all_complete = False
-    return all_complete
+            errors[path] = error
+    for path, error in errors.items():
+        print(f"{path.name}  not complete: {error}")
+    return not errors
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lm.checkpoint", description="Look at checkpoints.")
+    """Run the command; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m lm.checkpoint", description="List and verify checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="all checkpoints of a run").add_argument("folder", type=Path, metavar="RUN")
-    commands.add_parser("verify", help="compare every file with its checksum").add_argument(
-        "folder", type=Path, metavar="CHECKPOINT"
-    )
+    commands.add_parser("list", help="list a run's checkpoints").add_argument("path", type=Path, metavar="RUN")
+    commands.add_parser("verify", help="verify all checksums").add_argument("path", type=Path, metavar="CHECKPOINT")
     args = parser.parse_args(arguments)
     try:
         if args.command == "verify":
-            print(describe(find_checkpoint(args.folder)))
+            print(describe(find_checkpoint(args.path)))
             return 0
-        return 0 if list_run(args.folder) else CheckpointError.exit_code
+        return 0 if list_run(args.path) else CheckpointError.exit_code
     except RunError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -1,4 +1,4 @@
-"""PyTorch's distributed checkpoint reader for folders that are not trusted."""
+"""PyTorch's distributed checkpoint reader for untrusted directories."""
 
 from __future__ import annotations
 
@@ -13,26 +13,22 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lm.checkpoint.manifest import (
-    INDEX,
-    CheckpointError,
-    Manifest,
-)
+from lm.checkpoint.manifest import INDEX, CheckpointError, Manifest
 from lm.errors import ConfigError
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """What pickles of Python 3.11.0 to 3.11.3 want `getattr` for: a member of an enumeration, and nothing else."""
+    """Replace `getattr`, with which Python 3.11.0 to 3.11.3 pickle an enumeration's member, and allow only that."""
     if not (isinstance(kind, EnumType) and isinstance(name, str) and name in kind.__members__):
         raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}")
     return kind.__members__[name]
 
 
 class _IndexUnpickler(pickle._Unpickler):
-    """Reads DCP's index and refuses to make anything else: a pickle can otherwise run code.
+    """Unpickler for DCP's index that allows only its classes; any other pickle could run code.
 
-    It is the one written in Python, because of `load_build`: the other cannot be kept from setting attributes
-    of the classes themselves, e.g. replacing a method of `Path` for the rest of the process.
+    It extends the pure-Python unpickler because only there `load_build` can be overridden: a pickle could otherwise
+    set attributes of the classes themselves, e.g. replace a method of `Path` for the rest of the process.
     """
 
     ALLOWED: ClassVar = {
@@ -74,19 +70,20 @@ class _IndexUnpickler(pickle._Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
-    """PyTorch's reader for a folder that need not be trusted.
+    """Checkpoint reader that refuses an index with anything but tensors in the files that the manifest lists."""
 
-    Raises:
-        CheckpointError: the index holds anything but tensors in the files that the manifest lists.
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        super().__init__(folder)
-        self._folder = folder
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        super().__init__(directory)
+        self._directory = directory
         self._files = manifest.files.keys()
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        path = self._folder / INDEX
+        """Return DCP's index.
+
+        Raises:
+            CheckpointError: the index is damaged, or holds anything but tensors in the manifest's files.
+        """
+        path = self._directory / INDEX
         try:
             with path.open("rb") as file:
                 index = _IndexUnpickler(file).load()
@@ -94,51 +91,51 @@ class Reader(dcp.FileSystemReader):
                 raise pickle.UnpicklingError(f"it is a {type(index).__name__}")
             for name, entry in index.state_dict_metadata.items():
                 if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
-                    raise pickle.UnpicklingError(f"{name!r} is no tensor")
-            for place in index.storage_data.values():
-                if place.relative_path not in self._files or place.transform_descriptors:
-                    raise pickle.UnpicklingError(f"it leads to {place.relative_path!r}")
+                    raise pickle.UnpicklingError(f"{name!r} is not a tensor")
+            for info in index.storage_data.values():
+                if info.relative_path not in self._files or info.transform_descriptors:
+                    raise pickle.UnpicklingError(f"it refers to {info.relative_path!r}")
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}") from None
         except Exception as error:  # a damaged pickle can raise anything
-            raise CheckpointError(f"{path}: damaged or hostile: {str(error) or type(error).__name__}") from None
+            raise CheckpointError(f"{path}: damaged or malicious: {str(error) or type(error).__name__}") from None
         return index
 
     def compare(self, wanted: Mapping[str, Tensor]) -> None:
-        """Look whether the folder holds the tensors `wanted` and, of the parts they name, no others.
+        """Check that the checkpoint holds the tensors `wanted` and no others of the objects that they belong to.
 
         Raises:
-            ConfigError: with every tensor that is missing, one too many, or of another shape or dtype.
+            ConfigError: lists every tensor that is missing, unexpected, or of another shape or dtype.
         """
         parts = {name.partition(".")[0] for name in wanted}
-        there = {
+        saved = {
             name: (entry.size, entry.properties.dtype)
             for name, entry in self.read_metadata().state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata) and name.partition(".")[0] in parts
         }
-        problems = [f"{name}: not in the checkpoint" for name in wanted if name not in there]
-        problems += [f"{name}: only in the checkpoint" for name in there if name not in wanted]
+        problems = [f"{name}: not in the checkpoint" for name in wanted if name not in saved]
+        problems += [f"{name}: only in the checkpoint" for name in saved if name not in wanted]
         problems += [
-            f"{name}: {list(there[name][0])} {there[name][1]} in the checkpoint, here {list(t.shape)} {t.dtype}"
+            f"{name}: {list(saved[name][0])} {saved[name][1]} in the checkpoint, now {list(t.shape)} {t.dtype}"
             for name, t in wanted.items()
-            if name in there and there[name] != (t.shape, t.dtype)
+            if name in saved and saved[name] != (t.shape, t.dtype)
         ]
         if problems:
-            raise ConfigError(f"{self._folder}: its tensors are not this run's:", *problems)
+            raise ConfigError(f"{self._directory}: the tensors differ from the model's:", *problems)
 
-    def load(self, wanted: Mapping[str, Tensor], **how: Any) -> None:
-        """Read the tensors `wanted`, in place; `how` are dcp.load's own arguments.
+    def load(self, wanted: Mapping[str, Tensor], **kwargs: Any) -> None:
+        """Read the tensors `wanted` in place; `kwargs` are passed to `dcp.load`.
 
         Raises:
-            CheckpointError: something in the files is no tensor, or not the one that the index promises.
+            CheckpointError: the files hold something other than the tensors in the index.
         """
         try:
-            dcp.load(dict(wanted), storage_reader=self, **how)
+            dcp.load(dict(wanted), storage_reader=self, **kwargs)
         except dcp.api.CheckpointException as error:
-            raise CheckpointError(f"{self._folder}: cannot be read: {first_failure(error)}") from None
+            raise CheckpointError(f"{self._directory}: cannot be read: {first_failure(error)}") from None
 
 
 def first_failure(error: dcp.api.CheckpointException) -> str:
-    """The lowest rank and what it met, in one line; DCP's own exception, no Exception, is too long for a person."""
+    """Return the error of the lowest rank that failed, in one line."""
     rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {type(cause).__name__}: {str(cause).partition(chr(10))[0]}"

@@ -1,10 +1,10 @@
-"""A checkpoint on disk: what makes a folder one, and how it is read without trusting it.
+"""Checkpoint manifest: the format on disk, and integrity checks that trust nothing in the directory.
 
-A checkpoint is a folder of PyTorch's distributed-checkpoint files plus `manifest.json`, written last. The
-manifest holds everything but tensors, as JSON, the size and checksum of every file, and a checksum of itself.
-PyTorch reads its own index, `.metadata`, with plain pickle, follows paths out of the folder, and verifies
-nothing; here a folder is read only if its manifest is whole, its files are the ones that were written, and its
-index names nothing but tensors in those files.
+A checkpoint is a directory of PyTorch distributed checkpoint (DCP) files plus `manifest.json`, which is written last.
+The manifest holds all state except tensors, the size and CRC-32C of every file, and a checksum of itself. DCP unpickles
+its index `.metadata` without restrictions, follows paths out of the directory and verifies nothing. A directory is
+therefore loaded only if its manifest is intact, its files match the manifest, and its index refers only to tensors in
+those files.
 """
 
 from __future__ import annotations
@@ -20,124 +20,128 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from lm.errors import RunError
 from lm.fileio import crc32c, sync_folder, write_durably
 
-FORMAT = 1
-
-
+FORMAT = 2
 MANIFEST = "manifest.json"
-
-
 INDEX = ".metadata"
-
-
-DELETED = ".deleted-"
-
-
-COMMITTED = ".committed"
-
-
-"""Stands beside a run's checkpoints once one of them was completed."""
-
-
 FILE_NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata|tokenizer(_config)?\.json|chat_template\.jinja")
-
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
 
+class CheckpointError(RunError):
+    """A directory is not a complete, intact checkpoint. Names the file and the reason."""
+
+
 class FileRecord(BaseModel):
+    """Size and checksum of a file."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     bytes: Count
     crc32c: int = Field(ge=0, lt=2**32)
 
 
-class Manifest(BaseModel):
-    """What `manifest.json` says. Nothing else is needed to rebuild the model."""
+class RunInfo(BaseModel):
+    """What identifies a run and stays the same from its first step to its last."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    format: Literal[1]
-    step: Count = Field(description="steps completed")
+    sharding: str
+    total_batch_size: Count = Field(gt=0, description="sequences per step")
+    hyperparameters: dict[str, Any]
+    model: dict[str, Any] = Field(description="the fields of ModelConfig: enough to rebuild the model")
+    tokenizer: str | None = Field(description="bytes, or a fingerprint; null = the tokens do not represent text")
+    data: dict[str, str] = Field(description="fingerprints of the training and validation data")
+    loss_scaled: bool = Field(description="float16: the tensors include a loss scale")
+    trial_id: int | None = Field(description="Determined trial that wrote the checkpoint")
+
+
+class TrainingProgress(BaseModel):
+    """How far a run has come."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    step: Count = Field(description="completed steps")
+    tokens: Count = Field(description="tokens seen so far")
+    validation_loss: float | None = Field(description="at this step, in nats per token")
+    dataset_state: list[dict[str, Any]] | None = Field(default=None, description="streamed dataset: its state, by rank")
+
+
+class Manifest(RunInfo, TrainingProgress):
+    """The content of `manifest.json`."""
+
+    format: Literal[2]
     time: float = Field(ge=0, lt=2**36, description="seconds since 1970")
     world_size: Count = Field(gt=0)
-    sharding: str
-    total_batch_size: Count = Field(gt=0)
-    tokens: Count = Field(description="seen so far")
-    validation_loss: float | None = Field(description="at this step, in nats per token")
-    hyperparameters: dict[str, Any]
-    model: dict[str, Any]
-    tokenizer: str | None = Field(description="its identity: bytes, or what says which files; null: tokens are no text")
-    data: dict[str, str]
-    source: list[dict[str, Any]] | None = Field(None, description="state of a streamed dataset behind `step`, by rank")
-    loss_scaled: bool = Field(description="float16: there is a loss scale among the tensors")
-    trial_id: int | None = Field(description="the Determined trial that wrote it")
     files: dict[str, FileRecord]
 
 
-class CheckpointError(RunError):
-    """A folder that is no whole checkpoint: says which and why."""
-
-
 def record(path: Path) -> FileRecord:
+    """Return the size and checksum of the file at `path`."""
     return FileRecord(bytes=path.stat().st_size, crc32c=crc32c(path))
 
 
-def _sealed(fields: dict[str, Any]) -> bytes:
-    """The text of a manifest: its fields, and behind them the checksum of what they look like as text."""
+def _encode(fields: dict[str, Any]) -> bytes:
+    """Return `fields` as JSON, with the checksum of that JSON as the last field."""
     checksum = google_crc32c.value(json.dumps(fields, indent=1).encode())
     return json.dumps(fields | {"checksum": checksum}, indent=1).encode()
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Make `folder` a checkpoint, in one atomic move, durably."""
-    draft = folder / f"{MANIFEST}.draft"
-    write_durably(draft, _sealed(manifest.model_dump(mode="json")))
-    draft.rename(folder / MANIFEST)
-    for place in (folder, folder.parent):
-        sync_folder(place)
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Turn `directory` into a complete checkpoint, atomically and crash-safe."""
+    draft = directory / f"{MANIFEST}.draft"
+    write_durably(draft, _encode(manifest.model_dump(mode="json")))
+    draft.rename(directory / MANIFEST)
+    for path in (directory, directory.parent):
+        sync_folder(path)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`, after a look at its files' names and sizes.
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest of the checkpoint in `directory` after checking that its files have the recorded sizes.
 
     Raises:
-        CheckpointError: no manifest, a broken one, one of a newer format, links, or files missing or cut short.
+        CheckpointError: the manifest is missing, damaged or of another format; a file is a symbolic link, is missing
+            or has another size.
     """
+    path = directory / MANIFEST
     try:
-        return _read_manifest(folder, folder / MANIFEST)
+        _refuse_symlink(directory)
+        _refuse_symlink(path)
+        manifest = _parse(path, path.read_bytes())
+        if INDEX not in manifest.files:
+            raise CheckpointError(f"{path}: does not list {INDEX}")
+        for name, entry in manifest.files.items():
+            if not FILE_NAME.fullmatch(name):
+                raise CheckpointError(f"{path}: lists {name!r}, which is not a checkpoint file")
+            file = directory / name
+            _refuse_symlink(file)
+            if not file.is_file():
+                raise CheckpointError(f"{file}: missing")
+            if file.stat().st_size != entry.bytes:
+                raise CheckpointError(f"{file}: has {file.stat().st_size} bytes, but {entry.bytes} were written")
     except OSError as error:
-        raise CheckpointError(f"{folder}: not a whole checkpoint, {MANIFEST}: {error.strerror}") from None
-
-
-def _read_manifest(folder: Path, path: Path) -> Manifest:
-    for place in (folder, path):
-        if place.is_symlink():
-            raise CheckpointError(f"{place}: is a symbolic link; a checkpoint is a folder of plain files")
-    manifest = _parse(path, path.read_bytes())
-    if INDEX not in manifest.files:
-        raise CheckpointError(f"{path}: lists no {INDEX}")
-    for name, entry in manifest.files.items():
-        file = folder / name
-        if not FILE_NAME.fullmatch(name):
-            raise CheckpointError(f"{path}: {name!r} is no file of a checkpoint")
-        if file.is_symlink():
-            raise CheckpointError(f"{file}: is a symbolic link; a checkpoint is a folder of plain files")
-        if not file.is_file():
-            raise CheckpointError(f"{file}: missing")
-        if file.stat().st_size != entry.bytes:
-            raise CheckpointError(f"{file}: {file.stat().st_size} bytes, {entry.bytes} were written")
+        raise CheckpointError(f"{directory}: not a complete checkpoint, {MANIFEST}: {error.strerror}") from None
     return manifest
+
+
+def _refuse_symlink(path: Path) -> None:
+    if path.is_symlink():
+        raise CheckpointError(f"{path}: is a symbolic link; a checkpoint is a directory of regular files")
 
 
 def _parse(path: Path, text: bytes) -> Manifest:
     try:
-        raw = json.loads(text)
-        if isinstance(raw, dict) and isinstance(raw.get("format"), int) and raw["format"] > FORMAT:
-            newer = f"format {raw['format']} is newer than this program reads ({FORMAT}); update it"
-            raise CheckpointError(f"{path}: {newer}")
-        if not isinstance(raw, dict) or _sealed({k: v for k, v in raw.items() if k != "checksum"}) != text:
-            raise CheckpointError(f"{path}: damaged: its checksum is not that of what was written")
-        return Manifest.model_validate({key: value for key, value in raw.items() if key != "checksum"})
+        fields = json.loads(text)
+        if isinstance(fields, dict):
+            if isinstance(fields.get("format"), int) and fields["format"] != FORMAT:
+                raise CheckpointError(
+                    f"{path}: has checkpoint format {fields['format']}, this program reads format {FORMAT}; use the"
+                    " version of this program that wrote it"
+                )
+            fields.pop("checksum", None)
+            if _encode(fields) == text:
+                return Manifest.model_validate(fields)
+        raise CheckpointError(f"{path}: damaged: its checksum does not match its content")
     except ValidationError as error:
         first = error.errors()[0]
         raise CheckpointError(f"{path}: damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
@@ -145,25 +149,16 @@ def _parse(path: Path, text: bytes) -> Manifest:
         raise CheckpointError(f"{path}: damaged: {error}") from None
 
 
-def verify(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
-    """Compare the checksum of every file, or of each `parts`-th from `part` on.
+def verify(directory: Path, manifest: Manifest, rank: int = 0, n_ranks: int = 1) -> None:
+    """Compare the checksum of every file with the manifest, or on each of `n_ranks` ranks that of its share.
 
     Raises:
-        CheckpointError: naming the file.
+        CheckpointError: a file is damaged or cannot be read; names the file.
     """
-    for name, entry in sorted(manifest.files.items())[part::parts]:
+    for name, entry in sorted(manifest.files.items())[rank::n_ranks]:
         try:
-            intact = crc32c(folder / name) == entry.crc32c
+            is_intact = crc32c(directory / name) == entry.crc32c
         except OSError as error:
-            raise CheckpointError(f"{folder / name}: {error.strerror}") from None
-        if not intact:
-            raise CheckpointError(f"{folder / name}: damaged, its checksum is not that of what was written")
-
-
-def is_intact(folder: Path, part: int, parts: int) -> bool:
-    """Whether `verify` finds nothing in each `parts`-th file of a checkpoint from `part` on."""
-    try:
-        verify(folder, read_manifest(folder), part, parts)
-    except CheckpointError:
-        return False
-    return True
+            raise CheckpointError(f"{directory / name}: {error.strerror}") from None
+        if not is_intact:
+            raise CheckpointError(f"{directory / name}: damaged: its checksum does not match the manifest")

@@ -1,114 +1,229 @@
-"""Find the checkpoint that a run resumes from."""
+"""Resume a run: find its checkpoint, compare it with the run, and load it.
+
+plan_resume      on rank 0, before the model is built: the checkpoints to load, best first
+completed_step   on rank 0: whether the run is already complete; `is_intact` verifies that on all ranks
+resume           on all ranks: load the first checkpoint of the plan that is intact
+"""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import determined as det
 
-from lm.checkpoint.checkpointer import CheckpointConfig
-from lm.checkpoint.manifest import (
-    COMMITTED,
-    FILE_NAME,
-    MANIFEST,
-    CheckpointError,
-    read_manifest,
-)
+from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer, Stateful
+from lm.checkpoint.manifest import FILE_NAME, MANIFEST, CheckpointError, Manifest, RunInfo, read_manifest, verify
+from lm.checkpoint.retention import COMMITTED, list_saved
 from lm.errors import ConfigError, oserror_as_config_error
+from lm.metrics.accumulator import MetricsConfig, peak_memory_gib
+from lm.profiling import ProfilingConfig
+from lm.runtime.world import World
+from model import ModelConfig
+
+IDENTITY = {"dataset", "seed", "shuffle", "tokenizer", "total_batch_size", "train_data"}
+IDENTITY |= ModelConfig.model_fields.keys() - {"model"}
+"""Hyperparameters whose change makes a different run; tokenizer and train_data are compared by content."""
+
+UNLOGGED = {"collective_timeout", "max_epochs", "max_steps", "num_tokens", "prompt", "run_name"}
+UNLOGGED |= MetricsConfig.model_fields.keys() | ProfilingConfig.model_fields.keys()
+"""Hyperparameters whose change is not worth a line."""
 
 
-def complete_checkpoints(folder: Path, log: Callable[[str], None]) -> list[Path]:
-    """The checkpoints below `folder` that look whole, the last written first; none where none was ever begun.
+@dataclass(frozen=True)
+class ResumePlan:
+    """Checkpoints to load, best first: absolute paths, or UUIDs on a cluster; from `init_candidates` only weights."""
 
-    That is not always the one of the highest step: a run may have gone on from an earlier one.
-
-    Args:
-        say: is told of each folder that is passed over.
-
-    Raises:
-        CheckpointError: there was one, and none is left. What a kill inside the first save leaves is no reason.
-    """
-    found: list[tuple[float, Path]] = []
-    problems = []
-    lost = (folder / COMMITTED).exists()
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.is_dir() and not path.name.startswith("."):
-            try:
-                found.append((read_manifest(path).time, path))
-            except CheckpointError as error:
-                problems.append(str(error))
-                lost |= (path / MANIFEST).exists()
-    if lost and problems and not found:
-        raise CheckpointError(*problems, f"{folder}: no whole checkpoint to go on from; resume=fresh starts anew")
-    for problem in problems:
-        log(f"passing over {problem}")
-    if problems and not found:
-        log(f"{folder}: none was ever completed, starting at step 0")
-    return [path for _, path in sorted(found, reverse=True)]
+    resume_candidates: tuple[str, ...] = ()
+    init_candidates: tuple[str, ...] = ()
+    may_be_complete: bool = False
 
 
 @oserror_as_config_error
-def find_checkpoint(where: Path) -> Path:
-    """The checkpoint that `where` means: itself, or the newest one of a run's folder.
-
-    Raises:
-        ConfigError: there is no such folder, it is none of both, or no checkpoint is in the run yet.
-        CheckpointError: the run has checkpoints, but none is whole.
-    """
-    if not where.is_dir():
-        raise ConfigError(f"{where}: no such folder; give a checkpoint's or a run's")
-    checkpoints = where / "checkpoints"
-    if not checkpoints.is_dir():
-        if not any(path.name == MANIFEST or FILE_NAME.fullmatch(path.name) for path in where.iterdir()):
-            raise ConfigError(f"{where}: is neither a checkpoint's folder nor a run's")
-        return where
-    whole = complete_checkpoints(checkpoints, lambda line: print(line, file=sys.stderr))
-    if not whole:
-        raise ConfigError(f"{where}: no checkpoint yet")
-    return whole[0]
-
-
-def find_initial(init_from: str | None, on_cluster: bool) -> list[str]:
-    """What `init_from` names: the absolute path of a checkpoint or of a run's newest, or on a cluster a uuid.
-
-    Raises:
-        ConfigError, CheckpointError: as `find_checkpoint`.
-    """
-    if init_from is None or (on_cluster and "/" not in init_from):
-        return [init_from] if init_from else []
-    try:
-        return [str(find_checkpoint(Path(init_from)).absolute())]
-    except ConfigError as error:
-        raise ConfigError(f"init_from: {error}") from None
-
-
-@oserror_as_config_error
-def find_checkpoints(
-    config: CheckpointConfig, info: det.ClusterInfo | None, folder: Path | None, restarted: bool
-) -> list[str]:
-    """What to go on from, best first: uuids on the cluster, folders off it; nothing to start anew.
+def plan_resume(
+    config: CheckpointConfig, cluster_info: det.ClusterInfo | None, checkpoints: Path | None, restarted: bool
+) -> ResumePlan:
+    """Find the checkpoints to resume from, or else the one to load weights from; print to stderr what is skipped.
 
     Args:
-        folder: where a run off the cluster keeps its checkpoints.
-        restarted: a launcher repeats an earlier start, whose checkpoints then come before what `resume` asked for.
+        checkpoints: directory of the run's checkpoints; None on a cluster.
+        restarted: a launcher restarts the run, so its own checkpoints precede the one that `resume` names.
 
     Raises:
-        ConfigError: `resume` names a folder that is not there, or holds no checkpoint.
-        CheckpointError: there were checkpoints, and none is whole.
+        ConfigError: `resume` or `init_from` is not a checkpoint.
+        CheckpointError: there are checkpoints, but none is complete.
     """
-    named: list[str] = []
-    if config.resume not in ("auto", "fresh"):
+
+    def locate(key: str, where: str) -> str:
+        if cluster_info is not None and "/" not in where:
+            return where
         try:
-            named = [config.resume if info else str(find_checkpoint(Path(config.resume)).absolute())]
+            return str(find_checkpoint(Path(where)).absolute())
         except ConfigError as error:
-            raise ConfigError(f"resume: {error}; or use auto or fresh") from None
-    if config.resume != "auto" and not restarted:
-        own: list[str] = []
-    elif folder is None:
-        own = [info.latest_checkpoint] if info and info.latest_checkpoint else []
-    else:
-        whole = complete_checkpoints(folder, lambda line: print(line, file=sys.stderr))
-        own = [str(path.absolute()) for path in whole]
-    return own + named
+            remedy = "; or use auto or fresh" if key == "resume" else ""
+            raise ConfigError(f"{key}: {error}{remedy}", keys=(key,)) from None
+
+    candidates: list[str] = []
+    if (config.resume == "auto" or restarted) and checkpoints is not None:
+        candidates = [str(path.absolute()) for path in _complete_checkpoints(checkpoints)]
+    elif (config.resume == "auto" or restarted) and cluster_info is not None and cluster_info.latest_checkpoint:
+        candidates = [cluster_info.latest_checkpoint]
+    if config.resume not in ("auto", "fresh"):
+        candidates.append(locate("resume", config.resume))
+    if candidates:
+        return ResumePlan(tuple(candidates), may_be_complete=checkpoints is not None and config.resume == "auto")
+    return ResumePlan(init_candidates=(locate("init_from", config.init_from),) if config.init_from else ())
+
+
+@oserror_as_config_error
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint directory at `path`, or the newest complete checkpoint of the run directory at `path`.
+
+    Raises:
+        ConfigError: `path` is neither, or the run has no checkpoint yet.
+        CheckpointError: the run has checkpoints, but none is complete.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such directory; pass a checkpoint or run directory")
+    if (path / "checkpoints").is_dir():
+        for newest in _complete_checkpoints(path / "checkpoints"):
+            return newest
+        raise ConfigError(f"{path}: this run has no checkpoint yet")
+    if not any(file.name == MANIFEST or FILE_NAME.fullmatch(file.name) for file in path.iterdir()):
+        raise ConfigError(f"{path}: is neither a checkpoint nor a run directory")
+    return path
+
+
+def _complete_checkpoints(directory: Path) -> list[Path]:
+    """Return the complete checkpoints in `directory`, last written first; raise CheckpointError if all were lost."""
+    saved, incomplete = list_saved(directory)
+    was_complete = (directory / COMMITTED).exists() or any((path / MANIFEST).exists() for path in incomplete)
+    if incomplete and not saved and was_complete:  # and not merely killed during the first save
+        remedy = f"{directory}: no complete checkpoint to resume from; resume=fresh starts at step 0"
+        raise CheckpointError(*map(str, incomplete.values()), remedy)
+    for error in incomplete.values():
+        print(f"skipping {error}", file=sys.stderr)
+    if incomplete and not saved:
+        print(f"{directory}: no checkpoint was ever completed, starting at step 0", file=sys.stderr)
+    return [directory / entry.name for entry in reversed(saved)]
+
+
+def completed_step(plan: ResumePlan, run_info: RunInfo, max_steps: int) -> int:
+    """Return the step of the run's newest checkpoint if the run is complete, else 0.
+
+    Raises:
+        ConfigError: the checkpoint belongs to a different run.
+    """
+    if not (plan.may_be_complete and max_steps):
+        return 0
+    manifest = read_manifest(Path(plan.resume_candidates[0]))
+    _compare_runs(manifest, run_info)
+    return manifest.step if manifest.step >= max_steps else 0
+
+
+def is_intact(plan: ResumePlan, world: World) -> bool:
+    """Return whether all files of the newest checkpoint are intact; every rank verifies its share of them."""
+    path = Path(plan.resume_candidates[0])
+    try:
+        world.all_or_none(lambda: verify(path, read_manifest(path), world.rank, world.size))
+    except CheckpointError:
+        return False
+    return True
+
+
+def resume(
+    plan: ResumePlan,
+    checkpointer: Checkpointer,
+    state: Mapping[str, Stateful],
+    run_info: RunInfo,
+    cluster_info: det.ClusterInfo | None,
+    log: Callable[[str], None],
+) -> Manifest | None:
+    """Load the first intact checkpoint of `plan` into `state`, on all ranks together.
+
+    Args:
+        state: "model", "optim" and "scaler".
+        log: receives what was loaded, what was skipped and which hyperparameters changed.
+
+    Returns:
+        The checkpoint's manifest. None to start at step 0: there is no candidate, or only weights were loaded, of
+        `init_from` or, in a forked trial, of the original trial's checkpoint.
+
+    Raises:
+        CheckpointError: every candidate is damaged.
+        ConfigError: the checkpoint belongs to a different run or model.
+    """
+    started = time.monotonic()
+
+    def is_resumable(manifest: Manifest) -> bool:
+        is_fork = cluster_info is not None and manifest.trial_id != cluster_info.trial.trial_id
+        return bool(plan.resume_candidates) and not is_fork
+
+    def select(manifest: Manifest) -> Mapping[str, Stateful]:
+        compare = _compare_runs if is_resumable(manifest) else _compare_models
+        for change in compare(manifest, run_info):
+            log(f"changed: {change}")
+        if not is_resumable(manifest):
+            return {"model": state["model"]}
+        return {name: part for name, part in state.items() if name != "scaler" or manifest.loss_scaled}
+
+    problems: list[str] = []
+    for candidate in plan.resume_candidates or plan.init_candidates:
+        try:
+            manifest = checkpointer.load(candidate, select)
+        except CheckpointError as error:
+            log(f"skipping {error}")
+            problems += error.problems
+            continue
+        if is_resumable(manifest):
+            checkpointer.add_saved(candidate, manifest)
+            log(f"resumed from checkpoint {Path(candidate).name}, step {manifest.step}")
+            return manifest
+        peak = max(checkpointer.world.all_gather_object(peak_memory_gib(checkpointer.world.device)))
+        seconds = time.monotonic() - started
+        log(f"loaded the weights of checkpoint {candidate} in {seconds:.1f} s, {peak:.2f} GiB per rank")
+        return None
+    if problems:
+        key = "resume" if plan.resume_candidates else "init_from"
+        raise CheckpointError(*problems, f"no intact checkpoint is left; set {key} to another one, or start at step 0")
+    return None
+
+
+def _compare_runs(saved: RunInfo, run_info: RunInfo) -> list[str]:
+    """Return the changes to log; raise ConfigError if they make a different run."""
+    old, new = (
+        info.hyperparameters
+        | {"total_batch_size": info.total_batch_size, "tokenizer": info.tokenizer, "train_data": info.data["train"]}
+        for info in (saved, run_info)
+    )
+    changes = _changes(old, new, filter(old.__contains__, new))
+    if different := {key: change for key, change in changes.items() if key in IDENTITY}:
+        total = "total_batch_size"
+        hint = f" (with other ranks or batch_size: {total}={old[total]})" if total in different else ""
+        remedy = f"undo the change{hint}, or start it with another run_name or resume=fresh"
+        raise ConfigError(*different.values(), f"this would be a different run: {remedy}", keys=different)
+    return [change for key, change in changes.items() if key not in UNLOGGED]
+
+
+def _compare_models(saved: RunInfo, run_info: RunInfo) -> list[str]:
+    """Return the changes to log; raise ConfigError if the models differ in structure."""
+    old, new = (ModelConfig.model_validate(info.model).structure() for info in (saved, run_info))
+    if changes := _changes(old, new, ModelConfig.model_fields):
+        remedy = "the model differs from the checkpoint's: use the checkpoint's values"
+        raise ConfigError(*changes.values(), remedy, keys=changes)
+    if None in (saved.tokenizer, run_info.tokenizer) or saved.tokenizer == run_info.tokenizer:
+        return []
+    return [f"tokenizer: {saved.tokenizer} in the checkpoint, now {run_info.tokenizer}: token IDs mean other text"]
+
+
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:
+    return {
+        key: f"{key}: {json.dumps(old.get(key))} in the checkpoint, now {json.dumps(new.get(key))}"
+        for key in keys
+        if old.get(key) != new.get(key)
+    }

@@ -1,58 +1,59 @@
-"""Which checkpoints of a run are kept, and which are deleted."""
+"""Checkpoint retention: which checkpoints of a run are kept, and which are deleted."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lm.checkpoint.manifest import (
-    COMMITTED,
-    DELETED,
-    CheckpointError,
-    read_manifest,
-)
+from lm.checkpoint.manifest import CheckpointError, read_manifest
+
+DELETED = ".deleted-"
+COMMITTED = ".committed"
+"""File that exists next to a run's checkpoints once one of them was complete."""
 
 
 class SavedCheckpoint(NamedTuple):
-    """What retention looks at: when a checkpoint was written, how good it is, and its uuid."""
+    """A complete checkpoint, as retention sees it."""
 
     time: float
-    validation_loss: float | None
     name: str
+    validation_loss: float | None
 
 
-def expired(whole: list[SavedCheckpoint], keep: int | None) -> list[SavedCheckpoint]:
-    """All of `whole` but the `keep` last written and the one of the lowest validation loss; none for None."""
+def expired(saved: Sequence[SavedCheckpoint], keep: int | None) -> list[SavedCheckpoint]:
+    """Return all of `saved` except the `keep` newest and the one with the lowest validation loss; none if None."""
     if keep is None:
         return []
-    judged = [entry for entry in whole if entry.validation_loss is not None]
-    best = min(judged, key=lambda entry: (entry.validation_loss, -entry.time), default=None)
-    return [entry for entry in sorted(whole, key=lambda entry: entry.time)[:-keep] if entry is not best]
+    evaluated = [entry for entry in saved if entry.validation_loss is not None]
+    best = min(evaluated, key=lambda entry: (entry.validation_loss, -entry.time), default=None)
+    return [entry for entry in sorted(saved)[:-keep] if entry is not best]
 
 
-def list_saved(folder: Path, damaged: Collection[str]) -> list[SavedCheckpoint]:
-    """The checkpoints below `folder`, but for those that are not whole.
+def list_saved(directory: Path) -> tuple[list[SavedCheckpoint], dict[Path, CheckpointError]]:
+    """Return the complete checkpoints in `directory`, oldest first, and the error of each incomplete one.
 
-    Args:
-        damaged: names of those that look whole and are known not to be.
+    Files are checked by size only; `verify` compares checksums.
     """
-    found = []
-    for path in folder.iterdir():
-        if path.is_dir() and not path.name.startswith(DELETED) and path.name not in damaged:
-            with suppress(CheckpointError):
+    saved: list[SavedCheckpoint] = []
+    incomplete: dict[Path, CheckpointError] = {}
+    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
+        if path.is_dir() and not path.name.startswith("."):
+            try:
                 manifest = read_manifest(path)
-                found.append(SavedCheckpoint(manifest.time, manifest.validation_loss, path.name))
-    return found
+                saved.append(SavedCheckpoint(manifest.time, path.name, manifest.validation_loss))
+            except CheckpointError as error:
+                incomplete[path] = error
+    return sorted(saved), incomplete
 
 
-def prune(folder: Path, keep: int | None, damaged: Collection[str]) -> None:
-    """Delete the superfluous checkpoints of `kept`."""
-    (folder / COMMITTED).touch()
-    for entry in expired(list_saved(folder, damaged), keep):
-        # Renamed first: whatever happens next, it is no checkpoint any more, and not half of one.
-        (folder / entry.name).rename(folder / f"{DELETED}{entry.name}")
-    for gone in folder.glob(f"{DELETED}*"):  # also what a kill, or a reader on a network's disk, left
-        shutil.rmtree(gone, ignore_errors=True)
+def prune(directory: Path, keep: int | None, damaged: Collection[str]) -> None:
+    """Delete the expired checkpoints in `directory`; those named in `damaged` are neither counted nor deleted."""
+    (directory / COMMITTED).touch()
+    saved, _ = list_saved(directory)
+    for entry in expired([entry for entry in saved if entry.name not in damaged], keep):
+        # After the rename it is no longer a checkpoint, even if deleting it is interrupted.
+        (directory / entry.name).rename(directory / f"{DELETED}{entry.name}")
+    for path in directory.glob(f"{DELETED}*"):  # includes what an interrupted deletion left
+        shutil.rmtree(path, ignore_errors=True)

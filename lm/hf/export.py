@@ -201,7 +201,6 @@ def import_model(
             hyperparameters=model,
             model=model,
             tokenizer=tokenizer and tokenizer.identity,
-            source=None,
             data={"train": f"weights of {source}, imported"},
             loss_scaled=False,
             trial_id=None,
