@@ -50,6 +50,8 @@ from lm.runtime.world import World
 POLL_SECONDS = 1.0
 """Interval at which a rank that waits for its thread asks whether another rank failed."""
 
+SHARED = "checkpoints need a directory that all machines share"
+
 
 class CheckpointConfig(BaseModel):
     """Hyperparameters of saving and resuming."""
@@ -62,8 +64,7 @@ class CheckpointConfig(BaseModel):
     )
     async_checkpoint: bool = Field(True, description="continue training while a checkpoint is written")
     resume: str = Field(
-        "auto",
-        description="auto = newest complete checkpoint; fresh = start at step 0; or the path of a checkpoint",
+        "auto", description="auto = newest complete checkpoint; fresh = start at step 0; or the path of a checkpoint"
     )
     init_from: str | None = Field(
         None, description="checkpoint whose weights to start with: its or its run's directory, or on a cluster a UUID"
@@ -103,15 +104,8 @@ class Checkpointer:
         self._extra_files = extra_files
         self._thread_init = thread_init
         self._writes_in_place = context._storage_manager.store_path_is_direct_access()
-        has_cuda = torch.cuda.is_available()
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=has_cuda,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=has_cuda,
-            )
-        )
+        staging = {"use_pinned_memory": torch.cuda.is_available(), "use_non_blocking_copy": torch.cuda.is_available()}
+        self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **staging))
         self._writing: tuple[threading.Thread, Future[tuple[int, str]]] | None = None
         self._saved: list[SavedCheckpoint] = []  # on a cluster: by this process, and the one it resumed from
         self._damaged: set[str] = set()
@@ -168,14 +162,9 @@ class Checkpointer:
 
     def _write(self, staged: dict[str, Tensor], run_info: RunInfo, progress: TrainingProgress) -> tuple[int, str]:
         metadata = {"steps_completed": progress.step}
-        manifest = Manifest(
-            **dict(run_info),
-            **dict(progress),
-            format=FORMAT,
-            time=self._next_time() if self.world.rank == 0 else 0.0,
-            world_size=self.world.size,
-            files={},
-        )
+        written = {"time": self._next_time() if self.world.rank == 0 else 0.0, "world_size": self.world.size}
+        fields = dict(run_info) | dict(progress) | written | {"format": FORMAT, "files": {}}
+        manifest = Manifest.model_validate(fields)
         with ExitStack() as stack:
             if self._writes_in_place:
                 path, uuid = stack.enter_context(self._context.store_path(metadata, shard=True))
@@ -187,7 +176,11 @@ class Checkpointer:
                 uuid = self._context.upload(path, metadata, shard=True, selector=lambda _: True)
         if self.world.rank == 0:
             self.add_saved(uuid, manifest)
-            self._delete_expired()
+            if self._directory is not None:
+                prune(self._directory, self._config.keep_checkpoints, self._damaged)
+            for entry in expired(self._saved, self._config.keep_checkpoints):
+                self._context.delete(entry.name)
+                self._saved.remove(entry)
         return progress.step, uuid
 
     def _next_time(self) -> float:
@@ -206,7 +199,8 @@ class Checkpointer:
             for name, tensor in staged.items():
                 local = _local(tensor)
                 if local.numel() and not torch.isfinite(torch.stack(torch.aminmax(local.detach()))).all():
-                    raise RunError(f"{name} holds inf or NaN; the last checkpoint is kept: lower lr", keys=("lr",))
+                    problem = f"{name} holds inf or NaN, so it is not saved and the last checkpoint is kept: lower lr"
+                    raise RunError(problem, keys=("lr",))
             free = shutil.disk_usage(path).free
             if free < needed:
                 raise RunError(f"{path}: disk full: a checkpoint needs {needed:,} bytes, {free:,} are free")
@@ -228,10 +222,8 @@ class Checkpointer:
         def complete(files: dict[str, FileRecord]) -> None:
             missing = sorted(name for name in files if not (path / name).exists())
             if self._writes_in_place and missing:
-                raise RunError(
-                    f"{path}: {missing[0]} was written, but {socket.gethostname()} cannot see it; checkpoints need a"
-                    " directory that all machines share"
-                )
+                problem = f"{missing[0]} was written, but {socket.gethostname()} cannot see it"
+                raise RunError(f"{path}: {problem}; {SHARED}")
             with _explained(path, needed):
                 write_manifest(path, manifest.model_copy(update={"files": files}))
 
@@ -255,13 +247,6 @@ class Checkpointer:
         if self._directory is None and not Path(uuid).is_absolute():
             self._saved.append(SavedCheckpoint(manifest.time, uuid, manifest.validation_loss))
 
-    def _delete_expired(self) -> None:
-        if self._directory is not None:
-            prune(self._directory, self._config.keep_checkpoints, self._damaged)
-        for entry in expired(self._saved, self._config.keep_checkpoints):
-            self._context.delete(entry.name)
-            self._saved.remove(entry)
-
     def load(self, checkpoint: str, select: Callable[[Manifest], Mapping[str, Stateful]]) -> Manifest:
         """Verify a checkpoint, load it into the objects that `select` returns, and return its manifest.
 
@@ -278,10 +263,8 @@ class Checkpointer:
             path = Path(where)
             seen = self.world.all_gather_object((path / MANIFEST).is_file())
             if any(seen) and not all(seen):
-                raise ConfigError(
-                    f"{path}: rank {seen.index(True)} can see this checkpoint, but rank {seen.index(False)} cannot;"
-                    " checkpoints need a directory that all machines share"
-                )
+                problem = f"rank {seen.index(True)} can see this checkpoint, but rank {seen.index(False)} cannot"
+                raise ConfigError(f"{path}: {problem}; {SHARED}")
             try:
                 manifest = self.world.all_or_none(lambda: self._verify(path))
                 tensors = _named_tensors(select(manifest))

@@ -31,25 +31,18 @@ class _IndexUnpickler(pickle._Unpickler):
     set attributes of the classes themselves, e.g. replace a method of `Path` for the rest of the process.
     """
 
+    DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32")
+    METADATA = ("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")
+    METADATA += ("TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
+    PATHS = ("PosixPath", "PurePosixPath", "Path")
     ALLOWED: ClassVar = {
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        *(("torch", dtype) for dtype in ("float32", "float16", "bfloat16", "float64", "int64", "int32")),
-        *(
-            ("torch.distributed.checkpoint.metadata", name)
-            for name in (
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        *(("pathlib", name) for name in ("PosixPath", "PurePosixPath", "Path")),
-        *(("pathlib._local", name) for name in ("PosixPath", "PurePosixPath", "Path")),  # Python 3.13
+        *(("torch", name) for name in DTYPES),
+        *(("torch.distributed.checkpoint.metadata", name) for name in METADATA),
+        *(("pathlib", name) for name in PATHS),
+        *(("pathlib._local", name) for name in PATHS),  # Python 3.13
     }
     stack: list[Any]
 

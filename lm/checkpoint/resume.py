@@ -189,8 +189,8 @@ def resume(
         log(f"loaded the weights of checkpoint {candidate} in {seconds:.1f} s, {peak:.2f} GiB per rank")
         return None
     if problems:
-        key = "resume" if plan.resume_candidates else "init_from"
-        raise CheckpointError(*problems, f"no intact checkpoint is left; set {key} to another one, or start at step 0")
+        remedy = "resume to another one or to fresh" if plan.resume_candidates else "init_from to another one"
+        raise CheckpointError(*problems, f"no intact checkpoint is left; set {remedy}")
     return None
 
 
