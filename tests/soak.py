@@ -1,18 +1,17 @@
-"""Disturb training again and again, and hold what comes out against a run that was left alone.
+"""Interrupt training again and again, and compare it with an uninterrupted run.
 
     python -m tests.soak [COUNT] [--seed S] [--ranks N]
 
-A small run, with dropout and shuffled data, is made once undisturbed. Then the same run is started in a fresh
-folder, killed or stopped at a moment drawn from the seed, and started again with the same command until it is
-complete; and so on until COUNT disturbances have been made. After every start all training and validation losses
-so far are compared with the undisturbed ones to the last bit, and in the end the checksums of the last
-checkpoint's files. Runs save synchronously and in the background in turn.
+A small run with dropout and shuffled data is made once without interruption. The same run is then started in a new
+directory, killed or stopped at a random moment and rerun with the same command until it is complete; and so on until
+COUNT interruptions. After every start all losses so far must equal the uninterrupted ones bit for bit, and at the end
+the checksums of the last checkpoint's files. Runs save synchronously and asynchronously in turn.
 
-Most of a small run's time is imports, so nine starts of ten do without: this process imports the program once,
-starts no thread, and forks a launcher, which forks the ranks. `lm.launch.run_local` and `fsdp.main` run there as
-ever, in processes of their own, which a signal hits like any others. The tenth is `python -m lm.launch`.
+Imports take most of a small run's time, so nine of ten starts avoid them: this process imports the program once,
+starts no thread, and forks a launcher, which forks the ranks. They run `lm.launch.run_local` and `fsdp.main` in
+separate processes, and signals reach them as usual. The tenth start is `python -m lm.launch`.
 
-Ends with 1 if a loss or a file differs, a start does not go on by itself, or a process stays behind.
+Exit code 1 if a loss or a file differs, a start does not resume by itself, or a process is left running.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # before torch comes: a process with threads cannot be forked
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: a process with threads cannot be forked
 
 import psutil
 import torch
@@ -47,7 +46,7 @@ from tests.support import ROOT, TINY, checkpoints
 
 STEPS = 30
 RATE = 3
-"""steps between checkpoints"""
+"""Steps between checkpoints."""
 RUN = TINY | {
     "n_layers": 1,
     "dropout": 0.1,
@@ -63,27 +62,24 @@ RUN = TINY | {
 }
 EXACT = ("loss", "perplexity", "grad_norm", "lr", "batches", "tokens", "skipped_steps")
 PLAIN = 10
-"""every so many starts are new interpreters"""
+"""Interval at which a start is a new interpreter."""
 AIMED = 0.6
-"""share of disturbances that are aimed inside a save"""
+"""Share of interruptions that are aimed at a save."""
 TO_ALL, TO_ONE, STOP, FREEZE = "SIGKILL to all", "SIGKILL to one rank", "SIGTERM", "SIGSTOP, then SIGKILL"
 KINDS = {TO_ALL: 4, TO_ONE: 2, STOP: 1, FREEZE: 1}
-"""how often each is drawn, in proportion"""
-PATIENCE = 60
-"""seconds for a start to come to its next save, or to its end"""
+"""Relative frequency of each kind."""
+PROGRESS_TIMEOUT = 60
+"""Seconds until a start must reach its next save or its end."""
 
 Lines = dict[tuple[str, int], dict[str, Any]]
 
 
 class SoakError(Exception):
-    """The run did not do what it should: says what."""
-
-
-# ---- starting -----------------------------------------------------------------------------------------
+    """The run did not behave as it should."""
 
 
 class ForkedRank:
-    """Stands in for the launcher's `subprocess.Popen`: a rank that begins where the imports end."""
+    """Replaces the launcher's `subprocess.Popen` with a fork, which has imported everything."""
 
     def __init__(
         self, command: list[str], env: Mapping[str, str], start_new_session: bool, preexec_fn: Callable[[], None] | None
@@ -101,7 +97,7 @@ class ForkedRank:
 
         self.returncode: int | None = None
         handled = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-        signal.pthread_sigmask(signal.SIG_BLOCK, handled)  # the rank must not take them by its launcher's handlers
+        signal.pthread_sigmask(signal.SIG_BLOCK, handled)  # until the rank has reset its launcher's handlers
         self.pid = fork(rank)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, handled)
 
@@ -120,7 +116,7 @@ class ForkedRank:
 
 
 def fork(action: Callable[[], int]) -> int:
-    """Run `action` in a process forked from this one, which ends with its result; returns the process's id."""
+    """Run `action` in a forked process, which exits with its result; return the process ID."""
     sys.stdout.flush()
     if pid := os.fork():
         return pid
@@ -135,7 +131,7 @@ def fork(action: Callable[[], int]) -> int:
 
 
 def warm_up() -> None:
-    """Import what the program imports in its first step, too."""
+    """Import what the program imports during its first step."""
     for name in ("torch._dynamo", "torch._inductor", "torch.onnx", "numpy.random", "numpy.fft"):
         importlib.import_module(name)
     torch.set_num_threads(1)
@@ -149,7 +145,7 @@ def spawn_plain(folder: Path, arguments: list[str], ranks: int, log: Path) -> in
         process = subprocess.Popen(
             command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=file, stderr=subprocess.STDOUT
         )
-    process.returncode = 0  # waited for by others
+    process.returncode = 0  # psutil waits for it
     return process.pid
 
 
@@ -167,7 +163,7 @@ def spawn_forked(folder: Path, arguments: list[str], ranks: int, log: Path) -> i
 
 @dataclass
 class Job:
-    """A launcher and its ranks, at work in `folder`."""
+    """A launcher and its ranks that run in `folder`."""
 
     folder: Path
     log: Path
@@ -178,43 +174,43 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def step(self) -> int:
-        """Last step that this start has reported; 0 before its first."""
+        """Last step that this start reported; 0 before its first."""
         lines = [line for line in self.output().splitlines() if line.startswith("training") and "loss" in line]
         return int(lines[-1].split("step")[1].split("/")[0]) if lines else 0
 
-    def went_on_from(self) -> int | None:
-        """The step that this start began with; None before it says."""
+    def resumed_from(self) -> int | None:
+        """The step that this start resumed from; None before it is printed."""
         output = self.output()
         if "is complete" in output:
             return STEPS
-        if "going on from checkpoint" in output:
-            return int(output.split("going on from checkpoint")[1].splitlines()[0].split("step")[1])
+        if "resumed from checkpoint" in output:
+            return int(output.split("resumed from checkpoint")[1].splitlines()[0].split("step")[1])
         return 0 if self.step() else None
 
     def unfinished(self) -> set[Path]:
-        """Checkpoints' folders without a manifest: they are being written, or never will be."""
+        """Checkpoint directories without a manifest: being written, or abandoned."""
         folder = self.folder / "runs" / "test" / "checkpoints"
         paths = folder.iterdir() if folder.is_dir() else ()
         return {p for p in paths if p.name[0] != "." and not (p / "manifest.json").exists() and p.exists()}
 
-    def wait_until(self, reached: Callable[[], Any], every: float) -> bool:
-        """Wait for `reached`; False where the job has ended before."""
-        deadline = time.monotonic() + PATIENCE
-        while not reached():
+    def wait_until(self, condition: Callable[[], Any], every: float) -> bool:
+        """Wait for `condition`; return False if the job ends first."""
+        deadline = time.monotonic() + PROGRESS_TIMEOUT
+        while not condition():
             if not alive(self.launcher):
                 return False
             if time.monotonic() > deadline:
-                raise SoakError(f"no progress within {PATIENCE} s")
+                raise SoakError(f"no progress within {PROGRESS_TIMEOUT} s")
             time.sleep(every)
         return True
 
     def finish(self) -> int:
-        """Wait for the end of all processes, and return the launcher's exit code."""
-        code = self.launcher.wait(PATIENCE)
+        """Wait until all processes have ended; return the launcher's exit code."""
+        code = self.launcher.wait(PROGRESS_TIMEOUT)
         deadline = time.monotonic() + 5
         while left := [process for process in self.ranks if alive(process)]:
             if time.monotonic() > deadline:
-                raise SoakError(f"{len(left)} processes stayed behind")
+                raise SoakError(f"{len(left)} processes are still running")
             time.sleep(0.005)
         return int(code or 0)
 
@@ -232,40 +228,34 @@ def alive(process: psutil.Process) -> bool:
 
 @contextmanager
 def started(folder: Path, ranks: int, plain: bool, *overrides: str) -> Iterator[Job]:
-    """The run in `folder`, as its user would start it; no process of it is left in the end."""
+    """Start the run in `folder` as its user would; kill what is left of it at the end."""
     folder.mkdir(exist_ok=True)
     (folder / "test.yaml").write_text(json.dumps({"hyperparameters": RUN}))
     log = folder / "output"
     spawn = spawn_plain if plain else spawn_forked
     job = Job(folder, log, psutil.Process(spawn(folder, ["--config", "test.yaml", *overrides], ranks, log)))
 
-    def all_there() -> bool:
+    def all_started() -> bool:
         job.ranks = job.launcher.children()
         return len(job.ranks) == ranks and log.exists()
 
     try:
-        job.wait_until(all_there, every=0.005)
+        job.wait_until(all_started, every=0.005)
         yield job
     finally:
         job.kill()
 
 
-# ---- disturbing ---------------------------------------------------------------------------------------
-
-
 @dataclass
-class Disturbance:
+class Interruption:
     kind: str
-    inside: bool
-    """whether it came inside a save; one that kills the run counts only if the save was not finished"""
-    reported: int
-    """last step that the run had reported"""
-    seconds: float
-    """until all processes had ended"""
+    in_save: bool  # for a kill only if the save was not completed
+    last_step: int  # reported before
+    seconds: float  # until all processes had ended
 
 
-def disturb(job: Job, draw: random.Random, length: float) -> Disturbance | None:
-    """Do what is drawn at the moment that is drawn, and wait for the end. None where the run ends before.
+def interrupt(job: Job, draw: random.Random, length: float) -> Interruption | None:
+    """Interrupt the run in a random way at a random moment and wait for its end; None if it ends before.
 
     Args:
         length: seconds from the first step of a run to its last.
@@ -283,7 +273,7 @@ def disturb(job: Job, draw: random.Random, length: float) -> Disturbance | None:
             if not job.wait_until(saving, every=0.0005):
                 return None
         time.sleep(draw.choice([0, draw.uniform(0, 0.02)]))
-    elif draw.random() < 0.2:  # as it starts
+    elif draw.random() < 0.2:  # during startup
         time.sleep(draw.uniform(0, 1))
     else:
         if not job.wait_until(job.step, every=0.005):
@@ -292,8 +282,8 @@ def disturb(job: Job, draw: random.Random, length: float) -> Disturbance | None:
     if not alive(job.launcher) or not alive(victim):
         return None
 
-    inside = bool(saving())
-    began = time.monotonic()
+    in_save = bool(saving())
+    started_at = time.monotonic()
     if kind == STOP:
         job.launcher.terminate()
         code = job.finish()
@@ -309,15 +299,12 @@ def disturb(job: Job, draw: random.Random, length: float) -> Disturbance | None:
         job.kill()
         job.finish()
     if kind != STOP:
-        inside = bool(saving())
-    return Disturbance(kind, inside, job.step(), time.monotonic() - began)
-
-
-# ---- comparing ----------------------------------------------------------------------------------------
+        in_save = bool(saving())
+    return Interruption(kind, in_save, job.step(), time.monotonic() - started_at)
 
 
 def lines(folder: Path) -> Lines:
-    """What metrics.jsonl says that has to be exact, by group and step."""
+    """The metrics in metrics.jsonl that must be exact, by group and step."""
     path = folder / "runs" / "test" / "metrics.jsonl"
     found: Lines = {}
     for line in path.read_text().splitlines() if path.exists() else ():
@@ -328,14 +315,14 @@ def lines(folder: Path) -> Lines:
 
 
 def final_files(folder: Path) -> dict[str, Any]:
-    """Sizes and checksums in the last checkpoint. (`.metadata` holds the folder's name, too.)"""
+    """Sizes and checksums in the last checkpoint; `.metadata` also holds the directory's name."""
     records = json.loads((checkpoints(folder)[STEPS] / "manifest.json").read_text())["files"]
     return {name: record for name, record in records.items() if name != ".metadata"}
 
 
 def differences(reference: Path, folder: Path, complete: bool) -> list[str]:
     expected, found = lines(reference), lines(folder)
-    # One that was told to stop validates behind the step that it stops at, too.
+    # A stopped run also validates after its last step.
     problems = [
         f"{group} step {step}: {line} instead of {expected[group, step]}"
         for (group, step), line in found.items()
@@ -353,12 +340,11 @@ class Tally:
     count: int = 0
     survived: int = 0
     mismatches: int = 0
-    lost: int = 0
-    """most steps"""
+    most_lost: int = 0  # steps
 
 
 class Soak:
-    """Disturbs runs below `root`, by the seed `seed`."""
+    """Interrupts runs under `root` at random."""
 
     def __init__(self, root: Path, seed: int, ranks: int) -> None:
         self.root = root
@@ -367,32 +353,32 @@ class Soak:
         self.made = 0
         self.starts = 0
         self.tallies: defaultdict[tuple[str, bool, bool], Tally] = defaultdict(Tally)
-        """by kind, whether inside a save, and whether saves are asynchronous"""
+        """By kind, whether during a save, and whether saves are asynchronous."""
         self.slowest = 0.0
-        """seconds from a rank's death to the end of its run"""
+        """Seconds from a rank's death to the end of its run."""
         self.reference = root / "reference"
         with started(self.reference, ranks, False) as job:
             job.wait_until(job.step, every=0.005)
-            began = time.monotonic()
+            started_at = time.monotonic()
             if job.finish():
                 raise SoakError(job.output())
-        self.length = time.monotonic() - began
+        self.length = time.monotonic() - started_at
 
     def run(self, number: int, count: int) -> list[str]:
-        """One run, disturbed until it is complete or `count` have been made. Returns what went wrong."""
+        """Interrupt one run until it is complete, or `count` interruptions are made; return the problems."""
         folder = self.root / f"run-{number}"
-        in_background = bool(number % 2)
-        unsettled: list[Disturbance] = []
+        is_async = bool(number % 2)
+        unresolved: list[Interruption] = []
         problems: list[str] = []
         complete = False
         while not complete and not problems:
             plain = self.starts % PLAIN == PLAIN - 1
             self.starts += 1
             new = None
-            with started(folder, self.ranks, plain, f"async_checkpoint={str(in_background).lower()}") as job:
+            with started(folder, self.ranks, plain, f"async_checkpoint={str(is_async).lower()}") as job:
                 try:
                     if self.made < count:
-                        new = disturb(job, self.draw, self.length)
+                        new = interrupt(job, self.draw, self.length)
                     if new is None:
                         complete = True
                         if code := job.finish():
@@ -400,19 +386,19 @@ class Soak:
                 except (SoakError, psutil.TimeoutExpired) as error:
                     problems = [f"{error}:", job.output()]
             differ = [] if problems else differences(self.reference, folder, complete)
-            origin = job.went_on_from()
+            origin = job.resumed_from()
             if origin is not None or problems or differ:
-                for old in unsettled:
-                    tally = self.tallies[old.kind, old.inside, in_background]
+                for old in unresolved:
+                    tally = self.tallies[old.kind, old.in_save, is_async]
                     tally.survived += not problems
                     tally.mismatches += bool(differ)
-                    tally.lost = max(tally.lost, old.reported - (origin or 0))
-                unsettled = []
+                    tally.most_lost = max(tally.most_lost, old.last_step - (origin or 0))
+                unresolved = []
             problems += differ
             if new:
                 self.made += 1
-                self.tallies[new.kind, new.inside, in_background].count += 1
-                unsettled.append(new)
+                self.tallies[new.kind, new.in_save, is_async].count += 1
+                unresolved.append(new)
                 if new.kind == TO_ONE:
                     self.slowest = max(self.slowest, new.seconds)
         if not problems:
@@ -420,17 +406,17 @@ class Soak:
         return problems
 
     def table(self) -> str:
-        rows = [f"{'disturbance':<22} {'moment':<13} {'saves':<6}  count  survived  mismatches  most steps lost"]
-        for (kind, inside, in_background), tally in sorted(self.tallies.items()):
-            moment, saves = "inside a save" if inside else "random", "async" if in_background else "sync"
+        rows = [f"{'interruption':<22} {'moment':<13} {'saves':<6}  count  survived  mismatches  most steps lost"]
+        for (kind, in_save, is_async), tally in sorted(self.tallies.items()):
+            moment, saves = "during a save" if in_save else "random", "async" if is_async else "sync"
             rows.append(
                 f"{kind:<22} {moment:<13} {saves:<6} {tally.count:>6} {tally.survived:>9} {tally.mismatches:>11}"
-                f" {tally.lost:>16}"
+                f" {tally.most_lost:>16}"
             )
         every = self.tallies.values()
         rows.append(
             f"{'all':<43} {self.made:>6} {sum(t.survived for t in every):>9} {sum(t.mismatches for t in every):>11}"
-            f" {max((t.lost for t in every), default=0):>16}"
+            f" {max((t.most_lost for t in every), default=0):>16}"
         )
         rows.append(
             f"{STEPS} steps, a checkpoint every {RATE}; {self.starts} starts; from the death of one rank to the end of"
@@ -440,8 +426,8 @@ class Soak:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Disturb training, compare the losses.")
-    parser.add_argument("count", nargs="?", type=int, default=500, help="disturbances (%(default)s)")
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Interrupt training, compare the losses.")
+    parser.add_argument("count", nargs="?", type=int, default=500, help="interruptions (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args()

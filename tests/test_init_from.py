@@ -1,11 +1,10 @@
-"""A run starts with the weights of another one or of Hugging Face's, on any ranks, and goes on from its own.
+"""A run starts with the weights of another run or of Hugging Face, on any ranks, and resumes from its own checkpoints.
 
-transformers trains beside it, from the same weights on the same batches.
+transformers trains from the same weights on the same batches for comparison.
 """
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from lm.parallelize import ParallelConfig, parallelize
 from lm.runtime.world import World
 from model import ModelConfig, Transformer
 from tests import support
+from tests.conftest import Message
 from tests.test_hf import GPT2, LLAMA, make_reference
 
 TRAINING = {"max_steps": 3, "report_rate": 1, "checkpoint_rate": 100, "lr": 1e-2, "weight_decay": 0.1, "grad_clip": 1.0}
@@ -30,7 +30,7 @@ TRAINING |= {"total_batch_size": 4, "validation_batches": 1, "amp_dtype": None}
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of a small Llama and a small GPT-2, several chunks a tensor, and transformers' models."""
+    """Checkpoints of a small Llama and a small GPT-2 with several chunks per tensor, and transformers' models."""
     folder = tmp_path_factory.mktemp("imported")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "CHUNK_BYTES", 900)
@@ -46,8 +46,8 @@ def settings(imported: dict[str, Path], name: str, **changes: Any) -> dict[str, 
     return model | TRAINING | {"max_seq_len": 64, "init_from": str(imported[name])} | changes
 
 
-def trained_there(folder: Path, hyperparameters: dict[str, Any]) -> list[float]:
-    """The loss of each step where transformers trains the model in `folder` as `hyperparameters` say."""
+def transformers_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[float]:
+    """The loss of each step when transformers trains the model in `folder` with `hyperparameters`."""
     hp = config.read({"hyperparameters": hyperparameters}, [], "test")
     data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 4, 42)
     batches = loader.Loader(hp, data, 4, 0, 1, 42, torch.device("cpu")).training(0)
@@ -84,18 +84,17 @@ def trained_there(folder: Path, hyperparameters: dict[str, Any]) -> list[float]:
         ("gpt2", 2, {"sharding": "hybrid-grad-shard", "shard_group_size": 1, "dropout": 0.0}),
     ],
 )
-def test_training_from_imported_weights_is_training_in_transformers(
+def test_training_from_imported_weights_equals_training_in_transformers(
     name: str, ranks: int, changes: dict[str, Any], imported: dict[str, Path], tmp_path: Path
 ) -> None:
     hyperparameters = settings(imported, name, **changes)
     done = support.run(tmp_path, ranks=ranks, config=hyperparameters)
     assert done.returncode == 0, done.stderr
-    path = re.escape(str(imported[name]))
-    assert re.search(rf"weights of checkpoint {path} in \d+\.\d s, \d+\.\d\d GiB a rank\n", done.stdout)
+    assert f"weights of checkpoint {imported[name]} in " in done.stdout
     losses = [report["loss"] for report in support.reports(tmp_path).values()]
-    expected = trained_there(imported[f"{name}-in"], hyperparameters)
+    expected = transformers_losses(imported[f"{name}-in"], hyperparameters)
     assert losses == pytest.approx(expected, rel=1e-5)
-    assert losses[0] > 4.6  # far from what random initial weights of ours have, ln 96 = 4.56
+    assert losses[0] > 4.6  # random initial weights have ln 96 = 4.56
 
     done = support.run(tmp_path, "max_steps=4", ranks=3 - ranks, config=hyperparameters | {"batch_size": 1})
     assert done.returncode == 0, done.stderr
@@ -104,7 +103,7 @@ def test_training_from_imported_weights_is_training_in_transformers(
     assert [*support.reports(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_a_run_starts_from_another_run_and_length_and_dropout_may_differ(tmp_path: Path) -> None:
+def test_init_from_accepts_a_run_directory_and_a_changed_length_and_dropout(tmp_path: Path) -> None:
     shape = support.TINY | {"positions": "rope", "validation_batches": 1}
     assert support.run(tmp_path / "a", "max_steps=1", config=shape).returncode == 0
     first = tmp_path / "a" / "runs" / "test"
@@ -115,23 +114,21 @@ def test_a_run_starts_from_another_run_and_length_and_dropout_may_differ(tmp_pat
     assert [*support.reports(tmp_path / "b")] == [1]
 
 
-def test_what_cannot_be_started_from_is_refused(imported: dict[str, Path], tmp_path: Path) -> None:
+def test_init_from_refuses_another_model_and_a_missing_directory(
+    imported: dict[str, Path], tmp_path: Path, message: Message
+) -> None:
     done = support.run(tmp_path, config=settings(imported, "gpt2", max_seq_len=32, n_heads=2, norm_eps=1e-6))
     assert done.returncode == 2
-    assert done.stderr.splitlines() == [
-        "n_heads: 4 in the checkpoint, here 2",
-        "max_seq_len: 64 in the checkpoint, here 32",
-        "n_kv_heads: 4 in the checkpoint, here 2",
-        "norm_eps: 1e-05 in the checkpoint, here 1e-06",
-        "its weights are another model's: give the run the checkpoint's keys",
-    ]
+    keys = [line.partition(":")[0] for line in done.stderr.splitlines()]
+    assert keys[:-1] == ["n_heads", "max_seq_len", "n_kv_heads", "norm_eps"]
+    message(done.stderr)
     done = support.run(tmp_path, "init_from=nowhere", config=support.TINY)
-    expected = "init_from: nowhere: no such folder; give a checkpoint's or a run's\n"
-    assert (done.returncode, done.stderr) == (2, expected)
+    assert done.returncode == 2
+    message(done.stderr)
 
 
 def _bytes_read(world: World, folder: str) -> tuple[int, int]:
-    """Bytes of shard files that this rank reads for its half of the weights, and that there are."""
+    """Bytes of shard files that this rank reads for its half of the weights, and their total."""
     manifest = export.read_manifest(Path(folder))
     with torch.device("meta"):
         model = Transformer(ModelConfig.model_validate(manifest.model))
@@ -149,6 +146,6 @@ def _bytes_read(world: World, folder: str) -> tuple[int, int]:
     return read, sum(entry.bytes for name, entry in manifest.files.items() if name.endswith(".distcp"))
 
 
-def test_each_rank_reads_its_own_slices_and_no_more(imported: dict[str, Path]) -> None:
-    for read, there in support.run_ranks(2, _bytes_read, str(imported["llama"])):
-        assert 0.45 < read / there < 0.6  # chunks at the border of two slices are read by both
+def test_each_rank_reads_only_its_own_slices(imported: dict[str, Path]) -> None:
+    for read, total in support.run_ranks(2, _bytes_read, str(imported["llama"])):
+        assert 0.45 < read / total < 0.6  # both ranks read chunks at the border of their slices

@@ -1,4 +1,4 @@
-"""No damaged checkpoint is ever taken for a whole one, and none that was made to harm does any."""
+"""No damaged checkpoint passes for a complete one, and no malicious one runs code."""
 
 from __future__ import annotations
 
@@ -25,32 +25,38 @@ from torch.distributed.fsdp import fully_shard
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer, load_weights
 from lm.checkpoint.dcp_reader import Reader, _IndexUnpickler
 from lm.checkpoint.manifest import (
-    COMMITTED,
     MANIFEST,
     CheckpointError,
-    _sealed,
+    RunInfo,
+    TrainingProgress,
+    _encode,
     read_manifest,
     record,
     verify,
     write_manifest,
 )
-from lm.checkpoint.resume import complete_checkpoints
+from lm.checkpoint.resume import ResumePlan, completed_step, find_checkpoint, plan_resume
+from lm.checkpoint.retention import COMMITTED
 from lm.determined.context import TorchDistributedContext
+from lm.errors import ConfigError
 from lm.runtime.world import World
+from tests.conftest import Message
 from tests.support import run_ranks
 
-ABOUT: dict[str, Any] = {
-    "sharding": "full-shard",
-    "total_batch_size": 2,
-    "tokens": 0,
-    "validation_loss": None,
-    "hyperparameters": {"lr": 1e-4},
-    "model": {},
-    "tokenizer": None,
-    "data": {},
-    "loss_scaled": False,
-    "trial_id": None,
-}
+RUN_INFO = RunInfo(
+    sharding="full-shard",
+    total_batch_size=2,
+    hyperparameters={"lr": 1e-4},
+    model={},
+    tokenizer=None,
+    data={"train": "x"},
+    loss_scaled=False,
+    trial_id=None,
+)
+
+
+def progress(step: int, loss: float | None = None) -> TrainingProgress:
+    return TrainingProgress(step=step, tokens=0, validation_loss=loss)
 
 
 def toy(value: float) -> nn.Module:
@@ -63,7 +69,7 @@ def toy(value: float) -> nn.Module:
 
 @contextmanager
 def opened(world: World, folder: Path, **settings: Any) -> Iterator[Checkpointer]:
-    """A checkpointer of a run that keeps its checkpoints in `folder`."""
+    """A checkpointer of a run whose checkpoints are in `folder`."""
     os.umask(0o077)
     distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
     with core.init(distributed=distributed, checkpoint_storage=str(folder)) as context:
@@ -71,11 +77,13 @@ def opened(world: World, folder: Path, **settings: Any) -> Iterator[Checkpointer
         yield Checkpointer(config, context.checkpoint, world, folder, {}, distributed.use_saver_group)
 
 
-def save(checkpointer: Checkpointer, world: World, step: int, value: float | None = None, **about: Any) -> str:
-    """Save a sharded `toy`, of `step` everywhere or of `value` on this rank; returns the folder's name."""
+def save(
+    checkpointer: Checkpointer, world: World, step: int, value: float | None = None, loss: float | None = None
+) -> str:
+    """Save a sharded `toy` with all values `step`, or `value` on this rank; return the directory's name."""
     model = toy(step if value is None else value)
     fully_shard(model, mesh=world.mesh(1, world.size)["shard"])
-    checkpointer.save({"model": model}, ABOUT | {"step": step} | about)
+    checkpointer.save({"model": model}, RUN_INFO, progress(step, loss))
     return checkpointer.commit()[1]
 
 
@@ -112,7 +120,7 @@ def refusal(folder: Path) -> str:
     return str(refused.value)
 
 
-def test_what_was_saved_is_what_is_read(saved: list[Path]) -> None:
+def test_a_loaded_checkpoint_equals_the_saved_state(saved: list[Path]) -> None:
     for folder, step in zip(saved, (5, 10), strict=True):
         assert sorted(files(folder)) == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
         model = toy(-1)
@@ -120,11 +128,8 @@ def test_what_was_saved_is_what_is_read(saved: list[Path]) -> None:
         assert all(bool((parameter == step).all()) for parameter in model.parameters())
 
 
-# ---- damage -------------------------------------------------------------------------------------------
-
-
 def corruptions(good: dict[str, bytes], other: dict[str, bytes], seed: int) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Endless kinds of damage, as what each damaged file holds; `other` is the checkpoint of another step."""
+    """Random damage without end: its kind and the content of each damaged file; `other` is another checkpoint."""
     draw = random.Random(seed)
 
     def flip(name: str, content: bytes) -> dict[str, bytes]:
@@ -155,9 +160,7 @@ def corruptions(good: dict[str, bytes], other: dict[str, bytes], seed: int) -> I
             yield kind.__name__, damaged
 
 
-def test_a_thousand_of_a_thousand_corruptions_are_refused_by_the_name_of_the_file(
-    saved: list[Path], victim: Path
-) -> None:
+def test_a_thousand_of_a_thousand_corruptions_are_refused_with_the_file(saved: list[Path], victim: Path) -> None:
     good, tried, named = files(victim), Counter[str](), Counter[str]()
     damages = corruptions(good, files(saved[0]), seed=1)
     while tried.total() < 1000:
@@ -165,7 +168,7 @@ def test_a_thousand_of_a_thousand_corruptions_are_refused_by_the_name_of_the_fil
         for name, content in damaged.items():
             (victim / name).write_bytes(content)
         message = refusal(victim)
-        # A manifest of another step is whole in itself: it is the shards that are not the ones it lists.
+        # A manifest of another step is intact: the shards differ from what it lists.
         suspects = good if kind == "mix" else damaged
         tried[kind] += 1
         named[kind] += any(str(victim / name) in message for name in suspects)
@@ -176,7 +179,7 @@ def test_a_thousand_of_a_thousand_corruptions_are_refused_by_the_name_of_the_fil
     load_weights(victim, toy(-1))
 
 
-def test_every_single_bit_of_the_manifest_counts(victim: Path) -> None:
+def test_any_flipped_bit_in_the_manifest_is_found(victim: Path) -> None:
     text = (victim / MANIFEST).read_bytes()
     for position in range(len(text)):
         changed = bytearray(text)
@@ -190,82 +193,87 @@ def test_every_single_bit_of_the_manifest_counts(victim: Path) -> None:
     ("before", "after"),
     [('"step": 10', '"step": 11'), ('"lr": 0.0001', '"lr": 0.0002'), ('"lr": 0.0001', '"lr": 1e-4'), ("{\n", "{ \n")],
 )
-def test_a_manifest_that_is_valid_but_not_as_written_is_refused(before: str, after: str, victim: Path) -> None:
+def test_an_edited_manifest_is_refused(before: str, after: str, victim: Path) -> None:
     text = (victim / MANIFEST).read_text()
     assert before in text
     (victim / MANIFEST).write_text(text.replace(before, after, 1))
-    assert refusal(victim) == f"{victim}/manifest.json: damaged: its checksum is not that of what was written"
+    assert refusal(victim).startswith(f"{victim}/manifest.json: damaged: ")
 
 
-def test_a_newer_format_is_refused_with_that_word(victim: Path) -> None:
+@pytest.mark.parametrize("version", [1, 3])
+def test_another_format_is_refused_with_its_number(version: int, victim: Path, message: Message) -> None:
     fields = json.loads((victim / MANIFEST).read_text())
-    (victim / MANIFEST).write_text(json.dumps(fields | {"format": 2, "else": {}}))
-    assert refusal(victim) == (f"{victim}/manifest.json: format 2 is newer than this program reads (1); update it")
+    (victim / MANIFEST).write_text(json.dumps(fields | {"format": version, "else": {}}))
+    message(refusal(victim))
 
 
 @pytest.mark.parametrize("name", [".metadata", "__1_0.distcp"])
 def test_a_missing_file_is_named(name: str, victim: Path) -> None:
     (victim / name).unlink()
-    assert refusal(victim) == f"{victim / name}: missing"
+    assert refusal(victim).startswith(f"{victim / name}: ")
 
 
-def test_a_file_that_cannot_be_read_is_named(victim: Path) -> None:
+def test_a_file_that_vanishes_before_it_is_verified_is_named(victim: Path) -> None:
     manifest = read_manifest(victim)
     (victim / "__1_0.distcp").unlink()
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: No such file or directory"):
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp: No such file"):
         verify(victim, manifest)
 
 
-def test_a_folder_without_a_manifest_is_no_checkpoint(victim: Path) -> None:
+def test_a_directory_without_a_manifest_is_not_a_checkpoint(victim: Path, message: Message) -> None:
     (victim / MANIFEST).unlink()
-    assert refusal(victim) == f"{victim}: not a whole checkpoint, manifest.json: No such file or directory"
+    message(refusal(victim))
 
 
-def test_the_last_written_comes_first_and_what_is_passed_over_is_said(saved: list[Path], tmp_path: Path) -> None:
+def test_the_checkpoint_written_last_is_found_and_skipped_ones_are_printed(
+    saved: list[Path], tmp_path: Path, message: Message, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
     for number, path in enumerate([saved[1], saved[0], saved[0]]):
-        shutil.copytree(path, tmp_path / f"{number}")
+        shutil.copytree(path, checkpoints / f"{number}")
         manifest = read_manifest(path)
-        write_manifest(tmp_path / f"{number}", manifest.model_copy(update={"time": 1000.0 + number}))
-    (tmp_path / "1" / "__0_0.distcp").unlink()
-    (tmp_path / ".deleted-x").mkdir()
-    said: list[str] = []
-    assert complete_checkpoints(tmp_path, said.append) == [tmp_path / "2", tmp_path / "0"]
-    assert said == [f"passing over {tmp_path}/1/__0_0.distcp: missing"]
+        write_manifest(checkpoints / f"{number}", manifest.model_copy(update={"time": 1000.0 + number}))
+    (checkpoints / "2" / "__0_0.distcp").unlink()
+    (checkpoints / ".deleted-x").mkdir()
+    assert find_checkpoint(tmp_path) == checkpoints / "1"
+    message(capsys.readouterr().err)
 
 
-def test_where_nothing_was_begun_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
-    assert complete_checkpoints(tmp_path / "none", print) == []
-    assert complete_checkpoints(tmp_path, print) == []
-
-
-def test_where_nothing_is_whole_there_is_no_silent_start(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
+@pytest.mark.parametrize("was_complete", [True, False])
+def test_only_partial_checkpoints_are_an_error_unless_none_was_ever_complete(
+    was_complete: bool, tmp_path: Path, message: Message, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Off a cluster a kill during the first save costs only that save; losing all checkpoints is not silent."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    if not was_complete:
+        assert plan_resume(CheckpointConfig.model_validate({}), None, tmp_path, restarted=False) == ResumePlan()
+        message(capsys.readouterr().err)
+        return
     (tmp_path / COMMITTED).touch()
     with pytest.raises(CheckpointError) as refused:
-        complete_checkpoints(tmp_path, print)
-    assert refused.value.problems == (
-        f"{tmp_path}/a: not a whole checkpoint, manifest.json: No such file or directory",
-        f"{tmp_path}/b: not a whole checkpoint, manifest.json: No such file or directory",
-        f"{tmp_path}: no whole checkpoint to go on from; resume=fresh starts anew",
-    )
+        plan_resume(CheckpointConfig.model_validate({}), None, tmp_path, restarted=False)
+    message(refused.value)
 
 
-def test_a_kill_inside_the_first_save_costs_no_more_than_that_save(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    said: list[str] = []
-    assert complete_checkpoints(tmp_path, said.append) == []
-    assert said == [
-        f"passing over {tmp_path}/a: not a whole checkpoint, manifest.json: No such file or directory",
-        f"{tmp_path}: none was ever completed, starting at step 0",
-    ]
+def test_tokenizers_are_compared_by_content_and_not_by_path(victim: Path, message: Message) -> None:
+    forge_manifest(victim, hyperparameters={"tokenizer": "a/tokenizer.json"}, tokenizer="9 tokens, sha256 0")
+    plan = ResumePlan((str(victim),), may_be_complete=True)
+    path = {"hyperparameters": {"tokenizer": "b/tokenizer.json"}}
+    assert completed_step(plan, RUN_INFO.model_copy(update=path | {"tokenizer": "9 tokens, sha256 0"}), 10) == 10
+    with pytest.raises(ConfigError) as refused:
+        completed_step(plan, RUN_INFO.model_copy(update=path | {"tokenizer": "9 tokens, sha256 1"}), 10)
+    assert refused.value.keys == {"tokenizer"}
+    message(refused.value)
 
 
-# ---- harm ---------------------------------------------------------------------------------------------
+def test_without_checkpoints_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
+    for directory in (tmp_path, tmp_path / "none"):
+        assert plan_resume(CheckpointConfig.model_validate({}), None, directory, restarted=False) == ResumePlan()
 
 
 class Payload:
-    """Unpickled by anyone who trusts it, makes the file `path`."""
+    """Makes the directory `path` when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -274,11 +282,11 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
-def seal(folder: Path, **changes: Any) -> None:
-    """Give `folder` the manifest that fits its files, as one who knows how can."""
+def forge_manifest(folder: Path, **changes: Any) -> None:
+    """Write a manifest that matches the files in `folder`, with `changes`."""
     fields = {key: value for key, value in json.loads((folder / MANIFEST).read_text()).items() if key != "checksum"}
     fields["files"] = {name: record(folder / name).model_dump() for name in fields["files"] if (folder / name).exists()}
-    (folder / MANIFEST).write_bytes(_sealed(fields | changes))
+    (folder / MANIFEST).write_bytes(_encode(fields | changes))
 
 
 def index(folder: Path) -> Metadata:
@@ -287,10 +295,10 @@ def index(folder: Path) -> Metadata:
 
 def rewrite_index(folder: Path, content: Any) -> None:
     (folder / ".metadata").write_bytes(content if isinstance(content, bytes) else pickle.dumps(content))
-    seal(folder)
+    forge_manifest(folder)
 
 
-def test_the_payload_is_one(tmp_path: Path) -> None:
+def test_the_payload_runs_where_it_is_trusted(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Payload(tmp_path / "ran")))
     assert (tmp_path / "ran").exists()
 
@@ -325,12 +333,11 @@ def as_item(folder: Path, payload: Payload) -> None:
 
 
 def replace_tensor(folder: Path, content: bytes) -> None:
-    """Put `content` where the index says that a tensor is."""
+    """Put `content` where the index expects the tensors."""
     changed = index(folder)
     shard = folder / "__0_0.distcp"
-    for key, place in changed.storage_data.items():
+    for key in changed.storage_data:
         changed.storage_data[key] = _StorageInfo(shard.name, 0, len(content))
-        del place
     shard.write_bytes(content)
     rewrite_index(folder, changed)
 
@@ -354,10 +361,10 @@ def as_plain_pickle(folder: Path, payload: Payload) -> None:
 @pytest.mark.parametrize(
     ("plant", "why"),
     [
-        (bare, r"\.metadata: damaged or hostile: it asks for posix.mkdir"),
-        (nested, r"\.metadata: damaged or hostile: it asks for posix.mkdir"),
-        (as_version, r"\.metadata: damaged or hostile: it asks for posix.mkdir"),
-        (as_item, r"\.metadata: damaged or hostile: it asks for .*BytesStorageMetadata"),
+        (bare, r"\.metadata: damaged or malicious: it asks for posix.mkdir"),
+        (nested, r"\.metadata: damaged or malicious: it asks for posix.mkdir"),
+        (as_version, r"\.metadata: damaged or malicious: it asks for posix.mkdir"),
+        (as_item, r"\.metadata: damaged or malicious: it asks for .*BytesStorageMetadata"),
         (as_tensor, r"victim: cannot be read: rank 0: UnpicklingError: Weights only load failed"),
         (as_tensor_of_old, r"victim: cannot be read: rank 0: UnpicklingError: Weights only load failed"),
         (as_plain_pickle, r"victim: cannot be read: rank 0: UnpicklingError: Weights only load failed"),
@@ -371,12 +378,14 @@ def test_no_payload_runs(plant: Callable[[Path, Payload], None], why: str, victi
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "__9_0.distcp", "manifest.json", "", "a\0b"])
-def test_an_index_that_leads_elsewhere_is_refused(name: str, victim: Path) -> None:
+def test_an_index_that_refers_to_another_file_is_refused(name: str, victim: Path) -> None:
     changed = index(victim)
     for key in changed.storage_data:
         changed.storage_data[key] = _StorageInfo(name, 0, 100)
     rewrite_index(victim, changed)
-    assert refusal(victim) == f"{victim}/.metadata: damaged or hostile: it leads to {name!r}"
+    message = refusal(victim)
+    assert message.startswith(f"{victim}/.metadata: ")
+    assert repr(name) in message
 
 
 def call(function: str, arguments: bytes) -> bytes:
@@ -393,7 +402,7 @@ ENCODING = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
 LAYOUT, META = "torch.serialization _get_layout", "torch.distributed.checkpoint.metadata Metadata"
 
 
-def test_an_enumerations_member_is_read_however_python_pickles_it() -> None:
+def test_an_enumeration_member_is_read_in_every_form_that_python_pickles() -> None:
     pickled = call(GETATTR, ENCODING + unicode("TORCH_PRESERVE_FORMAT") + b"\x86R")
     assert pickle.loads(pickled) is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
     assert _IndexUnpickler(io.BytesIO(pickled)).load() is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
@@ -429,40 +438,41 @@ def test_an_enumerations_member_is_read_however_python_pickles_it() -> None:
         (b"\x80\x04\x8e" + b"\xff" * 8, ""),
     ],
 )
-def test_an_odd_index_is_refused_and_changes_nothing(content: bytes, why: str, victim: Path) -> None:
-    def known() -> list[dict[str, Any]]:
+def test_a_malicious_index_is_refused_and_changes_nothing(content: bytes, why: str, victim: Path) -> None:
+    def attributes() -> list[dict[str, Any]]:
         return [dict(vars(what)) for what in (PosixPath, Metadata, torch.serialization._get_layout)]
 
-    before = known()
+    before = attributes()
     rewrite_index(victim, content)
-    with pytest.raises(CheckpointError, match=rf"{victim}/\.metadata: damaged or hostile: .*{why}"):
+    with pytest.raises(CheckpointError, match=rf"{victim}/\.metadata: damaged or malicious: .*{why}"):
         Reader(victim, read_manifest(victim)).read_metadata()
-    assert known() == before
+    assert attributes() == before
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", ".", "", "a\0b", "manifest.json", "__0_0.py"])
 def test_a_manifest_that_lists_other_files_is_refused(name: str, victim: Path) -> None:
     entries = read_manifest(victim).files
-    seal(victim, files={key: entry.model_dump() for key, entry in entries.items()} | {name: {"bytes": 1, "crc32c": 1}})
-    assert refusal(victim) == f"{victim}/manifest.json: {name!r} is no file of a checkpoint"
+    files = {key: entry.model_dump() for key, entry in entries.items()}
+    forge_manifest(victim, files=files | {name: {"bytes": 1, "crc32c": 1}})
+    message = refusal(victim)
+    assert message.startswith(f"{victim}/manifest.json: ")
+    assert repr(name) in message
 
 
-def test_a_manifest_that_does_not_vouch_for_the_index_is_refused(victim: Path) -> None:
+def test_a_manifest_without_the_index_is_refused(victim: Path, message: Message) -> None:
     entries = read_manifest(victim).files
-    seal(victim, files={key: entry.model_dump() for key, entry in entries.items() if key != ".metadata"})
-    assert refusal(victim) == f"{victim}/manifest.json: lists no .metadata"
+    forge_manifest(victim, files={key: entry.model_dump() for key, entry in entries.items() if key != ".metadata"})
+    message(refusal(victim))
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.json"])
-def test_a_link_is_no_file_of_a_checkpoint(name: str, victim: Path, tmp_path: Path) -> None:
-    (victim / name).rename(tmp_path / "elsewhere")
-    (victim / name).symlink_to(tmp_path / "elsewhere")
-    assert refusal(victim) == f"{victim / name}: is a symbolic link; a checkpoint is a folder of plain files"
-
-
-def test_a_link_is_no_checkpoint(victim: Path, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(victim)
-    assert refusal(tmp_path / "link") == f"{tmp_path}/link: is a symbolic link; a checkpoint is a folder of plain files"
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.json", ""])
+def test_a_symbolic_link_is_not_a_checkpoint_nor_a_file_of_one(
+    name: str, victim: Path, tmp_path: Path, message: Message
+) -> None:
+    path = victim / name
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    message(refusal(victim))
 
 
 @pytest.mark.parametrize(
@@ -472,7 +482,7 @@ def test_a_link_is_no_checkpoint(victim: Path, tmp_path: Path) -> None:
         b"null",
         b"[]",
         b'{"format": "1"}',
-        b'{"format": 1}',
+        b'{"format": 2}',
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b"\xff\xfe\x00",
@@ -480,7 +490,7 @@ def test_a_link_is_no_checkpoint(victim: Path, tmp_path: Path) -> None:
         b'{"format": NaN}',
     ],
 )
-def test_odd_json_is_refused(text: bytes, victim: Path) -> None:
+def test_malformed_json_is_refused(text: bytes, victim: Path) -> None:
     (victim / MANIFEST).write_bytes(text)
     assert refusal(victim).startswith(f"{victim}/manifest.json: damaged: ")
 
@@ -498,10 +508,9 @@ def test_odd_json_is_refused(text: bytes, victim: Path) -> None:
         ("validation_loss", float("nan")),
         ("files", {".metadata": {"bytes": 10**400, "crc32c": 0}}),
         ("files", {".metadata": {"bytes": 1, "crc32c": 2**32}}),
-        ("format", 0),
         ("more", 1),
     ],
 )
-def test_a_manifest_of_impossible_figures_is_refused_with_the_field(field: str, value: Any, victim: Path) -> None:
-    seal(victim, **{field: value})
+def test_a_manifest_with_impossible_values_is_refused_with_the_field(field: str, value: Any, victim: Path) -> None:
+    forge_manifest(victim, **{field: value})
     assert refusal(victim).startswith(f"{victim}/manifest.json: damaged: {field}")

@@ -1,4 +1,4 @@
-"""A checkpoint of any number of ranks and any strategy is read by any other: weights and moments equal to the bit."""
+"""A checkpoint of any world size and strategy loads under any other: weights and moments are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lm.checkpoint import checkpointer
 from lm.runtime.world import World
 from model import Transformer
 from tests.support import TINY, run_ranks
-from tests.test_manifest import ABOUT, opened
+from tests.test_manifest import RUN_INFO, opened, progress
 
 STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
 RANKS = (1, 2, 3, 4)
-WIDTH = {"d_model": 36, "vocab_size": 61, "n_layers": 1}  # rows that no number of ranks divides
+WIDTH = {"d_model": 36, "vocab_size": 61, "n_layers": 1}  # no world size divides it evenly
 
 
 def build(world: World, sharding: str, seed: int) -> tuple[Transformer, optim.Optimizer]:
-    """A sharded model of `seed`, with moments twice its weights."""
+    """A sharded model initialized from `seed`, with moments twice its weights."""
     group = 2 if world.size == 4 else None
     settings = TINY | WIDTH | {"sharding": sharding, "shard_group_size": group}
     hp = config.read({"hyperparameters": settings}, [], "test")
@@ -39,24 +39,24 @@ def build(world: World, sharding: str, seed: int) -> tuple[Transformer, optim.Op
 
 
 def write(world: World, folder: Path) -> list[str]:
-    """Save a model under every strategy; returns the uuids."""
+    """Save a model under every strategy; return the UUIDs."""
     uuids = []
     with opened(world, folder, keep_checkpoints=None) as saver:
         for sharding in STRATEGIES:
             model, optimizer = build(world, sharding, seed=7)
-            saver.save({"model": model, "optim": optimizer}, ABOUT | {"step": 1})
+            saver.save({"model": model, "optim": optimizer}, RUN_INFO, progress(1))
             uuids.append(saver.commit()[1])
     return uuids
 
 
-def whole(tensor: torch.Tensor) -> Any:
+def full(tensor: torch.Tensor) -> Any:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().numpy()
 
 
 def differences(world: World, folder: Path, uuids: list[str]) -> list[str]:
-    """Read each of `uuids` under every strategy into a model of another seed; returns the tensors that differ."""
+    """Load each of `uuids` under every strategy into a model of another seed; return the tensors that differ."""
     plain = dict(build(world, "no-shard", seed=7)[0].named_parameters())
-    expected = {name: whole(parameter) for name, parameter in plain.items()}
+    expected = {name: full(parameter) for name, parameter in plain.items()}
     wrong = []
     with opened(world, folder) as reader:
         for sharding in STRATEGIES:
@@ -66,24 +66,24 @@ def differences(world: World, folder: Path, uuids: list[str]) -> list[str]:
                 with torch.no_grad():
                     for tensor in (*model.parameters(), *optimizer.state_dict().values()):
                         tensor.fill_(0.5)
-                reader.restore(uuid, lambda _, parts=parts: parts)
+                reader.load(uuid, lambda _, parts=parts: parts)
                 state = optimizer.state_dict()
                 for name, parameter in model.named_parameters():
-                    same = np.array_equal(whole(parameter), expected[name])
-                    same &= np.array_equal(whole(state[f"{name}.exp_avg"]), expected[name] * 2)
+                    same = np.array_equal(full(parameter), expected[name])
+                    same &= np.array_equal(full(state[f"{name}.exp_avg"]), expected[name] * 2)
                     wrong += [] if same else [f"{uuid} as {sharding}: {name}"]
     return wrong
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """Twenty checkpoints: of one to four ranks under each strategy."""
+    """Twenty checkpoints: one to four ranks, each strategy."""
     folder = tmp_path_factory.mktemp("written")
     return folder, [uuid for ranks in RANKS for uuid in run_ranks(ranks, write, folder)[0]]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_any_checkpoint_is_read_by_any_ranks_and_strategy(ranks: int, written: tuple[Path, list[str]]) -> None:
+def test_a_checkpoint_loads_under_any_world_size_and_strategy(ranks: int, written: tuple[Path, list[str]]) -> None:
     folder, uuids = written
     assert len(uuids) == 20
     assert not [wrong for part in run_ranks(ranks, differences, folder, uuids) for wrong in part]

@@ -1,4 +1,4 @@
-"""A run goes on where it was: to the last bit with the same processes, on the same data with any number of them."""
+"""A run resumes exactly: bit for bit with the same world size, on the same samples with any other."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from lm import config
 from lm.checkpoint import checkpointer
 from lm.checkpoint.manifest import read_manifest
+from lm.checkpoint.resume import IDENTITY, UNLOGGED
 from lm.data import loader
 from model import ModelConfig, Transformer
 from tests.support import TINY, checkpoints, reports, run, start
@@ -38,7 +39,7 @@ def losses(folder: Path, group: str = "training") -> dict[int, Any]:
 
 
 def files(path: Path) -> dict[str, Any]:
-    """Size and checksum of every tensor file. (`.metadata` holds the folder's name, too.)"""
+    """Size and checksum of every tensor file; `.metadata` also holds the directory's name."""
     records = json.loads((path / "manifest.json").read_text())["files"]
     return {name: record for name, record in records.items() if name != ".metadata"}
 
@@ -51,27 +52,32 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten steps by two ranks, undisturbed."""
-    folder = tmp_path_factory.mktemp("straight")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten uninterrupted steps on two ranks."""
+    folder = tmp_path_factory.mktemp("reference")
     done = run(folder, ranks=2, config=RUN)
     assert done.returncode == 0, done.stderr
     assert sorted(checkpoints(folder)) == [5, 10]
     return folder
 
 
-def test_five_steps_and_five_more_are_ten_to_the_last_bit(straight: Path, tmp_path: Path) -> None:
+def test_hyperparameters_that_are_compared_exist() -> None:
+    assert config.Hyperparameters.model_fields.keys() >= IDENTITY | UNLOGGED
+    assert not IDENTITY & UNLOGGED
+
+
+def test_five_steps_and_five_more_equal_ten_bit_for_bit(reference: Path, tmp_path: Path) -> None:
     assert run(tmp_path, "max_steps=5", ranks=2, config=RUN).returncode == 0
     second = run(tmp_path, ranks=2, config=RUN)
     assert second.returncode == 0, second.stderr
-    assert "going on from checkpoint" in second.stdout
-    assert losses(tmp_path) == losses(straight)
-    assert losses(tmp_path, "validation") == losses(straight, "validation")
-    assert files(checkpoints(tmp_path)[10]) == files(checkpoints(straight)[10])
+    assert "resumed from checkpoint" in second.stdout
+    assert losses(tmp_path) == losses(reference)
+    assert losses(tmp_path, "validation") == losses(reference, "validation")
+    assert files(checkpoints(tmp_path)[10]) == files(checkpoints(reference)[10])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_another_number_of_ranks_goes_on_with_the_same_weights_and_samples(ranks: int, tmp_path: Path) -> None:
+def test_another_world_size_resumes_with_the_same_weights_and_samples(ranks: int, tmp_path: Path) -> None:
     quiet = RUN | {"dropout": 0.0}
     assert run(tmp_path / "two", ranks=2, config=quiet).returncode == 0
     source = checkpoints(tmp_path / "two")[5]
@@ -83,8 +89,7 @@ def test_another_number_of_ranks_goes_on_with_the_same_weights_and_samples(ranks
         assert line["loss"] == pytest.approx(expected[step]["loss"], rel=1e-6)
 
 
-def test_a_checkpoint_holds_the_same_weights_whatever_wrote_it(tmp_path: Path) -> None:
-    """Two ranks write, three read and write again without a step in between."""
+def test_weights_survive_being_saved_by_two_ranks_and_again_by_three(tmp_path: Path) -> None:
     assert run(tmp_path / "two", "max_steps=5", ranks=2, config=RUN).returncode == 0
     source = checkpoints(tmp_path / "two")[5]
     again = run(
@@ -97,7 +102,7 @@ def test_a_checkpoint_holds_the_same_weights_whatever_wrote_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("before", "after"), [("bfloat16", "float16"), ("float16", "null"), ("float16", "float16")])
-def test_precision_may_change_on_the_way(before: str, after: str, tmp_path: Path) -> None:
+def test_a_resumed_run_may_change_its_precision(before: str, after: str, tmp_path: Path) -> None:
     assert run(tmp_path, f"amp_dtype={before}", "max_steps=2", "checkpoint_rate=2", config=RUN).returncode == 0
     done = run(tmp_path, f"amp_dtype={after}", "max_steps=4", config=RUN)
     assert done.returncode == 0, done.stderr
@@ -105,19 +110,19 @@ def test_precision_may_change_on_the_way(before: str, after: str, tmp_path: Path
     assert reports(tmp_path)[4]["skipped_steps"] == 0
 
 
-def test_global_batches_do_not_depend_on_the_ranks() -> None:
+def test_global_batches_do_not_depend_on_the_world_size() -> None:
     hp = config.read({"hyperparameters": RUN}, [], "test")
     data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 12, 1)
-    whole = loader.Loader(hp, data, 12, 0, 1, 1, torch.device("cpu")).training(3)
+    single = loader.Loader(hp, data, 12, 0, 1, 1, torch.device("cpu")).training(3)
     parts = [loader.Loader(hp, data, 12, rank, 3, 1, torch.device("cpu")).training(3) for rank in range(3)]
     for _ in range(4):
-        together = np.concatenate([micro.inputs.numpy() for part in parts for micro in next(part).micro_batches])
-        assert np.array_equal(together, np.concatenate([micro.inputs.numpy() for micro in next(whole).micro_batches]))
+        inputs = np.concatenate([micro.inputs.numpy() for part in parts for micro in next(part).micro_batches])
+        assert np.array_equal(inputs, np.concatenate([micro.inputs.numpy() for micro in next(single).micro_batches]))
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
-def test_a_signal_becomes_a_checkpoint_and_the_run_goes_on_as_if_nothing_had_been(
-    signum: signal.Signals, straight: Path, tmp_path: Path
+def test_a_signal_saves_a_checkpoint_and_the_resumed_run_has_the_same_losses(
+    signum: signal.Signals, reference: Path, tmp_path: Path
 ) -> None:
     process = start(tmp_path, "checkpoint_rate=1000", ranks=2, config=RUN)
     assert process.stdout is not None
@@ -129,12 +134,12 @@ def test_a_signal_becomes_a_checkpoint_and_the_run_goes_on_as_if_nothing_had_bee
     assert process.returncode == 0, errors
     (step,) = checkpoints(tmp_path)
     if step < 10:
-        assert f"stopped behind step {step} of 10" in output
+        assert "stopped" in output
     assert run(tmp_path, ranks=2, config=RUN).returncode == 0
-    assert losses(tmp_path) == losses(straight)
+    assert losses(tmp_path) == losses(reference)
 
 
-def test_one_rank_that_is_told_to_stop_stops_all_behind_the_same_step(straight: Path, tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(reference: Path, tmp_path: Path) -> None:
     process = start(tmp_path, "max_steps=1000", "checkpoint_rate=1000", ranks=2, config=RUN)
     assert process.stdout is not None
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -146,17 +151,19 @@ def test_one_rank_that_is_told_to_stop_stops_all_behind_the_same_step(straight: 
     assert process.returncode == 0, errors
     (step,) = checkpoints(tmp_path)
     assert max(losses(tmp_path)) == step < 1000
-    first = {key: value for key, value in losses(straight).items() if key <= step}
+    first = {key: value for key, value in losses(reference).items() if key <= step}
     assert {key: value for key, value in losses(tmp_path).items() if key <= 10} == first
 
 
-def test_a_complete_run_says_so_and_does_nothing(straight: Path) -> None:
-    before = sorted((path, path.stat().st_mtime_ns) for path in (straight / "runs").rglob("*") if path.name != "lock")
-    again = run(straight, config=RUN)
+def test_a_complete_run_reports_it_and_changes_nothing(reference: Path) -> None:
+    def times() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (reference / "runs").rglob("*") if path.name != "lock"}
+
+    before = times()
+    again = run(reference, config=RUN)
     assert again.returncode == 0
-    assert "is complete: 10 steps. To extend it: max_steps=20" in again.stdout
-    after = sorted((path, path.stat().st_mtime_ns) for path in (straight / "runs").rglob("*") if path.name != "lock")
-    assert before == after
+    assert "max_steps=20" in again.stdout
+    assert times() == before
 
 
 def test_fresh_moves_the_old_run_aside_and_deletes_nothing(tmp_path: Path) -> None:
@@ -171,32 +178,31 @@ def test_fresh_moves_the_old_run_aside_and_deletes_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
-def test_a_launchers_restart_goes_on_whatever_the_first_start_was_told(variable: str, tmp_path: Path) -> None:
+def test_a_launchers_restart_resumes_whatever_resume_was_set_to(variable: str, tmp_path: Path) -> None:
     elsewhere = run(tmp_path, "max_steps=2", "run_name=elsewhere")
     assert elsewhere.returncode == 0, elsewhere.stderr
     source = checkpoints(tmp_path, "elsewhere")[2]
     restart: dict[str, Any] = {variable: "1"}
-    for resume, begins in (("fresh", None), (str(source), "step 2")):
-        name = f"run_name={'fresh' if begins is None else 'from'}"
+    for resume in ("fresh", str(source)):
+        name = f"run_name={'fresh' if resume == 'fresh' else 'from'}"
         first = run(tmp_path, "max_steps=3", name, f"resume={resume}")
         assert first.returncode == 0, first.stderr
-        assert ("going on" in first.stdout) == (begins is not None)
+        assert ("resumed from" in first.stdout) == (resume != "fresh")
         again = run(tmp_path, "max_steps=4", name, f"resume={resume}", **restart)
         assert again.returncode == 0, again.stderr
-        assert "going on from checkpoint" in again.stdout
-        assert ", step 3" in again.stdout
+        assert ", step 3\n" in again.stdout
     assert not list((tmp_path / "runs" / "fresh").glob("before-*"))
 
 
-def test_a_restart_before_the_first_checkpoint_begins_where_the_first_start_did(tmp_path: Path) -> None:
+def test_a_restart_before_the_first_checkpoint_starts_where_the_first_start_did(tmp_path: Path) -> None:
     assert run(tmp_path, "max_steps=2", "run_name=elsewhere").returncode == 0
     source = checkpoints(tmp_path, "elsewhere")[2]
     done = run(tmp_path, "max_steps=3", f"resume={source}", TORCHELASTIC_RESTART_COUNT="1")
     assert done.returncode == 0, done.stderr
-    assert f"going on from checkpoint {source.name}, step 2" in done.stdout
+    assert f"resumed from checkpoint {source.name}, step 2" in done.stdout
 
 
-def test_validating_alone_keeps_a_config_that_can_be_read_again(tmp_path: Path) -> None:
+def test_the_config_of_a_run_that_only_validates_can_be_read_again(tmp_path: Path) -> None:
     assert run(tmp_path, "max_epochs=-1").returncode == 0
     kept = config.load(tmp_path / "runs" / "test" / "config.yaml", [])
     assert (kept.max_epochs, kept.max_steps, kept.run_name) == (-1, None, "test")

@@ -1,4 +1,4 @@
-"""Training survives being killed at any moment, and nobody can tell from its losses."""
+"""Training that is killed at any moment and rerun ends with the losses and weights of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from tests.support import ROOT
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_twenty_disturbed_starts_lose_at_most_two_intervals_and_end_with_the_same_losses_and_weights() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_twenty_interruptions_lose_at_most_two_intervals_and_change_no_loss_and_no_weight() -> None:
     command = [sys.executable, "-m", "tests.soak", "20", "--seed", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
