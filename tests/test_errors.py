@@ -12,7 +12,7 @@ from lm import generate
 from lm.checkpoint.__main__ import main
 from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.checkpoint.manifest import CheckpointError, read_manifest
-from lm.checkpoint.resume import find_checkpoint, find_checkpoints, find_initial
+from lm.checkpoint.resume import find_checkpoint, plan_resume
 from lm.data import stream
 from lm.data.files import find_files
 from lm.data.loader import DataConfig, open_data
@@ -29,8 +29,8 @@ def open_tokens(where: str) -> Any:
     return open_data(DataConfig.model_validate({"dataset": "tokens", "train_data": where}), 10, 8, 1, 0)
 
 
-def resume(name: str) -> list[str]:
-    return find_checkpoints(CheckpointConfig.model_validate({"resume": name}), None, Path(), restarted=False)
+def plan(**settings: str) -> Any:
+    return plan_resume(CheckpointConfig.model_validate(settings), None, Path("none"), restarted=False)
 
 
 ACTIONS: dict[str, Callable[[str], Any]] = {
@@ -39,8 +39,8 @@ ACTIONS: dict[str, Callable[[str], Any]] = {
     "tokens": open_tokens,
     "tokenizer": load_tokenizer,
     "source": find_source,
-    "init_from": lambda name: find_initial(name, on_cluster=False),
-    "resume": resume,
+    "init_from": lambda name: plan(init_from=name),
+    "resume": lambda name: plan(resume=name),
     "checkpoint": lambda name: find_checkpoint(Path(name)),
 }
 

@@ -307,4 +307,4 @@ def test_a_run_resumes_to_the_last_bit_and_goes_on_with_other_ranks(tmp_path: Pa
     other = run(tmp_path / "parts", "max_steps=9", "data_workers=1", config=config)
     assert "2 data workers before, 1 now: each goes on behind" in other.stdout
     manifest = json.loads((checkpoints(tmp_path / "parts")[8] / "manifest.json").read_text())
-    assert [len(state["streams"]) for state in manifest["source"]] == [1, 1]
+    assert [len(state["streams"]) for state in manifest["dataset_state"]] == [1, 1]
