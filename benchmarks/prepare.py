@@ -1,11 +1,12 @@
-"""Speed of `python -m lm.prepare` beside the `tokenizers` library's own `encode_batch`, turn by turn on one machine.
+"""Speed of `python -m lm.prepare` next to the `tokenizers` library's own `encode_batch_fast`, in turns on one machine.
 
     python -m benchmarks.prepare [--megabytes 50] [--rounds 3] [--workers 1 2]
+    python -m benchmarks.prepare --document [--megabytes 50]
 
-The text is the Python standard library's source, tests included, as JSONL; the tokenizer a byte-level BPE of 8,192
-tokens trained on it. The library is timed on texts in memory, without the ids ever being fetched; the command from
-its start to its end, reading and writing files. MB/s are of elapsed time, and of processor time over all processes
-and cores.
+The text is the source of the Python standard library, tests included, as JSONL; the tokenizer is a byte-level BPE of
+8,192 tokens trained on it. The library encodes texts in memory and discards the ids; the command is timed from start
+to end, with its reading and writing. MB/s are of elapsed time, and of processor time over all processes and cores.
+--document writes the text as one document instead and reports the peak memory of a worker.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ import json, resource, sys, time
 from tokenizers import Tokenizer
 tokenizer = Tokenizer.from_file(sys.argv[1])
 texts = [json.loads(line)["text"] for line in open(sys.argv[2])]
-began, used = time.perf_counter(), time.process_time()
+start, used = time.perf_counter(), time.process_time()
 for at in range(0, len(texts), 64):
-    tokenizer.encode_batch(texts[at:at + 64])
-print(time.perf_counter() - began, time.process_time() - used)
+    tokenizer.encode_batch_fast(texts[at:at + 64])
+print(time.perf_counter() - start, time.process_time() - used)
 """
 
 
 def write_corpus(path: Path, size: int) -> list[str]:
-    """Write `size` bytes of text (about) to `path`. Returns the different documents in it."""
+    """Write about `size` bytes of text to `path`. Return the distinct documents."""
     texts = []
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
         if "site-packages" not in file.parts:
             try:
                 texts.append(file.read_text("utf-8"))
             except UnicodeDecodeError:
-                continue  # the standard library tests what bad files do
+                continue  # tests of the standard library include invalid files
     written = 0
     with path.open("w") as out:
         while written < size:
@@ -57,7 +58,7 @@ def write_corpus(path: Path, size: int) -> list[str]:
 
 
 def library(tokenizer: Path, corpus: Path, threads: int) -> tuple[float, float]:
-    """Seconds elapsed and of processors."""
+    """Return elapsed and processor seconds."""
     variables = {"TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false", "RAYON_NUM_THREADS": str(threads)}
     command = [sys.executable, "-c", LIBRARY, str(tokenizer), str(corpus)]
     done = subprocess.run(command, env=os.environ | variables, check=True, capture_output=True, text=True)
@@ -65,11 +66,12 @@ def library(tokenizer: Path, corpus: Path, threads: int) -> tuple[float, float]:
     return elapsed, used
 
 
-def ours(tokenizer: Path, corpus: Path, workers: int, out: Path) -> tuple[float, float]:
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    command = [sys.executable, "-m", "lm.prepare", str(corpus), "--tokenizer", str(tokenizer), "--out", str(out)]
-    subprocess.run([*command, "--workers", str(workers)], check=True, stdout=subprocess.DEVNULL)
-    elapsed, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+def command(tokenizer: Path, corpus: Path, workers: int, out: Path) -> tuple[float, float]:
+    """Return elapsed and processor seconds."""
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    arguments = [sys.executable, "-m", "lm.prepare", str(corpus), "--tokenizer", str(tokenizer), "--out", str(out)]
+    subprocess.run([*arguments, "--workers", str(workers)], check=True, stdout=subprocess.DEVNULL)
+    elapsed, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     return elapsed, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
@@ -78,6 +80,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--document", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -85,10 +88,17 @@ def main() -> None:
         texts = write_corpus(corpus, args.megabytes * 1_000_000)
         tokenizer.write_bytes(train_tokenizer(iter(texts), 8192))
         size = sum(len(json.loads(line)["text"].encode()) for line in corpus.open()) / 1e6
+        if args.document:
+            document = folder / "document.txt"
+            document.write_text("".join(json.loads(line)["text"] for line in corpus.open()))
+            elapsed, _ = command(tokenizer, document, 1, folder / "document")
+            peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+            print(f"one document of {size:,.1f} MB: {elapsed:,.1f} s, worker's peak memory {peak:,.2f} GiB")
+            return
         print("| workers | of time | library MB/s | lm.prepare MB/s | ratio |\n|---|---|---|---|---|")
         for workers in args.workers:
             pairs = [
-                (library(tokenizer, corpus, workers), ours(tokenizer, corpus, workers, folder / f"{workers}-{turn}"))
+                (library(tokenizer, corpus, workers), command(tokenizer, corpus, workers, folder / f"{workers}-{turn}"))
                 for turn in range(args.rounds)
             ]
             for index, name in enumerate(("elapsed", "processor")):

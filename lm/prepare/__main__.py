@@ -1,4 +1,4 @@
-"""Command: text to token files."""
+"""Entry point of `python -m lm.prepare`."""
 
 import sys
 

@@ -1,17 +1,16 @@
-"""Token files: written as drafts, put in place all at once, and compared with their checksums later.
+"""Token files: written as drafts, installed all at once, and verified by their checksums.
 
-    NAME.bin    every document's ids in one row, little-endian uint16, or uint32 where the vocabulary needs it
-    NAME.ends   uint64: the position in it (tokens) behind each document's last token
-    NAME.json   `TokenIndex`: what both hold, what they were made of, and their checksums
+    NAME.bin    the ids of all documents, concatenated: little-endian uint16, or uint32 if the vocabulary needs it
+    NAME.ends   uint64: the position after the last token of each document in NAME.bin (tokens)
+    NAME.json   `TokenIndex`: what both contain, their sources, and their checksums
 
-NAME is train or validation. Drafts lie in a folder of their own; train.json is put in place last, and where a
-dataset is replaced it is the first to go, so a folder that holds one is whole.
+NAME is train or validation. A folder with train.json is a complete dataset: installing moves train.json last, and
+replacing a dataset deletes it first.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,106 +18,86 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from lm.data.tokenizer import FILES, Tokenizer
+from lm.data.tokenizer import FILES
 from lm.data.tokens import SourceRecord, TokenIndex, read_index
 from lm.errors import RunError
 from lm.fileio import crc32c, sync, sync_folder, write_durably
-from lm.prepare.readers import TokenChunk, id_type
+from lm.prepare.readers import TokenChunk
 
 DRAFTS, READY = ".drafts", ".ready"
-"""Folders of files that are being written, and that are all written and only have to be put in place."""
+"""Folders of files that are being written, and of complete files that are being installed."""
 LOCK = "lock"
-TRAIN, VALIDATION = "train", "validation"
-OUTPUT = {LOCK, *FILES, *(f"{side}.{suffix}" for side in (TRAIN, VALIDATION) for suffix in ("bin", "ends", "json"))}
+SPLITS = TRAIN, VALIDATION = "train", "validation"
+OUTPUT = {*FILES, *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "ends", "json"))}
 
 
-class _Side:
-    """The drafts of NAME.bin and NAME.ends, and what NAME.json will say of them."""
-
-    def __init__(self, folder: Path, name: str, dtype: np.dtype[Any]) -> None:
-        self.tokens = self.documents = self.crc32c = self.ends_crc32c = 0
-        self._dtype = dtype
-        self._bin = (folder / f"{name}.bin").open("wb")
-        self._ends = (folder / f"{name}.ends").open("wb")
-
-    def add(self, part: TokenChunk) -> None:
-        ids = part.ids.astype(self._dtype, copy=False).tobytes()
-        ends = (part.ends + self.tokens).astype("<u8").tobytes()
-        self._bin.write(ids)
-        self._ends.write(ends)
-        self.crc32c = google_crc32c.extend(self.crc32c, ids)
-        self.ends_crc32c = google_crc32c.extend(self.ends_crc32c, ends)
-        self.tokens += len(part.ids)
-        self.documents += len(part.ends)
-
-    def close(self) -> None:
-        for file in (self._bin, self._ends):
-            with file:
-                sync(file)
+def id_dtype(vocab_size: int) -> np.dtype[Any]:
+    """Return the dtype in which ids below `vocab_size` are stored."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
-class DatasetWriter:
-    """Writes one dataset into `folder`, of which the caller holds the lock.
+class SplitWriter:
+    """Writer of the draft of one split.
 
     Args:
-        vocab_size: ids are below it.
-        sides: TRAIN, or both.
+        folder: the dataset's, which this process has locked.
+        name: TRAIN or VALIDATION.
+        vocab_size: all ids are below it.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, sides: Sequence[str]) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, name: str, vocab_size: int) -> None:
+        self._index, self._draft = (parent / f"{name}.json" for parent in (folder, folder / DRAFTS))
         self._vocab_size = vocab_size
-        self.drafts = folder / DRAFTS
-        self._sides = {name: _Side(self.drafts, name, id_type(vocab_size)) for name in sides}
+        self._dtype = id_dtype(vocab_size)
+        self._files = [self._draft.with_suffix(suffix).open("wb") for suffix in (".bin", ".ends")]
+        self._checksums = [0, 0]
+        self.n_tokens = self.n_documents = 0
 
-    def add(self, part: TokenChunk) -> None:
-        self._sides[VALIDATION if part.held_out else TRAIN].add(part)
+    def add(self, chunk: TokenChunk) -> None:
+        """Append the tokens of `chunk`."""
+        contents = chunk.ids.astype(self._dtype, copy=False), (chunk.ends + self.n_tokens).astype("<u8")
+        for at, content in enumerate(contents):
+            self._files[at].write(content.tobytes())
+            self._checksums[at] = google_crc32c.extend(self._checksums[at], content.tobytes())
+        self.n_tokens += len(chunk.ids)
+        self.n_documents += len(chunk.ends)
 
-    def documents(self) -> dict[str, int]:
-        """How many there are so far, by side."""
-        return {name: side.documents for name, side in self._sides.items()}
+    def finish(self, tokenizer: str | None, sources: Sequence[SourceRecord], options: Mapping[str, Any]) -> str:
+        """Write the index, after which the draft is complete. Return a description of the token file."""
+        for file in self._files:
+            with file:
+                sync(file)
+        index = TokenIndex(
+            format=1,
+            tokenizer=tokenizer,
+            vocab_size=self._vocab_size,
+            tokens=self.n_tokens,
+            documents=self.n_documents,
+            dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
+            crc32c=self._checksums[0],
+            ends_crc32c=self._checksums[1],
+            sources=list(sources),
+            options=dict(options),
+        )
+        write_durably(self._draft, index.model_dump_json(indent=1).encode())
+        return describe(self._index, index)
 
-    def commit(
-        self,
-        tokenizer: Tokenizer | None,
-        sources: Sequence[SourceRecord],
-        options: Mapping[str, str | int | float | None],
-    ) -> list[str]:
-        """Put the drafts in place. Returns a line of what is there now for each side."""
-        files = dict(tokenizer.files) if tokenizer else {}
-        lines = []
-        for name, side in self._sides.items():
-            side.close()
-            index = TokenIndex(
-                format=1,
-                tokenizer=tokenizer and tokenizer.identity,
-                vocab_size=self._vocab_size,
-                tokens=side.tokens,
-                documents=side.documents,
-                dtype="uint16" if id_type(self._vocab_size).itemsize == 2 else "uint32",
-                crc32c=side.crc32c,
-                ends_crc32c=side.ends_crc32c,
-                sources=list(sources),
-                options=dict(options),
-            )
-            files[f"{name}.json"] = index.model_dump_json(indent=1).encode()
-            lines.append(describe(self._folder / f"{name}.json", index))
-        for name, content in files.items():
-            write_durably(self.drafts / name, content)
-        self.drafts.rename(self._folder / READY)
-        install(self._folder)
-        return lines
+
+def commit(folder: Path) -> None:
+    """Replace the dataset in `folder` by the drafts, which are complete."""
+    (folder / DRAFTS).rename(folder / READY)
+    install(folder)
 
 
 def install(folder: Path) -> None:
-    """Put a complete set of drafts in place of the dataset in `folder`. A second call finishes what a kill cut off."""
+    """Finish a `commit`, even one that an earlier process was killed in; without one, do nothing."""
     ready = folder / READY
     if not ready.is_dir():
         return
     first, last = f"{TRAIN}.bin", [f"{VALIDATION}.json", f"{TRAIN}.json"]
     names = {path.name for path in ready.iterdir()}
-    if first in names:  # nothing was moved yet, and what is there is the old one's
-        for name in (*reversed(last), *sorted(OUTPUT - {LOCK, *last})):
+    if first in names:  # nothing has been moved yet, so the folder holds the old dataset
+        for name in (*reversed(last), *sorted(OUTPUT - {*last})):
             (folder / name).unlink(missing_ok=True)
     for name in (first, *sorted(names - {first, *last}), *last):
         if name in names:
@@ -127,54 +106,35 @@ def install(folder: Path) -> None:
     sync_folder(folder)
 
 
-def is_output(path: Path, folder: Path) -> bool:
-    """Whether `path` is, or is to become, a file of the dataset in `folder`; both resolved."""
-    return path.parent == folder and path.name in OUTPUT
-
-
-def clean_drafts(folder: Path) -> Path:
-    """An empty folder for drafts, whatever an earlier process left there."""
-    remove_drafts(folder)
-    (folder / DRAFTS).mkdir()
-    return folder / DRAFTS
-
-
-def remove_drafts(folder: Path) -> None:
-    shutil.rmtree(folder / DRAFTS, ignore_errors=True)
-
-
 def describe(path: Path, index: TokenIndex) -> str:
+    """Return a line about the token file with the index `path`."""
     return f"{path.with_suffix('.bin')}: {index.tokens:,} tokens ({index.dtype}) in {index.documents:,} documents"
 
 
-def source(path: Path) -> SourceRecord:
-    """What tells the input file `path` from another."""
-    name = os.fsencode(path).decode(errors="backslashreplace")  # a name need not be UTF-8
+def source_record(path: Path) -> SourceRecord:
+    """Return what identifies the input file `path`."""
+    name = os.fsencode(path).decode(errors="backslashreplace")  # file names need not be UTF-8
     return SourceRecord(name=name, bytes=path.stat().st_size, crc32c=crc32c(path))
 
 
 def verify(folder: Path) -> list[str]:
-    """Compare the token files in `folder` with the checksums that were taken of what was written.
-
-    Returns:
-        A line for each of both sides that is there.
+    """Compare the token files in `folder` with their checksums. Return a line for each split.
 
     Raises:
-        ConfigError: there is no dataset, or its index is broken.
-        RunError: a file is not what was written.
+        ConfigError: there is no dataset, or its index is invalid.
+        RunError: a file is missing or corrupt.
     """
-    said, problems = [], []
-    for name in (TRAIN, VALIDATION):
-        path = folder / f"{name}.json"
-        if name == VALIDATION and not path.exists():
+    lines, problems = [], []
+    for path in (folder / f"{split}.json" for split in SPLITS):
+        if path.stem == VALIDATION and not path.exists():
             continue
         index = read_index(path)
+        lines.append(f"{describe(path, index)}: verified")
         for suffix, checksum in ((".bin", index.crc32c), (".ends", index.ends_crc32c)):
             file = path.with_suffix(suffix)
             if not file.exists() or crc32c(file) != checksum:
-                what = "is not what was written" if file.exists() else "is missing"
-                problems.append(f"{file}: {what}; write the dataset anew with python -m lm.prepare --overwrite")
-        said.append(f"{describe(path, index)}: whole")
+                what = "does not match its checksum" if file.exists() else "is missing"
+                problems.append(f"{file}: {what}; write the dataset again: python -m lm.prepare --overwrite")
     if problems:
         raise RunError(*problems)
-    return said
+    return lines
