@@ -60,7 +60,7 @@ def main() -> None:
     games = []
     for seed in range(args.seed, args.seed + args.games):
         drawn = list(generate(model, prompt, room, device=device, seed=seed, temperature=args.temperature))
-        end = drawn.index(tokenizer.end_of_text) if tokenizer.end_of_text in drawn else len(drawn)
+        end = drawn.index(tokenizer.eos_id) if tokenizer.eos_id in drawn else len(drawn)
         games.append("1. " + tokenizer.decode(drawn[:end], after=prompt))
     legal, illegal, whole = count(games)
     share = legal / (legal + illegal)

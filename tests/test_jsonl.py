@@ -45,7 +45,7 @@ def test_packed_rows_hold_every_token_once_and_each_sample_starts_a_document(
 ) -> None:
     file = write(tmp_path_factory.mktemp("packed") / "a.jsonl", [{"text": text} for text in texts])
     samples = JsonlDataset([file], BYTES, seq_len)
-    expected = [[*BYTES.encode(text), BYTES.end_of_text] for text in texts]
+    expected = [[*BYTES.encode(text), BYTES.eos_id] for text in texts]
     assert learned(samples) == [token for ids in expected for token in ids[1:]]
     rows = [samples[i] for i in range(len(samples))]
     assert len(rows) == -(-sum(len(ids) - 1 for ids in expected) // seq_len)  # no row has an unused end but the last
@@ -77,7 +77,7 @@ def test_unpacked_every_sample_has_a_row_cut_or_filled(
     assert len(samples) == samples.documents == len(texts)
     longer = 0
     for index, text in enumerate(texts):
-        ids = [*BYTES.encode(text), BYTES.end_of_text]
+        ids = [*BYTES.encode(text), BYTES.eos_id]
         row = samples[index]
         assert row.document_ids is None
         used = min(seq_len, len(ids) - 1)
@@ -97,8 +97,8 @@ def test_of_prompt_and_completion_the_completion_alone_is_learned(
     ids = tokenizer.encode("to be, or not to be")
     prompt = tokenizer.encode("to be, or")
     assert ids[: len(prompt)] == prompt
-    assert learned(only) == [*ids[len(prompt) :], tokenizer.end_of_text]
-    assert learned(JsonlDataset([file], tokenizer, 64)) == [*ids[1:], tokenizer.end_of_text]
+    assert learned(only) == [*ids[len(prompt) :], tokenizer.eos_id]
+    assert learned(JsonlDataset([file], tokenizer, 64)) == [*ids[1:], tokenizer.eos_id]
 
 
 def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_of_a_chat_what_the_assistant_says_is_learned(tmp_path: Path) -> None:
     assert spoken.split("\n\n") == ["or not", "the question", ""]
     whole = learned(JsonlDataset([file], LLAMA, 256))
     assert LLAMA.decode(whole).startswith("[user] to be\n\n[assistant] or not\n\n")
-    assert whole.count(LLAMA.end_of_text) == 4  # the template writes them; none is added
+    assert whole.count(LLAMA.eos_id) == 4  # the template writes them; none is added
 
 
 def test_a_message_that_calls_a_tool_needs_no_text(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_compressed_files_are_read_and_empty_lines_are_none(tmp_path: Path) -> N
 
 def test_another_field_may_hold_the_text(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"body": "xy"}])
-    assert learned(JsonlDataset([file], BYTES, 8, text_field="body")) == [ord("y"), BYTES.end_of_text]
+    assert learned(JsonlDataset([file], BYTES, 8, text_field="body")) == [ord("y"), BYTES.eos_id]
 
 
 def test_the_fingerprint_follows_what_is_learned(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_the_fingerprint_follows_what_is_learned(tmp_path: Path) -> None:
         ),
         ('{"messages": [{"role": "user", "content": 5}]}', "messages[0]: its content is no text"),
         ('{"messages": [{"role": "user", "content": ["a"]}]}', "messages[0]: its content is no text"),
-        ('{"messages": [{"role": "cat", "content": ""}]}', "the tokenizer's chat template refuses the messages"),
+        ('{"messages": [{"role": "cat", "content": ""}]}', "its chat template rejects the messages"),
         ("\udcff", "byte 0 of the line is not UTF-8"),
         ("[" * 100_000, "is no JSON"),
     ],

@@ -17,7 +17,7 @@ from lm.data.tokens import TokenWindowDataset
 from lm.errors import ConfigError
 
 TOKENIZER = ByteTokenizer()
-END = TOKENIZER.end_of_text
+END = TOKENIZER.eos_id
 
 
 def write(folder: Path, *names: str) -> list[Path]:

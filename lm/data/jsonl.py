@@ -78,14 +78,14 @@ def _chat(messages: Any, completion_only: bool, tokenizer: Tokenizer) -> Rendere
     for at, message in enumerate(messages):
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise ValueError(f"messages[{at}]: its content is no text: {json.dumps(message)[:60]}")
-    text = _unicode(tokenizer.render(messages, reply_follows=False))
+    text = _unicode(tokenizer.render(messages, add_generation_prompt=False))
     if not completion_only:
         return RenderedExample(text, None, True)
     spans = []
     for at, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = tokenizer.render(messages[:at], reply_follows=True)
-            upto = tokenizer.render(messages[: at + 1], reply_follows=False)
+            before = tokenizer.render(messages[:at], add_generation_prompt=True)
+            upto = tokenizer.render(messages[: at + 1], add_generation_prompt=False)
             if not (text.startswith(upto) and upto.startswith(before)):
                 raise ValueError("the chat template changes earlier messages, so replies cannot be told; loss_on: all")
             spans.append((len(before), len(upto)))
@@ -171,15 +171,15 @@ def _encode(
     file: Path, tokenizer: Tokenizer, text_field: str, completion_only: bool
 ) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.bool_]]]:
     """Each sample's ids, and which of them are to be learned."""
-    end = np.array([tokenizer.end_of_text], np.uint32)
+    end = np.array([tokenizer.eos_id], np.uint32)
     samples = _samples(file, tokenizer, text_field, completion_only)
     for together in iter(lambda: list(itertools.islice(samples, _TOGETHER)), []):
         for rendered in (False, True):
             chosen = [sample for sample in together if sample.rendered == rendered]
             texts = [sample.text for sample in chosen]
-            encoded = tokenizer.encode_with_ends(texts, rendered=rendered)
-            for sample, (ids, ends) in zip(chosen, encoded, strict=True):
-                learned = np.full(len(ids), sample.learned is None)
+            encoded = tokenizer.encode_with_offsets(texts, add_special_tokens=not rendered)
+            for sample, (ids, offsets) in zip(chosen, encoded, strict=True):
+                ends, learned = offsets[:, 1], np.full(len(ids), sample.learned is None)
                 for start, stop in sample.learned or ():
                     learned |= (ends > start) & (ends <= stop)
                 yield (ids, learned) if rendered else (np.append(ids, end), np.append(learned, True))

@@ -107,7 +107,7 @@ def first_tokens(documents: Documents, text_field: str, tokenizer: Tokenizer, co
     """
     pieces: list[NDArray[np.uint32]] = [np.empty(0, np.uint32)]
     held = 0
-    end = np.array([tokenizer.end_of_text], np.uint32)
+    end = np.array([tokenizer.eos_id], np.uint32)
     records = enumerate(documents)
     try:
         while held < count and (together := list(itertools.islice(records, _TOGETHER))):
@@ -181,7 +181,7 @@ class TokenStream(IterableDataset[Window]):
                 yield Window(window, state | {"token": first + ahead})
 
     def _tokenized(self) -> Iterator[tuple[dict[str, Any], NDArray[np.int64]]]:
-        end = np.array([self._tokenizer.end_of_text], np.int64)
+        end = np.array([self._tokenizer.eos_id], np.int64)
         for block, texts in self._blocks():
             order = np.arange(len(texts))
             if self._key is not None:

@@ -27,7 +27,7 @@ def read_tokens(files: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
     """
     pieces: list[NDArray[np.uint32]] = []
     problems = []
-    end = np.array([tokenizer.end_of_text], np.uint32)
+    end = np.array([tokenizer.eos_id], np.uint32)
     for path in sorted(files, key=lambda path: hashlib.sha256(os.fsencode(path.name)).digest()):
         try:
             content = path.read_bytes().decode("utf-8-sig")

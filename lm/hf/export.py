@@ -280,7 +280,7 @@ def export_model(where: Path, out: Path, dtype: str = "float32") -> int:
     tokenizer = None
     if manifest.tokenizer:
         tokenizer = ByteTokenizer() if manifest.tokenizer == ByteTokenizer.identity else tokenizer_of(folder)
-    specials = (tokenizer.end_of_text, tokenizer.beginning) if tokenizer else (None, None)
+    specials = (tokenizer.eos_id, tokenizer.bos_id) if tokenizer else (None, None)
     raw = families.write_config(config, dtype, *specials)
     reader = Reader(folder, manifest)
     reader.compare({f"model.{name}": torch.empty(shape, device="meta") for name, shape in _shapes(config).items()})
@@ -316,7 +316,7 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
         encoder.decoder = tokenizers.decoders.ByteLevel()
         encoder.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, special=True)])
         files[FILE] = encoder.to_str(pretty=True).encode()
-    end = tokenizers.Tokenizer.from_buffer(files[FILE]).id_to_token(tokenizer.end_of_text)
+    end = tokenizers.Tokenizer.from_buffer(files[FILE]).id_to_token(tokenizer.eos_id)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
     return {"tokenizer_config.json": json.dumps(settings, indent=2).encode()} | files
 
