@@ -31,7 +31,7 @@ from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.prepare import token_writer
 from lm.prepare.readers import FORMATS, TokenChunk, format_of, group_documents, is_held_out, read_documents, read_ids
-from lm.prepare.token_writer import DRAFTS, TRAIN, SplitWriter, verify
+from lm.prepare.token_writer import DRAFTS, LOCK, OUTPUT, TRAIN, SplitWriter, verify
 from lm.prepare.workers import WorkerPool
 from lm.runtime.run_dir import hold
 
@@ -49,7 +49,7 @@ def prepare(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer not in (None, "none") else None
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        holder = hold(args.out / token_writer.LOCK)
+        holder = hold(args.out / LOCK)
     except OSError as error:
         raise ConfigError(f"--out: {args.out}: cannot be written and locked: {error.strerror}") from None
     if holder:
@@ -223,8 +223,7 @@ def find_inputs(args: argparse.Namespace) -> list[Path]:
     targets: dict[Path, Path] = {}
     for path in found:
         targets.setdefault(path.resolve(), path)
-    output = token_writer.OUTPUT | {token_writer.LOCK}
-    files = [path for target, path in targets.items() if target.parent != out or target.name not in output]
+    files = [path for target, path in targets.items() if target.parent != out or target.name not in OUTPUT]
     if found and not files:
         problems.append(f"INPUT: contains only the files of --out, {args.out}; pass the files to encode")
     known = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)

@@ -28,7 +28,7 @@ DRAFTS, READY = ".drafts", ".ready"
 """Folders of files that are being written, and of complete files that are being installed."""
 LOCK = "lock"
 SPLITS = TRAIN, VALIDATION = "train", "validation"
-OUTPUT = {*FILES, *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "ends", "json"))}
+OUTPUT = {LOCK, *FILES, *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "ends", "json"))}
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -37,28 +37,23 @@ def id_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class SplitWriter:
-    """Writer of the draft of one split.
-
-    Args:
-        folder: the dataset's, which this process has locked.
-        name: TRAIN or VALIDATION.
-        vocab_size: all ids are below it.
-    """
+    """Writer of the draft of the split `name` of the dataset in `folder`; all ids are below `vocab_size`."""
 
     def __init__(self, folder: Path, name: str, vocab_size: int) -> None:
-        self._index, self._draft = (parent / f"{name}.json" for parent in (folder, folder / DRAFTS))
+        self._folder = folder
+        self._name = name
         self._vocab_size = vocab_size
         self._dtype = id_dtype(vocab_size)
-        self._files = [self._draft.with_suffix(suffix).open("wb") for suffix in (".bin", ".ends")]
+        self._files = [(folder / DRAFTS / f"{name}.{suffix}").open("wb") for suffix in ("bin", "ends")]
         self._checksums = [0, 0]
         self.n_tokens = self.n_documents = 0
 
     def add(self, chunk: TokenChunk) -> None:
         """Append the tokens of `chunk`."""
-        contents = chunk.ids.astype(self._dtype, copy=False), (chunk.ends + self.n_tokens).astype("<u8")
-        for at, content in enumerate(contents):
-            self._files[at].write(content.tobytes())
-            self._checksums[at] = google_crc32c.extend(self._checksums[at], content.tobytes())
+        ids, ends = chunk.ids.astype(self._dtype, copy=False), (chunk.ends + self.n_tokens).astype("<u8")
+        for i, content in enumerate((ids.tobytes(), ends.tobytes())):
+            self._files[i].write(content)
+            self._checksums[i] = google_crc32c.extend(self._checksums[i], content)
         self.n_tokens += len(chunk.ids)
         self.n_documents += len(chunk.ends)
 
@@ -79,8 +74,9 @@ class SplitWriter:
             sources=list(sources),
             options=dict(options),
         )
-        write_durably(self._draft, index.model_dump_json(indent=1).encode())
-        return describe(self._index, index)
+        name = f"{self._name}.json"
+        write_durably(self._folder / DRAFTS / name, index.model_dump_json(indent=1).encode())
+        return describe(self._folder / name, index)
 
 
 def commit(folder: Path) -> None:
@@ -97,7 +93,7 @@ def install(folder: Path) -> None:
     first, last = f"{TRAIN}.bin", [f"{VALIDATION}.json", f"{TRAIN}.json"]
     names = {path.name for path in ready.iterdir()}
     if first in names:  # nothing has been moved yet, so the folder holds the old dataset
-        for name in (*reversed(last), *sorted(OUTPUT - {*last})):
+        for name in (*reversed(last), *sorted(OUTPUT - {LOCK, *last})):
             (folder / name).unlink(missing_ok=True)
     for name in (first, *sorted(names - {first, *last}), *last):
         if name in names:
