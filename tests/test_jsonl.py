@@ -165,7 +165,7 @@ def test_the_fingerprint_follows_what_is_learned(tmp_path: Path) -> None:
         ),
         ('{"messages": [{"role": "user", "content": 5}]}', "messages[0]: its content is no text"),
         ('{"messages": [{"role": "user", "content": ["a"]}]}', "messages[0]: its content is no text"),
-        ('{"messages": [{"role": "cat", "content": ""}]}', "its chat template rejects the messages"),
+        ('{"messages": [{"role": "cat", "content": ""}]}', "tokenizer: llama: its chat template rejects the messages"),
         ("\udcff", "byte 0 of the line is not UTF-8"),
         ("[" * 100_000, "is no JSON"),
     ],
