@@ -1,7 +1,7 @@
-"""Compute dtype: what `amp_dtype` means on this device, FSDP's policy for it, and float16's loss scale.
+"""Mixed precision: the compute dtype on this device, FSDP's policy for it, and loss scaling for float16.
 
-Parameters stay float32 whatever the choice (the master copy the optimizer works on); FSDP gathers a copy
-in the compute dtype, and gradients are reduced in float32.
+Parameters are always float32, as the optimizer updates them; FSDP all-gathers a copy in the compute dtype and reduces
+gradients in float32.
 """
 
 from __future__ import annotations
@@ -21,27 +21,32 @@ class PrecisionConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     amp_dtype: Literal["auto", "bfloat16", "float16"] | None = Field(
-        "auto", description="compute dtype; auto = bfloat16 where native, float16 on older GPUs, else null = float32"
+        "auto", description="compute dtype; auto = bfloat16 if supported, float16 on older GPUs, else null = float32"
     )
     float8: Literal["tensorwise", "rowwise"] | None = Field(
-        None, description="the blocks' matrix products in 8 bits, scaled tensor by tensor or row by row (needs torchao)"
+        None,
+        description="float8 recipe for the blocks' matrix products, with scales per tensor or per row (needs torchao)",
     )
 
 
 def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype | None:
-    """The dtype of forward and backward on `device`; None = float32 throughout.
+    """Return the dtype of forward and backward on `device`, or None for float32.
 
     Raises:
-        ConfigError: bfloat16 on a GPU without it (compute capability below 8), or float8 without what it needs.
+        ConfigError: the GPU does not support bfloat16 (compute capability below 8.0), or the requirements of float8
+            are not met.
     """
     dtype = _compute_dtype(config, device)
     if config.float8:
         if dtype != torch.bfloat16:
-            raise ConfigError(f"float8: needs amp_dtype: bfloat16, here it is {dtype or torch.float32}")
+            problem = f"float8: needs amp_dtype: bfloat16, here it is {dtype or torch.float32}; or use float8: null"
+            raise ConfigError(problem, keys=("float8", "amp_dtype"))
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-            raise ConfigError(f"float8: {torch.cuda.get_device_name(device)} has none; use float8: null")
+            gpu = torch.cuda.get_device_name(device)
+            raise ConfigError(f"float8: {gpu} does not support float8; use float8: null", keys=("float8",))
         if importlib.util.find_spec("torchao") is None:
-            raise ConfigError("float8: needs torchao: pip install torchao -c constraints.txt")
+            problem = "float8: needs torchao, which is not installed: pip install torchao -c constraints.txt"
+            raise ConfigError(problem, keys=("float8",))
     return dtype
 
 
@@ -53,8 +58,9 @@ def _compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype
     if device.type == "cuda":
         native = torch.cuda.get_device_capability(device) >= (8, 0)
         if not native and config.amp_dtype == "bfloat16":
-            name = torch.cuda.get_device_name(device)
-            raise ConfigError(f"amp_dtype: {name} has no bfloat16; use amp_dtype: float16 or auto")
+            gpu = torch.cuda.get_device_name(device)
+            problem = f"amp_dtype: {gpu} does not support bfloat16; use amp_dtype: float16 or auto"
+            raise ConfigError(problem, keys=("amp_dtype",))
         return torch.bfloat16 if native else torch.float16
     if config.amp_dtype == "bfloat16" or _cpu_has_bfloat16():
         return torch.bfloat16
@@ -62,27 +68,27 @@ def _compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype
 
 
 def _cpu_has_bfloat16() -> bool:
-    if not torch.backends.mkldnn.is_available():  # e.g. macOS: the instructions are there, no fast kernel uses them
+    if (
+        not torch.backends.mkldnn.is_available()
+    ):  # e.g. macOS: the CPU has the instructions, but no fast kernel uses them
         return False
     capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))  # "bf16" is Arm's
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))  # "bf16" on Arm
 
 
 def mixed_precision_policy(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    """FSDP's policy for compute in `dtype`.
+    """Return FSDP's policy for compute in `dtype`.
 
-    Inputs are not cast: embeddings come out in `dtype` and stay in it, and what is float32 on purpose
-    (the rotary angles) stays so.
+    It does not cast inputs: embeddings already have `dtype`, and the rotary angles have to stay float32.
     """
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 class LossScaler:
-    """Keeps float16's small gradients above its smallest number: scales the loss, and adapts the scale.
+    """Dynamic loss scaling for float16 (Micikevicius et al., 2018), without synchronizing with the device.
 
-    The scale halves when a step was skipped for inf or NaN and doubles after 2000 good ones
-    (Micikevicius et al., 2018). It lives on the device and is decided from the all-ranks gradient norm,
-    so it is the same everywhere without a synchronisation. For other dtypes it is 1 and never changes.
+    The scale halves after a skipped step and doubles after `GROWTH_INTERVAL` consecutive optimizer steps. It follows
+    from the gradient norm over all ranks, so it is the same on every rank. For other dtypes it is always 1.
     """
 
     GROWTH_INTERVAL = 2000
@@ -90,16 +96,17 @@ class LossScaler:
     def __init__(self, dtype: torch.dtype | None, device: torch.device) -> None:
         self.enabled = dtype == torch.float16
         self.scale = torch.full((), 2.0**16 if self.enabled else 1.0, device=device)
-        self._good_steps = torch.zeros((), device=device)
+        self._steps_since_change = torch.zeros((), device=device)
 
     def update(self, skipped: Tensor) -> None:
-        """Take note of a step; `skipped` is 1.0 where it was not made, else 0.0 (a scalar on the device)."""
+        """Update the scale after a step; `skipped` is 1.0 if the optimizer skipped it, else 0.0 (a scalar)."""
         if not self.enabled:
             return
-        self._good_steps = (self._good_steps + 1) * (1 - skipped)
-        grow = (self._good_steps >= self.GROWTH_INTERVAL).float()
+        self._steps_since_change = (self._steps_since_change + 1) * (1 - skipped)
+        grow = (self._steps_since_change >= self.GROWTH_INTERVAL).float()
         self.scale = self.scale * (1 + grow) * (1 - 0.5 * skipped)
-        self._good_steps = self._good_steps * (1 - grow)
+        self._steps_since_change = self._steps_since_change * (1 - grow)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"scale": self.scale, "good_steps": self._good_steps} if self.enabled else {}
+        """Return the live state tensors; none for dtypes that are not scaled."""
+        return {"scale": self.scale, "good_steps": self._steps_since_change} if self.enabled else {}

@@ -1,6 +1,4 @@
-"""Profilers behind one context manager: system metrics to the cluster, PyTorch traces to TensorBoard, and what
-lay in GPU memory when.
-"""
+"""Profilers: system metrics to Determined, PyTorch traces for TensorBoard, and GPU memory snapshots."""
 
 from __future__ import annotations
 
@@ -15,83 +13,83 @@ from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trac
 
 from lm.errors import ConfigError
 
-ALLOCATIONS = 100_000
-"""The latest ones that a memory snapshot tells of; with their stacks, some tens of megabytes."""
+MAX_ALLOCATIONS = 100_000
+"""Most recent allocations in a memory snapshot: tens of megabytes with their stacks."""
 
 
 class ProfilingConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     core_api_profiler: bool = Field(False, description="report GPU, CPU, memory, disk and network use to the Web UI")
-    torch_profiler: bool = Field(False, description="write PyTorch traces, a file per rank, for TensorBoard")
+    torch_profiler: bool = Field(False, description="write PyTorch traces for TensorBoard, one file per rank")
     torch_profiler_steps: tuple[int, int, int] = Field(
-        (1, 1, 2), description="steps to wait, to warm up, and to trace, from the run's first step (once)"
+        (1, 1, 2),
+        description="steps to wait, to warm up and to trace, once, counted from the first step of the process",
     )
     memory_snapshot: bool = Field(
-        False, description="at the end, also one out of memory, write what each rank's GPU memory was used for"
+        False, description="write a snapshot of GPU memory per rank at the end, also after running out of memory"
     )
 
     @field_validator("torch_profiler_steps")
     @classmethod
-    def _some_steps(cls, steps: tuple[int, int, int]) -> tuple[int, int, int]:
+    def _check_steps(cls, steps: tuple[int, int, int]) -> tuple[int, int, int]:
         if min(steps) < 0 or steps[2] < 1:
-            raise ValueError(f"{list(steps)}: waits and warm-ups count from 0, traced steps from 1")
+            raise ValueError(f"{list(steps)}: wait and warm-up must be at least 0, traced steps at least 1")
         return steps
 
 
 @contextmanager
 def profiling(
-    config: ProfilingConfig, system: core.ProfilerContext, folder: Path, rank: int
+    config: ProfilingConfig, core_profiler: core.ProfilerContext, directory: Path, rank: int
 ) -> Iterator[Callable[[], None]]:
-    """Run the profilers that `config` turns on, and stop them whatever happens.
+    """Run the profilers that `config` enables, and stop them also after an exception.
 
     Args:
-        system: Core API's profiler (it does nothing off the cluster).
-        folder: for traces, `rank<N>.*.pt.trace.json.gz`, and memory snapshots, `rank<N>.memory.pickle`.
+        core_profiler: does nothing off the cluster.
+        directory: for traces, `rank<N>.*.pt.trace.json.gz`, and memory snapshots, `rank<N>.memory.pickle`.
 
     Yields:
-        A function to call behind every step.
+        `profiler_step`, to call after every step.
 
     Raises:
-        ConfigError: a memory snapshot is wanted where there is no GPU.
+        ConfigError: `memory_snapshot` without a GPU.
     """
     if config.memory_snapshot and not torch.cuda.is_available():
-        raise ConfigError("memory_snapshot: true needs a GPU; for memory on a CPU use torch_profiler: true")
+        problem = "memory_snapshot: true needs a GPU; to profile memory on a CPU use torch_profiler: true"
+        raise ConfigError(problem, keys=("memory_snapshot",))
     with ExitStack() as stack:
         if config.core_api_profiler:
-            system.on()
-            stack.callback(_stop, system)
+            core_profiler.on()
+            stack.callback(_stop, core_profiler)
         if config.memory_snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=ALLOCATIONS)
-            stack.callback(_dump_memory, folder / f"rank{rank}.memory.pickle")
+            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
+            stack.callback(_dump_memory_snapshot, directory / f"rank{rank}.memory.pickle")
         if not config.torch_profiler:
             yield lambda: None
             return
         wait, warmup, active = config.torch_profiler_steps
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        tracer = stack.enter_context(
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        torch_profiler = stack.enter_context(
             profile(
                 activities=activities,
                 schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),
-                on_trace_ready=tensorboard_trace_handler(str(folder), worker_name=f"rank{rank}", use_gzip=True),
+                on_trace_ready=tensorboard_trace_handler(str(directory), worker_name=f"rank{rank}", use_gzip=True),
                 record_shapes=True,
                 profile_memory=True,
             )
         )
-        yield tracer.step
+        yield torch_profiler.step
 
 
-def _stop(system: core.ProfilerContext) -> None:
-    """Stop the library's profiler, and wait for its last report: behind `off` it would come too late to be sent."""
-    system.off()
-    collector = getattr(system, "_collector", None)  # rank 0 of a node has one
+def _stop(core_profiler: core.ProfilerContext) -> None:
+    core_profiler.off()
+    # The collector's last report is sent only if its thread ends before the context closes.
+    collector = getattr(core_profiler, "_collector", None)  # on rank 0 of a node
     if collector is not None:
         collector.join(10)
 
 
-def _dump_memory(path: Path) -> None:
+def _dump_memory_snapshot(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,4 +1,4 @@
-"""What is reported is true: sums over steps and ranks, clocks without pauses, and every report in every place once."""
+"""Metrics are true: sums over steps and ranks, training time without pauses, and every report in every sink once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import json
 import os
 import queue
 import re
+import resource
 import sys
 import termios
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,19 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from lm.errors import RunError
+from lm.launch.environment import Launch
 from lm.metrics import accumulator
 from lm.metrics.accumulator import MetricsAccumulator, peak_flops, peak_flops_by_name
 from lm.metrics.logger import MetricLogger
+from lm.runtime.world import World, join_world
+from tests.conftest import Message
+from tests.support import run_ranks
 
 CPU = torch.device("cpu")
 
 
 class Clock:
-    """Seconds that pass only where a test says so."""
+    """A clock that a test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -44,144 +50,111 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def meter(*others: list[float], peak: float | None = None) -> MetricsAccumulator:
-    """A meter of the first of several ranks, of which the others say `others`: nats, seconds of waiting, GiB."""
-    return MetricsAccumulator(CPU, lambda mine: [mine, *others], flops_per_token=1e6, peak=peak)
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with join_world(Launch(), timeout=60) as world:
+        yield world
+
+
+@pytest.fixture
+def metrics(world: World, clock: Clock) -> MetricsAccumulator:  # noqa: ARG001
+    return MetricsAccumulator(CPU, world, flops_per_token=1e6, peak_flops=None)
 
 
 def add(
     to: MetricsAccumulator,
     *,
     loss_sum: float = 2.0,
-    targets: int = 4,
-    tokens: int = 8,
-    norm: float = 1.0,
+    n_target_tokens: int = 4,
+    n_tokens: int = 8,
+    grad_norm: float = 1.0,
     skipped: int = 0,
 ) -> None:
-    to.add(torch.tensor(loss_sum), targets, tokens, torch.tensor(norm), torch.tensor(float(skipped)))
+    to.add(torch.tensor(loss_sum), n_target_tokens, n_tokens, torch.tensor(grad_norm), torch.tensor(float(skipped)))
 
 
-# ---- the meter -----------------------------------------------------------------------------------------------
+# ---- accumulator ---------------------------------------------------------------------------------------------
 
 
-def test_the_loss_is_the_mean_over_all_targets_of_all_steps_and_ranks(clock: Clock) -> None:
-    measured = meter([30.0, 0.0, 0.0], [5.0, 0.0, 0.0])
-    add(measured, loss_sum=2, targets=10, norm=1)
-    add(measured, loss_sum=8, targets=20, norm=4)
-    clock.now = 1
-    report, longest = measured.report()
-    assert report["loss"] == (2 + 8 + 30 + 5) / 30
-    assert (report["grad_norm"], report["skipped_steps"], longest) == (2.5, 0, 0)
+def report_of_two_steps(world: World) -> dict[str, float]:
+    """The report of ranks whose loss, wait for data and memory grow with the rank."""
+    clock = Clock()
+    accumulator.time = clock  # type: ignore[assignment]  # in this process only
+    metrics = MetricsAccumulator(CPU, world, flops_per_token=1e6, peak_flops=1e9)
+    ballast = torch.ones(world.rank << 26)  # 256 MiB per rank
+    for loss_sum in (2.0, 8.0):
+        with metrics.waiting_for_data():
+            clock.now += world.rank
+        add(metrics, loss_sum=loss_sum * world.rank, n_target_tokens=15, n_tokens=250)
+    clock.now = 5
+    own = accumulator.peak_memory_gib(CPU)
+    report, _ = metrics.report()
+    del ballast
+    return report | {"own_memory": own}
 
 
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_skipped_steps_count_as_skipped_and_in_nothing_else_but_time(clock: Clock, poison: float) -> None:
-    measured = meter()
-    add(measured, loss_sum=2, targets=4, norm=3)
-    add(measured, loss_sum=poison, targets=4, norm=poison, skipped=1)
+def test_a_report_covers_all_ranks() -> None:
+    reports = run_ranks(3, report_of_two_steps)
+    last = reports[-1]
+    assert [{**report, "own_memory": 0} for report in reports] == [{**last, "own_memory": 0}] * 3
+    assert last["loss"] == (1 + 2) * (2 + 8) / 30
+    assert (last["step_seconds"], last["data_seconds"]) == (2.5, 2)
+    assert (last["tokens_per_second"], last["mfu"]) == (100, 100 * 1e6 / (3 * 1e9))
+    assert last["peak_memory_gib"] == last["own_memory"] > reports[0]["own_memory"] + 0.25
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_skipped_steps_do_not_count_in_loss_and_norm(metrics: MetricsAccumulator, clock: Clock, value: float) -> None:
+    add(metrics, loss_sum=2, n_target_tokens=4, grad_norm=3)
+    add(metrics, loss_sum=value, n_target_tokens=4, grad_norm=value, skipped=1)
     clock.now = 4
-    report, longest = measured.report()
-    assert (report["loss"], report["grad_norm"], report["skipped_steps"], longest) == (0.5, 3, 1, 1)
+    report, most_consecutive_skipped = metrics.report()
+    assert (report["loss"], report["grad_norm"], report["skipped_steps"], most_consecutive_skipped) == (0.5, 3, 1, 1)
     assert (report["step_seconds"], report["tokens_per_second"]) == (2, 4)
 
 
-def test_loss_and_norm_are_missing_where_every_step_was_skipped(clock: Clock) -> None:
-    measured = meter()
-    add(measured, loss_sum=float("nan"), norm=float("nan"), skipped=1)
+def test_loss_and_norm_are_missing_if_all_steps_were_skipped(metrics: MetricsAccumulator, clock: Clock) -> None:
+    add(metrics, loss_sum=float("nan"), grad_norm=float("nan"), skipped=1)
     clock.now = 1
-    report, _ = measured.report()
+    report, _ = metrics.report()
     assert report["skipped_steps"] == 1
-    assert not {"loss", "grad_norm"} & report.keys()
+    assert not {"loss", "grad_norm", "mfu"} & report.keys()
 
 
-def test_the_longest_row_of_skipped_steps_is_counted_across_reports(clock: Clock) -> None:
-    measured = meter()
-    rows = []
+def test_consecutive_skipped_steps_count_across_reports(metrics: MetricsAccumulator, clock: Clock) -> None:
+    most = []
     for steps in ([0, 1, 1, 0, 1], [1, 1, 0, 0], [0, 1, 0]):
         for skipped in steps:
-            add(measured, skipped=skipped)
+            add(metrics, skipped=skipped)
         clock.now += 1
-        rows.append(measured.report()[1])
-    assert rows == [2, 3, 1]
+        most.append(metrics.report()[1])
+    assert most == [2, 3, 1]
 
 
-def test_a_report_begins_new_sums(clock: Clock) -> None:
-    measured = meter()
-    add(measured, loss_sum=100, tokens=1000)
-    clock.now = 1
-    measured.report()
-    add(measured, loss_sum=2, targets=4, tokens=8)
-    clock.now = 3
-    report, _ = measured.report()
-    assert (report["loss"], report["tokens_per_second"], report["step_seconds"]) == (0.5, 4, 2)
+def test_restart_and_report_reset_the_sums_and_the_clock(metrics: MetricsAccumulator, clock: Clock) -> None:
+    for start in (metrics.restart, metrics.report):
+        add(metrics, loss_sum=100, n_tokens=1000)
+        clock.now += 50
+        start()
+        add(metrics, loss_sum=2, n_target_tokens=4, n_tokens=8)
+        clock.now += 2
+        report, _ = metrics.report()
+        assert (report["loss"], report["tokens_per_second"], report["step_seconds"]) == (0.5, 4, 2)
 
 
-def test_paused_time_is_no_training_time(clock: Clock) -> None:
-    measured = meter()
-    for _ in range(2):
-        clock.now += 1
-        add(measured, tokens=100)
-        with measured.paused():
-            clock.now += 50
-    report, _ = measured.report()
-    assert (report["tokens_per_second"], report["step_seconds"]) == (100, 1)
-
-
-def test_time_lost_to_saving_is_reported_apart_and_once(clock: Clock) -> None:
-    measured = meter()
+def test_pauses_and_saves_are_not_training_time(metrics: MetricsAccumulator, clock: Clock) -> None:
     seen = []
     for saves in ([3, 4], []):
         clock.now += 1
-        add(measured)
+        add(metrics, n_tokens=100)
+        with metrics.paused():
+            clock.now += 50
         for seconds in saves:
-            with measured.saving():
+            with metrics.saving():
                 clock.now += seconds
-        report, _ = measured.report()
-        seen.append((report["step_seconds"], report.get("save_stall_seconds")))
-    assert seen == [(1, 7), (1, None)]
-
-
-def test_the_clock_can_be_started_when_training_begins(clock: Clock) -> None:
-    measured = meter()
-    clock.now = 50
-    measured.restart()
-    clock.now = 52
-    add(measured)
-    assert measured.report()[0]["step_seconds"] == 2
-
-
-def test_waiting_for_data_is_that_of_the_slowest_rank(clock: Clock) -> None:
-    measured = meter([0.0, 9.0, 1.5], [0.0, 4.0, 10_000.0])
-    for _ in range(3):
-        with measured.waiting_for_data():
-            clock.now += 1
-        clock.now += 4
-        add(measured)
-    report, _ = measured.report()
-    assert (report["data_seconds"], report["step_seconds"]) == (3, 5)
-    assert report["peak_memory_gib"] == 10_000
-
-
-def test_mfu_is_the_share_of_all_ranks_peak(clock: Clock) -> None:
-    measured = meter([0.0, 0.0, 0.0], peak=1e9)
-    add(measured, tokens=500)
-    clock.now = 1
-    assert measured.report()[0]["mfu"] == 500 * 1e6 / (2 * 1e9)
-
-
-def test_mfu_is_absent_where_the_peak_is_unknown(clock: Clock) -> None:
-    measured = meter()
-    add(measured)
-    clock.now = 1
-    assert "mfu" not in measured.report()[0]
-
-
-def test_memory_is_what_this_process_used() -> None:
-    before = accumulator.peak_memory_gib(CPU)
-    ballast = torch.ones(1 << 26)  # 256 MiB
-    after = accumulator.peak_memory_gib(CPU)
-    assert 0.05 < before <= after < 1000
-    del ballast
+        report, _ = metrics.report()
+        seen.append((report["tokens_per_second"], report["step_seconds"], report.get("save_stall_seconds")))
+    assert seen == [(100, 1, 7), (100, 1, None)]
 
 
 @pytest.mark.parametrize(
@@ -206,20 +179,20 @@ def test_memory_is_what_this_process_used() -> None:
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
     ],
 )
-def test_the_peak_is_that_of_the_gpu_of_this_name_and_no_other(name: str, tflops: float | None) -> None:
+def test_the_peak_follows_from_the_name_of_the_gpu(name: str, tflops: float | None) -> None:
     assert peak_flops_by_name(name) == (tflops and tflops * 1e12)
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", None)])
-def test_no_peak_is_claimed_for_a_cpu_or_for_float32(device: str, dtype: torch.dtype | None) -> None:
+def test_the_peak_of_cpus_and_of_float32_is_unknown(device: str, dtype: torch.dtype | None) -> None:
     assert peak_flops(torch.device(device), dtype) is None
 
 
-# ---- the reporter --------------------------------------------------------------------------------------------
+# ---- logger and sinks ----------------------------------------------------------------------------------------
 
 
 class Cluster(DummyTrainContext):
-    """Core API's train context, keeping what it was told."""
+    """Core API's train context; records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,154 +217,135 @@ TRAINING = {"loss": 3.14159, "tokens_per_second": 12345.6, "lr": 1e-4, "mfu": 0.
 VALIDATION = {"loss": 2.5, "perplexity": 12.18249, "batches": 10}
 
 
-def reporter(folder: Path | None, *, start: int = 0, rank: int = 0, train: Cluster | None = None) -> MetricLogger:
-    made = MetricLogger(rank, folder, train or Cluster(), max_steps=100)
-    made.begin(start)
-    return made
+def started(run_dir: Path | None, *, step: int = 0, rank: int = 0, cluster: Cluster | None = None) -> MetricLogger:
+    logger = MetricLogger(rank, run_dir, cluster or Cluster(), max_steps=100)
+    logger.start(step)
+    return logger
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def scalars(folder: Path, tag: str) -> dict[int, float]:
-    board = EventAccumulator(str(folder / "tensorboard"))
-    board.Reload()
-    return {event.step: event.value for event in board.Scalars(tag)}
+def scalars(run_dir: Path, tag: str) -> dict[int, float]:
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(tag)}
 
 
-def test_a_report_is_a_line_and_scalars(tmp_path: Path) -> None:
-    written = reporter(tmp_path)
-    written.report("training", 10, TRAINING)
-    written.report("validation", 10, VALIDATION)
-    written.close()
-    first, second = lines(tmp_path)
-    assert first == {"group": "training", "step": 10, "time": first["time"]} | TRAINING
-    assert second == {"group": "validation", "step": 10, "time": second["time"]} | VALIDATION
-    for group, reported in (("training", TRAINING), ("validation", VALIDATION)):
-        for key, value in reported.items():
+def test_reports_are_lines_written_at_once_and_scalars(tmp_path: Path) -> None:
+    logger = started(tmp_path)
+    reports = {"training": TRAINING, "validation": VALIDATION}
+    for number, (group, metrics) in enumerate(reports.items(), 1):
+        logger.log(group, 10, metrics)
+        assert len(lines(tmp_path)) == number
+    logger.close()
+    for line, (group, metrics) in zip(lines(tmp_path), reports.items(), strict=True):
+        assert line == {"group": group, "step": 10, "time": line["time"]} | metrics
+        for key, value in metrics.items():
             assert scalars(tmp_path, f"{group}/{key}") == {10: pytest.approx(value)}
 
 
-def test_a_line_is_on_disk_as_soon_as_it_is_reported(tmp_path: Path) -> None:
-    written = reporter(tmp_path)
-    written.report("training", 10, TRAINING)
-    assert len(lines(tmp_path)) == 1
-    written.close()
-
-
-def test_steps_that_are_made_again_are_reported_once(tmp_path: Path) -> None:
-    killed = reporter(tmp_path)
+@pytest.mark.parametrize("start", [0, 20])
+def test_repeated_steps_are_logged_once(tmp_path: Path, start: int) -> None:
+    killed = started(tmp_path)
     for step in (10, 20, 30, 40):
-        killed.report("training", step, {"loss": float(step)})
+        killed.log("training", step, {"loss": float(step)})
     killed.close()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"group": "training", "st')  # cut short by the kill
-    resumed = reporter(tmp_path, start=20)
-    resumed.report("training", 30, {"loss": 31.0})
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 1}\n[1]\n{}\n"\xff"\n{"group": "training", "st')  # truncated by the kill
+    resumed = started(tmp_path, step=start)
+    resumed.log("training", 30, {"loss": 31.0})
     resumed.close()
-    expected = {10: 10.0, 20: 20.0, 30: 31.0}
-    assert {line["step"]: line["loss"] for line in lines(tmp_path)} == expected
-    assert len(lines(tmp_path)) == 3
+    expected = {step: float(step) for step in (10, 20) if step <= start} | {30: 31.0}
+    written = [line for line in lines(tmp_path) if "loss" in line]
+    assert [(line["step"], line["loss"]) for line in written] == list(expected.items())
     assert scalars(tmp_path, "training/loss") == expected
 
 
-def test_a_run_that_begins_again_at_step_0_leaves_nothing_of_its_first_attempt(tmp_path: Path) -> None:
-    for loss in (1.0, 2.0):
-        attempt = reporter(tmp_path)
-        attempt.report("training", 10, {"loss": loss})
-        attempt.close()
-    assert [line["loss"] for line in lines(tmp_path)] == [2.0]
-    assert scalars(tmp_path, "training/loss") == {10: 2.0}
-
-
-def test_a_place_that_cannot_be_written_is_one_line_and_lines_of_others_are_dropped(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n[1]\n{}\n"\xff"\n{"step": 9}\n')
-    made = reporter(tmp_path, start=5)
-    assert lines(tmp_path) == [{"step": 1}]
-    assert made._lines is not None
-    made._lines.close()
-    made._lines = Path("/dev/full").open("w")  # noqa: SIM115
-    refusal = f"{tmp_path}: metrics cannot be written (No space left on device); the last checkpoint is kept"
-    with pytest.raises(RunError, match=re.escape(refusal)):
-        made.report("training", 10, TRAINING)
-    with pytest.raises(RunError, match=re.escape(refusal)):
-        made.close()
-    made._lines = None
-    made.close()
+def test_files_that_cannot_be_written_end_the_run_with_one_line(tmp_path: Path, message: Message) -> None:
+    logger = started(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(RunError) as error:
+            logger.log("training", 10, TRAINING)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    message(error.value)
+    logger.close()
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(RunError, match=re.escape(f"{tmp_path}: metrics cannot be written (Is a directory)")):
-        reporter(tmp_path)
+    with pytest.raises(RunError, match=re.escape(str(tmp_path))):
+        started(tmp_path)
 
 
-def test_a_disk_that_fills_up_behind_tensorboards_back_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_errors_of_tensorboards_thread_end_the_run_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], message: Message
 ) -> None:
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     before = set(threading.enumerate())
-    reported = reporter(tmp_path)
-    (worker,) = set(threading.enumerate()) - before
+    logger = started(tmp_path)
+    (thread,) = set(threading.enumerate()) - before
     monkeypatch.setattr(RecordWriter, "write", fail)
-    with pytest.raises(RunError, match=r"metrics cannot be written \(No space left on device\)"):  # noqa: PT012
-        reported.report("training", 1, {"loss": 1.0})
-        worker.join(30)
-        reported.report("training", 2, {"loss": 1.0})
-    with pytest.raises(RunError, match="another thing"), reported:
-        raise RunError("another thing")
+    with pytest.raises(RunError) as error:  # noqa: PT012  # in either call
+        logger.log("training", 1, {"loss": 1.0})
+        thread.join(30)
+        logger.log("training", 2, {"loss": 1.0})
+    message(error.value)
+    with pytest.raises(RunError, match="the first error"), logger:
+        raise RunError("the first error")
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_the_cluster_is_told_metrics_and_progress(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cluster_receives_metrics_progress_and_status(capsys: pytest.CaptureFixture[str]) -> None:
     cluster = Cluster()
-    told = reporter(None, train=cluster)
-    told.report("training", 25, TRAINING)
-    told.report("validation", 25, VALIDATION)
-    told.report("training", 100, TRAINING)
-    told.close()
-    assert cluster.metrics == [("training", 25, TRAINING), ("validation", 25, VALIDATION), ("training", 100, TRAINING)]
-    assert cluster.progress in ([0.25, 1.0], [1.0])  # the newest, in the background
+    logger = started(None, cluster=cluster)
+    assert cluster.statuses.get(timeout=10) == "training"
+    with logger.status("validating"):
+        assert cluster.statuses.get(timeout=10) == "validating"
+    assert cluster.statuses.get(timeout=10) == "training"
+    reports = [("training", 25, TRAINING), ("validation", 25, VALIDATION), ("training", 100, TRAINING)]
+    for report in reports:
+        logger.log(*report)
+    logger.close()
+    assert cluster.metrics == reports
+    assert cluster.progress in ([0.25, 1.0], [1.0])  # reported in the background, the newest only
+    assert cluster.statuses.empty()
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 
-def test_the_cluster_is_told_what_the_trial_is_at() -> None:
+def test_other_ranks_log_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cluster = Cluster()
-    told = reporter(None, train=cluster)
-    assert cluster.statuses.get(timeout=10) == "training"
-    with told.status("validating"):
-        assert cluster.statuses.get(timeout=10) == "validating"
-    assert cluster.statuses.get(timeout=10) == "training"
-    told.close()
-    assert cluster.statuses.empty()
-
-
-def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cluster = Cluster()
-    silent = reporter(tmp_path, rank=1, train=cluster)
-    silent.log("hello")
-    silent.step()
-    silent.report("training", 10, TRAINING)
-    silent.close()
+    for run_dir in (tmp_path, None):
+        logger = started(run_dir, rank=1, cluster=cluster)
+        logger.info("hello")
+        logger.on_step_end()
+        with logger.status("validating"):
+            logger.log("training", 10, TRAINING)
+        logger.close()
     assert not list(tmp_path.iterdir())
     assert not cluster.metrics
+    assert cluster.statuses.empty()
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_plain_line_says_what_where_and_how_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = reporter(tmp_path, start=5)
-    plain.report("training", 10, TRAINING)
-    plain.report("validation", 10, VALIDATION)
-    plain.close()
-    training, validation = capsys.readouterr().out.splitlines()
-    expected = "training    step  10/100  loss 3.1416  lr 1.00e-04  tokens/s 12,346  mfu 45.7%  left "
-    assert training.startswith(expected)
-    assert re.fullmatch(r"\d\d:\d\d", training.removeprefix(expected))
-    assert validation == "validation  step  10/100  loss 2.5000  perplexity 12.18"
+def test_without_a_terminal_a_report_is_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], message: Message
+) -> None:
+    logger = started(tmp_path, step=5)
+    logger.log("training", 10, TRAINING)
+    logger.log("validation", 10, VALIDATION)
+    logger.close()
+    logger.info("after the end")
+    output = capsys.readouterr().out
+    assert len(output.splitlines()) == 3
+    message(output, mask=r"\d\d:\d\d")
 
 
-def test_on_a_terminal_a_bar_shows_training_and_lines_stand_above_it(
+def test_on_a_terminal_a_progress_bar_shows_training_below_other_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, writing = os.openpty()
@@ -399,12 +353,12 @@ def test_on_a_terminal_a_bar_shows_training_and_lines_stand_above_it(
     termios.tcsetwinsize(writing, (24, 120))
     with os.fdopen(writing, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        shown = reporter(tmp_path, start=5)
+        logger = started(tmp_path, step=5)
         for _ in range(10):
-            shown.step()
-        shown.report("training", 15, TRAINING)
-        shown.report("validation", 15, VALIDATION)
-        shown.close()
+            logger.on_step_end()
+        logger.log("training", 15, TRAINING)
+        logger.log("validation", 15, VALIDATION)
+        logger.close()
         output = os.read(reading, 1 << 16).decode()
     os.close(reading)
     assert "15/100" in output

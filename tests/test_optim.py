@@ -1,4 +1,4 @@
-"""The learning rate is a function of the step; a step is AdamW's with clipping, or nothing at all."""
+"""The learning rate is a function of the step; a step is AdamW's with clipping, or changes nothing."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from lm.optim import OptimConfig, Optimizer, learning_rate
+from lm.optim import MakeOptimizer, OptimConfig, Optimizer, fused_adamw, learning_rate
 
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]
-ONE = torch.ones(())
 
 
 def config(**settings: Any) -> OptimConfig:
     return OptimConfig.model_validate(settings)
 
 
-def course(max_steps: int, **settings: Any) -> list[float]:
+def rates(max_steps: int, **settings: Any) -> list[float]:
     return [learning_rate(config(**settings), step, max_steps) for step in range(max_steps)]
 
 
-# ---- the learning rate ---------------------------------------------------------------------------------------
+# ---- learning rate -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -37,36 +36,23 @@ def course(max_steps: int, **settings: Any) -> list[float]:
         ("wsd", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.6]),
     ],
 )
-def test_the_course_of_a_short_run(schedule: str, expected: list[float]) -> None:
-    assert course(10, lr=1, lr_schedule=schedule, warmup_steps=2, min_lr_ratio=0.2) == pytest.approx(expected)
+def test_the_schedule_of_a_short_run(schedule: str, expected: list[float]) -> None:
+    assert rates(10, lr=1, lr_schedule=schedule, warmup_steps=2, min_lr_ratio=0.2) == pytest.approx(expected)
 
 
-def test_cosine_is_half_a_wave_from_the_peak_to_the_floor() -> None:
-    rates = course(100, lr=2, lr_schedule="cosine", min_lr_ratio=0.1)
+def test_cosine_is_half_a_period() -> None:
     expected = [0.2 + 1.8 * (1 + math.cos(math.pi * step / 100)) / 2 for step in range(100)]
-    assert rates == pytest.approx(expected)
-    assert rates[50] == pytest.approx(1.1)
+    assert rates(100, lr=2, lr_schedule="cosine", min_lr_ratio=0.1) == pytest.approx(expected)
 
 
-def test_wsd_is_constant_for_four_fifths_and_then_a_line() -> None:
-    rates = course(100, lr=1, lr_schedule="wsd", warmup_steps=10)
-    assert rates[9:81] == [1.0] * 72
-    assert rates[80:] == pytest.approx([1 - step / 20 for step in range(20)])
-
-
-def test_wsd_does_not_jump_behind_a_warmup_that_reaches_into_its_last_fifth() -> None:
-    assert course(10, lr=1, lr_schedule="wsd", warmup_steps=8)[7:] == pytest.approx([1, 1, 0.5])
-    assert course(10, lr=1, lr_schedule="wsd", warmup_steps=9)[8:] == pytest.approx([1, 1])
+@pytest.mark.parametrize(("warmup", "expected"), [(8, [1, 1, 0.5]), (9, [8 / 9, 1, 1])])
+def test_wsd_is_continuous_if_the_warmup_reaches_into_its_decay(warmup: int, expected: list[float]) -> None:
+    assert rates(10, lr=1, lr_schedule="wsd", warmup_steps=warmup)[7:] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_warmup_below_1_is_a_fraction_of_the_run(schedule: str) -> None:
-    whole, fraction = (course(200, lr_schedule=schedule, warmup_steps=warmup) for warmup in (20, 0.1))
-    assert fraction == whole
-
-
-def test_constant_is_the_rate_itself() -> None:
-    assert set(course(50, lr=3e-4, min_lr_ratio=0.3)) == {3e-4}
+    assert rates(200, lr_schedule=schedule, warmup_steps=0.1) == rates(200, lr_schedule=schedule, warmup_steps=20)
 
 
 @settings(deadline=None)
@@ -77,15 +63,15 @@ def test_constant_is_the_rate_itself() -> None:
     st.floats(0, 1),
     st.floats(1e-6, 1),
 )
-def test_every_course_rises_to_the_peak_and_falls_no_lower_than_its_floor(
+def test_every_schedule_rises_to_the_peak_and_decays_to_the_minimum(
     schedule: str, max_steps: int, warmup: float, floor: float, peak: float
 ) -> None:
-    rates = course(max_steps, lr=peak, lr_schedule=schedule, warmup_steps=warmup, min_lr_ratio=floor)
+    schedule_rates = rates(max_steps, lr=peak, lr_schedule=schedule, warmup_steps=warmup, min_lr_ratio=floor)
     top = min(max_steps, round(warmup * max_steps) if warmup < 1 else int(warmup))
-    rising, falling = rates[:top], rates[top:]
+    rising, falling = schedule_rates[:top], schedule_rates[top:]
     assert rising == sorted(set(rising))
     assert falling == sorted(falling, reverse=True)
-    assert all(0 < rate <= peak for rate in rates)
+    assert all(0 < rate <= peak for rate in schedule_rates)
     assert all(rate >= floor * peak * (1 - 1e-12) for rate in falling)
     if falling:
         assert falling[0] == peak
@@ -93,35 +79,58 @@ def test_every_course_rises_to_the_peak_and_falls_no_lower_than_its_floor(
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("key", "value"),
     [
-        ({"warmup_steps": 1.5}, "warmup_steps: 1.5 is neither a whole number nor a fraction below 1"),
-        ({"warmup_steps": -1}, "warmup_steps"),
-        ({"lr": 0}, "lr"),
-        ({"min_lr_ratio": 1.1}, "min_lr_ratio"),
-        ({"lr_schedule": "exponential"}, "lr_schedule"),
-        ({"beta2": 1}, "beta2"),
-        ({"grad_clip": 0}, "grad_clip"),
-        ({"skip_nonfinite": 0}, "skip_nonfinite"),
+        ("warmup_steps", 1.5),
+        ("warmup_steps", -1),
+        ("lr", 0),
+        ("min_lr_ratio", 1.1),
+        ("lr_schedule", "exponential"),
+        ("beta2", 1),
+        ("grad_clip", 0),
+        ("skip_nonfinite", 0),
     ],
 )
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        config(**settings)
+def test_values_out_of_range_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(ValidationError, match=key):
+        config(**{key: value})
 
 
-# ---- the step ------------------------------------------------------------------------------------------------
+# ---- optimizer -----------------------------------------------------------------------------------------------
 
 
-def network() -> nn.Module:
+def sgd(_config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+def adamw(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), foreach=True)
+
+
+OPTIMIZERS = [fused_adamw, adamw, sgd]
+each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: make.__name__)
+
+
+def network(frozen: str | None = None) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(10, 8), nn.LayerNorm(8), nn.Linear(8, 10))
+    model = nn.Sequential(nn.Embedding(10, 8), nn.LayerNorm(8), nn.Linear(8, 10))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name != frozen)
+    return model
 
 
 def fill_gradients(model: nn.Module, seed: int, scale: float = 1.0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter.grad = torch.randn(parameter.shape, generator=generator) * scale
+        gradient = torch.randn(parameter.shape, generator=generator) * scale
+        parameter.grad = gradient if parameter.requires_grad else None
+
+
+def take_step(optimizer: Optimizer, lr: float = 0.1, loss_scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    grad_norm, skipped = optimizer.clip_grad_norm(torch.tensor(loss_scale))
+    optimizer.step(lr)
+    optimizer.zero_grad()
+    return grad_norm, skipped
 
 
 def copies(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -132,71 +141,70 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@each_optimizer
 @pytest.mark.parametrize("clip", [None, 0.5, 1e6])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_a_step_is_adamw_behind_clip_grad_norm(clip: float | None, scale: float) -> None:
-    ours, theirs = network(), network()
-    optimizer = Optimizer(config(weight_decay=0.1, beta1=0.8, beta2=0.95, grad_clip=clip), ours.named_parameters())
-    matrices = [p for p in theirs.parameters() if p.ndim == 2]
-    vectors = [p for p in theirs.parameters() if p.ndim == 1]
-    reference = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], betas=(0.8, 0.95)
-    )
+def test_a_step_equals_clip_grad_norm_and_pytorchs_optimizer(
+    make: MakeOptimizer, clip: float | None, scale: float
+) -> None:
+    model, reference_model = network("2.weight"), network("2.weight")
+    settings = config(weight_decay=0.1, beta1=0.8, beta2=0.95, grad_clip=clip)
+    optimizer = Optimizer(settings, model.named_parameters(), make)
+    trained = [p for p in reference_model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim == n], "weight_decay": decay} for n, decay in ((2, 0.1), (1, 0.0))
+    ]
+    reference = (adamw if make is fused_adamw else make)(settings, groups)
     for step in range(5):
         lr = 0.01 * (step + 1)
-        fill_gradients(ours, step, scale)
-        fill_gradients(theirs, step)
-        norm, skipped = optimizer.step(lr, torch.tensor(scale))
-        expected = nn.utils.clip_grad_norm_(theirs.parameters(), clip or math.inf)
+        fill_gradients(model, step, scale)
+        fill_gradients(reference_model, step)
+        grad_norm, skipped = take_step(optimizer, lr, scale)
+        expected = nn.utils.clip_grad_norm_(trained, clip or math.inf)
         for group in reference.param_groups:
             group["lr"] = lr
         reference.step()
-        torch.testing.assert_close(norm, expected)
+        torch.testing.assert_close(grad_norm, expected)
         assert skipped == 0
-        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert all(p.grad is None for p in model.parameters())
+        for mine, other in zip(model.parameters(), reference_model.parameters(), strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    assert torch.equal(model.get_parameter("2.weight"), network().get_parameter("2.weight"))
+    assert not [name for name in optimizer.state_dict() if name.startswith("2.weight")]
 
 
-def test_a_step_drops_the_gradients() -> None:
-    model = network()
-    optimizer = Optimizer(config(), model.named_parameters())
-    fill_gradients(model, 0)
-    optimizer.step(0.1, ONE)
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@each_optimizer
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_one_gradient_that_is_not_finite_leaves_everything_as_it_was_to_the_bit(
-    poison: float, clip: float | None
-) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(make: MakeOptimizer, value: float, clip: float | None) -> None:
     model = network()
-    optimizer = Optimizer(config(grad_clip=clip), model.named_parameters())
+    optimizer = Optimizer(config(grad_clip=clip), model.named_parameters(), make)
     fill_gradients(model, 0)
-    optimizer.step(0.1, ONE)
+    take_step(optimizer)
     weights, state = copies(model.state_dict()), copies(optimizer.state_dict())
     fill_gradients(model, 1)
     gradient = model.get_parameter("2.bias").grad
     assert gradient is not None
-    gradient[3] = poison
-    norm, skipped = optimizer.step(0.1, ONE)
+    gradient[3] = value
+    grad_norm, skipped = take_step(optimizer)
     assert skipped == 1
-    assert not norm.isfinite()
+    assert not grad_norm.isfinite()
     assert equal(model.state_dict(), weights)
     assert equal(optimizer.state_dict(), state)
 
 
-def test_a_skipped_step_leaves_no_trace_in_later_ones() -> None:
-    histories = []
-    for gradients in ([0, 1, 2], [0, None, 1, None, 2]):
+@each_optimizer
+def test_skipped_steps_do_not_change_later_ones(make: MakeOptimizer) -> None:
+    states = []
+    for gradients in ([0, 1, 2], [None, 0, None, 1, None, 2]):
         model = network()
-        optimizer = Optimizer(config(), model.named_parameters())
+        optimizer = Optimizer(config(), model.named_parameters(), make)
         for seed in gradients:
             fill_gradients(model, seed or 0, math.nan if seed is None else 1.0)
-            optimizer.step(0.1, ONE)
-        histories.append((model.state_dict(), optimizer.state_dict()))
-    assert equal(histories[0][0], histories[1][0])
-    assert equal(histories[0][1], histories[1][1])
+            take_step(optimizer)
+        states.append((model.state_dict(), optimizer.state_dict()))
+    assert equal(states[0][0], states[1][0])
+    assert equal(states[0][1], states[1][1])
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
@@ -204,31 +212,27 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     optimizer = Optimizer(config(weight_decay=0.5), model.named_parameters())
     before = copies(model.state_dict())
     fill_gradients(model, 0, scale=0.0)
-    optimizer.step(0.1, ONE)
+    take_step(optimizer)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter, before[name] * (0.95 if parameter.ndim == 2 else 1.0))
 
 
-def test_the_state_names_every_parameters_moments_and_step() -> None:
-    model = network()
-    names = Optimizer(config(), model.named_parameters()).state_dict().keys()
-    expected = {f"{name}.{key}" for name, _ in model.named_parameters() for key in ("step", "exp_avg", "exp_avg_sq")}
-    assert names == expected
-
-
-def test_an_optimizer_that_is_handed_the_state_goes_on_as_the_first_would() -> None:
-    first = network()
-    optimizer = Optimizer(config(), first.named_parameters())
+@each_optimizer
+def test_an_optimizer_resumes_from_the_state_of_another(make: MakeOptimizer) -> None:
+    keys = {"momentum_buffer"} if make is sgd else {"step", "exp_avg", "exp_avg_sq"}
+    first, second = network(), network()
+    optimizer = Optimizer(config(), first.named_parameters(), make)
+    assert optimizer.state_dict().keys() == {f"{name}.{key}" for name, _ in first.named_parameters() for key in keys}
     for seed in range(3):
         fill_gradients(first, seed)
-        optimizer.step(0.1, ONE)
-    second = network()
+        take_step(optimizer)
     second.load_state_dict(first.state_dict())
-    resumed = Optimizer(config(), second.named_parameters())
-    for name, tensor in resumed.state_dict().items():  # read into the live tensors, as a checkpoint is
+    resumed = Optimizer(config(), second.named_parameters(), make)
+    assert equal(second.state_dict(), first.state_dict())
+    for name, tensor in resumed.state_dict().items():  # as loading a checkpoint does
         tensor.copy_(optimizer.state_dict()[name])
-    for model, its in ((first, optimizer), (second, resumed)):
+    for model, of_model in ((first, optimizer), (second, resumed)):
         fill_gradients(model, 9)
-        its.step(0.1, ONE)
+        take_step(of_model)
     assert equal(first.state_dict(), second.state_dict())
     assert equal(optimizer.state_dict(), resumed.state_dict())

@@ -1,8 +1,4 @@
-"""What a run says of itself: sums kept on the device, one exchange per report, written to every place from here.
-
-Places: `metrics.jsonl` and TensorBoard scalars off the cluster, Core API's reports on it (which the Web UI
-and its TensorBoard show), and the terminal.
-"""
+"""Training metrics: sums kept on the device between reports, and one exchange between ranks per report."""
 
 from __future__ import annotations
 
@@ -11,15 +7,16 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-GIB = 2**30
+from lm.runtime.world import World
 
+GIB = 2**30
 
 PEAK_FLOPS = {
     "B200": 2250e12,
@@ -35,10 +32,8 @@ PEAK_FLOPS = {
     "V100": 125e12,
     "T4": 65e12,
 }
-
-
-"""Dense peak of a GPU in FLOP/s for 16-bit matrix products, by words of its name, the first that fit (vendors'
-data sheets, without sparsity). bfloat16, where a GPU has it, is as fast as float16."""
+"""Dense 16-bit peak (FLOP/s, without sparsity) by a part of the GPU's name, from the vendors' data sheets; the first
+match counts. Where a GPU supports bfloat16, it is as fast as float16."""
 
 
 class MetricsConfig(BaseModel):
@@ -49,21 +44,21 @@ class MetricsConfig(BaseModel):
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype | None) -> float | None:
-    """Dense peak of `device` for matrix products in `dtype` (FLOP/s); None where it is not known."""
+    """Return the dense peak of `device` for matrix products in `dtype` (FLOP/s), or None if unknown."""
     if device.type != "cuda" or dtype is None:
         return None
     return peak_flops_by_name(torch.cuda.get_device_name(device))
 
 
 def peak_flops_by_name(name: str) -> float | None:
-    """Dense 16-bit peak of the GPU that calls itself `name` (FLOP/s); None where it is not known."""
-    if "MIG" in name:  # a slice of the GPU that the rest of the name says
+    """Return the dense 16-bit peak of the GPU called `name` (FLOP/s), or None if unknown."""
+    if "MIG" in name:  # a slice of the GPU
         return None
-    return next((peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name)), None)
+    return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory used so far: allocated on the GPU, or the process's resident set."""
+    """Return the most memory used so far: allocated on the GPU, or the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / GIB
     unit = 1 if sys.platform == "darwin" else 1024
@@ -71,110 +66,102 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class MetricsAccumulator:
-    """Adds up what happens between two reports, without waiting for the device.
+    """Sums of the metrics between two reports, kept without synchronizing with the device.
 
     Args:
-        device: where losses are.
-        gather: hands every rank's list of numbers to every rank.
         flops_per_token: forward and backward.
-        peak: of one device, in FLOP/s, or None.
+        peak_flops: of one device (FLOP/s); None = unknown, no MFU.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        gather: Callable[[list[float]], list[list[float]]],
-        flops_per_token: float,
-        peak: float | None,
-    ) -> None:
+    def __init__(self, device: torch.device, world: World, flops_per_token: float, peak_flops: float | None) -> None:
         self._device = device
-        self._gather = gather
+        self._world = world
         self._flops_per_token = flops_per_token
-        self._peak = peak
-        self._streak = torch.zeros((), dtype=torch.float64, device=device)
+        self._peak_flops = peak_flops
+        self._consecutive_skipped = torch.zeros((), dtype=torch.float64, device=device)
         self.restart()
 
     def restart(self) -> None:
-        """Start the sums and the clock anew: when training begins, and behind every report."""
-        # nats, targets, gradient norm, steps made, steps skipped, longest row of skipped steps
+        """Reset the sums and the clock: before the first step and after each report."""
+        # loss_sum, target tokens, gradient norms, optimizer steps, skipped steps; most consecutive skipped steps
         self._sums = torch.zeros(6, dtype=torch.float64, device=self._device)
-        self._steps = 0
-        self._tokens = 0
+        self._n_steps = 0
+        self._n_tokens = 0
         self._data_seconds = 0.0
-        self._stall_seconds: float | None = None
-        self._began = time.perf_counter()
+        self._save_seconds: float | None = None
+        self._start_time = time.perf_counter()
 
-    def _wait_for_device(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops the clock: for validation and saving, which are no training."""
-        self._wait_for_device()
-        stopped = time.perf_counter()
+        """Exclude the time of the block from training time, e.g. for validation."""
+        self._synchronize()
+        start = time.perf_counter()
         yield
-        self._wait_for_device()
-        self._began += time.perf_counter() - stopped
+        self._synchronize()
+        self._start_time += time.perf_counter() - start
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Stops the clock, and counts the time as lost to saving."""
+        """Exclude the time of the block from training time, and report it as `save_stall_seconds`."""
         with self.paused():
             start = time.perf_counter()
             yield
-            self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - start
+            self._save_seconds = (self._save_seconds or 0.0) + time.perf_counter() - start
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
+        """Report the time of the block as `data_seconds`."""
         start = time.perf_counter()
         yield
         self._data_seconds += time.perf_counter() - start
 
-    def add(self, loss_sum: Tensor, targets: int, tokens: int, norm: Tensor, skipped: Tensor) -> None:
-        """Take note of a step, without waiting for it.
+    def add(self, loss_sum: Tensor, n_target_tokens: int, n_tokens: int, grad_norm: Tensor, skipped: Tensor) -> None:
+        """Add a step, without waiting for it.
 
         Args:
-            nats: sum of the loss over this rank's targets.
-            targets: number of targets, over all ranks.
-            tokens: sequence positions, over all ranks.
-            norm: gradient norm.
-            skipped: 1.0 if the step was not made, else 0.0. Its loss and norm are left out.
+            loss_sum: sum of the loss over the target tokens of this rank (nats).
+            n_target_tokens: over all ranks.
+            n_tokens: sequence positions over all ranks.
+            skipped: 1.0 if the optimizer skipped the step, else 0.0. The loss and norm of a skipped step do not count.
         """
-        loss_sum, norm, skipped = (value.to(self._device, torch.float64) for value in (loss_sum, norm, skipped))
-        made = 1 - skipped
-        self._streak = (self._streak + 1) * skipped
-        loss_sum, norm = torch.stack([loss_sum, norm]).masked_fill(skipped > 0, 0.0)  # inf x 0 would be NaN
-        self._sums[:5] += torch.stack([loss_sum, targets * made, norm, made, skipped])
-        self._sums[5] = torch.maximum(self._sums[5], self._streak)
-        self._steps += 1
-        self._tokens += tokens
+        loss_sum, grad_norm, skipped = (x.to(self._device, torch.float64) for x in (loss_sum, grad_norm, skipped))
+        taken = 1 - skipped
+        self._consecutive_skipped = (self._consecutive_skipped + 1) * skipped
+        loss_sum, grad_norm = torch.stack([loss_sum, grad_norm]).masked_fill(skipped > 0, 0.0)  # inf x 0 is NaN
+        self._sums[:5] += torch.stack([loss_sum, n_target_tokens * taken, grad_norm, taken, skipped])
+        self._sums[5] = torch.maximum(self._sums[5], self._consecutive_skipped)
+        self._n_steps += 1
+        self._n_tokens += n_tokens
 
     def report(self) -> tuple[dict[str, float], int]:
-        """Exchange the sums with all ranks, and start new ones.
+        """Exchange the sums with all ranks and reset them.
 
         Returns:
-            The training metrics since the last report, and the longest row of skipped steps among them.
-            `loss` and `grad_norm` are missing where every step was skipped.
+            The training metrics since the last report, without `loss` and `grad_norm` if all steps were skipped; and
+            the most consecutive skipped steps.
         """
-        sums = self._sums.tolist()  # waits for the device
-        seconds = time.perf_counter() - self._began
-        everyone = self._gather([sums[0], self._data_seconds, peak_memory_gib(self._device)])
-        loss_sum, waits, memories = zip(*everyone, strict=True)
-        _, targets, norms, made, skipped, longest = sums
-        speed = self._tokens / seconds
+        sums = self._sums.tolist()  # synchronizes with the device
+        seconds = time.perf_counter() - self._start_time
+        ranks = self._world.all_gather_object([sums[0], self._data_seconds, peak_memory_gib(self._device)])
+        loss_sums, data_seconds, memory = zip(*ranks, strict=True)
+        _, n_target_tokens, grad_norms, taken, skipped, most_consecutive_skipped = sums
+        tokens_per_second = self._n_tokens / seconds
         metrics = {
-            "tokens_per_second": speed,
-            "step_seconds": seconds / self._steps,
-            "data_seconds": max(waits) / self._steps,
-            "peak_memory_gib": max(memories),
+            "tokens_per_second": tokens_per_second,
+            "step_seconds": seconds / self._n_steps,
+            "data_seconds": max(data_seconds) / self._n_steps,
+            "peak_memory_gib": max(memory),
             "skipped_steps": skipped,
         }
-        if made:
-            metrics = {"loss": math.fsum(loss_sum) / targets, "grad_norm": norms / made} | metrics
-        if self._stall_seconds is not None:
-            metrics["save_stall_seconds"] = self._stall_seconds
-        if self._peak is not None:
-            metrics["mfu"] = speed * self._flops_per_token / (self._peak * len(everyone))
+        if taken:
+            metrics = {"loss": math.fsum(loss_sums) / n_target_tokens, "grad_norm": grad_norms / taken} | metrics
+        if self._save_seconds is not None:
+            metrics["save_stall_seconds"] = self._save_seconds
+        if self._peak_flops is not None:
+            metrics["mfu"] = tokens_per_second * self._flops_per_token / (self._peak_flops * len(ranks))
         self.restart()
-        return metrics, int(longest)
+        return metrics, int(most_consecutive_skipped)

@@ -1,0 +1,153 @@
+"""Destinations of metrics: metrics.jsonl, TensorBoard, Core API and the console.
+
+To add a sink, write a class with the methods of `Sink` and add it to the list in `make_sinks`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from determined import core
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from lm.determined.master import BackgroundReporter
+
+
+class Sink(Protocol):
+    """A destination of metrics, on rank 0."""
+
+    def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of `group`, "training" or "validation", after `step` completed steps."""
+
+    def close(self) -> None:
+        """Write what is buffered, and release files and threads."""
+
+
+def make_sinks(run_dir: Path | None, core_api: CoreAPI | None, console: Console, start: int) -> list[Sink]:
+    """Return the sinks of a run that starts after `start` completed steps."""
+    sinks: list[Sink] = [core_api] if core_api else []
+    if run_dir:
+        sinks += [JSONL(run_dir / "metrics.jsonl", start), TensorBoard(run_dir / "tensorboard", start)]
+    return [*sinks, console]
+
+
+class JSONL:
+    """A file with a line of JSON per report. Lines of steps after `start`, from before a restart, are removed."""
+
+    def __init__(self, path: Path, start: int) -> None:
+        kept = []
+        for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+            with suppress(ValueError, TypeError, KeyError):  # truncated by a kill, or not a record
+                if json.loads(line)["step"] <= start:
+                    kept.append(line + "\n")
+        draft = path.with_suffix(".draft")
+        draft.write_text("".join(kept))
+        draft.replace(path)
+        self._file = path.open("a")
+
+    def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
+        record = {"group": group, "step": step, "time": round(time.time(), 3), **metrics}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars `<group>/<metric>` for TensorBoard. Those of steps after `start` are purged."""
+
+    def __init__(self, directory: Path, start: int) -> None:
+        self._excepthook, threading.excepthook = threading.excepthook, self._print_exception
+        self._writer = SummaryWriter(directory, purge_step=start + 1, flush_secs=10)
+
+    def _print_exception(self, exception: threading.ExceptHookArgs) -> None:
+        # The exception of the writer's thread is raised by the next `log` or `close`.
+        if not type(exception.thread).__module__.startswith("tensorboard."):
+            self._excepthook(exception)
+
+    def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(f"{group}/{key}", value, step)
+
+    def close(self) -> None:
+        threading.excepthook = self._excepthook
+        self._writer.close()
+
+
+class CoreAPI:
+    """Metrics, progress and status of the trial in Determined's Web UI."""
+
+    def __init__(self, train_context: core.TrainContext, max_steps: int) -> None:
+        self._train_context = train_context
+        self._max_steps = max_steps
+        self._background = BackgroundReporter()
+
+    def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
+        self._train_context.report_metrics(group, steps_completed=step, metrics=dict(metrics))
+        if group == "training":
+            self._background.tell(self._train_context.report_progress, min(1.0, step / self._max_steps))
+
+    def set_status(self, status: str) -> None:
+        self._background.tell(self._train_context.set_status, status)
+
+    def close(self) -> None:
+        self._background.close()
+
+
+_SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
+    "loss": ("loss", "{:.4f}".format),
+    "perplexity": ("perplexity", "{:.4g}".format),
+    "lr": ("lr", "{:.2e}".format),
+    "tokens_per_second": ("tokens/s", "{:,.0f}".format),
+    "mfu": ("mfu", "{:.1%}".format),
+}
+
+
+class Console:
+    """A progress bar with the training metrics on a terminal, otherwise a line per report."""
+
+    def __init__(self, max_steps: int) -> None:
+        self._max_steps = max_steps
+        self._bar: tqdm[Any] | None = None
+
+    def start(self, step: int) -> None:
+        self._start_step, self._start_time = step, time.monotonic()
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=self._max_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
+
+    def info(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        else:
+            print(line, flush=True)
+
+    def on_step_end(self) -> None:
+        if self._bar is not None:
+            self._bar.update()
+
+    def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
+        shown = {label: text(metrics[key]) for key, (label, text) in _SHOWN.items() if key in metrics}
+        if self._bar is not None and group == "training":
+            self._bar.set_postfix({label: value for label, value in shown.items() if label != "lr"})
+            return
+        left = ""
+        if group == "training" and step > self._start_step:
+            step_seconds = (time.monotonic() - self._start_time) / (step - self._start_step)
+            left = f"  left {tqdm.format_interval(step_seconds * (self._max_steps - step))}"
+        values = "  ".join(f"{label} {value}" for label, value in shown.items())
+        end = f"/{self._max_steps}" if self._max_steps else ""
+        self.info(f"{group:<10}  step {step:>{max(len(end) - 1, 1)}}{end}  {values}{left}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
