@@ -1,4 +1,4 @@
-"""What the benchmarks share: where the project lies, how ranks of it are started, and how figures are said."""
+"""Helpers of the benchmarks: start ranks and format measurements."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ ROOT = Path(__file__).parent.parent
 
 
 def launched(processes: int, script: str, *arguments: str) -> list[str]:
-    """The command that runs the file `script` of the project as so many ranks here, in `environment`."""
+    """Return the command that runs the project's file `script` on `processes` ranks, in `environment`."""
     return [sys.executable, "-m", "lm.launch", "--nproc", str(processes), str(ROOT / script), *arguments]
 
 
 def environment(**more: str) -> dict[str, str]:
+    """Return the environment of a benchmark's processes."""
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Median, least and most."""
+    """Format median, minimum and maximum."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"

@@ -1,13 +1,13 @@
-"""One contender of `benchmarks.throughput`, as one of its ranks: trains when it is told to, and says how long it took.
+"""One rank of a contender of `benchmarks.throughput`, which trains on command and measures the time.
 
     python -m lm.launch benchmarks/contender.py NAME FILE [key=value ...]
 
-Rank 0 reads commands from its standard input, a line each, and answers each with a line of JSON behind `MARK`:
-`run N` trains N steps, `profile N FILE` measures the machine's peak and does so under the profiler, the end of input
-ends all ranks. The first step is made unasked.
+Rank 0 reads a command per line from standard input, and answers each with `MARK` and a line of JSON: `run N` trains N
+steps, `profile N FILE` measures the peak FLOP/s and trains N steps under the profiler. The end of the input ends all
+ranks. The first step needs no command.
 """
 
-# torchtitan is not among what the project needs:
+# torchtitan is no dependency:
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 MARK = "#bench "
 
 if __name__ == "__main__" and sys.argv[1] == "ours":
-    import fsdp  # noqa: F401  # first: it settles what has to be settled before torch is imported
+    import fsdp  # noqa: F401  # sets up the environment before torch is imported
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -38,12 +38,12 @@ from model import Block, Transformer  # noqa: E402
 
 
 class Pacer:
-    """Told of every step before it begins; lets the steps of one command through, and then waits for the next."""
+    """Called before every step; waits for the next command after the steps of the last one."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._steps = self._left = 1
-        self._began = time.perf_counter()
+        self._start_time = time.perf_counter()
         self._profiler: torch.profiler.profile | None = None
         self._trace = ""
         self._peak_flops: float | None = None
@@ -55,7 +55,7 @@ class Pacer:
         device = self._world.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        answer: dict[str, Any] = {"seconds": time.perf_counter() - self._began, "steps": self._steps}
+        answer: dict[str, Any] = {"seconds": time.perf_counter() - self._start_time, "steps": self._steps}
         answer["peak_flops"] = self._peak_flops
         if self._profiler is not None:
             self._profiler.stop()
@@ -76,11 +76,11 @@ class Pacer:
             self._peak_flops = _peak_flops(self._world)
             self._profiler = torch.profiler.profile()
             self._profiler.start()
-        self._began = time.perf_counter()
+        self._start_time = time.perf_counter()
 
 
 def _peak_flops(world: World) -> float | None:
-    """Of all ranks for bfloat16 matrix products: of the data sheet (GPUs), or what they reach here together (CPU)."""
+    """Return the bfloat16 peak of all ranks: from data sheets (GPUs), or measured (CPU)."""
     if world.device.type == "cuda":
         peak = accumulator.peak_flops(world.device, torch.bfloat16)
         return peak and peak * world.size
@@ -89,31 +89,31 @@ def _peak_flops(world: World) -> float | None:
     seconds = []
     for _ in range(20):
         world.all_gather_object(None)
-        began = time.perf_counter()
+        start = time.perf_counter()
         torch.mm(a, b)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
     return sum(world.all_gather_object(2 * size**3 / min(seconds)))
 
 
 def ours(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
-    """The product, as a run off the cluster makes it: data, reports and all."""
+    """Train with `fsdp.run`, including data and reports."""
     from determined import core
 
     import fsdp
     from lm.determined.context import TorchDistributedContext
     from lm.runtime.run_dir import RunDir
 
-    folder = RunDir("bench")
-    storage = str(folder.checkpoints.absolute())
+    run_dir = RunDir("bench")
+    storage = str(run_dir.checkpoints.absolute())
     with core.init(
         distributed=TorchDistributedContext(world.launch, world.control, world.saver, world.node),
         checkpoint_storage=storage,
     ) as context:
-        fsdp.run(hp, world, context, None, folder, pacer)
+        fsdp.run(hp, world, context, None, run_dir, pacer)
 
 
 def fsdp1(world: World, hp: config.Hyperparameters, pacer: Pacer, dtype: torch.dtype | None) -> None:
-    """The textbook loop: FullyShardedDataParallel, transformer_auto_wrap_policy, autocast, AdamW, on our model."""
+    """Train our model with FSDP1, transformer_auto_wrap_policy, autocast and AdamW."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
@@ -135,25 +135,25 @@ def fsdp1(world: World, hp: config.Hyperparameters, pacer: Pacer, dtype: torch.d
 
 
 def transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
-    """Hugging Face's model of the same shape, with FSDP2 and bfloat16 and no tricks."""
+    """Train Hugging Face's model of the same shape with FSDP2 and bfloat16."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from lm.hf import families
 
-    # Where no family has the structure, GPT-2 with its activation is nearest.
+    # Without positions: rope, the closest family is GPT-2.
     near = hp if hp.positions == "rope" else hp.model_copy(update={"norm": "layernorm", "ffn": "gelu", "bias": "all"})
     shape: dict[str, Any] = families.write_config(near, "float32", None) | {"use_cache": False}
     if hp.ffn == "relu":
         shape["activation_function"] = "relu"
     torch.manual_seed(0)
-    made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), attn_implementation="sdpa")
-    model = made.to(world.device)
-    mesh = world.mesh(1, world.size)["shard"]
+    hf_model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), attn_implementation="sdpa")
+    model = hf_model.to(world.device)
+    mesh = world.device_mesh({"shard": world.size})
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     blocks = model.model.layers if hp.positions == "rope" else model.transformer.h
-    for part in (*blocks, model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=hp.lr)
     for inputs, targets in _batches(world, hp, pacer):
         model(input_ids=inputs, labels=targets, use_cache=False).loss.backward()
@@ -162,14 +162,14 @@ def transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None
 
 
 def as_llama(hp: config.Hyperparameters) -> config.Hyperparameters:
-    """The same width, depth and vocabulary, with the rest as Llama has it."""
+    """Return Llama's architecture with the width, depth and vocabulary of `hp`."""
     if hp.positions == "rope":
         return hp
     return hp.model_copy(update={"positions": "rope", "norm": "rmsnorm", "ffn": "swiglu", "bias": "none"})
 
 
 def torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
-    """torchtitan's Llama in bfloat16, `as_llama`; compiled, sharded and clipped by its own code."""
+    """Train torchtitan's Llama in bfloat16, compiled, sharded and clipped by torchtitan."""
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.config import JobConfig
@@ -178,7 +178,7 @@ def torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
     from torchtitan.models.llama3 import TransformerModelArgs, parallelize_llama
 
     if hp.tie_embeddings or hp.sliding_window or hp.dropout:
-        sys.exit("its Llama has neither tied embeddings nor sliding_window nor dropout")
+        sys.exit("torchtitan's Llama supports neither tie_embeddings nor sliding_window nor dropout")
     width = as_llama(hp).ffn_width
     shape = TransformerModelArgs(
         dim=hp.d_model,
@@ -186,7 +186,7 @@ def torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
         n_heads=hp.n_heads,
         n_kv_heads=hp.kv_heads,
         vocab_size=hp.vocab_size,
-        multiple_of=width,  # two thirds of what comes next, rounded up to this
+        multiple_of=width,  # 2/3 of ffn_dim_multiplier x 4 dim is rounded up to this
         ffn_dim_multiplier=width / (4 * hp.d_model),
         max_seq_len=hp.max_seq_len,
     )
@@ -194,13 +194,13 @@ def torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
     job.compile.enable = True
     job.activation_checkpoint.mode = "none"
     job.training.seq_len = hp.max_seq_len
-    parallel_dims.device_type = world.device.type  # else CUDA, also where there is none
+    parallel_dims.device_type = world.device.type  # default: CUDA
     dims = ParallelDims(dp_replicate=1, dp_shard=world.size, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world.size)
     with torch.device("meta"):
         model = Llama(shape)
     parallelize_llama(model, dims, job)
     for module in model.modules():
-        if isinstance(module, FSDPModule):  # gloo cannot multiply while it reduces
+        if isinstance(module, FSDPModule):  # gloo has no averaging reduction
             module.set_force_sum_reduction_for_comms(world.device.type == "cpu")
     model.to_empty(device=world.device)
     with torch.no_grad():
@@ -218,14 +218,14 @@ def torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
 
 
 def _batches(world: World, hp: config.Hyperparameters, pacer: Pacer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Random tokens, a batch a step, of this rank's share of the whole."""
-    share = derive_global_batch_size(hp, world.size) // world.size
+    """Yield this rank's inputs and targets of every step, random tokens."""
+    batch_size = derive_global_batch_size(hp, world.size) // world.size
     generator = torch.Generator().manual_seed(world.rank)
     step = 0
     while True:
         pacer(step)
-        row = torch.randint(hp.vocab_size, (share, hp.max_seq_len + 1), generator=generator).to(world.device)
-        yield row[:, :-1].contiguous(), row[:, 1:].contiguous()
+        tokens = torch.randint(hp.vocab_size, (batch_size, hp.max_seq_len + 1), generator=generator).to(world.device)
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         step += 1
 
 
@@ -242,7 +242,7 @@ def main() -> None:
     name, file, *overrides = sys.argv[1:]
     launch = Launch.from_env(os.environ)
     hp = config.load(Path(file), overrides)
-    week = 604800.0  # an idle contender waits for its turn
+    week = 604800.0  # a contender waits while others train
     with join_world(launch, week) as world:
         CONTENDERS[name](world, hp.model_copy(update={"collective_timeout": week}), Pacer(world))
 

@@ -1,9 +1,9 @@
-"""Loss curves of the fast paths against plain float32: the same run with other numbers.
+"""Loss curves of bfloat16 and float8 compared with float32.
 
     python -m benchmarks.curves [--config recipes/quickstart.yaml] [--steps 200] [key=value ...]
 
-The reference is float32 without compilation; beside it run bfloat16, compiled, and float8, tensor by tensor and row by
-row. A curve's deviation is that of its mean loss over each tenth of the run, relative to the reference's.
+The reference is float32 without compilation. The deviation of a curve is that of its mean loss over each tenth of the
+run, relative to the reference.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from benchmarks.common import ROOT, environment, launched
 from lm.launch.spawn import default_processes
 
-PLAIN = ["amp_dtype=null", "compile=false"]
-FAST = {
+REFERENCE = ["amp_dtype=null", "compile=false"]
+VARIANTS = {
     "bfloat16": ["amp_dtype=bfloat16", "compile=true"],
     "float8 tensorwise": ["amp_dtype=bfloat16", "compile=true", "float8=tensorwise"],
     "float8 rowwise": ["amp_dtype=bfloat16", "compile=true", "float8=rowwise"],
@@ -28,7 +28,7 @@ FAST = {
 
 
 def losses(config: Path, settings: Sequence[str], steps: int, processes: int) -> list[float]:
-    """Training losses of a run, step by step."""
+    """Return the training loss of every step of a run."""
     length = [f"max_steps={steps}", f"checkpoint_rate={steps}", f"validation_rate={steps}", "report_rate=1"]
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
@@ -44,12 +44,12 @@ def losses(config: Path, settings: Sequence[str], steps: int, processes: int) ->
 
 
 def deviations(curve: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """Relative deviation of the mean over each tenth of the run."""
+    """Return the relative deviation of the mean over each tenth of the run."""
     tenth = max(1, len(curve) // 10)
     pairs = zip(
         *([curve[at : at + tenth] for at in range(0, len(curve), tenth)] for curve in (curve, reference)), strict=True
     )
-    return [abs(statistics.fmean(mine) / statistics.fmean(theirs) - 1) for mine, theirs in pairs]
+    return [abs(statistics.fmean(part) / statistics.fmean(of_reference) - 1) for part, of_reference in pairs]
 
 
 def main() -> None:
@@ -59,14 +59,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--nproc", type=int, default=default_processes())
     args = parser.parse_args()
-    reference = losses(args.config, [*args.overrides, *PLAIN], args.steps, args.nproc)
-    print("| numbers | first loss | last tenth | largest deviation |\n|---|---|---|---|")
-    for name, settings in {"float32": PLAIN, **FAST}.items():
-        curve = (
-            reference
-            if settings is PLAIN
-            else losses(args.config, [*args.overrides, *settings], args.steps, args.nproc)
-        )
+    reference = losses(args.config, [*args.overrides, *REFERENCE], args.steps, args.nproc)
+    print("| dtype | first loss | last tenth | largest deviation |\n|---|---|---|---|")
+    for name, settings in {"float32": None, **VARIANTS}.items():
+        curve = reference
+        if settings:
+            curve = losses(args.config, [*args.overrides, *settings], args.steps, args.nproc)
         last = statistics.fmean(curve[-max(1, args.steps // 10) :])
         print(f"| {name} | {curve[0]:.4f} | {last:.4f} | {max(deviations(curve, reference)):.2%} |", flush=True)
 

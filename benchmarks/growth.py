@@ -1,14 +1,14 @@
-"""Step time and memory as the model grows, and what sharding leaves on each rank, beside closed forms, on the CPU.
+"""Step time and memory by model size, and memory per rank by sharding strategy, compared with formulas, on the CPU.
 
     python -m benchmarks.growth [--out FOLDER] [--steps 3] [--rounds 2]
 
-Every point is a run of `fsdp.run` on ranks of one thread each, in bfloat16: config.yaml's model scaled down to `BASE`.
-Growth changes one size at a time, on two ranks with full-shard; all points are visited `rounds` times in turn, with
-`steps` timed steps each time. Seconds are elapsed, and of processors, where other work on the machine counts less.
-Memory is that of tensors (benchmarks/tensors.py), not of the process.
+Every point is a call of `fsdp.run` in bfloat16 on ranks of one thread each, with config.yaml's model scaled down to
+`BASE`. Growth changes one size at a time, on two ranks with full-shard; each of `rounds` measures all points with
+`steps` steps each. Times are elapsed and CPU seconds, which other processes affect less. Memory is that of tensors
+(benchmarks/tensors.py), not of the process.
 
-The closed forms are `ModelConfig.flops_per_token` over one rate, that of a processor at `BASE`, and
-`lm.parallelize.memory_bytes`, with blocks saved and not recomputed. Writes growth.png, sharding.png and growth.json.
+The formulas are `ModelConfig.flops_per_token` over the FLOP/s of a CPU at `BASE`, and `lm.parallelize.memory_bytes`
+without recomputation. Writes growth.png, sharding.png and growth.json.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ Sample = dict[str, Any]
 
 
 def run_ranks(ranks: int, points: list[dict[str, Any]], steps: int) -> list[Sample]:
-    """What `benchmarks.tensors.measure` finds at each of `points` (hyperparameters) on `ranks` processes."""
+    """Return what `benchmarks.tensors.measure` finds for each of `points`, hyperparameters, on `ranks` ranks."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "points.json").write_text(json.dumps(points))
         command = launched(ranks, "benchmarks/tensors.py", str(steps), "points.json", "found.json")
         env = environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-        # Where the profiler talks, too: shown only if something is wrong.
+        # stderr also has the profiler's messages: shown only after an error.
         done = subprocess.run(command, cwd=folder, env=env, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             sys.exit(done.stderr)
@@ -61,12 +61,12 @@ def run_ranks(ranks: int, points: list[dict[str, Any]], steps: int) -> list[Samp
 
 
 def flops_per_step(hp: Hyperparameters) -> float:
-    """Of a rank."""
+    """Return the FLOPs of a step of one rank."""
     return hp.flops_per_token(hp.max_seq_len) * hp.max_seq_len * hp.batch_size
 
 
 def memory_bytes(hp: Hyperparameters, shards: int) -> dict[str, int]:
-    """`lm.parallelize.memory_bytes` where every block keeps what one keeps there, and its input is part of that."""
+    """Return `lm.parallelize.memory_bytes` without recomputation: every block saves its activations."""
     size = hp.batch_size, hp.max_seq_len
     tokens = hp.batch_size * hp.max_seq_len
     one = parallelize.memory_bytes(hp.model_copy(update={"n_layers": 1, "vocab_size": 1}), shards, *size)["activations"]
@@ -77,13 +77,13 @@ def memory_bytes(hp: Hyperparameters, shards: int) -> dict[str, int]:
 
 
 def gathered_bytes(hp: Hyperparameters, shards: int) -> int:
-    """Parameters in 16 bits: one unit where they are sharded again behind it, else all of them; and where there are
-    others to gather from, the buffer of a unit that comes in."""
+    """Return the bytes of unsharded 16-bit parameters: one unit if it is resharded after forward, else all; and with
+    several shards the all-gather buffer of a unit."""
     counts = hp.parameter_counts()
     block = counts["blocks"] // hp.n_layers
     unit = max(counts["embedding"] + counts["positions"], block, counts["norm"] + counts["head"])
-    held = unit if hp.reshard_after_forward else hp.n_parameters
-    return 2 * (held + (unit if shards > 1 else 0))
+    unsharded = unit if hp.reshard_after_forward else hp.n_parameters
+    return 2 * (unsharded + (unit if shards > 1 else 0))
 
 
 def growth(steps: int, rounds: int) -> list[Sample]:
@@ -92,11 +92,13 @@ def growth(steps: int, rounds: int) -> list[Sample]:
     rows = []
     for number, (size, value) in enumerate(points):
         hp = Hyperparameters.model_validate(BASE | {size: value})
-        visits = results[number :: len(points)]
+        samples = results[number :: len(points)]
         row = {"size": size, "value": value, "flops": flops_per_step(hp), "expected": memory_bytes(hp, RANKS)}
-        row["peak"] = min(visit["parameters"] + visit["moments"] + min(visit["transient"]) for visit in visits)
-        rows.append(row | {key: sorted(s for visit in visits for s in visit[key]) for key in ("seconds", "processor")})
-    at_base = [s for row in rows if row["value"] == BASE[row["size"]] for s in row["processor"]]
+        row["peak"] = min(sample["parameters"] + sample["moments"] + min(sample["transient"]) for sample in samples)
+        rows.append(
+            row | {key: sorted(s for sample in samples for s in sample[key]) for key in ("seconds", "cpu_seconds")}
+        )
+    at_base = [s for row in rows if row["value"] == BASE[row["size"]] for s in row["cpu_seconds"]]
     rate = flops_per_step(Hyperparameters.model_validate(BASE)) / statistics.median(at_base)
     return [row | {"expected_seconds": row["flops"] / rate} for row in rows]
 
@@ -107,19 +109,19 @@ def sharding() -> list[Sample]:
         points = [SHARDED | {"sharding": name, "shard_group_size": min(2, ranks)} for name in STRATEGIES]
         for point, found in zip(points, run_ranks(ranks, points, 0), strict=True):
             hp = Hyperparameters.model_validate(point)
-            shards = parallelize.mesh_shape(hp, ranks, ranks)[1]
+            shards = parallelize.mesh_dims(hp, ranks, ranks)["shard"]
             expected = {"state": memory_bytes(hp, shards)["state"], "gathered": gathered_bytes(hp, shards)}
             rows.append({"sharding": hp.sharding, "ranks": ranks, "shards": shards, "expected": expected} | found)
     return rows
 
 
 def print_tables(grown: list[Sample], sharded: list[Sample]) -> None:
-    print("| size | value | seconds a step | of processor | closed form | ratio | MiB a rank | closed form | ratio |")
+    print("| size | value | seconds per step | CPU seconds | formula | ratio | MiB per rank | formula | ratio |")
     print("|---|---|---|---|---|---|---|---|---|")
     for row in grown:
         expected, bytes_ = row["expected_seconds"], sum(row["expected"].values())
         time = f"{spread(row['seconds'], 3)} | {spread(row['processor'], 3)} | {expected:.3f}"
-        ratio = statistics.median(row["processor"]) / expected
+        ratio = statistics.median(row["cpu_seconds"]) / expected
         memory = f"{row['peak'] / MIB:.1f} | {bytes_ / MIB:.1f} | {row['peak'] / bytes_:.2f}"
         print(f"| {row['size']} | {row['value']} | {time} | {ratio:.2f} | {memory} |")
     print("\n| sharding | ranks | shards | parameters | gradients | moments | all | 16 P / S | gathered | formula |")
@@ -132,7 +134,7 @@ def print_tables(grown: list[Sample], sharded: list[Sample]) -> None:
 
 
 def plot(grown: list[Sample], sharded: list[Sample], out: Path) -> None:
-    import matplotlib as mpl  # which determined brings
+    import matplotlib as mpl  # a dependency of determined
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
@@ -141,15 +143,15 @@ def plot(grown: list[Sample], sharded: list[Sample], out: Path) -> None:
     for column, (size, values) in enumerate(SIZES.items()):
         rows = [row for row in grown if row["size"] == size]
         time, memory = axes[:, column]
-        for key, label, style in (("seconds", "elapsed", "C1s"), ("processor", "of processor", "C0o")):
+        for key, label, style in (("seconds", "elapsed", "C1s"), ("cpu_seconds", "CPU", "C0o")):
             medians = [statistics.median(row[key]) for row in rows]
             below = [median - row[key][0] for median, row in zip(medians, rows, strict=True)]
             above = [row[key][-1] - median for median, row in zip(medians, rows, strict=True)]
             time.errorbar(values, medians, [below, above], fmt=style, markersize=4, capsize=3, label=label)
-        time.plot(values, [row["expected_seconds"] for row in rows], "k--", label="FLOPs / one rate")
+        time.plot(values, [row["expected_seconds"] for row in rows], "k--", label="FLOPs / (FLOP/s)")
         memory.plot(values, [row["peak"] / MIB for row in rows], "o", label="peak")
-        whole = [sum(row["expected"].values()) / MIB for row in rows]
-        memory.plot(values, whole, "k--", label="state + gathered + activations")
+        total = [sum(row["expected"].values()) / MIB for row in rows]
+        memory.plot(values, total, "k--", label="state + gathered + activations")
         memory.plot(values, [row["expected"]["state"] / MIB for row in rows], "k:", label="state: 16 P / S")
         for axis in (time, memory):
             axis.set(xscale="log", yscale="log")
@@ -157,31 +159,31 @@ def plot(grown: list[Sample], sharded: list[Sample], out: Path) -> None:
             axis.set_xticks(values, map(str, values))
             axis.grid(alpha=0.3)
         memory.set_xlabel(size)
-    for row, label in zip(axes, ("seconds a step: median, least, most", "MiB a rank"), strict=True):
+    for row, label in zip(axes, ("seconds per step: median, minimum, maximum", "MiB per rank"), strict=True):
         row[0].set_ylabel(label)
         row[-1].legend(loc="lower right")
     figure.savefig(out / "growth.png", dpi=80)
 
     figure, (state, gathered) = plt.subplots(1, 2, figsize=(14, 4.5), layout="constrained")
-    position_ids = [STRATEGIES.index(row["sharding"]) + (row["ranks"].bit_length() - 2) * 0.28 for row in sharded]
+    bars = [STRATEGIES.index(row["sharding"]) + (row["ranks"].bit_length() - 2) * 0.28 for row in sharded]
     bottom = [0.0] * len(sharded)
     for part in PARTS:
         heights = [row[part] / MIB for row in sharded]
-        state.bar(position_ids, heights, 0.24, bottom, label=part)
+        state.bar(bars, heights, 0.24, bottom, label=part)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    gathered.bar(position_ids, [row["gathered"] / MIB for row in sharded], 0.24, label="gathered parameters, at most")
+    gathered.bar(bars, [row["gathered"] / MIB for row in sharded], 0.24, label="unsharded parameters, peak")
     for axis, key, label in ((state, "state", "16 P / S"), (gathered, "gathered", "formula")):
-        axis.plot(position_ids, [row["expected"][key] / MIB for row in sharded], "kD", markersize=4, label=label)
+        axis.plot(bars, [row["expected"][key] / MIB for row in sharded], "kD", markersize=4, label=label)
         axis.set_xticks(range(len(STRATEGIES)), [name.replace("hybrid-", "hybrid-\n") for name in STRATEGIES])
         axis.set_ylim(top=1.3 * axis.get_ylim()[1])
-        axis.set_ylabel("MiB a rank; bars: 1, 2 and 4 ranks")
+        axis.set_ylabel("MiB per rank; bars: 1, 2 and 4 ranks")
         axis.legend(loc="upper left")
     figure.savefig(out / "sharding.png", dpi=80)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="folder for what is written")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="output directory")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()

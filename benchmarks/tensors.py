@@ -1,8 +1,8 @@
-"""One rank of `benchmarks.growth`: runs `fsdp.run` at one point after another, and says what a step takes.
+"""One rank of `benchmarks.growth`, which calls `fsdp.run` for each point and measures a step.
 
     python -m lm.launch benchmarks/tensors.py STEPS POINTS FOUND
 
-POINTS is a JSON list of hyperparameters; rank 0 writes a list of what `measure` returned to the file FOUND.
+POINTS is a JSON list of hyperparameters; rank 0 writes the list of what `measure` returned to the file FOUND.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import fsdp  # first of all: it settles what has to be settled before torch is imported
+import fsdp  # sets up the environment before torch is imported
 
 # isort: split
 import torch
@@ -40,14 +40,14 @@ from model import Transformer
 
 
 def measure(world: World, context: core.Context, point: dict[str, Any], steps: int, name: str) -> dict[str, Any]:
-    """What a run of the hyperparameters `point` takes, ended behind `steps` steps that are timed.
+    """Measure a run with the hyperparameters `point`.
 
     Returns:
-        seconds, processor: seconds that each timed step took rank 0, elapsed and of processors.
-        parameters, gradients, moments: bytes of a rank's shards as the optimizer begins its step.
-        gathered: the most bytes of gathered parameters, with the buffers that they come in with.
-        transient: the most bytes that a step of rank 0 has beside parameters and moments, for each of `steps` more.
-        Other bytes are those of the rank that has most.
+        seconds, cpu_seconds: of each of `steps` steps on rank 0.
+        parameters, gradients, moments: bytes of the shards of a rank when the optimizer step starts.
+        gathered: peak bytes of unsharded parameters and all-gather buffers.
+        transient: peak bytes in addition to parameters and moments, of each of `steps` steps on rank 0.
+        Bytes are those of the rank that has most, unless stated.
     """
     hp = config.read({"hyperparameters": point | {"max_steps": 10**6, "report_rate": 10**6}}, [], "point")
     found: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def measure(world: World, context: core.Context, point: dict[str, Any], steps: i
 
 
 def _watch(steps: int, found: dict[str, Any]) -> Iterator[None]:
-    """Fill `found`, gone on with whenever a step begins."""
+    """Fill `found`; to be resumed at the start of every step."""
     models: list[torch.nn.Module] = []
 
     def see_model(module: torch.nn.Module, _inputs: Any) -> None:
@@ -76,15 +76,14 @@ def _watch(steps: int, found: dict[str, Any]) -> Iterator[None]:
 
     with register_module_forward_pre_hook(see_model), register_optimizer_step_pre_hook(see_state):
         yield
-        yield  # the step that made these warms up, and so does another
-    # gloo's threads let go of a buffer when they get to it, and what they free the profiler does not see. Either only
-    # adds to a peak: the least of several is the true one.
+        yield  # one more step for warm-up
+    # gloo's threads free buffers late and unseen by the profiler, which only increases a peak: use the minimum.
     gathered: list[int] = []
     for _ in range(2):
         with _Gathered(models[0]) as mode:
             yield
         gathered.append(mode.peak)
-    found |= {"gathered": min(gathered), "transient": [], "seconds": [], "processor": []}
+    found |= {"gathered": min(gathered), "transient": [], "seconds": [], "cpu_seconds": []}
     for _ in range(steps):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             yield
@@ -93,10 +92,10 @@ def _watch(steps: int, found: dict[str, Any]) -> Iterator[None]:
         events.sort(key=lambda event: event.start_ns())
         found["transient"].append(max(accumulate(event.nbytes() for event in events)))
     for _ in range(steps):
-        began, used = time.perf_counter(), time.process_time()
+        start, cpu_start = time.perf_counter(), time.process_time()
         yield
-        found["seconds"].append(time.perf_counter() - began)
-        found["processor"].append(time.process_time() - used)
+        found["seconds"].append(time.perf_counter() - start)
+        found["cpu_seconds"].append(time.process_time() - cpu_start)
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -104,8 +103,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class _Gathered(TorchDispatchMode):
-    """Looks behind every operation at what is gathered: parameters that stand whole in `model`, and buffers that
-    all-gathers have filled and that are not yet free."""
+    """Records after every operator the bytes of unsharded parameters of `model` and of live all-gather buffers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -118,15 +116,15 @@ class _Gathered(TorchDispatchMode):
             storage = args[0].untyped_storage()
             self._buffers.append((StorageWeakRef(storage), storage.nbytes()))
         result = func(*args, **(kwargs or {}))
-        whole = [p.untyped_storage() for p in self._model.parameters() if not isinstance(p, DTensor)]
-        held = sum({storage.data_ptr(): storage.nbytes() for storage in whole}.values())
+        unsharded = [p.untyped_storage() for p in self._model.parameters() if not isinstance(p, DTensor)]
+        n_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in unsharded}.values())
         self._buffers = [(buffer, size) for buffer, size in self._buffers if not buffer.expired()]
-        self.peak = max(self.peak, held + sum(size for _, size in self._buffers))
+        self.peak = max(self.peak, n_bytes + sum(size for _, size in self._buffers))
         return result
 
 
 def main() -> int:
-    steps, points, out = sys.argv[1:]
+    steps, points_file, out = sys.argv[1:]
     with (
         join_world(Launch.from_env(os.environ), timeout=300) as world,
         core.init(
@@ -134,8 +132,8 @@ def main() -> int:
             checkpoint_storage=str(Path.cwd()),
         ) as context,
     ):
-        asked = enumerate(json.loads(Path(points).read_text()))
-        found = [measure(world, context, point, int(steps), str(number)) for number, point in asked]
+        points = enumerate(json.loads(Path(points_file).read_text()))
+        found = [measure(world, context, point, int(steps), str(number)) for number, point in points]
         if world.rank == 0:
             Path(out).write_text(json.dumps(found))
     return 0

@@ -1,18 +1,18 @@
-"""Speed and memory of a run, ours beside reference loops, turn by turn on one machine.
+"""Speed and memory of fsdp.py and of reference loops, measured alternately on one machine.
 
     python -m benchmarks.throughput [--config config.yaml] [key=value ...] [--contenders ours fsdp1-bfloat16]
     python -m benchmarks.throughput --sweep batch_size=1,2,4 max_seq_len=512,1024,2048 --plot sweep.png
 
-Contenders: `ours`, fsdp.py as it stands; `fsdp1-float32` and `fsdp1-bfloat16`, the textbook loop
-(FullyShardedDataParallel, transformer_auto_wrap_policy, autocast, AdamW); `transformers`, Hugging Face's model with
-FSDP2 and no tricks; `torchtitan`, its Llama, compiled and sharded by its own code, where it is installed
-(pip install "torchtitan<0.3" triton). `ours+key=value` is ours with other settings. Each has processes of its own,
-which all train the same batch: one round of each, round after round. On a GPU that does not hold all, `--alone`.
+Contenders: `ours`, fsdp.py; `fsdp1-float32` and `fsdp1-bfloat16`, FullyShardedDataParallel with
+transformer_auto_wrap_policy, autocast and AdamW; `transformers`, Hugging Face's model with FSDP2; `torchtitan`, its
+Llama, compiled and sharded by its code, if installed (pip install "torchtitan<0.3" triton). `ours+key=value` changes
+hyperparameters of ours. Every contender has its own processes and trains the same batch size; they alternate round by
+round. If a GPU cannot hold all of them, use `--alone`.
 
-Step times are medians over rounds. MFU is causal (attention counted at half of its square), without embeddings,
-over the GPU's dense 16-bit peak, or over what matrix products of 2048 x 2048 reach on all ranks of a CPU. Shares are
-of a profiled round of rank 0: operators with and without the optimizer's, communication while none of them runs, and
-host while nothing runs; data is what the run itself reports.
+Step times are medians over rounds. MFU is causal (half of the attention square), without embeddings, relative to the
+GPU's dense 16-bit peak, or to the measured speed of 2048 x 2048 matrix products on all ranks of a CPU. Shares are those
+of a profiled round on rank 0: operators without the optimizer, communication that no operator overlaps, the optimizer,
+and the host while nothing else runs; the data share is what the run reports.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ FOREVER = [f"{key}=1000000000" for key in ("max_steps", "checkpoint_rate", "vali
 
 
 class EndedError(Exception):
-    """A contender's processes are gone: mostly out of memory."""
+    """The processes of a contender exited, most often out of memory."""
 
 
 class Contender:
-    """The processes of one contender, which train when they are told to."""
+    """The processes of one contender, which train on command."""
 
     def __init__(self, name: str, file: Path, overrides: Sequence[str], processes: int) -> None:
-        kind, *own = name.split("+")
+        kind, *changes = name.split("+")
         self.folder = tempfile.TemporaryDirectory()
         self._errors = (Path(self.folder.name) / "errors").open("w+")
-        settings = [*FOREVER, "report_rate=2", *overrides, *own]
-        began = time.perf_counter()
+        settings = [*FOREVER, "report_rate=2", *overrides, *changes]
+        start = time.perf_counter()
         self._process = subprocess.Popen(
             launched(processes, "benchmarks/contender.py", kind, str(file.absolute()), *settings),
             cwd=self.folder.name,
@@ -66,7 +66,7 @@ class Contender:
             stderr=self._errors,
         )
         self._answer()
-        self.first_step = time.perf_counter() - began
+        self.first_step = time.perf_counter() - start
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -76,16 +76,15 @@ class Contender:
         self._errors.seek(0)
         raise EndedError("".join(self._errors.readlines()[-5:]))
 
-    def ask(self, *command: object) -> dict[str, Any]:
+    def command(self, *words: object) -> dict[str, Any]:
         assert self._process.stdin is not None
-        print(*command, file=self._process.stdin, flush=True)
+        print(*words, file=self._process.stdin, flush=True)
         return self._answer()
 
     def profile(self, steps: int) -> tuple[dict[str, float], float | None]:
-        """Parts of the time of `steps` profiled steps on rank 0, with the wait for data where it is reported; and the
-        peak of all ranks, measured before (FLOP/s)."""
+        """Return the shares of `steps` profiled steps on rank 0, and the peak of all ranks (FLOP/s)."""
         trace = Path(self.folder.name) / "trace.json"
-        answer = self.ask("profile", steps, trace)
+        answer = self.command("profile", steps, trace)
         parts = shares(json.loads(trace.read_text())["traceEvents"], answer["seconds"])
         for reports in Path(self.folder.name).glob("runs/*/metrics.jsonl"):
             last = json.loads(reports.read_text().splitlines()[-1])
@@ -94,7 +93,7 @@ class Contender:
 
     def close(self) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it ended by itself
+        with suppress(BrokenPipeError):  # already exited
             self._process.stdin.close()
         self._process.wait()
         self._errors.close()
@@ -103,19 +102,15 @@ class Contender:
 
 @dataclass
 class Result:
-    """What one contender reached; times in seconds."""
+    """Measurements of one contender; times in seconds."""
 
     name: str
     first_step: float
-    tokens: int
-    """per step"""
-    flops: float
-    """per step"""
-    steps: list[float] = field(default_factory=list)
-    """mean time of a step, round by round"""
+    tokens: int  # per step
+    flops: float  # per step
+    steps: list[float] = field(default_factory=list)  # mean step time of each round
     peak_gib: float = 0.0
-    peak_flops: float | None = None
-    """of all ranks"""
+    peak_flops: float | None = None  # of all ranks
     shares: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -127,7 +122,7 @@ class Result:
         return self.peak_flops and self.flops / self.step / self.peak_flops
 
     def row(self, first: Result) -> str:
-        ratio = statistics.median(mine / theirs for mine, theirs in zip(self.steps, first.steps, strict=True))
+        ratio = statistics.median(time / reference for time, reference in zip(self.steps, first.steps, strict=True))
         parts = [f"{self.shares[part]:.1%}" if part in self.shares else "" for part in PARTS]
         cells = [
             self.name,
@@ -149,25 +144,25 @@ Interval = tuple[float, float]
 
 
 def shares(events: Iterable[dict[str, Any]], seconds: float) -> dict[str, float]:
-    """Parts of `seconds` in which operators, communication and the optimizer run, and in which nothing does.
+    """Return the shares of `seconds` with operators, communication and the optimizer running, and with none.
 
     Args:
-        events: of a trace of the profiler; the device's own, where it has some, else the operators'.
+        events: of a profiler trace. If it has GPU kernels they count, else the CPU operators.
     """
     spans = [event for event in events if event.get("ph") == "X" and event.get("dur")]
     on_gpu = any(event["cat"] == "kernel" for event in spans)
     kinds = {"kernel", "gpu_memcpy", "gpu_memset"} if on_gpu else {"cpu_op"}
     marks = "gpu_user_annotation" if on_gpu else "user_annotation"
-    compute, talk, optimizer = [], [], []
+    compute, communication, optimizer = [], [], []
     for event in spans:
         name, interval = event["name"], (event["ts"], event["ts"] + event["dur"])
         if (event["cat"] in kinds and "nccl" in name) or name.startswith("gloo:"):
-            talk.append(interval)
+            communication.append(interval)
         elif event["cat"] == marks and name.startswith("Optimizer.step"):
             optimizer.append(interval)
         elif (event["cat"] in kinds and "c10d" not in name) or (not on_gpu and name.startswith("## Call Compiled")):
             compute.append(interval)
-    busy = {name: union(spans) for name, spans in (("all", compute + talk), ("compute", compute))}
+    busy = {name: union(spans) for name, spans in (("all", compute + communication), ("compute", compute))}
     length = {name: sum(end - start for start, end in spans) / 1e6 for name, spans in busy.items()}
     updating = sum(end - start for start, end in union(optimizer)) / 1e6
     return {
@@ -179,21 +174,21 @@ def shares(events: Iterable[dict[str, Any]], seconds: float) -> dict[str, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time without overlaps, in order."""
-    apart: list[Interval] = []
+    """Return the union of intervals as sorted, disjoint ones."""
+    disjoint: list[Interval] = []
     for start, end in sorted(intervals):
-        if apart and start <= apart[-1][1]:
-            apart[-1] = apart[-1][0], max(end, apart[-1][1])
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = disjoint[-1][0], max(end, disjoint[-1][1])
         else:
-            apart.append((start, end))
-    return apart
+            disjoint.append((start, end))
+    return disjoint
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------
 
 
 def compare(names: Sequence[str], args: argparse.Namespace, overrides: Sequence[str]) -> list[Result]:
-    """One result for each of `names` that does not run out of memory."""
+    """Measure the contenders `names`; those that run out of memory have no result."""
     if args.alone:
         return [result for name in names for result in _compare([name], args, overrides)]
     return _compare(names, args, overrides)
@@ -204,7 +199,7 @@ def _compare(names: Sequence[str], args: argparse.Namespace, overrides: Sequence
     results: dict[str, Result] = {}
 
     def drop(name: str, why: object) -> None:
-        print(f"{name} {' '.join(overrides)}: ended: {str(why).strip()}", file=sys.stderr)
+        print(f"{name} {' '.join(overrides)}: failed: {str(why).strip()}", file=sys.stderr)
         results.pop(name, None)
         if name in running:
             running.pop(name).close()
@@ -221,10 +216,10 @@ def _compare(names: Sequence[str], args: argparse.Namespace, overrides: Sequence
         tokens = derive_global_batch_size(hp, args.nproc) * hp.max_seq_len
         flops = tokens * hp.flops_per_token(hp.max_seq_len)
         results[name] = Result(name, started.first_step, tokens, flops)
-    for turn in range(args.rounds + 1):  # the first one is for warming up
+    for turn in range(args.rounds + 1):  # the first is for warm-up
         for name in list(running):
             try:
-                answer = running[name].ask("run", args.steps)
+                answer = running[name].command("run", args.steps)
                 results[name].peak_gib = answer["peak_gib"]
                 if turn:
                     results[name].steps.append(answer["seconds"] / answer["steps"])
@@ -236,14 +231,14 @@ def _compare(names: Sequence[str], args: argparse.Namespace, overrides: Sequence
             running.pop(name).close()
         except (EndedError, OSError) as error:
             drop(name, error)
-    for result in results.values():  # the same for all, so that they compare
+    for result in results.values():  # one peak for all
         result.peak_flops = max((other.peak_flops or 0 for other in results.values()), default=0) or None
     return [results[name] for name in names if name in results]
 
 
 def table(results: Sequence[Result]) -> str:
     if not results:
-        return "no contender is left"
+        return "all contenders failed"
     rows = ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
     return "\n".join([*rows, *(result.row(results[0]) for result in results)])
 
@@ -253,7 +248,7 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def plot(path: Path, points: Sequence[tuple[dict[str, str], list[Result]]]) -> None:
-    """Tokens/s over the last swept setting; a line for each contender and value of the others."""
+    """Plot tokens/s over the last swept hyperparameter, a line per contender and value of the others."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -262,11 +257,11 @@ def plot(path: Path, points: Sequence[tuple[dict[str, str], list[Result]]]) -> N
     figure, axes = plt.subplots(figsize=(8, 5))
     lines: dict[str, tuple[list[str], list[float]]] = {}
     for settings, results in points:
-        *others, along = settings.items()
+        *others, (_, last) = settings.items()
         for result in results:
             label = ", ".join([result.name, *(f"{key} {value}" for key, value in others)])
             x, y = lines.setdefault(label, ([], []))
-            x.append(along[1])
+            x.append(last)
             y.append(result.tokens / result.step)
     for label, (x, y) in lines.items():
         axes.plot(x, y, marker="o", label=label)
@@ -288,10 +283,10 @@ def main() -> None:
     parser.add_argument("--sweep", nargs="+", default=[], metavar="key=a,b,c", help="measure all combinations")
     parser.add_argument("--nproc", type=int, default=default_processes(), help="ranks (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
-    parser.add_argument("--steps", type=int, default=2, help="of a round (%(default)s)")
-    parser.add_argument("--alone", action="store_true", help="one contender after another instead of turn by turn")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--plot", type=Path, help="draw tokens/s of a sweep into this file")
+    parser.add_argument("--steps", type=int, default=2, help="per round (%(default)s)")
+    parser.add_argument("--alone", action="store_true", help="one contender after another instead of alternating")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
+    parser.add_argument("--plot", type=Path, help="plot tokens/s of a sweep to this file")
     args = parser.parse_args()
     keys = [sweep.partition("=")[0] for sweep in args.sweep]
     values = [sweep.partition("=")[2].split(",") for sweep in args.sweep]

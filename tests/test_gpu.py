@@ -1,4 +1,4 @@
-"""A GPU computes what the CPU computes: with kernels that the CPU does not have, compiled, forward and backward."""
+"""A GPU computes the loss and gradients of the CPU, with its own kernels and compiled code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODELS = {
     "windowed": SHAPE | {"sliding_window": 40},
     "mistral": LLAMA | {"sliding_window": 40},
 }
-WAYS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"compile": False},
     "compiled": {"compile": True},
     "recompute-some": {"activation_checkpointing": "selective"},
@@ -35,8 +35,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def gradients(world: World | None, settings: dict[str, Any], documents: bool) -> dict[str, np.ndarray]:
-    """The loss of a batch and the gradients of all parameters: on the GPU of `world`, or plainly on the CPU."""
+def gradients(world: World | None, settings: dict[str, Any], has_documents: bool) -> dict[str, np.ndarray]:
+    """The loss of a batch and the gradients of all parameters, on the GPU of `world` or on the CPU."""
     hp = config.read({"hyperparameters": settings}, [], "test")
     plain = Transformer(hp)
     parallelize.initialize(plain, 7)
@@ -45,14 +45,14 @@ def gradients(world: World | None, settings: dict[str, Any], documents: bool) ->
         with torch.device("meta"):
             model = Transformer(hp)
         device = world.device
-        model = parallelize.parallelize(model, hp, world.mesh(1, 1), None, 7)
+        model = parallelize.parallelize(model, hp, world.device_mesh({"replicate": 1, "shard": 1}), None, 7)
         with torch.no_grad():
-            for held, value in zip(model.parameters(), plain.parameters(), strict=True):
-                assert isinstance(held, DTensor)
-                held.to_local().copy_(value)
-    row = torch.randint(512, (2, 257), generator=torch.Generator().manual_seed(1)).to(device)
-    numbers = torch.arange(256, device=device).expand(2, -1) // 60 if documents else None
-    loss = model(row[:, :-1].contiguous(), row[:, 1:].contiguous(), numbers)
+            for parameter, value in zip(model.parameters(), plain.parameters(), strict=True):
+                assert isinstance(parameter, DTensor)
+                parameter.to_local().copy_(value)
+    tokens = torch.randint(512, (2, 257), generator=torch.Generator().manual_seed(1)).to(device)
+    document_ids = torch.arange(256, device=device).expand(2, -1) // 60 if has_documents else None
+    loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), document_ids)
     loss.backward()
     found = {"loss": loss.detach().cpu().numpy()}
     for name, parameter in model.named_parameters():
@@ -62,12 +62,12 @@ def gradients(world: World | None, settings: dict[str, Any], documents: bool) ->
     return found
 
 
-@pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize("has_documents", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("way", WAYS)
-def test_loss_and_gradients_are_those_of_the_cpu(model: str, way: str, documents: bool) -> None:
-    expected = gradients(None, MODELS[model], documents)
-    (found,) = run_ranks(1, gradients, MODELS[model] | WAYS[way], documents)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_loss_and_gradients_equal_those_of_the_cpu(model: str, option: str, has_documents: bool) -> None:
+    expected = gradients(None, MODELS[model], has_documents)
+    (found,) = run_ranks(1, gradients, MODELS[model] | OPTIONS[option], has_documents)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         difference = np.linalg.norm(found[name] - value)

@@ -1,19 +1,19 @@
-"""What `benchmarks.growth` measures on real ranks is what its closed forms say."""
+"""`benchmarks.growth` measures on real ranks what its formulas predict."""
 
 from __future__ import annotations
 
 from benchmarks.growth import PARTS, STRATEGIES, gathered_bytes, memory_bytes, run_ranks
 from lm.config import Hyperparameters
-from lm.parallelize import mesh_shape
+from lm.parallelize import mesh_dims
 from tests.support import TINY
 
 
-def test_ranks_hold_what_the_formulas_say() -> None:
+def test_the_memory_of_a_rank_equals_the_formulas() -> None:
     shape = TINY | {"max_seq_len": 64, "batch_size": 4, "amp_dtype": "bfloat16", "shard_group_size": 1}
     points = [shape | {"sharding": name} for name in STRATEGIES]
     for point, found in zip(points, run_ranks(2, points, 1), strict=True):
         hp = Hyperparameters.model_validate(point)
-        _, shards = mesh_shape(hp, 2, 2)
+        shards = mesh_dims(hp, 2, 2)["shard"]
         expected = memory_bytes(hp, shards)
         assert [found[part] for part in PARTS] == [4 * hp.n_parameters // shards * times for times in (1, 1, 2)]
         assert sum(found[part] for part in PARTS) == expected["state"]

@@ -1,4 +1,4 @@
-"""What a GPU needs is estimated from what model and optimizer hold, and docs/finetuning.md says what fits."""
+"""The estimate of GPU memory equals what model and optimizer hold, and docs/finetuning.md shows what fits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from lm.parallelize import memory_bytes
-from model import Block, ModelConfig, Transformer
+from model import ModelConfig, Transformer
 from tests.support import ROOT
 
 GPU = 72 * 2**30
-"""Of a GPU of 80 GiB, what is left beside CUDA's own and what fragmentation takes."""
+"""Memory of an 80 GiB GPU without the CUDA context and fragmentation."""
 
 LLAMA = {"positions": "rope", "norm": "rmsnorm", "ffn": "swiglu", "bias": "none"}
 
@@ -23,47 +23,49 @@ def config(**changes: Any) -> ModelConfig:
     return ModelConfig.model_validate({"d_model": 256, "n_layers": 2, "vocab_size": 16, "max_seq_len": 128} | changes)
 
 
-def test_the_state_is_what_adamw_holds() -> None:
+def test_the_state_is_that_of_adamw() -> None:
     model = Transformer(config())
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 4, dtype=torch.int64)).sum().backward()
     optimizer.step()
     moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    held = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *moments]
-    assert memory_bytes(model.config, 1, 1, 4)["state"] == sum(tensor.nbytes for tensor in held)
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *moments]
+    assert memory_bytes(model.config, 1, 1, 4)["state"] == sum(tensor.nbytes for tensor in tensors)
 
 
-@pytest.mark.parametrize("changes", [{}, {"ffn": "gelu", "bias": "all"}, LLAMA, LLAMA | {"n_kv_heads": 2}], ids=str)
-def test_the_activations_are_what_a_block_saves(changes: dict[str, Any]) -> None:
-    shape = config(**changes)
-    with torch.device("meta"):
-        positions = Transformer(shape)._positions
-    block = Block(shape, 0).bfloat16()
-    weights = {parameter.untyped_storage().data_ptr() for parameter in block.parameters()}
+def saved_bytes(shape: ModelConfig) -> int:
+    """Bytes that the forward pass of two sequences saves for backward, without parameters."""
+    model = Transformer(shape).bfloat16()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    x = torch.randn(2, 128, 256, dtype=torch.bfloat16, requires_grad=True)
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        block(x, positions(torch.arange(128), 128))
-    measured = sum(tensor.untyped_storage().nbytes() for place, tensor in saved.items() if place not in weights)
-    inputs = shape.n_layers * x.nbytes
-    assert memory_bytes(shape, 1, 2, 128)["activations"] - inputs == pytest.approx(measured, rel=0.03)
+        model(torch.zeros(2, shape.max_seq_len, dtype=torch.int64))
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in weights)
 
 
-def test_the_documentation_says_what_fits() -> None:
+@pytest.mark.parametrize("changes", [{}, {"ffn": "gelu", "bias": "all"}, LLAMA, LLAMA | {"n_kv_heads": 2}], ids=str)
+def test_the_activations_are_what_a_block_saves(changes: dict[str, Any]) -> None:
+    shape = config(**changes)
+    block = saved_bytes(shape) - saved_bytes(shape.model_copy(update={"n_layers": 1}))
+    inputs = shape.n_layers * 2 * shape.max_seq_len * shape.d_model * 2
+    assert memory_bytes(shape, 1, 2, shape.max_seq_len)["activations"] - inputs == pytest.approx(block, rel=0.03)
+
+
+def test_the_documentation_shows_what_fits() -> None:
     model = ModelConfig.model_validate({"model": "codellama-7b"})
-    alone = memory_bytes(model, 1, 1, 1)
+    one_gpu = memory_bytes(model, 1, 1, 1)
     text = " ".join((ROOT / "docs" / "finetuning.md").read_text().split())
-    assert f"{alone['state'] / 2**30:.1f} GiB of state" in text
-    assert f"{alone['gathered'] / 2**30:.1f} GiB of 16-bit" in text
-    assert sum(alone.values()) > GPU
+    assert f"{one_gpu['state'] / 2**30:.1f} GiB of state" in text
+    assert f"{one_gpu['gathered'] / 2**30:.1f} GiB of 16-bit" in text
+    assert sum(one_gpu.values()) > GPU
     for length in (16384, 4096, 2048):
-        fitting = [
-            max(b for b in range(1000) if sum(memory_bytes(model, shards, b, length).values()) <= GPU)
+        largest = [
+            max(size for size in range(1000) if sum(memory_bytes(model, shards, size, length).values()) <= GPU)
             for shards in (2, 4, 8, 16)
         ]
-        assert f"| {length} | {' | '.join(map(str, fitting))} |" in text
+        assert f"| {length} | {' | '.join(map(str, largest))} |" in text

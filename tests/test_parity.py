@@ -1,4 +1,4 @@
-"""Every way of spreading a run over processes trains the same model as one plain process without any of them."""
+"""Every parallelism and memory option trains the same model as one process without them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from determined import core
 from torch.distributed.checkpoint import FileSystemReader
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp
 from lm import config, optim, parallelize
@@ -41,8 +42,8 @@ BASE = TINY | {
 }
 
 
-def prepared(changes: dict[str, Any]) -> tuple[config.Hyperparameters, MixtureDataset, loader.Loader, Transformer]:
-    """What a run of one plain process starts with: settings, samples, their order, and the initial model."""
+def setup(changes: dict[str, Any]) -> tuple[config.Hyperparameters, MixtureDataset, loader.Loader, Transformer]:
+    """The hyperparameters, dataset, loader and initial model of a run in one process."""
     hp = config.read({"hyperparameters": BASE | changes}, [], "test")
     data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 8, 7)
     assert isinstance(data.train, MixtureDataset)
@@ -52,16 +53,16 @@ def prepared(changes: dict[str, Any]) -> tuple[config.Hyperparameters, MixtureDa
 
 
 def plain_losses(changes: dict[str, Any]) -> list[float]:
-    """Training losses of the textbook loop: one process, whole batches, PyTorch's own clipping and AdamW."""
-    hp, source, batches, model = prepared(changes)
+    """Training losses of one process without micro-steps, with PyTorch's clipping and AdamW."""
+    hp, dataset, batches, model = setup(changes)
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": hp.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=hp.lr, betas=(hp.beta1, hp.beta2))
     losses = []
     for step in range(STEPS):
-        rows = [source[i] for i in batches.sample_ids(step)]
-        inputs, targets = (torch.from_numpy(np.stack(part)) for part in list(zip(*rows, strict=True))[:2])
+        samples = [dataset[i] for i in batches.sample_ids(step)]
+        inputs, targets = (torch.from_numpy(np.stack(part)) for part in list(zip(*samples, strict=True))[:2])
         loss = model(inputs, targets) / targets.numel()
         losses.append(loss.item())
         loss.backward()
@@ -75,43 +76,45 @@ def plain_losses(changes: dict[str, Any]) -> list[float]:
 
 
 def sample_by_sample(changes: dict[str, Any]) -> list[float]:
-    """Training losses on packed samples, of one process that puts each piece of a sample through the model alone."""
-    hp, source, batches, model = prepared(changes)
+    """Training losses on packed samples, of one process that passes each document through the model separately."""
+    hp, dataset, batches, model = setup(changes)
     optimizer = optim.Optimizer(hp, model.named_parameters())
     losses = []
     for step in range(STEPS):
-        loss_sum, count = torch.zeros(()), 0
-        for inputs, targets, document_ids in (source[i] for i in batches.sample_ids(step)):
+        loss_sum, n_targets = torch.zeros(()), 0
+        for inputs, targets, document_ids in (dataset[i] for i in batches.sample_ids(step)):
             assert document_ids is not None
             for document in np.unique(document_ids):
-                piece = document_ids == document
-                learned = torch.from_numpy(targets[piece])
-                logits = model(torch.from_numpy(inputs[piece])[None])[0]
-                loss_sum = loss_sum + F.cross_entropy(logits, learned, reduction="sum", ignore_index=IGNORE_INDEX)
-                count += int((learned != IGNORE_INDEX).sum())
-        (loss_sum / count).backward()
-        losses.append(loss_sum.item() / count)
-        optimizer.step(optim.learning_rate(hp, step, STEPS), torch.ones(()))
+                mask = document_ids == document
+                document_targets = torch.from_numpy(targets[mask])
+                logits = model(torch.from_numpy(inputs[mask])[None])[0]
+                loss_sum = loss_sum + F.cross_entropy(logits, document_targets, reduction="sum")
+                n_targets += int((document_targets != IGNORE_INDEX).sum())
+        (loss_sum / n_targets).backward()
+        losses.append(loss_sum.item() / n_targets)
+        optimizer.clip_grad_norm(torch.ones(()))
+        optimizer.step(optim.learning_rate(hp, step, STEPS))
+        optimizer.zero_grad()
     return losses
 
 
-def run_each(world: World, folder: str, runs: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """On every rank: `fsdp.run` for each of `runs`; returns their training losses by name."""
-    os.chdir(folder)
+def run_each(world: World, directory: str, runs: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+    """Call `fsdp.run` with the hyperparameters of each of `runs`; return the training losses by name."""
+    os.chdir(directory)
     losses = {}
     for name, changes in runs.items():
         hp = config.read({"hyperparameters": BASE | {"run_name": name} | changes}, [], "test")
-        place = RunDir(name)
+        run_dir = RunDir(name)
         distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
-        with core.init(distributed=distributed, checkpoint_storage=str(place.checkpoints.absolute())) as context:
-            fsdp.run(hp, world, context, None, place)
-        lines = [json.loads(line) for line in (place.path / "metrics.jsonl").read_text().splitlines()]
+        with core.init(distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())) as context:
+            fsdp.run(hp, world, context, None, run_dir)
+        lines = [json.loads(line) for line in (run_dir.path / "metrics.jsonl").read_text().splitlines()]
         losses[name] = [line["loss"] for line in lines if line["group"] == "training"]
     return losses
 
 
 LLAMA = {"norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none", "n_kv_heads": 2}
-EQUAL: dict[str, dict[str, Any]] = {  # the same training, spread or computed otherwise
+EQUAL: dict[str, dict[str, Any]] = {  # options that do not change the losses
     **{name: {"sharding": name} for name in STRATEGIES},
     "4x1": {"batch_size": 4},
     "2x2": {"batch_size": 2},
@@ -132,10 +135,10 @@ EQUAL: dict[str, dict[str, Any]] = {  # the same training, spread or computed ot
     },
     "offload": {"cpu_offload": True},
 }
-OTHERS: dict[str, dict[str, Any]] = {  # other models
+MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "tied": {"tie_embeddings": True, "ffn": "gelu", "bias": "all"},
-    "odd": {"d_model": 36, "vocab_size": 61, "d_ff": 50},  # rows that no number of ranks divides
+    "odd": {"d_model": 36, "vocab_size": 61, "d_ff": 50},  # dimensions that are not divisible by the ranks
     "windowed": LLAMA | {"sliding_window": 5},
 }
 DROPOUT: dict[str, dict[str, Any]] = {
@@ -143,22 +146,22 @@ DROPOUT: dict[str, dict[str, Any]] = {
     "dropout-recompute": {"dropout": 0.2, "activation_checkpointing": "full"},
     "dropout-recompute-some": {"dropout": 0.2, "activation_checkpointing": "selective"},
 }
-LOW: dict[str, dict[str, Any]] = {"bfloat16": {"amp_dtype": "bfloat16"}, "float16": {"amp_dtype": "float16"}}
+DTYPES: dict[str, dict[str, Any]] = {"bfloat16": {"amp_dtype": "bfloat16"}, "float16": {"amp_dtype": "float16"}}
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """The training losses of every run above, made by two processes."""
-    return run_ranks(2, run_each, str(tmp_path_factory.mktemp("two")), EQUAL | OTHERS | DROPOUT | LOW)[0]
+    """The training losses of every run above on two ranks."""
+    return run_ranks(2, run_each, str(tmp_path_factory.mktemp("two")), EQUAL | MODELS | DROPOUT | DTYPES)[0]
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_two_ranks_have_the_losses_of_a_plain_process(name: str, two_ranks: dict[str, list[float]]) -> None:
+def test_two_ranks_train_as_one_process(name: str, two_ranks: dict[str, list[float]]) -> None:
     assert two_ranks[name] == pytest.approx(plain_losses({}), rel=1e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_so_do_one_and_four(ranks: int, tmp_path: Path) -> None:
+def test_one_and_four_ranks_train_as_one_process(ranks: int, tmp_path: Path) -> None:
     runs = {name: EQUAL[name] for name in STRATEGIES}
     if ranks == 4:
         runs["groups-of-2"] = {"sharding": "hybrid-full-shard", "shard_group_size": 2}
@@ -167,21 +170,19 @@ def test_so_do_one_and_four(ranks: int, tmp_path: Path) -> None:
         assert losses == pytest.approx(plain_losses({}), rel=1e-5), name
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_architectures_shard_alike(name: str, two_ranks: dict[str, list[float]]) -> None:
-    assert two_ranks[name] == pytest.approx(plain_losses(OTHERS[name]), rel=1e-5)
+@pytest.mark.parametrize("name", MODELS)
+def test_other_models_train_as_in_one_process(name: str, two_ranks: dict[str, list[float]]) -> None:
+    assert two_ranks[name] == pytest.approx(plain_losses(MODELS[name]), rel=1e-5)
 
 
-def test_recomputation_under_dropout_draws_the_same_numbers(two_ranks: dict[str, list[float]]) -> None:
+def test_recomputation_repeats_dropout(two_ranks: dict[str, list[float]]) -> None:
     assert two_ranks["dropout-recompute"] == pytest.approx(two_ranks["dropout"], rel=1e-6)
     assert two_ranks["dropout-recompute-some"] == pytest.approx(two_ranks["dropout"], rel=1e-6)
     assert two_ranks["dropout"] != pytest.approx(plain_losses({}), rel=1e-3)
 
 
 @pytest.mark.parametrize("positions", ["learned", "rope"])
-def test_packed_samples_have_the_loss_of_each_alone_over_all_ranks_and_micro_steps(
-    positions: str, tmp_path: Path
-) -> None:
+def test_packed_documents_train_as_separate_ones(positions: str, tmp_path: Path) -> None:
     lines = [
         {"prompt": f"{n} squared is ", "completion": f"{n * n}, which is {'even' if n % 2 else 'odd'}"}
         for n in range(60)
@@ -194,19 +195,19 @@ def test_packed_samples_have_the_loss_of_each_alone_over_all_ranks_and_micro_ste
     assert losses == pytest.approx(sample_by_sample(changes), rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", LOW)
-def test_lower_precision_follows_float32(dtype: str, two_ranks: dict[str, list[float]]) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lower_precision_trains_close_to_float32(dtype: str, two_ranks: dict[str, list[float]]) -> None:
     assert two_ranks[dtype] == pytest.approx(plain_losses({}), rel=1e-2)
     assert two_ranks[dtype] != pytest.approx(plain_losses({}), rel=1e-6)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs g++")
-def test_compiled_blocks_compute_the_same(tmp_path: Path) -> None:
+def test_compiled_blocks_train_the_same(tmp_path: Path) -> None:
     runs: dict[str, dict[str, Any]] = {"compiled": {"compile": True, "activation_checkpointing": "full"}}
     assert run_ranks(1, run_each, str(tmp_path), runs)[0]["compiled"] == pytest.approx(plain_losses({}), rel=1e-5)
 
 
-def test_float8_learns_as_bfloat16_does_and_keeps_the_parameters_names(tmp_path: Path) -> None:
+def test_float8_trains_close_to_bfloat16_with_the_same_parameter_names(tmp_path: Path) -> None:
     base: dict[str, Any] = {"d_model": 32, "n_heads": 4, "amp_dtype": "bfloat16", "compile": False}
     recipes: list[str | None] = [None, "tensorwise", "rowwise"]
     losses = run_ranks(2, run_each, str(tmp_path), {str(recipe): base | {"float8": recipe} for recipe in recipes})[0]
@@ -232,39 +233,87 @@ def test_float8_learns_as_bfloat16_does_and_keeps_the_parameters_names(tmp_path:
         ({"d_model": 128, "sliding_window": 8}, False, "cuda", "FlexAttention"),
     ],
 )
-def test_the_kernel_that_computes_attention_is_named(
+def test_the_attention_kernel_is_reported(
     settings: dict[str, Any], document_ids: bool, device: str, kernel: str
 ) -> None:
     model = ModelConfig.model_validate({"d_model": 64, "n_heads": 4, "max_seq_len": 32} | settings)
     assert parallelize.attention_kernel(model, document_ids, torch.bfloat16, torch.device(device)) == kernel
 
 
-def initial_weights(world: World, shardings: list[str]) -> list[dict[str, Any]]:
-    """On every rank: the whole initial weights under each of `shardings`, as arrays by name."""
+def sharded(hp: config.Hyperparameters, world: World, dims: dict[str, int]) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(hp)
+    return parallelize.parallelize(model, hp, world.device_mesh(dims), None, 7)
+
+
+class DrawnValues(TorchDispatchMode):
+    """Counts the random values that are drawn."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.randn:
+            self.count += result.numel()
+        return result
+
+
+def initial_weights(world: World, shardings: list[str], changes: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
+    """The number of random values that this rank draws, and the initial weights, for each of `shardings`."""
     found = []
     for sharding in shardings:
-        hp = config.read({"hyperparameters": BASE | {"sharding": sharding}}, [], "test")
-        with torch.device("meta"):
-            model = Transformer(hp)
-        shape = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
-        parallelize.parallelize(model, hp, world.mesh(*shape), None, 7)
-        found.append({name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()})  # type: ignore
+        hp = config.read({"hyperparameters": BASE | changes | {"sharding": sharding}}, [], "test")
+        with DrawnValues() as drawn:
+            model = sharded(hp, world, parallelize.mesh_dims(hp, world.size, world.size))
+        weights = {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}  # type: ignore
+        found.append((drawn.count, weights))
+    world.all_gather_object(None)  # no rank leaves while another one needs its store
     return found
 
 
-def test_initial_weights_depend_on_neither_world_size_nor_strategy() -> None:
-    plain = Transformer(config.read({"hyperparameters": BASE}, [], "test"))
+def test_initial_weights_depend_neither_on_world_size_nor_on_strategy() -> None:
+    size = {"vocab_size": 2**17, "n_layers": 1}  # embedding and head are 4 chunks each, and a rank draws 2 of them
+    plain = Transformer(config.read({"hyperparameters": BASE | size}, [], "test"))
     parallelize.initialize(plain, 7)
-    for weights in run_ranks(3, initial_weights, ["full-shard", "no-shard"])[-1]:
+    shardings = ["full-shard", "no-shard"]
+    for sharding, (drawn, weights) in zip(shardings, run_ranks(3, initial_weights, shardings, size)[-1], strict=True):
         for name, parameter in plain.named_parameters():
             assert np.array_equal(weights[name], parameter.detach().numpy()), name
+        assert (drawn < 0.6 * plain.config.n_parameters) == (sharding == "full-shard")
 
 
-def test_a_rank_draws_only_the_chunks_that_its_rows_touch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallelize, "_CHUNK", 64)  # 8 rows of 8
-    shape, device = torch.Size((50, 8)), torch.device("cpu")
-    whole = torch.cat([values for _, values in parallelize._chunks(shape, 0, 50, device, (1,))])
-    assert whole.shape == shape
-    pieces = list(parallelize._chunks(shape, 19, 42, device, (1,)))
-    assert [rows for rows, _ in pieces] == [range(19, 24), range(24, 32), range(32, 40), range(40, 42)]
-    assert torch.equal(torch.cat([values for _, values in pieces]), whole[19:42])
+def losses_on_meshes(world: World, meshes: list[dict[str, int]], changes: dict[str, Any]) -> list[list[float]]:
+    """Training losses on rank-dependent tokens, on a mesh of each of the given dimensions."""
+    hp = config.read({"hyperparameters": BASE | changes}, [], "test")
+    losses = []
+    for dims in meshes:
+        model = sharded(hp, world, dims)
+        optimizer = optim.Optimizer(hp, model.named_parameters())
+        generator = torch.Generator().manual_seed(world.rank)
+        losses.append([])
+        for micro_step in range(6):
+            is_last = bool(micro_step % 2)
+            tokens = torch.randint(hp.vocab_size, (2, hp.max_seq_len + 1), generator=generator)
+            parallelize.start_micro_step(model, hp, is_last)
+            loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            (loss / (4 * hp.max_seq_len)).backward()
+            losses[-1].append(loss.item())
+            if is_last:
+                optimizer.clip_grad_norm(torch.ones(()))
+                optimizer.step(1e-2)
+                optimizer.zero_grad()
+    return losses
+
+
+def test_further_mesh_dimensions_change_nothing() -> None:
+    meshes = [
+        {"replicate": 1, "shard": 2},
+        {"replicate": 1, "shard": 2, "other": 1},
+        {"other": 1, "replicate": 1, "shard": 2},
+        {"replicate": 2, "shard": 1},
+        {"replicate": 2, "shard": 1, "other": 1},
+    ]
+    sharded, *others, replicated, replicated_too = run_ranks(2, losses_on_meshes, meshes, {"sharding": "grad-shard"})[0]
+    assert others == [sharded, sharded]
+    assert replicated_too == replicated == pytest.approx(sharded, rel=1e-5)
+    assert sharded[0] != sharded[-2]

@@ -1,4 +1,4 @@
-"""The loop skips what is no step, ends a run that makes none, and is as long as its epochs."""
+"""The training loop skips steps with inf or NaN gradients, and its length follows from steps or epochs."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Message
 from tests.support import TINY, run
 
 
-def test_steps_with_inf_or_nan_gradients_are_skipped_and_then_end_the_run(tmp_path: Path) -> None:
+def test_too_many_consecutive_inf_or_nan_gradients_end_the_run(tmp_path: Path, message: Message) -> None:
     done = run(tmp_path, "max_steps=50", "lr=1e5", "amp_dtype=float16", "report_rate=5", "skip_nonfinite=3")
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    assert "lower lr" in done.stderr
+    message(done.stderr, mask=r"in \d+ consecutive steps up to step \d+")
 
 
 @pytest.mark.parametrize("epochs", [0.5, 2])
-def test_epochs_give_the_length(epochs: float, tmp_path: Path) -> None:
+def test_the_length_follows_from_the_epochs(epochs: float, tmp_path: Path) -> None:
     done = run(tmp_path, f"max_epochs={epochs}", "total_batch_size=2", "batch_size=2")
     assert done.returncode == 0, done.stderr
     assert f"step {int(10 * epochs)}/{int(10 * epochs)}" in done.stdout
 
 
-def test_a_prompt_without_a_token_is_refused_before_training(tmp_path: Path) -> None:
+def test_a_prompt_without_a_token_is_refused_before_training(tmp_path: Path, message: Message) -> None:
     done = run(tmp_path, config=TINY | {"prompt": "to be"})
     assert done.returncode == 2
-    assert done.stderr == "prompt: dataset synthetic has no tokenizer that makes a token of 'to be'\n"
+    message(done.stderr)
 
 
 def test_negative_epochs_only_validate_and_generate(tmp_path: Path) -> None:
