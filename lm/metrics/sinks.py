@@ -94,10 +94,10 @@ class CoreAPI:
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
         self._train_context.report_metrics(group, steps_completed=step, metrics=dict(metrics))
         if group == "training":
-            self._background.tell(self._train_context.report_progress, min(1.0, step / self._max_steps))
+            self._background.submit(self._train_context.report_progress, min(1.0, step / self._max_steps))
 
     def set_status(self, status: str) -> None:
-        self._background.tell(self._train_context.set_status, status)
+        self._background.submit(self._train_context.set_status, status)
 
     def close(self) -> None:
         self._background.close()
