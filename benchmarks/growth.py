@@ -120,7 +120,7 @@ def print_tables(grown: list[Sample], sharded: list[Sample]) -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for row in grown:
         expected, bytes_ = row["expected_seconds"], sum(row["expected"].values())
-        time = f"{spread(row['seconds'], 3)} | {spread(row['processor'], 3)} | {expected:.3f}"
+        time = f"{spread(row['seconds'], 3)} | {spread(row['cpu_seconds'], 3)} | {expected:.3f}"
         ratio = statistics.median(row["cpu_seconds"]) / expected
         memory = f"{row['peak'] / MIB:.1f} | {bytes_ / MIB:.1f} | {row['peak'] / bytes_:.2f}"
         print(f"| {row['size']} | {row['value']} | {time} | {ratio:.2f} | {memory} |")

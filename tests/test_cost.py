@@ -34,7 +34,7 @@ from lm.determined.context import TorchDistributedContext
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
 from model import ModelConfig, Transformer
-from tests.support import TINY, in_world, run_ranks
+from tests.support import TINY, run_ranks
 
 BASE = TINY | {"max_steps": 4, "report_rate": 100, "validation_batches": 1, "grad_clip": 1.0, "amp_dtype": None}
 """Sizes divisible by two ranks, so that FSDP adds no padding. Only the last of the four steps reports."""
@@ -239,43 +239,41 @@ def test_one_compiled_block_serves_all(counted: dict[str, list[Step]]) -> None:
     assert [step.graphs for step in counted["compiled"]] == [0, 2, 2]
 
 
-def operators_of_a_block(recomputation: str, has_documents: bool) -> Counter[str]:
-    """Operators in the compiled forward and backward of a block and of the loss."""
-    operators: Counter[str] = Counter()
+def attention_and_products(world: World, recomputations: list[str], has_documents: bool) -> list[tuple[int, int]]:
+    """How often the graphs of a block and of the loss contain attention and matrix products, forward and backward."""
+    counts: Counter[str] = Counter()
 
     def count(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
-        operators.update(str(node.target) for node in graph.graph.nodes)
+        counts.update(str(node.target) for node in graph.graph.nodes)
         return make_boxed_func(graph.forward)
 
-    def train(world: World) -> None:
-        changes = {"n_heads": 2, "compile": True, "activation_checkpointing": recomputation}
-        hp = config.read({"hyperparameters": BASE | changes}, [], "test")
-        with torch.device("meta"):
-            model = Transformer(hp)
-        model = parallelize.parallelize(model, hp, world.device_mesh({"replicate": 1, "shard": 1}), None, 0)
-        tokens = torch.arange(16)[None]
-        model(tokens, tokens, (tokens > 8).int() if has_documents else None).backward()
-
+    found = []
+    attention = "flex_attention" if has_documents else "aten._scaled_dot_product_flash_attention_for_cpu.default"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "_validate_device", lambda *_: None)  # traced as for a GPU
         patch.setattr(ModelConfig, "can_use_flex", lambda *_, **__: True)
-        backend = aot_autograd(fw_compiler=count, bw_compiler=count)
-        patch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-        torch._dynamo.reset()
-        in_world(train)
-    return operators
+        patch.setattr(
+            torch, "compile", partial(torch.compile, backend=aot_autograd(fw_compiler=count, bw_compiler=count))
+        )
+        for recomputation in recomputations:
+            changes = {"n_heads": 2, "compile": True, "activation_checkpointing": recomputation}
+            hp = config.read({"hyperparameters": BASE | changes}, [], "test")
+            with torch.device("meta"):
+                model = Transformer(hp)
+            model = parallelize.parallelize(model, hp, world.device_mesh({"replicate": 1, "shard": 1}), None, 0)
+            tokens = torch.arange(16)[None]
+            counts.clear()
+            torch._dynamo.reset()
+            model(tokens, tokens, (tokens > 8).int() if has_documents else None).backward()
+            found.append((counts[attention], counts["aten.mm.default"] + counts["aten.addmm.default"]))
+    return found
 
 
 @pytest.mark.parametrize("has_documents", [False, True], ids=["causal", "documents"])
 def test_selective_recomputation_repeats_neither_products_nor_attention(has_documents: bool) -> None:
-    attention = "flex_attention" if has_documents else "aten._scaled_dot_product_flash_attention_for_cpu.default"
-    costs = []
-    for recomputation in ("none", "selective", "full"):
-        operators = operators_of_a_block(recomputation, has_documents)
-        products = sum(operators[f"aten.{name}.default"] for name in ("mm", "addmm"))
-        costs.append((operators[attention], products))
-    nothing, selective, full = costs
+    modes = ["none", "selective", "full"]
+    (counts,) = run_ranks(1, attention_and_products, modes, has_documents)
+    nothing, selective, full = counts
     assert selective == nothing
     assert selective[0] == 1
-    assert full[0] == 2
     assert full[1] > selective[1]
