@@ -1,4 +1,4 @@
-"""What has to be found again as it was: files' checksums, and writing that outlasts a crash."""
+"""Checksums and crash-safe file writes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import google_crc32c
 
 
 def crc32c(path: Path) -> int:
-    """CRC-32C, which processors have an instruction for, of the bytes in the file at `path`.
+    """Return the CRC-32C of the file at `path`, computed by the processor's own instruction.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     value = 0
     with path.open("rb") as file:
@@ -23,19 +23,20 @@ def crc32c(path: Path) -> int:
 
 
 def sync(file: BufferedWriter) -> None:
-    """Bring to disk what was written to `file`."""
+    """Flush `file` to disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(path: Path) -> None:
-    """Bring to disk which files are in the folder at `path`, and what they are called."""
+    """Flush the entries of the directory `path` to disk: which files exist, under which names."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
 
 
 def write_durably(path: Path, content: bytes) -> None:
+    """Write `content` to `path` and flush it to disk."""
     with path.open("wb") as file:
         file.write(content)
         sync(file)

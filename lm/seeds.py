@@ -1,12 +1,12 @@
-"""Everything random is a pure function of what it is for, so that no generator's state is ever saved."""
+"""Seeds as a pure function of their purpose, so that checkpoints hold no random generator state."""
 
 import hashlib
 
 
 def derive_seed(*parts: object) -> int:
-    """A seed (63 bits) for what `parts` name, e.g. `derive(seed, "dropout", step, rank)`.
+    """Return a 63-bit seed for the purpose that `parts` name, e.g. `derive_seed(seed, "dropout", step, dp_rank)`.
 
-    The same on every machine and in every process; different parts give unrelated seeds.
+    The seed is equal on every machine and in every process; different parts have unrelated seeds.
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

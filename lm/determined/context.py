@@ -1,4 +1,4 @@
-"""Core API's `DistributedContext` over the run's process groups."""
+"""Core API `DistributedContext` over torch.distributed."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from lm.launch.environment import Launch
 
 
 class TorchDistributedContext(core.DistributedContext):
-    """Core API's `DistributedContext` over torch.distributed.
+    """Core API `DistributedContext` whose collectives run on the process groups of the run, with their timeout.
 
-    The library's own opens a port on all interfaces, unpickles what it receives there and waits without a
-    timeout. This one opens no port and fails after the process groups' timeout.
+    Determined's own contexts open a port on all interfaces, unpickle what they receive there, and have no timeout.
 
     Args:
         control: gloo group of all ranks.
         saver: gloo group of all ranks for the thread that writes checkpoints.
-        node: gloo group of the ranks on this machine.
+        node: gloo group of the ranks on this node.
     """
 
     def __init__(
         self, launch: Launch, control: dist.ProcessGroup, saver: dist.ProcessGroup, node: dist.ProcessGroup
     ) -> None:
-        # The parent's constructor opens ports for more than one rank.
+        # With more than one rank, the parent's constructor opens ports.
         super().__init__(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
         self._control, self._saver, self._node = control, saver, node
         self.rank, self.size = launch.rank, launch.world_size
@@ -36,39 +35,33 @@ class TorchDistributedContext(core.DistributedContext):
         self._thread = threading.local()
 
     def use_saver_group(self) -> None:
-        """Run the calling thread's collectives on the saver group from now on."""
+        """Use the saver group for all later collectives of the calling thread."""
         self._thread.group = self._saver
 
     def close(self) -> None:
-        """Do nothing: `join_world` owns the process groups."""
+        """Do nothing: `join_world` destroys the process groups."""
 
-    def _allgather(self, stuff: Any, group: dist.ProcessGroup) -> list[Any]:
+    # The collectives, which the base class documents.
+
+    def allgather(self, stuff: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        group = group or getattr(self._thread, "group", self._control)
         values: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(values, stuff, group=group)
         return values
 
-    def allgather(self, stuff: Any) -> list[Any]:
-        """Return every rank's `stuff`, on every rank."""
-        return self._allgather(stuff, getattr(self._thread, "group", self._control))
-
     def allgather_local(self, stuff: Any) -> list[Any]:
-        """Return the `stuff` of every rank of this machine, on each of them."""
-        return self._allgather(stuff, self._node)
+        return self.allgather(stuff, self._node)
 
     def gather(self, stuff: Any) -> list[Any] | None:
-        """Return every rank's `stuff` on rank 0, None elsewhere."""
         values = self.allgather(stuff)
         return values if self._is_chief else None
 
     def gather_local(self, stuff: Any) -> list[Any] | None:
-        """Return the `stuff` of this machine's ranks on its local rank 0, None elsewhere."""
         values = self.allgather_local(stuff)
         return values if self._is_local_chief else None
 
     def broadcast(self, stuff: Any) -> Any:
-        """Return rank 0's `stuff`."""
         return self.allgather(stuff)[0]
 
     def broadcast_local(self, stuff: Any = None) -> Any:
-        """Return the `stuff` of this machine's local rank 0."""
         return self.allgather_local(stuff)[0]

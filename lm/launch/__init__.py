@@ -1,1 +1,1 @@
-"""Where this process runs among the others, and how to start several."""
+"""Launchers: the environment variables they set, and a launcher for several ranks on one machine."""

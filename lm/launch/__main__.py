@@ -1,4 +1,4 @@
-"""Command: run a script as several ranks on this machine."""
+"""Command: run a script on several ranks on this machine."""
 
 import sys
 

@@ -1,15 +1,8 @@
-"""Where this process stands among the others, read from the environment its launcher made.
+"""Rank, world size and rendezvous address of this process, from the environment variables of its launcher.
 
-`Launch.from_env` understands torchrun (Determined's torch_distributed launcher is one), Slurm's srun, the mpiexec
-of Open MPI, of MPICH and its kin (Hydra) and of HPE Cray's PALS, and a process started by hand. Launchers stand
-inside one another: torchrun in srun's tasks, Open MPI's daemons started by srun. The innermost is believed.
-
-As a command it is the launcher for one machine, used by `make train`:
-
-    python -m lm.launch [--nproc N] fsdp.py ARGUMENTS...
-
-Beside torchrun it starts sooner, passes on SIGTERM, SIGINT and SIGUSR2, and exits as the first rank that failed
-did (2 = bad configuration), without a traceback of its own.
+`Launch.from_env` supports torchrun (which Determined's torch_distributed launcher runs), Slurm's srun, the mpiexec of
+Open MPI, of MPICH and Intel MPI (Hydra) and of HPE Cray (PALS), and a process without a launcher. Of nested launchers,
+e.g. torchrun in srun tasks or Open MPI daemons started by srun, the innermost counts.
 """
 
 from __future__ import annotations
@@ -21,49 +14,31 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lm.errors import ConfigError
 
 OLDEST_TORCH = (2, 11)
 
-
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-
-
-_NEEDED = (*_TORCHRUN, "MASTER_ADDR", "MASTER_PORT")
-
-
-_OTHERS = {
-    "Open MPI": tuple(f"OMPI_COMM_WORLD_{what}" for what in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
+_VARIABLES = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "PALS": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     "Hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    "srun": (*_SLURM, "SLURM_NODEID", "SLURM_STEP_NODELIST"),
 }
+"""launchers, innermost first: variables of rank, world size, local rank and local size, then further required ones"""
+_NODE_RANK = {"torchrun": "GROUP_RANK", "PALS": "PALS_NODEID", "srun": "SLURM_NODEID"}
 
-
-"""Launchers, the innermost first, and what each calls rank, world size, local rank and local size."""
-
-
-_NO_STEP = 0xFFFFFFF0
-
-
-"""Slurm's step ids from here on are those of batch scripts and of salloc's shells."""
-
-
-_FIRST_PORT, _PORTS = 20000, 12763
-
-
-"""Ports to choose from, below those that Linux gives out by itself; a prime number of them."""
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # from here on, Slurm's step IDs are those of batch scripts and interactive shells
+_FIRST_PORT, _N_PORTS = 20000, 12763  # below Linux's ephemeral ports; a prime number of ports
 
 
 def require_torch() -> None:
-    """End the process with exit code 2 where PyTorch is missing or too old for FSDP2 as used here.
-
-    To be called before torch is imported.
-    """
+    """Exit with code 2 if PyTorch is missing or older than `OLDEST_TORCH`. Call before importing torch."""
     try:
         found = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -71,71 +46,58 @@ def require_torch() -> None:
     else:
         if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) >= OLDEST_TORCH:
             return
-        problem = f"{found} is too old"
-    ranks = ["RANK", *(names[0] for names in _OTHERS.values())]
-    if all(os.environ.get(name, "0") == "0" for name in ranks):  # said once
+        problem = f"version {found} is too old"
+    if all(os.environ.get(name, "0") == "0" for name, *_ in _VARIABLES.values()):
         oldest = ".".join(map(str, OLDEST_TORCH))
-        advice = "pip install -r requirements.txt -c constraints.txt"
-        print(f"torch: {problem}, {oldest} or newer is needed: {advice}", file=sys.stderr)
+        command = "pip install -r requirements.txt -c constraints.txt"
+        print(f"torch: {problem}; install {oldest} or newer: {command}", file=sys.stderr)
     sys.exit(ConfigError.exit_code)
 
 
 def keep_freed_memory() -> None:
-    """Make the C library keep freed memory for reuse, in huge pages, on a Linux machine without a GPU.
+    """Make the C library reuse freed memory, in huge pages, on Linux without a GPU. Call before importing torch.
 
-    A step on the CPU frees and asks for the same hundreds of megabytes again and again; by default each
-    round goes back to the kernel and is paid for in page faults. To be called before torch is imported.
+    Otherwise, every training step on the CPU pays for hundreds of megabytes with page faults.
     """
     if sys.platform != "linux" or has_gpu():
         return
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # PyTorch: ask for huge pages
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc's; others have none
-    if mallopt is not None:
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages in PyTorch
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # only in glibc
         m_trim_threshold, m_mmap_max = -1, -4
         mallopt(m_mmap_max, 0)
         mallopt(m_trim_threshold, -1)
 
 
 def has_gpu() -> bool:
+    """Return whether the machine has an NVIDIA or AMD GPU, without importing torch."""
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
 def setup_environment() -> None:
-    """What a process has to settle before it imports torch."""
-    gc.disable()  # imports leave nothing to collect; training does so at its reports, on all ranks together
+    """Set up what must precede the import of torch: its version, allocators, logging and signals."""
+    gc.disable()  # training collects garbage at its reports, on all ranks at once
     require_torch()
     keep_freed_memory()
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the newer one would overrule
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # a GPU's memory, without gaps
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own words
-    # A lost connection is said in one line of ours; PyTorch's own log would add forty of C++ frames.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while starting ends at once, without a traceback
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the newer one would override
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # quiet profiler
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack traces for lost connections
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports exits without a traceback
 
 
-def starter() -> int:
-    """The process that started the ranks of this machine, where each has a session of its own, as Hydra's have; found
-    through whatever stands between; 0 = cannot be seen."""
+def launcher_pid() -> int:
+    """Return the process that started the ranks of this machine in a session each, as Hydra does; 0 if unknown."""
     try:
-        return int(process_fields(os.getsid(0))[1])
+        return int(Path(f"/proc/{os.getsid(0)}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return 0
 
 
-def process_fields(pid: int) -> list[str]:
-    """What Linux says of a process behind its number and name: its state, its parent, and so on.
-
-    Raises:
-        OSError: there is no such process, or no Linux.
-    """
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
 @dataclass(frozen=True)
 class Launch:
-    """One process's place: `rank` of `world_size`, `local_rank` of `local_size` on machine `node_rank`.
+    """Rank and rendezvous address of this process.
 
-    `address` and `port` are where rank 0 listens for the others (None in a single process).
+    `address` and `port` are those on which rank 0 listens (None for a single process).
     """
 
     rank: int = 0
@@ -146,162 +108,153 @@ class Launch:
     address: str | None = None
     port: int | None = None
     launcher: str | None = None
-    """torchrun (or what sets its variables), Open MPI, PALS, Hydra or srun; None = started by hand"""
+    """torchrun (or a launcher with the same variables), Open MPI, PALS, Hydra or srun; None = no launcher"""
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str], starter: Callable[[], int] = starter) -> Launch:
-        """Read the launcher's variables from `env`, and the file that PBS_NODEFILE names where an mpiexec needs it.
+    def from_env(cls, env: Mapping[str, str], launcher_pid: Callable[[], int] = launcher_pid) -> Launch:
+        """Read the launcher's variables from `env`, and under mpiexec the host file that PBS_NODEFILE names.
 
-        Under srun and mpiexec, MASTER_ADDR and MASTER_PORT are used where they are set. Else rank 0 is taken to be on
-        the first machine of the job, and the port follows from the job's number: jobs that share a machine differ.
+        MASTER_ADDR and MASTER_PORT take precedence. Without them, under srun and mpiexec, rank 0 is on the first host
+        of the job, and the port is derived from the job ID, so that jobs on one machine use different ports.
 
         Args:
-            starter: gives the number of a job on one machine that has none of its own.
+            launcher_pid: returns the job ID for a job on one machine that has none.
 
         Raises:
-            ConfigError: the variables are half-set, no numbers, or contradict each other.
+            ConfigError: variables are missing, not numbers, or contradict each other.
         """
-        given = [name for name in _NEEDED if name in env]
-        by_torchrun = len(given) == len(_NEEDED) and "TORCHELASTIC_RUN_ID" in env
-        found = [launcher for launcher in _OTHERS if not by_torchrun and _is_there(launcher, env)]
-        position_ids = [_read_other(launcher, env) for launcher in found]
-        if len(position_ids) > 1 and found[1] != "srun" and position_ids[0][:2] != position_ids[1][:2]:
-            said = ", ".join(
-                f"{who} says rank {place[0]} of {place[1]}" for who, place in zip(found, position_ids, strict=True)
-            )
-            raise ConfigError(f"environment: {said}; start with one of them, or unset the other's variables")
-        if position_ids:
-            place, launcher = position_ids[0], found[0]
-            # Without torchrun's mark, RANK and its kin in several tasks may be one shell's, the same in each.
-            if len(given) < len(_NEEDED) or place[1] > 1:
-                _refuse_contradiction(launcher, place, env)
-                address, port = _rendezvous(launcher, place, env, starter)
-                return cls(*place, address, port, launcher)
-        if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(given):
+        in_torchrun = "TORCHELASTIC_RUN_ID" in env and not _missing("torchrun", env)
+        found = [] if in_torchrun else [_read(name, env) for name in list(_VARIABLES)[1:] if _is_set(name, env)]
+        mpi = [launch for launch in found if launch.launcher != "srun"]  # srun may have started mpiexec's daemons
+        if len({(launch.rank, launch.world_size) for launch in mpi}) > 1:
+            claims = ", ".join(f"rank {launch.rank} of {launch.world_size} from {launch.launcher}" for launch in mpi)
+            raise ConfigError(f"environment: {claims}; use one launcher, or unset the variables of the other")
+        # Complete torchrun variables next to a single task are those of a torchrun in it.
+        if found and (found[0].world_size > 1 or _missing("torchrun", env)):
+            _require_agreement(found[0], env)
+            address, port = _rendezvous(found[0], env, launcher_pid)
+            return replace(found[0], address=address, port=port)
+        if not env.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
             return cls()
-        missing = [name for name in _NEEDED if name not in env]
-        if missing:
-            raise ConfigError(
-                f"environment: {', '.join(given)} set but {', '.join(missing)} not; start with torchrun,"
-                " which sets all of them, or unset all of them for a single process"
-            )
-        rank, size, local_rank, local_size = numbers = _numbers(env, *_TORCHRUN)
-        problems = _misplaced(_TORCHRUN, numbers)
+        launch = _read("torchrun", env)
         if not env["MASTER_ADDR"]:
-            problems.append("environment: MASTER_ADDR is empty; name the machine of rank 0")
-        if problems:
-            raise ConfigError(*problems)
-        (node,) = _numbers(env, "GROUP_RANK") if "GROUP_RANK" in env else (0,)
-        return cls(rank, size, local_rank, local_size, node, env["MASTER_ADDR"], _port(env), "torchrun")
+            raise ConfigError("environment: MASTER_ADDR is empty; set it to the host of rank 0")
+        return replace(launch, address=env["MASTER_ADDR"], port=_port(env))
 
 
-Place = tuple[int, int, int, int, int]
+def is_restart(env: Mapping[str, str]) -> bool:
+    """Return whether a launcher restarted this process: torchrun or Determined after a failure, or a Slurm requeue."""
+    first = {"TORCHELASTIC_RESTART_COUNT": 0, "SLURM_RESTART_COUNT": 0, "DET_TRIAL_RUN_ID": 1}
+    return any(env.get(name, "").isdigit() and int(env[name]) > count for name, count in first.items())
 
 
-"""Rank, world size, local rank, local size, node rank."""
-
-
-def _is_there(launcher: str, env: Mapping[str, str]) -> bool:
-    """Whether `launcher` has started this process, or something that says so for it."""
-    rank, _, local_rank, local_size = _OTHERS[launcher]
-    if launcher == "srun":  # in the shells of sbatch and salloc, variables of the whole job stand without a step's
+def _is_set(launcher: str, env: Mapping[str, str]) -> bool:
+    rank, _, local_rank, local_size = _VARIABLES[launcher][:4]
+    if launcher == "srun":  # shells of sbatch and salloc have variables of the job, but are not started by srun
         step = env.get("SLURM_STEP_ID", "")
-        return rank in env and bool(step) and not (step.isdecimal() and int(step) >= _NO_STEP)
+        return rank in env and bool(step) and not (step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP)
     if launcher == "Hydra" and rank in env and not {local_rank, local_size} & env.keys():
-        # srun and PALS offer PMI, too, and say the rest in words of their own.
-        return not _is_there("PALS", env) and not _is_there("srun", env)
+        return not _is_set("PALS", env) and not _is_set("srun", env)  # which set PMI variables, too
     return bool({rank, local_rank, local_size} & env.keys())
 
 
-def _read_other(launcher: str, env: Mapping[str, str]) -> Place:
-    names = _OTHERS[launcher]
-    own = (*names, "SLURM_NODEID", "SLURM_STEP_NODELIST") if launcher == "srun" else names
-    if missing := [name for name in own if name not in env]:
-        given = [name for name in own if name in env]
+def _missing(launcher: str, env: Mapping[str, str]) -> list[str]:
+    return [name for name in _VARIABLES[launcher] if name not in env]
+
+
+def _read(launcher: str, env: Mapping[str, str]) -> Launch:
+    names = _VARIABLES[launcher]
+    if missing := _missing(launcher, env):
         raise ConfigError(
-            f"environment: {', '.join(given)} set but {', '.join(missing)} not; {launcher} sets all of them in the"
-            " processes that it starts; in others, unset all"
+            f"environment: {', '.join(name for name in names if name in env)} set but {', '.join(missing)} not; start"
+            f" with {launcher}, which sets all of them, or unset all of them for a single process"
         )
+    rank, size, local_rank = numbers = _numbers(env, *names[:3])
+    node_rank = _NODE_RANK.get(launcher, "")
+    node = _numbers(env, node_rank)[0] if node_rank in env else None
     if launcher == "srun":
-        rank, size, local_rank, node = _numbers(env, *names[:3], "SLURM_NODEID")
         tasks = _tasks_per_node(env[names[3]])
-        if sum(tasks) != size or not 0 <= node < len(tasks):
+        if sum(tasks) != size or node is None or not 0 <= node < len(tasks):
             raise ConfigError(
-                f"environment: {names[3]}={env[names[3]]!r} does not fit {names[1]}={size} and SLURM_NODEID={node}"
+                f"environment: {names[3]}={env[names[3]]!r} contradicts {names[1]}={size} or {node_rank}={node}"
             )
-        numbers = [rank, size, local_rank, tasks[node]]
+        local_size = tasks[node]
     else:
-        numbers = _numbers(env, *names)
-        node = _numbers(env, "PALS_NODEID")[0] if launcher == "PALS" and "PALS_NODEID" in env else -1
-    if problems := _misplaced(names, numbers):
+        (local_size,) = _numbers(env, names[3])
+    numbers.append(local_size)
+    problems = [
+        f"environment: {names[i]}={numbers[i]} is out of range for {names[i + 1]}={numbers[i + 1]};"
+        f" use 0 to {names[i + 1]} - 1"
+        for i in (0, 2)
+        if not 0 <= numbers[i] < numbers[i + 1]
+    ]
+    if local_size > size:
+        problems.append(f"environment: {names[3]}={local_size} is greater than {names[1]}={size}")
+    if problems:
         raise ConfigError(*problems)
-    rank, size, local_rank, local_size = numbers
-    if node < 0:  # follows from the others where machines are filled one after another, all alike
+    if node is None:
         if rank % local_size != local_rank or size % local_size:
             raise ConfigError(
-                f"environment: rank {rank} of {size} is number {local_rank} of {local_size} on its machine; start the"
-                " same number of ranks on every machine, and number them machine by machine (Open MPI: --map-by slot)"
+                f"environment: rank {rank} of {size} has local rank {local_rank} of {local_size}; start equally many"
+                " ranks on every node, numbered node by node (Open MPI: --map-by slot)"
             )
         node = rank // local_size
-    return rank, size, local_rank, local_size, node
+    return Launch(rank, size, local_rank, local_size, node, launcher=launcher)
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """What Slurm means by e.g. "4(x2),1": 4, 4, 1; nothing where it is no such text."""
+    """Expand e.g. "4(x2),1" to [4, 4, 1]; return [] for text that is not in Slurm's format."""
     parts = [re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part) for part in text.split(",")]
     return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))] if all(parts) else []
 
 
-def first_host(nodes: str) -> str:
-    """The first of the machines that Slurm writes as e.g. "rack[1-2]-gpu[07,09-12],login"."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+def _first_host(nodelist: str) -> str:
+    """Return the first host of a Slurm node list, e.g. "rack1-gpu07" of "rack[1-2]-gpu[07,09-12],login"."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodelist)
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else "")
 
 
 def _rendezvous(
-    launcher: str, place: Place, env: Mapping[str, str], starter: Callable[[], int]
+    launch: Launch, env: Mapping[str, str], launcher_pid: Callable[[], int]
 ) -> tuple[str, int] | tuple[None, None]:
-    """Where rank 0 listens, as far as the environment tells."""
-    _, size, _, local_size, _ = place
-    if size == 1:
+    one_node = launch.world_size == launch.local_size
+    if launch.world_size == 1:
         return None, None
-    if size == local_size:
+    if one_node:
         address = "127.0.0.1"
     elif "MASTER_ADDR" in env:
         address = env["MASTER_ADDR"]
-    elif launcher == "srun":
-        address = first_host(env["SLURM_STEP_NODELIST"])
+    elif launch.launcher == "srun":
+        address = _first_host(env["SLURM_STEP_NODELIST"])
     elif "PBS_NODEFILE" in env:
         try:
             address = Path(env["PBS_NODEFILE"]).read_text().partition("\n")[0].strip()
         except (OSError, ValueError) as error:
             raise ConfigError(f"environment: PBS_NODEFILE={env['PBS_NODEFILE']!r} cannot be read ({error})") from None
     else:
-        address = first_host(env.get("SLURM_JOB_NODELIST", ""))
+        address = _first_host(env.get("SLURM_JOB_NODELIST", ""))
     if not address:
         raise ConfigError(
-            "environment: nothing says on which machine rank 0 is; set MASTER_ADDR to its name"
-            " (Open MPI: mpiexec -x MASTER_ADDR=NAME, others: mpiexec -genv MASTER_ADDR NAME)"
+            "environment: the host of rank 0 is unknown; set MASTER_ADDR to its name"
+            " (Open MPI: mpiexec -x MASTER_ADDR=HOST, others: mpiexec -genv MASTER_ADDR HOST)"
         )
     if "MASTER_PORT" in env:
         return address, _port(env)
-    job = env.get("PMIX_NAMESPACE") if launcher == "Open MPI" else None
-    job = job or env.get("PBS_JOBID") or env.get("SLURM_JOB_ID") or (str(starter()) if size == local_size else "0")
+    job = env.get("PMIX_NAMESPACE") if launch.launcher == "Open MPI" else None
+    job = job or env.get("PBS_JOBID") or env.get("SLURM_JOB_ID") or (str(launcher_pid()) if one_node else "0")
     number = int("".join(re.findall(r"[0-9]", job)[:18]) or 0) * 16
-    if launcher == "srun":
+    if launch.launcher == "srun":
         number += _numbers(env, "SLURM_STEP_ID")[0] % 16
-    return address, _FIRST_PORT + number % _PORTS
+    return address, _FIRST_PORT + number % _N_PORTS
 
 
-def _refuse_contradiction(launcher: str, place: Place, env: Mapping[str, str]) -> None:
-    """Take nothing from a RANK or WORLD_SIZE beside the variables of `launcher`, unless it says the same."""
-    names = [name for name in _TORCHRUN if name in env]
-    numbers = _numbers(env, *names)
+def _require_agreement(launch: Launch, env: Mapping[str, str]) -> None:
+    """Raise ConfigError if torchrun's variables, e.g. exported by a batch script, contradict those of `launch`."""
+    expected = (launch.rank, launch.world_size, launch.local_rank, launch.local_size)
     problems = [
-        f"environment: {name}={number}, but {launcher} says {place[_TORCHRUN.index(name)]}"
-        f" ({_OTHERS[launcher][_TORCHRUN.index(name)]}); unset {name}, nothing needs it here"
-        for name, number in zip(names, numbers, strict=True)
-        if number != place[_TORCHRUN.index(name)]
+        f"environment: {name}={env[name]}, but {source} means {value}; unset {name}, {launch.launcher} does not need it"
+        for name, source, value in zip(_VARIABLES["torchrun"], _VARIABLES[launch.launcher or ""], expected, strict=True)
+        if name in env and _numbers(env, name)[0] != value
     ]
     if problems:
         raise ConfigError(*problems)
@@ -309,7 +262,7 @@ def _refuse_contradiction(launcher: str, place: Place, env: Mapping[str, str]) -
 
 def _numbers(env: Mapping[str, str], *names: str) -> list[int]:
     problems = [
-        f"environment: {name}={env[name]!r} is not a number"
+        f"environment: {name}={env[name]!r} is not an integer"
         for name in names
         if not re.fullmatch(r"\s*[-+]?[0-9]{1,18}\s*", env[name])
     ]
@@ -318,28 +271,8 @@ def _numbers(env: Mapping[str, str], *names: str) -> list[int]:
     return [int(env[name]) for name in names]
 
 
-def _misplaced(names: Sequence[str], numbers: Sequence[int]) -> list[str]:
-    """What cannot be about a rank, world size, local rank and local size, by their names."""
-    rank, size, local_rank, local_size = names[:4]
-    value = dict(zip(names, numbers, strict=False))
-    problems = [
-        f"environment: {inner}={value[inner]} is outside {outer}={value[outer]}; it counts from 0 to {outer} - 1"
-        for inner, outer in ((rank, size), (local_rank, local_size))
-        if not 0 <= value[inner] < value[outer]
-    ]
-    if value[local_size] > value[size]:
-        problems.append(f"environment: {local_size}={value[local_size]} is more than {size}={value[size]}")
-    return problems
-
-
 def _port(env: Mapping[str, str]) -> int:
     (port,) = _numbers(env, "MASTER_PORT")
     if not 0 < port < 65536:
-        raise ConfigError(f"environment: MASTER_PORT={port} is not a port, from 1 to 65535")
+        raise ConfigError(f"environment: MASTER_PORT={port} is not a port; use 1 to 65535")
     return port
-
-
-def is_restart(env: Mapping[str, str]) -> bool:
-    """Whether a launcher repeats an earlier start: torchrun or Determined behind a failure, Slurm queueing again."""
-    first = {"TORCHELASTIC_RESTART_COUNT": 0, "SLURM_RESTART_COUNT": 0, "DET_TRIAL_RUN_ID": 1}
-    return any(env.get(name, "").isdigit() and int(env[name]) > count for name, count in first.items())

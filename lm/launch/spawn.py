@@ -1,4 +1,10 @@
-"""Start several ranks of a script on this machine."""
+"""Launcher for several ranks of a script on this machine, used by `make train`.
+
+    python -m lm.launch [--nproc N] fsdp.py ARGUMENTS...
+
+Compared with torchrun, it starts sooner, forwards SIGTERM, SIGINT and SIGUSR2 to all ranks, and exits with the exit
+code of the first rank that failed (2 = bad configuration), without a traceback.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +24,10 @@ from lm.launch.environment import has_gpu, require_torch
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
-    """End the process with what `main` returns, or with 1 and a traceback, at once: a thread may be writing a
-    checkpoint that nobody will commit, and what Python has to clear away takes seconds."""
+    """Exit with the code that `main` returns, or with 1 and a traceback.
+
+    Skips Python's cleanup, which takes seconds and would wait for a thread that writes a checkpoint.
+    """
     try:
         code = main()
     except Exception:
@@ -30,7 +38,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
 
 
 def default_processes() -> int:
-    """As many as there are GPUs; two where there are none."""
+    """Return the number of GPUs, or 2 without GPUs."""
     if not has_gpu():
         return 2
     import torch
@@ -39,85 +47,80 @@ def default_processes() -> int:
 
 
 def free_port() -> int:
+    """Return a TCP port of the loopback interface that no process uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> None:
-    """In a new process: be sent `signum` when its parent dies, even by SIGKILL (Linux; elsewhere nothing)."""
+    """Make the kernel send `signum` to this process when its parent ends, even by SIGKILL (only on Linux)."""
     if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signum)
+        ctypes.CDLL(None).prctl(1, signum)  # PR_SET_PDEATHSIG
 
 
 def run_local(command: list[str], processes: int, grace: float = 1.0) -> int:
-    """Run `command` as `processes` ranks on this machine and wait for them.
+    """Run `command` on `processes` ranks on this machine and wait for them.
 
-    When a rank fails, the others are told to stop, and killed `grace` seconds later: they may hang in a
-    collective that it will never join. One that refuses its input (exit code 2) gives them five times as long
-    to come to that by themselves.
+    When a rank fails, the other ranks receive SIGTERM, and after `grace` seconds SIGKILL, because they may hang in a
+    collective. When it exits with code 2 (bad configuration), they have 5 x `grace` seconds to find the same error.
 
     Returns:
-        0, or the exit code of the first rank that failed (128 + signal number for one killed by a signal).
+        0, or the exit code of the first rank that failed (128 + signal number if a signal killed it).
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    common = os.environ | {
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-    }
+    size = str(processes)
+    common = os.environ | {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     common.setdefault("MASTER_PORT", str(free_port()))
     common.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     ranks: list[subprocess.Popen[bytes]] = []
-    passed_on: list[int] = []
+    forwarded: list[int] = []
 
-    def pass_on(signum: int, _frame: object) -> None:
-        passed_on.append(signum)
+    def forward(signum: int, _frame: object) -> None:
+        forwarded.append(signum)
         for rank in ranks:
             rank.send_signal(signum)
 
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        signal.signal(signum, pass_on)
+        signal.signal(signum, forward)
     for number in range(processes):
         env = common | {"RANK": str(number), "LOCAL_RANK": str(number)}
-        # A session of its own: Ctrl-C then reaches the ranks once, from here, and not from the terminal too.
+        # In a new session, ranks receive Ctrl-C only from this process and not also from the terminal.
         ranks.append(subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=die_with_parent))
-        for signum in passed_on:  # to ranks that were not there yet
+        for signum in forwarded:  # before this rank started
             ranks[-1].send_signal(signum)
 
-    waiting = list(ranks)
-    failure = 0
-    deadline = float("inf")
-    while waiting:
+    running, failure, deadline = list(ranks), 0, float("inf")
+    while running:
         time.sleep(0.05)
-        for rank in [r for r in waiting if r.poll() is not None]:
-            waiting.remove(rank)
+        for rank in [r for r in running if r.poll() is not None]:
+            running.remove(rank)
             if rank.returncode and not failure:
                 failure = rank.returncode
-                refused = failure == 2  # bad input: the others find it, too, and it is rank 0 that says so
-                deadline = time.monotonic() + (5 * grace if refused else grace)
-                if -failure in passed_on:
-                    print("stopped before the first step", file=sys.stderr)
-                elif failure < 0:
-                    name = signal.Signals(-failure).name
-                    print(f"rank {ranks.index(rank)} was killed by {name}; stopping the others", file=sys.stderr)
-                for other in [] if refused else waiting:
+                bad_config = failure == 2  # the other ranks find the same error, which rank 0 prints
+                deadline = time.monotonic() + (5 * grace if bad_config else grace)
+                if failure < 0:
+                    killed = f"rank {ranks.index(rank)} was killed by {signal.Signals(-failure).name}"
+                    stopped = -failure in forwarded
+                    print(
+                        "stopped before the first step" if stopped else f"{killed}; stopping the others",
+                        file=sys.stderr,
+                    )
+                for other in [] if bad_config else running:
                     other.terminate()
         if time.monotonic() > deadline:
-            for other in waiting:
-                os.killpg(other.pid, signal.SIGKILL)  # and what it started
+            for other in running:
+                os.killpg(other.pid, signal.SIGKILL)  # including its child processes
     return failure if failure >= 0 else 128 - failure
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m lm.launch", description="Run a script as several ranks here.")
-    parser.add_argument("--nproc", type=int, help="ranks (default: one per GPU, two where there is none)")
+    parser = argparse.ArgumentParser(prog="python -m lm.launch", description="Run a script on several ranks.")
+    parser.add_argument("--nproc", type=int, help="number of ranks (default: one per GPU, or 2 without GPUs)")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     require_torch()
     if args.nproc is not None and args.nproc < 1:
-        parser.error(f"--nproc: {args.nproc} processes; at least 1 is needed")
+        parser.error(f"--nproc {args.nproc}: use at least 1")
     return run_local([sys.executable, args.script, *args.arguments], args.nproc or default_processes())

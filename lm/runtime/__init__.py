@@ -1,1 +1,1 @@
-"""The processes of a run: groups, watchdog, preemption, run directory."""
+"""Process groups, watchdog, preemption and run directory."""

@@ -1,56 +1,56 @@
-"""When to stop early: a signal to any rank, or the cluster's wish, becomes one decision that all ranks share."""
+"""Graceful preemption: a signal to any rank, or Determined's request, stops all ranks after the same step."""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Callable
 from types import FrameType
+from typing import cast
 
 import torch
 import torch.distributed as dist
+
+from lm.runtime.world import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 
 class PreemptionHandler:
-    """Asks all ranks in every step whether any of them was told to stop.
+    """Agreement of all ranks, in every step, on whether to stop after it.
 
-    The question is asked before the optimizer's step and answered behind it, so that it travels while
-    the step computes, and every rank stops behind the same step.
+    The all-reduce starts before the optimizer step and is waited for after it, so it overlaps with the computation.
 
     Args:
-        group: gloo process group of all ranks.
-        preempted: true once the cluster wants the run to stop; must not block.
+        should_preempt: returns whether Determined wants the run to stop; must not block.
     """
 
-    def __init__(self, group: dist.ProcessGroup, preempted: Callable[[], bool]) -> None:
-        self._group = group
-        self._preempted = preempted
-        self._told = False
+    def __init__(self, world: World, should_preempt: Callable[[], bool]) -> None:
+        self._world = world
+        self._should_preempt = should_preempt
+        self._signaled = False
         self._flags = torch.zeros(2, dtype=torch.int32)
 
-    def listen(self) -> None:
-        """Take SIGTERM, SIGINT and SIGUSR2 as requests to stop; further ones change nothing."""
+    def install(self) -> None:
+        """Treat SIGTERM, SIGINT and SIGUSR2 as requests to stop; repeated signals have no further effect."""
         for signum in SIGNALS:
             signal.signal(signum, self._on_signal)
 
     def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
-        self._told = True
+        self._signaled = True
 
     def start_agreement(self, busy: bool) -> dist.Work:
-        """Start asking. To be called by all ranks, in step.
+        """Start the all-reduce of this step. A collective: all ranks call it in the same step.
 
         Args:
-            busy: whether this rank still writes a checkpoint, which is agreed on by the way.
+            busy: whether this rank is still writing a checkpoint.
         """
-        self._flags[0] = self._told or self._preempted()
+        self._flags[0] = self._signaled or self._should_preempt()
         self._flags[1] = busy
-        question = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        assert question is not None  # async_op
-        return question
+        work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
+        return cast(dist.Work, work)
 
-    def decision(self, question: dist.Work) -> tuple[bool, bool]:
-        """Wait for the answer to `ask`: is any rank to stop, and is any busy. The same on all ranks."""
-        question.wait()
+    def decision(self, work: dist.Work) -> tuple[bool, bool]:
+        """Wait for `work` and return (stop, busy): whether they hold for any rank."""
+        work.wait()
         stop, busy = self._flags.tolist()
         return bool(stop), bool(busy)

@@ -1,174 +1,166 @@
-"""A run's folder off the cluster: `runs/<run_name>/`, owned by one run at a time.
+"""Directory of a run off the cluster, `runs/<run_name>/`, used by one run at a time.
 
-config.yaml     what the run was started with, every hyperparameter spelled out
-metrics.jsonl   a line per report
+config.yaml     all hyperparameters of the run
+metrics.jsonl   one line per report
 tensorboard/    scalars and traces
-checkpoints/    a folder per checkpoint
-lock            names the process that holds the run
+checkpoints/    one directory per checkpoint
+lock            names the process that uses the directory
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import socket
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
+from filelock import FileLock, Timeout
 
 from lm.errors import ConfigError, RunError
-from lm.launch.environment import process_fields
+
+if TYPE_CHECKING:
+    from lm.runtime.world import World
 
 ROOT = Path("runs")
-DYING_SECONDS = 30.0
+LOCK_TIMEOUT = 5.0
+"""seconds; the kernel releases the lock of a killed process only after the last write of that process"""
+
+_locks: list[FileLock] = []  # a lock without a reference would be released
 
 
 class RunDir:
-    """The folder of the run `name`; making the object changes nothing on disk.
+    """Paths of the run `name`. The constructor changes nothing on disk.
 
     Raises:
-        ConfigError: a name that is no plain folder name (it must not lead out of `runs/`).
+        ConfigError: `name` is not a plain directory name and could point outside of `runs/`.
     """
 
     def __init__(self, name: str) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,199}", name):
             raise ConfigError(
-                f"run_name: {name!r} is not a folder name: letters, digits, '.', '_' and '-', a letter or digit first;"
-                " give one with run_name=NAME"
+                f"run_name: {name!r} is not a directory name; use letters, digits, '.', '_' and '-', starting with a"
+                " letter or digit: run_name=NAME",
+                keys=("run_name",),
             )
         self.path = ROOT / name
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
+        self._lock = self.path / "lock"
 
-    def hold(self, first: Callable[[Callable[[], str]], str], together: Callable[[Callable[[], None]], None]) -> None:
-        """`acquire` on rank 0 for all ranks, and see on each that it is the same folder.
-
-        Args:
-            first: runs an action on rank 0 alone and gives all ranks what it returned.
-            together: runs an action on every rank, and fails on all where one fails.
+    def lock(self, world: World) -> None:
+        """Create the directory on rank 0 and lock it until the process ends.
 
         Raises:
-            ConfigError: a machine has another folder in this place; and as `acquire`.
+            ConfigError: the directory is not writable, belongs to another user, is writable by others, or is not
+                shared by all machines.
+            RunError: another process holds the lock.
         """
-        holder = first(self.acquire)
-        together(lambda: self._refuse_another(holder))
+        holder = world.on_rank0(self._create_and_lock)
+        world.all_or_none(lambda: self._require_same_directory(holder))
 
-    def _refuse_another(self, holder: str) -> None:
-        try:
-            found = (self.path / "lock").read_text()
-        except OSError as error:
-            found = f"no lock ({error.strerror})\n"
-        if found != holder:
-            raise ConfigError(
-                f"{self.path.absolute()}: held by {holder.strip()}, but {socket.gethostname()} has another folder"
-                f" there, with {found.strip()}; start from a folder that all machines share"
-            )
-
-    def acquire(self) -> str:
-        """Make the folder, readable by its owner alone, and hold it until this process ends.
-
-        Returns:
-            What the lock says of its holder.
-
-        Raises:
-            ConfigError: the folder cannot be written, or others can: what is in it could be anyone's.
-            RunError: another process holds it; says which.
-        """
+    def _create_and_lock(self) -> str:
         try:
             for path in (ROOT, self.path, self.checkpoints, self.tensorboard):
                 path.mkdir(mode=0o700, exist_ok=True)
             for path in (self.path, self.checkpoints):
-                _refuse_others(path)
-            holder = hold(self.path / "lock")
+                _require_private(path)
+            holder = lock_file(self._lock)
         except OSError as error:
             raise ConfigError(
-                f"{self.path}: cannot be written and locked ({error.strerror}); give this user write access to"
-                f" {ROOT.absolute()}, or start from another folder"
+                f"{self.path}: cannot be created and locked ({error.strerror}); make {ROOT.absolute()} writable for"
+                " this user, or start in another directory"
             ) from None
         if holder:
-            raise RunError(f"{self.path}: held by {holder}; wait for it, stop it, or choose another run_name")
-        return (self.path / "lock").read_text()
+            raise RunError(
+                f"{self.path}: in use by {holder}; wait until it ends, stop it, or choose another run_name",
+                keys=("run_name",),
+            )
+        return self._lock.read_text()
 
-    def begin(self, hyperparameters: Mapping[str, Any], fresh: bool) -> None:
-        """Keep what the run was started with, as an experiment file that goes on with it.
+    def _require_same_directory(self, holder: str) -> None:
+        try:
+            found = self._lock.read_text()
+        except OSError as error:
+            found = f"no lock file: {error.strerror}"
+        if found != holder:
+            raise ConfigError(
+                f"{self.path.absolute()}: not the same directory on all machines: locked by {holder.strip()}, but"
+                f" {socket.gethostname()} sees {found.strip()}; start in a directory that all machines share"
+            )
+
+    def start(self, hyperparameters: Mapping[str, Any], fresh: bool) -> None:
+        """Write config.yaml, with which the run can be resumed.
 
         Args:
-            fresh: first move what an earlier run left to `before-<time>/` inside the folder.
+            fresh: first move all files of the previous run to `before-<time>/` inside the directory.
 
         Raises:
-            RunError: it cannot be written.
+            RunError: a file cannot be written.
         """
-        again = {"run_name": self.path.name, "resume": "auto"}
+        resumable = dict(hyperparameters) | {"run_name": self.path.name, "resume": "auto"}
         draft = self.config.with_suffix(".draft")
         try:
             if fresh:
-                self._set_aside()
-            draft.write_text(yaml.safe_dump({"hyperparameters": dict(hyperparameters) | again}, sort_keys=False))
+                self._move_aside()
+            draft.write_text(yaml.safe_dump({"hyperparameters": resumable}, sort_keys=False))
             draft.replace(self.config)
         except OSError as error:
             raise RunError(f"{error.filename or self.path}: cannot be written ({error.strerror})") from None
 
-    def _set_aside(self) -> None:
-        left = [path for path in (self.checkpoints, self.tensorboard, self.config, self.metrics) if path.exists()]
-        if not any(path.is_file() or any(path.iterdir()) for path in left):
+    def _move_aside(self) -> None:
+        old = [path for path in (self.checkpoints, self.tensorboard, self.config, self.metrics) if path.exists()]
+        if not any(path.is_file() or any(path.iterdir()) for path in old):
             return
         aside = self.path / time.strftime("before-%Y%m%d-%H%M%S")
-        while aside.exists():  # two within a second
+        while aside.exists():  # two starts within one second
             aside = aside.with_name(f"{aside.name}-again")
         aside.mkdir(mode=0o700)
-        for path in left:
+        for path in old:
             path.rename(aside / path.name)
         self.checkpoints.mkdir(mode=0o700)
         self.tensorboard.mkdir(mode=0o700)
 
 
-def hold(path: Path) -> str | None:
-    """Lock the file `path` until this process ends and return None, or say who has locked it.
+def lock_file(path: Path) -> str | None:
+    """Lock the file `path` until this process ends.
 
-    A process that was killed keeps its lock until the kernel is done with its last write, which takes
-    a moment; a run that is started again at once waits for that.
+    Returns:
+        None if this process now holds the lock, else the holder: "process PID on HOST since TIME".
+
+    Raises:
+        OSError: the file cannot be created, or the file system has no `flock`.
     """
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)  # never closed: held to the end
-    deadline = time.monotonic() + DYING_SECONDS
-    while True:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
-            if not _is_dying(holder) or time.monotonic() > deadline:
-                return holder
-            time.sleep(0.05)
-    os.ftruncate(lock, 0)
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()} since {started}\n".encode(), 0)
-    os.fsync(lock)  # other machines may be about to look at it
+    lock = FileLock(
+        path.absolute(), timeout=LOCK_TIMEOUT, mode=0o600, thread_local=False, on_acquired=_write_lock_holder
+    )
+    try:
+        lock.acquire()
+    except Timeout:
+        return path.read_text(errors="replace").strip() or "another process"
+    _locks.append(lock)
     return None
 
 
-def _is_dying(holder: str) -> bool:
-    """Whether the process on this machine that `holder` names has ended but for its last writes."""
-    found = re.match(r"process (\d+) on (\S+) since", holder)
-    if not found or found[2] != socket.gethostname() or not Path("/proc/self").exists():
-        return False
-    try:
-        return process_fields(int(found[1]))[0] in "ZX"
-    except OSError:
-        return True
+def _write_lock_holder(lock: int) -> None:
+    os.ftruncate(lock, 0)
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()} since {started}\n".encode(), 0)
+    os.fsync(lock)  # other machines read it next
 
 
-def _refuse_others(path: Path) -> None:
+def _require_private(path: Path) -> None:
     status = path.stat()
     if status.st_uid != os.getuid():
         raise ConfigError(
-            f"{path}: belongs to user {status.st_uid}, not to you ({os.getuid()}); choose another run_name"
+            f"{path}: belongs to user {status.st_uid}, not to you ({os.getuid()}); choose another run_name",
+            keys=("run_name",),
         )
     if status.st_mode & stat.S_IWOTH:
-        raise ConfigError(f"{path}: anyone can write to it; look at what is in it, then: chmod o-w {path}")
+        raise ConfigError(f"{path}: writable by all users; check its contents, then run: chmod o-w {path}")

@@ -1,8 +1,8 @@
-"""Who keeps the others waiting: every rank says how far it is, so that a hung one can be named.
+"""Watchdog that names the rank for which a failed collective was waiting.
 
-A collective that waits longer than its timeout fails on the ranks that came to it, and knows nothing of the one
-that did not. So each rank posts its step where all can read it; the ranks that fail post that, too, and say
-who has not: that one lives and prints where in its code it stands, or does not answer any more.
+A collective that exceeds its timeout fails on the ranks that joined it and does not know which rank did not. So each
+rank publishes a heartbeat with its step in the store. A rank on which a collective failed publishes that, too, and
+names the rank that did not join: a live one is asked to print its stack, a dead one no longer responds.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ import torch.distributed as dist
 
 from lm.errors import RankError, RunError
 
-PERIOD = 0.25
-"""seconds between two posts of a rank"""
+HEARTBEAT_INTERVAL = 0.25
+"""seconds"""
 
-_GONE = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "Socket closed")
-_LATE = "Timed out waiting"
-"""what gloo says when another rank has gone, or does not come"""
-_GAVE_UP = "progress/gave up"
-_REASON = "progress/reason"
+_TIMED_OUT = "Timed out waiting"
+_DISCONNECTED = tuple(f"Connection {what}" for what in ("closed by peer", "reset by peer", "refused"))
+_DISCONNECTED += ("Broken pipe", "Socket closed")
+"""parts of gloo's messages"""
+
+_SILENT = "which does not respond: stopped, killed or disconnected"
+_FAILED_STEP_KEY = "watchdog/failed_step"
+_ERROR_KEY = "watchdog/error"
 
 
 class Heartbeat(NamedTuple):
-    """What a rank says of itself."""
+    """State that a rank publishes periodically."""
 
     step: int
     beats: int
-    """goes on for as long as the rank lives"""
-    gave_up: bool
-    """a collective failed here"""
-    asked: bool
-    """it has printed its stack, and says nothing more"""
+    """increases as long as the rank is alive"""
+    collective_failed: bool
+    stack_printed: bool
+    """this is the last heartbeat of the rank, which is alive"""
 
 
 class Watchdog:
-    """One rank's part.
+    """Context manager around the run of one rank.
 
     Args:
-        store: that all ranks have joined.
-        timeout: of collectives, in seconds.
+        store: key-value store that all ranks have joined.
+        timeout: seconds after which a collective fails.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
@@ -57,109 +59,106 @@ class Watchdog:
         self._size = size
         self._timeout = timeout
         self._step = 0
-        self._gave_up = False
-        self._ended = threading.Event()
+        self._collective_failed = False
+        self._stopped = threading.Event()
 
     def __enter__(self) -> Watchdog:
         if self._size > 1:
-            threading.Thread(target=self._post, name="watch", daemon=True).start()
+            threading.Thread(target=self._publish_heartbeats, name="watchdog", daemon=True).start()
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """End; where a collective failed, say who kept the others waiting.
-
-        Raises:
-            RankError: in place of the RuntimeError of a failed collective.
-        """
+        """Stop; replace the RuntimeError of a failed collective by a RankError that names the cause."""
         faulthandler.cancel_dump_traceback_later()
-        sign = _sign(error)
-        if sign is None or self._size == 1:
-            self._ended.set()
+        text = str(error) if isinstance(error, RuntimeError) else ""
+        timed_out = isinstance(error, dist.DistBackendError) or _TIMED_OUT in text
+        if self._size == 1 or not (timed_out or any(sign in text for sign in _DISCONNECTED)):
+            self._stopped.set()
             return
-        self._gave_up = True
-        late = sign == _LATE
-        culprit = self._find_culprit(late)
-        self._ended.set()
-        what = f"waited {self._timeout:g} s (collective_timeout) for" if late else "lost its connection to"
-        where = f"rank {self._rank}, behind step {self._step}"
-        raise RankError(*(f"{where}, {what} another: {line}" for line in culprit.splitlines())) from error
+        self._collective_failed = True
+        causes, keys = self._find_causes(timed_out)
+        self._stopped.set()
+        what = f"timed out after {self._timeout:g} s (collective_timeout) waiting for"
+        where = f"rank {self._rank} (last completed step {self._step}): "
+        where += what if timed_out else "lost the connection to"
+        raise RankError(*(f"{where} {cause}" for cause in causes), keys=keys) from error
 
     def explain(self, error: RunError) -> None:
-        """Leave to the others, who are about to lose this rank, why it ends; unless it ends for having lost one."""
-        if not self._gave_up:
-            with suppress(RuntimeError):  # rank 0 has gone, and the store with it
-                self._store.set(_REASON, str(error))
+        """Publish the error that ends this rank, for the ranks that lose the connection to it."""
+        if not self._collective_failed:
+            causes = [f"rank {self._rank}, which failed: {problem}" for problem in error.problems]
+            with suppress(RuntimeError):  # rank 0 has exited, and its store with it
+                self._store.set(_ERROR_KEY, json.dumps([causes, sorted(error.keys)]))
 
     def on_step_start(self, step: int) -> None:
-        """Take note that this rank begins the step behind `step` completed ones."""
+        """Record that this rank has completed `step` steps and starts the next one."""
         self._step = step
 
-    def _post(self) -> None:
-        store = cast(Any, self._store).clone()  # a store's connection serves one thread
-        beats = 0
-        asked = False
-        with suppress(RuntimeError):  # rank 0 has gone, and the store with it
-            while not asked and not self._ended.wait(PERIOD if beats else 0):
-                beats += 1
-                if not self._gave_up:
-                    # Comes to pass where this thread gets no turn, because another holds the interpreter and hangs.
-                    faulthandler.dump_traceback_later(self._timeout + PERIOD)
-                    asked = store.check([_GAVE_UP]) and self._step <= int(store.get(_GAVE_UP))
-                if asked:
+    def _publish_heartbeats(self) -> None:
+        store = cast(Any, self._store).clone()  # a connection to the store serves one thread
+        count = 0
+        stack_printed = False
+        with suppress(RuntimeError):  # rank 0 has exited, and its store with it
+            while not stack_printed and not self._stopped.wait(HEARTBEAT_INTERVAL if count else 0):
+                count += 1
+                if not self._collective_failed:
+                    # Takes effect if this thread stops running because a thread that hangs holds the GIL.
+                    faulthandler.dump_traceback_later(self._timeout + HEARTBEAT_INTERVAL)
+                    stack_printed = store.check([_FAILED_STEP_KEY]) and self._step <= int(store.get(_FAILED_STEP_KEY))
+                if stack_printed:
                     self._print_stack()
-                store.set(f"progress/{self._rank}", json.dumps(Heartbeat(self._step, beats, self._gave_up, asked)))
+                heartbeat = Heartbeat(self._step, count, self._collective_failed, stack_printed)
+                store.set(f"watchdog/{self._rank}", json.dumps(heartbeat))
         faulthandler.cancel_dump_traceback_later()
 
     def _print_stack(self) -> None:
         frame = sys._current_frames()[cast(int, threading.main_thread().ident)]
         stack = "".join(traceback.format_stack(frame))
-        print(f"rank {self._rank} is behind step {self._step}, here:\n{stack}", end="", file=sys.stderr, flush=True)
+        sys.stderr.write(f"rank {self._rank} (last completed step {self._step}), stack:\n{stack}")
+        sys.stderr.flush()
 
-    def _find_culprit(self, late: bool) -> str:
-        """What a rank said that ended, or who is to blame, from what all have posted. Takes a second.
+    def _find_causes(self, timed_out: bool) -> tuple[list[str], list[str]]:
+        """Return the ranks that the collective waited for, or the error that another rank published, and its keys.
 
         Args:
-            late: ask those that are no further than this one to print their stacks.
+            timed_out: ask the ranks that have completed no more steps than this one to print their stacks.
         """
-        verdict: list[str] = []
+        found: list[list[str]] = []
 
-        def ask() -> None:
+        def read_store() -> None:
             with suppress(RuntimeError):
-                self._store.set_timeout(timedelta(seconds=2 * PERIOD))
-                if late:
-                    self._store.set(_GAVE_UP, str(self._step))
-                before = self._read()
-                time.sleep(3 * PERIOD)  # by its own clock alone: machines' clocks differ
-                blamed = find_straggler(before, self._read())
-                verdict.append(self._store.get(_REASON).decode() if self._store.check([_REASON]) else blamed)
+                self._store.set_timeout(timedelta(seconds=2 * HEARTBEAT_INTERVAL))
+                if timed_out:
+                    self._store.set(_FAILED_STEP_KEY, str(self._step))
+                before = self._read_heartbeats()
+                time.sleep(3 * HEARTBEAT_INTERVAL)  # the heartbeats of a live rank increase
+                found.extend([[find_straggler(before, self._read_heartbeats())], timeout_keys])
+                if self._store.check([_ERROR_KEY]):
+                    found[:] = json.loads(self._store.get(_ERROR_KEY))
 
-        # The store does not keep to its timeout where the rank that holds it is stopped: it waits for ever.
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(6 * PERIOD)
-        return verdict[0] if verdict else "rank 0 does not answer: stopped, killed or cut off"
+        # The store ignores its timeout while the process that hosts it is stopped.
+        timeout_keys = ["collective_timeout"] if timed_out else []
+        thread = threading.Thread(target=read_store, daemon=True)
+        thread.start()
+        thread.join(6 * HEARTBEAT_INTERVAL)
+        causes, keys = found or ([f"rank 0, {_SILENT}"], timeout_keys)
+        return causes, keys
 
-    def _read(self) -> list[Heartbeat]:
-        return [Heartbeat(*json.loads(self._store.get(f"progress/{rank}"))) for rank in range(self._size)]
+    def _read_heartbeats(self) -> list[Heartbeat]:
+        return [Heartbeat(*json.loads(self._store.get(f"watchdog/{rank}"))) for rank in range(self._size)]
 
 
 def find_straggler(before: list[Heartbeat], now: list[Heartbeat]) -> str:
-    """Who is to blame, of what the ranks posted at two moments, some periods apart."""
-    silent = [r for r, post in enumerate(now) if post.beats == before[r].beats and not post.asked]
+    """Return the ranks that did not join a collective, from two heartbeats of each rank a few intervals apart."""
+    silent = [r for r, last in enumerate(now) if last.beats == before[r].beats and not last.stack_printed]
     if silent:
-        return f"{_name(silent)} does not answer: stopped, killed or cut off, behind step {now[silent[0]].step}"
-    behind = [r for r, post in enumerate(now) if not post.gave_up]
-    if behind:
-        return f"{_name(behind)} did not come, behind step {now[behind[0]].step}; its stack is printed"
-    return "all ranks wait for one another"
+        return f"{_name(silent, now)}, {_SILENT}"
+    missing = [r for r, last in enumerate(now) if not last.collective_failed]
+    if missing:
+        return f"{_name(missing, now)}, which did not join; its stack is printed"
+    return "another rank: every rank waits in a collective"
 
 
-def _sign(error: BaseException | None) -> str | None:
-    """What tells `error` for that of a collective that another rank failed; None = it is something else."""
-    if isinstance(error, dist.DistBackendError):
-        return _LATE
-    return next((sign for sign in (_LATE, *_GONE) if isinstance(error, RuntimeError) and sign in str(error)), None)
-
-
-def _name(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {ranks}"
+def _name(ranks: list[int], now: list[Heartbeat]) -> str:
+    name = f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {ranks}"
+    return f"{name} (last completed step {now[ranks[0]].step})"

@@ -1,13 +1,13 @@
-"""The processes as one group: device, process group, device mesh, and Core API's view of them.
+"""Process groups, device, device mesh and collectives of Python objects.
 
-Two groups of processes are kept apart: the default one carries tensors (NCCL on GPUs, gloo on CPUs), and
-`World.control`, always gloo, carries Python objects and decisions, so that neither ever waits in the
-other's queue.
+The default process group carries tensors (NCCL on GPUs, gloo on CPUs). `World.control`, always gloo, carries Python
+objects, so that neither waits in the other's queue.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
 import sys
@@ -27,46 +27,82 @@ from lm.launch.environment import Launch
 
 T = TypeVar("T")
 
+DATA_PARALLEL = ("replicate", "shard")
+"""mesh dimensions whose ranks train on different sequences"""
+
+_MEMORY_KEYS = ("batch_size", "activation_checkpointing", "activation_offload", "cpu_offload")
+_MEMORY_KEYS += ("sharding", "d_model", "n_layers")
+
 
 def choose_device(launch: Launch) -> torch.device:
-    """The GPU of this rank, or the CPU where the machine has none.
+    """Return the GPU of this rank, or the CPU on a machine without GPUs.
 
     Raises:
         ConfigError: CUDA_VISIBLE_DEVICES names a GPU that PyTorch cannot use, or a node has more ranks than GPUs.
     """
-    asked = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not torch.cuda.is_available():
-        if asked not in ("", "-1", "NoDevFiles"):
+        if visible not in ("", "-1", "NoDevFiles"):
             raise ConfigError(
-                f"CUDA_VISIBLE_DEVICES={asked} asks for a GPU, but PyTorch {torch.__version__} sees none: check"
-                " nvidia-smi and that this PyTorch is a CUDA build, or unset the variable to train on the CPU"
+                f"CUDA_VISIBLE_DEVICES={visible}: PyTorch {torch.__version__} finds no GPU; check nvidia-smi and that"
+                " this PyTorch is a CUDA build, or unset the variable to train on the CPU"
             )
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus == 1 and launch.launcher not in (None, "torchrun"):
-        return torch.device("cuda", 0)  # srun and mpiexec may show each rank its own alone; NCCL refuses a shared one
+        return torch.device("cuda", 0)  # srun and mpiexec can show each rank only its own GPU
     if launch.local_size > gpus:
         raise ConfigError(
-            f"{launch.local_size} processes on a machine with {gpus} visible GPUs: start at most {gpus} per machine"
+            f"{launch.local_size} ranks on a node with {gpus} visible GPUs; start at most {gpus} per node"
         )
     return torch.device("cuda", launch.local_rank)
 
 
 @dataclass(frozen=True)
+class MeshLayout:
+    """Position of a rank in a device mesh, in which ranks are numbered row by row.
+
+    Args:
+        dims: sizes of the named dimensions, outermost first. Data parallelism spans "replicate" and "shard"; ranks
+            that differ only in another dimension, e.g. "tensor", train on the same sequences.
+    """
+
+    dims: Mapping[str, int]
+    rank: int
+
+    @property
+    def dp_size(self) -> int:
+        """Number of ranks with different sequences."""
+        return math.prod(size for name, size in self.dims.items() if name in DATA_PARALLEL)
+
+    @property
+    def dp_rank(self) -> int:
+        """Index among the ranks with different sequences."""
+        dp_rank, stride, outer = 0, 1, self.rank
+        for name, size in reversed(list(self.dims.items())):
+            outer, coordinate = divmod(outer, size)
+            if name in DATA_PARALLEL:
+                dp_rank += coordinate * stride
+                stride *= size
+        return dp_rank
+
+
+@dataclass(frozen=True)
 class World:
-    """All processes of the run, as seen from one of them."""
+    """All ranks of the run, as seen from one of them."""
 
     launch: Launch
     device: torch.device
     control: dist.ProcessGroup
+    """gloo group of all ranks"""
     saver: dist.ProcessGroup
     """gloo group of all ranks for the thread that writes checkpoints"""
     node: dist.ProcessGroup
-    """gloo group of the ranks on this machine"""
+    """gloo group of the ranks on this node"""
     store: dist.Store
-    """key-value store that all ranks reach"""
+    """key-value store of all ranks"""
     timeout: timedelta
-    """longest wait for another rank in a collective"""
+    """of every collective"""
 
     @property
     def rank(self) -> int:
@@ -76,151 +112,155 @@ class World:
     def size(self) -> int:
         return self.launch.world_size
 
-    def mesh(self, replicate: int, shard: int) -> DeviceMesh:
-        """The ranks as `replicate` rows of `shard` neighbours, dimensions "replicate" and "shard"."""
-        mesh = init_device_mesh(self.device.type, (replicate, shard), mesh_dim_names=("replicate", "shard"))
-        for group in mesh.get_all_groups():  # those that it makes would wait for half an hour
+    def device_mesh(self, dims: Mapping[str, int]) -> DeviceMesh:
+        """Return a mesh of all ranks with the named dimensions `dims`, outermost first."""
+        mesh = init_device_mesh(self.device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        for group in mesh.get_all_groups():  # init_device_mesh sets PyTorch's default timeout of 30 minutes
             _set_pg_timeout(self.timeout, group)
         return mesh
 
     def all_gather_object(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-        """Every rank's `value` (any picklable object), in order of rank, on every rank.
+        """Return every rank's `value`, any picklable object, by rank.
 
         Args:
-            group: `saver` in the thread that writes checkpoints; by default `control`.
+            group: `saver` in the thread that writes checkpoints, else `control`.
         """
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=group or self.control)
         return values
 
     def all_or_none(self, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-        """Run `action` on every rank; where it fails on one, fail on all, with the lowest rank's error.
+        """Run `action` on every rank; if it fails on one rank, fail on all, with the error of the lowest such rank.
 
         Raises:
-            RunError: what the lowest failing rank raised, if it was a RunError.
-            Exception: `action`'s own exception here, or RuntimeError naming the rank that failed.
+            RunError: the lowest failing rank raised it.
+            Exception: of `action` on this rank, or a RuntimeError that names the rank that failed.
         """
         result: T | None = None
-        failure: BaseException | None = None
+        failure: Exception | None = None
         try:
             result = action()
         except Exception as error:
             failure = error
-        known = failure if isinstance(failure, RunError) else None
-        reports = self.all_gather_object(failure and (known, f"{type(failure).__name__}: {failure}"), group)
-        for rank, report in enumerate(reports):
-            if report is not None:
-                if report[0] is not None:
-                    raise report[0]
-                raise failure or RuntimeError(f"rank {rank} failed: {report[1]}")
-        return result  # type: ignore[return-value]  # no failure: action returned it
-
-    def require_equal(self, what: str, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `facts`, if they are the same on every rank: machines may have files of their own.
-
-        Raises:
-            ConfigError: naming what differs, the first rank on which it does, and both values.
-        """
-        first, *rest = self.all_gather_object(facts)
-        for rank, others in enumerate(rest, 1):
-            problems = [
-                f"{what}: {key} is {first.get(key)!r} on rank 0 and {others.get(key)!r} on rank {rank}; give all"
-                " machines the same files and arguments"
-                for key in first.keys() | others.keys()
-                if first.get(key) != others.get(key)
-            ]
-            if problems:
-                raise ConfigError(*sorted(problems))
-        return facts
+        picklable = failure if isinstance(failure, RunError) else None
+        outcomes = self.all_gather_object(failure and (picklable, f"{type(failure).__name__}: {failure}"), group)
+        for rank, outcome in enumerate(outcomes):
+            if outcome is not None:
+                raise outcome[0] or failure or RuntimeError(f"rank {rank} failed: {outcome[1]}")
+        return cast(T, result)
 
     def on_rank0(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0 alone; every rank gets its result, or its error."""
-        return self.all_gather_object(self.all_or_none(lambda: action() if self.rank == 0 else None))[0]  # type: ignore[return-value]
+        """Run `action` on rank 0 only; return its result, or raise its error, on every rank."""
+        return cast(T, self.all_gather_object(self.all_or_none(lambda: action() if self.rank == 0 else None))[0])
+
+    def require_equal(self, what: str, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `facts` if they are equal on all ranks, whose machines may have different files and arguments.
+
+        Raises:
+            ConfigError: `facts` differ; names the keys, the first rank that differs from rank 0, and both values.
+        """
+        first, *rest = self.all_gather_object(facts)
+        for rank, other in enumerate(rest, 1):
+            problems = [
+                f"{what}: {key} is {first.get(key)!r} on rank 0 but {other.get(key)!r} on rank {rank}; start all ranks"
+                " with the same files and arguments"
+                for key in sorted(first.keys() | other.keys())
+                if first.get(key) != other.get(key)
+            ]
+            if problems:
+                raise ConfigError(*problems)
+        return facts
 
 
 @contextmanager
 def join_world(launch: Launch, timeout: float) -> Iterator[World]:
-    """Meet the other processes, and part from them at the end.
+    """Join the process groups of the run on entry and leave them on exit.
 
     Args:
-        timeout: seconds that a rank waits for another, here and in every later collective.
+        timeout: seconds of the rendezvous and of every collective.
 
     Raises:
-        ConfigError: from `choose_device`.
-        RankError: the port is taken, not all ranks came in time, or, inside, the memory did not suffice.
+        ConfigError: `choose_device` fails, or two ranks share a GPU.
+        RankError: the rendezvous port is in use, the rendezvous timed out, or the body ran out of memory.
     """
     device = choose_device(launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if launch.local_size == launch.world_size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    patience = timedelta(seconds=timeout)
+    wait = timedelta(seconds=timeout)
+    _init_process_group(launch, device, wait)
+    completed = False
+    try:
+        control, saver = (_gloo_group(range(launch.world_size), wait) for _ in range(2))
+        nodes: list[Any] = [None] * launch.world_size
+        dist.all_gather_object(nodes, launch.node_rank, group=control)
+        groups = {  # new_group is a collective of all ranks, not only of the group's
+            node: _gloo_group([rank for rank, its_node in enumerate(nodes) if its_node == node], wait)
+            for node in sorted(set(nodes))
+        }
+        yield World(launch, device, control, saver, groups[launch.node_rank], _get_default_store(), wait)
+        completed = True
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
+            raise
+        raise RankError(
+            f"rank {launch.rank}: out of memory ({str(error).splitlines()[0]}); reduce memory with a smaller batch_size"
+            " (total_batch_size can stay), activation_checkpointing: full, activation_offload: true, cpu_offload: true,"
+            " more ranks with sharding: full-shard, or a smaller d_model or n_layers",
+            keys=_MEMORY_KEYS,
+        ) from error
+    finally:
+        if completed or device.type == "cpu":  # after a failure, NCCL would wait for collectives of lost ranks
+            dist.destroy_process_group()
+
+
+def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta) -> None:
     where = f"rank {launch.rank} of {launch.world_size}, rendezvous at {launch.address}:{launch.port}"
     try:
-        store = _store(launch, patience)
+        store = _local_store(launch, timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             init_method=None if store else f"tcp://{launch.address}:{launch.port}",
             store=store,
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=patience,
+            timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
     except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
-            raise RankError(f"{where}: the port is taken by another process; choose another MASTER_PORT") from None
+            raise RankError(f"{where}: another process uses this port; set a different MASTER_PORT") from None
         raise RankError(
-            f"{where}: not all ranks came within {timeout:g} s (collective_timeout); check that WORLD_SIZE is what"
-            f" was started and that this machine reaches {launch.address}"
+            f"{where}: timed out after {timeout.total_seconds():g} s (collective_timeout) waiting for all ranks; check"
+            f" that {launch.world_size} ranks (WORLD_SIZE) were started and that this machine can reach"
+            f" {launch.address}",
+            keys=("collective_timeout",),
         ) from None
     except dist.DistBackendError as error:
         if "Duplicate GPU" not in str(error):
             raise
         raise ConfigError(
-            f"{where}: another rank uses its GPU, too: start at most as many ranks as a machine has GPUs, and let each"
-            " see its own (srun: --gpus-per-task=1) or all (--gpus-per-node)"
+            f"{where}: another rank uses the same GPU; start at most one rank per GPU, and make visible to each rank"
+            " its own GPU (srun: --gpus-per-task=1) or all GPUs of the node (--gpus-per-node)"
         ) from None
-    whole = False
-    try:
-        control, saver = (_gloo_group(range(launch.world_size), patience) for _ in range(2))
-        nodes: list[Any] = [None] * launch.world_size
-        dist.all_gather_object(nodes, launch.node_rank, group=control)
-        groups = {  # every rank has to make every group, in the same order
-            node: _gloo_group([rank for rank, where in enumerate(nodes) if where == node], patience)
-            for node in sorted(set(nodes))
-        }
-        yield World(launch, device, control, saver, groups[launch.node_rank], _get_default_store(), patience)
-        whole = True
-    except (RuntimeError, MemoryError) as error:
-        signs = torch.OutOfMemoryError, MemoryError
-        if not isinstance(error, signs) and "can't allocate memory" not in str(error):
-            raise
-        raise RankError(
-            f"rank {launch.rank}: out of memory ({str(error).splitlines()[0]}); less is needed with a smaller"
-            " batch_size (total_batch_size can stay), activation_checkpointing: full, activation_offload: true,"
-            " cpu_offload: true, more ranks and sharding: full-shard, or a smaller d_model or n_layers"
-        ) from error
-    finally:
-        if whole or device.type == "cpu":  # NCCL would wait for what a rank that is gone has left undone
-            dist.destroy_process_group()
 
 
-def _store(launch: Launch, timeout: timedelta) -> dist.Store | None:
-    """Where the ranks of one machine find each other, out of reach of others; None = where the launcher says."""
+def _local_store(launch: Launch, timeout: timedelta) -> dist.Store | None:
+    """Return a store that other machines cannot reach, or None if the run spans several machines."""
     if launch.world_size == 1:
         return dist.HashStore()  # opens no port
     if launch.local_size < launch.world_size:
         return None
     assert launch.port is not None
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's, which outlives its workers
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's store, which outlives its workers
         assert launch.address is not None
-        agents = dist.TCPStore(launch.address, launch.port, launch.world_size, False, timeout)
-        return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", agents)
-    address, is_first = "127.0.0.1", launch.rank == 0
-    # Left to itself, TCPStore listens on all interfaces.
-    listener = socket.create_server((address, launch.port)).detach() if is_first else None
-    return dist.TCPStore(address, launch.port, launch.world_size, is_first, timeout, master_listen_fd=listener)
+        agent_store = dist.TCPStore(launch.address, launch.port, launch.world_size, False, timeout)
+        return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", agent_store)
+    address, is_host = "127.0.0.1", launch.rank == 0
+    # By default, TCPStore listens on all interfaces.
+    listener = socket.create_server((address, launch.port)).detach() if is_host else None
+    return dist.TCPStore(address, launch.port, launch.world_size, is_host, timeout, master_listen_fd=listener)
 
 
 def _gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:
