@@ -33,7 +33,7 @@ from lm.prepare import token_writer
 from lm.prepare.readers import FORMATS, TokenChunk, format_of, group_documents, is_held_out, read_documents, read_ids
 from lm.prepare.token_writer import DRAFTS, LOCK, OUTPUT, TRAIN, SplitWriter, verify
 from lm.prepare.workers import WorkerPool
-from lm.runtime.run_dir import hold
+from lm.runtime.run_dir import lock_file
 
 LOG_SECONDS = 30.0
 """Time between progress lines if stderr is not a terminal."""
@@ -49,11 +49,11 @@ def prepare(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer not in (None, "none") else None
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        holder = hold(args.out / LOCK)
+        holder = lock_file(args.out / LOCK)
     except OSError as error:
         raise ConfigError(f"--out: {args.out}: cannot be written and locked: {error.strerror}") from None
     if holder:
-        raise RunError(f"--out: {args.out}: locked by {holder}; wait for it, stop it, or choose another folder")
+        raise RunError(f"--out: {args.out}: in use by {holder}; wait for it, stop it, or choose another folder")
     pool = WorkerPool(args.workers)
     try:
         token_writer.install(args.out)
