@@ -1,4 +1,4 @@
-"""A run's folder: one run at a time, its owner's alone, and nothing in it is ever deleted."""
+"""Run directories: one run at a time, private to their owner, and never deleted."""
 
 from __future__ import annotations
 
@@ -17,169 +17,139 @@ import yaml
 
 from lm import config
 from lm.errors import ConfigError, RunError
-from lm.runtime.run_dir import RunDir
-from tests.support import ROOT
+from lm.runtime.run_dir import LOCK_TIMEOUT, RunDir, lock_file
+from tests.conftest import Message
+from tests.support import ROOT, in_world
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def elsewhere(script: str) -> subprocess.CompletedProcess[str]:
-    """Run `script` in another process, here."""
-    command = [sys.executable, "-c", f"from lm.runtime.run_dir import RunFolder\n{script}"]
+def start_python(script: str) -> subprocess.Popen[str]:
+    """Start `script` in another process, after `from lm.runtime.run_dir import lock_file`."""
+    command = [sys.executable, "-c", f"import os\nfrom lm.runtime.run_dir import lock_file\n{script}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def started(name: str = "x") -> RunDir:
+    """A locked run directory."""
+    run_dir = RunDir(name)
+    in_world(run_dir.lock)
+    return run_dir
 
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "/tmp/x", "a/b", ".hidden", "-rf", "a b", "a\n", "a;b", "é", "~"])
-def test_a_name_that_could_lead_out_of_runs_is_refused(name: str) -> None:
+def test_a_name_that_could_point_outside_of_runs_is_refused(name: str, message: Message) -> None:
     with pytest.raises(ConfigError) as refused:
         RunDir(name)
-    assert str(refused.value) == (
-        f"run_name: {name!r} is not a folder name: letters, digits, '.', '_' and '-', a letter or digit first;"
-        " give one with run_name=NAME"
-    )
+    assert refused.value.keys == {"run_name"}
+    message(refused.value)
 
 
-def test_naming_a_run_makes_nothing() -> None:
+def test_the_constructor_creates_nothing() -> None:
     RunDir("x")
     assert not list(Path().iterdir())
 
 
-def test_the_folder_is_its_owners_alone() -> None:
-    folder = RunDir("x")
-    folder.acquire()
-    for path in (folder.path, folder.checkpoints, folder.tensorboard):
+def test_the_directory_is_private() -> None:
+    run_dir = started()
+    for path in (run_dir.path, run_dir.checkpoints, run_dir.tensorboard):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    assert stat.S_IMODE((folder.path / "lock").stat().st_mode) == 0o600
+    assert stat.S_IMODE((run_dir.path / "lock").stat().st_mode) == 0o600
 
 
-def test_a_run_that_another_process_holds_is_refused_with_the_holder() -> None:
-    folder = RunDir("x")
-    folder.acquire()
-    said = elsewhere("try: RunFolder('x').acquire()\nexcept Exception as error: print(error, error.exit_code)")
-    assert said.stdout.startswith(f"runs/x: held by process {os.getpid()} on ")
-    assert said.stdout.endswith("; wait for it, stop it, or choose another run_name 1\n")
+def test_a_directory_that_others_can_write_to_is_refused(message: Message) -> None:
+    started().checkpoints.chmod(0o777)
+    with pytest.raises(ConfigError) as refused:
+        in_world(RunDir("x").lock)
+    message(refused.value)
 
 
-def test_another_run_beside_it_is_free() -> None:
-    RunDir("x").acquire()
-    elsewhere("RunFolder('y').acquire()")
-    assert Path("runs/y/lock").exists()
+@pytest.mark.parametrize("named", [True, False])
+def test_a_run_whose_directory_is_in_use_is_refused_soon_and_the_holder_named(named: bool, message: Message) -> None:
+    Path("runs/x").mkdir(parents=True)
+    flock = "import fcntl\nfile = open('runs/x/lock', 'w')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
+    lock = "lock_file(__import__('pathlib').Path('runs/x/lock'))\n" if named else flock
+    with start_python(f"{lock}print('locked', flush=True)\ninput()") as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        started_at = time.monotonic()
+        with pytest.raises(RunError) as refused:
+            in_world(RunDir("x").lock)
+        assert time.monotonic() - started_at < LOCK_TIMEOUT + 3
+        started("y")  # another run
+        holder.kill()
+    assert refused.value.exit_code == 1
+    assert refused.value.keys == {"run_name"}
+    assert (f"process {holder.pid} on " in str(refused.value)) == named
+    message(refused.value, mask=r"process .* since [-\d]+ [:\d]+")
 
 
-def test_the_lock_ends_with_its_holder_however_it_ends() -> None:
-    elsewhere("import os\nRunFolder('x').acquire()\nif os.fork() == 0: os._exit(1)\nos.wait()")
-    holder = Path("runs/x/lock").read_text()
-    RunDir("x").acquire()
-    assert Path("runs/x/lock").read_text() != holder
+def test_the_lock_is_free_once_its_holder_has_ended_whatever_processes_it_forked() -> None:
+    fork = "if os.fork() == 0:\n    os.close(1)\n    input()\n"
+    with start_python(f"lock_file(__import__('pathlib').Path('x'))\n{fork}os.kill(os.getpid(), 9)") as holder:
+        holder.wait()
+        assert lock_file(Path("x")) is None
+        assert Path("x").read_text().startswith(f"process {os.getpid()} on ")
 
 
-@pytest.mark.parametrize(
-    ("in_the_way", "why"),
-    [("runs", "File exists"), ("runs/x", "File exists"), ("runs/x/tensorboard", "File exists")],
-)
-def test_a_folder_that_cannot_be_written_is_named(in_the_way: str, why: str) -> None:
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="uses the number of a system call of x86-64")
+def test_the_lock_of_a_killed_process_is_waited_for() -> None:
+    """After SIGKILL in the middle of a write, the process is a zombie with a live thread."""
+    script = (
+        "import ctypes, pathlib, threading\n"
+        "lock_file(pathlib.Path('x'))\n"
+        "threading.Thread(target=os.read, args=(0, 1)).start()\n"  # until stdin is closed
+        "print('locked', flush=True)\n"
+        "ctypes.CDLL(None).syscall(60, 0)\n"  # exit of the main thread
+    )
+    with start_python(script) as holder, ThreadPoolExecutor(1) as pool:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "locked\n"
+        while psutil.Process(holder.pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        locked = pool.submit(lock_file, Path("x"))
+        with pytest.raises(TimeoutError):
+            locked.result(timeout=0.5)
+        holder.stdin.close()
+        assert locked.result() is None
+
+
+@pytest.mark.parametrize("in_the_way", ["runs", "runs/x", "runs/x/tensorboard"])
+def test_a_directory_that_cannot_be_created_is_named(in_the_way: str, message: Message) -> None:
     Path(in_the_way).parent.mkdir(parents=True, exist_ok=True)
     Path(in_the_way).write_text("")
     with pytest.raises(ConfigError) as refused:
-        RunDir("x").acquire()
-    assert str(refused.value) == (
-        f"runs/x: cannot be written and locked ({why});"
-        f" give this user write access to {Path.cwd()}/runs, or start from another folder"
-    )
+        in_world(RunDir("x").lock)
+    message(refused.value)
 
 
-def test_fresh_moves_what_was_there_aside() -> None:
-    first = RunDir("x")
-    first.acquire()
-    (first.checkpoints / "one").mkdir()
-    first.metrics.write_text("{}")
-    first.begin({"lr": 1}, fresh=False)
-    RunDir("x").begin({"lr": 2}, fresh=True)
-    (aside,) = first.path.glob("before-*")
-    assert "lr: 1" in (aside / "config.yaml").read_text()
-    assert "lr: 2" in first.config.read_text()
-    assert sorted(path.name for path in aside.iterdir()) == [
-        "checkpoints",
-        "config.yaml",
-        "metrics.jsonl",
-        "tensorboard",
-    ]
-    assert (aside / "checkpoints" / "one").is_dir()
-    assert not list(first.checkpoints.iterdir())
-    assert not first.metrics.exists()
+def test_fresh_moves_the_files_of_every_previous_run_aside() -> None:
+    run_dir = started()
+    run_dir.start({"lr": 0}, fresh=True)
+    assert not list(run_dir.path.glob("before-*")), "nothing to move"
+    for lr in (1, 2):  # within a second
+        (run_dir.checkpoints / f"of-{lr - 1}").mkdir()
+        run_dir.metrics.write_text(str(lr - 1))
+        run_dir.start({"lr": lr}, fresh=True)
+        assert f"lr: {lr}\n" in run_dir.config.read_text()
+        assert not list(run_dir.checkpoints.iterdir())
+        assert not run_dir.metrics.exists()
+    moved = {(path / "metrics.jsonl").read_text(): path for path in run_dir.path.glob("before-*")}
+    assert sorted(moved) == ["0", "1"]
+    for lr, path in moved.items():
+        assert {each.name for each in path.iterdir()} == {"checkpoints", "config.yaml", "metrics.jsonl", "tensorboard"}
+        assert f"lr: {lr}\n" in (path / "config.yaml").read_text()
+        assert (path / "checkpoints" / f"of-{lr}").is_dir()
 
 
-def test_two_fresh_starts_within_a_second_keep_what_was_there_apart() -> None:
-    folder = RunDir("x")
-    folder.acquire()
-    for number in range(3):
-        folder.metrics.write_text(str(number))
-        folder.begin({}, fresh=True)
-    kept = [(aside / "metrics.jsonl").read_text() for aside in sorted(folder.path.glob("before-*"))]
-    assert sorted(kept) == ["0", "1", "2"]
-
-
-def test_fresh_leaves_an_untouched_folder_as_it_is() -> None:
-    folder = RunDir("x")
-    folder.acquire()
-    folder.begin({}, fresh=True)
-    assert not list(Path("runs/x").glob("before-*"))
-
-
-def test_the_config_that_is_kept_starts_the_same_run_again() -> None:
-    folder = RunDir("x")
-    folder.acquire()
+def test_config_yaml_resumes_the_same_run() -> None:
+    run_dir = started()
     hp = config.read({"hyperparameters": {"model": "llama3.2-1b", "lr": "1e-4", "prompt": "é: #"}}, [], "test")
-    folder.begin(hp.model_dump(mode="json") | {"resume": "fresh"}, fresh=True)
-    assert config.load(folder.config, []) == hp.model_copy(update={"run_name": "x"})
-    assert yaml.safe_load(folder.config.read_text())["hyperparameters"]["d_model"] == 2048
-
-
-def test_a_holder_that_left_no_name_is_another_process() -> None:
-    Path("runs/x").mkdir(parents=True)
-    script = """
-import fcntl, time
-lock = open("runs/x/lock", "w")
-fcntl.flock(lock, fcntl.LOCK_EX)
-print("held", flush=True)
-time.sleep(60)
-"""
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
-        with pytest.raises(RunError, match="runs/x: held by another process"):
-            RunDir("x").acquire()
-        holder.kill()
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of the system call is that of x86-64")
-def test_a_lock_of_a_process_that_is_dying_is_waited_for() -> None:
-    """A zombie whose other thread still lives, as SIGKILL leaves one in the middle of a write."""
-    source = (
-        "import ctypes, os, threading\n"
-        "from lm.runtime.run_dir import RunFolder\n"
-        "RunFolder('a').acquire()\n"
-        "threading.Thread(target=os.read, args=(0, 1)).start()\n"  # until its standard input ends
-        "print('held', flush=True)\n"
-        "ctypes.CDLL(None).syscall(60, 0)\n"  # exit, of this thread alone
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", source]
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as holder,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        assert holder.stdin is not None
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        while psutil.Process(holder.pid).status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
-        acquired = pool.submit(RunDir("a").acquire)
-        with pytest.raises(TimeoutError):
-            acquired.result(timeout=0.5)
-        holder.stdin.close()
-        acquired.result()
+    run_dir.start(hp.model_dump(mode="json") | {"resume": "fresh"}, fresh=True)
+    assert config.load(run_dir.config, []) == hp.model_copy(update={"run_name": "x"})
+    assert yaml.safe_load(run_dir.config.read_text())["hyperparameters"]["d_model"] == 2048

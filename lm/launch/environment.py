@@ -250,10 +250,11 @@ def _rendezvous(
 
 def _require_agreement(launch: Launch, env: Mapping[str, str]) -> None:
     """Raise ConfigError if torchrun's variables, e.g. exported by a batch script, contradict those of `launch`."""
+    assert launch.launcher is not None
     expected = (launch.rank, launch.world_size, launch.local_rank, launch.local_size)
     problems = [
-        f"environment: {name}={env[name]}, but {source} means {value}; unset {name}, {launch.launcher} does not need it"
-        for name, source, value in zip(_VARIABLES["torchrun"], _VARIABLES[launch.launcher or ""], expected, strict=True)
+        f"environment: {name}={env[name]}, but {value} by {source}; unset {name}, {launch.launcher} does not need it"
+        for name, source, value in zip(_VARIABLES["torchrun"], _VARIABLES[launch.launcher], expected, strict=False)
         if name in env and _numbers(env, name)[0] != value
     ]
     if problems:
