@@ -132,7 +132,9 @@ def _bytes_read(world: World, folder: str) -> tuple[int, int]:
     manifest = export.read_manifest(Path(folder))
     with torch.device("meta"):
         model = Transformer(ModelConfig.model_validate(manifest.model))
-    parallelize(model, ParallelConfig.model_validate({}), world.mesh(1, world.size), None, 0)
+    parallelize(
+        model, ParallelConfig.model_validate({}), world.device_mesh({"replicate": 1, "shard": world.size}), None, 0
+    )
     read = 0
 
     class Counting(Reader):
