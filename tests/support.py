@@ -1,4 +1,4 @@
-"""What tests stand on: real ranks, and real runs of the real program."""
+"""Helpers of several tests: ranks, runs of fsdp.py, and small tokenizers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lm.runtime.world import World, join_world
 ROOT = Path(__file__).parent.parent
 
 TINY: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 16}
-"""Hyperparameters of a model small enough that a run takes as long as its imports."""
+"""Hyperparameters of a model so small that a run takes hardly longer than its imports."""
 
 
 REQUEUED: dict[str, Any] = TINY | {
@@ -34,10 +34,10 @@ REQUEUED: dict[str, Any] = TINY | {
     "checkpoint_rate": 1000,
     "amp_dtype": None,
 }
-"""A run that a scheduler stops and starts again: `max_steps` is left to say."""
+"""Hyperparameters of a run that a scheduler stops and requeues, without `max_steps`."""
 
 EXACT = ("loss", "grad_norm", "lr", "batches", "tokens", "skipped_steps")
-"""Training metrics that are the same to the last bit, however often a run was stopped."""
+"""Training metrics that are bit-identical however often a run is stopped and resumed."""
 
 
 def _enter(
@@ -49,13 +49,13 @@ def _enter(
         results.put((rank, action(world, *arguments)))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # as fsdp.py ends: PyTorch aborts an interpreter that takes itself apart under one of its threads
+    os._exit(0)  # as fsdp.py: PyTorch aborts if the interpreter shuts down while one of its threads runs
 
 
 def run_ranks(size: int, action: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Run `action(world, *arguments)` in `size` processes joined by gloo; return what each returned, by rank.
+    """Run `action(world, *arguments)` on `size` ranks with gloo; return the results by rank.
 
-    `action` must be a module's own function, and its result picklable without tensors' shared memory.
+    `action` is a function at the top level of a module; its result is picklable and holds no tensors.
     """
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
@@ -78,7 +78,7 @@ def run_ranks(size: int, action: Callable[..., Any], *arguments: Any) -> list[An
 
 
 def in_world(action: Callable[[World], Any]) -> Any:
-    """Run `action` in a world of this process alone."""
+    """Run `action(world)` in this process as the only rank."""
     with join_world(Launch(), timeout=60) as world:
         return action(world)
 
@@ -86,11 +86,11 @@ def in_world(action: Callable[[World], Any]) -> Any:
 def start(
     folder: Path, *overrides: str, ranks: int = 1, config: Mapping[str, Any] | None = None, **env: str
 ) -> subprocess.Popen[str]:
-    """Start `fsdp.py` in `folder` as a person would, `ranks` processes of it, and return at once.
+    """Start `fsdp.py` in `folder` on `ranks` ranks.
 
     Args:
-        config: hyperparameters of the experiment file (default: `TINY`), written to `folder/test.yaml`.
-        env: variables to set.
+        config: hyperparameters (default: `TINY`), written to `folder/test.yaml`.
+        env: environment variables to set.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "test.yaml").write_text(json.dumps({"hyperparameters": dict(TINY if config is None else config)}))
@@ -104,7 +104,7 @@ def start(
 
 
 def run(folder: Path, *overrides: str, timeout: float = 120, **how: Any) -> subprocess.CompletedProcess[str]:
-    """`start`, waited for: exit code and both outputs."""
+    """Run `fsdp.py` as `start` does; return exit code, stdout and stderr."""
     process = start(folder, *overrides, **how)
     try:
         output, errors = process.communicate(timeout=timeout)
@@ -116,14 +116,14 @@ def run(folder: Path, *overrides: str, timeout: float = 120, **how: Any) -> subp
 
 
 def reports(folder: Path, group: str = "training", name: str = "test") -> dict[int, dict[str, Any]]:
-    """The lines of a run's metrics.jsonl of one group, by step."""
+    """Return the lines of one group in metrics.jsonl of a run, by step."""
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return {record["step"]: record for record in records if record["group"] == group}
 
 
 def checkpoints(folder: Path, name: str = "test") -> dict[int, Path]:
-    """A run's checkpoints, by step."""
+    """Return the checkpoint directories of a run, by step."""
     manifests = (folder / "runs" / name / "checkpoints").glob("*/manifest.json")
     return {json.loads(path.read_text())["step"]: path.parent for path in manifests}
 
@@ -137,12 +137,12 @@ CHAT_TEMPLATE = (
 
 
 def byte_level_tokenizer(vocab_size: int = 300) -> bytes:
-    """The `tokenizer.json` of a small GPT-2-like tokenizer: byte-level BPE that ends texts with <|endoftext|>."""
+    """Return the `tokenizer.json` of a small GPT-2-like tokenizer: byte-level BPE with <|endoftext|> after texts."""
     return train_tokenizer(iter([_WORDS] * 3), vocab_size)
 
 
 def llama_tokenizer() -> bytes:
-    """The `tokenizer.json` of a small Llama-like tokenizer: BPE with spaces as letters, and a beginning, <s>."""
+    """Return the `tokenizer.json` of a small Llama-like tokenizer: BPE with Metaspace and a BOS token, <s>."""
     trainer = trainers.BpeTrainer(  # pyright: ignore[reportCallIssue]
         vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
     )
@@ -156,10 +156,10 @@ def llama_tokenizer() -> bytes:
 
 
 def llama2_tokenizer(*, newer: bool = False) -> bytes:
-    """As `llama_tokenizer`, but without words, and with bytes for characters that it does not know, as Llama 2's.
+    """Return `llama_tokenizer` without word splitting and with byte fallback, as Llama 2's.
 
     Args:
-        newer: written as newer versions of `transformers` do: what makes letters of spaces is no normalizer there.
+        newer: in the format of newer versions of `transformers`: Metaspace pre-tokenizer instead of a normalizer.
     """
     content = json.loads(llama_tokenizer())
     size = len(content["model"]["vocab"])

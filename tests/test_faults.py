@@ -295,8 +295,9 @@ def train_three_steps(world: World, how: str) -> dict[str, Any]:
     hp = config.read({"hyperparameters": RUN | {"grad_clip": 1.0}}, [], "test")
     with torch.device("meta"):
         model = Transformer(hp)
-    dims = dict(zip(("replicate", "shard"), parallelize.mesh_shape(hp, world.size, world.size), strict=True))
-    model = parallelize.parallelize(model, hp, world.device_mesh(dims), None, 1)
+    replicate, shard = parallelize.mesh_shape(hp, world.size, world.size)
+    mesh = world.device_mesh({"replicate": replicate, "shard": shard})
+    model = parallelize.parallelize(model, hp, mesh, None, 1)
     optimizer = optim.Optimizer(hp, model.named_parameters())
     meter = accumulator.MetricsAccumulator(world.device, world.all_gather_object, 1.0, None)
     tokens = torch.randint(64, (1, 17), generator=torch.Generator().manual_seed(world.rank))

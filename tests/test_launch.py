@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -246,8 +247,8 @@ def test_a_run_with_missing_variables_exits_with_2(tmp_path: Path, message: Mess
 
 
 def test_a_rank_on_another_node_prints_its_own_errors(tmp_path: Path) -> None:
-    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1"}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    env: dict[str, Any] = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    env |= {"GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = run(tmp_path, "n_heads=5", **env)
     assert done.returncode == 2
     assert "n_heads" in done.stderr
@@ -361,7 +362,8 @@ def test_ranks_receive_their_variables_and_the_arguments(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["MASTER_PORT", "OMP_NUM_THREADS"])
 def test_variables_that_are_set_are_kept(name: str, tmp_path: Path) -> None:
-    with launched(tmp_path, f"say(os.environ['{name}'])", **{name: "1234"}) as launcher:
+    set_variable: dict[str, Any] = {name: "1234"}
+    with launched(tmp_path, f"say(os.environ['{name}'])", **set_variable) as launcher:
         assert finish(launcher) == (0, "1234\n1234\n", "")
 
 
