@@ -1,31 +1,24 @@
-"""All parts' settings as one flat mapping: read, checked, compared, explained.
+"""All hyperparameters as one flat mapping: read, validated and documented.
 
-python -m lm.config            the table of hyperparameters
-python -m lm.config --schema   JSON Schema of an experiment file, for editors
-python -m lm.config --write    both into their places: README.md and docs/hyperparameters.schema.json
+python -m lm.config            print docs/hyperparameters.md
+python -m lm.config --schema   print the JSON Schema of an experiment file, for editors
+python -m lm.config --write    write docs/hyperparameters.md and docs/hyperparameters.schema.json
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Any, get_args, get_origin
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    create_model,
-    field_validator,
-)
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from lm import strict_yaml
 from lm.checkpoint.checkpointer import CheckpointConfig
@@ -36,87 +29,48 @@ from lm.optim import OptimConfig
 from lm.parallelize import ParallelConfig
 from lm.precision import PrecisionConfig
 from lm.profiling import ProfilingConfig
-from model import ModelConfig
+from model import PRESETS, ModelConfig
 
+ROOT = Path(__file__).parent.parent
 DEFAULT_STEPS = 100
 DEFAULT_SEED = 42
 
 
 class RunConfig(BaseModel):
-    """The settings of `fsdp.py` itself."""
+    """Length, seed and name of the run, and the text it generates at the end."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_steps: int | None = Field(
-        None, gt=0, description="optimizer steps of the whole run; null = searcher.max_length, else 100"
-    )
+    max_steps: int | None = Field(None, gt=0, description="optimizer steps; null = searcher.max_length, else 100")
     max_epochs: float | None = Field(
-        None, le=1e6, description="end after so many passes over the data; below 0 = only validate and generate"
+        None, le=1e6, description="passes over the data, instead of max_steps; below 0 = only validate and generate"
     )
-    seed: int | None = Field(None, ge=0, description="of weights, order and dropout; null = the trial's, else 42")
-    run_name: str | None = Field(None, description="folder below runs/; null = the config file's name")
+    seed: int | None = Field(None, ge=0, description="of weights, data order and dropout; null = the trial's, else 42")
+    run_name: str | None = Field(None, description="directory under runs/; null = the config file's name")
     prompt: str | None = Field(None, description="text to continue at the end of the run")
-    num_tokens: int = Field(100, ge=0, description="tokens generated from prompt")
-    collective_timeout: float = Field(
-        600.0, ge=1, le=604800, description="longest wait of a rank for another (seconds)"
-    )
+    num_tokens: int = Field(100, ge=0, description="tokens to generate from prompt")
+    collective_timeout: float = Field(600.0, ge=1, le=604800, description="longest wait for another rank (seconds)")
 
     @field_validator("max_epochs")
     @classmethod
     def _not_zero(cls, epochs: float | None) -> float | None:
         if epochs == 0:
-            raise ValueError("0 epochs are nothing to do; use -1 to validate and generate only")
+            raise ValueError("0 epochs train nothing; use -1 to only validate and generate")
         return epochs
 
-    def run_length(self, epoch: float | None) -> int:
-        """Steps of the whole run, where an epoch has `epoch` of them; 0 = validate and generate only.
+    def run_length(self, steps_per_epoch: float | None) -> int:
+        """Return the number of steps of the run; 0 = only validate and generate.
 
-        Raises:
-            ConfigError: epochs are asked for, and nobody knows how long one is.
+        Args:
+            steps_per_epoch: None for a streamed dataset, whose length is unknown.
         """
         if self.max_epochs is None:
             return self.max_steps or DEFAULT_STEPS
-        if epoch is None and self.max_epochs > 0:
-            raise ConfigError("max_epochs: nobody knows the length of a streamed dataset; set max_steps")
-        epoch = epoch or 0.0
-        by_epochs = max(0, math.ceil(self.max_epochs * epoch))
-        return min(by_epochs, self.max_steps) if self.max_steps else by_epochs
-
-
-PARTS: dict[str, type[BaseModel]] = {
-    "model.py": ModelConfig,
-    "lm/data/loader.py": DataConfig,
-    "lm/optim.py": OptimConfig,
-    "lm/precision.py": PrecisionConfig,
-    "lm/parallelize.py": ParallelConfig,
-    "lm/checkpoint.py": CheckpointConfig,
-    "lm/metrics.py": MetricsConfig,
-    "lm/profiling.py": ProfilingConfig,
-    "fsdp.py": RunConfig,
-}
-"""Each file with settings, and what they are."""
-
-
-class _Sound(BaseModel):
-    """Refuses what pydantic lets pass and no setting means: true as a number, inf, NaN, empty or broken text."""
-
-    @field_validator("*", mode="wrap")
-    @classmethod
-    def _is_sound(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        parsed = validate(value)
-        if isinstance(parsed, str):
-            sound = re.fullmatch(r"[^\0\ud800-\udfff]+", parsed)
-        elif isinstance(parsed, int | float) and not isinstance(parsed, bool):
-            sound = not isinstance(value, bool) and abs(parsed) < 2**63
-        else:
-            sound = True
-        if not sound:
-            too_large = isinstance(parsed, int | float) and 2**63 <= abs(parsed) < math.inf
-            raise ValueError(f"{_show(value)} is too large, 2^63 or more" if too_large else "")
-        return parsed
-
-
-_SOUND_PARTS = [create_model(part.__name__, __base__=(_Sound, part)) for part in PARTS.values()]
+        if steps_per_epoch is None and self.max_epochs > 0:
+            problem = "max_epochs: the length of a streamed dataset is unknown; set max_steps"
+            raise ConfigError(problem, keys=("max_epochs", "dataset"))
+        steps = max(0, math.ceil(self.max_epochs * (steps_per_epoch or 0.0)))
+        return min(steps, self.max_steps or steps)
 
 
 class Hyperparameters(
@@ -130,26 +84,51 @@ class Hyperparameters(
     DataConfig,
     ModelConfig,
 ):
-    """Every key of `hyperparameters:`; a part is handed the whole and sees its own keys by type."""
+    """Every key of `hyperparameters:`. A part is passed all of them and reads those of its own config."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-# ---- reading ----------------------------------------------------------------------------------------------
+PARTS: tuple[type[BaseModel], ...] = Hyperparameters.__bases__[::-1]
+_SCHEMA = Hyperparameters.model_json_schema()
 
 
-class _Setting(NamedTuple):
-    value: Any
-    label: str
-    """what errors call it: file, line and key"""
+class _Strict(BaseModel):
+    """Refuses values that pydantic accepts but no hyperparameter means: true as a number, inf, "", NUL, 2^63."""
+
+    model_config = ConfigDict(allow_inf_nan=False, str_min_length=1)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _refuse(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
+        parsed = validate(value)
+        if isinstance(parsed, int | float) and abs(parsed) >= 2**63:
+            raise ValueError(f"{_show(value)} is too large, 2^63 or more")
+        is_true_as_number = isinstance(value, bool) and not isinstance(parsed, bool)
+        if is_true_as_number or (isinstance(parsed, str) and "\0" in parsed):
+            raise PydanticCustomError("not_accepted", "")
+        return parsed
+
+
+_STRICT_PARTS = [create_model(part.__name__, __base__=(_Strict, part)) for part in PARTS]
+
+
+_Errors = dict[tuple[str, ...], ConfigError]
+"""by key, e.g. ("lr",) or ("rope_scaling", "factor")"""
+
+_PROBLEMS = {
+    "missing": "is missing; {accepted} is needed",
+    "extra_forbidden": "no such key{nearest}",
+    "string_type": "{value} is not {accepted}; put it in quotes",
+    "value_error": "{message}",
+}
+"""What is wrong, by pydantic's error type; for all others, "{value} is not {accepted}"."""
+_TYPES = {"integer": "an integer", "boolean": "true or false", "object": "a mapping", "null": "null"}
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
 def load(path: Path, overrides: Sequence[str]) -> Hyperparameters:
-    """Read an experiment file and `key=value` overrides of its hyperparameters.
-
-    Raises:
-        ConfigError: listing every problem with its file and line.
-    """
+    """Read the experiment file at `path`; see `read`."""
     contents, lines = strict_yaml.load(path)
     return read(contents, overrides, str(path), lines)
 
@@ -157,128 +136,119 @@ def load(path: Path, overrides: Sequence[str]) -> Hyperparameters:
 def read(
     contents: Mapping[str, Any], overrides: Sequence[str], name: str, lines: Mapping[str, int] | None = None
 ) -> Hyperparameters:
-    """The hyperparameters of an experiment's config, e.g. the one that a Determined trial is handed.
+    """Return the hyperparameters of an experiment's config, e.g. of the one that Determined passes to a trial.
 
     Args:
-        contents: `hyperparameters` and `searcher` are looked at.
-        overrides: `key=value`; the value is YAML, or for a key that holds text the text as it stands.
-        name: of the config, for errors.
-        lines: where things stand in it, e.g. `{"hyperparameters.lr": 12}`.
+        contents: only `hyperparameters` and `searcher` are read.
+        overrides: `key=value`; the value is YAML, or for a key that accepts a string, the literal text.
+        name: name of the config in errors.
+        lines: line numbers in the config, e.g. `{"hyperparameters.lr": 12}`.
 
     Raises:
-        ConfigError: listing every problem.
+        ConfigError: lists every problem.
     """
     raw = contents.get("hyperparameters")
     raw = {} if raw is None else raw
     if not isinstance(raw, dict):
-        raise ConfigError(f"{name}: hyperparameters: {_show(raw)} is not a mapping of names to values")
+        raise ConfigError(f"{name}: hyperparameters: {_show(raw)} is not a mapping of keys to values")
 
     def label(key: str) -> str:
-        section, _, inner = key.partition(".")
-        at = f":{lines[key]}" if lines and key in lines else ""
-        return f"{name}{at}: {inner if section == 'hyperparameters' else key}"
+        line = f":{lines[key]}" if lines and key in lines else ""
+        return f"{name}{line}: {key.removeprefix('hyperparameters.')}"
 
-    settings = {key: _Setting(value, label(f"hyperparameters.{key}")) for key, value in raw.items()}
-    problems = {}
+    values, labels = dict(raw), {key: label(f"hyperparameters.{key}") for key in raw}
+    errors: _Errors = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
         if key and key.isprintable() and equals:
-            settings[key] = _Setting(_override(key, text), f"argument {key}")
+            values[key], labels[key] = _parse_override(key, text), f"argument {key}"
         else:
-            problems[override] = f"argument {_show(override)}: is not key=value"
-    for key, setting in settings.items():
-        match setting.value:  # Determined's way to write what a search varies
-            case {"type": "const", "val": value}:
-                settings[key] = setting._replace(value=value)
+            errors[(override,)] = ConfigError(f"argument {_show(override)}: is not key=value")
+    for key, value in values.items():
+        match value:  # how Determined writes what a search varies
+            case {"type": "const", "val": constant}:
+                values[key] = constant
             case {"type": "int" | "double" | "log" | "categorical"}:
-                advice = f"a range to search needs a cluster; off it, give one value: {key}=VALUE"
-                problems[key] = f"{setting.label}: {advice}"
-    searcher = contents.get("searcher")
-    length = searcher.get("max_length") if isinstance(searcher, dict) else None
-    if isinstance(length, dict):
-        length = length.get("batches", length)  # the older form, {batches: 100}
-    given = {key for key, setting in settings.items() if setting.value is not None}
-    if length is not None and not given & {"max_steps", "max_epochs"}:
-        settings["max_steps"] = _Setting(length, label("searcher.max_length"))
-    return _check(settings, problems)
+                advice = f"search ranges need a cluster; without one, set one value: {key}=VALUE"
+                errors[(key,)] = ConfigError(f"{labels[key]}: {advice}", keys=(key,))
+    match contents.get("searcher"):
+        case {"max_length": {"batches": length}} | {"max_length": length} if length is not None:
+            if values.get("max_steps") is None and values.get("max_epochs") is None:
+                values["max_steps"], labels["max_steps"] = length, label("searcher.max_length")
+    return _validate(values, labels, errors)
 
 
-def _override(key: str, text: str) -> Any:
+def _parse_override(key: str, text: str) -> Any:
     field = Hyperparameters.model_fields.get(key)
-    kinds = (field.annotation, *get_args(field.annotation)) if field else ()
-    is_mapping = text.startswith("{") and any(get_origin(kind) is dict for kind in kinds)
-    if str in kinds and not is_mapping:
-        return None if text == "null" and type(None) in kinds else text
+    types = (field.annotation, *get_args(field.annotation)) if field else ()
+    is_mapping = text.startswith("{") and any(get_origin(kind) is dict for kind in types)
+    if str in types and not is_mapping:
+        return None if text == "null" and type(None) in types else text
     try:
         return strict_yaml.parse(text.strip(), "")[0] if text.strip() else ""
     except ConfigError:
         return text
 
 
-# ---- checking ---------------------------------------------------------------------------------------------
-
-
-def _check(settings: Mapping[str, _Setting], problems: dict[str, str]) -> Hyperparameters:
-    """Validate part by part, so that one part's mistakes do not hide another's.
-
-    Args:
-        problems: lines known already, by key; a key gets no second one.
-    """
-    values = {key: setting.value for key, setting in settings.items()}
-    known = Hyperparameters.model_fields
-    for key in values.keys() - known.keys():
-        problems[key] = f"{settings[key].label}: no such hyperparameter{_nearest(key, known)}"
-    for part in _SOUND_PARTS:
-        mine = {key: values[key] for key in part.model_fields if key in values}
+def _validate(values: Mapping[str, Any], labels: Mapping[str, str], errors: _Errors) -> Hyperparameters:
+    """Validate each part separately, so that an error in one does not hide the relations between keys of another."""
+    for key in values.keys() - Hyperparameters.model_fields.keys():
+        nearest = _nearest(key, Hyperparameters.model_fields)
+        errors[(key,)] = ConfigError(f"{labels[key]}: no such hyperparameter{nearest}")
+    for part in _STRICT_PARTS:
         try:
-            part.model_validate(mine)
-        except ValidationError as error:
-            for key, line in (found for problem in error.errors() for found in _explain(part, problem, settings)):
-                problems.setdefault(key, line)
-    if problems:
-        place = {key: at for at, key in enumerate(settings)}
-        in_order = sorted(problems, key=lambda key: place.get(key, place.get(key.partition(".")[0], -1)))
-        raise ConfigError(*(problems[key] for key in in_order))
+            part.model_validate({key: values[key] for key in part.model_fields if key in values})
+        except ValidationError as invalid:
+            # The innermost first: a mapping's wrong key hides that the mapping is not a string either.
+            for problem in sorted(invalid.errors(), key=lambda problem: -len(problem["loc"])):
+                for path, error in _explain(problem, part, values, labels).items():
+                    if not any(path == known[: len(path)] or known == path[: len(known)] for known in errors):
+                        errors[path] = error
+    if errors:
+        position = {key: index for index, key in enumerate(values)}
+        raise ConfigError.merge(errors[path] for path in sorted(errors, key=lambda path: position.get(path[0], -1)))
     hp = Hyperparameters.model_validate(values)
-    if hp.float8 and (tokens := hp.batch_size * hp.max_seq_len) % 16:  # a product over tokens makes weights' gradients
-        raise ConfigError(f"{settings['float8'].label}: batch_size x max_seq_len is {tokens}, no multiple of 16")
+    if hp.float8 and (tokens := hp.batch_size * hp.max_seq_len) % 16:  # the inner dimension of weight gradients
+        problem = f"{labels['float8']}: batch_size x max_seq_len is {tokens}, not a multiple of 16"
+        raise ConfigError(problem, keys=("float8", "batch_size", "max_seq_len"))
     return hp
 
 
 def _explain(
-    part: type[BaseModel], problem: ErrorDetails, settings: Mapping[str, _Setting]
-) -> Iterator[tuple[str, str]]:
-    """Keys and lines that say what is wrong, in the words of the file rather than of the validator."""
+    problem: ErrorDetails, part: type[BaseModel], values: Mapping[str, Any], labels: Mapping[str, str]
+) -> _Errors:
+    """Return what pydantic found in the words of the config file."""
     message = problem["msg"].removeprefix("Value error, ")
-    if not problem["loc"]:  # a relation between keys; says by itself which
+    if not problem["loc"]:  # relations between keys: one per line, which starts with a key and names the others
+        errors = {}
         for line in message.splitlines():
             key = line.partition(":")[0]
-            yield key, settings[key].label + line.removeprefix(key) if key in settings else line
-        return
-    shape = part.model_json_schema()
-    nested = {key: inner for model in shape.get("$defs", {}).values() for key, inner in model["properties"].items()}
+            involved = part.model_fields.keys() & set(re.findall(r"\w+", line))
+            errors[(key,)] = ConfigError(labels.get(key, key) + line.removeprefix(key), keys=involved)
+        return errors
     key, *rest = map(str, problem["loc"])
-    value, name, wanted = settings[key].value, settings[key].label, shape["properties"][key]
-    if rest and (rest[0] in nested or problem["type"] == "extra_forbidden"):
-        key, name = f"{key}.{rest[0]}", f"{name}.{rest[0]}"
-        value, wanted = problem["input"], nested.get(rest[0], {})
-    mappings = [option for option in wanted.get("anyOf", ()) if option.get("type") == "object"]
-    if mappings and isinstance(value, dict):
-        if problem["type"] == "string_type":  # what is wrong with it as a mapping comes, too
-            return
-        if rest[1:]:
-            value, name, wanted = problem["input"], f"{name}: {rest[1]}", mappings[0]["additionalProperties"]
-    text = f"{_show(value)} is not {_kind(wanted)}"
-    if problem["type"] == "missing":
-        text = f"is missing; {_kind(wanted)} is needed"
-    elif problem["type"] == "extra_forbidden":
-        text = f"no such key{_nearest(rest[0], nested)}"
-    elif problem["type"] == "string_type":
-        text += "; put it in quotes"
-    elif problem["type"] == "value_error" and message:
-        text = message
-    yield key, f"{name}: {text}"
+    path, value, siblings, schema = (key,), values[key], {}, _SCHEMA["properties"][key]
+    for name in rest:  # also names of union members, e.g. "dict[str,float]"
+        if isinstance(value, dict) and (name in value or problem["type"] == "missing"):
+            siblings = _nested(schema)
+            path, value, schema = (*path, name), value.get(name), siblings.get(name, siblings.get("*", {}))
+    is_item = isinstance(problem["loc"][-1], int)  # of a list, which is shown as one value
+    template = _PROBLEMS.get("" if is_item else problem["type"], "{value} is not {accepted}")
+    text = template.format(
+        value=_show(value), accepted=_accepted(schema), message=message, nearest=_nearest(path[-1], siblings)
+    )
+    return {path: ConfigError(f"{'.'.join((labels[key], *path[1:]))}: {text}", keys=(key,))}
+
+
+def _nested(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the JSON Schema of each key of a mapping that `schema` accepts, "*" for any key."""
+    for option in schema.get("anyOf", ()):
+        if "$ref" in option:
+            return _SCHEMA["$defs"][option["$ref"].rpartition("/")[2]]["properties"]
+        if "additionalProperties" in option:
+            return {"*": option["additionalProperties"]}
+    return {}
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
@@ -287,80 +257,73 @@ def _nearest(key: str, known: Iterable[str]) -> str:
 
 
 def _show(value: Any) -> str:
-    """`value` as YAML would spell it, on one line."""
+    """Return `value` on one line, as in YAML."""
     try:
         text = json.dumps(value, default=str, ensure_ascii=False)
-    except (ValueError, RecursionError):  # it holds itself, or is very deep
+    except (ValueError, RecursionError):  # contains itself, or is nested deeply
         text = "this"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _kind(wanted: Mapping[str, Any]) -> str:
-    """What a value must be, from its JSON Schema: "a whole number > 0 or null", "one of relu, gelu, swiglu"."""
-    match wanted:
+def _accepted(schema: Mapping[str, Any]) -> str:
+    """Describe the values that a JSON Schema accepts: "an integer > 0 or null", "one of relu, gelu, swiglu"."""
+    match schema:
         case {"anyOf": options}:
-            return " or ".join(map(_kind, options))
+            return " or ".join(map(_accepted, options))
         case {"enum": names}:
             return f"one of {', '.join(names)}"
         case {"const": name}:
             return name
-        case {"prefixItems": [first, *_] as items}:
-            return f"a list of {len(items)} {_kind(first).removeprefix('a ')}s"
-    bounds = [f"{sign} {wanted[bound]:.15g}" for bound, sign in _BOUNDS.items() if bound in wanted]
-    return " ".join([_KINDS[wanted.get("type", "object")], " and ".join(bounds)]).strip()
+        case {"prefixItems": items}:
+            return f"a list of {len(items)} {items[0]['type']}s"
+    bounds = " and ".join(f"{sign} {schema[bound]:.15g}" for bound, sign in _BOUNDS.items() if bound in schema)
+    kind = schema.get("type", "object")
+    return f"{_TYPES.get(kind, f'a {kind}')} {bounds}".rstrip()
 
 
-_KINDS = {
-    "integer": "a whole number",
-    "number": "a number",
-    "boolean": "true or false",
-    "string": "text",
-    "null": "null",
-    "array": "a list",
-    "object": "a mapping",
-}
-_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+# ---- documentation ----------------------------------------------------------------------------------------
 
 
-# ---- explaining -------------------------------------------------------------------------------------------
-
-
-def table() -> str:
-    """The hyperparameters as a Markdown table."""
-    rows = ["| key | default | meaning | values |", "|---|---|---|---|"]
-    for file, part in PARTS.items():
-        rows.append(f"| **{file}** | | | |")
-        shapes = part.model_json_schema()["properties"]
+def page() -> str:
+    """Return docs/hyperparameters.md: the keys of every part, and the presets."""
+    lines = [
+        "# Hyperparameters\n",
+        "All keys of `hyperparameters:` in an experiment file and of `key=value` arguments.",
+    ]
+    lines += ["`make docs` writes this page, and the [JSON Schema](hyperparameters.schema.json) for editors."]
+    for part in PARTS:
+        summary = (part.__doc__ or "").partition("\n")[0]
+        lines += [f"\n## {Path(inspect.getfile(part)).relative_to(ROOT)}\n\n{summary}\n"]
+        lines += ["| key | default | accepted values | meaning |", "|---|---|---|---|"]
         for key, field in part.model_fields.items():
-            default = json.dumps(field.default)
-            rows.append(f"| `{key}` | `{default}` | {field.description} | {_kind(shapes[key])} |")
-    return "\n".join(rows)
+            schema = _SCHEMA["properties"][key]
+            rows = {key: (json.dumps(field.default), schema)}
+            rows |= {f"{key}.{name}": ("required", inner) for name, inner in _nested(schema).items() if name != "*"}
+            for name, (default, inner) in rows.items():
+                lines.append(f"| `{name}` | `{default}` | {_accepted(inner)} | {inner['description']} |")
+    lines += ["\n## Presets\n", "Values of `model`. A key that is set in the file overrides the preset's.\n"]
+    lines += ["| model | parameters | keys |", "|---|---|---|"]
+    for name, preset in PRESETS.items():
+        keys = ", ".join(f"{key}: {json.dumps(value)}" for key, value in preset.items())
+        lines.append(f"| `{name}` | {ModelConfig.model_validate({'model': name}).n_parameters / 1e6:,.0f}M | {keys} |")
+    return "\n".join(lines) + "\n"
 
 
-def schema() -> dict[str, Any]:
-    """JSON Schema of an experiment file: our hyperparameters are checked, the platform's keys left alone."""
-    inner = Hyperparameters.model_json_schema()
-    definitions = inner.pop("$defs", {})
-    properties = {"hyperparameters": inner}
-    return {"type": "object", "$defs": definitions, "properties": properties, "required": ["hyperparameters"]}
-
-
-def write_docs() -> None:
-    """Bring README.md's table and docs/hyperparameters.schema.json up to date."""
-    root = Path(__file__).parent.parent
-    (root / "docs" / "hyperparameters.schema.json").write_text(json.dumps(schema(), indent=1) + "\n")
-    between = re.compile(r"(?<=<!-- hyperparameters -->\n).*?(?=<!-- /hyperparameters -->)", re.DOTALL)
-    readme = root / "README.md"
-    readme.write_text(between.sub(lambda _: table() + "\n", readme.read_text()))
+def schema() -> str:
+    """Return docs/hyperparameters.schema.json, which leaves Determined's own keys unchecked."""
+    inner = {key: value for key, value in _SCHEMA.items() if key != "$defs"}
+    outer = {"type": "object", "$defs": _SCHEMA["$defs"], "properties": {"hyperparameters": inner}}
+    return json.dumps(outer | {"required": ["hyperparameters"]}, indent=1) + "\n"
 
 
 if __name__ == "__main__":
     match sys.argv[1:]:
         case []:
-            print(table())
+            print(page(), end="")
         case ["--schema"]:
-            print(json.dumps(schema(), indent=1))
+            print(schema(), end="")
         case ["--write"]:
-            write_docs()
+            (ROOT / "docs" / "hyperparameters.md").write_text(page())
+            (ROOT / "docs" / "hyperparameters.schema.json").write_text(schema())
         case _:
             sys.exit(__doc__)

@@ -1,6 +1,6 @@
-"""Experiment files: YAML without surprises, and the line on which everything stands.
+"""Strict YAML for experiment files, with line numbers of the keys.
 
-Keys are names and none is given twice, 1e-4 is a number, and tags that would run code are refused.
+Keys are strings, duplicate keys are errors, 1e-4 is a number, and tags that would run code are refused.
 """
 
 from __future__ import annotations
@@ -16,31 +16,28 @@ from lm.errors import ConfigError
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The experiment in the file at `path`, and the lines of its keys, e.g. `{"hyperparameters.lr": 12}`.
+    """Return the experiment in the file at `path` and the lines of its keys, e.g. `{"hyperparameters.lr": 12}`.
 
     Raises:
-        ConfigError: it cannot be read, is no YAML, or has no `hyperparameters`.
+        ConfigError: the file cannot be read, is not valid YAML, or has no `hyperparameters`.
     """
     try:
         source = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; --config names an experiment file such as config.yaml") from None
+        raise ConfigError(f"{path}: {error.strerror}; --config accepts a file such as config.yaml") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is not UTF-8") from None
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     experiment, lines = parse(source, str(path))
     if not isinstance(experiment, dict) or "hyperparameters" not in experiment:
-        raise ConfigError(f"{path}: hyperparameters: is missing; config.yaml shows what an experiment file holds")
+        raise ConfigError(f"{path}: hyperparameters: is missing; see config.yaml for an example")
     return experiment, lines
 
 
 def parse(source: str, name: str) -> tuple[Any, dict[str, int]]:
-    """The value that `source` is in YAML, and the lines of its keys, two levels deep.
-
-    Args:
-        name: what errors call it.
+    """Return the value of the YAML text `source`, called `name` in errors, and the lines of its keys, two levels deep.
 
     Raises:
-        ConfigError: naming the line.
+        ConfigError: names the line.
     """
     try:
         loader = _StrictLoader(source)
@@ -56,10 +53,10 @@ def parse(source: str, name: str) -> tuple[Any, dict[str, int]]:
     except RecursionError:
         raise ConfigError(f"{name}: is nested too deeply") from None
     lines: dict[str, int] = {}
-    for outer, inside in node.value if isinstance(node, yaml.MappingNode) else ():
-        lines[outer.value] = _line(outer)
-        if isinstance(inside, yaml.MappingNode):
-            lines |= {f"{outer.value}.{inner.value}": _line(inner) for inner, _ in inside.value}
+    for outer, section in node.value if isinstance(node, yaml.MappingNode) else ():
+        lines[outer.value] = outer.start_mark.line + 1
+        if isinstance(section, yaml.MappingNode):
+            lines |= {f"{outer.value}.{inner.value}": inner.start_mark.line + 1 for inner, _ in section.value}
     return value, lines
 
 
@@ -69,10 +66,10 @@ class _StrictLoader(yaml.SafeLoader):
         first: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or not key.value.isprintable():
-                raise _problem("a key has to be a name", key)
+                raise _problem("a key must be a name", key)
             if key.value in first:
-                raise _problem(f"{key.value}: given twice, first on line {first[key.value]}", key)
-            first[key.value] = _line(key)
+                raise _problem(f"{key.value}: duplicate key, first on line {first[key.value]}", key)
+            first[key.value] = key.start_mark.line + 1
             if key.value != "<<":
                 key.tag = "tag:yaml.org,2002:str"
         return node
@@ -80,21 +77,16 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Hashable:
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
         if node.tag not in self.yaml_constructors:
-            raise _problem(f"the tag {tag} is not allowed; plain values are", node)
+            raise _problem(f"the tag {tag} is not allowed; use plain values", node)
         try:
             return super().construct_object(node, deep)
-        except (ValueError, LookupError, TypeError, AttributeError):  # what PyYAML makes of 2024-99-99 or !!int x
+        except (ValueError, LookupError, TypeError, AttributeError):  # PyYAML's errors for 2024-99-99 or !!int x
             raise _problem(f"{str(node.value)[:60]!r} is not a valid {tag[2:]}", node) from None
 
 
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$")
+_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 
 
 def _problem(text: str, node: yaml.Node) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=text, problem_mark=node.start_mark)
-
-
-def _line(node: yaml.Node) -> int:
-    return node.start_mark.line + 1

@@ -318,7 +318,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
 def save_replicas(world: World, folder: Path) -> None:
     with opened(world, folder) as checkpointer:
         state = nn.Linear(256, 256, bias=False)
-        fully_shard(state, mesh=world.mesh(world.size, 1))
+        fully_shard(state, mesh=world.device_mesh({"replicate": world.size, "shard": 1}))
         checkpointer.save({"model": state}, RUN_INFO, progress(1))
         checkpointer.commit()
 
@@ -334,7 +334,7 @@ def fill_the_disk(world: World, folder: Path) -> tuple[str, str | None]:
     with opened(world, folder) as checkpointer:
         good = save(checkpointer, world, 1)
         state = Tensors(16)
-        fully_shard(state, mesh=world.mesh(1, world.size)["shard"])
+        fully_shard(state, mesh=world.device_mesh({"shard": world.size}))
         checkpointer.save({"model": state}, RUN_INFO, progress(2))
         return good, attempt(checkpointer.commit)
 
@@ -463,7 +463,7 @@ def resume_despite_a_malicious_checkpoint(world: World, folder: Path) -> tuple[l
             as_tensor(folder / bad, Payload(folder / "ran"))
         world.all_gather_object(None)
         model = toy(-1)
-        fully_shard(model, mesh=world.mesh(1, world.size)["shard"])
+        fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
         manifest = resume(ResumePlan((bad, good)), checkpointer, {"model": model}, RUN_INFO, None, log.append)
     assert manifest is not None
     return log, manifest.step, [parameter.sum().full_tensor().item() for parameter in model.parameters()]  # type: ignore[attr-defined]

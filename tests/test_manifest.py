@@ -82,7 +82,7 @@ def save(
 ) -> str:
     """Save a sharded `toy` with all values `step`, or `value` on this rank; return the directory's name."""
     model = toy(step if value is None else value)
-    fully_shard(model, mesh=world.mesh(1, world.size)["shard"])
+    fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
     checkpointer.save({"model": model}, RUN_INFO, progress(step, loss))
     return checkpointer.commit()[1]
 

@@ -109,7 +109,7 @@ def save_and_load(world: World, checkpointer: Checkpointer, context: Reporting, 
     uuid = save(checkpointer, world, 3)
     left_by_save = files_in(local)
     model = toy(-1)
-    fully_shard(model, mesh=world.mesh(1, world.size)["shard"])
+    fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
     manifest = checkpointer.load(uuid, lambda _: {"model": model})
     shards = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
     return {
@@ -143,7 +143,7 @@ def damage_each_download(
         for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
             manager.damages = name if world.rank == victim else None
             model = toy(-1)
-            fully_shard(model, mesh=world.mesh(1, world.size)["shard"])
+            fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
             with pytest.raises(CheckpointError) as refused:
                 checkpointer.load(uuid, lambda _, model=model: {"model": model})
             errors.append((victim, name, str(refused.value)))

@@ -1,15 +1,13 @@
-"""Manners towards a Determined master: patience where it is away, one line where it refuses, and the one thing that a
-search wants to hear.
+"""Retries and error reporting for the Determined master.
 
-Metrics and checkpoints are reported by the library, from threads of its own. Progress and status, which only people
-look at, would hold up the training loop; the `Courier` brings them.
+Core API sends metrics and checkpoints from its own threads. Progress and status, which Core API sends from the
+calling thread, go through `BackgroundReporter`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -23,101 +21,89 @@ from determined.common.api.errors import BadRequestException
 from lm.errors import RankError, RunError
 
 MASTER_TIMEOUT = 1800
-"""seconds of a master's absence that a run sits out"""
-FAREWELL = 30.0
-"""longest wait for the last word of progress to arrive (seconds)"""
+"""longest time that calls to an unreachable master are retried (seconds)"""
+CLOSE_TIMEOUT = 30.0
+"""longest wait for the last progress report at the end of a run (seconds)"""
 
-_PAUSE = 2
+_RETRY_INTERVAL = 2
 _RANGES = {"int", "double", "log", "categorical"}
 _REFUSALS = (BadRequestException, APIHttpError)
 
 
 @contextmanager
 def retrying() -> Iterator[None]:
-    """Ask an absent master again every two seconds, for half an hour; end the run in one line where it refuses.
+    """Retry calls to an unreachable master every two seconds for `MASTER_TIMEOUT`; enter it before `core.init`.
 
-    The library's own pauses grow to two minutes, and a proxy's word that the master is away counts as a refusal.
-    To be entered before `core.init`. `DET_RETRY_CONFIG`, where set, stays.
+    Core API's own intervals grow to two minutes, and it treats a proxy's 502 or 503 as a refusal. A
+    `DET_RETRY_CONFIG` in the environment overrides this.
 
     Raises:
-        RankError: the master refused what it was told, or did not come back.
+        RankError: the master refused a call, or was unreachable for too long.
     """
-    retries = {"total": MASTER_TIMEOUT // _PAUSE, "backoff_factor": 0.5, "backoff_max": _PAUSE}
+    retries = {"total": MASTER_TIMEOUT // _RETRY_INTERVAL, "backoff_factor": 0.5, "backoff_max": _RETRY_INTERVAL}
     retries |= {"allowed_methods": False, "status_forcelist": [502, 503]}
     os.environ.setdefault("DET_RETRY_CONFIG", json.dumps(retries))
     try:
         yield
     except _REFUSALS as error:
-        what = " ".join(str(error).split())
-        raise RankError(f"the master does not take what it is told: {what}; the last checkpoint is kept") from error
+        reason = " ".join(str(error).split())
+        raise RankError(f"the Determined master refused a report: {reason}; the last checkpoint is kept") from error
 
 
 def exit_code(
-    error: RunError,
-    info: det.ClusterInfo | None,
-    speaks: bool,
-    explain: Callable[[RunError], None] | None = None,
+    error: RunError, info: det.ClusterInfo | None, is_reporter: bool, explain: Callable[[RunError], None] | None = None
 ) -> int:
-    """How a run that failed with `error` ends; a search is told where the point that it chose cannot work.
+    """Return the exit code of a run that failed with `error`, after reporting invalid hyperparameters to a search.
 
-    It then drops the point, without restarts, and goes on. That is so where every line of `error` names a
-    hyperparameter that the search varies; other mistakes would be the next point's, too.
+    If hyperparameters that the search varies caused all of `error`, the search drops this trial, without restarts,
+    and continues with its other trials. Any other error would be the same in the next trial.
 
     Args:
-        speaks: whether this process is the one to tell.
-        explain: leaves the error to the ranks that lose this one, so that they end alike.
+        is_reporter: whether this rank reports the error.
+        explain: passes the error on to ranks that lose their connection to this one, so that they exit alike.
 
     Returns:
-        The error's own exit code, or 0 for a point that is dropped.
+        The error's own exit code, or 0 for invalid hyperparameters of a search.
     """
-    if speaks and explain is not None:
+    if is_reporter and explain is not None:
         explain(error)
-    if info is None or not blames(error, varied(info.trial._config)):
+    if info is None or not error.is_caused_by(searched_keys(info.trial._config)):
         return error.exit_code
-    if speaks:
-        with suppress(*_REFUSALS):  # it knows already, or will see the trial fail
+    if is_reporter:
+        with suppress(*_REFUSALS):  # another rank has reported it, or the trial fails anyway
             manual = core.TensorboardMode.MANUAL
             with core.init(distributed=core.DummyDistributedContext(), tensorboard_mode=manual) as context:
                 context.train.report_early_exit(core.EarlyExitReason.INVALID_HP)
     return 0
 
 
-def varied(experiment: Mapping[str, Any]) -> set[str]:
-    """The hyperparameters for which an experiment's config gives a range and not a value."""
-    given = experiment.get("hyperparameters") or {}
-    return {key for key, value in given.items() if isinstance(value, dict) and value.get("type") in _RANGES}
-
-
-def blames(error: RunError, keys: set[str]) -> bool:
-    """Whether every line of `error` names one of `keys`; what a misspelt key should have been does not count."""
-    named = (re.findall(r"\w+", line.partition("; did you mean")[0]) for line in error.problems)
-    return all(keys & set(words) for words in named)
+def searched_keys(experiment: Mapping[str, Any]) -> set[str]:
+    """Return the hyperparameters for which an experiment's config has a range instead of a value."""
+    hyperparameters = experiment.get("hyperparameters") or {}
+    return {key for key, value in hyperparameters.items() if isinstance(value, dict) and value.get("type") in _RANGES}
 
 
 class BackgroundReporter:
-    """Brings a person's news to the master in the background: the newest of each kind, late where it has to be.
-
-    Training waits for none, and goes on where one is refused.
-    """
+    """Calls functions in a background thread, each with its latest value only; a refusal by the master is ignored."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "courier")
-        self._news: dict[str, tuple[Callable[[Any], None], Any]] = {}
+        self._pool = ThreadPoolExecutor(1, "master-reporter")
+        self._latest: dict[str, tuple[Callable[[Any], None], Any]] = {}
         self._last: Future[None] | None = None
 
-    def tell(self, deliver: Callable[[Any], None], news: Any) -> None:
-        """Call `deliver(news)` soon, unless there is newer for the same function by then."""
-        self._news[deliver.__name__] = deliver, news
-        self._last = self._pool.submit(self._deliver, deliver.__name__)
+    def submit(self, report: Callable[[Any], None], value: Any) -> None:
+        """Call `report(value)` soon, unless a later value is submitted for the same function first."""
+        self._latest[report.__name__] = report, value
+        self._last = self._pool.submit(self._send, report.__name__)
 
-    def _deliver(self, kind: str) -> None:
-        deliver, news = self._news.pop(kind, (None, None))
-        if deliver is not None:
+    def _send(self, name: str) -> None:
+        report, value = self._latest.pop(name, (None, None))
+        if report is not None:
             with suppress(*_REFUSALS):
-                deliver(news)
+                report(value)
 
     def close(self) -> None:
-        """Let the last word arrive, within `FAREWELL`."""
+        """Wait until the last call has finished, at most `CLOSE_TIMEOUT`."""
         if self._last is not None:
-            wait([self._last], FAREWELL)
+            wait([self._last], CLOSE_TIMEOUT)
         self._pool.shutdown(wait=False, cancel_futures=True)
