@@ -120,6 +120,7 @@ _PROBLEMS = {
     "missing": "is missing; {accepted} is needed",
     "extra_forbidden": "no such key{nearest}",
     "string_type": "{value} is not {accepted}; put it in quotes",
+    "string_too_short": "{value} is empty; {accepted} is needed",
     "value_error": "{message}",
 }
 """What is wrong, by pydantic's error type; for all others, "{value} is not {accepted}"."""

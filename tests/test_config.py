@@ -1,4 +1,4 @@
-"""Configuration: what is written down is what runs, and what cannot run is refused in the words of the file."""
+"""Configuration: the file's values are what runs; invalid values are refused, all at once, by key and line."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ from lm import config, parallelize
 from lm.data import loader
 from lm.errors import ConfigError
 from model import PRESETS
+from tests.conftest import Message
 from tests.support import TINY, checkpoints, reports, run
 
-Refusal = Callable[..., list[str]]
+Refusal = Callable[..., ConfigError]
 
 
 @pytest.fixture
 def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refusal:
-    """Loads a YAML text as `exp.yaml`, with overrides; returns the lines of its refusal."""
+    """Loads a YAML text as `exp.yaml`, with overrides; returns the error."""
     monkeypatch.chdir(tmp_path)
 
-    def load(source: str, *overrides: str) -> list[str]:
+    def load(source: str, *overrides: str) -> ConfigError:
         Path("exp.yaml").write_text(source)
         with pytest.raises(ConfigError) as refused:
             config.load(Path("exp.yaml"), overrides)
         assert refused.value.exit_code == 2
-        return str(refused.value).splitlines()
+        return refused.value
 
     return load
 
 
 def accept(*overrides: str, **hyperparameters: Any) -> dict[str, Any]:
-    """What was set by that, defaults left out."""
+    """The hyperparameters that are set, without defaults."""
     return config.read({"hyperparameters": hyperparameters}, overrides, "test").model_dump(exclude_unset=True)
 
 
@@ -47,64 +48,88 @@ def accept(*overrides: str, **hyperparameters: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("setting", "problem"),
+    "setting",
     [
-        ("n_layer: 3", "n_layer: no such hyperparameter; did you mean n_layers?"),
-        ("xyzzy: 3", "xyzzy: no such hyperparameter; python -m lm.config lists all"),
-        ("5: 3", "5: no such hyperparameter; python -m lm.config lists all"),
-        ("n_layers: four", 'n_layers: "four" is not a whole number > 0'),
-        ("n_layers: 2.5", "n_layers: 2.5 is not a whole number > 0"),
-        ("n_layers:", "n_layers: null is not a whole number > 0"),
-        ("n_layers: true", "n_layers: true is not a whole number > 0"),
-        ("n_layers: 99999999999999999999", "n_layers: 99999999999999999999 is too large, 2^63 or more"),
-        ("lr: [1]", "lr: [1] is not a number > 0"),
-        ("lr: false", "lr: false is not a number > 0"),
-        ("lr: .nan", "lr: NaN is not a number > 0"),
-        ("lr: 'inf'", 'lr: "inf" is not a number > 0'),
-        ("weight_decay: .inf", "weight_decay: Infinity is not a number >= 0"),
-        ("max_epochs: .nan", "max_epochs: NaN is not a number <= 1000000 or null"),
-        ("dropout: 1", "dropout: 1 is not a number >= 0 and < 1"),
-        ("report_rate: 0", "report_rate: 0 is not a whole number > 0"),
-        ("checkpoint_rate: -5", "checkpoint_rate: -5 is not a whole number > 0"),
-        ("validation_rate: 0", "validation_rate: 0 is not a whole number > 0 or null"),
-        ("norm: batchnorm", 'norm: "batchnorm" is not one of layernorm, rmsnorm'),
-        ("amp_dtype: fp8", 'amp_dtype: "fp8" is not one of auto, bfloat16, float16 or null'),
-        ("compile: sometimes", 'compile: "sometimes" is not auto or true or false'),
-        ("tie_embeddings: 3", "tie_embeddings: 3 is not true or false"),
-        ("prompt: 5", "prompt: 5 is not text or null; put it in quotes"),
-        ("prompt: ''", 'prompt: "" is not text or null'),
-        ("run_name: 2024-01-01", 'run_name: "2024-01-01" is not text or null; put it in quotes'),
-        ("train_data: {a: 0, b: 1}", "train_data: a: 0 is not a number > 0"),
-        ("train_data: {a: {b: 1}}", 'train_data: a: {"b": 1} is not a number > 0'),
-        ('train_data: "a\\0b"', 'train_data: "a\\u0000b" is not text or a mapping or null'),
-        ("seed: {}", "seed: {} is not a whole number >= 0 or null"),
-        ("max_epochs: 0", "max_epochs: 0 epochs are nothing to do; use -1 to validate and generate only"),
-        ("warmup_steps: 2.5", "warmup_steps: 2.5 is neither a whole number nor a fraction below 1"),
-        ("collective_timeout: 0.5", "collective_timeout: 0.5 is not a number >= 1 and <= 604800"),
-        ("torch_profiler_steps: [1]", "torch_profiler_steps: is missing; a list of 3 whole numbers is needed"),
-        ("torch_profiler_steps: 7", "torch_profiler_steps: 7 is not a list of 3 whole numbers"),
-        ("torch_profiler_steps: [1, a, 2]", 'torch_profiler_steps: [1, "a", 2] is not a list of 3 whole numbers'),
-        ("rope_scaling: 3", "rope_scaling: 3 is not a mapping or null"),
-        ("model: [gpt2]", 'model: ["gpt2"] is not text or null; put it in quotes'),
-        ("model: 5", "model: 5 is not text or null; put it in quotes"),
-        ("model: gpt3", "model: no preset 'gpt3'; there are " + ", ".join(PRESETS)),
-        ("n_heads: 7", "n_heads: 7 does not divide d_model 512; nearest: [1, 2, 4, 8]"),
-        ("n_kv_heads: 3", "n_kv_heads: 3 does not divide n_heads 8; choose from [1, 2, 4, 8]"),
-        ("lr: " + "x" * 99, 'lr: "' + "x" * 56 + "... is not a number > 0"),
+        "n_layers: four",
+        "n_layers: 2.5",
+        "n_layers:",
+        "n_layers: true",
+        "n_layers: 99999999999999999999",
+        "lr: [1]",
+        "lr: false",
+        "lr: .nan",
+        "lr: 'inf'",
+        "weight_decay: .inf",
+        "max_epochs: .nan",
+        "dropout: 1",
+        "report_rate: 0",
+        "checkpoint_rate: -5",
+        "validation_rate: 0",
+        "norm: batchnorm",
+        "amp_dtype: fp8",
+        "compile: sometimes",
+        "tie_embeddings: 3",
+        "prompt: 5",
+        "prompt: ''",
+        "run_name: 2024-01-01",
+        "train_data: {a: 0, b: 1}",
+        "train_data: {a: {b: 1}}",
+        'train_data: "a\\0b"',
+        "seed: {}",
+        "max_epochs: 0",
+        "warmup_steps: 2.5",
+        "collective_timeout: 0.5",
+        "torch_profiler_steps: [1]",
+        "torch_profiler_steps: 7",
+        "torch_profiler_steps: [1, a, 2]",
+        "rope_scaling: 3",
+        "model: [gpt2]",
+        "model: 5",
+        "model: gpt3",
+        "lr: " + "x" * 99,
     ],
 )
-def test_a_wrong_value_is_named_with_its_line_and_what_would_work(setting: str, problem: str, refusal: Refusal) -> None:
-    assert refusal(f"name: x\nhyperparameters:\n  batch_size: 1\n  {setting}\n") == [f"exp.yaml:4: {problem}"]
+def test_an_invalid_value_is_named_with_its_line_and_what_is_accepted(
+    setting: str, refusal: Refusal, message: Message
+) -> None:
+    error = refusal(f"name: x\nhyperparameters:\n  batch_size: 1\n  {setting}\n")
+    key = setting.partition(":")[0]
+    assert str(error).startswith(f"exp.yaml:4: {key}")
+    assert error.keys == {key}
+    message(error)
 
 
-def test_keys_inside_a_mapping_are_named_one_by_one(refusal: Refusal) -> None:
+@pytest.mark.parametrize("setting", ["n_layer: 3", "xyzzy: 3", "5: 3"])
+def test_an_unknown_key_is_refused_with_the_nearest(setting: str, refusal: Refusal, message: Message) -> None:
+    error = refusal(f"hyperparameters:\n  {setting}\n")
+    assert error.keys == set()
+    message(error)
+
+
+@pytest.mark.parametrize(
+    ("source", "keys"),
+    [
+        ("n_heads: 7", {"n_heads", "d_model"}),
+        ("n_kv_heads: 3", {"n_kv_heads", "n_heads"}),
+        ("rope_scaling: {factor: 1, low_freq_factor: 4, high_freq_factor: 1, original_max_position_embeddings: 8}", 0),
+        ("{float8: rowwise, max_seq_len: 1000}", {"float8", "batch_size", "max_seq_len"}),
+    ],
+)
+def test_a_relation_between_keys_carries_all_of_them(
+    source: str, keys: set[str] | int, refusal: Refusal, message: Message
+) -> None:
+    error = refusal(f"hyperparameters:\n  {source}\n")
+    assert str(error).startswith("exp.yaml:2: ")
+    assert error.keys == (keys or {"rope_scaling"})
+    message(error)
+
+
+def test_keys_inside_a_mapping_are_named_one_by_one(refusal: Refusal, message: Message) -> None:
     scaling = "{factor: -2, low_freq_factor: a, low_freq: 1, original_max_position_embeddings: 8192}"
-    assert refusal(f"hyperparameters:\n  positions: rope\n  rope_scaling: {scaling}\n") == [
-        "exp.yaml:3: rope_scaling.factor: -2 is not a number > 0",
-        'exp.yaml:3: rope_scaling.low_freq_factor: "a" is not a number > 0',
-        "exp.yaml:3: rope_scaling.high_freq_factor: is missing; a number > 0 is needed",
-        "exp.yaml:3: rope_scaling.low_freq: no such key; did you mean low_freq_factor?",
-    ]
+    error = refusal(f"hyperparameters:\n  positions: rope\n  rope_scaling: {scaling}\n")
+    assert len(error.problems) == 4
+    assert all(problem.startswith("exp.yaml:3: rope_scaling.") for problem in error.problems)
+    message(error)
 
 
 def test_all_problems_are_reported_at_once_in_the_order_of_the_file(refusal: Refusal) -> None:
@@ -117,36 +142,23 @@ hyperparameters:
   n_kv_heads: 3
   norm: x
 """
-    assert refusal(source, "dropout=2", "oops", "lr=0") == [
-        'argument "oops": is not key=value',
-        "exp.yaml:2: report_rate: 0 is not a whole number > 0",
-        'exp.yaml:3: n_layers: "four" is not a whole number > 0',
-        "argument lr: 0 is not a number > 0",
-        "exp.yaml:5: n_head: no such hyperparameter; did you mean n_heads?",
-        'exp.yaml:7: norm: "x" is not one of layernorm, rmsnorm',
-        "argument dropout: 2 is not a number >= 0 and < 1",
-    ]
+    error = refusal(source, "dropout=2", "oops", "lr=0")
+    starts = ['argument "oops"', "exp.yaml:2: report_rate", "exp.yaml:3: n_layers", "argument lr", "exp.yaml:5: n_head"]
+    starts += ["exp.yaml:7: norm", "argument dropout"]
+    assert [line[: len(start)] for line, start in zip(error.problems, starts, strict=True)] == starts
+    assert list(map(set, error.causes)) == [set(), {"report_rate"}, {"n_layers"}, {"lr"}, set(), {"norm"}, {"dropout"}]
 
 
-def test_one_parts_mistakes_do_not_hide_anothers(refusal: Refusal) -> None:
-    assert refusal("hyperparameters:\n  n_heads: 7\n  n_kv_heads: 2\n  warmup_steps: 1.5\n  lr_schedule: cosine\n") == [
-        "exp.yaml:2: n_heads: 7 does not divide d_model 512; nearest: [1, 2, 4, 8]",
-        "exp.yaml:3: n_kv_heads: 2 does not divide n_heads 7; choose from [1, 7]",
-        "exp.yaml:4: warmup_steps: 1.5 is neither a whole number nor a fraction below 1",
-    ]
-
-
-def test_float8_takes_tokens_sixteen_at_a_time(refusal: Refusal) -> None:
-    assert refusal("hyperparameters:\n  float8: rowwise\n  max_seq_len: 1000\n") == [
-        "exp.yaml:2: float8: batch_size x max_seq_len is 1000, no multiple of 16"
-    ]
+def test_an_error_in_one_part_does_not_hide_those_in_others(refusal: Refusal) -> None:
+    error = refusal("hyperparameters:\n  n_heads: 7\n  n_kv_heads: 2\n  warmup_steps: 1.5\n  lr_schedule: cosine\n")
+    assert [set(keys) for keys in error.causes] == [{"n_heads", "d_model"}, {"n_kv_heads", "n_heads"}, {"warmup_steps"}]
 
 
 # ---- numbers and text -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spelling", ["1e-4", "1.0e-4", "1E-4", "0.0001", "'1e-4'", "+1e-04"])
-def test_a_number_may_be_spelled_in_any_way(spelling: str, tmp_path: Path) -> None:
+def test_a_number_may_be_written_in_any_form(spelling: str, tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text(f"hyperparameters: {{lr: {spelling}, n_layers: '4', d_model: 1e3}}")
     hp = config.load(tmp_path / "exp.yaml", [])
     assert (hp.lr, hp.n_layers, hp.d_model) == (1e-4, 4, 1000)
@@ -170,95 +182,91 @@ def test_a_number_may_be_spelled_in_any_way(spelling: str, tmp_path: Path) -> No
         ("run_name=7", "run_name", "7"),
     ],
 )
-def test_an_override_is_yaml_and_text_is_taken_as_it_stands(override: str, key: str, value: Any) -> None:
+def test_an_override_is_yaml_or_the_literal_text(override: str, key: str, value: Any) -> None:
     assert accept("lr=1", override, lr=2)[key] == value
 
 
 @pytest.mark.parametrize(
-    ("override", "problem"),
+    "override",
     [
-        ("lr", 'argument "lr": is not key=value'),
-        ("=5", 'argument "=5": is not key=value'),
-        ("l\nr=5", 'argument "l\\nr=5": is not key=value'),
-        ("n_layers=", 'argument n_layers: "" is not a whole number > 0'),
-        ("lr=[1", 'argument lr: "[1" is not a number > 0'),
-        ("lr=nan", 'argument lr: "nan" is not a number > 0'),
-        ("lr=!!python/name:os.system", 'argument lr: "!!python/name:os.system" is not a number > 0'),
-        ("hyperparameters.lr=5", "argument hyperparameters.lr: no such hyperparameter; python -m lm.config lists all"),
-        ("prompt=\udcff", 'argument prompt: "\udcff" is not text or null'),
+        "lr",
+        "=5",
+        "l\nr=5",
+        "n_layers=",
+        "lr=[1",
+        "lr=nan",
+        "lr=!!python/name:os.system",
+        "hyperparameters.lr=5",
+        "prompt=\udcff",
     ],
 )
-def test_a_wrong_override_is_named(override: str, problem: str, refusal: Refusal) -> None:
-    assert refusal("hyperparameters: {}", override) == [problem]
+def test_an_invalid_override_is_named(override: str, refusal: Refusal, message: Message) -> None:
+    error = refusal("hyperparameters: {}", override)
+    assert len(str(error).splitlines()) == 1
+    message(str(error).encode(errors="backslashreplace").decode())
 
 
 # ---- the file ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("source", "problem"),
+    ("source", "line"),
     [
-        ("", "exp.yaml: hyperparameters: is missing; config.yaml shows what an experiment file holds"),
-        ("- 1", "exp.yaml: hyperparameters: is missing; config.yaml shows what an experiment file holds"),
-        (
-            "hyperparameter: {}",
-            "exp.yaml: hyperparameters: is missing; config.yaml shows what an experiment file holds",
-        ),
-        ("hyperparameters: [lr]", 'exp.yaml: hyperparameters: ["lr"] is not a mapping of names to values'),
-        ("hyperparameters:\n  lr: 1\n  'lr': 2", "exp.yaml:3: lr: given twice, first on line 2"),
-        ("name: a\nname: b\nhyperparameters: {}", "exp.yaml:2: name: given twice, first on line 1"),
-        ("hyperparameters:\n  [lr]: 1", "exp.yaml:2: a key has to be a name"),
-        ('hyperparameters:\n  "l\\nr": 1', "exp.yaml:2: a key has to be a name"),
-        (
-            "hyperparameters:\n\tlr: 1",
-            r"exp.yaml:2: found character '\t' that cannot start any token; indent with spaces",
-        ),
-        ("hyperparameters: *x", "exp.yaml:1: found undefined alias 'x'"),
-        ("hyperparameters: {}\n---\n{}", "exp.yaml:2: found another document"),
-        ("hyperparameters:\n  lr: \x01", "exp.yaml:2: the character U+0001 is not allowed in YAML"),
-        ("hyperparameters:\n  run_name: 2024-99-99", "exp.yaml:2: '2024-99-99' is not a valid timestamp"),
-        ("hyperparameters:\n  lr: !!int x", "exp.yaml:2: 'x' is not a valid int"),
-        ("hyperparameters: " + "[" * 2000, "exp.yaml: is nested too deeply"),
-        ("hyperparameters:\n  lr: &a [*a]", "exp.yaml:2: lr: this is not a number > 0"),
+        ("", None),
+        ("- 1", None),
+        ("hyperparameter: {}", None),
+        ("hyperparameters: [lr]", None),
+        ("hyperparameters:\n  lr: 1\n  'lr': 2", 3),
+        ("name: a\nname: b\nhyperparameters: {}", 2),
+        ("hyperparameters:\n  [lr]: 1", 2),
+        ('hyperparameters:\n  "l\\nr": 1', 2),
+        ("hyperparameters:\n\tlr: 1", 2),
+        ("hyperparameters: *x", 1),
+        ("hyperparameters: {}\n---\n{}", 2),
+        ("hyperparameters:\n  lr: \x01", 2),
+        ("hyperparameters:\n  run_name: 2024-99-99", 2),
+        ("hyperparameters:\n  lr: !!int x", 2),
+        ("hyperparameters: " + "[" * 2000, None),
+        ("hyperparameters:\n  lr: &a [*a]", 2),
+        ("hyperparameters:\n  prompt: !!python/object/apply:os.mkdir [pwned]\n", 2),
     ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_a_file_that_is_no_experiment_is_refused_with_the_line(source: str, problem: str, refusal: Refusal) -> None:
-    assert refusal(source) == [problem]
-
-
-def test_yaml_that_would_run_code_is_refused_and_runs_nothing(refusal: Refusal) -> None:
-    assert refusal("hyperparameters:\n  prompt: !!python/object/apply:os.mkdir [pwned]\n") == [
-        "exp.yaml:2: the tag !!python/object/apply:os.mkdir is not allowed; plain values are"
-    ]
+def test_an_invalid_file_is_refused_with_the_line_and_runs_no_code(
+    source: str, line: int | None, refusal: Refusal, message: Message
+) -> None:
+    error = refusal(source)
+    assert len(error.problems) == 1
+    assert str(error).startswith(f"exp.yaml:{line}: " if line else "exp.yaml: ")
     assert not Path("pwned").exists()
+    message(error)
 
 
-def test_merged_and_repeated_yaml_is_named_where_it_was_written(refusal: Refusal) -> None:
-    shared = "shared: &s\n  lr: -1\n  n_head: 2\n"
-    problems = ["lr: -1 is not a number > 0", "n_head: no such hyperparameter; did you mean n_heads?"]
-    expected = [f"exp.yaml:{line}: {problem}" for line, problem in enumerate(problems, start=2)]
-    assert refusal(shared + "hyperparameters: *s\n") == expected
-    assert refusal(shared + "hyperparameters:\n  <<: *s\n") == expected
-    assert refusal(shared + "hyperparameters:\n  <<: *s\n  lr: 1\n") == expected[1:]
+def test_merged_and_repeated_yaml_is_named_with_its_own_line(refusal: Refusal) -> None:
+    def lines(source: str) -> list[str]:
+        shared = "shared: &s\n  lr: -1\n  n_head: 2\n"
+        return [re.sub(r"(\w+:\d+: \w+):.*", r"\1", problem) for problem in refusal(shared + source).problems]
+
+    expected = ["exp.yaml:2: lr", "exp.yaml:3: n_head"]
+    assert lines("hyperparameters: *s\n") == expected
+    assert lines("hyperparameters:\n  <<: *s\n") == expected
+    assert lines("hyperparameters:\n  <<: *s\n  lr: 1\n") == expected[1:]
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, message: Message) -> None:
     (tmp_path / "latin1.yaml").write_bytes(b"name: caf\xe9")
-    for path, problem in (
-        (tmp_path / "none.yaml", "No such file or directory; --config names an experiment file such as config.yaml"),
-        (tmp_path, "Is a directory; --config names an experiment file such as config.yaml"),
-        (tmp_path / "latin1.yaml", "byte 9 is not UTF-8"),
-    ):
+    for path in (tmp_path / "none.yaml", tmp_path, tmp_path / "latin1.yaml"):
         with pytest.raises(ConfigError) as refused:
             config.load(path, [])
-        assert str(refused.value) == f"{path}: {problem}"
+        assert str(refused.value).startswith(f"{path}: ")
+        message(refused.value)
 
 
-def test_nothing_below_hyperparameters_is_all_defaults() -> None:
+def test_an_empty_hyperparameters_section_means_all_defaults() -> None:
     assert config.read({"hyperparameters": None}, [], "test") == config.Hyperparameters.model_validate({})
 
 
-# ---- what Determined writes -------------------------------------------------------------------------------
+# ---- Determined's forms -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -273,29 +281,29 @@ def test_nothing_below_hyperparameters_is_all_defaults() -> None:
         (None, {}, None),
     ],
 )
-def test_the_searchers_length_is_that_of_the_run_unless_another_is_given(
+def test_max_length_is_the_length_of_the_run_unless_steps_or_epochs_are_set(
     searcher: Any, hyperparameters: dict[str, Any], steps: int | None
 ) -> None:
     assert config.read({"searcher": searcher, "hyperparameters": hyperparameters}, [], "test").max_steps == steps
 
 
-@pytest.mark.parametrize(
-    ("length", "shown"), [("abc", '"abc"'), ("0", "0"), ("{epochs: 50}", '{"epochs": 50}'), ("{}", "{}")]
-)
-def test_a_searchers_length_that_is_no_number_of_steps_is_refused(length: str, shown: str, refusal: Refusal) -> None:
-    assert refusal(f"searcher:\n  max_length: {length}\nhyperparameters: {{}}\n") == [
-        f"exp.yaml:2: searcher.max_length: {shown} is not a whole number > 0 or null"
-    ]
+@pytest.mark.parametrize("length", ["abc", "0", "{epochs: 50}", "{}"])
+def test_an_invalid_max_length_is_refused(length: str, refusal: Refusal, message: Message) -> None:
+    error = refusal(f"searcher:\n  max_length: {length}\nhyperparameters: {{}}\n")
+    assert str(error).startswith("exp.yaml:2: searcher.max_length: ")
+    message(error)
 
 
-def test_a_constant_is_its_value_and_a_range_needs_a_cluster(refusal: Refusal) -> None:
+def test_a_constant_is_its_value_and_a_range_needs_a_cluster(refusal: Refusal, message: Message) -> None:
     assert accept(lr={"type": "const", "val": "1e-3"}) == {"lr": 1e-3}
     searched = "hyperparameters:\n  lr: {type: log, base: 10, minval: -4, maxval: -2}\n"
-    assert refusal(searched) == ["exp.yaml:2: lr: a range to search needs a cluster; off it, give one value: lr=VALUE"]
+    error = refusal(searched)
+    assert error.keys == {"lr"}
+    message(error)
     assert accept("lr=0.1", **yaml.safe_load(searched)["hyperparameters"]) == {"lr": 0.1}
 
 
-# ---- whatever is written ----------------------------------------------------------------------------------
+# ---- any input ----------------------------------------------------------------------------------
 
 NUMBERS = st.integers(-1_000_000, 1_000_000) | st.floats() | st.just(2**64)
 SCALARS = (
@@ -317,123 +325,83 @@ def problems(load: Callable[[], Any]) -> tuple[str, ...]:
 
 @settings(deadline=None)
 @given(st.dictionaries(KEYS, VALUES), st.lists(st.text()))
-def test_no_hyperparameters_give_anything_but_a_refusal(hyperparameters: dict[str, Any], overrides: list[str]) -> None:
+def test_any_hyperparameters_are_accepted_or_refused(hyperparameters: dict[str, Any], overrides: list[str]) -> None:
     problems(lambda: config.read({"hyperparameters": hyperparameters}, overrides, "test"))
 
 
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(["hyperparameters", "searcher"]), VALUES | st.dictionaries(KEYS, VALUES)))
-def test_no_experiment_gives_anything_but_a_refusal(contents: dict[str, Any]) -> None:
+def test_any_experiment_is_accepted_or_refused(contents: dict[str, Any]) -> None:
     problems(lambda: config.read(contents, [], "test"))
 
 
 @settings(deadline=None)
 @given(st.lists(st.builds("{}={}".format, KEYS, SCALARS.map(str) | VALUES.map(json.dumps))))
-def test_no_overrides_give_anything_but_a_line_per_problem(overrides: list[str]) -> None:
+def test_any_overrides_are_refused_with_one_line_per_problem(overrides: list[str]) -> None:
     lines = problems(lambda: config.read({"hyperparameters": {}}, overrides, "test"))
     assert not any("\n" in line for line in lines)
 
 
-PIECES = [
-    "\n",
-    "  ",
-    "lr",
-    ": ",
-    "- ",
-    "[",
-    "]",
-    "{",
-    "}",
-    "&a ",
-    "*a",
-    "<<",
-    "!!int ",
-    "!!map ",
-    "'",
-    "|",
-    "1e-4",
-    "? ",
-]
+PIECES = [*"[]{}'|", "\n", "  ", "lr", ": ", "- ", "&a ", "*a", "<<", "!!int ", "!!map ", "1e-4", "? "]
 
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3)).map("".join))
-def test_no_file_gives_anything_but_a_line_per_problem(tmp_path_factory: pytest.TempPathFactory, source: str) -> None:
+def test_any_file_is_refused_with_one_line_per_problem(tmp_path_factory: pytest.TempPathFactory, source: str) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(f"hyperparameters:\n  {source}", encoding="utf-8", errors="replace")
     assert not any("\n" in line for line in problems(lambda: config.load(path, [])))
 
 
-# ---- explaining -------------------------------------------------------------------------------------------
+# ---- the keys ---------------------------------------------------------------------------------------------
 
 
-def test_every_hyperparameter_says_what_it_means() -> None:
-    rows = [line.split(" | ") for line in config.table().splitlines()[2:] if not line.startswith("| **")]
-    described = {key.strip("| `"): meaning for key, _, meaning, _ in rows}
-    assert described.keys() == config.Hyperparameters.model_fields.keys()
-    assert all(meaning not in ("", "None") for meaning in described.values())
+def test_every_hyperparameter_belongs_to_one_part_and_has_a_description() -> None:
+    fields = [(key, field) for part in config.PARTS for key, field in part.model_fields.items()]
+    assert sorted(key for key, _ in fields) == sorted(config.Hyperparameters.model_fields)
+    assert all(field.description for _, field in fields)
 
 
-def test_the_hyperparameters_are_those_of_the_parts_each_in_one() -> None:
-    keys = [key for part in config.PARTS.values() for key in part.model_fields]
-    assert len(keys) == len(set(keys))
-    assert set(keys) == config.Hyperparameters.model_fields.keys()
+# ---- complete runs ----------------------------------------------------------------------------------------
 
 
-# ---- whole runs -------------------------------------------------------------------------------------------
-
-
-def test_every_rank_ends_with_2_and_one_of_them_says_why(tmp_path: Path) -> None:
+def test_every_rank_exits_with_2_and_one_prints_the_problems(tmp_path: Path, message: Message) -> None:
     done = run(tmp_path, "n_heads=5", ranks=2, config=TINY | {"lr": "fast"})
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.splitlines() == [
-        "argument n_heads: 5 does not divide d_model 32; nearest: [1, 2, 4, 8]",
-        'test.yaml:1: lr: "fast" is not a number > 0',
-    ]
+    assert len(done.stderr.splitlines()) == 2
+    message(done.stderr)
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks", "problem"),
+    ("settings", "ranks"),
     [
-        (
-            {"batch_size": 2, "total_batch_size": 6},
-            2,
-            "total_batch_size: 6 is no multiple of batch_size 2 x 2 ranks; use 4 or 8",
-        ),
-        (
-            {"batch_size": 4, "total_batch_size": 3},
-            1,
-            "total_batch_size: 3 is no multiple of batch_size 4 x 1 ranks; use 4",
-        ),
-        (
-            {"batch_size": 2**62},
-            4,
-            "batch_size: 18446744073709551616 sequences a step are too many; 16777216 are the most",
-        ),
+        ({"batch_size": 2, "total_batch_size": 6}, 2),
+        ({"batch_size": 4, "total_batch_size": 3}, 1),
+        ({"batch_size": 2**62}, 4),
     ],
 )
-def test_a_total_batch_that_cannot_be_divided_is_refused_with_the_nearest_that_can(
-    settings: dict[str, Any], ranks: int, problem: str
+def test_a_total_batch_size_that_does_not_divide_is_refused_with_the_nearest(
+    settings: dict[str, Any], ranks: int, message: Message
 ) -> None:
     hp = config.read({"hyperparameters": settings}, [], "test")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match="batch_size") as refused:
         loader.derive_global_batch_size(hp, ranks)
-    assert str(refused.value) == problem
+    message(refused.value)
 
 
-def test_a_shard_group_that_does_not_divide_the_ranks_is_refused_with_those_that_do() -> None:
+def test_a_shard_group_size_that_does_not_divide_the_ranks_is_refused_with_those_that_do(message: Message) -> None:
     hp = config.read({"hyperparameters": {"sharding": "hybrid-full-shard", "shard_group_size": 4}}, [], "test")
-    with pytest.raises(ConfigError) as refused:
-        parallelize.mesh_shape(hp, 6, 6)
-    assert str(refused.value) == "shard_group_size: groups of 4 do not divide 6 ranks; choose from [1, 2, 3, 6]"
+    with pytest.raises(ConfigError, match="shard_group_size") as refused:
+        parallelize.mesh_dims(hp, 6, 6)
+    message(refused.value)
 
 
 RUN = TINY | {"dataset": "text", "train_data": "text.txt", "vocab_size": 264, "max_steps": 2}
 
 
 def digests(folder: Path) -> dict[Path, str]:
-    """Of every file of a run, the lock excepted."""
+    """SHA-256 of every file of a run except the lock."""
     files = (path for path in (folder / "runs").rglob("*") if path.is_file() and path.name != "lock")
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -442,51 +410,48 @@ def digests(folder: Path) -> dict[Path, str]:
 def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two_steps")
     (folder / "text.txt").write_text("All work and no play makes Jack a dull boy.\n" * 20)
+    (folder / "other.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 20)
     done = run(folder, config=RUN)
     assert done.returncode == 0, done.stderr
     assert sorted(checkpoints(folder)) == [2]
     return folder
 
 
-def test_what_would_make_it_another_run_is_refused_with_the_changes_and_nothing_is_touched(two_steps: Path) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "changes"),
+    [
+        (
+            ["d_model=64", "seed=7", "total_batch_size=2", "lr=1"],
+            {"d_model": ("32", "64"), "seed": ("42", "7"), "total_batch_size": ("1", "2")},
+        ),
+        (["train_data=other.txt"], {"train_data": ("837 tokens", "856 tokens")}),
+    ],
+    ids=["hyperparameters", "data"],
+)
+def test_changes_that_would_make_it_a_different_run_are_refused_with_a_diff_and_no_file_changes(
+    two_steps: Path, overrides: list[str], changes: dict[str, tuple[str, str]]
+) -> None:
     before = digests(two_steps)
-    done = run(two_steps, "max_steps=4", "d_model=64", "seed=7", "total_batch_size=2", "lr=1", config=RUN)
+    done = run(two_steps, "max_steps=4", *overrides, config=RUN)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-4:] == [
-        "d_model: 32 in the checkpoint, now 64",
-        "total_batch_size: 1 in the checkpoint, now 2",
-        "seed: 42 in the checkpoint, now 7",
-        "this would be another run: undo the change (other ranks or batch_size: total_batch_size=1), or start it with"
-        " another run_name or resume=fresh",
-    ]
+    for key, (old, new) in changes.items():
+        assert re.search(rf"{key}: .*\b{old}\b.*\b{new}\b", done.stderr), done.stderr
+    assert "resume=fresh" in done.stderr.splitlines()[-1]
+    assert "lr:" not in done.stderr
     assert digests(two_steps) == before
 
 
-def test_changed_data_are_refused_and_nothing_is_touched(two_steps: Path) -> None:
-    before = digests(two_steps)
-    (two_steps / "other.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 20)
-    done = run(two_steps, "max_steps=4", "train_data=other.txt", config=RUN)
-    assert done.returncode == 2
-    change, last = done.stderr.splitlines()[-2:]
-    assert re.fullmatch(r'train_data: "837 tokens, sha256 \w+" in the checkpoint, now "856 tokens, sha256 \w+"', change)
-    assert last == ("this would be another run: undo the change, or start it with another run_name or resume=fresh")
-    assert digests(two_steps) == before
-
-
-def test_more_steps_and_other_reports_are_the_same_run(two_steps: Path) -> None:
+def test_a_longer_run_with_other_reports_resumes(two_steps: Path) -> None:
     done = run(two_steps, "max_steps=4", "report_rate=1", "lr=1e-3", config=RUN)
     assert done.returncode == 0, done.stderr
-    assert "changed: lr: 0.0001 in the checkpoint, now 0.001" in done.stdout
+    assert re.search(r"lr: .*0\.0001.*0\.001", done.stdout)
     assert "report_rate" not in done.stdout
     assert sorted(reports(two_steps)) == [2, 3, 4]
 
 
-def test_a_run_that_cannot_be_written_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_a_run_without_write_access_is_refused_before_the_model_is_built(tmp_path: Path, message: Message) -> None:
     (tmp_path / "runs").write_text("in the way")
     done = run(tmp_path)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr.splitlines() == [
-        "runs/test: cannot be written and locked (File exists);"
-        f" give this user write access to {tmp_path}/runs, or start from another folder"
-    ]
+    message(done.stderr)
