@@ -1,7 +1,7 @@
-"""A stand-in for a cluster's master: the calls that an experiment and its trials make, and nothing else.
+"""A stand-in for Determined's master: the API calls of the CLI and of trials, on 127.0.0.1.
 
-Every call is checked as the master would (token, path, body, and for checkpoints the files in the storage), recorded
-and answered; one that is unknown or wrong is refused, and remembered in `refused`. It serves this machine alone.
+It validates every call as the master does (token, path, body, and for checkpoints the files in the storage), records it
+in `calls`, and answers it. It refuses unknown and invalid calls and lists them in `refused`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VERSION = "0.38.1"
 
 
 class RefusalError(Exception):
-    """What the master answers to a call that it does not take."""
+    """The master refuses a call."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -57,12 +57,12 @@ class Call:
     arrived: float
     """seconds, `time.monotonic()`"""
     saved: int
-    """whole checkpoints in the storage by then"""
+    """complete checkpoints in the storage when it arrived"""
 
 
 @dataclass
 class Allocation:
-    """One start of a trial on the cluster's machine."""
+    """One start of a trial."""
 
     trial: int
     run: int
@@ -72,7 +72,7 @@ class Allocation:
     preempt: threading.Event = field(default_factory=threading.Event)
     acknowledged: bool = False
     invalid: bool = False
-    """it reported hyperparameters that cannot work"""
+    """the trial reported invalid hyperparameters"""
 
     @property
     def task(self) -> str:
@@ -80,12 +80,12 @@ class Allocation:
 
 
 class Master:
-    """The master of a cluster whose checkpoints lie in `storage`.
+    """A master whose checkpoint storage is the directory `storage`.
 
-    Attributes to steer it by:
+    Attributes:
         delay: seconds before every answer.
-        refuse: status codes to answer calls of these routes with.
-        on_metrics: called with (group, steps completed) of every report.
+        refuse: status codes to refuse calls with, by route.
+        on_metrics: called with (group, steps completed) for every report.
     """
 
     def __init__(self, storage: Path, port: int = 0) -> None:
@@ -101,23 +101,23 @@ class Master:
         self.checkpoints: list[dict[str, Any]] = []
         self.metrics: list[dict[str, Any]] = []
         self.trials: dict[int, str | None] = {}
-        """trials by number, and what each was forked from"""
+        """by trial ID, the checkpoint that the trial was forked from"""
         self._runs = 0
         self._lock = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
         self._open: set[socket.socket] = set()
-        self._telling: set[socket.socket] = set()
-        """those of the open connections on which something is being told, and not only asked"""
+        self._writing: set[socket.socket] = set()
+        """open connections with a call other than GET in progress"""
         self.port = port
-        self.appear()
+        self.start()
 
-    # ---- being there, and not -------------------------------------------------------------------------
+    # ---- start and stop -------------------------------------------------------------------------------
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def appear(self) -> None:
+    def start(self) -> None:
         """Listen, on the same port as before."""
         master = self
 
@@ -134,12 +134,12 @@ class Master:
 
             def answer(self) -> None:
                 if self.command != "GET":
-                    master._telling.add(self.connection)
+                    master._writing.add(self.connection)
                 if master._server is not None:
                     master._answer(self)
                 else:
                     self.close_connection = True
-                master._telling.discard(self.connection)
+                master._writing.discard(self.connection)
 
             do_GET = do_POST = do_PATCH = answer  # noqa: N815
 
@@ -150,16 +150,16 @@ class Master:
             daemon_threads = True
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                """A client that is gone is no matter."""
+                """Ignore clients that disconnected."""
 
         self._server = Server(("127.0.0.1", self.port), Handler)
         self.port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
-    def vanish(self) -> None:
-        """Listen no more, and break off every connection; what is being told is still answered.
+    def stop(self) -> None:
+        """Stop listening and close every connection, after answering the reports in progress.
 
-        A report whose answer is lost would be told again, and refused, as a master refuses to change metrics.
+        A client would send a report again if its answer were lost, and the master refuses duplicate metrics.
         """
         assert self._server is not None
         server, self._server = self._server, None
@@ -167,22 +167,18 @@ class Master:
         server.server_close()
         for connection in list(self._open):
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RD if connection in self._telling else socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RD if connection in self._writing else socket.SHUT_RDWR)
 
     def close(self) -> None:
         if self.allocation:
-            self.allocation.preempt.set()  # sets a long poll free
+            self.allocation.preempt.set()  # ends a long poll
         if self._server:
-            self.vanish()
+            self.stop()
 
-    # ---- what a trial is told -------------------------------------------------------------------------
+    # ---- trials ---------------------------------------------------------------------------------------
 
     def allocate(self, trial: int, latest: str | None = None) -> Allocation:
-        """A new start of the trial numbered `trial`, from its own newest checkpoint.
-
-        Args:
-            latest: the checkpoint that a new trial is forked from.
-        """
+        """Return a new start of the trial `trial`, from its newest checkpoint; a fork starts from `latest`."""
         self._runs += 1
         self.trials.setdefault(trial, latest)
         mine = [c for c in self.checkpoints if c["taskId"] == f"trial.{trial}" and c["state"] == "STATE_COMPLETED"]
@@ -191,7 +187,7 @@ class Master:
         return self.allocation
 
     def files(self, checkpoint: str) -> dict[str, int]:
-        """What the storage holds of a checkpoint, and its bytes."""
+        """Return the files of a checkpoint in the storage and their sizes in bytes."""
         folder = self.storage / checkpoint
         return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
@@ -202,7 +198,7 @@ class Master:
         saved = len(list(self.storage.glob("*/manifest.json")))
         length = int(handler.headers.get("Content-Length", 0))
         text = handler.rfile.read(length)
-        if len(text) < length:  # the caller died in the middle of it
+        if len(text) < length:  # the client was killed while sending
             handler.close_connection = True
             return
         url = urlsplit(handler.path)
@@ -239,32 +235,32 @@ class Master:
         raise RefusalError(404, "no such call")
 
     def _check_token(self, headers: Any, route: str) -> None:
-        if route in FROM_PEOPLE:
+        if route in WITHOUT_ALLOCATION:
             return
         if self.allocation is None or headers.get("Grpc-Metadata-x-allocation-token") != (
             f"Bearer {self.allocation.token}"
         ):
             raise RefusalError(401, "wrong token")
 
-    def _is(self, **ids: str) -> Allocation:
-        """The allocation of now, which the ids in a path or body have to be those of."""
+    def _require_current(self, **ids: str) -> Allocation:
+        """Return the current allocation; refuse IDs of another one."""
         allocation = self.allocation
         assert allocation is not None
         known = {"allocation": allocation.id, "task": allocation.task, "trial": str(allocation.trial)}
         wrong = {name: value for name, value in ids.items() if known[name] != str(value)}
-        require(not wrong, f"not those of this allocation: {wrong}")
+        require(not wrong, f"not of the current allocation: {wrong}")
         return allocation
 
     def count(self) -> Counter[str]:
-        """How often each call was made."""
+        """Return how often each call was made."""
         return Counter(f"{call.method} {call.route}" for call in self.calls)
 
     def bodies(self, route: str, method: str = "POST") -> list[Any]:
-        """What was sent to `route` and taken."""
+        """Return the bodies of the accepted calls of `route`."""
         return [c.body for c in self.calls if (c.method, c.route, c.status) == (method, route, 200)]
 
 
-# ---- the calls ------------------------------------------------------------------------------------------
+# ---- calls ----------------------------------------------------------------------------------------------
 
 Body = Mapping[str, Any]
 
@@ -280,7 +276,7 @@ def show_info(_master: Master, _body: None, _query: Body) -> dict[str, Any]:
 def log_in(_master: Master, body: Body, _query: Body) -> dict[str, Any]:
     require(body["username"] == "tester" and body["isHashed"], "no such user")
     user = {"id": 1, "username": "tester", "admin": False, "active": True}
-    return {"token": "token-of-a-person", "user": user}
+    return {"token": "token-of-a-user", "user": user}
 
 
 def show_me(_master: Master, _body: None, _query: Body) -> dict[str, Any]:
@@ -288,7 +284,7 @@ def show_me(_master: Master, _body: None, _query: Body) -> dict[str, Any]:
 
 
 def create_experiment(master: Master, body: Body, _query: Body) -> dict[str, Any]:
-    """Take the config and the folder as the CLI sends them; the folder is handed out as the master packs it."""
+    """Accept an experiment as the CLI sends it, and pack its folder as the master does."""
     master.experiment = yaml.safe_load(body["config"])
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
@@ -305,59 +301,59 @@ def create_experiment(master: Master, body: Body, _query: Body) -> dict[str, Any
     return {"experiment": shown, "config": {}, "jobSummary": None, "warnings": []}
 
 
-def send_context(master: Master, _body: None, _query: Body, task: str) -> dict[str, Any]:
-    master._is(task=task)
+def context_directory(master: Master, _body: None, _query: Body, task: str) -> dict[str, Any]:
+    master._require_current(task=task)
     return {"b64Tgz": master.context}
 
 
-def take_accelerators(master: Master, body: Body, _query: Body, allocation: str) -> None:
-    master._is(allocation=allocation, task=body["acceleratorData"]["taskId"])
+def accept_accelerators(master: Master, body: Body, _query: Body, allocation: str) -> None:
+    master._require_current(allocation=allocation, task=body["acceleratorData"]["taskId"])
     require(body["acceleratorData"]["acceleratorType"], "no accelerator type")
 
 
 def rendezvous(master: Master, _body: None, _query: Body, allocation: str, resources: str) -> dict[str, Any]:
-    master._is(allocation=allocation)
+    master._require_current(allocation=allocation)
     require(resources == "resources-1", "no such resources")
     slots = master.experiment["resources"]["slots_per_trial"]
     return {"rendezvousInfo": {"addresses": ["127.0.0.1"], "rank": 0, "slots": [slots]}}
 
 
-def prepare_run(master: Master, body: Body, _query: Body) -> dict[str, Any]:
-    master._is(trial=body["runId"])
+def start_run(master: Master, body: Body, _query: Body) -> dict[str, Any]:
+    master._require_current(trial=body["runId"])
     require(body.get("checkpointStorage"), "no checkpoint storage")
     return {"storageId": 1}
 
 
-def tell_preemption(master: Master, _body: None, query: Body, allocation: str) -> dict[str, Any]:
-    found = master._is(allocation=allocation)
+def preemption_signal(master: Master, _body: None, query: Body, allocation: str) -> dict[str, Any]:
+    found = master._require_current(allocation=allocation)
     found.preempt.wait(int(query["timeout_seconds"]))
     return {"preempt": found.preempt.is_set()}
 
 
 def acknowledge_preemption(master: Master, _body: Body | None, _query: Body, allocation: str) -> None:
-    found = master._is(allocation=allocation)
+    found = master._require_current(allocation=allocation)
     require(found.preempt.is_set(), "nothing to acknowledge")
     found.acknowledged = True
 
 
-def take_metrics(master: Master, body: Body, _query: Body, trial: str) -> None:
+def accept_metrics(master: Master, body: Body, _query: Body, trial: str) -> None:
     report, group = body["metrics"], body["group"]
-    found = master._is(trial=trial)
+    found = master._require_current(trial=trial)
     require(report["trialId"] == found.trial and report["trialRunId"] == found.run, "not of this run of the trial")
-    require("." not in group, "a group's name may hold no dot")
+    require("." not in group, "a group name contains a dot")
     values = report["metrics"]["avgMetrics"]
     steps = report["stepsCompleted"]
     if group in PROFILER_GROUPS:
-        require(steps is None and list(values) == ["agent-1"] and report["reportTime"], "not as the profiler reports")
+        require(steps is None and list(values) == ["agent-1"] and report["reportTime"], "not a report of the profiler")
     else:
-        require(isinstance(steps, int) and steps >= 0, "steps completed are a whole number")
+        require(isinstance(steps, int) and steps >= 0, "stepsCompleted is not an integer")
         of_run = [m for m in master.metrics if (m["group"], m["run"], m["step"]) == (group, found.run, steps)]
         require(not any(m["metrics"].keys() & values.keys() for m in of_run), "reported twice")
-        require(all(isinstance(value, int | float) for value in values.values()), "metrics are numbers")
+        require(all(isinstance(value, int | float) for value in values.values()), "a metric is not a number")
         searcher = master.experiment["searcher"]
         if group == "validation":  # otherwise the experiment fails
             needed = [searcher["metric"], *([searcher["time_metric"]] if "time_metric" in searcher else [])]
-            require(all(math.isfinite(values.get(key, math.nan)) for key in needed), f"{needed} have to be finite")
+            require(all(math.isfinite(values.get(key, math.nan)) for key in needed), f"{needed} must be finite")
     with master._lock:
         master.metrics.append(
             {"group": group, "trial": found.trial, "run": found.run, "step": steps, "metrics": values}
@@ -366,27 +362,27 @@ def take_metrics(master: Master, body: Body, _query: Body, trial: str) -> None:
         master.on_metrics(group, steps)
 
 
-def take_progress(master: Master, body: Body, _query: Body, trial: str) -> None:
-    master._is(trial=trial)
-    require(body["is_raw"] is True and 0 <= body["progress"] <= 1, "progress is raw, from 0 to 1")
+def accept_progress(master: Master, body: Body, _query: Body, trial: str) -> None:
+    master._require_current(trial=trial)
+    require(body["is_raw"] is True and 0 <= body["progress"] <= 1, "progress is not raw from 0 to 1")
 
 
-def take_status(master: Master, body: Body, _query: Body, trial: str) -> None:
-    master._is(trial=trial)
-    require(isinstance(body["state"], str) and body["state"], "the status is a text")
+def accept_status(master: Master, body: Body, _query: Body, trial: str) -> None:
+    master._require_current(trial=trial)
+    require(isinstance(body["state"], str) and body["state"], "the status is empty")
 
 
-def take_checkpoint(master: Master, body: Body, _query: Body) -> None:
-    """Every file that is reported has to be in the storage by now, whole."""
-    master._is(allocation=body["allocationId"], task=body["taskId"])
+def accept_checkpoint(master: Master, body: Body, _query: Body) -> None:
+    """Accept a checkpoint if the storage contains exactly the reported files."""
+    master._require_current(allocation=body["allocationId"], task=body["taskId"])
     uuid.UUID(body["uuid"])
     require(body["state"] == "STATE_COMPLETED" and body["storageId"] == 1, "not completed")
     require(isinstance(body["metadata"]["steps_completed"], int), "no steps_completed")
-    there = master.files(body["uuid"])
-    said = {path: int(size) for path, size in body["resources"].items() if not path.endswith("/")}
-    if "metadata.json" not in said:  # the library counts it only on storage that is a file system
-        there.pop("metadata.json")
-    require(said == there, f"the storage holds {there}, reported was {said}")
+    stored = master.files(body["uuid"])
+    reported = {path: int(size) for path, size in body["resources"].items() if not path.endswith("/")}
+    if "metadata.json" not in reported:  # Core API reports it only for file system storage
+        stored.pop("metadata.json")
+    require(reported == stored, f"the storage contains {stored}, reported was {reported}")
     with master._lock:
         master.checkpoints.append(dict(body))
 
@@ -400,9 +396,9 @@ def change_checkpoints(master: Master, body: Body, _query: Body) -> None:
 
 
 def exit_early(master: Master, body: Body, _query: Body, trial: str) -> None:
-    found = master._is(trial=trial)
+    found = master._require_current(trial=trial)
     require(body["reason"] == "EXITED_REASON_INVALID_HP", "not a reason")
-    require(not found.invalid, "was reported already")
+    require(not found.invalid, "reported twice")
     found.invalid = True
 
 
@@ -412,21 +408,21 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "GET /api/v1/me": show_me,
     "POST /api/v1/auth/login": log_in,
     "POST /api/v1/experiments": create_experiment,
-    "GET /api/v1/tasks/{task}/context_directory": send_context,
-    "POST /api/v1/allocations/{allocation}/acceleratorData": take_accelerators,
+    "GET /api/v1/tasks/{task}/context_directory": context_directory,
+    "POST /api/v1/allocations/{allocation}/acceleratorData": accept_accelerators,
     "GET /api/v1/allocations/{allocation}/resources/{resources}/rendezvous": rendezvous,
-    "GET /api/v1/allocations/{allocation}/signals/preemption": tell_preemption,
+    "GET /api/v1/allocations/{allocation}/signals/preemption": preemption_signal,
     "POST /api/v1/allocations/{allocation}/signals/ack_preemption": acknowledge_preemption,
-    "POST /api/v1/runs/start": prepare_run,
-    "POST /api/v1/trials/{trial}/metrics": take_metrics,
-    "POST /api/v1/trials/{trial}/progress": take_progress,
-    "POST /api/v1/trials/{trial}/runner/metadata": take_status,
+    "POST /api/v1/runs/start": start_run,
+    "POST /api/v1/trials/{trial}/metrics": accept_metrics,
+    "POST /api/v1/trials/{trial}/progress": accept_progress,
+    "POST /api/v1/trials/{trial}/runner/metadata": accept_status,
     "POST /api/v1/trials/{trial}/early_exit": exit_early,
-    "POST /api/v1/checkpoints": take_checkpoint,
+    "POST /api/v1/checkpoints": accept_checkpoint,
     "PATCH /api/v1/checkpoints": change_checkpoints,
 }
 ROUTES = [
     (*call.split(" "), re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", call.partition(" ")[2]), action)
     for call, action in _CALLS.items()
 ]
-FROM_PEOPLE = {"/info", "/api/v1/master", "/api/v1/me", "/api/v1/auth/login", "/api/v1/experiments"}
+WITHOUT_ALLOCATION = {"/info", "/api/v1/master", "/api/v1/me", "/api/v1/auth/login", "/api/v1/experiments"}

@@ -1,4 +1,4 @@
-"""What the Web UI shows of a trial that is over, and what it has to show, be it the stand-in's or a real cluster's."""
+"""What the Web UI shows for a completed trial, on the stand-in master or a real cluster, and what it must show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.cluster.master import Master
 from tests.support import ROOT
 
 SOMETIMES = {"mfu", "save_stall_seconds"}
-"""Where the device's peak is known, and where a checkpoint was saved since the last report."""
+"""Reported only if the device's peak is known, or if a checkpoint was saved since the last report."""
 
 
 @dataclass
@@ -24,11 +24,11 @@ class Shown:
     """files and their bytes, by step"""
     progress: float | None = None
     statuses: list[str] | None = None
-    """None = not kept"""
+    """None = unknown"""
 
 
 def of_stand_in(master: Master, trial: int) -> Shown:
-    """What `master` was told of the trial."""
+    """Return what the trial reported to `master`."""
 
     def steps(group: str) -> dict[int, dict[str, float]]:
         return {m["step"]: m["metrics"] for m in master.metrics if (m["group"], m["trial"]) == (group, trial)}
@@ -47,16 +47,14 @@ def of_stand_in(master: Master, trial: int) -> Shown:
 
 
 def documented(group: str) -> set[str]:
-    """The names that README lists for the metrics of a group, "training" or "validation"."""
-    section = (ROOT / "README.md").read_text().partition("## What it reports\n")[2].partition("\n## ")[0]
-    paragraph = section.partition(f"{group.capitalize()}:")[2].partition(
-        "Validation:" if group == "training" else "\n\n"
-    )[0]
-    return set(re.findall(r"`(\w+)`", paragraph))
+    """Return the metrics that docs/performance.md lists for a group, "training" or "validation"."""
+    section = (ROOT / "docs" / "performance.md").read_text().partition("## Metrics\n")[2].partition("\n## ")[0]
+    training, _, validation = section.partition("Validation:")
+    return set(re.findall(r"`(\w+)`[:.,]", {"training": training, "validation": validation}[group]))
 
 
 def check(shown: Shown, hyperparameters: Mapping[str, Any], ranks: int) -> None:
-    """Hold what is shown of a whole run, without interruptions, against its hyperparameters."""
+    """Compare what is shown for an uninterrupted run with its hyperparameters."""
     last, rate = hyperparameters["max_steps"], hyperparameters["report_rate"]
     saves = multiples(hyperparameters["checkpoint_rate"], last)
     validations = multiples(hyperparameters.get("validation_rate") or rate, last) | saves
@@ -80,7 +78,7 @@ def check(shown: Shown, hyperparameters: Mapping[str, Any], ranks: int) -> None:
     if shown.progress is not None:
         assert shown.progress == 1.0
     if shown.statuses is not None:
-        # What is over before it could be sent is left out.
+        # The background reporter skips outdated statuses.
         assert {"training"} <= set(shown.statuses) <= {"training", "validating", "saving"}
 
 

@@ -1,6 +1,6 @@
-"""The same on a cluster of yours: `make test-cluster` with DET_MASTER, and DET_USER and DET_PASS or a login of `det`.
+"""A trial on a real cluster: `make test-cluster` with DET_MASTER, and DET_USER and DET_PASS or a `det` login.
 
-DET_SLOTS says how many slots to use (1), DET_POOL which resource pool.
+DET_SLOTS is the number of slots (default 1), DET_POOL the resource pool.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tests.support import ROOT
 
 MASTER = os.environ.get("DET_MASTER")
 pytestmark = [
-    pytest.mark.skipif(MASTER is None, reason="DET_MASTER is not set: no cluster to run on"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # the SDK warns of itself when it is imported
+    pytest.mark.skipif(MASTER is None, reason="DET_MASTER is not set"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # the SDK's import warns
 ]
 
 
 def of_cluster(run: Any) -> Shown:
-    """What the cluster's master says of a trial."""
+    """Return what the cluster shows for a trial."""
 
     def steps(group: str) -> dict[int, dict[str, float]]:
         return {report.steps_completed: report.metrics for report in run.iter_metrics(group)}
@@ -34,14 +34,14 @@ def of_cluster(run: Any) -> Shown:
     return Shown(steps("training"), steps("validation"), checkpoints)
 
 
-def test_a_cluster_shows_what_the_readme_says() -> None:
+def test_a_cluster_shows_the_documented_metrics_and_checkpoints() -> None:
     from determined.experimental import client
 
     slots = int(os.environ.get("DET_SLOTS", "1"))
     config = trial.experiment(slots=slots, keep_checkpoints=None, compile=False)
     hyperparameters = config["hyperparameters"] | {"keep_checkpoints": None}
     config |= {"hyperparameters": hyperparameters, "name": "fsdp: make test-cluster"}
-    config["checkpoint_storage"] = {"save_trial_latest": 100}  # nothing is deleted while it is looked at
+    config["checkpoint_storage"] = {"save_trial_latest": 100}  # keeps all until they are compared
     if pool := os.environ.get("DET_POOL"):
         config["resources"]["resource_pool"] = pool
     cluster = client.Determined(MASTER, os.environ.get("DET_USER"), os.environ.get("DET_PASS"))

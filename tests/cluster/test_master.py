@@ -1,76 +1,109 @@
-"""What a run knows of a cluster, in parts: whose fault an error is, and what does not wait for the master."""
+"""Retries, background reports, and the exit code of errors that a search's hyperparameters caused."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import urllib3
 import yaml
+from determined import core
 from determined.common import util
 from determined.common.api.errors import MasterNotFoundException
 
 from lm import config
 from lm.determined import master
-from lm.determined.master import BackgroundReporter, blames, retrying, varied
+from lm.determined.master import BackgroundReporter, retrying, searched_keys
 from lm.errors import ConfigError, RankError, RunError
+from tests.conftest import Message
 from tests.support import ROOT, TINY
 
 SEARCH = yaml.safe_load((ROOT / "recipes" / "search.yaml").read_text())
 
 
-def mistakes(**hyperparameters: object) -> ConfigError:
+def trial_info(*keys: str) -> Any:
+    """Return the cluster info of a trial whose search varies `keys`."""
+    ranges = {key: {"type": "double", "minval": 0, "maxval": 1} for key in keys}
+    return SimpleNamespace(trial=SimpleNamespace(_config={"hyperparameters": TINY | ranges}))
+
+
+@pytest.fixture
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[core.EarlyExitReason]:
+    """The early exits that are reported to the master."""
+    reported: list[core.EarlyExitReason] = []
+    context = SimpleNamespace(train=SimpleNamespace(report_early_exit=reported.append))
+    monkeypatch.setattr(core, "init", lambda **_: contextlib.nullcontext(context))
+    return reported
+
+
+def config_error(**hyperparameters: object) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         config.read({"hyperparameters": TINY | hyperparameters}, [], "trial")
     return caught.value
 
 
-def test_what_a_search_varies_is_what_has_a_range() -> None:
-    assert varied(SEARCH) == {"lr", "n_layers", "weight_decay"}
-    assert varied({"hyperparameters": {"rope_scaling": {"factor": 8.0}, "lr": {"type": "const", "val": 1}}}) == set()
+def test_the_searched_keys_are_those_with_a_range() -> None:
+    assert searched_keys(SEARCH) == {"lr", "n_layers", "weight_decay"}
+    constant = {"rope_scaling": {"factor": 8.0}, "lr": {"type": "const", "val": 1}}
+    assert searched_keys({"hyperparameters": constant}) == set()
 
 
 @pytest.mark.parametrize(
-    ("error", "keys"),
+    ("error", "searched"),
     [
-        (mistakes(lr=-1), {"lr"}),
-        (mistakes(n_heads=5), {"n_heads"}),
-        (mistakes(n_heads=5), {"d_model"}),  # 5 heads do not divide it: another width might do
-        (mistakes(lr=-1, n_layers=0), {"lr", "n_layers"}),
-        (RunError("validation loss is nan at step 3: lower lr, or set grad_clip"), {"lr"}),
+        (config_error(lr=-1), ["lr"]),
+        (config_error(n_heads=5), ["n_heads"]),
+        (config_error(n_heads=5), ["d_model"]),
+        (config_error(lr=-1, n_layers=0), ["lr", "n_layers"]),
+        (RunError("validation loss is nan at step 3", keys=("lr", "grad_clip")), ["lr"]),
     ],
 )
-def test_a_point_is_to_blame_where_every_line_names_what_is_varied(error: RunError, keys: set[str]) -> None:
-    assert blames(error, keys)
-    assert not blames(error, {"beta1"})
-    assert not blames(error, set())
+def test_an_error_caused_by_searched_hyperparameters_is_reported_once_and_exits_with_0(
+    error: RunError, searched: list[str], reports: list[core.EarlyExitReason]
+) -> None:
+    assert master.exit_code(error, trial_info(*searched), is_reporter=False) == 0
+    assert reports == []
+    assert master.exit_code(error, trial_info(*searched), is_reporter=True) == 0
+    assert reports == [core.EarlyExitReason.INVALID_HP]
 
 
 @pytest.mark.parametrize(
-    ("error", "keys"),
-    [(mistakes(lr=-1, ffn="relux"), {"lr"}), (mistakes(n_layer=3), {"n_layers"}), (mistakes(lrr=3), {"lr"})],
+    ("error", "searched", "code"),
+    [
+        (config_error(lr=-1), ["beta1"], 2),
+        (config_error(lr=-1), [], 2),
+        (config_error(lr=-1, ffn="relux"), ["lr"], 2),
+        (config_error(n_layer=3), ["n_layers"], 2),
+        (config_error(lrr=3), ["lr"], 2),
+        (RunError("/x/lr/checkpoints: the disk is full; 0 bytes are free, lr.ckpt needs 10"), ["lr"], 1),
+    ],
+    ids=["not searched", "no search", "two errors", "unknown key", "similar key", "key in a path"],
 )
-def test_a_plain_mistake_is_not_the_points(error: RunError, keys: set[str]) -> None:
-    assert not blames(error, keys)
+def test_any_other_error_keeps_its_exit_code_and_reports_nothing(
+    error: RunError, searched: list[str], code: int, reports: list[core.EarlyExitReason]
+) -> None:
+    assert master.exit_code(error, trial_info(*searched), is_reporter=True) == code
+    assert master.exit_code(error, None, is_reporter=True) == code
+    assert reports == []
 
 
-def test_errors_keep_their_exit_codes_off_a_search() -> None:
-    assert master.exit_code(mistakes(lr=-1), None, speaks=True) == 2
-    assert master.exit_code(RunError("x"), None, speaks=True) == 1
-
-
-def test_an_absent_master_is_asked_again_every_two_seconds_for_half_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DET_RETRY_CONFIG", "")  # so that it is as before behind the test
+def test_calls_to_an_unreachable_master_are_retried_every_two_seconds_for_half_an_hour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DET_RETRY_CONFIG", "")  # restored after the test
     monkeypatch.delenv("DET_RETRY_CONFIG")
     with retrying():
         retry = util.get_max_retries_config()
     pauses = []
     for _ in range(901):
         assert not retry.is_exhausted()
-        retry = retry.increment("POST", "/", error=urllib3.exceptions.NewConnectionError(None, "gone"))  # type: ignore[arg-type]
+        retry = retry.increment("POST", "/", error=urllib3.exceptions.NewConnectionError(None, "refused"))  # type: ignore[arg-type]
         pauses.append(retry.get_backoff_time())
         if retry.total == 0:
             break
@@ -78,41 +111,39 @@ def test_an_absent_master_is_asked_again_every_two_seconds_for_half_an_hour(monk
     assert sum(pauses) == pytest.approx(1800, rel=0.01)
     assert retry.is_retry("POST", 503)
     assert not retry.is_retry("POST", 500)
-    os.environ["DET_RETRY_CONFIG"] = json.dumps({"total": 3})  # a person's own
+    os.environ["DET_RETRY_CONFIG"] = json.dumps({"total": 3})  # set by the user
     with retrying():
         assert util.get_max_retries_config().total == 3
 
 
-def test_what_a_master_refuses_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_by_the_master_is_one_line(monkeypatch: pytest.MonkeyPatch, message: Message) -> None:
     monkeypatch.setenv("DET_RETRY_CONFIG", "{}")
     with pytest.raises(RankError) as caught, retrying():
         raise MasterNotFoundException("connection\n refused")
-    assert str(caught.value) == (
-        "the master does not take what it is told: connection refused; the last checkpoint is kept"
-    )
+    assert "\n" not in str(caught.value)
+    message(caught.value)
 
 
-def test_a_courier_brings_the_newest_word_in_the_background_and_no_failure_back() -> None:
-    arrived: list[float] = []
-    away = threading.Event()
-    first = threading.Event()
+def test_background_reports_are_the_latest_values_and_ignore_refusals() -> None:
+    reported: list[float] = []
+    started, reachable = threading.Event(), threading.Event()
 
-    def report_progress(news: float) -> None:
-        first.set()
-        away.wait(10)
-        arrived.append(news)
+    def report_progress(progress: float) -> None:
+        started.set()
+        reachable.wait(10)
+        reported.append(progress)
 
-    def set_status(_news: str) -> None:
-        raise MasterNotFoundException("gone")
+    def set_status(_status: str) -> None:
+        raise MasterNotFoundException("refused")
 
-    courier = BackgroundReporter()
-    courier.tell(report_progress, 0.0)
-    assert first.wait(10)
-    began = time.monotonic()
+    reporter = BackgroundReporter()
+    reporter.submit(report_progress, 0.0)
+    assert started.wait(10)
+    submitting = time.monotonic()
     for step in range(1, 101):
-        courier.tell(report_progress, step / 100)
-        courier.tell(set_status, "training")
-    assert time.monotonic() - began < 1
-    away.set()
-    courier.close()
-    assert arrived == [0.0, 1.0]
+        reporter.submit(report_progress, step / 100)
+        reporter.submit(set_status, "training")
+    assert time.monotonic() - submitting < 1
+    reachable.set()
+    reporter.close()
+    assert reported == [0.0, 1.0]

@@ -1,4 +1,4 @@
-"""Keys of the storage, in the experiment's config as a cluster's administrator puts them there, go no further."""
+"""Storage credentials in an experiment's config are not written anywhere."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tests.cluster import trial
 from tests.cluster.master import Master
 
 moto_server = pytest.importorskip("moto.server", reason="needs moto[server]")
-WHY_NOT = trial.why_not()
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+UNAVAILABLE = trial.unavailable_reason()
+pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 
 BUCKET = "checkpoints"
-KEY, SECRET = "key-of-the-storage", "secret-of-the-storage"
+KEY, SECRET = "storage-access-key", "storage-secret-key"
 
 
-class OverS3(Master):
-    """A master whose checkpoints lie in a bucket."""
+class S3Master(Master):
+    """A master whose checkpoint storage is an S3 bucket."""
 
     bucket: Any
 
@@ -29,7 +29,7 @@ class OverS3(Master):
         return {item.key.partition("/")[2]: item.size for item in found if not item.key.endswith("/")}
 
 
-def test_no_key_of_the_storage_is_in_checkpoints_boards_or_logs(
+def test_storage_credentials_are_not_in_checkpoints_tensorboard_files_or_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
@@ -41,7 +41,7 @@ def test_no_key_of_the_storage_is_in_checkpoints_boards_or_logs(
     )
     bucket = s3.Bucket(BUCKET)
     bucket.create()
-    master = OverS3(tmp_path)
+    master = S3Master(tmp_path)
     master.bucket = bucket
     config = trial.experiment(max_steps=6)
     storage = {"type": "s3", "bucket": BUCKET, "access_key": KEY, "secret_key": SECRET}
@@ -51,12 +51,12 @@ def test_no_key_of_the_storage_is_in_checkpoints_boards_or_logs(
     try:
         assert done.process.returncode == 0, done.log
         assert master.refused == []
-        left = {item.key: item.get()["Body"].read() for item in bucket.objects.all()}
+        stored = {item.key: item.get()["Body"].read() for item in bucket.objects.all()}
     finally:
         master.close()
         server.stop()
-    assert any(key.endswith("/manifest.json") for key in left)
-    assert any("tensorboard" in key and "tfevents" in key for key in left)
+    assert any(key.endswith("/manifest.json") for key in stored)
+    assert any("tensorboard" in key and "tfevents" in key for key in stored)
     for secret in (KEY, SECRET, done.allocation.token):
-        assert not [key for key, content in left.items() if secret.encode() in content]
+        assert not [key for key, content in stored.items() if secret.encode() in content]
         assert secret not in done.log

@@ -1,6 +1,6 @@
-"""A package on a cluster, from `det experiment create` to the last checkpoint, in the platform's own code.
+"""An experiment on Determined, from `det experiment create` to the last checkpoint.
 
-Only the master is a stand-in; what runs here is the CLI, the container's entrypoint, the launcher and the Core API.
+Only the master is a stand-in; the CLI, the container's entrypoint, the launcher and Core API are Determined's.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tests.cluster import shown, trial
 from tests.cluster.master import PROFILER_GROUPS, Master
 from tests.support import ROOT
 
-WHY_NOT = trial.why_not()
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+UNAVAILABLE = trial.unavailable_reason()
+pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 
-# A step takes longer than the master takes to hear of it, so that what it does about one meets the run's next few.
+# A step takes longer than a report, so that the master's reaction to a report arrives within the next few steps.
 HYPERPARAMETERS: dict[str, Any] = {
     "max_steps": 24,
     "batch_size": 16,
@@ -56,7 +56,7 @@ def master(tmp_path: Path) -> Iterator[Master]:
 
 @pytest.fixture(scope="module")
 def done(folder: Path) -> Iterator[tuple[Master, trial.Trial]]:
-    """An experiment whose trial 1 ran on two slots from the start to the end, with both profilers on."""
+    """An experiment whose trial 1 completed without interruption on two slots, with both profilers."""
     storage = folder / "storage"
     storage.mkdir()
     master = Master(storage)
@@ -71,32 +71,32 @@ def losses(master: Master, number: int, group: str = "training") -> dict[int, fl
     return {m["step"]: m["metrics"]["loss"] for m in master.metrics if (m["trial"], m["group"]) == (number, group)}
 
 
-# ---- one undisturbed run ----------------------------------------------------------------------------------
+# ---- without interruptions --------------------------------------------------------------------------------
 
 
-def test_the_folder_that_is_sent_is_small_and_holds_what_a_trial_needs(done: tuple[Master, trial.Trial]) -> None:
+def test_the_uploaded_folder_is_small_and_contains_the_package(done: tuple[Master, trial.Trial]) -> None:
     packed = base64.b64decode(done[0].context)
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         names = set(archive.getnames())
-    assert {"fsdp.py", "model.py", "lm/checkpoint.py", "lm/data/loader.py", "startup-hook.sh"} <= names
+    assert {"fsdp.py", "model.py", "lm/checkpoint/checkpointer.py", "lm/data/loader.py", "startup-hook.sh"} <= names
     assert not {name.partition("/")[0] for name in names} & {"tests", "docs", "runs", ".venv", ".git", ".ci"}
     assert len(packed) < 1e6 < constants.MAX_CONTEXT_SIZE
 
 
-def test_the_master_takes_every_call_of_a_trial_and_the_trial_ends_well(done: tuple[Master, trial.Trial]) -> None:
+def test_the_master_accepts_every_call_of_a_trial_and_the_trial_completes(done: tuple[Master, trial.Trial]) -> None:
     master, finished = done
     assert finished.process.returncode == 0, finished.log
     assert master.refused == []
     calls = master.count()
     assert calls["POST /api/v1/runs/start"] == 2  # one per rank
-    assert calls["POST /api/v1/allocations/{allocation}/signals/ack_preemption"] == 0  # or it would be started again
+    assert calls["POST /api/v1/allocations/{allocation}/signals/ack_preemption"] == 0  # which would restart the trial
     assert "[rank=0] training    step 24/24" in finished.log
     first = next(call for call in master.calls if call.route.endswith("/metrics"))
     print(f"seconds from entrypoint to first metric: {first.arrived - finished.started:.1f}")
     print("\n".join(f"{count:4} {call}" for call, count in sorted(calls.items())))
 
 
-def test_the_web_ui_shows_what_the_readme_says(done: tuple[Master, trial.Trial]) -> None:
+def test_the_web_ui_shows_the_documented_metrics_and_checkpoints(done: tuple[Master, trial.Trial]) -> None:
     shown.check(shown.of_stand_in(done[0], 1), trial.SHORT | HYPERPARAMETERS, ranks=2)
 
 
@@ -107,7 +107,7 @@ def test_the_profiler_page_has_data(done: tuple[Master, trial.Trial]) -> None:
     assert 0 <= cpu["cpu_util_simple"] <= 100
 
 
-def test_tensorboard_finds_curves_and_traces_of_every_rank_in_the_storage(done: tuple[Master, trial.Trial]) -> None:
+def test_the_storage_contains_tensorboard_curves_and_a_trace_of_every_rank(done: tuple[Master, trial.Trial]) -> None:
     board = done[0].storage / "cluster-1" / "tensorboard" / "experiment" / "1" / "trial" / "1"
     traces = list(board.glob("*.pt.trace.json.gz"))
     assert sorted(path.name.partition(".")[0] for path in traces) == ["rank0", "rank1"]
@@ -118,7 +118,7 @@ def test_tensorboard_finds_curves_and_traces_of_every_rank_in_the_storage(done: 
         assert drawn == pytest.approx(losses(done[0], 1, group))
 
 
-def test_checkpoints_are_deleted_by_way_of_the_master(done: tuple[Master, trial.Trial]) -> None:
+def test_checkpoints_are_deleted_through_the_master(done: tuple[Master, trial.Trial]) -> None:
     master, _ = done
     kept = {c["metadata"]["steps_completed"]: c["uuid"] for c in master.checkpoints if c["state"] == "STATE_COMPLETED"}
     best = min(saved(master, 1), key=losses(master, 1, "validation").__getitem__)
@@ -127,54 +127,56 @@ def test_checkpoints_are_deleted_by_way_of_the_master(done: tuple[Master, trial.
     assert master.count()["PATCH /api/v1/checkpoints"] == len(saved(master, 1)) - len(kept)
 
 
-def test_no_secret_is_in_what_a_trial_leaves_behind(done: tuple[Master, trial.Trial]) -> None:
+def test_secrets_are_not_in_files_or_logs_of_a_trial(done: tuple[Master, trial.Trial]) -> None:
     master, finished = done
     secrets = [finished.allocation.token, trial.PASSWORD, "password-in-the-experiment"]
-    left = [path for path in master.storage.rglob("*") if path.is_file()]
-    assert any(path.name == "manifest.json" for path in left)
-    for path in left:
+    stored = [path for path in master.storage.rglob("*") if path.is_file()]
+    assert any(path.name == "manifest.json" for path in stored)
+    for path in stored:
         assert not [secret for secret in secrets if secret.encode() in path.read_bytes()], path
     ours = [line for line in finished.log.splitlines() if line.startswith("[rank=")]
     assert ours
     assert not [secret for secret in secrets if secret in "\n".join(ours)]
-    assert not [secret for secret in secrets[:2] if secret in finished.log]  # the platform prints the rest itself
+    assert not [
+        secret for secret in secrets[:2] if secret in finished.log
+    ]  # Determined itself prints environment variables
 
 
 # ---- interruptions ----------------------------------------------------------------------------------------
 
 
-def test_preempted_killed_and_forked_the_losses_are_those_of_an_undisturbed_run(
+def test_a_preempted_and_killed_trial_has_the_losses_and_weights_of_an_uninterrupted_one(
     done: tuple[Master, trial.Trial], folder: Path
 ) -> None:
     master, _ = done
-    undisturbed = losses(master, 1), losses(master, 1, "validation")
+    uninterrupted = losses(master, 1), losses(master, 1, "validation")
     master.experiment["hyperparameters"] |= {"core_api_profiler": False, "torch_profiler": False}
 
-    # Preempted in the middle of an interval: saved, then acknowledged, then exit 0.
+    # Preempted between two checkpoints: saves, acknowledges, exits with 0.
     master.on_metrics = lambda group, step: preempt(master) if (group, step) == ("training", 8) else None
     preempted = trial.run(master, 2, folder=folder)
     assert preempted.process.returncode == 0, preempted.log
     assert preempted.allocation.acknowledged
     (stop,) = (step for step in saved(master, 2) if step > 6)
     assert 8 <= stop < 24
-    assert f"stopped behind step {stop} of 24" in preempted.log
+    assert re.search(rf"stopped \w+ step {stop}\b", preempted.log)
     (acknowledged,) = [call for call in master.calls if call.route.endswith("/ack_preemption")]
     assert acknowledged.saved == len(list(master.storage.glob("*/manifest.json")))
 
-    # Killed two steps further on: the master starts it again from the same checkpoint.
+    # Killed two steps later: the master restarts it from the same checkpoint.
     with trial.Trial(master, 2, folder=folder) as killed:
         assert killed.allocation.latest == saved(master, 2)[stop]
         master.on_metrics = lambda group, step: killed.kill() if (group, step) == ("training", stop + 2) else None
         assert killed.wait() != 0
     master.on_metrics = lambda _group, _step: None
-    assert f"going on from checkpoint {killed.allocation.latest}, step {stop}" in killed.log
+    assert f"from checkpoint {killed.allocation.latest}, step {stop}" in killed.log
     last = trial.run(master, 2, folder=folder)
     assert last.process.returncode == 0, last.log
     assert not last.allocation.acknowledged
     again = [m for m in master.metrics if m["trial"] == 2 and m["group"] == "training"]
-    assert {(m["step"], m["metrics"]["loss"]) for m in again} == set(undisturbed[0].items())
+    assert {(m["step"], m["metrics"]["loss"]) for m in again} == set(uninterrupted[0].items())
     assert len({m["run"] for m in again}) == 3
-    assert undisturbed[1].items() <= losses(master, 2, "validation").items()
+    assert uninterrupted[1].items() <= losses(master, 2, "validation").items()
     weights = [
         {name: record for name, record in manifest.files.items() if name.endswith(".distcp")}
         for manifest in (read_manifest(master.storage / saved(master, number)[24]) for number in (1, 2))
@@ -182,7 +184,9 @@ def test_preempted_killed_and_forked_the_losses_are_those_of_an_undisturbed_run(
     assert weights[0] == weights[1]
     kept = [c["uuid"] for c in master.checkpoints if c["state"] == "STATE_COMPLETED"]
     best = min((step for step in saved(master, 2) if step >= stop), key=losses(master, 2, "validation").__getitem__)
-    assert (saved(master, 2)[stop] in kept) == (stop == best)  # the last process knows what it went on from
+    assert (saved(master, 2)[stop] in kept) == (
+        stop == best
+    )  # retention counts the checkpoint that the run resumed from
     assert master.refused == []
 
 
@@ -192,16 +196,16 @@ def preempt(master: Master) -> None:
 
 
 def saved(master: Master, number: int) -> dict[int, str]:
-    """A trial's checkpoints by step."""
+    """Return the UUIDs of a trial's checkpoints, by step."""
     mine = [c for c in master.checkpoints if c["taskId"] == f"trial.{number}"]
     return {c["metadata"]["steps_completed"]: c["uuid"] for c in mine}
 
 
-ABSENCE = 20.0
-"""least, in seconds"""
+OUTAGE = 20.0
+"""shortest time that the master is unreachable (seconds)"""
 
 
-def test_a_fork_starts_at_step_0_with_its_weights_and_a_master_slow_or_away_holds_up_nothing(
+def test_a_fork_starts_at_step_0_with_the_weights_and_trains_through_an_outage_of_the_master(
     done: tuple[Master, trial.Trial], folder: Path
 ) -> None:
     master, _ = done
@@ -210,35 +214,35 @@ def test_a_fork_starts_at_step_0_with_its_weights_and_a_master_slow_or_away_hold
     source = saved(master, 1)[24]
     away = threading.Event()
 
-    def vanish(group: str, step: int) -> None:
+    def stop(group: str, step: int) -> None:
         master.delay = 0.3
         if (group, step) == ("training", 4) and not away.is_set():
             away.set()
-            threading.Thread(target=master.vanish).start()
+            threading.Thread(target=master.stop).start()
 
-    master.on_metrics = vanish
+    master.on_metrics = stop
     with trial.Trial(master, 3, latest=source, folder=folder) as fork:
         assert away.wait(240), fork.log
         began = time.monotonic()
-        while "training    step 24/24" not in fork.log or time.monotonic() < began + ABSENCE:
+        while "training    step 24/24" not in fork.log or time.monotonic() < began + OUTAGE:
             assert time.monotonic() < began + 240, fork.log
             assert fork.process.poll() is None, fork.log
             time.sleep(0.1)
         assert len(losses(master, 3)) < 6
         master.on_metrics = lambda _group, _step: None
         master.delay = 0
-        master.appear()
+        master.start()
         assert fork.wait() == 0, fork.log
     assert f"weights of checkpoint {source}" in fork.log
-    told = losses(master, 3)
-    assert sorted(told) == list(range(1, 25))
+    reported = losses(master, 3)
+    assert sorted(reported) == list(range(1, 25))
     assert master.bodies("/api/v1/trials/{trial}/progress")[-1]["progress"] == 1.0
-    assert told[1] < losses(master, 1)[1] - 0.1  # it has learned already, and it is not where trial 1 stopped
+    assert reported[1] < losses(master, 1)[1] - 0.1  # trained weights
     assert list(saved(master, 3)) == [24]
     assert read_manifest(master.storage / saved(master, 3)[24]).trial_id == 3
 
 
-def test_init_from_takes_the_weights_of_a_checkpoint_by_its_uuid(
+def test_init_from_loads_the_weights_of_a_checkpoint_by_its_uuid(
     done: tuple[Master, trial.Trial], folder: Path
 ) -> None:
     master, _ = done
@@ -251,17 +255,17 @@ def test_init_from_takes_the_weights_of_a_checkpoint_by_its_uuid(
     assert list(saved(master, 5)) == [2]
 
 
-def test_a_report_that_is_refused_ends_the_run_in_one_line(master: Master, tmp_path: Path) -> None:
+def test_a_refused_report_ends_the_run_with_one_line(master: Master, tmp_path: Path) -> None:
     trial.submit(master, trial.experiment(async_checkpoint=False, **HYPERPARAMETERS), tmp_path / "cli")
     refusal = {"/api/v1/trials/{trial}/metrics": 500}
     master.on_metrics = lambda _group, step: master.refuse.update(refusal) if step == 7 else None
     refused = trial.run(master, folder=tmp_path)
     assert refused.process.returncode == 1
     ours = [line for line in refused.log.splitlines() if line.startswith("[rank=0]")]
-    assert "the master does not take what it is told: refused on purpose; the last checkpoint is kept" in ours[-1]
+    assert "refused on purpose" in ours[-1]
     assert not [line for line in ours if "Traceback" in line]
     assert max(losses(master, 1)) == 7
-    assert 6 in saved(master, 1)  # to go on from
+    assert 6 in saved(master, 1)  # to resume from
 
 
 # ---- search -----------------------------------------------------------------------------------------------
@@ -271,7 +275,7 @@ POINT = {"lr": 1.0e-2, "n_layers": 2, "weight_decay": 0.1}
 
 @pytest.fixture
 def searching(master: Master, tmp_path: Path) -> Master:
-    """A master with the shipped search, small."""
+    """A master with the shipped search, on a small model."""
     config = trial.experiment("recipes/search.yaml", **HYPERPARAMETERS)
     ranges = yaml.safe_load((ROOT / "recipes" / "search.yaml").read_text())["hyperparameters"]
     config["hyperparameters"] |= {key: ranges[key] for key in POINT}
@@ -283,17 +287,15 @@ def searching(master: Master, tmp_path: Path) -> Master:
 
 
 def point(master: Master, **changes: Any) -> dict[str, Any]:
-    """What the searcher hands to a trial."""
+    """Return hyperparameters that the searcher chooses for a trial."""
     return master.experiment["hyperparameters"] | POINT | changes
 
 
-def test_a_searcher_is_told_loss_and_time_and_stops_a_trial_behind_a_checkpoint(
-    searching: Master, tmp_path: Path
-) -> None:
+def test_a_trial_of_a_search_reports_loss_and_batches_and_saves_when_stopped(searching: Master, tmp_path: Path) -> None:
     searching.on_metrics = lambda group, step: preempt(searching) if (group, step) == ("validation", 12) else None
     stopped = trial.run(searching, folder=tmp_path, hyperparameters=point(searching))
     assert stopped.process.returncode == 0, stopped.log
-    assert searching.refused == []  # among them validation reports without finite loss and batches
+    assert searching.refused == []  # the master refuses validation reports without finite loss and batches
     validations = [m for m in searching.metrics if m["group"] == "validation"]
     assert all(m["metrics"]["batches"] == m["step"] for m in validations)
     stop = max(saved(searching, 1))
@@ -303,10 +305,10 @@ def test_a_searcher_is_told_loss_and_time_and_stops_a_trial_behind_a_checkpoint(
     assert skipped > 0
 
 
-@pytest.mark.parametrize(
-    ("lr", "why"), [(-1.0, "lr: -1.0 is not a number > 0"), (1.0e5, "lower lr")], ids=["refused", "diverged"]
-)
-def test_a_search_drops_a_point_that_cannot_work(searching: Master, tmp_path: Path, lr: float, why: str) -> None:
+@pytest.mark.parametrize(("lr", "why"), [(-1.0, "lr: -1.0"), (1.0e5, "lower lr")], ids=["invalid", "diverged"])
+def test_a_search_drops_a_trial_with_invalid_hyperparameters(
+    searching: Master, tmp_path: Path, lr: float, why: str
+) -> None:
     dropped = trial.run(searching, folder=tmp_path, hyperparameters=point(searching, lr=lr))
     assert dropped.process.returncode == 0, dropped.log
     assert searching.allocation is not None
@@ -315,7 +317,7 @@ def test_a_search_drops_a_point_that_cannot_work(searching: Master, tmp_path: Pa
     assert searching.refused == []
 
 
-HUNGRY = """
+OUT_OF_MEMORY = """
 import os, sys
 sys.path.insert(0, os.getcwd())
 import fsdp, torch
@@ -323,41 +325,40 @@ from lm.data.loader import Loader
 
 training = Loader.training
 
-def hungry(self, start):
+def allocate_too_much(self, start):
     for step, batch in enumerate(training(self, start), start):
         if os.environ["RANK"] == "{victim}" and step == 3:
             torch.empty(1 << 60)
         yield batch
 
-Loader.training = hungry
+Loader.training = allocate_too_much
 fsdp.run_and_exit(fsdp.main)
 """
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_search_drops_a_point_that_is_too_large_for_one_rank_alone(
+def test_a_search_drops_a_trial_in_which_one_rank_runs_out_of_memory(
     searching: Master, tmp_path: Path, victim: int
 ) -> None:
-    script = tmp_path / "hungry.py"
-    script.write_text(HUNGRY.format(victim=victim))
+    script = tmp_path / "out_of_memory.py"
+    script.write_text(OUT_OF_MEMORY.format(victim=victim))
     searching.experiment["resources"]["slots_per_trial"] = 2
     searching.experiment["entrypoint"] = f"python3 -m determined.launch.torch_distributed -- python3 {script}"
     dropped = trial.run(searching, folder=tmp_path, hyperparameters=point(searching))
     assert dropped.process.returncode == 0, dropped.log
     assert searching.allocation is not None
     assert searching.allocation.invalid
-    other = f"rank {1 - victim}, behind step 3, lost its connection to another"
-    assert f"{other}: rank {victim}: out of memory (" in dropped.log
-    assert all("was reported already" in said for said in searching.refused)
+    assert re.search(rf"rank {1 - victim}\b.*step 3\b.*rank {victim}\b.*out of memory \(", dropped.log)
+    assert all("/early_exit: reported twice" in refusal for refusal in searching.refused)
 
 
-def test_a_plain_mistake_ends_the_trial_with_its_message_and_is_not_tried_again(
+def test_an_error_that_the_search_did_not_cause_ends_the_trial_and_is_not_retried(
     searching: Master, tmp_path: Path
 ) -> None:
     mistaken = trial.run(searching, folder=tmp_path, hyperparameters=point(searching, ffn="relux", lr=-1.0))
     assert mistaken.process.returncode == 1
     assert searching.allocation is not None
     assert not searching.allocation.invalid
-    assert 'ffn: "relux" is not one of relu, gelu, swiglu' in mistaken.log
+    assert 'ffn: "relux"' in mistaken.log
     (policy,) = [p for p in searching.experiment["log_policies"] if p["name"] == "bad configuration"]
     assert re.search(f"^{policy['pattern']}$", mistaken.log, re.MULTILINE)

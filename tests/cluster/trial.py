@@ -1,7 +1,7 @@
-"""Experiments and trials against the stand-in master, through the platform's own code.
+"""Experiments and trials on the stand-in master, run by Determined's own code.
 
-`submit` sends the package as `det experiment create` does. `Trial` is what an agent does with it: a container's
-entrypoint (`prep_container`, startup hook, rendezvous, `exec.launch`), in a mount namespace with a `/run` of its own.
+`submit` sends the package as `det experiment create` does. `Trial` does what an agent does: it runs the container's
+entrypoint (`prep_container`, startup hook, rendezvous, `exec.launch`) in a mount namespace with a private `/run`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.cluster.master import Allocation, Master
 from tests.support import ROOT, TINY
 
 UNSHARE = ["unshare", *(["--map-root-user"] if os.getuid() else []), "--mount", "--pid", "--fork", "--kill-child"]
-"""Mounts are private, and nothing outlives the container."""
+"""Private mounts; all processes end with the container."""
 
 SHORT = TINY | {
     "max_steps": 12,
@@ -37,10 +37,10 @@ SHORT = TINY | {
     "collective_timeout": 60,
 }
 
-PASSWORD = "password-of-a-person"
+PASSWORD = "password-of-a-user"
 
 STORAGE = "/run/checkpoints"
-"""Where a container sees the checkpoint storage."""
+"""The checkpoint storage inside a container."""
 
 ENTRYPOINT = f"""
 set -e
@@ -57,11 +57,11 @@ set +x
 python3 -m determined.exec.prep_container --rendezvous
 exec python3 -m determined.exec.launch
 """
-"""What Determined's container does, in its order."""
+"""The commands of Determined's container entrypoint, in order."""
 
 
-def why_not() -> str | None:
-    """The reason why no container can be had here, or None."""
+def unavailable_reason() -> str | None:
+    """Return why no container can be started on this machine, or None."""
     if shutil.which("unshare") is None:
         return "unshare is missing (package util-linux)"
     done = subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/run"], capture_output=True, text=True)
@@ -69,12 +69,7 @@ def why_not() -> str | None:
 
 
 def experiment(file: str = "config.yaml", *, slots: int = 1, **hyperparameters: Any) -> dict[str, Any]:
-    """The experiment in one of the shipped files, short enough for a test.
-
-    Args:
-        slots: processes.
-        hyperparameters: changes; `SHORT` are made in any case, `None` takes a key away.
-    """
+    """Return the experiment of a shipped file, shortened by `SHORT` and `hyperparameters`; `None` removes a key."""
     config = yaml.safe_load((ROOT / file).read_text())
     config["checkpoint_storage"] = {"type": "directory", "container_path": STORAGE}
     config["resources"] = config.get("resources", {}) | {"slots_per_trial": slots}
@@ -85,41 +80,23 @@ def experiment(file: str = "config.yaml", *, slots: int = 1, **hyperparameters: 
 
 
 def submit(master: Master, config: Mapping[str, Any], folder: Path, package: Path = ROOT) -> str:
-    """Send `package` to the master with the CLI, and return what it said.
-
-    Args:
-        folder: for the config file and the CLI's own files.
-    """
+    """Create an experiment with the CLI, which keeps its files in `folder`; return its output."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "experiment.yaml"
     file.write_text(yaml.safe_dump(copy.deepcopy(dict(config))))
-    command = [
-        sys.executable,
-        "-m",
-        "determined.cli",
-        "-m",
-        master.url,
-        "experiment",
-        "create",
-        str(file),
-        str(package),
-    ]
-    login = {
-        "DET_USER": "tester",
-        "DET_PASS": "password-of-a-person",
-        "HOME": str(folder),
-        "XDG_CONFIG_HOME": str(folder),
-    }
+    cli = [sys.executable, "-m", "determined.cli", "-m", master.url]
+    command = [*cli, "experiment", "create", str(file), str(package)]
+    login = {"DET_USER": "tester", "DET_PASS": PASSWORD, "HOME": str(folder), "XDG_CONFIG_HOME": str(folder)}
     done = subprocess.run(command, env=os.environ | login, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 class Trial:
-    """A trial's container, started at once; a context manager that leaves nothing running.
+    """A running container of a trial; a context manager that kills it at the end.
 
     Args:
-        hyperparameters: the point of the search; None = the experiment's own.
+        hyperparameters: as chosen by the search; None = the experiment's.
     """
 
     def __init__(
@@ -153,48 +130,48 @@ class Trial:
         with contextlib.suppress(OSError):
             if link.readlink().name.startswith(f"tensorboard-{self.allocation.id}"):
                 link.unlink()
-        for left in Path("/tmp").glob(f"*-{self.allocation.id}*"):
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        for leftover in Path("/tmp").glob(f"*-{self.allocation.id}*"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     @property
     def log(self) -> str:
-        """What `det trial logs` would show."""
+        """The output of `det trial logs`."""
         return self._output.read_text(errors="replace")
 
     def wait(self, timeout: float = 300) -> int:
-        """The container's exit code."""
+        """Return the container's exit code."""
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout} s\n{self.log}") from None
 
     def ranks(self) -> dict[int, int]:
-        """Process ids of the ranks, as seen from here."""
-        found = {}
-        for place in Path("/proc").glob("[0-9]*"):
+        """Return the process IDs of the ranks, outside the container."""
+        processes = {}
+        for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                words = (place / "cmdline").read_bytes().split(b"\0")
-                pairs = (pair.partition(b"=") for pair in (place / "environ").read_bytes().split(b"\0"))
+                words = (process / "cmdline").read_bytes().split(b"\0")
+                pairs = (pair.partition(b"=") for pair in (process / "environ").read_bytes().split(b"\0"))
                 variables = {name: value for name, _, value in pairs}
                 mine = variables.get(b"DET_ALLOCATION_ID") == self.allocation.id.encode()
                 if mine and len(words) > 1 and words[1] == b"fsdp.py" and b"RANK" in variables:
-                    found[int(variables[b"RANK"])] = int(place.name)
-        return found
+                    processes[int(variables[b"RANK"])] = int(process.name)
+        return processes
 
     def kill(self) -> None:
-        """Pull the plug on rank 0."""
+        """Kill rank 0."""
         os.kill(self.ranks()[0], signal.SIGKILL)
 
 
 def run(master: Master, number: int = 1, *, folder: Path, timeout: float = 300, **how: Any) -> Trial:
-    """A trial from its start to its end."""
+    """Run a trial to its end."""
     with Trial(master, number, folder=folder, **how) as trial:
         trial.wait(timeout)
     return trial
 
 
 def environment(master: Master, allocation: Allocation, hyperparameters: Mapping[str, Any] | None) -> dict[str, str]:
-    """What an agent sets in the trial's container."""
+    """Return the environment variables that an agent sets in the trial's container."""
     slots = master.experiment["resources"]["slots_per_trial"]
     config = master.experiment
     variables = {
