@@ -1,4 +1,4 @@
-"""The model is the published one: in its counts, in its arithmetic against plain references, and in its limits."""
+"""The model equals the published ones in its counts, and plain references in its arithmetic."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from model import (
     IGNORE_INDEX,
     PRESETS,
     AttentionInputs,
+    Block,
     KVCache,
     LinearCrossEntropy,
     ModelConfig,
     Transformer,
     chunk_cross_entropy,
-    even_chunks,
+    even_chunk_size,
     rope_frequencies,
 )
+from tests.conftest import Message
 
 TINY: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 24}
 LLAMA: dict[str, Any] = TINY | {
@@ -57,11 +59,11 @@ every_style = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
 
 
 DOCUMENTS = [7, 1, 5, 11]
-"""Lengths of documents that fill a row."""
+"""Lengths of documents that fill a sequence."""
 
 
 def packed(seed: int = 3) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Documents, and a row `(1, 24)` of them all with the number of each position's document."""
+    """Return documents, a sequence `(1, 24)` that packs them, and its document ids."""
     generator = torch.Generator().manual_seed(seed)
     parts = [torch.randint(64, (length,), generator=generator) for length in DOCUMENTS]
     numbers = torch.repeat_interleave(torch.arange(len(DOCUMENTS)), torch.tensor(DOCUMENTS))
@@ -74,7 +76,7 @@ def on_meta(config: ModelConfig) -> Transformer:
 
 
 def make(settings: dict[str, Any], seed: int = 0, spread: float = 0.3) -> Transformer:
-    """A model whose weights, norms and biases included, are all different from what they start at."""
+    """Return a model in which every parameter, norms and biases included, differs from its initial value."""
     torch.manual_seed(seed)
     model = Transformer(ModelConfig.model_validate(settings))
     with torch.no_grad():
@@ -121,11 +123,11 @@ def test_explicit_keys_override_the_preset() -> None:
 
 
 def test_an_unknown_preset_is_refused_with_the_list() -> None:
-    with pytest.raises(ValidationError, match="no preset 'llama9'; there are gpt2, gpt2-medium"):
+    with pytest.raises(ValidationError, match=r"model: .*'llama9'.*gpt2, gpt2-medium"):
         ModelConfig.model_validate({"model": "llama9"})
 
 
-def test_the_counts_by_part_are_those_of_the_modules_for_every_combination_of_options() -> None:
+def test_parameter_counts_equal_the_modules_for_every_combination_of_options() -> None:
     grid = itertools.product(
         ("layernorm", "rmsnorm"),
         ("relu", "swiglu"),
@@ -177,23 +179,21 @@ def test_causal_flops_count_the_positions_that_are_attended_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "key"),
     [
-        ({"d_model": 32, "n_heads": 5}, r"n_heads: 5 does not divide d_model 32; nearest: \[1, 2, 4, 8\]"),
-        ({"n_heads": 8, "n_kv_heads": 3}, r"n_kv_heads: 3 does not divide n_heads 8; choose from \[1, 2, 4, 8\]"),
-        ({"d_model": 24, "n_heads": 8, "positions": "rope"}, "even head size, d_model / n_heads is 3"),
-        ({"rope_scaling": LLAMA3_SCALING}, "rope_scaling: needs positions: rope"),
-        (
-            {"positions": "rope", "rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1.0}},
-            "high_freq_factor 1 is not above low_freq_factor 1",
-        ),
-        ({"d_model": 2**62}, "d_model: 4611686018427387904, with 4 layers, .* makes 1.0e[+]39 parameters; 1e[+]14 can"),
-        ({"max_seq_len": 2**62, "positions": "rope"}, "sequences of 4611686018427387904, makes"),
+        ({"d_model": 32, "n_heads": 5}, "n_heads: 5 "),
+        ({"n_heads": 8, "n_kv_heads": 3}, "n_kv_heads: 3 "),
+        ({"d_model": 24, "n_heads": 8, "positions": "rope"}, "n_heads: "),
+        ({"rope_scaling": LLAMA3_SCALING}, "rope_scaling: "),
+        ({"positions": "rope", "rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1.0}}, "high_freq_factor 1 "),
+        ({"d_model": 2**62}, "d_model: 4611686018427387904 "),
+        ({"max_seq_len": 2**62, "positions": "rope"}, "d_model: 512 .* max_seq_len 4611686018427387904 "),
     ],
 )
-def test_structures_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+def test_an_invalid_structure_is_refused_by_key(settings: dict[str, Any], key: str, message: Message) -> None:
+    with pytest.raises(ValidationError, match=f"Value error, {key}") as refused:
         ModelConfig.model_validate(settings)
+    message(refused.value.errors()[0]["msg"])
 
 
 # ---- architecture, against plain references ----------------------------------------------------------
@@ -213,7 +213,7 @@ def by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def original_logits(weights: dict[str, Tensor], tokens: Tensor, layers: int, heads: int) -> Tensor:
-    """Determined's FSDP example, straight down: learned positions, LayerNorm, fused QKV, ReLU with biases."""
+    """Determined's FSDP example, written out: learned positions, LayerNorm, fused QKV, ReLU with biases."""
     w = weights
     d = w["embedding.tokens.weight"].shape[1]
     x = w["embedding.tokens.weight"][tokens] + w["embedding.positions.weight"][: tokens.shape[1]]
@@ -246,7 +246,7 @@ def rotate_half(x: Tensor, frequencies: Tensor) -> Tensor:
 def llama_logits(
     weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig, frequencies: Tensor | None = None
 ) -> Tensor:
-    """Llama, straight down: RMSNorm, RoPE, grouped queries by explicit repetition, SwiGLU."""
+    """Llama, written out: RMSNorm, RoPE, grouped queries by explicit repetition, SwiGLU."""
     w, d, kv = weights, config.d_model, config.kv_heads * config.head_dim
     if frequencies is None:
         frequencies = config.rope_theta ** -(torch.arange(0, config.head_dim, 2).double() / config.head_dim)
@@ -311,7 +311,7 @@ def test_llama3_rope_scaling_is_the_published_formula() -> None:
     assert ((ratios > 1.01) & (ratios < 31.9)).any()
 
 
-def test_the_model_turns_by_the_scaled_frequencies() -> None:
+def test_the_model_uses_the_scaled_frequencies() -> None:
     scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
     model = make(LLAMA | {"rope_scaling": scaling}, spread=0.2)
     tokens = tokens_of(model)
@@ -363,7 +363,7 @@ def test_a_later_token_never_changes_earlier_logits(style: dict[str, Any]) -> No
     assert not torch.allclose(before[:, 10], after[:, 10], atol=1e-3)
 
 
-def test_a_token_out_of_the_sliding_window_is_out_of_sight() -> None:
+def test_a_token_outside_the_sliding_window_is_not_attended_to() -> None:
     one_layer = make(LLAMA | {"n_layers": 1, "sliding_window": 5})
     tokens = tokens_of(one_layer)
     changed = tokens.clone()
@@ -395,7 +395,7 @@ def test_more_tokens_than_max_seq_len_are_refused(cached: int) -> None:
     cache = KVCache(24) if cached else None
     if cached:
         model(tokens_of(model, length=cached), cache=cache)
-    with pytest.raises(ValueError, match="25 tokens are more than max_seq_len 24"):
+    with pytest.raises(ValueError, match=r"max_seq_len: 25 .* 24"):
         model(tokens_of(model, length=25 - cached), cache=cache)
 
 
@@ -403,7 +403,7 @@ def test_more_tokens_than_max_seq_len_are_refused(cached: int) -> None:
 
 
 @every_style
-def test_the_loss_is_the_sum_of_nats_over_targets_that_count(style: dict[str, Any]) -> None:
+def test_the_loss_is_the_sum_in_nats_over_targets_that_are_not_ignored(style: dict[str, Any]) -> None:
     model = make(style)
     tokens = tokens_of(model)
     targets = tokens.roll(-1, dims=1)
@@ -455,7 +455,7 @@ def test_the_loss_in_chunks_is_the_loss_with_its_gradients(
         assert chunked(x, weight).item() == pytest.approx(results[1][0].item(), rel=1e-5)
 
 
-def test_the_loss_in_chunks_never_holds_the_logits_of_all_rows() -> None:
+def test_the_chunked_loss_never_holds_all_logits() -> None:
     class Largest(TorchDispatchMode):
         size = 0
 
@@ -474,10 +474,10 @@ def test_the_loss_in_chunks_never_holds_the_logits_of_all_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "most", "chunk"), [(8192, 4185, 4096), (2048, 524, 512), (7, 100, 7), (13, 4, 4), (10, 3, 2), (1, 1, 1)]
+    ("total", "limit", "size"), [(8192, 4185, 4096), (2048, 524, 512), (7, 100, 7), (13, 4, 4), (10, 3, 2), (1, 1, 1)]
 )
-def test_chunks_are_equally_long_where_that_is_near_by(rows: int, most: int, chunk: int) -> None:
-    assert even_chunks(rows, most) == chunk
+def test_chunks_have_equal_sizes_if_a_divisor_is_near_the_limit(total: int, limit: int, size: int) -> None:
+    assert even_chunk_size(total, limit) == size
 
 
 def test_dropout_acts_in_training_alone_and_follows_the_seed() -> None:
@@ -495,7 +495,7 @@ def test_dropout_acts_in_training_alone_and_follows_the_seed() -> None:
     assert not torch.equal(outputs[0], plain)
 
 
-def started_as_ruled(settings: dict[str, Any]) -> Transformer:
+def initialized(settings: dict[str, Any]) -> Transformer:
     torch.manual_seed(0)
     model = Transformer(ModelConfig.model_validate(settings))
     for name, parameter in model.named_parameters():
@@ -516,7 +516,7 @@ def test_norms_start_as_the_identity_and_biases_at_zero(style: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("style", ["gpt2", "llama", "llama3.2"])
-def test_gpt2_and_llama_start_small_and_smaller_where_they_write_to_the_stream(style: str) -> None:
+def test_gpt2_and_llama_scale_down_matrices_that_write_to_the_residual_stream(style: str) -> None:
     model = on_meta(ModelConfig.model_validate(STYLES[style]))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
@@ -536,14 +536,14 @@ def test_the_original_examples_model_starts_with_the_variances_of_pytorchs_modul
 
 @every_style
 def test_the_first_loss_is_that_of_guessing(style: dict[str, Any]) -> None:
-    model = started_as_ruled(style)
+    model = initialized(style)
     tokens = tokens_of(model, batch=8)
     loss = model(tokens, tokens.roll(-1, dims=1)).item() / tokens.numel()
     assert math.log(64) - 0.05 < loss < math.log(64) + 0.2
 
 
 @every_style
-def test_the_units_to_shard_hold_every_parameter_but_tied_ends(style: dict[str, Any]) -> None:
+def test_fsdp_units_hold_every_parameter_except_tied_embeddings(style: dict[str, Any]) -> None:
     model = Transformer(ModelConfig.model_validate(style))
     held = {id(p) for unit in model.fsdp_units() for p in unit.parameters()}
     left = [name for name, p in model.named_parameters() if id(p) not in held]
@@ -551,46 +551,87 @@ def test_the_units_to_shard_hold_every_parameter_but_tied_ends(style: dict[str, 
     assert left == (ends if model.config.tie_embeddings else [])
 
 
-# ---- several documents in a row --------------------------------------------------------------------------------
+# ---- several documents in a sequence --------------------------------------------------------------------------------
 
 
 @every_style
-def test_documents_in_a_row_know_nothing_of_each_other(style: dict[str, Any]) -> None:
+def test_packed_documents_do_not_attend_to_each_other(style: dict[str, Any]) -> None:
     model = make(style)
-    parts, row, numbers = packed()
-    together = model(row, document_ids=numbers)[0]
-    alone = torch.cat([model(part[None])[0] for part in parts])
-    assert torch.allclose(together, alone, atol=1e-4, rtol=1e-4)
-    both = model(row.expand(2, -1), document_ids=torch.cat([numbers, torch.zeros_like(numbers)]))
+    documents, sequence, ids = packed()
+    found = model(sequence, document_ids=ids)[0]
+    alone = torch.cat([model(document[None])[0] for document in documents])
+    assert torch.allclose(found, alone, atol=1e-4, rtol=1e-4)
+    both = model(sequence.expand(2, -1), document_ids=torch.cat([ids, torch.zeros_like(ids)]))
     assert torch.allclose(both[0], alone, atol=1e-4, rtol=1e-4)
-    assert torch.allclose(both[1], model(row)[0], atol=1e-4, rtol=1e-4)
+    assert torch.allclose(both[1], model(sequence)[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture
+def flex_masks(monkeypatch: pytest.MonkeyPatch) -> list[AttentionInputs]:
+    """Force FlexAttention on the CPU, and return the inputs that the first block then receives."""
+    received: list[AttentionInputs] = []
+    forward = Block.forward
+
+    def record(block: Block, x: Tensor, inputs: AttentionInputs, cache: KVCache | None = None) -> Tensor:
+        received.append(inputs)
+        return forward(block, x, inputs, cache)
+
+    monkeypatch.setattr(Block, "forward", record)
+    return received
+
+
+@pytest.mark.parametrize(
+    ("style", "packed_documents"), [*((style, True) for style in STYLES), ("mistral", False), ("windowed", False)]
+)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_equals_attention_with_a_mask(
+    style: str, packed_documents: bool, flex_masks: list[AttentionInputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(STYLES[style])
+    _, sequence, ids = packed()
+    tokens, document_ids = sequence.expand(2, -1), ids.expand(2, -1) if packed_documents else None
+    with torch.no_grad():  # FlexAttention has no backward pass on the CPU
+        expected = model(tokens, document_ids=document_ids)
+        monkeypatch.setattr(ModelConfig, "can_use_flex", lambda *_: True)
+        found = model(tokens, document_ids=document_ids)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert not isinstance(flex_masks[0].mask, BlockMask)
+    assert isinstance(flex_masks[-1].mask, BlockMask)
+
+
+# ---- position ids ------------------------------------------------------------------------------------------
 
 
 @every_style
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_sees_what_the_plain_mask_shows(style: dict[str, Any]) -> None:
+def test_default_position_ids_are_consecutive_and_restart_in_each_document(style: dict[str, Any]) -> None:
     model = make(style)
-    _, row, numbers = packed()
-    numbers = numbers.expand(2, -1)
-    tokens = row.expand(2, -1)
-    with torch.no_grad():  # on the CPU it knows no backward
-        shown, position_ids = model._positions_inside(numbers, torch.arange(24), use_flex=False)
-        use_flex, again = model._positions_inside(numbers, torch.arange(24), use_flex=True)
-        assert torch.equal(position_ids, again)
-        x = model.embedding(tokens, position_ids)
-        expected = model.blocks[0](x, shown)
-        assert torch.allclose(model.blocks[0](x, use_flex), expected, atol=1e-4, rtol=1e-4)
+    _, tokens, document_ids = packed()
+    for position_ids in (torch.arange(24), torch.arange(24)[None]):
+        torch.testing.assert_close(model(tokens, position_ids=position_ids), model(tokens))
+    restarting = torch.cat([torch.arange(length) for length in DOCUMENTS])
+    found = model(tokens, document_ids=document_ids, position_ids=restarting[None])
+    torch.testing.assert_close(found, model(tokens, document_ids=document_ids))
 
 
-@pytest.mark.parametrize("style", ["mistral", "windowed"])
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_sees_what_a_window_shows(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make(STYLES[style])
+@every_style
+def test_shifted_position_ids_compute_a_sequence_at_that_offset(style: dict[str, Any]) -> None:
+    model = make(style)
     tokens = tokens_of(model)
-    with torch.no_grad():
-        expected = model(tokens)
-        monkeypatch.setattr(ModelConfig, "uses_flex", lambda *_: True)
-        positions: list[AttentionInputs] = []
-        model.blocks[0].register_forward_pre_hook(lambda _block, given: positions.append(given[1]))
-        assert torch.allclose(model(tokens), expected, atol=1e-4, rtol=1e-4)
-    assert isinstance(positions[0].mask, BlockMask)
+    document_ids = (torch.arange(24) >= 10).long().expand(2, -1)
+    offset = model(tokens, document_ids=document_ids, position_ids=torch.arange(24))[:, 10:]
+    shifted = model(tokens[:, 10:], position_ids=torch.arange(10, 24).expand(2, -1))
+    torch.testing.assert_close(shifted, offset, rtol=1e-4, atol=1e-4)
+    if model.config.positions == "learned":
+        assert not torch.allclose(shifted, model(tokens[:, 10:]), atol=1e-2)
+        with torch.no_grad():
+            assert model.embedding.positions is not None
+            model.embedding.positions.weight.copy_(model.embedding.positions.weight.roll(-10, dims=0))
+    torch.testing.assert_close(model(tokens[:, 10:]), shifted, rtol=1e-4, atol=1e-4)  # RoPE is relative
+
+
+def test_rotary_angles_are_those_of_the_position_ids() -> None:
+    model = make(LLAMA, spread=0.2)
+    tokens, c = tokens_of(model), model.config
+    frequencies = c.rope_theta ** -(torch.arange(0, c.head_dim, 2).double() / c.head_dim)
+    expected = llama_logits(model.state_dict(), tokens, c, 3 * frequencies)
+    torch.testing.assert_close(model(tokens, position_ids=3 * torch.arange(24)), expected, rtol=1e-5, atol=1e-5)
