@@ -140,7 +140,7 @@ def test_a_model_means_the_same_here_as_there(
     (ours(inputs, targets) / targets.numel()).backward()
     expected = {key: value.grad for key, value in reference.named_parameters()}
     found = dict(ours.named_parameters())
-    family = reference.config.model_type
+    family = families.FAMILIES[reference.config.model_type]
     gradients = 0.0
     for key, parts in families.layout(family, ours.config).items():
         gradient = found[key].grad
@@ -274,32 +274,35 @@ def test_names_without_a_prefix_buffers_and_a_copy_of_the_tied_head_are_read(nam
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type: 'mixtral' is none of the families read here: llama, mistral, gpt2"),
-        ({}, "model_type: None is none of the families"),
-        (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config: the model is quantised"),
-        (LLAMA | {"num_local_experts": 8}, "num_local_experts: 8 cannot be represented"),
-        (LLAMA | {"hidden_act": "gelu"}, "hidden_act: 'gelu' cannot be represented, only 'silu' or 'swish'"),
-        (LLAMA | {"attention_bias": True}, "attention_bias: True with mlp_bias: False cannot be represented"),
-        (MISTRAL | {"attention_bias": True}, "attention_bias: True cannot be represented"),
-        (LLAMA | {"head_dim": 16}, "head_dim: 16 cannot be represented, only d_model / n_heads, 8"),
-        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: rope_type 'linear' cannot be"),
+        ({"model_type": "mixtral"}, "model_type: 'mixtral' is not supported; supported: llama, mistral, gpt2"),
+        ({}, "model_type: None is not supported"),
+        (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config: quantized models"),
+        (LLAMA | {"num_local_experts": 8}, "num_local_experts: 8 is not supported"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported, only 'silu' or 'swish'"),
+        (LLAMA | {"attention_bias": True}, "attention_bias: True with mlp_bias: False is not supported"),
+        (MISTRAL | {"attention_bias": True}, "attention_bias: True is not supported"),
+        (LLAMA | {"head_dim": 16}, "head_dim: 16 is not supported, only d_model / n_heads, 8"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: rope_type 'linear' is not"),
         (LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters: rope_type 'yarn'"),
-        (LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "only one mapping for all layers"),
-        (LLAMA | {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "high_freq_factor 4 is not above"),
-        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 cannot be represented"),
-        (LLAMA | {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types: cannot be represented"),
-        (LLAMA | {"layer_types": 5}, "layer_types: cannot be represented"),
+        (
+            LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+            "unless it is one mapping for all layers",
+        ),
+        (LLAMA | {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "high_freq_factor 4 must be greater"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
+        (LLAMA | {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types: not supported"),
+        (LLAMA | {"layer_types": 5}, "layer_types: not supported"),
         (LLAMA | {"num_attention_heads": 5}, "n_heads: 5 does not divide d_model 32"),
         (LLAMA | {"hidden_size": "wide"}, "hidden_size: Input should be a valid integer"),
         (
             GPT2 | {f"{part}_pdrop": [1] for part in ("resid", "embd", "attn")},
             "dropout: Input should be a valid number",
         ),
-        (GPT2 | {"activation_function": "relu"}, "activation_function: 'relu' cannot be represented"),
-        (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights: False cannot be represented, only True"),
-        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True cannot be"),
-        (GPT2 | {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn: True cannot be"),
-        (GPT2 | {"add_cross_attention": True}, "add_cross_attention: True cannot be"),
+        (GPT2 | {"activation_function": "relu"}, "activation_function: 'relu' is not supported"),
+        (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights: False is not supported, only True"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True is not"),
+        (GPT2 | {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn: True is not"),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention: True is not"),
     ],
 )
 def test_what_cannot_be_represented_is_refused_by_name(raw: dict[str, Any], message: str) -> None:
@@ -325,6 +328,7 @@ def test_a_model_without_a_counterpart_is_not_exported(changes: dict[str, Any], 
     with pytest.raises(ConfigError) as refused:
         families.write_config(ModelConfig.model_validate(changes), "float32", None)
     assert [problem.partition(":")[0] for problem in refused.value.problems] == keys
+    assert refused.value.keys == set(keys)
 
 
 @pytest.fixture
@@ -347,24 +351,26 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
 
 def test_missing_files_are_named(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert "/nowhere: no such folder, and no name on the Hugging Face hub" in refusal(capsys, "import", "/nowhere", out)
+    assert "/nowhere: not a directory, and not a name on the Hugging Face Hub" in refusal(
+        capsys, "import", "/nowhere", out
+    )
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     message = refusal(capsys, "import", source, out)
-    assert "pytorch_model.bin is a pickle, which can run code and is never read" in message
-    assert "save_pretrained(FOLDER, safe_serialization=True)" in message
+    assert "pytorch_model.bin is a pickle, which can execute code, and is not read" in message
+    assert "save_pretrained(DIRECTORY, safe_serialization=True)" in message
     (source / "pytorch_model.bin").unlink()
-    assert "none is there. To convert" in refusal(capsys, "import", source, out)
+    assert "neither exists. To convert" in refusal(capsys, "import", source, out)
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "model-00001-of-00001.safetensors: missing; download" in refusal(capsys, "import", source, out)
     for odd in ({"a": "../a.safetensors"}, {"a": ".."}, {"a": "."}, {"a": ""}, {}, ["a.safetensors"], 5, None):
         (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": odd}))
-        assert "weight_map names no files of this folder" in refusal(capsys, "import", source, out)
+        assert "weight_map must contain file names in this directory" in refusal(capsys, "import", source, out)
     (source / "x.safetensors").mkdir()
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
     assert "x.safetensors: cannot be read: " in refusal(capsys, "import", source, out)
     (source / "config.json").write_text("[")
-    assert "config.json: is no JSON" in refusal(capsys, "import", source, out)
+    assert "config.json: invalid JSON" in refusal(capsys, "import", source, out)
     (source / "config.json").unlink()
     assert "config.json: No such file or directory" in refusal(capsys, "import", source, out)
 
@@ -381,9 +387,9 @@ def test_tensors_that_do_not_fit_are_all_named(
     message = refusal(capsys, "import", source, tmp_path / "out").splitlines()
     assert set(message[1:]) == {
         "model.norm.weight: missing",
-        "lm_head.weight: [95, 32] in the file, [96, 32] by config.json",
-        "model.embed_tokens.weight: I8 is no weight but a quantised one; give the model unquantised",
-        "model.layers.0.self_attn.q_proj.bias: config.json knows no such tensor",
+        "lm_head.weight: [95, 32] in the file, [96, 32] in config.json",
+        "model.embed_tokens.weight: I8 is a quantized dtype; use the model without quantization",
+        "model.layers.0.self_attn.q_proj.bias: unexpected tensor",
     }
 
 
@@ -395,14 +401,14 @@ def test_damaged_weights_are_named(source: Path, tmp_path: Path, capsys: pytest.
     path.write_bytes(content)
     save_file(load_file(path) | {"model.norm.weight": torch.full((32,), torch.nan)}, path)
     message = refusal(capsys, "import", source, tmp_path / "out", code=1)
-    assert message.startswith("head.norm.weight: holds inf or NaN")
+    assert message.startswith("head.norm.weight: contains inf or NaN")
 
 
 def test_nothing_is_overwritten(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
-    assert "is there already" in refusal(capsys, "import", source, tmp_path / "out")
+    assert "already exists" in refusal(capsys, "import", source, tmp_path / "out")
     export.import_model(str(source), tmp_path / "checkpoint")
-    assert "is there already" in refusal(capsys, "export", tmp_path / "checkpoint", tmp_path / "out")
+    assert "already exists" in refusal(capsys, "export", tmp_path / "checkpoint", tmp_path / "out")
 
 
 def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -468,7 +474,7 @@ def test_text_goes_the_same_way_here_and_there(tmp_path: Path, capsys: pytest.Ca
     theirs = add_tokenizer(tmp_path / "in", 280)
     assert hf_main.main(["import", str(tmp_path / "in"), str(tmp_path / "checkpoint")]) == 0
     said = capsys.readouterr().out
-    assert "vocab_size: keep 300; of these, the tokenizer uses 280" in said
+    assert "vocab_size: keep 300, of which the tokenizer uses 280" in said
     for line in ('norm: "rmsnorm"', "vocab_size: 300", "d_ff: 48", f'init_from: "{tmp_path}/checkpoint"'):
         assert f"  {line}\n" in said
 
@@ -507,7 +513,7 @@ def test_gpt2_begins_with_its_end_of_text() -> None:
 def test_a_model_without_a_tokenizer_comes_in_and_says_so(source: Path, tmp_path: Path) -> None:
     said: list[str] = []
     assert export.import_model(str(source), tmp_path / "checkpoint", log=said.append).tokenizer is None
-    assert "no tokenizer.json, so the checkpoint cannot read or write text" in said[0]
+    assert "no tokenizer.json, so the checkpoint has no tokenizer" in said[0]
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
@@ -515,7 +521,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
 ) -> None:
     add_tokenizer(source, 280)
     message = refusal(capsys, "import", source, tmp_path / "out")
-    assert "the tokenizer has 280 tokens, the model 96: take the tokens that were added out" in message
+    assert "the tokenizer has 280 tokens, the model 96: remove the added tokens" in message
     (source / "tokenizer.json").write_text("{}")
     assert "cannot be read" in refusal(capsys, "import", source, tmp_path / "out")
 

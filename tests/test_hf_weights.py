@@ -121,15 +121,15 @@ def test_a_download_takes_what_is_needed_and_goes_on_where_it_broke_off(cache: p
 
 
 def test_what_the_hub_refuses_is_said_with_what_to_do(cache: pytest.MonkeyPatch) -> None:
-    gated = "someone/gated: gated: ask for access at https://huggingface.co/someone/gated, then `hf auth login`"
+    gated = "someone/gated: gated: request access at https://huggingface.co/someone/gated, then `hf auth login`"
     assert refusal("someone/gated").startswith(gated)
-    assert "nothing on the hub that you may see; for a private one: `hf auth login`" in refusal("someone/else")
+    assert "not found on the Hub; if it is private, run `hf auth login`" in refusal("someone/else")
     assert refusal("someone/llama", "none").startswith("--revision: someone/llama has no revision 'none'")
-    assert "no name on the Hugging Face hub (OWNER/MODEL)" in refusal("some--one/llama")
+    assert "not a name on the Hugging Face Hub (OWNER/MODEL)" in refusal("some--one/llama")
     cache.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     unreachable = refusal("someone/llama")
-    assert "Connection refused; import on a machine with network and give its OUT to the run" in unreachable
+    assert "Connection refused; import on a machine with network access and pass its OUT to the run" in unreachable
     cache.setattr(constants, "HF_HUB_OFFLINE", True)
     offline = refusal("someone/llama")
-    assert "HF_HUB_OFFLINE is set; import on a machine with network" in offline
+    assert "HF_HUB_OFFLINE is set; import on a machine with network access" in offline
     assert "`hf download someone/llama`" in offline

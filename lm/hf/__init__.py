@@ -1,1 +1,1 @@
-"""Hugging Face models: families, weights, export."""
+"""Import and export of Hugging Face models."""

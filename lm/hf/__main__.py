@@ -1,4 +1,4 @@
-"""Command: Hugging Face weights in and out."""
+"""Command line of the Hugging Face import and export."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from model import ModelConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lm.hf", description="Hugging Face weights in and out.")
+    parser = argparse.ArgumentParser(prog="python -m lm.hf", description="Import and export Hugging Face models.")
     commands = parser.add_subparsers(dest="command", required=True)
-    into = commands.add_parser("import", help="make a checkpoint of a Hugging Face model")
-    into.add_argument("source", metavar="SOURCE", help="a folder, or a name on the Hugging Face hub")
-    into.add_argument("out", type=Path, metavar="OUT", help="the checkpoint to make")
-    into.add_argument("--revision", metavar="R", help="branch, tag or commit on the hub (the newest)")
-    back = commands.add_parser("export", help="make a Hugging Face model of a checkpoint")
-    back.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint's or a run's folder")
-    back.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    into = commands.add_parser("import", help="convert a Hugging Face model to a checkpoint")
+    into.add_argument("source", metavar="SOURCE", help="a directory, or a name on the Hugging Face Hub")
+    into.add_argument("out", type=Path, metavar="OUT", help="checkpoint directory to create")
+    into.add_argument("--revision", metavar="R", help="branch, tag or commit on the Hub (default: main)")
+    back = commands.add_parser("export", help="convert a checkpoint to a Hugging Face model")
+    back.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint or run directory")
+    back.add_argument("out", type=Path, metavar="OUT", help="directory to create")
     back.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (%(default)s)")
     args = parser.parse_args(arguments)
     os.umask(0o077)
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             notes: list[str] = []
             manifest = import_model(args.source, args.out, args.revision, notes.append)
             size = sum(entry.bytes for entry in manifest.files.values())
-            print(f"{args.out}: {size / 1e9:,.2f} GB in {time.monotonic() - started:.0f} s; a run from it needs:")
+            print(f"{args.out}: {size / 1e9:,.2f} GB in {time.monotonic() - started:.0f} s; hyperparameters to use:")
             defaults = ModelConfig.model_validate({}).model_dump(mode="json")
             for key, value in {"init_from": str(args.out), **manifest.model}.items():
                 if value != defaults.get(key):
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(*notes, sep="\n", end="\n" if notes else "")
         else:
             size = export_model(args.checkpoint, args.out, args.dtype)
-            print(f"{args.out}: {size / 1e9:,.2f} GB of {args.dtype} in {time.monotonic() - started:.0f} s")
+            print(f"{args.out}: {size / 1e9:,.2f} GB in {args.dtype} in {time.monotonic() - started:.0f} s")
         return 0
     except RunError as error:
         print(error, file=sys.stderr)

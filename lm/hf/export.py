@@ -1,14 +1,14 @@
-"""Command: Hugging Face weights into a checkpoint of ours, and back.
+"""Conversion of Hugging Face weights to a checkpoint, and back.
 
     python -m lm.hf import SOURCE OUT [--revision R]
     python -m lm.hf export CHECKPOINT OUT [--dtype float32|bfloat16|float16]
 
-SOURCE is a folder with config.json and safetensors, or a name on the Hugging Face hub. OUT of an import is a
-checkpoint of step 0: `init_from: OUT` starts a run with its weights. CHECKPOINT is a checkpoint's or a run's
-folder, whatever number of ranks wrote it; OUT of an export is what `from_pretrained` of transformers loads.
+SOURCE is a directory with config.json and safetensors files, or a name on the Hugging Face Hub. An import writes a
+checkpoint of step 0 to OUT: `init_from: OUT` starts a run with its weights. CHECKPOINT is a checkpoint or run
+directory, written by any number of ranks; an export writes a directory to OUT that `from_pretrained` loads.
 
-Both go tensor by tensor, a few MiB at a time, so that memory does not grow with the model, and into a draft
-folder that is renamed once everything is in it. Nothing pickled is ever read from SOURCE.
+Both convert a few MiB at a time, so that memory does not grow with the model, and write to a temporary directory
+that is renamed when it is complete. No pickle is read from SOURCE.
 """
 
 from __future__ import annotations
@@ -55,40 +55,34 @@ from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.fileio import write_durably
 from lm.hf import families
 from lm.hf.families import TensorSlice
-from lm.hf.weights import DTYPES, Weights, begin_files, find_source, read_json, write_rows
+from lm.hf.weights import DTYPES, Weights, find_source, open_files, read_json, write_rows
 from model import ModelConfig, Transformer
 
 CHUNK_BYTES = 8 << 20
-
-
-"""Of a tensor in an imported checkpoint. A rank reads the chunks that its slice touches, so they are small."""
-
-
+"""Chunk size in an imported checkpoint. A rank reads every chunk that its shard overlaps, so chunks are small."""
 FILE_BYTES = 1 << 30
-
-
-"""Of a file of an imported checkpoint. DCP's writer keeps one chunk per tensor of a file, so files are not large."""
+"""File size in an imported checkpoint. DCP's writer keeps one chunk per tensor of a file in memory."""
 
 
 @oserror_as_config_error
 def _refuse_used(out: Path) -> None:
     if out.exists() or out.is_symlink():
-        raise ConfigError(f"{out}: is there already, and nothing is ever overwritten; give another folder")
+        raise ConfigError(f"{out}: already exists and is not overwritten; use another directory")
 
 
 @contextmanager
 def _drafted(out: Path, needed: int) -> Iterator[Path]:
-    """A folder beside `out` to fill, which becomes `out` if nothing goes wrong, and else is deleted.
+    """Yield a temporary directory next to `out` that is renamed to `out` on success and deleted on failure.
 
     Raises:
-        ConfigError: `out` cannot be made.
-        RunError: the disk is full, or fails.
+        ConfigError: `out` cannot be created.
+        RunError: the disk is full or fails.
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     except OSError as error:
-        raise ConfigError(f"{out}: cannot be made: {error.strerror}") from None
+        raise ConfigError(f"{out}: cannot be created: {error.strerror}") from None
     try:
         free = shutil.disk_usage(draft).free
         if free < needed:
@@ -101,15 +95,13 @@ def _drafted(out: Path, needed: int) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-class _Streamed(DefaultSavePlanner):
-    """Hands DCP's writer each chunk of a checkpoint when it is about to write it."""
+class _StreamingPlanner(DefaultSavePlanner):
+    """Save planner that reads each chunk when DCP's writer is about to write it."""
 
-    def __init__(
-        self, weights: Weights, position_ids: Mapping[str, tuple[TensorSlice, ...]], progress: tqdm[Any]
-    ) -> None:
+    def __init__(self, weights: Weights, slices: Mapping[str, tuple[TensorSlice, ...]], progress: tqdm[Any]) -> None:
         super().__init__()
         self._weights = weights
-        self._places = position_ids
+        self._slices = slices
         self._progress = progress
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
@@ -118,18 +110,18 @@ class _Streamed(DefaultSavePlanner):
         shape = write_item.tensor_data.chunk.sizes
         name, first = write_item.index.fqn.removeprefix("model."), write_item.index.offset[0]
         chunk = torch.empty(shape)
-        for part in self._places[name]:
+        for part in self._slices[name]:
             start, stop = max(first, part.start), min(first + shape[0], part.stop)
             if start < stop:
                 chunk[start - first : stop - first] = self._weights.rows(part, start - part.start, stop - part.start)
         if not torch.isfinite(torch.stack(torch.aminmax(chunk))).all():
-            raise RunError(f"{name}: holds inf or NaN; download the weights again, or find better ones")
+            raise RunError(f"{name}: contains inf or NaN; download the weights again, or use others")
         self._progress.update(chunk.nbytes)
         return chunk
 
 
 def _plans(shapes: Mapping[str, tuple[int, ...]]) -> list[SavePlan]:
-    """What to write into each file, chunk by chunk, as if every file were a rank's."""
+    """Return one save plan per file, as if each file were written by one rank."""
     plans: list[list[WriteItem]] = [[]]
     filled = 0
     for name, shape in shapes.items():
@@ -152,38 +144,38 @@ def _plans(shapes: Mapping[str, tuple[int, ...]]) -> list[SavePlan]:
 def import_model(
     source: str, out: Path, revision: str | None = None, log: Callable[[str], None] = lambda _: None
 ) -> Manifest:
-    """Make the checkpoint `out` of the model `source`; its tensors are float32, as all master weights.
+    """Convert the model `source` to the checkpoint `out` with float32 weights.
 
     Args:
-        say: is told what is worth knowing of the tokenizer.
+        log: is called with notes about the tokenizer.
 
     Raises:
-        ConfigError: `source` is none that can be read, or that can be represented exactly; or `out` is there.
+        ConfigError: `source` cannot be read or not be represented exactly, or `out` exists.
         RunError: a file is damaged, or `out` cannot be written.
     """
     _refuse_used(out)
     folder = find_source(source, revision)
     family, config = families.read_config(read_json(folder / "config.json"), str(folder / "config.json"))
-    position_ids = families.layout(family, config)
-    weights = Weights(folder, families.PREFIXES[family])
-    wanted = {part.name: part.shape for parts in position_ids.values() for part in parts}
+    slices = families.layout(family, config)
+    weights = Weights(folder, family.prefix)
+    wanted = {part.name: part.shape for parts in slices.values() for part in parts}
     if config.tie_embeddings:
-        _drop_tied_head(folder, weights, position_ids)
+        _drop_tied_head(folder, weights, slices)
     weights.compare(folder, wanted)
     tokenizer = _find_tokenizer(folder, config.vocab_size, log)
     extra_files = tokenizer.files if tokenizer else {}
     shapes = _shapes(config)
     total = 4 * config.n_parameters
     with _drafted(out, total) as draft, tqdm(total=total, unit="B", unit_scale=True, disable=None) as progress:
-        # Without collectives, so that it needs no process group; one thread, nothing copied ahead.
+        # Without collectives it needs no process group. One thread, no copies in advance.
         writer = dcp.FileSystemWriter(draft, per_thread_copy_ahead=0)
         writer.set_up_storage_writer(is_coordinator=True)
         plans, index = create_default_global_save_plan(_plans(shapes))
-        planner = _Streamed(weights, position_ids, progress)
+        planner = _StreamingPlanner(weights, slices, progress)
         try:
             written = [writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)]
             writer.finish(index, written)
-        except RuntimeError as error:  # how PyTorch's serialisation says that a write failed
+        except RuntimeError as error:  # raised by PyTorch if a write fails
             raise RunError(f"{out}: cannot be written: {str(error).splitlines()[0]}") from None
         for name, content in extra_files.items():
             write_durably(draft / name, content)
@@ -213,39 +205,39 @@ def import_model(
 def _find_tokenizer(folder: Path, vocab_size: int, log: Callable[[str], None]) -> FileTokenizer | None:
     if FILE not in read_files(folder):
         log(
-            f"{folder}: no {FILE}, so the checkpoint cannot read or write text; to have one, load the tokenizer with"
+            f"{folder}: no {FILE}, so the checkpoint has no tokenizer; to add one, load the tokenizer with"
             f" transformers and save_pretrained({str(folder)!r})"
         )
         return None
     tokenizer = tokenizer_of(folder)
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
-            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}: take the tokens that"
-            " were added out of the tokenizer, or load the model with transformers, resize_token_embeddings and"
-            " save_pretrained it"
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}: remove the added"
+            " tokens from the tokenizer, or load the model with transformers, resize_token_embeddings() and"
+            " save_pretrained() it"
         )
     if tokenizer.vocab_size < vocab_size:
-        log(f"vocab_size: keep {vocab_size}; of these, the tokenizer uses {tokenizer.vocab_size}")
+        log(f"vocab_size: keep {vocab_size}, of which the tokenizer uses {tokenizer.vocab_size}")
     return tokenizer
 
 
-def _drop_tied_head(folder: Path, weights: Weights, position_ids: Mapping[str, tuple[TensorSlice, ...]]) -> None:
-    """Some files hold a tied output matrix all the same; it has to be the embedding."""
+def _drop_tied_head(folder: Path, weights: Weights, slices: Mapping[str, tuple[TensorSlice, ...]]) -> None:
+    """Drop a tied output matrix that the files contain although it is tied; it must equal the embedding."""
     head = weights.tensors.get("lm_head.weight")
-    (tokens,) = position_ids["embedding.tokens.weight"]
-    there = weights.tensors.get(tokens.name)
-    if head is None or there is None:
+    (tokens,) = slices["embedding.tokens.weight"]
+    embedding = weights.tensors.get(tokens.name)
+    if head is None or embedding is None:
         return
     step = max(1, CHUNK_BYTES // (4 * tokens.shape[1]))
     for start in range(0, tokens.stop, step):
         stop = min(start + step, tokens.stop)
         rows = weights.rows(tokens, start, stop)
-        if head.shape != there.shape or not rows.equal(
+        if head.shape != embedding.shape or not rows.equal(
             weights.rows(tokens._replace(name="lm_head.weight"), start, stop)
         ):
             raise ConfigError(
-                f"{folder}: config.json ties lm_head.weight to {tokens.name}, and the file has another one;"
-                " set tie_word_embeddings: false in config.json if it is meant"
+                f"{folder}: config.json ties lm_head.weight to {tokens.name}, but the file has a different one;"
+                " set tie_word_embeddings: false in config.json to use it"
             )
     del weights.tensors["lm_head.weight"]
 
@@ -257,19 +249,19 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def export_model(where: Path, out: Path, dtype: str = "float32") -> int:
-    """Make the folder `out` of the weights of a checkpoint, for transformers' `from_pretrained`.
+    """Convert a checkpoint to the directory `out` for transformers' `from_pretrained`.
 
     Args:
-        where: a checkpoint's or a run's folder.
+        where: a checkpoint or run directory.
         dtype: a key of `DTYPES`.
 
     Returns:
         Bytes of weights.
 
     Raises:
-        CheckpointError: the checkpoint is not whole.
-        ConfigError: Hugging Face has no such model; every key that stands in the way is listed. Or `out` is there.
-        RunError: `out` cannot be written, or a weight is too large for float16.
+        CheckpointError: the checkpoint is incomplete or damaged.
+        ConfigError: no Hugging Face model has this structure (lists every key that differs), or `out` exists.
+        RunError: `out` cannot be written, or a weight exceeds the range of float16.
     """
     _refuse_used(out)
     folder = find_checkpoint(where)
@@ -285,14 +277,14 @@ def export_model(where: Path, out: Path, dtype: str = "float32") -> int:
     reader = Reader(folder, manifest)
     reader.compare({f"model.{name}": torch.empty(shape, device="meta") for name, shape in _shapes(config).items()})
     index = reader.read_metadata()
-    position_ids = families.layout(family, config)
+    slices = families.layout(family, config)
     total = DTYPES[dtype][1].itemsize * config.n_parameters
     with _drafted(out, total) as draft, tqdm(total=total, unit="B", unit_scale=True, disable=None) as progress:
         with ExitStack() as files:
-            slots = begin_files(draft, [part for parts in position_ids.values() for part in parts], dtype, files)
-            for name, parts in position_ids.items():
+            slots = open_files(draft, [part for parts in slices.values() for part in parts], dtype, files)
+            for name, parts in slices.items():
                 chunks = _chunks(folder, index, f"model.{name}")
-                if parts[0].transposed:  # a chunk of our rows would be columns of theirs; no such tensor is large
+                if parts[0].transposed:  # a chunk of rows would be columns in the file; these tensors are small
                     chunks = iter([(0, torch.cat([chunk for _, chunk in chunks]))])
                 for first, chunk in chunks:
                     for part in parts:
@@ -304,10 +296,10 @@ def export_model(where: Path, out: Path, dtype: str = "float32") -> int:
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """What `AutoTokenizer` needs of a tokenizer; bytes become a byte-level BPE without merges."""
+    """Return the files that `AutoTokenizer` reads; the byte tokenizer becomes a byte-level BPE without merges."""
     files = dict(tokenizer.files)
     if isinstance(tokenizer, ByteTokenizer):
-        # Byte-level BPE stands for a byte that does not print by a letter further up.
+        # Byte-level BPE represents a non-printing byte by a letter from U+0100 on.
         printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
         letters = {byte: chr(byte) for byte in printed}
         letters |= {byte: chr(256 + at) for at, byte in enumerate(sorted(set(range(256)) - set(printed)))}
@@ -322,7 +314,7 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def _chunks(folder: Path, index: Metadata, name: str) -> Iterator[tuple[int, Tensor]]:
-    """The saved chunks of a tensor in order, each with the number of its first row: one in memory at a time."""
+    """Yield the saved chunks of a tensor in order, each with the index of its first row."""
     entry = index.state_dict_metadata[name]
     assert isinstance(entry, TensorStorageMetadata)
     for chunk in sorted(entry.chunks, key=lambda chunk: tuple(chunk.offsets)):
@@ -331,5 +323,5 @@ def _chunks(folder: Path, index: Metadata, name: str) -> Iterator[tuple[int, Ten
             view: Any = _create_file_view(file, place.offset, place.length)
             tensor = torch.load(view, map_location="cpu", weights_only=True)
         if not isinstance(tensor, Tensor) or tensor.shape != chunk.sizes or any(chunk.offsets[1:]):
-            raise CheckpointError(f"{folder}: {name} is not what the index promises")
+            raise CheckpointError(f"{folder}: {name} differs from its index")
         yield chunk.offsets[0], tensor
