@@ -1,11 +1,11 @@
-"""Command: text from a checkpoint, which says by itself what the model and its tokenizer are.
+"""Command line for generating text from a checkpoint, which contains the model's structure and its tokenizer.
 
     python -m lm.generate CHECKPOINT --prompt TEXT [--max-new-tokens N] [--temperature T] [--top-k K]
                           [--top-p P] [--seed S] [--batch-size B]
 
-TEXT is - to read prompts from standard input, one a line; they are continued in batches, each as if it were alone.
-CHECKPOINT is a checkpoint's folder, or a run's folder for its newest one. Whatever number of ranks wrote it,
-it is read into this one process, on a GPU where there is one.
+If TEXT is -, prompts are read from standard input, one per line, and continued in batches with the same results as
+one by one. CHECKPOINT is a checkpoint directory, or a run directory for its newest checkpoint, written by any number
+of ranks. It is loaded into one process, on a GPU if one is available.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ STDIN = "-"
 
 
 def load_model(folder: Path, device: torch.device) -> tuple[Transformer, Tokenizer]:
-    """The model and the tokenizer of a checkpoint, ready to generate.
+    """Return the model and the tokenizer of a checkpoint.
 
     Raises:
-        CheckpointError: it is not whole.
-        ConfigError: it was trained on tokens that stand for no text.
+        CheckpointError: it is incomplete or damaged.
+        ConfigError: it has no tokenizer.
     """
     manifest = read_manifest(folder)
     if manifest.tokenizer is None:
-        raise ConfigError(f"{folder}: its run had no tokenizer (dataset: synthetic), so its tokens are no text")
+        raise ConfigError(f"{folder}: has no tokenizer (dataset: synthetic), so it cannot generate text")
     with torch.device("meta"):
         model = Transformer(ModelConfig.model_validate(manifest.model))
     model.to_empty(device=device)
@@ -50,35 +50,35 @@ def load_model(folder: Path, device: torch.device) -> tuple[Transformer, Tokeniz
 def continuations(
     model: Transformer, tokenizer: Tokenizer, prompts: Sequence[str], args: argparse.Namespace, device: torch.device
 ) -> Iterator[str]:
-    """What to print: a lone prompt and its text piece by piece as it comes, of several each when it is whole.
+    """Yield the text to print: a single prompt's in pieces as they are generated, otherwise one text per prompt.
 
     Raises:
-        ConfigError: a prompt in which the tokenizer finds no token.
+        ConfigError: a prompt has no tokens.
     """
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     for prompt, tokens in zip(prompts, ids, strict=True):
         if not tokens:
-            raise ConfigError(f"--prompt: {prompt!r} has no token of this tokenizer; give other text")
-    how: dict[str, Any] = {"device": device, "seed": args.seed, "temperature": args.temperature}
-    how |= {"top_k": args.top_k, "top_p": args.top_p}
+            raise ConfigError(f"--prompt: {prompt!r} has no tokens in this tokenizer; use other text")
+    options: dict[str, Any] = {"device": device, "seed": args.seed, "temperature": args.temperature}
+    options |= {"top_k": args.top_k, "top_p": args.top_p}
     if args.prompt != STDIN:
         yield prompts[0]
-        yield from tokenizer.stream(sampling.generate(model, ids[0], args.max_new_tokens, **how), after=ids[0])
+        yield from tokenizer.stream(sampling.generate(model, ids[0], args.max_new_tokens, **options), after=ids[0])
         yield "\n"
         return
     for start in range(0, len(ids), args.batch_size):
         batch = ids[start : start + args.batch_size]
-        steps = list(sampling.generate_batch(model, batch, args.max_new_tokens, **how))
+        steps = list(sampling.generate_batch(model, batch, args.max_new_tokens, **options))
         for i, tokens in enumerate(batch):
             drawn = [token for step in steps if (token := step[i]) is not None]
             yield f"{prompts[start + i]}{tokenizer.decode(drawn, after=tokens)}\n"
 
 
 def read_prompts(prompt: str) -> list[str]:
-    """The prompts that `--prompt` means: itself, or the lines of standard input.
+    """Return the prompts: `prompt` itself, or the lines of standard input.
 
     Raises:
-        ConfigError: one is empty, or no UTF-8.
+        ConfigError: a prompt is empty or not UTF-8.
     """
     if prompt != STDIN:
         lines = [prompt]
@@ -91,25 +91,25 @@ def read_prompts(prompt: str) -> list[str]:
     for number, line in enumerate(lines, 1):
         if not line:
             where = f"line {number} of standard input" if prompt == STDIN else "--prompt"
-            raise ConfigError(f"{where}: is empty; at least one character is needed")
+            raise ConfigError(f"{where}: is empty; it needs at least one character")
     return lines
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line.
+    """Parse the command line.
 
     Raises:
-        ConfigError: listing every value out of range.
+        ConfigError: lists every value out of range.
     """
     parser = argparse.ArgumentParser(prog="python -m lm.generate", description="Generate text from a checkpoint.")
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint's or a run's folder")
-    parser.add_argument("--prompt", required=True, help="text to continue; - = standard input, a prompt a line")
-    parser.add_argument("--batch-size", type=int, default=16, metavar="B", help="of these at a time (%(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens to draw (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 = likeliest (%(default)s)")
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (all)")
-    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the fewest of probability P (all)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws (%(default)s)")
+    parser.add_argument("checkpoint", type=Path, help="checkpoint or run directory")
+    parser.add_argument("--prompt", required=True, help="text to continue; - = standard input, one prompt per line")
+    parser.add_argument("--batch-size", type=int, default=16, metavar="B", help="prompts per batch (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="tokens to generate (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 = greedy (%(default)s)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (all)")
+    parser.add_argument("--top-p", type=float, metavar="P", help="sample from the fewest tokens of probability P (all)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="random seed (%(default)s)")
     args = parser.parse_args(arguments)
     problems = []
     try:
@@ -117,17 +117,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     except UnicodeEncodeError:
         problems.append("--prompt: is not UTF-8")
     if args.max_new_tokens < 0:
-        problems.append(f"--max-new-tokens: {args.max_new_tokens} is less than 0")
+        problems.append(f"--max-new-tokens: {args.max_new_tokens} must be 0 or more")
     if not args.temperature >= 0:
-        problems.append(f"--temperature: {args.temperature:g} is not 0 or more")
+        problems.append(f"--temperature: {args.temperature:g} must be 0 or more")
     if args.top_k is not None and args.top_k < 1:
-        problems.append(f"--top-k: {args.top_k} is less than 1")
+        problems.append(f"--top-k: {args.top_k} must be 1 or more")
     if args.top_p is not None and not 0 < args.top_p <= 1:
-        problems.append(f"--top-p: {args.top_p:g} is not above 0 and at most 1")
+        problems.append(f"--top-p: {args.top_p:g} must be above 0 and at most 1")
     if not 0 <= args.seed < 2**63:
-        problems.append(f"--seed: {args.seed} is not from 0 to 2^63 - 1")
+        problems.append(f"--seed: {args.seed} must be from 0 to 2^63 - 1")
     if args.batch_size < 1:
-        problems.append(f"--batch-size: {args.batch_size} is less than 1")
+        problems.append(f"--batch-size: {args.batch_size} must be 1 or more")
     if problems:
         raise ConfigError(*problems)
     return args
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # the reader, e.g. head, has seen enough
+    except BrokenPipeError:  # e.g. head closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:

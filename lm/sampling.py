@@ -1,4 +1,4 @@
-"""Drawing tokens from a model: with a key-value cache, temperature, top-k and top-p."""
+"""Sampling from a model with a key-value cache, temperature, top-k and top-p."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 def choose(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
 ) -> Tensor:
-    """One token per row of `logits` `(B, V)`, as `(B,)` int64 on the CPU; temperature 0 takes the likeliest.
+    """Sample one token per sequence from `logits` `(B, V)`, as `(B,)` int64 on the CPU.
 
-    top_k draws from the k likeliest tokens; top_p from the fewest of these, the likeliest first, that
-    together have that probability (Holtzman et al., 2020).
+    Temperature 0 selects the most likely token. top_k samples from the k most likely tokens, top_p from the fewest of
+    these whose probabilities sum to at least top_p (Holtzman et al., 2020).
     """
     if temperature == 0:
         return logits.argmax(dim=-1).cpu()
     vocab_size = logits.shape[-1]
-    likeliest, ids = logits.float().cpu().topk(min(top_k or vocab_size, vocab_size))  # in descending order
-    probabilities = ((likeliest - likeliest[:, :1]) / temperature).softmax(dim=-1)  # however small the temperature
+    top_logits, ids = logits.float().cpu().topk(min(top_k or vocab_size, vocab_size))  # descending
+    probabilities = ((top_logits - top_logits[:, :1]) / temperature).softmax(dim=-1)  # finite for any temperature
     if top_p is not None:
         before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities.masked_fill(before >= top_p, 0.0)
-    drawn = torch.multinomial(probabilities, 1, generator=generator)
-    return ids.gather(-1, drawn).squeeze(-1)
+    return ids.gather(-1, torch.multinomial(probabilities, 1, generator=generator)).squeeze(-1)
 
 
 @torch.no_grad()
@@ -46,18 +45,18 @@ def generate_batch(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Iterator[list[int | None]]:
-    """Yield the tokens that continue `prompts`, step by step: one per row, None where a row has none to give.
+    """Yield at each step one token per sequence, None for a sequence that is still in its prompt or complete.
 
-    The rows need not be equally long. All begin at position 0 and go on together: a row is fed its prompt
-    until that is used up, then what it draws. So nothing is padded or masked, and each row draws what it
-    would alone. Under FSDP every rank must call this in step, with the same arguments. When the context is
-    full, the latest half of it is read again and generation goes on.
+    The prompts can differ in length. All sequences start at position 0 and advance together: the input of a sequence
+    is its prompt, then the tokens sampled from it. Nothing is padded or masked, so each sequence is the same as if
+    generated alone. Once the context is full, generation continues from its latest half. Under FSDP all ranks must
+    call this with the same arguments.
 
     Args:
         prompts: at least one token id each.
-        max_new_tokens: of every row.
-        temperature: divides the logits; 0 = always the likeliest token.
-        seed: of the draws, the same for every row.
+        max_new_tokens: per sequence.
+        temperature: divisor of the logits; 0 = greedy.
+        seed: the same for every sequence.
 
     Raises:
         ValueError: an empty prompt.
@@ -65,30 +64,30 @@ def generate_batch(
     if not all(prompts):
         raise ValueError("generation needs at least one token to start from")
     context = model.config.max_seq_len
-    rows = [prompt[-context:] for prompt in prompts]
-    given = list(map(len, rows))
-    generators = [torch.Generator().manual_seed(seed) for _ in rows]
-    done = min(given)  # positions read, or about to be
-    unread = [row[:done] for row in rows]
+    sequences = [prompt[-context:] for prompt in prompts]
+    prompt_lengths = list(map(len, sequences))
+    generators = [torch.Generator().manual_seed(seed) for _ in sequences]
+    length = min(prompt_lengths)  # of the input so far, `next_input` included
+    next_input = [sequence[:length] for sequence in sequences]
     cache = KVCache(context)
     model.eval()
-    for _ in range(max(given) - done + max_new_tokens):
-        if cache.length + len(unread[0]) > context:  # by now every prompt is used up: none is longer
-            cache, unread = KVCache(context), [row[-max(1, context // 2) :] for row in rows]
-        # Each token makes a new length: code would be compiled for it, and cuDNN's attention planned.
+    for _ in range(max(prompt_lengths) - length + max_new_tokens):
+        if cache.length + len(next_input[0]) > context:  # all prompts have been read, as none is longer
+            cache, next_input = KVCache(context), [sequence[-max(1, context // 2) :] for sequence in sequences]
+        # Lengths change at each step: compiling, or planning cuDNN's attention, for each would be slow.
         with torch.compiler.set_stance("force_eager"), sdpa_kernel(_KERNELS):
-            logits = model(torch.tensor(unread, device=device), cache=cache)
-        drawn: list[int | None] = [None] * len(rows)
-        for i, row in enumerate(rows):
-            if len(row) == done:
-                row.append(int(choose(logits[i : i + 1], temperature, top_k, top_p, generators[i]).item()))
-                if done < given[i] + max_new_tokens:
-                    drawn[i] = row[-1]
-        unread = [row[done : done + 1] for row in rows]
-        done += 1
-        yield drawn
+            logits = model(torch.tensor(next_input, device=device), cache=cache)
+        sampled: list[int | None] = [None] * len(sequences)
+        for i, sequence in enumerate(sequences):
+            if len(sequence) == length:
+                sequence.append(int(choose(logits[i : i + 1], temperature, top_k, top_p, generators[i]).item()))
+                if length < prompt_lengths[i] + max_new_tokens:
+                    sampled[i] = sequence[-1]
+        next_input = [sequence[length : length + 1] for sequence in sequences]
+        length += 1
+        yield sampled
 
 
-def generate(model: Transformer, prompt: list[int], max_new_tokens: int, **how: Any) -> Iterator[int]:
-    """Yield `max_new_tokens` tokens that continue `prompt`, one by one; `how` as for `generate_batch`."""
-    return (token for (token,) in generate_batch(model, [prompt], max_new_tokens, **how) if token is not None)
+def generate(model: Transformer, prompt: list[int], max_new_tokens: int, **options: Any) -> Iterator[int]:
+    """Yield `max_new_tokens` tokens that continue `prompt`, one by one; `options` are those of `generate_batch`."""
+    return (token for (token,) in generate_batch(model, [prompt], max_new_tokens, **options) if token is not None)

@@ -150,22 +150,22 @@ def test_a_model_of_tokens_that_are_no_text_is_refused(
     write_manifest(tmp_path / "copy", read_manifest(checkpoint).model_copy(update={"tokenizer": None}))
     code, message = refusal(capsys, tmp_path / "copy", "--prompt", "a")
     assert code == 2
-    assert "had no tokenizer (dataset: synthetic)" in message
+    assert "has no tokenizer (dataset: synthetic)" in message
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--prompt", ""), "--prompt: is empty; at least one character is needed"),
+        (("--prompt", ""), "--prompt: is empty; it needs at least one character"),
         (("--prompt", "\udcff"), "--prompt: is not UTF-8"),
-        (("--max-new-tokens", "-1"), "--max-new-tokens: -1 is less than 0"),
-        (("--temperature", "-0.5"), "--temperature: -0.5 is not 0 or more"),
-        (("--temperature", "nan"), "--temperature: nan is not 0 or more"),
-        (("--top-k", "0"), "--top-k: 0 is less than 1"),
-        (("--top-p", "0"), "--top-p: 0 is not above 0 and at most 1"),
-        (("--top-p", "1.5"), "--top-p: 1.5 is not above 0 and at most 1"),
-        (("--batch-size", "0"), "--batch-size: 0 is less than 1"),
-        (("--seed", "-1"), "--seed: -1 is not from 0 to 2^63 - 1"),
+        (("--max-new-tokens", "-1"), "--max-new-tokens: -1 must be 0 or more"),
+        (("--temperature", "-0.5"), "--temperature: -0.5 must be 0 or more"),
+        (("--temperature", "nan"), "--temperature: nan must be 0 or more"),
+        (("--top-k", "0"), "--top-k: 0 must be 1 or more"),
+        (("--top-p", "0"), "--top-p: 0 must be above 0 and at most 1"),
+        (("--top-p", "1.5"), "--top-p: 1.5 must be above 0 and at most 1"),
+        (("--batch-size", "0"), "--batch-size: 0 must be 1 or more"),
+        (("--seed", "-1"), "--seed: -1 must be from 0 to 2^63 - 1"),
     ],
 )
 def test_a_flag_out_of_range_is_named(flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,8 +198,8 @@ def test_prompts_from_standard_input_give_what_each_gives_alone(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "line 1 of standard input: is empty; at least one character is needed"),
-        (b"a\n\nb\n", "line 2 of standard input: is empty; at least one character is needed"),
+        (b"", "line 1 of standard input: is empty; it needs at least one character"),
+        (b"a\n\nb\n", "line 2 of standard input: is empty; it needs at least one character"),
         (b"a\n\xff\n", "standard input: byte 2 is not UTF-8"),
     ],
 )
