@@ -1,9 +1,9 @@
-"""How many of the moves that a model writes are legal.
+"""Command line that counts the legal moves in games that a model generates.
 
     python -m tests.chess_moves RUN [--games N] [--temperature T] [--seed S]
 
-Games in standard algebraic notation are drawn from a run's newest checkpoint, each from "1. " on, and played on a
-board up to the first move that is illegal or no move at all; that one counts, what follows does not.
+Games in standard algebraic notation are generated from a run's newest checkpoint with the prompt "1. " and played on
+a board up to the first illegal move, which counts; the rest of the game does not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESULTS = {"1-0", "0-1", "1/2-1/2", "*"}
 
 
 def play(game: str) -> tuple[int, bool]:
-    """Legal moves of `game`, and whether it ends with something else."""
+    """Return the number of legal moves of `game`, and whether an illegal move follows them."""
     board = chess.Board()
     for word in re.sub(r"\d+\.+", " ", game).split():
         if word in RESULTS:
@@ -37,17 +37,17 @@ def play(game: str) -> tuple[int, bool]:
 
 
 def count(games: Iterable[str]) -> tuple[int, int, int]:
-    """Legal moves, moves that were not, and whole games, of `games` that may be cut within their last word."""
-    legal = illegal = whole = 0
+    """Return the number of legal moves, illegal moves and complete games; the last word of a game may be cut off."""
+    legal = illegal = complete = 0
     for game in games:
         ended = game.split()[-1:] and game.split()[-1] in RESULTS
-        moves, broke = play(game if ended else game.rpartition(" ")[0])
-        legal, illegal, whole = legal + moves, illegal + broke, whole + bool(ended and not broke)
-    return legal, illegal, whole
+        moves, is_illegal = play(game if ended else game.rpartition(" ")[0])
+        legal, illegal, complete = legal + moves, illegal + is_illegal, complete + bool(ended and not is_illegal)
+    return legal, illegal, complete
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Count the legal moves that a model writes.")
+    parser = argparse.ArgumentParser(description="Count the legal moves in generated games.")
     parser.add_argument("run", type=Path)
     parser.add_argument("--games", type=int, default=50)
     parser.add_argument("--temperature", type=float, default=0.5)
@@ -56,15 +56,15 @@ def main() -> None:
     device = torch.device("cpu")
     model, tokenizer = load_model(find_checkpoint(args.run), device)
     prompt = tokenizer.encode("1. ")
-    room = model.config.max_seq_len - len(prompt)
+    max_new_tokens = model.config.max_seq_len - len(prompt)
     games = []
     for seed in range(args.seed, args.seed + args.games):
-        drawn = list(generate(model, prompt, room, device=device, seed=seed, temperature=args.temperature))
-        end = drawn.index(tokenizer.eos_id) if tokenizer.eos_id in drawn else len(drawn)
-        games.append("1. " + tokenizer.decode(drawn[:end], after=prompt))
-    legal, illegal, whole = count(games)
+        sampled = list(generate(model, prompt, max_new_tokens, device=device, seed=seed, temperature=args.temperature))
+        end = sampled.index(tokenizer.eos_id) if tokenizer.end_of_text in sampled else len(sampled)
+        games.append("1. " + tokenizer.decode(sampled[:end], after=prompt))
+    legal, illegal, complete = count(games)
     share = legal / (legal + illegal)
-    print(f"{args.games} games, {whole} of them whole: {legal} of {legal + illegal} moves are legal, {share:.1%}")
+    print(f"{args.games} games, {complete} complete: {legal} of {legal + illegal} moves are legal, {share:.1%}")
     print(f"moves up to the first illegal one: {legal / max(1, illegal):.1f} on average\n{games[0]}")
 
 

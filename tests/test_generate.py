@@ -1,4 +1,4 @@
-"""`python -m lm.generate` continues a text from nothing but a checkpoint, whatever number of ranks wrote it."""
+"""`python -m lm.generate` needs only a checkpoint, written by any number of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT = "Grüße aus Köln, wo der Käse zäh und das Öl süß ist. "
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that learned a little text, half of whose letters take two bytes, on two ranks."""
+    """Return the directory of a two-rank run on text in which many letters take two bytes."""
     folder = tmp_path_factory.mktemp("generate")
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text(TEXT * 40)
@@ -73,7 +73,7 @@ def test_the_same_seed_gives_the_same_text(checkpoint: Path, capsys: pytest.Capt
     assert text_of(capsys, *how, "--seed", 4) != first
 
 
-def test_temperature_0_gives_the_likeliest_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_temperature_0_is_greedy(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, tokenizer = generate.load_model(checkpoint, torch.device("cpu"))
     tokens = tokenizer.encode("Köln, ")
     start = len(tokens)
@@ -83,14 +83,14 @@ def test_temperature_0_gives_the_likeliest_text(checkpoint: Path, capsys: pytest
     assert text == "Köln, " + tokenizer.decode(tokens[start:]) + "\n"
 
 
-def test_a_run_stands_for_its_newest_checkpoint(
+def test_a_run_directory_means_its_newest_checkpoint(
     run: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     how = ("--prompt", "a", "--max-new-tokens", 10)
     assert text_of(capsys, run, *how) == text_of(capsys, checkpoint, *how)
 
 
-def test_the_command_writes_text_as_it_comes_in_whole_characters(checkpoint: Path) -> None:
+def test_text_is_printed_while_it_is_generated_in_complete_characters(checkpoint: Path) -> None:
     command = [sys.executable, "-m", "lm.generate", checkpoint, "--prompt", "ü", "--max-new-tokens", "1000000"]
     with subprocess.Popen(command, cwd=support.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -104,12 +104,12 @@ def test_the_command_writes_text_as_it_comes_in_whole_characters(checkpoint: Pat
     assert len(received) > characters
 
 
-def test_more_than_a_context_is_generated(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generation_continues_past_max_seq_len(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = text_of(capsys, checkpoint, "--prompt", "x" * 100, "--max-new-tokens", 200)
     assert len(text.encode()) >= 300
 
 
-def test_tokens_of_bytes_that_are_no_text_end_no_run(tmp_path: Path) -> None:
+def test_invalid_utf8_from_the_model_does_not_end_a_run(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(support.llama2_tokenizer())
     (tmp_path / "a.txt").write_text(TEXT * 40)
     how = {"dataset": "text", "train_data": "a.txt", "tokenizer": FILE, "vocab_size": 384, "prompt": "to be"}
@@ -118,22 +118,24 @@ def test_tokens_of_bytes_that_are_no_text_end_no_run(tmp_path: Path) -> None:
     assert "\ufffd" in done.stdout
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = (2, f"{tmp_path}/none: no such folder; give a checkpoint's or a run's")
     assert refusal(capsys, tmp_path / "none", "--prompt", "a") == expected
 
 
-def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_is_not_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = (2, f"{tmp_path}: is neither a checkpoint's folder nor a run's")
     assert refusal(capsys, tmp_path, "--prompt", "a") == expected
 
 
-def test_a_run_without_a_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "checkpoints").mkdir()
     assert refusal(capsys, tmp_path, "--prompt", "a") == (2, f"{tmp_path}: no checkpoint yet")
 
 
-def test_a_damaged_checkpoint_is_named(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_refused_by_file(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(checkpoint, tmp_path / "copy")
     shard = tmp_path / "copy" / "__1_0.distcp"
     content = bytearray(shard.read_bytes())
@@ -143,7 +145,7 @@ def test_a_damaged_checkpoint_is_named(checkpoint: Path, tmp_path: Path, capsys:
     assert (code, message.partition(":")[0]) == (1, str(shard))
 
 
-def test_a_model_of_tokens_that_are_no_text_is_refused(
+def test_a_checkpoint_without_a_tokenizer_is_refused(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "copy")
@@ -168,11 +170,13 @@ def test_a_model_of_tokens_that_are_no_text_is_refused(
         (("--seed", "-1"), "--seed: -1 must be from 0 to 2^63 - 1"),
     ],
 )
-def test_a_flag_out_of_range_is_named(flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flag_out_of_range_is_refused(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert refusal(capsys, "anywhere", "--prompt", "a", *flags) == (2, message)
 
 
-def test_flags_that_cannot_be_read_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     for flags in (["anywhere"], ["anywhere", "--prompt", "a", "--top-k", "many"], ["--prompt", "a"]):
         with pytest.raises(SystemExit) as stopped:
             generate.main(flags)
@@ -184,7 +188,7 @@ def feed(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 
 
-def test_prompts_from_standard_input_give_what_each_gives_alone(
+def test_prompts_from_standard_input_continue_as_each_does_alone(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = ["Grüße ", "K", "wo der Käse zäh und ", "ö" * 50]
@@ -203,7 +207,7 @@ def test_prompts_from_standard_input_give_what_each_gives_alone(
         (b"a\n\xff\n", "standard input: byte 2 is not UTF-8"),
     ],
 )
-def test_standard_input_that_holds_no_prompts_is_refused(
+def test_invalid_standard_input_is_refused(
     content: bytes, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed(monkeypatch, content)

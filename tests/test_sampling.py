@@ -1,4 +1,4 @@
-"""Tokens are drawn from the distribution that was asked for, for as long as was asked, the same for the same seed."""
+"""Tokens follow the requested distribution and length, and the same seed gives the same tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0, -1.0])
 
 
 def draw(times: int = 20_000, logits: Tensor = LOGITS, temperature: float = 1.0, **limits: Any) -> Tensor:
-    """The share of `times` draws that each token has."""
+    """Return the frequency of each token in `times` samples."""
     settings = {"top_k": None, "top_p": None} | limits
     generator = torch.Generator().manual_seed(0)
     drawn = choose(logits.expand(times, -1), temperature, generator=generator, **settings)
@@ -33,31 +33,31 @@ def tiny(**changes: Any) -> Transformer:
     return model
 
 
-def continued(model: Transformer, prompt: list[int], count: int, seed: int = 0, **how: Any) -> list[int]:
-    return list(generate(model, prompt, count, device=CPU, seed=seed, **how))
+def continued(model: Transformer, prompt: list[int], count: int, seed: int = 0, **options: Any) -> list[int]:
+    return list(generate(model, prompt, count, device=CPU, seed=seed, **options))
 
 
 # ---- one token -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_tokens_come_as_often_as_their_probability(temperature: float) -> None:
+def test_tokens_are_as_frequent_as_their_probability(temperature: float) -> None:
     expected = (LOGITS / temperature).softmax(dim=0)
     torch.testing.assert_close(draw(temperature=temperature), expected, atol=0.01, rtol=0)
 
 
-def test_temperature_0_takes_the_likeliest() -> None:
+def test_temperature_0_selects_the_most_likely_token() -> None:
     assert draw(temperature=0, times=10)[1] == 1
 
 
 @pytest.mark.parametrize(("top_k", "kept"), [(1, [1]), (2, [1, 2]), (3, [0, 1, 2]), (99, [0, 1, 2, 3, 4])])
-def test_top_k_keeps_the_k_likeliest_in_proportion(top_k: int, kept: list[int]) -> None:
+def test_top_k_keeps_the_k_most_likely_tokens_in_proportion(top_k: int, kept: list[int]) -> None:
     expected = torch.zeros(5)
     expected[kept] = LOGITS[kept].softmax(dim=0)
     torch.testing.assert_close(draw(top_k=top_k), expected, atol=0.01, rtol=0)
 
 
-def test_top_k_keeps_no_more_than_k_of_equals() -> None:
+def test_top_k_keeps_only_k_of_equally_likely_tokens() -> None:
     assert (draw(logits=torch.zeros(10), top_k=3) > 0).sum() == 3
 
 
@@ -72,18 +72,18 @@ def test_top_p_keeps_the_fewest_that_reach_the_probability(top_p: float, kept: l
     torch.testing.assert_close(draw(top_p=top_p), expected, atol=0.01, rtol=0)
 
 
-def test_top_p_looks_at_what_top_k_left() -> None:
+def test_top_p_applies_after_top_k() -> None:
     assert draw(top_k=2, top_p=0.7)[1] == 1  # of the two, the first has 0.73
     assert (draw(top_k=2, top_p=0.74) > 0).sum() == 2
 
 
-def test_each_row_is_drawn_from_its_own_logits() -> None:
+def test_each_sequence_is_sampled_from_its_own_logits() -> None:
     logits = torch.full((3, 4), -torch.inf)
     logits[[0, 1, 2], [3, 0, 2]] = 0.0
     assert choose(logits, 1.0, None, 0.9, torch.Generator()).tolist() == [3, 0, 2]
 
 
-# ---- a row of tokens ---------------------------------------------------------------------------------------
+# ---- one sequence ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changes", [{}, {"positions": "rope", "n_kv_heads": 1, "sliding_window": 4}], ids=str)
@@ -103,7 +103,7 @@ def test_the_same_seed_draws_the_same_tokens() -> None:
 
 
 @pytest.mark.parametrize("context", [1, 2, 7, 8])
-def test_a_full_context_is_read_again_from_its_latest_half_and_generation_goes_on(context: int) -> None:
+def test_generation_continues_from_the_latest_half_of_a_full_context(context: int) -> None:
     model = tiny(max_seq_len=context).eval()
     generator = torch.Generator().manual_seed(7)
     tokens, start = [9], 0
@@ -115,7 +115,7 @@ def test_a_full_context_is_read_again_from_its_latest_half_and_generation_goes_o
     assert continued(model, [9], 30, seed=7) == tokens[1:]
 
 
-def test_of_a_prompt_longer_than_the_context_the_latest_part_counts() -> None:
+def test_a_prompt_longer_than_the_context_is_truncated_to_its_end() -> None:
     model = tiny(max_seq_len=8)
     prompt = list(range(20))
     assert continued(model, prompt, 5, temperature=0) == continued(model, prompt[-8:], 5, temperature=0)
@@ -126,21 +126,21 @@ def test_an_empty_prompt_is_refused() -> None:
         continued(tiny(), [], 5)
 
 
-def test_tokens_come_one_by_one_and_as_many_as_asked() -> None:
+def test_tokens_are_generated_one_by_one_up_to_max_new_tokens() -> None:
     model = tiny()
     assert continued(model, [1], 0) == []
     endless = generate(model, [1], 10**9, device=CPU, seed=0)
     assert len([next(endless) for _ in range(3)]) == 3
 
 
-def test_dropout_is_off_and_no_graph_is_kept() -> None:
+def test_generation_uses_neither_dropout_nor_gradients() -> None:
     model = tiny(dropout=0.5).train()
     assert continued(model, [1], 8, temperature=0) == continued(tiny(), [1], 8, temperature=0)
     assert torch.is_grad_enabled()
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-# ---- several rows -----------------------------------------------------------------------------------------
+# ---- several sequences -----------------------------------------------------------------------------------------
 
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -150,17 +150,19 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", SHAPES, ids=str)
-@pytest.mark.parametrize("how", [{"temperature": 0}, {"top_k": 20, "top_p": 0.95}], ids=str)
-def test_rows_of_different_lengths_draw_what_each_draws_alone(changes: dict[str, Any], how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 20, "top_p": 0.95}], ids=str)
+def test_prompts_of_different_lengths_continue_as_each_does_alone(
+    changes: dict[str, Any], options: dict[str, Any]
+) -> None:
     model = tiny(**changes)
     prompts = [[1], [3, 1, 4, 1, 5], list(range(16)), list(range(30)), [3, 1]]
     for count in (0, 1, 40):
-        steps = list(generate_batch(model, prompts, count, device=CPU, seed=3, **how))
-        rows = [[step[i] for step in steps if step[i] is not None] for i in range(len(prompts))]
-        assert rows == [continued(model, prompt, count, seed=3, **how) for prompt in prompts]
+        steps = list(generate_batch(model, prompts, count, device=CPU, seed=3, **options))
+        sequences = [[step[i] for step in steps if step[i] is not None] for i in range(len(prompts))]
+        assert sequences == [continued(model, prompt, count, seed=3, **options) for prompt in prompts]
 
 
-def test_the_prompts_are_left_as_they_are() -> None:
+def test_generation_does_not_change_the_prompts() -> None:
     prompts = [[1], [2, 3]]
     list(generate_batch(tiny(), prompts, 5, device=CPU, seed=0))
     assert prompts == [[1], [2, 3]]
