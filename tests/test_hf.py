@@ -1,6 +1,6 @@
-"""Hugging Face weights come in and go out unchanged, and mean the same here as in transformers.
+"""Hugging Face weights are imported and exported unchanged, and give the same results as in transformers.
 
-transformers is the reference: it makes every model, and reads back what is exported.
+transformers is the reference: it creates every model, and loads every export.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral, no window": MISTRAL | {"sliding_window": None},
     "mistral, window, scaling": MISTRAL | {"sliding_window": 8, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 1e6}},
     "gpt2": GPT2,
-    "gpt2, head of its own": GPT2 | {"tie_word_embeddings": False},
+    "gpt2, untied": GPT2 | {"tie_word_embeddings": False},
     "gpt2, n_inner 48": GPT2 | {"n_inner": 48, "layer_norm_epsilon": 1e-6},
 }
 
 
 def make_reference(raw: dict[str, Any], seed: int = 0) -> Any:
-    """transformers' model of a config, with weights large enough that every part of it shows in the logits."""
+    """Return transformers' model of a config, with weights large enough that all parts affect the logits."""
     kind = raw["model_type"]
     config = transformers.AutoConfig.for_model(
         kind, **{key: value for key, value in raw.items() if key != "model_type"}
@@ -96,7 +96,7 @@ def make_reference(raw: dict[str, Any], seed: int = 0) -> Any:
 
 
 def import_folder(folder: Path) -> Transformer:
-    """Our model of what `folder` holds, by way of a checkpoint beside it."""
+    """Import `folder` to a checkpoint next to it, and return the model."""
     out = folder.with_name(folder.name + "-checkpoint")
     manifest = export.import_model(str(folder), out)
     verify(out, read_manifest(out))
@@ -111,13 +111,13 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def table(request: pytest.FixtureRequest) -> Iterator[dict[str, tuple[float, float, int]]]:
-    """Filled by the parity tests, and printed behind them."""
-    rows: dict[str, tuple[float, float, int]] = {}
-    yield rows
+    """Results of the parity tests, printed after them."""
+    results: dict[str, tuple[float, float, int]] = {}
+    yield results
     capture: Any = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         print(f"\n{'against transformers':28}logits    gradients  tokens alike")
-        for name, (logits, gradients, tokens) in rows.items():
+        for name, (logits, gradients, tokens) in results.items():
             print(f"{name:28}{logits:.1e}   {gradients:.1e}    {tokens} of 40")
 
 
@@ -125,7 +125,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[dict[str, tuple[float, flo
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_means_the_same_here_as_there(
+def test_logits_gradients_and_generation_equal_transformers(
     name: str, tmp_path: Path, table: dict[str, tuple[float, float, int]]
 ) -> None:
     reference = make_reference(MODELS[name])
@@ -163,7 +163,7 @@ def test_a_model_means_the_same_here_as_there(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_came_in_goes_out_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_import_and_export_preserve_every_bit(name: str, tmp_path: Path) -> None:
     reference = make_reference(MODELS[name])
     reference.save_pretrained(tmp_path / "in")
     export.import_model(str(tmp_path / "in"), tmp_path / "checkpoint")
@@ -176,14 +176,12 @@ def test_what_came_in_goes_out_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert loaded(tokens).logits.equal(reference(tokens).logits)
 
 
-# ---- what files look like ---------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama 3.2, tied", "gpt2"])
-def test_half_precision_comes_in_as_float32_and_goes_out_as_it_was(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_half_precision_weights_survive_import_and_export(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     make_reference(MODELS[name]).to(dtype).save_pretrained(tmp_path / "in")
     export.import_model(str(tmp_path / "in"), tmp_path / "checkpoint")
     export.export_model(tmp_path / "checkpoint", tmp_path / "out", str(dtype).removeprefix("torch."))
@@ -194,7 +192,7 @@ def test_half_precision_comes_in_as_float32_and_goes_out_as_it_was(
 
 
 @pytest.mark.parametrize("name", ["llama 2, 4 heads on 2", "gpt2"])
-def test_many_files_and_chunks_are_read_and_written(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_weights_in_many_files_and_chunks(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(export, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(export, "FILE_BYTES", 20_000)
     monkeypatch.setattr(weights, "SHARD_BYTES", 30_000)
@@ -204,7 +202,7 @@ def test_many_files_and_chunks_are_read_and_written(name: str, tmp_path: Path, m
     export.import_model(str(tmp_path / "in"), tmp_path / "checkpoint")
     shards = list((tmp_path / "checkpoint").glob("*.distcp"))
     assert len(shards) > 3
-    assert max(path.stat().st_size for path in shards) < 100_000  # each chunk brings two kilobytes of its own
+    assert max(path.stat().st_size for path in shards) < 100_000  # two kilobytes of overhead per chunk
     export.export_model(tmp_path / "checkpoint", tmp_path / "out")
     files = list((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 3
@@ -218,7 +216,7 @@ def test_many_files_and_chunks_are_read_and_written(name: str, tmp_path: Path, m
 
 
 def older(raw: dict[str, Any]) -> dict[str, Any]:
-    """A config as transformers 4 spelt it."""
+    """Return a config in the format of transformers 4."""
     rope = raw.pop("rope_parameters")
     raw["rope_theta"] = rope.pop("rope_theta")
     raw["rope_scaling"] = rope if rope["rope_type"] != "default" else None
@@ -227,7 +225,7 @@ def older(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["codellama, theta 1e6", "llama 3.1, rope scaling", "mistral, window, scaling"])
-def test_both_spellings_of_a_config_say_the_same(name: str, tmp_path: Path) -> None:
+def test_both_config_formats_are_equivalent(name: str, tmp_path: Path) -> None:
     make_reference(MODELS[name]).config.save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     family, config = families.read_config(raw, "new")
@@ -242,7 +240,7 @@ def test_both_spellings_of_a_config_say_the_same(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_the_presets_go_out_and_come_in(preset: str) -> None:
+def test_presets_survive_export_and_import(preset: str) -> None:
     config = ModelConfig.model_validate({"model": preset})
     family, again = families.read_config(families.write_config(config, "bfloat16", None), preset)
     filled = {"model": None, "d_ff": config.ffn_width, "n_kv_heads": again.n_kv_heads}
@@ -252,7 +250,7 @@ def test_the_presets_go_out_and_come_in(preset: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama 3.2, tied", "gpt2"])
-def test_names_without_a_prefix_buffers_and_a_copy_of_the_tied_head_are_read(name: str, tmp_path: Path) -> None:
+def test_unprefixed_names_buffers_and_a_copy_of_the_tied_head_are_read(name: str, tmp_path: Path) -> None:
     reference = make_reference(MODELS[name])
     reference.base_model.save_pretrained(tmp_path / "bare")
     tensors = tensors_of(tmp_path / "bare")
@@ -268,7 +266,7 @@ def test_names_without_a_prefix_buffers_and_a_copy_of_the_tied_head_are_read(nam
         export.import_model(str(tmp_path / "bare"), tmp_path / "other")
 
 
-# ---- what is refused --------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -305,7 +303,7 @@ def test_names_without_a_prefix_buffers_and_a_copy_of_the_tied_head_are_read(nam
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention: True is not"),
     ],
 )
-def test_what_cannot_be_represented_is_refused_by_name(raw: dict[str, Any], message: str) -> None:
+def test_an_unsupported_config_is_refused_by_key(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         families.read_config(raw, "config.json")
     (problem,) = refused.value.problems
@@ -324,7 +322,7 @@ def test_what_cannot_be_represented_is_refused_by_name(raw: dict[str, Any], mess
         ({"positions": "rope", "norm": "rmsnorm", "ffn": "swiglu", "sliding_window": 4}, ["bias"]),
     ],
 )
-def test_a_model_without_a_counterpart_is_not_exported(changes: dict[str, Any], keys: list[str]) -> None:
+def test_exporting_a_model_without_a_counterpart_is_refused(changes: dict[str, Any], keys: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         families.write_config(ModelConfig.model_validate(changes), "float32", None)
     assert [problem.partition(":")[0] for problem in refused.value.problems] == keys
@@ -333,13 +331,13 @@ def test_a_model_without_a_counterpart_is_not_exported(changes: dict[str, Any], 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """The folder of a small Llama, to be broken."""
+    """Return the directory of a small Llama."""
     make_reference(LLAMA).save_pretrained(tmp_path / "in")
     return tmp_path / "in"
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 2) -> str:
-    """What the command says of a mistake; it leaves nothing behind."""
+    """Return the error message of the command, which must not leave files."""
     out = Path(str(arguments[2]))
     before = set(out.parent.iterdir())
     assert hf_main.main([str(argument) for argument in arguments]) == code
@@ -375,9 +373,7 @@ def test_missing_files_are_named(source: Path, tmp_path: Path, capsys: pytest.Ca
     assert "config.json: No such file or directory" in refusal(capsys, "import", source, out)
 
 
-def test_tensors_that_do_not_fit_are_all_named(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_mismatched_tensors_are_named(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = load_file(source / "model.safetensors")
     del tensors["model.norm.weight"]
     tensors["lm_head.weight"] = torch.zeros(95, 32)
@@ -411,7 +407,7 @@ def test_nothing_is_overwritten(source: Path, tmp_path: Path, capsys: pytest.Cap
     assert "already exists" in refusal(capsys, "export", tmp_path / "checkpoint", tmp_path / "out")
 
 
-def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_leaves_no_files(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export.import_model(str(source), tmp_path / "checkpoint")
     (tmp_path / "there").mkdir()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -427,7 +423,7 @@ def test_a_full_disk_leaves_nothing(source: Path, tmp_path: Path, capsys: pytest
     assert "out: cannot be written: File too large" in exported
 
 
-def test_a_number_too_large_for_float16_is_named(
+def test_a_value_above_the_range_of_float16_is_named(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = source / "model.safetensors"
@@ -468,7 +464,7 @@ def add_tokenizer(folder: Path, size: int) -> Any:
     return tokenizer
 
 
-def test_text_goes_the_same_way_here_and_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_and_generated_text_equal_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reference = make_reference(LLAMA | {"vocab_size": 300})
     reference.save_pretrained(tmp_path / "in")
     theirs = add_tokenizer(tmp_path / "in", 280)
@@ -492,7 +488,7 @@ def test_text_goes_the_same_way_here_and_there(tmp_path: Path, capsys: pytest.Ca
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == theirs.eos_token_id
 
 
-def test_the_tokenizers_own_beginning_and_end_go_out(tmp_path: Path) -> None:
+def test_special_tokens_are_exported(tmp_path: Path) -> None:
     make_reference(LLAMA | {"vocab_size": 384}).save_pretrained(tmp_path / "in")
     (tmp_path / "in" / "tokenizer.json").write_bytes(support.llama2_tokenizer())
     for named, beginning in (("<s>", 1), (None, None)):
@@ -504,13 +500,13 @@ def test_the_tokenizers_own_beginning_and_end_go_out(tmp_path: Path) -> None:
         assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (beginning, 2)
 
 
-def test_gpt2_begins_with_its_end_of_text() -> None:
+def test_gpt2_uses_end_of_text_as_bos() -> None:
     config = ModelConfig.model_validate({"model": "gpt2"})
     raw = families.write_config(config, "float32", 50256)
     assert (raw["bos_token_id"], raw["eos_token_id"]) == (50256, 50256)
 
 
-def test_a_model_without_a_tokenizer_comes_in_and_says_so(source: Path, tmp_path: Path) -> None:
+def test_importing_a_model_without_a_tokenizer_is_noted(source: Path, tmp_path: Path) -> None:
     said: list[str] = []
     assert export.import_model(str(source), tmp_path / "checkpoint", log=said.append).tokenizer is None
     assert "no tokenizer.json, so the checkpoint has no tokenizer" in said[0]
@@ -529,7 +525,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
 # ---- a trained run ----------------------------------------------------------------------------------------
 
 
-def test_what_two_ranks_trained_on_bytes_goes_out(tmp_path: Path) -> None:
+def test_a_run_of_two_ranks_on_bytes_is_exported(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("".join(TEXTS) * 40)
     shape = {

@@ -1,6 +1,6 @@
-"""Models come from the hub with only the files they need, and every refusal of the hub says what to do.
+"""Downloads from the Hub contain only the files needed, and every error of the Hub has a remedy.
 
-The hub is a small server on this machine that speaks the part of its protocol that a download needs.
+The Hub is a local server that implements the part of the protocol that a download needs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ COMMIT = "c" * 40
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serves the folder `files` as the repositories someone/llama and someone/gated, of which one gives no file."""
+    """Serves the folder `files` as the repositories someone/llama and someone/gated, of which the second is gated."""
 
     files: ClassVar[Path]
     sent: ClassVar[list[str]] = []
     cut_short: ClassVar[set[str]] = set()
-    """files of which the next answer breaks off half-way"""
+    """files whose next response ends half-way"""
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -93,7 +93,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def cache(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Lets downloads come from `hub` into an empty cache; returned for further changes."""
+    """Direct downloads to `hub` and an empty cache; returned for further changes."""
     monkeypatch.setattr(constants, "ENDPOINT", hub)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -109,7 +109,7 @@ def refusal(source: str, revision: str | None = None) -> str:
     return problem
 
 
-def test_a_download_takes_what_is_needed_and_goes_on_where_it_broke_off(cache: pytest.MonkeyPatch) -> None:
+def test_a_download_fetches_only_needed_files_and_resumes_after_an_interruption(cache: pytest.MonkeyPatch) -> None:
     Hub.sent.clear()
     Hub.cut_short.add("model.safetensors")
     folder = find_source("someone/llama")
@@ -120,7 +120,7 @@ def test_a_download_takes_what_is_needed_and_goes_on_where_it_broke_off(cache: p
     assert find_source("someone/llama") == folder
 
 
-def test_what_the_hub_refuses_is_said_with_what_to_do(cache: pytest.MonkeyPatch) -> None:
+def test_every_error_of_the_hub_has_a_remedy(cache: pytest.MonkeyPatch) -> None:
     gated = "someone/gated: gated: request access at https://huggingface.co/someone/gated, then `hf auth login`"
     assert refusal("someone/gated").startswith(gated)
     assert "not found on the Hub; if it is private, run `hf auth login`" in refusal("someone/else")

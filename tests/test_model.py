@@ -424,10 +424,10 @@ def test_targets_that_are_all_ignored_give_no_loss_and_no_gradient() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler, which meets its own
-@pytest.mark.parametrize(("rows", "compiled"), [(1, False), (3, False), (10, False), (64, False), (3, True)])
+@pytest.mark.parametrize(("size", "compiled"), [(1, False), (3, False), (10, False), (64, False), (3, True)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_the_loss_in_chunks_is_the_loss_with_its_gradients(
-    dtype: torch.dtype, tolerance: float, rows: int, compiled: bool
+    dtype: torch.dtype, tolerance: float, size: int, compiled: bool
 ) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(10, 16, dtype=dtype), torch.randn(50, 16, dtype=dtype)
@@ -440,7 +440,7 @@ def test_the_loss_in_chunks_is_the_loss_with_its_gradients(
     chunk = torch.compile(chunk_cross_entropy, fullgraph=True, dynamic=False) if compiled else chunk_cross_entropy
 
     def chunked(x: Tensor, weight: Tensor) -> Tensor:
-        return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, rows, torch.is_grad_enabled(), chunk))
+        return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, size, torch.is_grad_enabled(), chunk))
 
     results = []
     for loss_of in (plain, chunked):

@@ -29,7 +29,7 @@ class Family:
     keys: Mapping[str, tuple[str, Any]]
     """our key -> the key in config.json, and its default"""
     style: Mapping[str, tuple[Any, ...]]
-    """our key -> the values that the family supports; the first is the one that config.json stands for"""
+    """our key -> the values that the family supports; the first is the default"""
     fixed: Mapping[str, tuple[Any, ...]]
     """key in config.json -> the values that `ModelConfig` can represent; the first is the default"""
     tensors: Mapping[str, tuple[str, ...]]
