@@ -1,9 +1,10 @@
-"""Train a language model with PyTorch FSDP through Determined's Core API: the run, top to bottom.
+"""Train a language model with PyTorch FSDP through Determined's Core API.
 
     python fsdp.py --config FILE [key=value ...]
 
-runs as it stands in one process, as one of many under a launcher, and as a trial on a cluster. Read `main`,
-then `run`, then `train`; the parts that they introduce to each other are the files in lm/.
+runs in one process, as one of many under a launcher, and as a trial on a Determined cluster. `execute` is the order
+of a run: `preflight`, `build`, `resume`, `train`, `finish`. The loop in `train` shows every part of a step; what
+the parts do is in lm/.
 """
 
 from __future__ import annotations
@@ -13,334 +14,313 @@ import gc
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lm.launch.environment import Launch, is_restart, setup_environment
 from lm.launch.spawn import run_and_exit
 
-setup_environment()  # has its say in the environment first
+setup_environment()  # before torch is imported
 
 import determined as det  # noqa: E402
 import torch  # noqa: E402
 from determined import core  # noqa: E402
 
-from lm import config, optim, parallelize, precision, sampling, seeds  # noqa: E402
-from lm.checkpoint import checkpointer, resume  # noqa: E402
-from lm.checkpoint.manifest import Manifest, is_intact  # noqa: E402
-from lm.checkpoint.resume import find_initial  # noqa: E402
-from lm.data import loader  # noqa: E402
+from lm import config, optim, parallelize, precision, sampling  # noqa: E402
+from lm.checkpoint import resume as resuming  # noqa: E402
+from lm.checkpoint.checkpointer import Checkpointer, Stateful  # noqa: E402
+from lm.checkpoint.manifest import TrainingProgress  # noqa: E402
+from lm.data.loader import Loader  # noqa: E402
 from lm.determined import master  # noqa: E402
 from lm.determined.context import TorchDistributedContext  # noqa: E402
-from lm.errors import ConfigError, RankError, RunError  # noqa: E402
-from lm.metrics import accumulator  # noqa: E402
-from lm.metrics import logger as metric_logger  # noqa: E402
+from lm.errors import RankError, RunError  # noqa: E402
+from lm.metrics.accumulator import MetricsAccumulator, peak_flops  # noqa: E402
+from lm.metrics.logger import MetricLogger  # noqa: E402
+from lm.preflight import Setup, check  # noqa: E402
 from lm.profiling import profiling  # noqa: E402
 from lm.runtime.preemption import PreemptionHandler  # noqa: E402
 from lm.runtime.run_dir import RunDir  # noqa: E402
 from lm.runtime.watchdog import Watchdog  # noqa: E402
 from lm.runtime.world import World, join_world  # noqa: E402
-from model import IGNORE_INDEX, ModelConfig, Transformer  # noqa: E402
+from lm.seeds import derive_seed  # noqa: E402
+from model import IGNORE_INDEX, Transformer  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is started with."""
+
+    hp: config.Hyperparameters
+    world: World
+    context: core.Context
+    info: det.ClusterInfo | None = None
+    """the Determined trial; None = not on a cluster"""
+    run_dir: RunDir | None = None
+    """None = on a cluster"""
+    on_step_start: Callable[[int], None] = lambda _: None
+
+
+@dataclass(frozen=True)
+class Training:
+    """The parts of the training loop."""
+
+    run: Run
+    setup: Setup
+    model: Transformer
+    optimizer: optim.Optimizer
+    scaler: precision.LossScaler
+    loader: Loader
+    checkpointer: Checkpointer
+    accumulator: MetricsAccumulator
+    logger: MetricLogger
+    preemption: PreemptionHandler
+
+    def state(self) -> dict[str, Stateful]:
+        """Return what a checkpoint holds, by name."""
+        return {"model": self.model, "optim": self.optimizer, "scaler": self.scaler}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the configuration, meet the other ranks, open the Core API, run. Returns the exit code."""
+    """Read the configuration, join the other ranks, open the Core API context and run. Return the exit code."""
     parser = argparse.ArgumentParser(description="Train a language model with PyTorch FSDP.")
     parser.add_argument("--config", type=Path, default=Path("config.yaml"), help="experiment file (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
     args = parser.parse_args(arguments)
-    os.umask(0o077)  # what a run writes is its owner's alone
-    launch, info, folder, watch = Launch(), None, None, None
+    os.umask(0o077)  # only the owner can read a run's files
+    launch, info, run_dir, watchdog = Launch(), None, None, None
     try:
-        launch = Launch.from_env(os.environ)
-        info = det.get_cluster_info()
+        launch, info = Launch.from_env(os.environ), det.get_cluster_info()
         if info is None:
             hp = config.load(args.config, args.overrides)
-            folder = RunDir(hp.run_name or args.config.stem)
+            run_dir = RunDir(hp.run_name or args.config.stem)
         else:
             hp = config.read({**info.trial._config, "hyperparameters": info.trial.hparams}, args.overrides, "trial")
         with (
             join_world(launch, hp.collective_timeout) as world,
             master.retrying(),
             core.init(
-                distributed=TorchDistributedContext(world.launch, world.control, world.saver, world.node),
-                checkpoint_storage=str(folder.checkpoints.absolute()) if folder else None,
+                distributed=TorchDistributedContext(launch, world.control, world.saver, world.node),
+                checkpoint_storage=str(run_dir.checkpoints.absolute()) if run_dir else None,
                 preempt_mode=core.PreemptMode.ChiefOnly,
             ) as context,
-            Watchdog(world.store, launch.rank, world.size, hp.collective_timeout) as watch,
+            Watchdog(world.store, launch.rank, world.size, hp.collective_timeout) as watchdog,
         ):
-            run(hp, world, context, info, folder, watch.on_step_start)
+            execute(Run(hp, world, context, info, run_dir, watchdog.on_step_start))
         return 0
     except RunError as error:
-        # Until the ranks have met, what is wrong on another machine is known there alone.
-        if speaks := isinstance(error, RankError) or (launch.rank if watch else launch.local_rank) == 0:
+        # Until the ranks have joined, each machine prints its own errors.
+        is_reporter = isinstance(error, RankError) or (launch.rank if watchdog else launch.local_rank) == 0
+        if is_reporter:
             print(error, file=sys.stderr)
-        return master.exit_code(error, info, speaks, watch and watch.explain)
+        return master.exit_code(error, info, is_reporter, watchdog and watchdog.explain)
 
 
-@dataclass(frozen=True)
-class Training:
-    """The parts that the loop works with, put together by `run`."""
-
-    hp: config.Hyperparameters
-    world: World
-    context: core.Context
-    model: Transformer
-    optimizer: optim.Optimizer
-    scaler: precision.LossScaler
-    loader: loader.Loader
-    checkpointer: checkpointer.Checkpointer
-    meter: accumulator.MetricsAccumulator
-    reporter: metric_logger.MetricLogger
-    stop: PreemptionHandler
-    reached: Callable[[int], None]
-    """told of every step that begins, so that a rank that hangs can be named"""
-    seed: int
-    total: int
-    """sequences per step"""
-    steps: int
-    """length of the run"""
-    about: dict[str, Any]
-    """what checkpoints say of the run"""
-
-    def state(self) -> dict[str, checkpointer.Stateful]:
-        return {"model": self.model, "optim": self.optimizer, "scaler": self.scaler}
-
-
-def run(
-    hp: config.Hyperparameters,
-    world: World,
-    context: core.Context,
-    info: det.ClusterInfo | None,
-    folder: RunDir | None,
-    reached: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Build everything, go on from the newest checkpoint, train, and end with a sample."""
-    rank, device = world.rank, world.device
-    distributed = context.distributed
-    assert isinstance(distributed, TorchDistributedContext)
-    stop = PreemptionHandler(world.control, lambda: bool(info and rank == 0 and context.preempt.should_preempt(False)))
-    say: Callable[[str], None] = print if rank == 0 else lambda _: None
-
-    # What can be wrong is looked at before anything large is made.
-    seed = hp.seed if hp.seed is not None else info.trial.trial_seed if info else config.DEFAULT_SEED
-    total = loader.derive_global_batch_size(hp, world.size)
-    mesh_shape = world.all_or_none(lambda: parallelize.mesh_shape(hp, world.size, world.launch.local_size))
-    dtype = world.all_or_none(lambda: precision.compute_dtype(hp, device))
-    world.require_equal("devices", {"kind": device.type, "amp_dtype": str(dtype), "shards": mesh_shape[1]})
-    restarted = is_restart(os.environ)
-    if folder:
-        folder.hold(world.on_rank0, world.all_or_none)
-    earlier = world.on_rank0(lambda: resume.find_checkpoints(hp, info, folder and folder.checkpoints, restarted))
-    initial = [] if earlier else world.on_rank0(lambda: find_initial(hp.init_from, info is not None))
-    data = world.all_or_none(lambda: loader.open_data(hp, hp.vocab_size, hp.max_seq_len, total, seed, rank, world.size))
-    if hp.prompt is not None and not (data.tokenizer and data.tokenizer.encode(hp.prompt)):
-        raise ConfigError(f"prompt: dataset {hp.dataset} has no tokenizer that makes a token of {hp.prompt!r}")
-    epoch = data.samples and data.samples / total
-    steps = hp.run_length(epoch)
-    settings = dict(world.require_equal("hyperparameters", hp.model_dump(mode="json") | {"seed": seed}))
-    about = {
-        "sharding": hp.sharding,
-        "total_batch_size": total,
-        "hyperparameters": settings,
-        "model": {key: settings[key] for key in ModelConfig.model_fields},
-        **world.require_equal("data", data.describe()),
-        "loss_scaled": dtype == torch.float16,
-        "trial_id": info.trial.trial_id if info else None,
-    }
-    finished = folder and hp.resume == "auto" and world.on_rank0(lambda: config.completed(earlier, about, steps))
-    if folder and finished and all(world.all_gather_object(is_intact(Path(earlier[0]), rank, world.size))):
-        say(f"{folder.path} is complete: {finished} steps. To extend it: max_steps={2 * finished}; anew: resume=fresh")
+def execute(run: Run) -> None:
+    """Run from the first check to the last message."""
+    setup, plan = preflight(run)
+    step = run.world.on_rank0(lambda: resuming.completed_step(plan, setup.run_info, setup.max_steps))
+    if run.run_dir and step and resuming.is_intact(plan, run.world):
+        if run.world.rank == 0:
+            extend = f"max_steps={2 * step} extends it, resume=fresh starts again"
+            print(f"{run.run_dir.path} is complete: {step} steps; {extend}")
         return
+    t = build(run, setup)
+    start = resume(t, plan)
+    traces = run.run_dir.tensorboard if run.run_dir else run.context.train.get_tensorboard_path()
+    with t.logger, profiling(run.hp, run.context.profiler, traces, run.world.rank) as profiler_step:
+        step = train(t, start, profiler_step)
+    finish(t, step)
 
-    # The model is sharded before it has any memory; the rest is made around it.
+
+def preflight(run: Run) -> tuple[Setup, resuming.ResumePlan]:
+    """Find everything that can be wrong, locally on every rank, and agree on it once."""
+    hp, world, run_dir = run.hp, run.world, run.run_dir
+    setup = world.all_or_none(lambda: check(hp, world, run.info))
+    world.require_equal("ranks", {"device": world.device.type} | setup.facts())
+    if run_dir:
+        run_dir.lock(world)
+    checkpoints, restarted = run_dir and run_dir.checkpoints, is_restart(os.environ)
+    return setup, world.on_rank0(lambda: resuming.plan_resume(hp, run.info, checkpoints, restarted))
+
+
+def build(run: Run, setup: Setup) -> Training:
+    """Build the sharded model, then the parts that work on it."""
+    hp, world, context, layout, data = run.hp, run.world, run.context, setup.layout, setup.data
+    device, run_dir, distributed = world.device, run.run_dir, context.distributed
+    assert isinstance(distributed, TorchDistributedContext)
     with torch.device("meta"):
         model = Transformer(hp)
-    model = parallelize.parallelize(model, hp, world.mesh(*mesh_shape), dtype, seed, hp.float8)
-    training = Training(
-        hp=hp,
-        world=world,
-        context=context,
+    mesh = world.device_mesh(layout.dims)
+    model = parallelize.parallelize(model, hp, mesh, setup.dtype, setup.seed, hp.float8)
+    logger = MetricLogger(world.rank, run_dir and run_dir.path, context.train, setup.max_steps)
+    for line in (*data.notes, setup.summary(hp, world)):
+        logger.info(line)
+    return Training(
+        run=run,
+        setup=setup,
         model=model,
         optimizer=optim.Optimizer(hp, model.named_parameters()),
-        scaler=precision.LossScaler(dtype, device),
-        loader=loader.Loader(hp, data, total, rank, world.size, seed, device),
-        checkpointer=checkpointer.Checkpointer(
-            hp, context.checkpoint, world, folder and folder.checkpoints, data.files(), distributed.use_saver_group
+        scaler=precision.LossScaler(setup.dtype, device),
+        loader=Loader(hp, data, setup.global_batch_size, layout.dp_rank, layout.dp_size, setup.seed, device),
+        checkpointer=Checkpointer(
+            hp,
+            context.checkpoint,
+            world,
+            run_dir and run_dir.checkpoints,
+            data.tokenizer_files(),
+            distributed.use_saver_group,
         ),
-        meter=accumulator.MetricsAccumulator(
-            device, world.all_gather_object, hp.flops_per_token(hp.max_seq_len), accumulator.peak_flops(device, dtype)
+        accumulator=MetricsAccumulator(
+            device, world, hp.flops_per_token(hp.max_seq_len), peak_flops(device, setup.dtype)
         ),
-        reporter=metric_logger.MetricLogger(rank, folder and folder.path, context.train, steps),
-        stop=stop,
-        reached=reached,
-        seed=seed,
-        total=total,
-        steps=steps,
-        about=about,
+        logger=logger,
+        preemption=PreemptionHandler(world, lambda: world.rank == 0 and context.preempt.should_preempt(auto_ack=False)),
     )
-    say = training.reporter.log  # beside the progress bar
-    numbers = f"float8 {hp.float8}" if hp.float8 else str(dtype or torch.float32).removeprefix("torch.")
-    attention = parallelize.attention_kernel(hp, data.validation[0].document_ids is not None, dtype, device)
-    for note in data.notes:
-        say(note)
-    say(
-        f"{hp.n_parameters / 1e6:,.1f}M parameters, {hp.sharding} over {world.size} x {device.type},"
-        f" {numbers}, {attention}; {total} x {hp.max_seq_len} tokens a step, "
-        + (f"{epoch:,.0f} steps an epoch" if epoch else "streamed")
-    )
-    start = restore(training, earlier, initial, info) if earlier or initial else 0
-    if hp.torch_profiler and (unseen := sum(hp.torch_profiler_steps[:2])) >= steps - start:
-        say(f"torch_profiler: no step is traced; torch_profiler_steps begins behind {unseen}, {steps - start} are left")
-    if folder:
-        fresh = hp.resume == "fresh" and not restarted
-        world.on_rank0(lambda: folder.begin(settings | {"max_steps": steps or None}, fresh))
-    training.reporter.begin(start)
-
-    traces = folder.tensorboard if folder else context.train.get_tensorboard_path()
-    with training.reporter, profiling(hp, context.profiler, traces, rank) as trace:
-        done = train(training, start, trace)
-    if done < steps:
-        say(f"stopped behind step {done} of {steps} on request; the same command goes on from there")
-    elif hp.prompt is not None and data.tokenizer is not None:
-        tokens = data.tokenizer.encode(hp.prompt)
-        drawn = sampling.generate(model, tokens, hp.num_tokens, device=device, seed=seed, temperature=0.8, top_k=50)
-        say(f"\n{hp.prompt}{data.tokenizer.decode(drawn, after=tokens)}\n")
-    if folder:
-        say(f"files: {folder.path}/ (metrics.jsonl, checkpoints/, tensorboard/); curves and traces: make board")
 
 
-def restore(t: Training, earlier: Sequence[str], initial: Sequence[str], info: det.ClusterInfo | None) -> int:
-    """Read the first sound one of the checkpoints `earlier`, or without any the weights of `initial`, into the run.
-
-    Returns:
-        The step to go on from: 0 for weights alone, of `initial` or in a fork (another trial's checkpoint).
-    """
-    started = time.monotonic()
-
-    def is_start(manifest: Manifest) -> bool:
-        return not earlier or bool(info and manifest.trial_id != info.trial.trial_id)
-
-    def choose(manifest: Manifest) -> dict[str, checkpointer.Stateful]:
-        compare = config.refuse_another_model if is_start(manifest) else config.refuse_another_run
-        for change in compare(manifest.model_dump(), t.about):
-            t.reporter.log(f"changed: {change}")
-        if is_start(manifest):
-            return {"model": t.model}
-        return {part: held for part, held in t.state().items() if part != "scaler" or manifest.loss_scaled}
-
-    found, manifest = t.checkpointer.restore_first(earlier or initial, choose, t.reporter.log)
-    if is_start(manifest):
-        peak = max(t.world.all_gather_object(accumulator.peak_memory_gib(t.world.device)))
-        t.reporter.log(f"weights of checkpoint {found} in {time.monotonic() - started:.1f} s, {peak:.2f} GiB a rank")
-        return 0
-    t.reporter.log(f"going on from checkpoint {Path(found).name}, step {manifest.step}")
-    t.checkpointer.count(found, manifest)
-    if note := t.loader.resume(manifest.source):
-        t.reporter.log(note)
-    return manifest.step
+def resume(t: Training, plan: resuming.ResumePlan) -> int:
+    """Load the checkpoint of `plan`, if any, and start the run's files. Return the number of completed steps."""
+    hp, setup, run_dir = t.run.hp, t.setup, t.run.run_dir
+    saved = resuming.resume(plan, t.checkpointer, t.state(), setup.run_info, t.run.info, t.logger.info)
+    step = saved.step if saved else 0
+    if saved and (note := t.loader.load_state_dict(saved.dataset_state)):
+        t.logger.info(note)
+    if run_dir:
+        hyperparameters = setup.run_info.hyperparameters | {"max_steps": setup.max_steps or None}
+        fresh = hp.resume == "fresh" and not is_restart(os.environ)
+        t.run.world.on_rank0(lambda: run_dir.start(hyperparameters, fresh))
+    t.logger.start(step)
+    return step
 
 
-def train(t: Training, start: int, trace: Callable[[], None]) -> int:
-    """The training loop, from step `start` to the end or until asked to stop. Returns the steps completed."""
-    hp, world, model = t.hp, t.world, t.model
+def train(t: Training, start: int, profiler_step: Callable[[], None]) -> int:
+    """Train from step `start` to the last one, or until asked to stop. Return the number of completed steps."""
+    hp, model, setup, layout = t.run.hp, t.model, t.setup, t.setup.layout
     batches = t.loader.training(start)
-    done, stopping = start, False
+    step, stopping = start, False
+    gc.disable()  # it runs at reports, on all ranks at the same time
     gc.freeze()
-    t.stop.listen()  # before it, nothing can be lost
-    t.meter.restart()
-    if done >= t.steps:
-        validate(t, done)
+    t.preemption.install()  # before this, there is nothing to save
+    t.accumulator.restart()
+    if step >= setup.max_steps:
+        validate(t, step)
     model.train()
-    while done < t.steps and not stopping:
-        t.reached(done)
-        with t.meter.waiting_for_data():
+    while step < setup.max_steps and not stopping:
+        t.run.on_step_start(step)
+        with t.accumulator.waiting_for_data():
             batch = next(batches)
-        torch.manual_seed(seeds.derive_seed(t.seed, "dropout", done, world.rank))
-        loss_sum = torch.zeros((), device=world.device)
-        for micro in batch.micro_batches:
-            parallelize.begin_micro_step(model, hp, micro is batch.micro_batches[-1])
-            loss = model(*micro)
-            # FSDP averages gradients over ranks, so the sum over one rank's targets is scaled to the mean over all.
-            (loss * (t.scaler.scale * (world.size / batch.targets))).backward()
+        torch.manual_seed(derive_seed(setup.seed, "dropout", step, layout.dp_rank))
+        loss_sum = torch.zeros((), device=t.run.world.device)
+        for micro_batch in batch.micro_batches:
+            parallelize.start_micro_step(model, hp, micro_batch is batch.micro_batches[-1])
+            loss = model(*micro_batch)
+            # FSDP averages gradients over data-parallel ranks; scaled like this, that is the mean over all targets.
+            (loss * (t.scaler.scale * (layout.dp_size / batch.n_target_tokens))).backward()
             loss_sum += loss.detach()
-        question = t.stop.start_agreement(t.checkpointer.writing)
-        lr = optim.learning_rate(hp, done, t.steps)
-        norm, skipped = t.optimizer.step(lr, t.scaler.scale)
+        agreement = t.preemption.start_agreement(t.checkpointer.is_writing)
+        grad_norm, skipped = t.optimizer.clip_grad_norm(t.scaler.scale)
+        lr = optim.learning_rate(hp, step, setup.max_steps)
+        t.optimizer.step(lr)
+        t.optimizer.zero_grad()
         t.scaler.update(skipped)
-        t.meter.add(loss_sum, batch.targets, t.total * hp.max_seq_len, norm, skipped)
-        trace()
-        done += 1
-        t.reporter.step()
+        t.accumulator.add(loss_sum, batch.n_target_tokens, setup.tokens_per_step, grad_norm, skipped)
+        profiler_step()
+        step += 1
+        t.logger.on_step_end()
 
-        stopping, busy = t.stop.decision(question)
-        if t.checkpointer.pending and not busy:
+        stopping, is_writing = t.preemption.decision(agreement)
+        if t.checkpointer.is_pending and not is_writing:
             commit(t)
-        last = stopping or done == t.steps
-        saving = last or done % hp.checkpoint_rate == 0
-        if last or done % hp.report_rate == 0:
-            report(t, done, lr)
-        if saving or done % (hp.validation_rate or hp.report_rate) == 0:
-            with t.meter.paused(), t.reporter.status("validating"):
-                validation_loss = validate(t, done)
+        last = stopping or step == setup.max_steps
+        saving = last or step % hp.checkpoint_rate == 0
+        if last or step % hp.report_rate == 0:
+            gc.collect()
+            report(t, step, lr)
+        if saving or step % (hp.validation_rate or hp.report_rate) == 0:
+            with t.accumulator.paused(), t.logger.status("validating"):
+                validation_loss = validate(t, step)
             if saving:
-                with t.meter.saving(), t.reporter.status("saving"):
-                    save(t, done, validation_loss, wait=last or not hp.async_checkpoint)
-    if done < t.steps and world.rank == 0:  # without it, exit code 0 means that the trial is complete
-        t.context.preempt.acknowledge_preemption_signal()
-    return done
+                with t.accumulator.saving(), t.logger.status("saving"):
+                    save(t, step, validation_loss, wait=last or not hp.async_checkpoint)
+    return step
 
 
-def report(t: Training, done: int, lr: float) -> None:
-    """Report what happened since the last report; stop a run whose gradients stay inf or NaN."""
-    gc.collect()
-    measured, longest = t.meter.report()
-    position = {"lr": lr, "batches": done, "tokens": done * t.total * t.hp.max_seq_len}
-    t.reporter.report("training", done, measured | position)
-    if longest >= t.hp.skip_nonfinite:
+def report(t: Training, step: int, lr: float) -> None:
+    """Log the training metrics since the last report.
+
+    Raises:
+        RunError: too many consecutive steps were skipped.
+    """
+    hp = t.run.hp
+    metrics, n_skipped = t.accumulator.report()
+    t.logger.log("training", step, metrics | {"lr": lr, "batches": step, "tokens": step * t.setup.tokens_per_step})
+    if n_skipped >= hp.skip_nonfinite:
         raise RunError(
-            f"inf or NaN gradients in {longest} steps in a row, up to step {done} (skip_nonfinite:"
-            f" {t.hp.skip_nonfinite}): lower lr, set grad_clip, or use amp_dtype: bfloat16 or null"
+            f"inf or NaN gradients in {n_skipped} consecutive steps up to step {step} (skip_nonfinite:"
+            f" {hp.skip_nonfinite}): lower lr, set grad_clip, or use amp_dtype: bfloat16 or null",
+            keys=("lr", "grad_clip", "amp_dtype", "skip_nonfinite"),
         )
 
 
-def validate(t: Training, done: int) -> float:
-    """Report and return the mean loss over the validation samples, in nats per token.
+def validate(t: Training, step: int) -> float:
+    """Log and return the mean loss over the validation samples (nats per token).
 
     Raises:
-        RunError: it is inf or NaN.
+        RunError: the loss is inf or NaN.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=t.world.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=t.run.world.device)
     t.model.eval()
     with torch.no_grad():
-        for micro in t.loader.validation():
-            sums += torch.stack([t.model(*micro).double(), (micro.targets != IGNORE_INDEX).sum()])
+        for micro_batch in t.loader.validation():
+            n_targets = (micro_batch.targets != IGNORE_INDEX).sum()
+            sums += torch.stack([t.model(*micro_batch).double(), n_targets])
     t.model.train()
-    loss_sum, targets = (math.fsum(part) for part in zip(*t.world.all_gather_object(sums.tolist()), strict=True))
-    loss = loss_sum / targets
+    loss_sum, n_targets = map(math.fsum, zip(*t.run.world.all_gather_object(sums.tolist()), strict=True))
+    loss = loss_sum / n_targets
     if not math.isfinite(loss):
-        raise RunError(f"validation loss is {loss} at step {done}: lower lr, or set grad_clip")
-    t.reporter.report("validation", done, {"loss": loss, "perplexity": math.exp(min(loss, 700)), "batches": done})
+        hint = "lower lr, or set grad_clip"
+        raise RunError(f"validation loss is {loss} at step {step}: {hint}", keys=("lr", "grad_clip"))
+    t.logger.log("validation", step, {"loss": loss, "perplexity": math.exp(min(loss, 700)), "batches": step})
     return loss
 
 
-def save(t: Training, done: int, validation_loss: float, wait: bool) -> None:
-    """Begin to save, once an earlier checkpoint is on disk; `wait` until this one is, too."""
-    if t.checkpointer.pending:
+def save(t: Training, step: int, validation_loss: float, wait: bool) -> None:
+    """Start to save a checkpoint once the one before it is committed; `wait` commits this one too."""
+    if t.checkpointer.is_pending:
         commit(t)
-    position = {"step": done, "tokens": done * t.total * t.hp.max_seq_len}
-    position |= {"source": t.loader.state and t.world.all_gather_object(t.loader.state)}
-    t.checkpointer.save(t.state(), t.about | position | {"validation_loss": validation_loss})
+    state = t.loader.state_dict()
+    progress = TrainingProgress(
+        step=step,
+        tokens=step * t.setup.tokens_per_step,
+        validation_loss=validation_loss,
+        dataset_state=t.run.world.all_gather_object(state) if state else None,
+    )
+    t.checkpointer.save(t.state(), t.setup.run_info, progress)
     if wait:
         commit(t)
 
 
 def commit(t: Training) -> None:
+    """Wait until the checkpoint that is being written is complete on all ranks."""
     step, uuid = t.checkpointer.commit()
-    t.reporter.log(f"checkpoint  step {step}  {uuid}")
+    t.logger.info(f"checkpoint  step {step}  {uuid}")
+
+
+def finish(t: Training, step: int) -> None:
+    """Acknowledge a preemption, or generate from `prompt`; print where the files are."""
+    hp, setup, world, tokenizer = t.run.hp, t.setup, t.run.world, t.setup.data.tokenizer
+    if step < setup.max_steps:
+        if world.rank == 0:  # otherwise exit code 0 means that the trial is complete
+            t.run.context.preempt.acknowledge_preemption_signal()
+        t.logger.info(f"stopped after step {step}/{setup.max_steps} as requested; rerun the same command to resume")
+    elif hp.prompt is not None and tokenizer is not None:
+        prompt, options = tokenizer.encode(hp.prompt), {"temperature": 0.8, "top_k": 50}
+        tokens = sampling.generate(t.model, prompt, hp.num_tokens, device=world.device, seed=setup.seed, **options)
+        t.logger.info(f"\n{hp.prompt}{tokenizer.decode(tokens, after=prompt)}\n")
+    if t.run.run_dir:
+        files = f"{t.run.run_dir.path}/ (metrics.jsonl, checkpoints/, tensorboard/)"
+        t.logger.info(f"files: {files}; curves and traces: make board")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def _peak_flops(world: World) -> float | None:
 
 
 def ours(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
-    """Train with `fsdp.run`, including data and reports."""
+    """Train with `fsdp.execute`, including data and reports."""
     from determined import core
 
     import fsdp
@@ -109,7 +109,7 @@ def ours(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
         distributed=TorchDistributedContext(world.launch, world.control, world.saver, world.node),
         checkpoint_storage=storage,
     ) as context:
-        fsdp.run(hp, world, context, None, run_dir, pacer)
+        fsdp.execute(fsdp.Run(hp, world, context, None, run_dir, pacer))
 
 
 def fsdp1(world: World, hp: config.Hyperparameters, pacer: Pacer, dtype: torch.dtype | None) -> None:

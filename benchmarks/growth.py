@@ -2,7 +2,7 @@
 
     python -m benchmarks.growth [--out FOLDER] [--steps 3] [--rounds 2]
 
-Every point is a call of `fsdp.run` in bfloat16 on ranks of one thread each, with config.yaml's model scaled down to
+Every point is a call of `fsdp.execute` in bfloat16 on ranks of one thread each, with config.yaml's model scaled down to
 `BASE`. Growth changes one size at a time, on two ranks with full-shard; each of `rounds` measures all points with
 `steps` steps each. Times are elapsed and CPU seconds, which other processes affect less. Memory is that of tensors
 (benchmarks/tensors.py), not of the process.

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.growth`, which calls `fsdp.run` for each point and measures a step.
+"""One rank of `benchmarks.growth`, which calls `fsdp.execute` for each point and measures a step.
 
     python -m lm.launch benchmarks/tensors.py STEPS POINTS FOUND
 
@@ -53,7 +53,7 @@ def measure(world: World, context: core.Context, point: dict[str, Any], steps: i
     found: dict[str, Any] = {}
     stages = _watch(steps, found)
     with suppress(StopIteration):
-        fsdp.run(hp, world, context, None, RunDir(name), lambda _: next(stages))
+        fsdp.execute(fsdp.Run(hp, world, context, None, RunDir(name), lambda _: next(stages)))
     gc.unfreeze()
     gc.collect()  # the model, before the next one is made
     everyone = world.all_gather_object(found)

@@ -1,6 +1,6 @@
 """The cost of a step, counted and not timed: bytes between ranks, synchronizations, operators, compilations.
 
-Dispatch modes count in `fsdp.run` itself, including backward and FSDP's hooks. A step is everything between two calls
+Dispatch modes count in `fsdp.execute` itself, including backward and FSDP's hooks. A step is everything between two calls
 of `on_step_start`, in steps without a report.
 """
 
@@ -111,7 +111,7 @@ class Copies(TorchFunctionMode):
 
 
 def count_each(world: World, directory: str, runs: dict[str, dict[str, Any]]) -> dict[str, list[Step]]:
-    """Call `fsdp.run` with the hyperparameters of each of `runs`; return the three steps without a report, by name."""
+    """Call `fsdp.execute` with the hyperparameters of each of `runs`; return the three steps without a report, by name."""
     os.chdir(directory)
     found = {}
     for name, changes in runs.items():
@@ -133,7 +133,7 @@ def count_each(world: World, directory: str, runs: dict[str, dict[str, Any]]) ->
             else:  # a dispatch mode disables compilation
                 opened.enter_context(Operators(steps, world.control))
                 opened.enter_context(Copies(steps))
-            fsdp.run(hp, world, context, None, run_dir, partial(start_step, steps))
+            fsdp.execute(fsdp.Run(hp, world, context, None, run_dir, partial(start_step, steps)))
         found[name] = steps[:-1]
     assert not counters["graph_break"]
     return found

@@ -99,7 +99,7 @@ def sample_by_sample(changes: dict[str, Any]) -> list[float]:
 
 
 def run_each(world: World, directory: str, runs: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Call `fsdp.run` with the hyperparameters of each of `runs`; return the training losses by name."""
+    """Call `fsdp.execute` with the hyperparameters of each of `runs`; return the training losses by name."""
     os.chdir(directory)
     losses = {}
     for name, changes in runs.items():
@@ -107,7 +107,7 @@ def run_each(world: World, directory: str, runs: dict[str, dict[str, Any]]) -> d
         run_dir = RunDir(name)
         distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
         with core.init(distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())) as context:
-            fsdp.run(hp, world, context, None, run_dir)
+            fsdp.execute(fsdp.Run(hp, world, context, run_dir=run_dir))
         lines = [json.loads(line) for line in (run_dir.path / "metrics.jsonl").read_text().splitlines()]
         losses[name] = [line["loss"] for line in lines if line["group"] == "training"]
     return losses

@@ -1,0 +1,77 @@
+"""What follows from the hyperparameters, the data and the machine, before anything large is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import determined as det
+import torch
+
+from lm import parallelize, precision
+from lm.checkpoint.manifest import RunInfo
+from lm.config import DEFAULT_SEED, Hyperparameters
+from lm.data import loader
+from lm.errors import ConfigError
+from lm.runtime.world import MeshLayout, World
+from model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Derived settings of a run, the same on every rank except this rank's layout and data."""
+
+    seed: int
+    layout: MeshLayout
+    dtype: torch.dtype | None
+    """compute dtype; None = float32"""
+    data: loader.Data
+    global_batch_size: int
+    """sequences per step"""
+    tokens_per_step: int
+    max_steps: int
+    run_info: RunInfo
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks, by name."""
+        info = self.run_info.model_dump()
+        same = {"mesh": dict(self.layout.dims), "compute dtype": str(self.dtype), "max_steps": self.max_steps}
+        return same | info.pop("hyperparameters") | info.pop("data") | info
+
+    def summary(self, hp: Hyperparameters, world: World) -> str:
+        """Return one line about the model, how it is sharded, and the size of a step."""
+        dtype = f"float8 {hp.float8}" if hp.float8 else str(self.dtype or torch.float32).removeprefix("torch.")
+        attention = parallelize.attention_kernel(hp, self.data.has_document_ids, self.dtype, world.device)
+        samples = self.data.samples_per_epoch
+        epoch = f"{samples / self.global_batch_size:,.0f} steps per epoch" if samples else "streamed"
+        return (
+            f"{hp.n_parameters / 1e6:,.1f}M parameters, {hp.sharding} over {world.size} x {world.device.type}, {dtype},"
+            f" {attention}; {self.global_batch_size} x {hp.max_seq_len} tokens per step, {epoch}"
+        )
+
+
+def check(hp: Hyperparameters, world: World, info: det.ClusterInfo | None) -> Setup:
+    """Open the data and derive the setup, on this rank alone.
+
+    Raises:
+        ConfigError: the hyperparameters, the data and this machine do not fit together.
+    """
+    seed = hp.seed if hp.seed is not None else info.trial.trial_seed if info else DEFAULT_SEED
+    layout = MeshLayout(parallelize.mesh_dims(hp, world.size, world.launch.local_size), world.rank)
+    dtype = precision.compute_dtype(hp, world.device)
+    batch_size = loader.derive_global_batch_size(hp, layout.dp_size)
+    data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, batch_size, seed, layout.dp_rank, layout.dp_size)
+    if hp.prompt is not None and not (data.tokenizer and data.tokenizer.encode(hp.prompt)):
+        raise ConfigError(f"prompt: {hp.prompt!r} has no token in dataset {hp.dataset}'s tokenizer", keys=("prompt",))
+    max_steps = hp.run_length(data.samples_per_epoch and data.samples_per_epoch / batch_size)
+    hyperparameters = hp.model_dump(mode="json") | {"seed": seed}
+    run_info = RunInfo(
+        sharding=hp.sharding,
+        total_batch_size=batch_size,
+        hyperparameters=hyperparameters,
+        model={key: hyperparameters[key] for key in ModelConfig.model_fields},
+        loss_scaled=dtype == torch.float16,
+        trial_id=info.trial.trial_id if info else None,
+        **data.fingerprints(),
+    )
+    return Setup(seed, layout, dtype, data, batch_size, batch_size * hp.max_seq_len, max_steps, run_info)
