@@ -162,7 +162,7 @@ def build(run: Run, setup: Setup) -> Training:
         model=model,
         optimizer=optim.Optimizer(hp, model.named_parameters()),
         scaler=precision.LossScaler(setup.dtype, device),
-        loader=Loader(hp, data, setup.global_batch_size, layout.dp_rank, layout.dp_size, setup.seed, device),
+        loader=Loader(hp, data, setup.global_batch_size, layout.dp_rank, layout.dp_size, device),
         checkpointer=Checkpointer(
             hp,
             context.checkpoint,

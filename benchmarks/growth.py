@@ -77,8 +77,10 @@ def memory_bytes(hp: Hyperparameters, shards: int) -> dict[str, int]:
 
 
 def gathered_bytes(hp: Hyperparameters, shards: int) -> int:
-    """Return the bytes of unsharded 16-bit parameters: one unit if it is resharded after forward, else all; and with
-    several shards the all-gather buffer of a unit."""
+    """Return the bytes of unsharded 16-bit parameters.
+
+    One unit if it is resharded after forward, else all; and with several shards the all-gather buffer of a unit.
+    """
     counts = hp.parameter_counts()
     block = counts["blocks"] // hp.n_layers
     unit = max(counts["embedding"] + counts["positions"], block, counts["norm"] + counts["head"])

@@ -134,6 +134,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Return its exit code."""
     try:
         args = parse(arguments)
         prompts = read_prompts(args.prompt)

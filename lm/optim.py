@@ -13,6 +13,8 @@ from torch.distributed.tensor import DTensor
 
 
 class OptimConfig(BaseModel):
+    """AdamW, its learning rate schedule, and clipping."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     lr: float = Field(1.0e-4, gt=0, description="peak learning rate")

@@ -34,6 +34,8 @@ from model import LOSS_CHUNK, ModelConfig, Transformer
 
 
 class ParallelConfig(BaseModel):
+    """Sharding, recomputation, offload and compilation."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     sharding: Literal["full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"] = Field(
@@ -109,8 +111,9 @@ def memory_bytes(model: ModelConfig, shards: int, batch_size: int, seq_len: int)
 def attention_kernel(
     model: ModelConfig, has_document_ids: bool, dtype: torch.dtype | None, device: torch.device
 ) -> str:
-    """Return the attention kernel of training: "FlexAttention", or PyTorch's choice for these shapes, e.g.
-    "cudnn attention", "flash attention", "math".
+    """Return the attention kernel of training.
+
+    It is "FlexAttention", or PyTorch's choice for these shapes: "cudnn attention", "flash attention", "math" ...
 
     Args:
         has_document_ids: whether samples pack several documents, which do not attend to each other.

@@ -18,6 +18,8 @@ from lm.errors import ConfigError
 
 
 class PrecisionConfig(BaseModel):
+    """Compute dtype."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     amp_dtype: Literal["auto", "bfloat16", "float16"] | None = Field(

@@ -18,6 +18,8 @@ MAX_ALLOCATIONS = 100_000
 
 
 class ProfilingConfig(BaseModel):
+    """Profilers of Core API and PyTorch."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     core_api_profiler: bool = Field(False, description="report GPU, CPU, memory, disk and network use to the Web UI")

@@ -60,7 +60,7 @@ def main() -> None:
     games = []
     for seed in range(args.seed, args.seed + args.games):
         sampled = list(generate(model, prompt, max_new_tokens, device=device, seed=seed, temperature=args.temperature))
-        end = sampled.index(tokenizer.eos_id) if tokenizer.end_of_text in sampled else len(sampled)
+        end = sampled.index(tokenizer.eos_id) if tokenizer.eos_id in sampled else len(sampled)
         games.append("1. " + tokenizer.decode(sampled[:end], after=prompt))
     legal, illegal, complete = count(games)
     share = legal / (legal + illegal)

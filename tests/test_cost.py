@@ -1,7 +1,7 @@
 """The cost of a step, counted and not timed: bytes between ranks, synchronizations, operators, compilations.
 
-Dispatch modes count in `fsdp.execute` itself, including backward and FSDP's hooks. A step is everything between two calls
-of `on_step_start`, in steps without a report.
+Dispatch modes count in `fsdp.execute` itself, including backward and FSDP's hooks. A step is everything between two
+calls of `on_step_start`, in steps without a report.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Copies(TorchFunctionMode):
 
 
 def count_each(world: World, directory: str, runs: dict[str, dict[str, Any]]) -> dict[str, list[Step]]:
-    """Call `fsdp.execute` with the hyperparameters of each of `runs`; return the three steps without a report, by name."""
+    """Train with the hyperparameters of each of `runs`; return the three steps without a report, by name."""
     os.chdir(directory)
     found = {}
     for name, changes in runs.items():

@@ -1,4 +1,4 @@
-"""The original FSDP example's promise: what is seen again is learned, and nothing can be known of the rest."""
+"""The original FSDP example: random samples are memorised, and random validation samples cannot be predicted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 from tests.support import ROOT, reports, run
 
 
-def test_training_loss_falls_and_validation_loss_stays(tmp_path: Path) -> None:
+def test_training_loss_falls_and_validation_loss_does_not(tmp_path: Path) -> None:
     """config.yaml with a smaller model and vocabulary, so that 100 steps take seconds."""
     hyperparameters = yaml.safe_load((ROOT / "config.yaml").read_text())["hyperparameters"]
     small = {"d_model": 64, "n_heads": 2, "n_layers": 2, "vocab_size": 500, "max_seq_len": 64, "lr": 1e-3}

@@ -295,11 +295,10 @@ def train_three_steps(world: World, how: str) -> dict[str, Any]:
     hp = config.read({"hyperparameters": RUN | {"grad_clip": 1.0}}, [], "test")
     with torch.device("meta"):
         model = Transformer(hp)
-    replicate, shard = parallelize.mesh_shape(hp, world.size, world.size)
-    mesh = world.device_mesh({"replicate": replicate, "shard": shard})
+    mesh = world.device_mesh(parallelize.mesh_dims(hp, world.size, world.size))
     model = parallelize.parallelize(model, hp, mesh, None, 1)
     optimizer = optim.Optimizer(hp, model.named_parameters())
-    meter = accumulator.MetricsAccumulator(world.device, world.all_gather_object, 1.0, None)
+    meter = accumulator.MetricsAccumulator(world.device, world, 1.0, None)
     tokens = torch.randint(64, (1, 17), generator=torch.Generator().manual_seed(world.rank))
 
     def state() -> dict[str, torch.Tensor]:
@@ -317,7 +316,9 @@ def train_three_steps(world: World, how: str) -> dict[str, Any]:
             else:
                 loss.register_hook(lambda gradient: gradient * math.inf)
         loss.backward()
-        norm, skipped = optimizer.step(1e-2, torch.ones(()))
+        norm, skipped = optimizer.clip_grad_norm(torch.ones(()))
+        optimizer.step(1e-2)
+        optimizer.zero_grad()
         meter.add(loss.detach(), 32, 32, norm, skipped)
         norms.append(norm.item())
         states.append(state())

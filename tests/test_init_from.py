@@ -50,7 +50,7 @@ def transformers_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[f
     """The loss of each step when transformers trains the model in `folder` with `hyperparameters`."""
     hp = config.read({"hyperparameters": hyperparameters}, [], "test")
     data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 4, 42)
-    batches = loader.Loader(hp, data, 4, 0, 1, 42, torch.device("cpu")).training(0)
+    batches = loader.Loader(hp, data, 4, 0, 1, torch.device("cpu")).training(0)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):

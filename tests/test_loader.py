@@ -1,4 +1,4 @@
-"""Which samples a step sees is a function of the step alone; ranks share them out without gap or overlap."""
+"""A global batch is a function of the step alone; the ranks train on disjoint slices of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from pydantic import ValidationError
 
 from lm.data.dataset import Dataset, MixtureDataset
 from lm.data.loader import Batch, Data, DataConfig, Loader, derive_global_batch_size, open_data
+from lm.data.sampler import SampledSource
 from lm.data.tokens import TokenWindowDataset
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
+from tests.conftest import Message
 
 CPU = torch.device("cpu")
 SEQ_LEN = 3
@@ -31,19 +34,23 @@ def config(**settings: Any) -> DataConfig:
 
 
 def numbered(samples: int) -> TokenWindowDataset:
-    """A source whose sample i reads 3i, 3i + 1, 3i + 2, with 3i + 3 as last target."""
+    """A dataset whose sample i has the inputs 3i, 3i + 1, 3i + 2 and the last target 3i + 3."""
     return TokenWindowDataset(np.arange(samples * SEQ_LEN + 1), SEQ_LEN)
 
 
 def loader(
     samples: int, total: int, *, rank: int = 0, ranks: int = 1, validation: int = 1, seed: int = 0, **keys: Any
 ) -> Loader:
-    data = Data(MixtureDataset([numbered(samples)]), numbered(validation), None)
-    return loader_of(data, total, rank=rank, ranks=ranks, seed=seed, **keys)
+    source = sampled(samples, total, rank=rank, ranks=ranks, seed=seed, shuffle=keys.get("shuffle", True))
+    return loader_of(Data(source, numbered(validation), None), total, rank=rank, ranks=ranks, **keys)
 
 
-def loader_of(data: Data, total: int, *, rank: int = 0, ranks: int = 1, seed: int = 0, **keys: Any) -> Loader:
-    return Loader(config(**keys), data, total, rank, ranks, seed, CPU)
+def sampled(samples: int, total: int, *, rank: int, ranks: int, seed: int, shuffle: bool) -> SampledSource:
+    return SampledSource(MixtureDataset([numbered(samples)]), total, rank, ranks, seed, shuffle)
+
+
+def loader_of(data: Data, total: int, *, rank: int = 0, ranks: int = 1, **keys: Any) -> Loader:
+    return Loader(config(**keys), data, total, rank, ranks, CPU)
 
 
 def ids(inputs: torch.Tensor) -> list[int]:
@@ -54,8 +61,8 @@ def ids_of(batch: Batch) -> list[int]:
     return [i for micro in batch.micro_batches for i in ids(micro.inputs)]
 
 
-def row_of_ids(source: Loader, steps: int, start: int = 0) -> list[int]:
-    """The samples of `steps` batches, one after the other."""
+def sample_ids(source: Loader, steps: int, start: int = 0) -> list[int]:
+    """The indices of the samples of `steps` batches."""
     return [i for batch in itertools.islice(source.training(start), steps) for i in ids_of(batch)]
 
 
@@ -79,46 +86,46 @@ def test_a_global_batch_holds_the_same_samples_whatever_ranks_and_batch_size(
         batch = next(mine.training(step))
         assert len(batch.micro_batches) == accumulation
         shares += ids_of(batch)
-    alone = loader(samples, total, shuffle=shuffle)
-    assert shares == ids_of(next(alone.training(step))) == alone.sample_ids(step)
+    alone = sampled(samples, total, rank=0, ranks=1, seed=0, shuffle=shuffle)
+    assert shares == alone.sample_ids(step)
 
 
 @settings(deadline=None)
 @given(some_samples, st.integers(1, 12), st.integers(0, 5))
-def test_every_epoch_holds_every_sample_once_also_where_batches_do_not_divide_it(
+def test_every_epoch_holds_every_sample_once_even_if_batches_do_not_divide_it(
     samples: int, total: int, seed: int
 ) -> None:
-    row = row_of_ids(loader(samples, total, seed=seed), math.ceil(3 * samples / total))
+    indices = sample_ids(loader(samples, total, seed=seed), math.ceil(3 * samples / total))
     for epoch in range(3):
-        assert sorted(row[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+        assert sorted(indices[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
 @settings(deadline=None)
 @given(some_samples, a_few, some_steps)
-def test_a_resumed_row_goes_on_where_it_would_have(samples: int, total: int, step: int) -> None:
-    undisturbed = row_of_ids(loader(samples, total), step + 5)
-    assert row_of_ids(loader(samples, total), 5, start=step) == undisturbed[step * total :]
+def test_a_resumed_run_trains_on_the_same_samples(samples: int, total: int, step: int) -> None:
+    undisturbed = sample_ids(loader(samples, total), step + 5)
+    assert sample_ids(loader(samples, total), 5, start=step) == undisturbed[step * total :]
 
 
-def test_without_shuffling_samples_come_in_order_again_and_again() -> None:
-    assert row_of_ids(loader(5, 2, shuffle=False), 6) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+def test_without_shuffling_each_epoch_is_in_order() -> None:
+    assert sample_ids(loader(5, 2, shuffle=False), 6) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
-def test_the_order_follows_seed_and_epoch() -> None:
-    row = row_of_ids(loader(50, 10), 10)
-    first, second = row[:50], row[50:]
+def test_the_order_depends_on_seed_and_epoch() -> None:
+    indices = sample_ids(loader(50, 10), 10)
+    first, second = indices[:50], indices[50:]
     assert first != second
-    assert row_of_ids(loader(50, 10), 5) == first
-    assert row_of_ids(loader(50, 10, seed=1), 5) != first
+    assert sample_ids(loader(50, 10), 5) == first
+    assert sample_ids(loader(50, 10, seed=1), 5) != first
 
 
-def test_a_batch_is_inputs_and_the_tokens_that_follow_them() -> None:
+def test_targets_are_the_tokens_after_the_inputs() -> None:
     batch = next(loader(10, 4, ranks=2, rank=1, shuffle=False, batch_size=2).training(0))
     (micro,) = batch.micro_batches
     assert micro.inputs.tolist() == [[6, 7, 8], [9, 10, 11]]
     assert micro.targets.tolist() == [[7, 8, 9], [10, 11, 12]]
     assert micro.inputs.dtype == micro.targets.dtype == torch.int64
-    assert batch.targets == 4 * SEQ_LEN
+    assert batch.n_target_tokens == 4 * SEQ_LEN
 
 
 # ---- validation ----------------------------------------------------------------------------------------------
@@ -126,7 +133,7 @@ def test_a_batch_is_inputs_and_the_tokens_that_follow_them() -> None:
 
 @settings(deadline=None)
 @given(some_samples, a_few, a_few, a_few, st.integers(1, 5))
-def test_validation_sees_each_of_its_samples_once_in_equally_many_passes(
+def test_validation_uses_each_sample_once_in_equally_many_micro_batches(
     samples: int, ranks: int, batch_size: int, accumulation: int, batches: int
 ) -> None:
     total = ranks * batch_size * accumulation
@@ -140,7 +147,7 @@ def test_validation_sees_each_of_its_samples_once_in_equally_many_passes(
             assert micro.inputs.shape == (batch_size, SEQ_LEN)
             counts = (micro.targets != IGNORE_INDEX).all(dim=1)
             assert torch.equal(counts, (micro.targets != IGNORE_INDEX).any(dim=1))
-            assert (micro.inputs >= 0).all()  # filled-up rows too: they are looked up in the embedding
+            assert (micro.inputs >= 0).all()  # also of padding: the embedding looks them up
             seen.update(ids(micro.inputs[counts]))
     assert seen == Counter(range(min(samples, batches * total)))
     assert len(passes) == 1
@@ -155,22 +162,25 @@ def test_validation_is_the_same_every_time() -> None:
 # ---- the size of a batch ---------------------------------------------------------------------------------------
 
 
-def test_a_step_takes_one_batch_of_every_rank_unless_told_otherwise() -> None:
+def test_the_default_global_batch_is_one_micro_batch_per_rank() -> None:
     assert derive_global_batch_size(config(batch_size=3), dp_size=4) == 12
     assert derive_global_batch_size(config(batch_size=3, total_batch_size=36), dp_size=4) == 36
 
 
 @pytest.mark.parametrize(("total", "nearest"), [(13, "12 or 24"), (35, "24 or 36"), (5, "12")])
-def test_an_uneven_total_is_refused_with_the_nearest_that_work(total: int, nearest: str) -> None:
-    message = f"total_batch_size: {total} is no multiple of batch_size 3 x 4 ranks; use {nearest}$"
-    with pytest.raises(ConfigError, match=message):
+def test_an_uneven_global_batch_is_an_error_with_the_nearest_multiples(
+    total: int, nearest: str, message: Message
+) -> None:
+    with pytest.raises(ConfigError, match=f"{nearest}$") as error:
         derive_global_batch_size(config(batch_size=3, total_batch_size=total), dp_size=4)
+    assert error.value.keys == {"total_batch_size", "batch_size"}
+    message(error.value)
 
 
 @pytest.mark.parametrize(
     "wrong", [{"batch_size": 0}, {"dataset": "jsonl5"}, {"validation_batches": 0}, {"total_batch_size": -2}], ids=str
 )
-def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+def test_values_out_of_range_are_errors(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         config(**wrong)
 
@@ -178,13 +188,17 @@ def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
 # ---- synthetic data --------------------------------------------------------------------------------------------
 
 
-def ids_in(source: object, index: int) -> list[int]:
-    """The sample's ids: its inputs, and its last target."""
-    assert isinstance(source, Dataset)
-    row = source[index]
-    assert row.document_ids is None
-    assert row.inputs[1:].tolist() == row.targets[:-1].tolist()
-    return [*row.inputs.tolist(), int(row.targets[-1])]
+def ids_in(dataset: Dataset, index: int) -> list[int]:
+    """The ids of a sample: its inputs and its last target."""
+    sample = dataset[index]
+    assert sample.document_ids is None
+    assert sample.inputs[1:].tolist() == sample.targets[:-1].tolist()
+    return [*sample.inputs.tolist(), int(sample.targets[-1])]
+
+
+def train_dataset(data: Data) -> Dataset:
+    assert isinstance(data.train, SampledSource)
+    return data.train.dataset
 
 
 def synthetic(seed: int = 42, total: int = 2) -> Data:
@@ -192,26 +206,28 @@ def synthetic(seed: int = 42, total: int = 2) -> Data:
 
 
 @pytest.mark.parametrize("key", ["train_data", "val_data", "tokenizer"])
-def test_data_that_nobody_would_read_are_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{key}: dataset: synthetic reads none; choose text, tokens, jsonl or hf$"):
+def test_synthetic_data_with_files_are_an_error(key: str, message: Message) -> None:
+    with pytest.raises(ConfigError) as error:
         open_data(config(**{key: "somewhere"}), 100, 8, 1, 0)
+    assert error.value.keys == {key, "dataset"}
+    message(error.value)
 
 
 def test_synthetic_samples_are_these_on_every_machine() -> None:
     data = synthetic()
-    assert ids_in(data.train, 0) == [56, 43, 75, 98, 24, 50, 40, 12, 66]
-    assert ids_in(data.train, 3) == [56, 11, 89, 93, 56, 25, 18, 82, 57]
+    assert ids_in(train_dataset(data), 0) == [56, 43, 75, 98, 24, 50, 40, 12, 66]
+    assert ids_in(train_dataset(data), 3) == [56, 11, 89, 93, 56, 25, 18, 82, 57]
     assert ids_in(data.validation, 0) == [18, 58, 36, 53, 42, 32, 3, 7, 23]
 
 
 def test_synthetic_samples_are_ten_batches_and_differ_by_index_part_and_seed() -> None:
     data = synthetic(total=3)
-    assert data.samples == len(data.validation) == 30
-    sources = (data.train, data.validation, synthetic(seed=1).train)
-    rows = [ids_in(source, i) for source in sources for i in range(20)]
-    assert len({tuple(row) for row in rows}) == 60
-    assert {len(row) for row in rows} == {9}
-    assert {min(map(min, rows)), max(map(max, rows))} == {0, 99}
+    assert data.samples_per_epoch == len(data.validation) == 30
+    datasets = (train_dataset(data), data.validation, train_dataset(synthetic(seed=1)))
+    samples = [ids_in(dataset, i) for dataset in datasets for i in range(20)]
+    assert len({tuple(sample) for sample in samples}) == 60
+    assert {len(sample) for sample in samples} == {9}
+    assert {min(map(min, samples)), max(map(max, samples))} == {0, 99}
     assert data.tokenizer is None
 
 
@@ -222,9 +238,8 @@ def open_text(folder: Path, *, vocab_size: int = 257, seq_len: int = 10, total: 
     return open_data(config(dataset="text", train_data=str(folder), **keys), vocab_size, seq_len, total, seed=0)
 
 
-def decoded(data: Data, source: str) -> str:
+def decoded(data: Data, windows: Dataset) -> str:
     assert data.tokenizer is not None
-    windows = getattr(data, source)
     return data.tokenizer.decode(int(token) for i in range(len(windows)) for token in windows[i].inputs)
 
 
@@ -233,44 +248,46 @@ def test_the_end_of_the_text_is_held_out_for_validation(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text)
     data = open_text(tmp_path)
     cut = len(text) + 1 - round((len(text) + 1) * 0.05)
-    train, held_out = decoded(data, "train"), decoded(data, "validation")
+    train, held_out = decoded(data, train_dataset(data)), decoded(data, data.validation)
     assert text.startswith(train)
     assert 0 <= cut - 1 - len(train) < 10
     assert text[cut:].startswith(held_out)
     assert len(held_out) >= len(text) - cut - 10
 
 
-def test_validation_text_of_its_own_leaves_the_training_text_whole(tmp_path: Path) -> None:
+def test_val_data_leave_the_training_text_complete(tmp_path: Path) -> None:
     for name in ("train", "val"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text(name * 20)
     data = open_text(tmp_path / "train", val_data=str(tmp_path / "val"))
-    assert decoded(data, "train") == "train" * 20
-    assert decoded(data, "validation") == "val" * 20
+    assert decoded(data, train_dataset(data)) == "train" * 20
+    assert decoded(data, data.validation) == "val" * 20
 
 
-def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(tmp_path: Path) -> None:
+def test_a_vocabulary_smaller_than_the_tokenizers_is_an_error(tmp_path: Path, message: Message) -> None:
     (tmp_path / "a.txt").write_text("x" * 99)
-    with pytest.raises(ConfigError, match="vocab_size: 256 is less than the tokenizer's: bytes needs 257 or more"):
+    with pytest.raises(ConfigError) as error:
         open_text(tmp_path, vocab_size=256)
+    assert error.value.keys == {"vocab_size", "tokenizer"}
+    message(error.value)
 
 
-def test_fewer_samples_than_one_batch_are_refused(tmp_path: Path) -> None:
+def test_fewer_samples_than_one_batch_are_an_error(tmp_path: Path, message: Message) -> None:
     (tmp_path / "a.txt").write_text("x" * 99)
-    assert open_text(tmp_path, val_data=str(tmp_path), total=9).samples == 9
-    message = "train_data: makes 9 samples of max_seq_len 10, but 10 are needed: give more data, or lower"
-    with pytest.raises(ConfigError, match=message):
-        open_text(tmp_path, val_data=str(tmp_path), total=10)
-    with pytest.raises(ConfigError, match="val_data: makes 0 samples of max_seq_len 10, but 1 are needed"):
-        open_text(tmp_path)
+    assert open_text(tmp_path, val_data=str(tmp_path), total=9).samples_per_epoch == 9
+    for key, total, val_data in (("train_data", 10, str(tmp_path)), ("val_data", 2, None)):
+        with pytest.raises(ConfigError) as error:
+            open_text(tmp_path, total=total, val_data=val_data)
+        assert {key, "max_seq_len"} < error.value.keys
+        message(error.value)
 
 
-def test_the_fingerprint_changes_with_the_data_and_with_nothing_else(tmp_path: Path) -> None:
+def test_the_fingerprint_depends_only_on_the_data(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 300)
-    before = open_text(tmp_path).describe()["data"]
-    assert open_text(tmp_path, batch_size=2, shuffle=False).describe()["data"] == before
+    before = open_text(tmp_path).fingerprints()["data"]
+    assert open_text(tmp_path, batch_size=2, shuffle=False).fingerprints()["data"] == before
     (tmp_path / "a.txt").write_text("a" * 299 + "b")
-    after = open_text(tmp_path).describe()["data"]
+    after = open_text(tmp_path).fingerprints()["data"]
     assert after["validation"] != before["validation"]
     assert after["train"] == before["train"]
 
@@ -286,33 +303,37 @@ def open_lines(folder: Path, *lines: dict[str, str], seq_len: int = 4, without: 
     return open_data(config(**settings), 300, seq_len, 1, 0)
 
 
-def test_samples_that_are_cut_are_counted_and_said(tmp_path: Path) -> None:
+def test_truncated_samples_are_counted_in_a_note(tmp_path: Path, message: Message) -> None:
     lines = [{"text": "abcdefgh"}, {"text": "ab"}]
-    assert open_lines(tmp_path, *lines, packing=False).notes == ["1 of 2 samples are cut to max_seq_len 4"]
-    assert open_lines(tmp_path, *lines).notes == []  # packed, nothing is lost
+    message(open_lines(tmp_path, *lines, packing=False).notes)
+    assert open_lines(tmp_path, *lines).notes == []
     answers = [{"prompt": "abcdefgh", "completion": "i"}, {"prompt": "a", "completion": "b"}]
-    expected = "1 of 2 samples are cut to max_seq_len 4; 1 have nothing to learn in what is left, and are left out"
-    assert open_lines(tmp_path, *answers, packing=False, loss_on="completion").notes == [expected]
+    message(open_lines(tmp_path, *answers, packing=False, loss_on="completion").notes)
 
 
-def test_rows_with_nothing_to_learn_are_left_out(tmp_path: Path) -> None:
+def test_sequences_without_targets_are_dropped(tmp_path: Path) -> None:
     data = open_lines(tmp_path, {"prompt": "a" * 11, "completion": "b"}, loss_on="completion")
-    assert data.samples == 1  # the rows of the prompt alone are not among them
+    assert data.samples_per_epoch == 1  # without the sequences that hold only the prompt
     batch = next(loader_of(data, total=1).training(0))
-    assert batch.targets == 2
+    assert batch.n_target_tokens == 2
     assert (batch.micro_batches[0].targets != IGNORE_INDEX).sum() == 2
 
 
-def test_a_batch_counts_the_targets_of_all_ranks(tmp_path: Path) -> None:
+def test_a_batch_counts_the_target_tokens_of_all_ranks(tmp_path: Path) -> None:
     lines = [{"prompt": "a", "completion": "b" * count} for count in range(1, 7)]
     data = open_lines(tmp_path, *lines, packing=False, loss_on="completion", seq_len=8)
-    batches = [next(loader_of(data, total=4, rank=rank, ranks=2).training(0)) for rank in range(2)]
+    dataset = train_dataset(data)
+    assert isinstance(dataset, MixtureDataset)
+    parts = [replace(data, train=SampledSource(dataset, 4, rank, 2, 0, shuffle=True)) for rank in range(2)]
+    batches = [next(loader_of(part, total=4, rank=rank, ranks=2).training(0)) for rank, part in enumerate(parts)]
     counts = [int((micro.targets != IGNORE_INDEX).sum()) for batch in batches for micro in batch.micro_batches]
     assert len(counts) == 4
-    assert batches[0].targets == batches[1].targets == sum(counts)
+    assert batches[0].n_target_tokens == batches[1].n_target_tokens == sum(counts)
 
 
 @pytest.mark.parametrize("missing", ["train_data", "val_data"])
-def test_both_names_are_needed(missing: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{missing}: dataset: jsonl needs it: a file, a folder or a glob"):
+def test_jsonl_requires_training_and_validation_data(missing: str, tmp_path: Path, message: Message) -> None:
+    with pytest.raises(ConfigError) as error:
         open_lines(tmp_path, {"text": "ab"}, without=missing)
+    assert error.value.keys == {missing, "dataset"}
+    message(error.value)

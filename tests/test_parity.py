@@ -20,6 +20,7 @@ import fsdp
 from lm import config, optim, parallelize
 from lm.data import loader
 from lm.data.dataset import MixtureDataset
+from lm.data.sampler import SampledSource
 from lm.determined.context import TorchDistributedContext
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
@@ -42,14 +43,14 @@ BASE = TINY | {
 }
 
 
-def setup(changes: dict[str, Any]) -> tuple[config.Hyperparameters, MixtureDataset, loader.Loader, Transformer]:
-    """The hyperparameters, dataset, loader and initial model of a run in one process."""
+def setup(changes: dict[str, Any]) -> tuple[config.Hyperparameters, MixtureDataset, SampledSource, Transformer]:
+    """The hyperparameters, dataset, sample order and initial model of a run in one process."""
     hp = config.read({"hyperparameters": BASE | changes}, [], "test")
     data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 8, 7)
-    assert isinstance(data.train, MixtureDataset)
+    assert isinstance(data.train, SampledSource)
     model = Transformer(hp)
     parallelize.initialize(model, 7)
-    return hp, data.train, loader.Loader(hp, data, 8, 0, 1, 7, torch.device("cpu")), model
+    return hp, data.train.dataset, data.train, model
 
 
 def plain_losses(changes: dict[str, Any]) -> list[float]:

@@ -29,10 +29,8 @@ def build(world: World, sharding: str, seed: int) -> tuple[Transformer, optim.Op
     hp = config.read({"hyperparameters": settings}, [], "test")
     with torch.device("meta"):
         model = Transformer(hp)
-    shape = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
-    parallelize.parallelize(
-        model, hp, world.device_mesh(dict(zip(("replicate", "shard"), shape, strict=True))), None, seed
-    )
+    dims = parallelize.mesh_dims(hp, world.size, world.launch.local_size)
+    parallelize.parallelize(model, hp, world.device_mesh(dims), None, seed)
     optimizer = optim.Optimizer(hp, model.named_parameters())
     for name, parameter in model.named_parameters():
         for moment in ("exp_avg", "exp_avg_sq"):

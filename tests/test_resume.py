@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,12 @@ def test_a_resumed_run_may_change_its_precision(before: str, after: str, tmp_pat
 
 def test_global_batches_do_not_depend_on_the_world_size() -> None:
     hp = config.read({"hyperparameters": RUN}, [], "test")
-    data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 12, 1)
-    single = loader.Loader(hp, data, 12, 0, 1, 1, torch.device("cpu")).training(3)
-    parts = [loader.Loader(hp, data, 12, rank, 3, 1, torch.device("cpu")).training(3) for rank in range(3)]
+
+    def training(dp_rank: int, dp_size: int) -> Iterator[loader.Batch]:
+        data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 12, 1, dp_rank, dp_size)
+        return loader.Loader(hp, data, 12, dp_rank, dp_size, torch.device("cpu")).training(3)
+
+    single, parts = training(0, 1), [training(rank, 3) for rank in range(3)]
     for _ in range(4):
         inputs = np.concatenate([micro.inputs.numpy() for part in parts for micro in next(part).micro_batches])
         assert np.array_equal(inputs, np.concatenate([micro.inputs.numpy() for micro in next(single).micro_batches]))

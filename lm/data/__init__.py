@@ -1,1 +1,1 @@
-"""Data: `tokens` and `text` (floor 2) are sources of samples, `loader` (floor 3) makes batches of them."""
+"""Datasets, tokenizers, and the loader that turns them into batches."""

@@ -1,75 +1,103 @@
-"""What a source of training samples is.
-
-It is the same on every rank and has no position: which samples make up a batch is the loader's business.
-"""
+"""Interfaces of datasets and training sources; mixtures of datasets."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 
 class Sample(NamedTuple):
-    """One sample: `(seq_len,)` int64 each."""
+    """A training sample: int64 arrays of shape (seq_len,)."""
 
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
-    """the ids that follow, or `model.IGNORE` where none is to be learned"""
+    """the next token at each position, or `model.IGNORE_INDEX`"""
     document_ids: NDArray[np.int64] | None = None
-    """which document each position belongs to, numbered from 0: attention stays inside; None = all one"""
+    """document of each position, numbered from 0: attention does not cross documents; None = one document"""
 
 
-@runtime_checkable
 class Dataset(Protocol):
+    """A map-style dataset. It is the same on every rank."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Sample: ...
 
-    def targets(self, index: int, /) -> int:
-        """How many targets of a sample count in the loss."""
+    def n_target_tokens(self, index: int, /) -> int:
+        """Return how many targets of a sample are not ignored."""
         ...
 
     def fingerprint(self) -> str:
-        """A text that changes when the samples do."""
+        """Return a string that changes when the samples change."""
         ...
 
 
+class SampleBatch(NamedTuple):
+    """The samples of one rank in one global batch."""
+
+    samples: list[Sample]
+    n_target_tokens: int
+    """targets of all ranks that are not ignored"""
+    state: dict[str, Any] | None = None
+    """`state_dict` of the source after this batch"""
+
+
+class TrainingSource(Protocol):
+    """One rank's endless sequence of training batches."""
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """Samples in one epoch over all ranks; None = unknown, because they are streamed."""
+
+    def batches(self, start_step: int) -> Iterator[SampleBatch]:
+        """Yield batches from step `start_step`, or from the loaded state if the source has one."""
+        ...
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the position of this rank as JSON; None = it follows from the step."""
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> str | None:
+        """Set the position from the state dicts of all ranks that saved; return a note for the log."""
+
+    def fingerprint(self) -> str: ...
+
+
 class MixtureDataset:
-    """Several sources as one: samples are numbered through, source by source.
+    """Concatenation of datasets that are sampled by weight.
 
     Args:
-        shares: of each source in every batch, positive, in any unit; matter where there is more than one.
+        weights: share of each dataset in every batch, positive, in any unit.
     """
 
-    def __init__(self, sources: Sequence[Dataset], shares: Sequence[float] = (1.0,)) -> None:
-        self._sources = sources
-        self.shares = shares
-        self.counts = [len(source) for source in sources]
-        self._ends = list(itertools.accumulate(self.counts))
+    def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float] = (1.0,)) -> None:
+        self._datasets = datasets
+        self.weights = weights
+        self.sizes = [len(dataset) for dataset in datasets]
+        self._ends = list(itertools.accumulate(self.sizes))
 
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def _place(self, number: int) -> tuple[Dataset, int]:
-        at = bisect.bisect_right(self._ends, number)
-        return self._sources[at], number - self._ends[at] + self.counts[at]
+    def _locate(self, index: int) -> tuple[Dataset, int]:
+        i = bisect.bisect_right(self._ends, index)
+        return self._datasets[i], index - self._ends[i] + self.sizes[i]
 
-    def __getitem__(self, number: int) -> Sample:
-        source, index = self._place(number)
-        return source[index]
+    def __getitem__(self, index: int) -> Sample:
+        dataset, local_index = self._locate(index)
+        return dataset[local_index]
 
-    def targets(self, number: int) -> int:
-        source, index = self._place(number)
-        return source.targets(index)
+    def n_target_tokens(self, index: int) -> int:
+        dataset, local_index = self._locate(index)
+        return dataset.n_target_tokens(local_index)
 
     def fingerprint(self) -> str:
-        parts = [source.fingerprint() for source in self._sources]
+        parts = [dataset.fingerprint() for dataset in self._datasets]
         if len(parts) > 1:
-            shares = [share / sum(self.shares) for share in self.shares]
-            parts = [f"{share:.6g} of {part}" for share, part in zip(shares, parts, strict=True)]
+            total = sum(self.weights)
+            parts = [f"{weight / total:.6g} of {part}" for weight, part in zip(self.weights, parts, strict=True)]
         return "; ".join(parts)

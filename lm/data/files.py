@@ -1,4 +1,4 @@
-"""Files of data: found by name, read behind their compression; and JSON lines, with the line that is to blame."""
+"""Data files: found by path or glob, decompressed while they are read, parsed as JSON Lines."""
 
 from __future__ import annotations
 
@@ -21,112 +21,115 @@ _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__
 
 
 def find_files(where: str | None, key: str) -> list[Path]:
-    """The files that `where` names, sorted: a file, a folder (all files below it, hidden ones excepted) or a glob.
+    """Return the files that `where` names, sorted.
 
-    None is the Python standard library's own source, without its tests: real text on every machine.
+    Args:
+        where: a file, a folder (all files below it that are not hidden) or a glob; None = the source of the Python
+            standard library without its tests.
+        key: the hyperparameter that `where` comes from, for errors.
 
     Raises:
-        ConfigError: nothing is there, or a folder cannot be read; names `key`, the setting that asked.
+        ConfigError: no file is found, or a folder cannot be read.
     """
     try:
-        files = sorted(path for path in _found(where) if path.is_file())
+        files = sorted(path for path in _candidates(where) if path.is_file())
     except OSError as error:
-        raise ConfigError(f"{key}: {error.filename}: {error.strerror}") from None
+        raise ConfigError(f"{key}: {error.filename}: {error.strerror}", keys=(key,)) from None
     if not files:
         place = where or sysconfig.get_paths()["stdlib"]
-        raise ConfigError(f"{key}: no file at {place} (a file, a folder or a glob, seen from {Path.cwd()})")
+        advice = f"give a file, a folder or a glob, relative to {Path.cwd()}"
+        raise ConfigError(f"{key}: no file found at {place}; {advice}", keys=(key,))
     return files
 
 
-def _found(where: str | None) -> Iterable[Path]:
+def _candidates(where: str | None) -> Iterable[Path]:
     if where is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         return (path for path in root.rglob("*.py") if not _NOT_SOURCE & set(path.relative_to(root).parts))
     if (root := Path(where)).is_file():
         return [root]
     if root.is_dir():
-        return _below(root)
-    return map(Path, glob.glob(where, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
+        return _walk(root)
+    return map(Path, glob.glob(where, recursive=True))  # noqa: PTH207 - Path.glob accepts no absolute pattern
 
 
-def _below(root: Path) -> Iterator[Path]:
-    """What is in `root` and its folders, those that links lead to included, each once."""
+def _walk(root: Path) -> Iterator[Path]:
+    """Yield what is below `root` and not hidden; follow links, and enter each folder once."""
 
-    def refuse(error: OSError) -> None:
+    def fail(error: OSError) -> None:
         raise error
 
     seen = set()
-    for folder, inner, names in os.walk(root, onerror=refuse, followlinks=True):
-        inner[:] = sorted(name for name in inner if not name.startswith("."))
-        place = Path(folder)
-        identity = place.stat().st_dev, place.stat().st_ino
+    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        path = Path(folder)
+        identity = path.stat().st_dev, path.stat().st_ino
         if identity in seen:
-            inner.clear()
+            folders.clear()
             continue
         seen.add(identity)
-        yield from (place / name for name in names if not name.startswith("."))
+        yield from (path / name for name in names if not name.startswith("."))
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether the name of `path` says that it is compressed as a whole."""
+    """Return whether `path` has the suffix of a compressed file."""
     return path.suffix.lower() in (".gz", ".zst")
 
 
 def blocks(path: Path, size: int = 1 << 20) -> Iterator[bytes]:
-    """The bytes of `path` in order, without a byte-order mark, behind its compression if its name ends in .gz or .zst.
+    """Yield the contents of `path`, decompressed (.gz, .zst), without a byte-order mark.
 
     Args:
-        size: of a block (bytes; about).
+        size: approximate size of a block (bytes).
 
     Raises:
-        ConfigError: it cannot be read, or its compression is damaged or cut short.
+        ConfigError: the file cannot be read, or its compressed data are damaged or truncated.
     """
-    suffix, done = path.suffix.lower(), 0
+    suffix, n_bytes = path.suffix.lower(), 0
     try:
         if is_compressed(path) and not path.stat().st_size:
-            raise EOFError("is empty, where compression leaves some bytes even of nothing")
-        for block in _of_zst(path, size) if suffix == ".zst" else _of_file(path, size, packed=suffix == ".gz"):
-            yield block if done else block.removeprefix(codecs.BOM_UTF8)
-            done += len(block)
+            raise EOFError("the compressed file is empty")
+        for block in _read_zst(path, size) if suffix == ".zst" else _read(path, size, is_gzip=suffix == ".gz"):
+            yield block if n_bytes else block.removeprefix(codecs.BOM_UTF8)
+            n_bytes += len(block)
     except (OSError, EOFError, zlib.error) as error:
-        what = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path}: cannot be read behind byte {done}: {what}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read after byte {n_bytes}: {reason}") from None
 
 
-def _of_file(path: Path, size: int, packed: bool) -> Iterator[bytes]:
-    with gzip.open(path) if packed else path.open("rb") as file:
+def _read(path: Path, size: int, is_gzip: bool) -> Iterator[bytes]:
+    with gzip.open(path) if is_gzip else path.open("rb") as file:
         while block := file.read(size):
             yield block
 
 
-def _of_zst(path: Path, size: int) -> Iterator[bytes]:
-    """By hand, because the package's own reader takes a file that is cut short for a whole one."""
+def _read_zst(path: Path, size: int) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise ConfigError(f"{path}: reading .zst needs a package: pip install zstandard") from None
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # what is made with --long, too
-    frame, held = None, io.BytesIO()
+        raise ConfigError(f"{path}: .zst files require a package: pip install zstandard") from None
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # also files made with --long
+    frame, output = None, io.BytesIO()  # frame by frame: the package's own reader accepts a truncated file
     with path.open("rb") as file:
         try:
-            while data := file.read(2048):  # little, since a byte can stand for ten thousand
+            while data := file.read(2048):  # small, because a byte can decompress to ten thousand
                 while data:
                     frame = frame or decompressor.decompressobj()
-                    held.write(frame.decompress(data))
+                    output.write(frame.decompress(data))
                     data = frame.unused_data
                     frame = None if frame.eof else frame
-                if held.tell() >= size:
-                    yield held.getvalue()
-                    held = io.BytesIO()
+                if output.tell() >= size:
+                    yield output.getvalue()
+                    output = io.BytesIO()
         except zstandard.ZstdError as error:
             raise EOFError(error) from None
     if frame:
-        raise EOFError("ends in the middle of a frame")
-    yield held.getvalue()
+        raise EOFError("the file ends inside a frame")
+    yield output.getvalue()
 
 
 def is_empty_parquet(path: Path) -> bool:
-    """Whether a Parquet file holds no row, which `datasets` takes amiss. False where it cannot be told."""
+    """Return whether a Parquet file has no rows, which `datasets` cannot read; False if its metadata are damaged."""
     from pyarrow import ArrowInvalid, parquet
 
     try:
@@ -136,20 +139,20 @@ def is_empty_parquet(path: Path) -> bool:
 
 
 def whole_lines(content: Iterable[bytes]) -> Iterator[bytes]:
-    """`content` in blocks that end with a line each, the last one perhaps excepted."""
-    held: list[bytes] = []
+    """Regroup `content` into blocks that end at the end of a line."""
+    partial: list[bytes] = []
     for block in content:
         end = block.rfind(b"\n") + 1
         if end:
-            yield b"".join([*held, block[:end]])
-            held.clear()
-        held.append(block[end:])
-    if rest := b"".join(held):
+            yield b"".join([*partial, block[:end]])
+            partial.clear()
+        partial.append(block[end:])
+    if rest := b"".join(partial):
         yield rest
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects in the lines of `path`, as `blocks` reads it, with the numbers of the lines. Empty lines are none.
+    """Yield line numbers and objects of a JSON Lines file, which `blocks` reads; empty lines are skipped.
 
     Raises:
         ConfigError: as `blocks` and `parse_line`.
@@ -161,17 +164,17 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """The object in a line of JSON lines.
+    """Parse a line of a JSON Lines file.
 
     Raises:
-        ConfigError: there is none, naming file and line.
+        ConfigError: the line is not a JSON object; names the file and the line number.
     """
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}:{number}: byte {error.start} of the line is not UTF-8") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}:{number}: is no JSON: {error}") from None
+        raise ConfigError(f"{path}:{number}: not valid JSON: {error}") from None
     if not isinstance(record, dict):
-        raise ConfigError(f"{path}:{number}: is not a JSON object: {line[:60].strip()!r}")
+        raise ConfigError(f"{path}:{number}: not a JSON object: {line[:60].strip()!r}")
     return record

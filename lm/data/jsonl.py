@@ -1,7 +1,7 @@
-"""JSON lines: samples to fine-tune on, packed into sequences or one by one.
+"""JSON Lines for fine-tuning, packed into sequences or one sample per sequence.
 
-A line is an object with `text`; or with `prompt` and `completion`; or with `messages`, a chat that the
-tokenizer's own template makes text of.
+A line is an object with `text`; with `prompt` and `completion`; or with `messages`, a chat that the tokenizer's chat
+template renders.
 """
 
 from __future__ import annotations
@@ -22,84 +22,87 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
 
-_TOGETHER = 1024
-"""Samples that are tokenised at once."""
+_BATCH = 1024
+"""Samples tokenised in one call."""
 
 
 class RenderedExample(NamedTuple):
+    """The text of a line."""
+
     text: str
-    learned: tuple[tuple[int, int], ...] | None
-    """the spans (characters) whose tokens count in the loss; None = all"""
-    rendered: bool
-    """the text comes from a chat template, which writes beginnings and ends itself"""
+    target_spans: tuple[tuple[int, int], ...] | None
+    """characters whose tokens are targets: start and end of each span; None = all"""
+    is_chat: bool
+    """a chat template has written the start and end tokens"""
 
 
 def render_example(
     record: Mapping[str, Any], text_field: str, completion_only: bool, tokenizer: Tokenizer
 ) -> RenderedExample:
-    """What a line says.
+    """Return the text of a line and its targets.
 
     Raises:
-        ValueError: it lacks what is needed, or that is no text; says which keys are there.
-        ConfigError: the tokenizer cannot write chats.
+        ConfigError: a key is missing or is not text, or the tokenizer has no chat template.
     """
     if "messages" in record:
-        return _chat(record["messages"], completion_only, tokenizer)
+        return _render_chat(record["messages"], completion_only, tokenizer)
     if {"prompt", "completion"} <= record.keys():
         prompt, completion = _text(record, "prompt"), _text(record, "completion")
-        whole = len(prompt) + len(completion)
-        return RenderedExample(prompt + completion, ((len(prompt), whole),) if completion_only else None, False)
+        span = len(prompt), len(prompt) + len(completion)
+        return RenderedExample(prompt + completion, (span,) if completion_only else None, is_chat=False)
     if text_field not in record:
         keys = ", ".join(record) or "none"
-        raise ValueError(f"has neither {text_field}, nor prompt and completion, nor messages; its keys: {keys}")
+        problem = f"no {text_field} (text_field), no prompt and completion, no messages; the line has the keys: {keys}"
+        raise ConfigError(problem, keys=("text_field",))
     if completion_only:
-        raise ValueError(f"loss_on: completion needs prompt and completion, or messages; this line has {text_field}")
-    return RenderedExample(_text(record, text_field), None, False)
+        problem = f"loss_on: completion requires prompt and completion, or messages; the line has {text_field}"
+        raise ConfigError(problem, keys=("loss_on",))
+    return RenderedExample(_text(record, text_field), None, is_chat=False)
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:
     if not isinstance(record[key], str):
-        raise ValueError(f"{key} is {json.dumps(record[key])[:60]}, not text")
-    return _unicode(record[key])
+        raise ConfigError(f"{key} is {json.dumps(record[key])[:60]}, not text")
+    return _require_unicode(record[key])
 
 
-def _unicode(text: str) -> str:
+def _require_unicode(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("has half a surrogate pair, which no text holds") from None
+        raise ConfigError("an unpaired surrogate is not valid Unicode text") from None
     return text
 
 
-def _chat(messages: Any, completion_only: bool, tokenizer: Tokenizer) -> RenderedExample:
-    sound = isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)
-    if not sound:
-        raise ValueError(f"messages is {json.dumps(messages)[:60]}, not a list of objects with role and content")
-    for at, message in enumerate(messages):
+def _render_chat(messages: Any, completion_only: bool, tokenizer: Tokenizer) -> RenderedExample:
+    if not (isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)):
+        raise ConfigError(f"messages is {json.dumps(messages)[:60]}, not a list of objects with role and content")
+    for i, message in enumerate(messages):
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise ValueError(f"messages[{at}]: its content is no text: {json.dumps(message)[:60]}")
-    text = _unicode(tokenizer.render(messages, add_generation_prompt=False))
+            raise ConfigError(f"messages[{i}]: content is not text: {json.dumps(message)[:60]}")
+    text = _require_unicode(tokenizer.render(messages, add_generation_prompt=False))
     if not completion_only:
-        return RenderedExample(text, None, True)
+        return RenderedExample(text, None, is_chat=True)
     spans = []
-    for at, message in enumerate(messages):
+    for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = tokenizer.render(messages[:at], add_generation_prompt=True)
-            upto = tokenizer.render(messages[: at + 1], add_generation_prompt=False)
-            if not (text.startswith(upto) and upto.startswith(before)):
-                raise ValueError("the chat template changes earlier messages, so replies cannot be told; loss_on: all")
-            spans.append((len(before), len(upto)))
-    return RenderedExample(text, tuple(spans), True)
+            prompt = tokenizer.render(messages[:i], add_generation_prompt=True)
+            with_reply = tokenizer.render(messages[: i + 1], add_generation_prompt=False)
+            if not (text.startswith(with_reply) and with_reply.startswith(prompt)):
+                problem = "the chat template changes earlier messages, so replies cannot be located; set loss_on: all"
+                raise ConfigError(problem, keys=("loss_on", "tokenizer"))
+            spans.append((len(prompt), len(with_reply)))
+    return RenderedExample(text, tuple(spans), is_chat=True)
 
 
 class JsonlDataset:
-    """All samples of some files as a source of rows.
+    """Samples of JSON Lines files.
 
-    Packed, they stand one behind the other and are cut into full rows: attention stays inside each sample, and
-    only the very last row has an unused end. Otherwise each has a row of its own, cut or filled to the length.
+    Packed, samples are concatenated and cut into sequences: attention stays inside each sample, and only the last
+    sequence is padded. Otherwise each sample is one sequence, truncated or padded.
 
     Raises:
-        ConfigError: lines that cannot be used, the first of each file; or nothing to learn in any.
+        ConfigError: invalid lines (the first of each file), or no targets at all.
     """
 
     def __init__(
@@ -107,89 +110,88 @@ class JsonlDataset:
         files: Sequence[Path],
         tokenizer: Tokenizer,
         seq_len: int,
-        *,
         text_field: str = "text",
         completion_only: bool = False,
         packing: bool = True,
     ) -> None:
         inputs: list[NDArray[np.int32]] = []
         targets: list[NDArray[np.int32]] = []
-        problems: list[str] = []
+        errors: list[ConfigError] = []
         for file in files:
             try:
-                for encoded, learned in _encode(file, tokenizer, text_field, completion_only):
-                    wanted = np.where(learned[1:], encoded[1:].astype(np.int32), np.int32(IGNORE_INDEX))
-                    if (wanted != IGNORE_INDEX).any():
-                        inputs.append(encoded[:-1].astype(np.int32))
-                        targets.append(wanted)
+                for ids, is_target in _encode(file, tokenizer, text_field, completion_only):
+                    if is_target[1:].any():
+                        inputs.append(ids[:-1].astype(np.int32))
+                        targets.append(np.where(is_target[1:], ids[1:].astype(np.int32), np.int32(IGNORE_INDEX)))
             except ConfigError as error:
-                problems += error.problems
-        if problems:
-            raise ConfigError(*problems)
+                errors.append(error)
+        if errors:
+            raise ConfigError.merge(errors)
         if not inputs:
-            raise ConfigError(f"{files[0]}{' and others' if files[1:] else ''}: no line has anything to learn")
+            others = f" and {len(files) - 1} other file(s)" if files[1:] else ""
+            problem = f"{files[0]}{others}: no line has targets; add completions, or set loss_on: all"
+            raise ConfigError(problem, keys=("loss_on",))
         lengths = [len(part) for part in inputs]
         self._seq_len = seq_len
         self._inputs = np.concatenate(inputs)
         self._targets = np.concatenate(targets)
-        self._starts = np.cumsum([0, *lengths])
+        self._document_starts = np.cumsum([0, *lengths])
         self._packing = packing
-        self.documents = len(lengths)
-        self.overlong = sum(length > seq_len for length in lengths)
-        begins = np.arange(0, len(self._inputs), seq_len) if packing else self._starts[:-1]
-        stops = np.minimum(np.append(begins[1:], len(self._inputs)), begins + seq_len)
-        before = np.cumsum(np.append(0, self._targets != IGNORE_INDEX))
-        counts = before[stops] - before[begins]
-        kept = counts > 0  # a row that has nothing to learn would only take time
-        self._begins, self._stops, self._counts = begins[kept], stops[kept], counts[kept]
+        self.n_documents = len(lengths)
+        self.n_truncated = 0 if packing else sum(length > seq_len for length in lengths)
+        starts = np.arange(0, len(self._inputs), seq_len) if packing else self._document_starts[:-1]
+        stops = np.minimum(np.append(starts[1:], len(self._inputs)), starts + seq_len)
+        targets_before = np.cumsum(np.append(0, self._targets != IGNORE_INDEX))
+        counts = targets_before[stops] - targets_before[starts]
+        kept = counts > 0
+        self._starts, self._stops, self._counts = starts[kept], stops[kept], counts[kept]
 
     def __len__(self) -> int:
-        return len(self._begins)
+        return len(self._starts)
 
     def __getitem__(self, index: int) -> Sample:
-        start, stop = self._begins[index], self._stops[index]
+        start, stop = self._starts[index], self._stops[index]
         inputs = np.zeros(self._seq_len, np.int64)
         targets = np.full(self._seq_len, IGNORE_INDEX, np.int64)
         inputs[: stop - start] = self._inputs[start:stop]
         targets[: stop - start] = self._targets[start:stop]
         if not self._packing:
             return Sample(inputs, targets)
-        document_ids = np.searchsorted(self._starts, np.arange(start, start + self._seq_len), side="right")
+        document_ids = np.searchsorted(self._document_starts, np.arange(start, start + self._seq_len), side="right")
         return Sample(inputs, targets, document_ids - document_ids[0])
 
-    def targets(self, index: int) -> int:
+    def n_target_tokens(self, index: int) -> int:
         return int(self._counts[index])
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self._inputs.tobytes())
-        for part in (self._targets, self._begins):
+        for part in (self._targets, self._starts):
             digest.update(part.tobytes())
-        return f"{self.documents} samples in {len(self)} rows, sha256 {digest.hexdigest()}"
+        return f"{self.n_documents} samples in {len(self)} sequences, sha256 {digest.hexdigest()}"
 
 
 def _encode(
     file: Path, tokenizer: Tokenizer, text_field: str, completion_only: bool
 ) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.bool_]]]:
-    """Each sample's ids, and which of them are to be learned."""
+    """Yield the ids of each sample, and which of them are targets."""
     end = np.array([tokenizer.eos_id], np.uint32)
-    samples = _samples(file, tokenizer, text_field, completion_only)
-    for together in iter(lambda: list(itertools.islice(samples, _TOGETHER)), []):
-        for rendered in (False, True):
-            chosen = [sample for sample in together if sample.rendered == rendered]
-            texts = [sample.text for sample in chosen]
-            encoded = tokenizer.encode_with_offsets(texts, add_special_tokens=not rendered)
-            for sample, (ids, offsets) in zip(chosen, encoded, strict=True):
-                ends, learned = offsets[:, 1], np.full(len(ids), sample.learned is None)
-                for start, stop in sample.learned or ():
-                    learned |= (ends > start) & (ends <= stop)
-                yield (ids, learned) if rendered else (np.append(ids, end), np.append(learned, True))
+    examples = _examples(file, tokenizer, text_field, completion_only)
+    while batch := list(itertools.islice(examples, _BATCH)):
+        for is_chat in (False, True):
+            chosen = [example for example in batch if example.is_chat == is_chat]
+            texts = [example.text for example in chosen]
+            encodings = tokenizer.encode_with_offsets(texts, add_special_tokens=not is_chat)
+            for example, (ids, offsets) in zip(chosen, encodings, strict=True):
+                ends = offsets[:, 1]
+                is_target = np.full(len(ids), example.target_spans is None)
+                for start, stop in example.target_spans or ():
+                    is_target |= (ends > start) & (ends <= stop)
+                yield (ids, is_target) if is_chat else (np.append(ids, end), np.append(is_target, True))
 
 
-def _samples(file: Path, tokenizer: Tokenizer, text_field: str, completion_only: bool) -> Iterator[RenderedExample]:
+def _examples(file: Path, tokenizer: Tokenizer, text_field: str, completion_only: bool) -> Iterator[RenderedExample]:
     for number, record in read_jsonl(file):
         try:
             yield render_example(record, text_field, completion_only, tokenizer)
-        except ValueError as error:
-            raise ConfigError(f"{file}:{number}: {error}") from None
         except ConfigError as error:
-            raise ConfigError(*(f"{file}:{number}: {problem}" for problem in error.problems)) from None
+            raise ConfigError(*(f"{file}:{number}: {line}" for line in error.problems), keys=error.keys) from None

@@ -1,16 +1,13 @@
-"""Batches: picks the source, puts its samples in order, and gives each rank its slice.
-
-The order is a pure function of seed and epoch, and does not know of ranks: global batch k holds the samples
-order[k B : (k + 1) B] of an endless row of shuffled epochs, whatever the world size. A rank takes its part.
-"""
+"""Training and validation data: configuration, opening, and batches on the device."""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -20,125 +17,126 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from lm.data import files, jsonl, stream, text, tokens
-from lm.data.dataset import Dataset, MixtureDataset, Sample
-from lm.data.sampler import Sampler
-from lm.data.stream import StreamingDataset
+from lm.data import files, stream, text
+from lm.data.dataset import Dataset, MixtureDataset, Sample, TrainingSource
+from lm.data.jsonl import JsonlDataset
+from lm.data.sampler import SampledSource
 from lm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from lm.data.tokens import SyntheticDataset, TokenFileDataset, TokenWindowDataset
 from lm.errors import ConfigError, oserror_as_config_error
 from model import IGNORE_INDEX
 
 SYNTHETIC_BATCHES = 10
-LARGEST_BATCH = 2**24
-"""Most sequences of a step, whose order is drawn in memory."""
+MAX_GLOBAL_BATCH_SIZE = 2**24
+"""Sequences; the order of a global batch is drawn in memory."""
 
 
 class DataConfig(BaseModel):
+    """Hyperparameters of the data."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dataset: Literal["synthetic", "text", "tokens", "jsonl", "hf"] = Field(
         "synthetic",
-        description="random tokens, UTF-8 files, files of `python -m lm.prepare`, JSON lines to fine-tune on, or a"
-        " streamed Hugging Face dataset",
+        description="random tokens, UTF-8 text files, token files (`python -m lm.prepare`), JSON Lines (fine-tuning),"
+        " or a streamed Hugging Face dataset",
     )
     train_data: str | dict[str, Annotated[float, Field(gt=0)]] | None = Field(
         None,
-        description="a file, folder or glob (text: null = the Python standard library's source); for tokens a folder,"
-        " or several with weights; for hf also a name on the hub",
+        description="a file, folder or glob (text: null = the source of the Python standard library); tokens: a folder,"
+        " or several with weights; hf: also a dataset on the hub",
     )
     val_data: str | None = Field(
         None,
-        description="likewise; null = the last 5 % of the text, the folder's own validation part (tokens), or the split"
-        " validation (hf; also the name of another)",
+        description="a file, folder or glob; null = the last 5 % of the text (text), the folder's validation part"
+        " (tokens), or the split `validation` (hf, where it may also name a split)",
     )
     tokenizer: str | None = Field(
         None,
-        description="bytes (257 ids), a tokenizer.json, a folder with one, or a Hugging Face name; null = bytes, or the"
-        " one that token files were made with",
+        description="`bytes` (257 ids), a tokenizer.json, a folder with one, or a Hugging Face name; null = the token"
+        " files' tokenizer (tokens), else bytes",
     )
-    text_field: str = Field("text", description="key or column of the text (jsonl, hf)")
-    loss_on: Literal["all", "completion"] = Field("all", description="what of a sample is learned (jsonl)")
+    text_field: str = Field("text", description="field that holds the text (jsonl, hf)")
+    loss_on: Literal["all", "completion"] = Field("all", description="tokens that are targets (jsonl)")
     packing: bool = Field(
         True,
-        description="jsonl: fill sequences with several samples, attention inside each; false = one, cut or padded",
+        description="concatenate samples into sequences, with attention inside each sample; false = one sample per"
+        " sequence, truncated or padded (jsonl)",
     )
     data_workers: int = Field(1, gt=0, description="processes per rank that read and tokenise (hf)")
-    hf_config: str | None = Field(None, description="configuration of a dataset on the hub, e.g. en for C4 (hf)")
-    shuffle: bool = Field(True, description="a new seeded order of samples in every epoch")
-    batch_size: int = Field(1, gt=0, description="sequences per device in one forward pass")
+    hf_config: str | None = Field(None, description="configuration of the dataset on the hub, e.g. en for C4 (hf)")
+    shuffle: bool = Field(True, description="shuffle the samples in each epoch, by the seed")
+    batch_size: int = Field(1, gt=0, description="sequences per device in a micro-batch")
     total_batch_size: int | None = Field(
         None, gt=0, description="sequences per optimizer step over all ranks; null = batch_size x ranks"
     )
-    validation_batches: int = Field(10, gt=0, description="batches of the total size that a validation looks at")
+    validation_batches: int = Field(10, gt=0, description="batches of total_batch_size in a validation")
 
 
 def derive_global_batch_size(config: DataConfig, dp_size: int) -> int:
-    """Sequences per optimizer step.
+    """Return the sequences per optimizer step over all ranks.
 
     Raises:
-        ConfigError: too many, or `total_batch_size` is no multiple of batch_size x ranks; names the nearest that are.
+        ConfigError: too many, or not a multiple of batch_size * dp_size; names the nearest multiples.
     """
-    together = config.batch_size * dp_size
-    global_batch_size = config.total_batch_size or together
-    if global_batch_size > LARGEST_BATCH:
-        raise ConfigError(
-            f"batch_size: {global_batch_size} sequences a step are too many; {LARGEST_BATCH} are the most"
-        )
-    if global_batch_size % together:
-        lower, upper = global_batch_size // together * together, (global_batch_size // together + 1) * together
-        near = " or ".join(str(value) for value in (lower, upper) if value)
-        raise ConfigError(
-            f"total_batch_size: {global_batch_size} is no multiple of batch_size {config.batch_size} x {dp_size} ranks;"
-            f" use {near}"
-        )
-    return global_batch_size
+    micro = config.batch_size * dp_size
+    total = config.total_batch_size or micro
+    keys = ("total_batch_size", "batch_size")
+    if total > MAX_GLOBAL_BATCH_SIZE:
+        key = "total_batch_size" if config.total_batch_size else "batch_size"
+        problem = f"{key}: {total} sequences per step are too many; use at most {MAX_GLOBAL_BATCH_SIZE}"
+        raise ConfigError(problem, keys=keys)
+    if total % micro:
+        nearest = " or ".join(str(value) for value in (total // micro * micro, (total // micro + 1) * micro) if value)
+        problem = f"total_batch_size: {total} is not a multiple of batch_size {config.batch_size} x {dp_size} ranks"
+        raise ConfigError(f"{problem}; use {nearest}", keys=keys)
+    return total
 
 
 class MicroBatch(NamedTuple):
-    """What the model is called with: `(batch_size, seq_len)` int64 each, on the device."""
+    """Arguments of one forward pass: int64 tensors of shape (batch_size, seq_len), on the device."""
 
     inputs: Tensor
     targets: Tensor
     document_ids: Tensor | None = None
-    """numbers that change where attention must not look back further"""
 
 
 class Batch(NamedTuple):
-    """This rank's part of one global batch."""
+    """One rank's part of a global batch."""
 
     micro_batches: list[MicroBatch]
-    targets: int
-    """positions that count in the loss, over all ranks"""
-    state: dict[str, Any] | None = None
-    """a streamed dataset's, behind this batch"""
+    n_target_tokens: int
+    """targets of all ranks that are not ignored"""
 
 
 @dataclass(frozen=True)
 class Data:
-    """Training and validation samples, and the tokenizer they were made with (None: no text)."""
+    """One rank's training source, the validation dataset, and their tokenizer (None: synthetic or unknown)."""
 
-    train: MixtureDataset | StreamingDataset
+    train: TrainingSource
     validation: Dataset
     tokenizer: Tokenizer | None
     notes: Sequence[str] = ()
-    """what a person should know about the data"""
+    """for the log"""
 
     @property
-    def samples(self) -> int | None:
-        """Of an epoch; None: nobody knows, they are streamed."""
-        return None if isinstance(self.train, StreamingDataset) else len(self.train)
+    def samples_per_epoch(self) -> int | None:
+        """Training samples over all ranks; None = unknown, because they are streamed."""
+        return self.train.samples_per_epoch
 
-    def describe(self) -> dict[str, Any]:
-        """What changes when the tokenizer or the data do: kept in checkpoints, compared on resuming."""
-        fingerprints = {"train": self.train.fingerprint(), "validation": self.validation.fingerprint()}
-        return {"tokenizer": self.tokenizer and self.tokenizer.identity, "data": fingerprints}
+    @property
+    def has_document_ids(self) -> bool:
+        """Whether attention is restricted to documents."""
+        return self.validation[0].document_ids is not None
 
-    def files(self) -> Mapping[str, bytes]:
-        """The tokenizer's, to be kept in every checkpoint."""
+    def fingerprints(self) -> dict[str, Any]:
+        """Return what a resumed run compares with its checkpoint: identities of tokenizer and data."""
+        data = {"train": self.train.fingerprint(), "validation": self.validation.fingerprint()}
+        return {"tokenizer": self.tokenizer and self.tokenizer.identity, "data": data}
+
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        """Return the files that checkpoints keep a copy of."""
         return self.tokenizer.files if self.tokenizer else {}
-
-
-# ---- opening ------------------------------------------------------------------------------------------
 
 
 def open_data(
@@ -150,265 +148,249 @@ def open_data(
     dp_rank: int = 0,
     dp_size: int = 1,
 ) -> Data:
-    """Find, read and check the data that `config` names.
+    """Open and check the data that `config` names.
 
     Raises:
-        ConfigError: files are missing or bad, the vocabulary is too small, or there is too little to train on.
+        ConfigError: files are missing or invalid, the tokenizer exceeds vocab_size, or there are too few samples.
     """
+    if isinstance(config.train_data, dict) and config.dataset != "tokens":
+        problem = f"train_data: weights require dataset: tokens, not {config.dataset}; give one file, folder or glob"
+        raise ConfigError(problem, keys=("train_data", "dataset"))
+    source = partial(
+        SampledSource,
+        global_batch_size=global_batch_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        seed=seed,
+        shuffle=config.shuffle,
+    )
     match config.dataset:
         case "synthetic":
-            for key in ("train_data", "val_data", "tokenizer"):
-                if getattr(config, key) is not None:
-                    raise ConfigError(f"{key}: dataset: synthetic reads none; choose text, tokens, jsonl or hf")
-            samples = SYNTHETIC_BATCHES * global_batch_size
-            train = tokens.SyntheticDataset(vocab_size, seq_len, samples, (seed, "training"))
-            validation = tokens.SyntheticDataset(vocab_size, seq_len, samples, (seed, "validation"))
-            data = Data(MixtureDataset([train]), validation, None)
+            data = _open_synthetic(config, vocab_size, seq_len, SYNTHETIC_BATCHES * global_batch_size, seed, source)
         case "text":
-            data = _open_text(config, seq_len)
+            data = _open_text(config, seq_len, source)
         case "tokens":
-            data = _open_tokens(config, vocab_size, seq_len)
+            data = _open_tokens(config, vocab_size, seq_len, source)
         case "jsonl":
-            data = _open_jsonl(config, seq_len)
+            data = _open_jsonl(config, seq_len, source)
         case "hf":
             data = _open_stream(config, seq_len, global_batch_size, seed, dp_rank, dp_size)
     tokenizer = data.tokenizer
     if tokenizer and tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f"vocab_size: {vocab_size} is less than the tokenizer's: {tokenizer.identity} needs"
-            f" {tokenizer.vocab_size} or more"
-        )
-    if data.samples is not None and data.samples < global_batch_size:
-        raise _too_little("train_data", data.samples, seq_len, global_batch_size)
+        problem = f"vocab_size: {vocab_size} is less than the {tokenizer.vocab_size} ids of tokenizer"
+        advice = f"use {tokenizer.vocab_size} or more"
+        raise ConfigError(f"{problem} {tokenizer.identity}; {advice}", keys=("vocab_size", "tokenizer"))
+    if data.samples_per_epoch is not None and data.samples_per_epoch < global_batch_size:
+        raise _too_few("train_data", data.samples_per_epoch, seq_len, global_batch_size)
     if not len(data.validation):
-        raise _too_little("val_data", 0, seq_len, 1)
+        raise _too_few("val_data", 0, seq_len, 1)
     return data
 
 
-def _too_little(key: str, samples: int, seq_len: int, needed: int) -> ConfigError:
+def _too_few(key: str, n_samples: int, seq_len: int, needed: int) -> ConfigError:
     return ConfigError(
-        f"{key}: makes {samples} samples of max_seq_len {seq_len}, but {needed} are needed: give more data, or lower"
-        " max_seq_len or the batch size"
+        f"{key}: {n_samples} samples of max_seq_len {seq_len}, but {needed} are needed; add data, or lower max_seq_len"
+        " or the batch size",
+        keys=(key.partition(":")[0], "max_seq_len", "batch_size", "total_batch_size"),
     )
 
 
-def _open_text(config: DataConfig, seq_len: int) -> Data:
+@contextlib.contextmanager
+def _caused_by(key: str) -> Iterator[None]:
+    """Give errors about the contents of a file the key that names the file."""
+    try:
+        yield
+    except ConfigError as error:
+        error.causes = tuple(cause or frozenset((key,)) for cause in error.causes)
+        raise
+
+
+Source = Callable[[MixtureDataset], TrainingSource]
+
+
+def _open_synthetic(
+    config: DataConfig, vocab_size: int, seq_len: int, n_samples: int, seed: int, source: Source
+) -> Data:
+    for key in ("train_data", "val_data", "tokenizer"):
+        if getattr(config, key) is not None:
+            problem = f"{key}: dataset: synthetic reads no data; remove it, or choose text, tokens, jsonl or hf"
+            raise ConfigError(problem, keys=(key, "dataset"))
+    train, validation = (
+        SyntheticDataset(vocab_size, seq_len, n_samples, (seed, part)) for part in ("training", "validation")
+    )
+    return Data(source(MixtureDataset([train])), validation, None)
+
+
+def _open_text(config: DataConfig, seq_len: int, source: Source) -> Data:
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
-    row = text.read_tokens(files.find_files(_one_name(config), "train_data"), tokenizer)
-    if config.val_data is None:
-        row, held_out = text.split_validation(row)
-    else:
-        held_out = text.read_tokens(files.find_files(config.val_data, "val_data"), tokenizer)
-    train, validation = (tokens.TokenWindowDataset(part, seq_len) for part in (row, held_out))
-    return Data(MixtureDataset([train]), validation, tokenizer)
+
+    def read(key: str) -> NDArray[np.uint32]:
+        with _caused_by(key):
+            return text.read_tokens(files.find_files(getattr(config, key), key), tokenizer)
+
+    train = read("train_data")
+    train, validation = text.split_validation(train) if config.val_data is None else (train, read("val_data"))
+    dataset = MixtureDataset([TokenWindowDataset(train, seq_len)])
+    return Data(source(dataset), TokenWindowDataset(validation, seq_len), tokenizer)
 
 
 @oserror_as_config_error
-def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Data:
-    """Token files: `train.json` of one or several folders, and `validation.json` of the first, or what is named."""
+def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int, source: Source) -> Data:
     if not config.train_data:
-        raise ConfigError("train_data: dataset: tokens needs a folder written by python -m lm.prepare")
-    weighted = config.train_data if isinstance(config.train_data, dict) else {config.train_data: 1.0}
-    train = [_token_file(where, "train", seq_len, vocab_size) for where in weighted]
-    first = Path(next(iter(weighted)))
-    beside = str(first if first.is_dir() else first.parent)
-    if config.val_data is None and not (Path(beside) / "validation.json").exists():
-        raise ConfigError(
-            f"val_data: {beside} has no validation part: prepare it with --validation-fraction, or name one"
-        )
-    validation = _token_file(config.val_data or beside, "validation", seq_len, vocab_size)
-    for where, part in zip(weighted, train, strict=True):
+        problem = "train_data: dataset: tokens requires a folder written by python -m lm.prepare"
+        raise ConfigError(problem, keys=("train_data", "dataset"))
+
+    def read(key: str, where: str, name: str) -> TokenFileDataset:
+        path = Path(where)
+        with _caused_by(key):
+            return TokenFileDataset(path / f"{name}.json" if path.is_dir() else path, seq_len, vocab_size)
+
+    weights = config.train_data if isinstance(config.train_data, dict) else {config.train_data: 1.0}
+    train = {where: read("train_data", where, "train") for where in weights}
+    first = Path(next(iter(weights)))
+    folder = str(first if first.is_dir() else first.parent)
+    if config.val_data is None and not (Path(folder) / "validation.json").exists():
+        problem = f"val_data: {folder} has no validation part; prepare it with --validation-fraction, or set val_data"
+        raise ConfigError(problem, keys=("val_data", "train_data"))
+    validation = read("val_data", config.val_data or folder, "validation")
+    identity = next(iter(train.values())).index.tokenizer
+    for where, part in train.items():
         if not len(part):
-            raise _too_little(f"train_data: {where}", 0, seq_len, 1)
-        if part.index.tokenizer != train[0].index.tokenizer:
-            raise ConfigError(f"train_data: {where}: was made with another tokenizer than {next(iter(weighted))}")
-    made_with = train[0].index.tokenizer
-    if validation.index.tokenizer != made_with:
-        raise ConfigError("val_data: was made with another tokenizer than train_data")
-    name = config.tokenizer or ("bytes" if made_with == ByteTokenizer.identity else beside)
-    tokenizer = load_tokenizer(name) if made_with is not None else None
-    if tokenizer and tokenizer.identity != made_with:
-        raise ConfigError(f"tokenizer: {name}: is not the one that the token files were made with ({made_with})")
-    return Data(MixtureDataset(train, list(weighted.values())), validation, tokenizer)
+            raise _too_few(f"train_data: {where}", 0, seq_len, 1)
+        if part.index.tokenizer != identity:
+            problem = f"train_data: {where} and {first} were made with different tokenizers; prepare them with one"
+            raise ConfigError(problem, keys=("train_data",))
+    if validation.index.tokenizer != identity:
+        problem = "val_data: made with another tokenizer than train_data; prepare them with one"
+        raise ConfigError(problem, keys=("val_data", "train_data"))
+    name = config.tokenizer or ("bytes" if identity == ByteTokenizer.identity else folder)
+    tokenizer = load_tokenizer(name) if identity is not None else None
+    if tokenizer and tokenizer.identity != identity:
+        problem = f"tokenizer: {name} is not the tokenizer that the token files were made with ({identity})"
+        raise ConfigError(f"{problem}; use that one", keys=("tokenizer", "train_data"))
+    return Data(source(MixtureDataset(list(train.values()), list(weights.values()))), validation, tokenizer)
 
 
-def _token_file(where: str, name: str, seq_len: int, vocab_size: int) -> tokens.TokenFileDataset:
-    path = Path(where)
-    return tokens.TokenFileDataset(path / f"{name}.json" if path.is_dir() else path, seq_len, vocab_size)
-
-
-def _open_jsonl(config: DataConfig, seq_len: int) -> Data:
+def _open_jsonl(config: DataConfig, seq_len: int, source: Source) -> Data:
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
-    names = {"train_data": _one_name(config), "val_data": config.val_data}
-    for key, where in names.items():
-        if where is None:
-            raise ConfigError(f"{key}: dataset: jsonl needs it: a file, a folder or a glob")
-    train, validation = (
-        jsonl.JsonlDataset(
-            files.find_files(where, key),
-            tokenizer,
-            seq_len,
-            text_field=config.text_field,
-            completion_only=config.loss_on == "completion",
-            packing=config.packing,
-        )
-        for key, where in names.items()
-    )
+
+    def read(key: str) -> JsonlDataset:
+        if (where := getattr(config, key)) is None:
+            problem = f"{key}: dataset: jsonl requires it; give a file, a folder or a glob"
+            raise ConfigError(problem, keys=(key, "dataset"))
+        with _caused_by(key):
+            found, only = files.find_files(where, key), config.loss_on == "completion"
+            return JsonlDataset(found, tokenizer, seq_len, config.text_field, only, config.packing)
+
+    train, validation = read("train_data"), read("val_data")
     notes = []
-    if train.overlong and not config.packing:
-        lost = train.documents - len(train)
-        left_out = f"; {lost} have nothing to learn in what is left, and are left out" if lost else ""
-        notes.append(f"{train.overlong} of {train.documents} samples are cut to max_seq_len {seq_len}{left_out}")
-    return Data(MixtureDataset([train]), validation, tokenizer, notes)
+    if train.n_truncated:
+        n_dropped = train.n_documents - len(train)
+        dropped = f"; {n_dropped} have no targets left and are dropped" if n_dropped else ""
+        n_samples = f"{train.n_truncated} of {train.n_documents} samples"
+        notes = [f"train_data: {n_samples} truncated to max_seq_len {seq_len}{dropped}"]
+    return Data(source(MixtureDataset([train])), validation, tokenizer, notes)
 
 
 def _open_stream(
     config: DataConfig, seq_len: int, global_batch_size: int, seed: int, dp_rank: int, dp_size: int
 ) -> Data:
-    where = _one_name(config)
-    if where is None:
-        raise ConfigError("train_data: dataset: hf needs a dataset's name on the hub, or local files")
+    where, val_data = config.train_data, config.val_data
+    if not isinstance(where, str):
+        problem = "train_data: dataset: hf requires a dataset on the hub, or local files"
+        raise ConfigError(problem, keys=("train_data", "dataset"))
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
-    documents, identity = stream.open_documents(where, "train_data", "train", config.hf_config)
-    if config.val_data is not None and stream.is_local(config.val_data):
-        held_out, _ = stream.open_documents(config.val_data, "val_data", "train", None)
+    documents, fingerprint = stream.open_documents(where, "train_data", "train", config.hf_config)
+    if val_data is not None and stream.is_local(val_data):
+        held_out, _ = stream.open_documents(val_data, "val_data", "train", None)
     elif stream.is_local(where):
-        raise ConfigError("val_data: local files of a streamed dataset need some beside them")
+        problem = "val_data: local files of dataset: hf have no validation split; give a file, a folder or a glob"
+        raise ConfigError(problem, keys=("val_data",))
     else:
-        held_out, _ = stream.open_documents(where, "val_data", config.val_data or "validation", config.hf_config)
-    row = stream.first_tokens(
-        held_out, config.text_field, tokenizer, config.validation_batches * global_batch_size * seq_len + 1
+        held_out, _ = stream.open_documents(where, "val_data", val_data or "validation", config.hf_config)
+    n_tokens = config.validation_batches * global_batch_size * seq_len + 1
+    validation = TokenWindowDataset(stream.first_tokens(held_out, config.text_field, tokenizer, n_tokens), seq_len)
+    train = stream.StreamingDataset(
+        stream.TokenStream(documents, config.text_field, tokenizer, seq_len, seed if config.shuffle else None),
+        fingerprint,
+        config.batch_size,
+        global_batch_size,
+        dp_rank,
+        dp_size,
+        config.data_workers,
     )
-    streams = StreamingDataset(
-        documents,
-        identity,
-        config.text_field,
-        tokenizer,
-        seq_len,
-        batch_size=config.batch_size,
-        rank=dp_rank,
-        ranks=dp_size,
-        workers=config.data_workers,
-        seed=seed if config.shuffle else None,
-    )
-    notes = [streams.note] if streams.note else []
-    return Data(streams, tokens.TokenWindowDataset(row, seq_len), tokenizer, notes)
-
-
-def _one_name(config: DataConfig) -> str | None:
-    if isinstance(config.train_data, dict):
-        raise ConfigError("train_data: files with weights need dataset: tokens")
-    return config.train_data
-
-
-# ---- loading ------------------------------------------------------------------------------------------
+    return Data(train, validation, tokenizer, [train.note] if train.note else [])
 
 
 class Loader:
-    """Turns samples into this rank's batches on its device, one batch ahead.
+    """Batches of one rank on its device. A thread assembles the next training batch.
 
     Args:
-        total: sequences per global batch, a multiple of batch_size x ranks.
+        global_batch_size: sequences over all ranks, a multiple of batch_size * dp_size.
     """
 
     def __init__(
-        self,
-        config: DataConfig,
-        data: Data,
-        global_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        seed: int,
-        device: torch.device,
+        self, config: DataConfig, data: Data, global_batch_size: int, dp_rank: int, dp_size: int, device: torch.device
     ) -> None:
-        self._config = config
+        self._batch_size = config.batch_size
         self._data = data
-        self._total = global_batch_size
-        self._rank = dp_rank
-        self._ranks = dp_size
+        self._n_validation = min(len(data.validation), config.validation_batches * global_batch_size)
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
         self._device = device
-        self.state: dict[str, Any] | None = None
-        """a streamed dataset's, behind the batch handed out last"""
-        if isinstance(data.train, StreamingDataset):
-            self.state = data.train.state()
-            return
-        try:
-            self._order = Sampler(data.train.counts, data.train.shares, seed, config.shuffle)
-        except ValueError as error:
-            raise ConfigError(f"train_data: {error}") from None
+        self._state = data.train.state_dict()
 
-    def resume(self, states: Sequence[Mapping[str, Any]] | None) -> str | None:
-        """Go on where a streamed dataset stood; returns what there is to say about it.
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the position after the training batch that was yielded last; None = it follows from the step."""
+        return self._state
 
-        Args:
-            states: `state` of every rank, by rank.
-        """
-        if not isinstance(self._data.train, StreamingDataset) or states is None:
-            return None
-        note = self._data.train.resume(states)
-        self.state = self._data.train.state()
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]] | None) -> str | None:
+        """Set the position from the state dicts of all ranks that saved; return a note for the log."""
+        note = self._data.train.load_state_dict(states) if states else None
+        self._state = self._data.train.state_dict()
         return note
 
-    def sample_ids(self, step: int) -> list[int]:
-        """The samples of global batch `step`, over all ranks, numbered through source by source."""
-        return [self._order[place] for place in range(step * self._total, (step + 1) * self._total)]
+    def training(self, start_step: int) -> Iterator[Batch]:
+        """Yield batches from step `start_step` on, endlessly."""
+        batches = self._data.train.batches(start_step)
 
-    def training(self, start: int) -> Iterator[Batch]:
-        """Endless batches from step `start` on, each made while the one before it is trained on."""
-        batches = (
-            self._streamed(self._data.train)
-            if isinstance(self._data.train, StreamingDataset)
-            else self._ordered(self._data.train, start)
-        )
+        def assemble() -> tuple[Batch, dict[str, Any] | None]:
+            samples, n_target_tokens, state = next(batches)
+            starts = range(0, len(samples), self._batch_size)
+            micro_batches = [self._collate(samples[i : i + self._batch_size]) for i in starts]
+            return Batch(micro_batches, n_target_tokens), state
+
         pool = ThreadPoolExecutor(1, "loader")
         try:
-            ahead = pool.submit(next, batches)
+            ahead = pool.submit(assemble)
             while True:
-                batch = ahead.result()
-                ahead = pool.submit(next, batches)
-                self.state = batch.state
+                batch, state = ahead.result()
+                ahead = pool.submit(assemble)
+                self._state = state
                 yield batch
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ordered(self, source: MixtureDataset, start: int) -> Iterator[Batch]:
-        size = self._config.batch_size
-        share = self._total // self._ranks
-        for step in itertools.count(start):
-            numbers = self.sample_ids(step)
-            rows = [source[number] for number in numbers[self._rank * share : (self._rank + 1) * share]]
-            micro_batches = [self._micro(rows[at : at + size]) for at in range(0, share, size)]
-            yield Batch(micro_batches, sum(map(source.targets, numbers)))
-
-    def _streamed(self, streams: StreamingDataset) -> Iterator[Batch]:
-        windows = iter(streams)
-        for _ in itertools.count():
-            taken = [next(windows) for _ in range(self._total // self._ranks // self._config.batch_size)]
-            micro_batches = [self._micro([tokens.window(ids) for ids in many]) for many, _ in taken]
-            yield Batch(micro_batches, self._total * micro_batches[0].targets.shape[1], taken[-1][1])
-
     def validation(self) -> Iterator[MicroBatch]:
-        """The validation samples that fall to this rank; every rank gets equally many forward passes.
+        """Yield this rank's validation micro-batches, equally many on every rank.
 
-        Where samples run out, rows are filled up with token 0 and targets that are all ignored.
+        The last ones are padded with sequences of token 0 whose targets are all ignored.
         """
-        source = self._data.validation
-        size = self._config.batch_size
-        count = min(len(source), self._config.validation_batches * self._total)
-        mine = range(self._rank, count, self._ranks)
-        inputs, targets, document_ids = source[0]
-        filler = Sample(np.zeros_like(inputs), np.full_like(targets, IGNORE_INDEX), document_ids)
-        for at in range(0, math.ceil(count / self._ranks), size):
-            rows = [source[i] for i in mine[at : at + size]]
-            yield self._micro(rows + [filler] * (size - len(rows)))
+        dataset, size = self._data.validation, self._batch_size
+        indices = range(self._dp_rank, self._n_validation, self._dp_size)
+        inputs, targets, document_ids = dataset[0]
+        padding = Sample(np.zeros_like(inputs), np.full_like(targets, IGNORE_INDEX), document_ids)
+        for start in range(0, math.ceil(self._n_validation / self._dp_size), size):
+            samples = [dataset[i] for i in indices[start : start + size]]
+            yield self._collate(samples + [padding] * (size - len(samples)))
 
-    def _micro(self, rows: Sequence[Sample]) -> MicroBatch:
-        inputs, targets, document_ids = zip(*rows, strict=True)
-        apart = self._on_device(document_ids) if document_ids[0] is not None else None
-        return MicroBatch(self._on_device(inputs), self._on_device(targets), apart)
+    def _collate(self, samples: Sequence[Sample]) -> MicroBatch:
+        inputs, targets, document_ids = zip(*samples, strict=True)
+        documents = self._stack(document_ids) if document_ids[0] is not None else None
+        return MicroBatch(self._stack(inputs), self._stack(targets), documents)
 
-    def _on_device(self, rows: Sequence[NDArray[np.int64]]) -> Tensor:
-        together = torch.from_numpy(np.stack(rows))
+    def _stack(self, arrays: Sequence[NDArray[np.int64]]) -> Tensor:
+        stacked = torch.from_numpy(np.stack(arrays))
         if self._device.type == "cuda":
-            return together.pin_memory().to(self._device, non_blocking=True)
-        return together
+            return stacked.pin_memory().to(self._device, non_blocking=True)
+        return stacked

@@ -17,6 +17,7 @@ from model import ModelConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m lm.hf", description="Import and export Hugging Face models.")
     commands = parser.add_subparsers(dest="command", required=True)
     into = commands.add_parser("import", help="convert a Hugging Face model to a checkpoint")

@@ -115,6 +115,7 @@ def run_local(command: list[str], processes: int, grace: float = 1.0) -> int:
 
 
 def main() -> int:
+    """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m lm.launch", description="Run a script on several ranks.")
     parser.add_argument("--nproc", type=int, help="number of ranks (default: one per GPU, or 2 without GPUs)")
     parser.add_argument("script")

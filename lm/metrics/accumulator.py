@@ -37,6 +37,8 @@ match counts. Where a GPU supports bfloat16, it is as fast as float16."""
 
 
 class MetricsConfig(BaseModel):
+    """How often metrics are reported."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     report_rate: int = Field(10, gt=0, description="steps between training reports")
