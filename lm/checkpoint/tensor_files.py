@@ -1,0 +1,291 @@
+"""Sharded safetensors files: written by ranks, read slice by slice without trusting them.
+
+The layout is that of PyTorch's `HuggingFaceStorageWriter(save_distributed=True)`: a file holds the slices of tensors
+that one rank owns, and the header's metadata says at which offsets of the full tensors they start. PyTorch's
+`HuggingFaceStorageReader` and every safetensors tool open the files. A folder of Hugging Face weights is the same
+without offsets.
+
+The library serializes a file in memory before it writes; here a file is streamed, and its checksum taken on the way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import stat
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import google_crc32c
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from lm.errors import RunError
+from lm.fileio import sync
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+MAX_FILE_BYTES = 2 << 30
+MAX_HEADER_BYTES = 8 << 20
+"""Some 40,000 tensors. Parsed JSON takes up to 25 times its size."""
+READ_BYTES = 64 << 20
+"""Read at a time, so that memory stays near the size of the tensors."""
+
+
+class TensorFileError(RunError):
+    """A safetensors file is damaged, incomplete, or not what it claims to be."""
+
+
+class TensorSlice(NamedTuple):
+    """A slice of a tensor in a file."""
+
+    path: Path
+    begin: int
+    """first byte in the file"""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """of the slice in the full tensor"""
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def local_slice(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return this rank's slice of `tensor` and its offsets in the full tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.dim()
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(offsets)
+
+
+def owned_slices(
+    tensors: Mapping[str, Tensor], rank: int, world_size: int
+) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+    """Return the slices that this rank writes: each slice once, replicas in turns."""
+    owned = {}
+    for index, (name, tensor) in enumerate(tensors.items()):
+        replica, replicas = rank, world_size
+        if isinstance(tensor, DTensor):
+            replica, replicas = 0, 1
+            coordinate = tensor.device_mesh.get_coordinate()
+            assert coordinate is not None
+            for dim, placement in enumerate(tensor.placements):
+                if placement.is_replicate():
+                    size = tensor.device_mesh.size(dim)
+                    replica, replicas = replica * size + coordinate[dim], replicas * size
+        local, offsets = local_slice(tensor)
+        if index % replicas == replica and local.numel():
+            owned[name] = local.detach(), offsets
+    return owned
+
+
+def group_by_size(slices: Mapping[str, tuple[Tensor, Any]]) -> list[list[str]]:
+    """Return the names in groups of at most `MAX_FILE_BYTES`, or of one larger slice."""
+    groups: list[list[str]] = []
+    filled = MAX_FILE_BYTES
+    for name, (tensor, _) in sorted(slices.items(), key=lambda item: -item[1][0].itemsize):  # values stay aligned
+        if filled + tensor.nbytes > MAX_FILE_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += tensor.nbytes
+    return groups
+
+
+def write_tensors(path: Path, slices: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> int:
+    """Write slices (tensor in host memory, offsets in the full tensor) to the new file `path`, durably.
+
+    Returns:
+        The file's CRC-32C.
+    """
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (tensor, _) in slices.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    sharding = {name: {"saved_offsets": list(offsets)} for name, (_, offsets) in slices.items()}
+    header["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        prefix = struct.pack("<Q", len(text)) + text
+        file.write(prefix)
+        checksum = google_crc32c.value(prefix)
+        for tensor, _ in slices.values():
+            for block in tensor.contiguous().reshape(-1).view(torch.uint8).split(1 << 22):
+                content = block.numpy().data
+                file.write(content)
+                checksum = google_crc32c.extend(checksum, bytes(content))
+        sync(file)
+    return checksum
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_headers(paths: Iterable[Path]) -> dict[str, list[TensorSlice]]:
+    """Return the slices in the files `paths`, by tensor name, after checking that each lies inside its file.
+
+    Raises:
+        TensorFileError: a file cannot be opened, or its header is damaged or hostile.
+    """
+    found: dict[str, list[TensorSlice]] = {}
+    for path in paths:
+        try:
+            for name, piece in _read_header(path):
+                found.setdefault(name, []).append(piece)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            problem = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+            raise TensorFileError(f"{path}: damaged header: {problem[:200]}") from None
+    return found
+
+
+def open_regular(path: Path) -> int:
+    """Open the regular file `path` for reading, without following a link, and return its descriptor."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise TensorFileError(f"{path}: cannot be opened: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise TensorFileError(f"{path}: not a regular file")
+    return file
+
+
+def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
+    file = open_regular(path)
+    try:
+        size = os.fstat(file).st_size
+        (length,) = struct.unpack("<Q", os.pread(file, 8, 0).ljust(8, b"\xff"))
+        if length > min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError(f"{length} bytes of header in {size} bytes; at most {MAX_HEADER_BYTES} are read")
+        header = json.loads(os.pread(file, length, 8), object_pairs_hook=_unique)
+    finally:
+        os.close(file)
+    metadata = header.pop("__metadata__", {})
+    sharding = (
+        json.loads(metadata["DCP_SHARDING_INFO"], object_pairs_hook=_unique) if "DCP_SHARDING_INFO" in metadata else {}
+    )
+    start, extents = 8 + length, []
+    for name, entry in header.items():
+        shape = _sizes(entry["shape"], name)
+        begin, end = _sizes(entry["data_offsets"], name)
+        dtype = DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise ValueError(f"{name[:80]}: dtype {str(entry['dtype'])[:20]} is not one of {', '.join(DTYPES)}")
+        offsets = _sizes(sharding[name]["saved_offsets"], name) if sharding else (0,) * len(shape)
+        if end - begin != math.prod(shape) * dtype.itemsize or start + end > size or len(offsets) != len(shape):
+            raise ValueError(f"{name[:80]}: shape and offsets do not fit the file")
+        extents.append((begin, end))
+        yield name, TensorSlice(path, start + begin, dtype, shape, offsets)
+    extents.sort()
+    if any(end > following for (_, end), (following, _) in itertools.pairwise(extents)):
+        raise ValueError("tensors overlap")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
+        raise ValueError("duplicate names")
+    return entries
+
+
+def _sizes(values: Any, name: str) -> tuple[int, ...]:
+    if not isinstance(values, list) or len(values) > 8 or not all(type(v) is int and 0 <= v < 2**48 for v in values):
+        raise ValueError(f"{name[:80]}: {str(values)[:60]} are not sizes")
+    return tuple(values)
+
+
+def full_shape(slices: Sequence[TensorSlice]) -> tuple[int, ...]:
+    """Return the shape of the tensor that `slices` are part of."""
+    return tuple(
+        max(dim) for dim in zip(*(map(sum, zip(s.offsets, s.shape, strict=True)) for s in slices), strict=True)
+    )
+
+
+def are_tiles(slices: Sequence[TensorSlice], shape: Sequence[int]) -> bool:
+    """Return whether `slices` cover a tensor of `shape` exactly once: no gap, no overlap, nothing outside."""
+    if any(len(s.shape) != len(shape) for s in slices):
+        return False
+    boxes = [[(o, o + n) for o, n in zip(s.offsets, s.shape, strict=True)] for s in slices]
+    if sum(math.prod(s.shape) for s in slices) != math.prod(shape):
+        return False
+    if any(end > size for box in boxes for (_, end), size in zip(box, shape, strict=True)):
+        return False
+    boxes = sorted(box for box in boxes if all(end > begin for begin, end in box))
+    active: list[list[tuple[int, int]]] = []
+    for box in boxes:
+        active = [other for other in active if not box or other[0][1] > box[0][0]]
+        if any(all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)) for other in active):
+            return False
+        active.append(box)
+    return True
+
+
+class Source(NamedTuple):
+    """Where the values of a tensor come from: rows `start` to `start + len` of a stored tensor, or of its transpose."""
+
+    slices: Sequence[TensorSlice]
+    start: int = 0
+    transposed: bool = False
+
+
+@torch.no_grad()
+def read_into(tensor: Tensor, source: Source) -> None:
+    """Fill this rank's slice of `tensor` in place, converting the dtype; only the rows needed are read.
+
+    Raises:
+        TensorFileError: a file was cut short since its header was read.
+    """
+    local, corner = local_slice(tensor)
+    if not local.numel():
+        return
+    offsets = [corner[0] + source.start, *corner[1:]] if corner else []
+    if source.transposed:
+        local, offsets = local.transpose(0, 1), [offsets[1], offsets[0], *offsets[2:]]
+    for piece in source.slices:
+        box = [
+            (max(a, c), min(a + n, c + m))
+            for a, n, c, m in zip(offsets, local.shape, piece.offsets, piece.shape, strict=True)
+        ]
+        if any(begin >= end for begin, end in box):
+            continue
+        rows, inner = (box[0], box[1:]) if box else ((0, 1), [])
+        for first, values in _read_rows(piece, *(r - (piece.offsets[0] if box else 0) for r in rows)):
+            if not box:
+                local.copy_(values.reshape(()))
+                continue
+            first += piece.offsets[0]
+            taken = tuple(slice(b - o, e - o) for (b, e), o in zip(inner, piece.offsets[1:], strict=True))
+            to = tuple(slice(b - o, e - o) for (b, e), o in zip(inner, offsets[1:], strict=True))
+            target = local[(slice(first - offsets[0], first - offsets[0] + len(values)), *to)]
+            target.copy_(values[(slice(None), *taken)])
+
+
+def _read_rows(piece: TensorSlice, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+    row_bytes = math.prod(piece.shape[1:]) * piece.dtype.itemsize
+    step = max(1, READ_BYTES // max(1, row_bytes))
+    file = open_regular(piece.path)
+    try:
+        for start in range(first, last, step):
+            count = min(step, last - start)
+            buffer = bytearray(count * row_bytes)
+            if os.preadv(file, [buffer], piece.begin + start * row_bytes) < len(buffer):
+                raise TensorFileError(f"{piece.path}: ends before byte {piece.begin + (start + count) * row_bytes}")
+            yield start, torch.frombuffer(buffer, dtype=piece.dtype).view(count, *piece.shape[1:])
+    finally:
+        os.close(file)

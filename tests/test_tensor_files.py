@@ -1,0 +1,225 @@
+"""Sharded safetensors: what is written is read back on any layout, and what is hostile is refused in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from lm.checkpoint.tensor_files import (
+    Source,
+    TensorFileError,
+    TensorSlice,
+    are_tiles,
+    full_shape,
+    group_by_size,
+    owned_slices,
+    read_headers,
+    read_into,
+    write_tensors,
+)
+from lm.fileio import crc32c
+from lm.runtime.world import World
+from tests.support import run_ranks
+
+STATE = {
+    "model.a": torch.arange(35.0).view(7, 5),
+    "model.b": torch.arange(6.0, dtype=torch.bfloat16),
+    "optim.a.step": torch.tensor(3.0),
+    "model.one": torch.arange(4.0).view(1, 4),
+}
+
+
+def write(folder: Path, state: dict[str, torch.Tensor], rank: int = 0, world_size: int = 1) -> None:
+    slices = owned_slices(state, rank, world_size)
+    for number, names in enumerate(group_by_size(slices)):
+        path = folder / f"part-{rank}-{number}.safetensors"
+        checksum = write_tensors(path, {name: slices[name] for name in names})
+        assert checksum == crc32c(path)
+
+
+def check(folder: Path, state: dict[str, torch.Tensor]) -> None:
+    found = read_headers(sorted(folder.glob("*.safetensors")))
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        assert full_shape(found[name]) == tensor.shape
+        assert are_tiles(found[name], tensor.shape)
+        read = torch.zeros_like(tensor)
+        read_into(read, Source(found[name]))
+        assert read.equal(tensor)
+
+
+ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@ALONE
+def test_what_is_written_is_read_back_by_us_by_pytorch_and_by_safetensors(tmp_path: Path) -> None:
+    write(tmp_path, STATE)
+    check(tmp_path, STATE)
+    (path,) = tmp_path.iterdir()
+    assert all(tensor.equal(STATE[name]) for name, tensor in load_file(path).items())
+    read = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+    dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert all(read[name].equal(tensor) for name, tensor in STATE.items())
+
+
+@ALONE
+def test_pytorchs_own_sharded_files_are_read(tmp_path: Path) -> None:
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
+    dcp.save(dict(STATE), storage_writer=writer, no_dist=True)
+    check(tmp_path, STATE)
+
+
+LAYOUTS = {"1x2": (1, 2), "2x1": (2, 1), "2x2": (2, 2), "1x3": (1, 3)}
+
+
+def write_sharded(world: World, folder: Path, layout: tuple[int, int]) -> None:
+    mesh = init_device_mesh("cpu", layout, mesh_dim_names=("replicate", "shard"))
+    state = {
+        name: distribute_tensor(tensor, mesh, [Replicate(), Shard(0)]) if tensor.dim() else tensor
+        for name, tensor in STATE.items()
+    }
+    write(folder, state, world.rank, world.size)
+    world.all_gather_object(None)
+    for name, tensor in state.items():
+        tensor_files = read_headers(sorted(folder.glob("*.safetensors")))
+        read = torch.zeros_like(tensor)
+        read_into(read, Source(tensor_files[name]))
+        assert (read.full_tensor() if tensor.dim() else read).equal(STATE[name])  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_write_each_slice_once(layout: str, tmp_path: Path) -> None:
+    replicate, shard = LAYOUTS[layout]
+    run_ranks(replicate * shard, write_sharded, tmp_path, LAYOUTS[layout])
+    check(tmp_path, STATE)
+    values = sum(tensor.numel() for path in tmp_path.iterdir() for tensor in load_file(path).values())
+    assert values == sum(tensor.numel() for tensor in STATE.values())
+
+
+def test_rows_of_a_fused_and_of_a_transposed_tensor_are_read(tmp_path: Path) -> None:
+    stored = torch.arange(60.0, dtype=torch.float16).view(6, 10)
+    save_file({"fused": stored}, tmp_path / "model.safetensors")
+    slices = read_headers([tmp_path / "model.safetensors"])["fused"]
+    rows, columns = torch.zeros(2, 10), torch.zeros(4, 6)
+    read_into(rows, Source(slices, start=3))
+    assert rows.equal(stored[3:5].float())
+    read_into(columns, Source(slices, start=5, transposed=True))
+    assert columns.equal(stored[:, 5:9].T.float())
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=5), st.lists(st.integers(1, 9), min_size=1, max_size=3), st.data()
+)
+def test_only_tiles_that_cover_a_tensor_once_are_accepted(rows: list[int], columns: list[int], data: Any) -> None:
+    tiles = []
+    for at, n in enumerate(rows):
+        for by, m in enumerate(columns):
+            tiles.append(TensorSlice(Path(), 0, torch.float32, (n, m), (sum(rows[:at]), sum(columns[:by]))))
+    shape = sum(rows), sum(columns)
+    assert are_tiles(data.draw(st.permutations(tiles)), shape)
+    victim = data.draw(st.sampled_from(tiles))
+    others = [tile for tile in tiles if tile is not victim]
+    assert not are_tiles(others, shape)
+    assert not are_tiles([*tiles, victim], shape)
+    moved = victim._replace(offsets=(victim.offsets[0] + 1, victim.offsets[1]))
+    assert not are_tiles([*others, moved], shape)
+    assert not are_tiles(tiles, (shape[0] + 1, shape[1]))
+
+
+def with_header(path: Path, header: bytes, data: bytes = bytes(64), length: int | None = None) -> Path:
+    path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + data)
+    return path
+
+
+ENTRY = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+HOSTILE: dict[str, tuple[bytes, int | None]] = {
+    "a length beyond the file": (b"{}", 2**40),
+    "the largest length": (b"{}", 2**64 - 1),
+    "a size of 2^60": (json.dumps({"a": ENTRY | {"shape": [2**60]}}).encode(), None),
+    "sizes whose product overflows": (json.dumps({"a": ENTRY | {"shape": [2**40, 2**40]}}).encode(), None),
+    "a negative offset": (json.dumps({"a": ENTRY | {"data_offsets": [-16, 0]}}).encode(), None),
+    "an end before its begin": (json.dumps({"a": ENTRY | {"data_offsets": [16, 0]}}).encode(), None),
+    "an end beyond the file": (json.dumps({"a": ENTRY | {"data_offsets": [56, 72]}}).encode(), None),
+    "overlapping tensors": (json.dumps({"a": ENTRY, "b": ENTRY | {"data_offsets": [8, 24]}}).encode(), None),
+    "a name given twice": (
+        b'{"a": ' + json.dumps(ENTRY).encode() + b', "a": ' + json.dumps(ENTRY).encode() + b"}",
+        None,
+    ),
+    "an unknown dtype": (json.dumps({"a": ENTRY | {"dtype": "F8"}}).encode(), None),
+    "a float as a size": (json.dumps({"a": ENTRY | {"shape": [4.0]}}).encode(), None),
+    "true as a size": (json.dumps({"a": ENTRY | {"shape": [True]}}).encode(), None),
+    "no shape": (b'{"a": {}}', None),
+    "a list": (b"[]", None),
+    "no JSON": (b"\xff{", None),
+    "deep nesting": (b"[" * 100_000, None),
+    "sharding that is no mapping": (
+        json.dumps({"__metadata__": {"DCP_SHARDING_INFO": "[1]"}, "a": ENTRY}).encode(),
+        None,
+    ),
+    "offsets of another rank": (
+        json.dumps({"__metadata__": {"DCP_SHARDING_INFO": '{"a": {"saved_offsets": [0, 0]}}'}, "a": ENTRY}).encode(),
+        None,
+    ),
+    "a name of a megabyte": (json.dumps({"a" * 2**20: ENTRY | {"dtype": "F8"}}).encode(), None),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_header_is_refused_in_one_short_line(case: str, tmp_path: Path) -> None:
+    header, length = HOSTILE[case]
+    path = with_header(tmp_path / "x.safetensors", header, length=length)
+    with pytest.raises(TensorFileError) as refused:
+        read_headers([path])
+    assert str(path) in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+def test_a_header_of_100_mb_is_refused_at_once_and_in_little_memory(tmp_path: Path) -> None:
+    path = with_header(tmp_path / "x.safetensors", b"[" + b"[]," * 33_000_000 + b"0]")
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with pytest.raises(TensorFileError):
+        read_headers([path])
+    assert time.monotonic() - start < 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+def test_links_and_fifos_are_not_opened(tmp_path: Path) -> None:
+    write(tmp_path, STATE)
+    (tmp_path / "link").symlink_to(next(tmp_path.glob("*.safetensors")))
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("link", "fifo"):
+        with pytest.raises(TensorFileError, match=name):
+            read_headers([tmp_path / name])
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**9))
+def test_random_damage_raises_nothing_else(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    write(folder, STATE)
+    (path,) = folder.iterdir()
+    content, draw = bytearray(path.read_bytes()), random.Random(seed)
+    for _ in range(draw.randint(1, 4)):
+        content[draw.randrange(len(content))] = draw.randrange(256)
+    path.write_bytes(content[: draw.randint(0, len(content))] if draw.random() < 0.3 else content)
+    with contextlib.suppress(TensorFileError):
+        for name, slices in read_headers([path]).items():
+            if are_tiles(slices, STATE.get(name, torch.zeros(())).shape):
+                read_into(torch.zeros(full_shape(slices), dtype=slices[0].dtype), Source(slices))
