@@ -84,7 +84,7 @@ class Hyperparameters(
     DataConfig,
     ModelConfig,
 ):
-    """Every key of `hyperparameters:`. A part is passed all of them and reads those of its own config."""
+    """Every key of `hyperparameters:`. A part is passed all of them and reads the keys of its config class."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

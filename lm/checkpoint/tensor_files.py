@@ -5,7 +5,7 @@ that one rank owns, and the header's metadata says at which offsets of the full 
 `HuggingFaceStorageReader` and every safetensors tool open the files. A folder of Hugging Face weights is the same
 without offsets.
 
-The library serializes a file in memory before it writes; here a file is streamed, and its checksum taken on the way.
+The library serializes a file in memory before it writes; here the slices are written one after the other, and the checksum is computed meanwhile.
 """
 
 from __future__ import annotations
