@@ -175,7 +175,9 @@ def build(run: Run, setup: Setup) -> Training:
             device, world, hp.flops_per_token(hp.max_seq_len), peak_flops(device, setup.dtype)
         ),
         logger=logger,
-        preemption=PreemptionHandler(world, lambda: world.rank == 0 and context.preempt.should_preempt(auto_ack=False)),
+        preemption=PreemptionHandler(
+            world, lambda: bool(run.info) and world.rank == 0 and context.preempt.should_preempt(False)
+        ),
     )
 
 
