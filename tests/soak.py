@@ -315,9 +315,8 @@ def lines(folder: Path) -> Lines:
 
 
 def final_files(folder: Path) -> dict[str, Any]:
-    """Sizes and checksums in the last checkpoint; `.metadata` also holds the directory's name."""
-    records = json.loads((checkpoints(folder)[STEPS] / "manifest.json").read_text())["files"]
-    return {name: record for name, record in records.items() if name != ".metadata"}
+    """Sizes and checksums in the last checkpoint."""
+    return json.loads((checkpoints(folder)[STEPS] / "manifest.json").read_text())["files"]
 
 
 def differences(reference: Path, folder: Path, complete: bool) -> list[str]:

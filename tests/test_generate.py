@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_is_refused_by_file(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "copy")
-    shard = tmp_path / "copy" / "__1_0.distcp"
+    shard = tmp_path / "copy" / "model-00001-00000.safetensors"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)

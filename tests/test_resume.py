@@ -40,9 +40,8 @@ def losses(folder: Path, group: str = "training") -> dict[int, Any]:
 
 
 def files(path: Path) -> dict[str, Any]:
-    """Size and checksum of every tensor file; `.metadata` also holds the directory's name."""
-    records = json.loads((path / "manifest.json").read_text())["files"]
-    return {name: record for name, record in records.items() if name != ".metadata"}
+    """Size and checksum of every file."""
+    return json.loads((path / "manifest.json").read_text())["files"]
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:

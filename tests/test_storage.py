@@ -26,12 +26,12 @@ from lm.determined.context import TorchDistributedContext
 from lm.launch.environment import Launch
 from lm.launch.spawn import free_port
 from lm.runtime.world import World, join_world
-from tests.test_manifest import save, toy
+from tests.test_manifest import SHARDS, save, toy
 
 moto_server = pytest.importorskip("moto.server", reason="needs moto[server]")
 
 BUCKET = "checkpoints"
-FILES = [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "metadata.json"]
+FILES = ["manifest.json", "metadata.json", *SHARDS]
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def damage_each_download(
     manager, errors = context._storage_manager, []
     assert isinstance(manager, Machine)
     for victim in range(2):
-        for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        for name in SHARDS:
             manager.damages = name if world.rank == victim else None
             model = toy(-1)
             fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
@@ -152,7 +152,7 @@ def damage_each_download(
 
 def test_every_machine_verifies_its_download_and_all_ranks_refuse_together(endpoint: str, tmp_path: Path) -> None:
     for errors in on_two_machines(endpoint, tmp_path, damage_each_download):
-        assert len(errors) == 6
+        assert len(errors) == 4
         for victim, name, error in errors:
             assert error.startswith(f"{tmp_path}/machine-{victim}/")
             assert f"/{name}: damaged" in error

@@ -12,7 +12,6 @@ import socket
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,17 +19,12 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from determined import core
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.tensor import DTensor
 
-from lm.checkpoint.dcp_reader import Reader, first_failure
 from lm.checkpoint.manifest import (
     FORMAT,
-    INDEX,
     MANIFEST,
     CheckpointError,
     FileRecord,
@@ -43,6 +37,17 @@ from lm.checkpoint.manifest import (
     write_manifest,
 )
 from lm.checkpoint.retention import SavedCheckpoint, expired, list_saved, prune
+from lm.checkpoint.tensor_files import (
+    Source,
+    TensorFileError,
+    are_tiles,
+    full_shape,
+    group_by_size,
+    owned_slices,
+    read_headers,
+    read_into,
+    write_tensors,
+)
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.runtime.world import World
@@ -51,6 +56,9 @@ POLL_SECONDS = 1.0
 """Interval at which a rank that waits for its thread asks whether another rank failed."""
 
 SHARED = "checkpoints need a directory that all machines share"
+
+Staged = dict[str, dict[str, tuple[Tensor, tuple[int, ...]]]]
+"""The slices that this rank writes, in host memory, and their offsets: by object, e.g. "model", and tensor name."""
 
 
 class CheckpointConfig(BaseModel):
@@ -104,8 +112,7 @@ class Checkpointer:
         self._extra_files = extra_files
         self._thread_init = thread_init
         self._writes_in_place = context._storage_manager.store_path_is_direct_access()
-        staging = {"use_pinned_memory": torch.cuda.is_available(), "use_non_blocking_copy": torch.cuda.is_available()}
-        self._stager = DefaultStager(StagingOptions(use_shared_memory=False, use_async_staging=False, **staging))
+        self._buffers: dict[str, Tensor] = {}
         self._writing: tuple[threading.Thread, Future[tuple[int, str]]] | None = None
         self._saved: list[SavedCheckpoint] = []  # on a cluster: by this process, and the one it resumed from
         self._damaged: set[str] = set()
@@ -113,8 +120,7 @@ class Checkpointer:
     def save(self, state: Mapping[str, Stateful], run_info: RunInfo, progress: TrainingProgress) -> None:
         """Copy `state` to host memory and start to write it; `is_pending` until `commit`."""
         assert self._writing is None, "commit the previous checkpoint first"
-        staged = self._stager.stage(_named_tensors(state))
-        assert isinstance(staged, dict)
+        staged = self._stage(state)
         result: Future[tuple[int, str]] = Future()
 
         def write() -> None:
@@ -128,6 +134,21 @@ class Checkpointer:
         thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         thread.start()
         self._writing = thread, result
+
+    def _stage(self, state: Mapping[str, Stateful]) -> Staged:
+        """Copy the slices that this rank writes into host buffers, which every save reuses."""
+        staged: Staged = {part: {} for part in state}
+        for part, holder in state.items():
+            for name, (tensor, offsets) in owned_slices(holder.state_dict(), self.world.rank, self.world.size).items():
+                buffer = self._buffers.get(f"{part}.{name}")
+                if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                    self._buffers[f"{part}.{name}"] = buffer
+                buffer.copy_(tensor, non_blocking=True)
+                staged[part][name] = buffer, offsets
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return staged
 
     @property
     def is_pending(self) -> bool:
@@ -160,7 +181,7 @@ class Checkpointer:
             pass
         return result.result()
 
-    def _write(self, staged: dict[str, Tensor], run_info: RunInfo, progress: TrainingProgress) -> tuple[int, str]:
+    def _write(self, staged: Staged, run_info: RunInfo, progress: TrainingProgress) -> tuple[int, str]:
         metadata = {"steps_completed": progress.step}
         written = {"time": self._next_time() if self.world.rank == 0 else 0.0, "world_size": self.world.size}
         fields = dict(run_info) | dict(progress) | written | {"format": FORMAT, "files": {}}
@@ -188,43 +209,43 @@ class Checkpointer:
         saved = list_saved(self._directory)[0] if self._directory else self._saved
         return max([time.time(), *(entry.time + 1e-3 for entry in saved)])
 
-    def _write_files(self, path: Path, staged: dict[str, Tensor], manifest: Manifest) -> None:
+    def _write_files(self, path: Path, staged: Staged, manifest: Manifest) -> None:
         """Write all files of a checkpoint to `path`; if a rank fails, remove them and fail on all ranks."""
-        world, group = self.world, self.world.saver
-        total = sum(tensor.numel() * tensor.itemsize for tensor in staged.values())  # replicas are written once
-        per_rank = sum(_local(tensor).nbytes for tensor in staged.values())
-        needed = total if self._writes_in_place else min(total, per_rank * world.launch.local_size)
+        world, group, node = self.world, self.world.saver, self.world.launch.node_rank
+        own = sum(tensor.nbytes for slices in staged.values() for tensor, _ in slices.values())
+        per_rank = world.all_gather_object((node, own), group)
+        needed = sum(size for its_node, size in per_rank if self._writes_in_place or its_node == node)
 
         def check() -> None:
-            for name, tensor in staged.items():
-                local = _local(tensor)
-                if local.numel() and not torch.isfinite(torch.stack(torch.aminmax(local.detach()))).all():
-                    problem = f"{name} holds inf or NaN, so it is not saved and the last checkpoint is kept: lower lr"
-                    raise RunError(problem, keys=("lr",))
+            for part, slices in staged.items():
+                for name, (tensor, _) in slices.items():
+                    if not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+                        problem = f"{part}.{name} holds inf or NaN"
+                        remedy = "so it is not saved and the last checkpoint is kept: lower lr"
+                        raise RunError(f"{problem}, {remedy}", keys=("lr",))
             free = shutil.disk_usage(path).free
             if free < needed:
                 raise RunError(f"{path}: disk full: a checkpoint needs {needed:,} bytes, {free:,} are free")
 
         def write() -> dict[str, FileRecord]:
-            with _explained(path, needed):
-                # The tensors are on the host already, so there is nothing to copy ahead.
-                writer = dcp.FileSystemWriter(
-                    path, single_file_per_rank=True, sync_files=True, overwrite=False, per_thread_copy_ahead=0
-                )
-                dcp.save(staged, storage_writer=writer, process_group=group)
-                names = [file.name for file in path.glob(f"__{world.rank}_*")]
-                if world.rank == 0:
-                    for name, content in self._extra_files.items():
-                        write_durably(path / name, content)
-                    names += [INDEX, *self._extra_files]
-                return {name: record(path / name) for name in names}
+            files = {}
+            with _explained(path, world.rank, needed):
+                for part, slices in staged.items():
+                    for number, names in enumerate(group_by_size(slices)):
+                        file = path / f"{part}-{world.rank:05}-{number:05}.safetensors"
+                        checksum = write_tensors(file, {name: slices[name] for name in names})
+                        files[file.name] = FileRecord(bytes=file.stat().st_size, crc32c=checksum)
+                for name, content in self._extra_files.items() if world.rank == 0 else ():
+                    write_durably(path / name, content)
+                    files[name] = record(path / name)
+            return files
 
         def complete(files: dict[str, FileRecord]) -> None:
             missing = sorted(name for name in files if not (path / name).exists())
             if self._writes_in_place and missing:
                 problem = f"{missing[0]} was written, but {socket.gethostname()} cannot see it"
                 raise RunError(f"{path}: {problem}; {SHARED}")
-            with _explained(path, needed):
+            with _explained(path, world.rank, needed):
                 write_manifest(path, manifest.model_copy(update={"files": files}))
 
         def refuse_existing() -> None:
@@ -255,7 +276,7 @@ class Checkpointer:
             select: returns the objects to load for a manifest, or raises to refuse it.
 
         Raises:
-            CheckpointError: the checkpoint is damaged and no state changed, or it is malicious and some was loaded.
+            CheckpointError: the checkpoint is damaged; no state changed, unless a file was changed while it was read.
             ConfigError: its tensors differ from the objects'; lists every difference, no state changed.
         """
         place = Path(checkpoint) if Path(checkpoint).is_absolute() else self._directory and self._directory / checkpoint
@@ -267,10 +288,9 @@ class Checkpointer:
                 raise ConfigError(f"{path}: {problem}; {SHARED}")
             try:
                 manifest = self.world.all_or_none(lambda: self._verify(path))
-                tensors = _named_tensors(select(manifest))
-                reader = Reader(path, manifest)
-                self.world.all_or_none(lambda: reader.compare(tensors))
-                reader.load(tensors, process_group=self.world.control)
+                state = select(manifest)
+                sources = self.world.all_or_none(lambda: find_tensors(path, manifest, state))
+                self.world.all_or_none(lambda: _read_tensors(sources))
             except CheckpointError:
                 self._damaged.add(path.name)
                 raise
@@ -285,24 +305,60 @@ class Checkpointer:
         return manifest
 
 
-def _named_tensors(state: Mapping[str, Stateful]) -> dict[str, Tensor]:
-    return {f"{part}.{name}": tensor for part, holder in state.items() for name, tensor in holder.state_dict().items()}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+@contextmanager
+def _explained(path: Path, rank: int, needed: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(path).free
+        problem = f"rank {rank} cannot write: {error.strerror or error}"
+        raise RunError(f"{path}: {problem}; a checkpoint needs {needed:,} bytes, {free:,} are free") from None
 
 
 @contextmanager
-def _explained(path: Path, needed: int) -> Iterator[None]:
+def _as_checkpoint_error() -> Iterator[None]:
     try:
         yield
-    except (dcp.api.CheckpointException, OSError) as error:
-        cause = first_failure(error) if isinstance(error, dcp.api.CheckpointException) else str(error)
-        free = shutil.disk_usage(path).free  # DCP hides that a disk is full
-        raise RunError(
-            f"{path}: cannot be written, {cause}; a checkpoint needs {needed:,} bytes, {free:,} are free"
-        ) from None
+    except TensorFileError as error:
+        raise CheckpointError(*error.problems) from None
+
+
+@_as_checkpoint_error()
+def find_tensors(
+    directory: Path, manifest: Manifest, state: Mapping[str, Stateful]
+) -> dict[str, tuple[Tensor, Source]]:
+    """Return each tensor of `state` and its slices in the checkpoint, by "object.tensor"; no values are read.
+
+    Raises:
+        CheckpointError: a file's header is damaged, or slices do not cover their tensor exactly once.
+        ConfigError: lists every tensor that is missing, unexpected, or of another shape or dtype.
+    """
+    found: dict[str, tuple[Tensor, Source]] = {}
+    problems: list[str] = []
+    for part, wanted in ((part, tensors) for part, holder in state.items() if (tensors := holder.state_dict())):
+        files = [directory / name for name in sorted(manifest.files) if name.startswith(f"{part}-")]
+        saved = read_headers(files)
+        problems += [f"{part}.{name}: only in the checkpoint" for name in saved if name not in wanted]
+        for name, tensor in wanted.items():
+            if not (slices := saved.get(name)):
+                problems.append(f"{part}.{name}: not in the checkpoint")
+                continue
+            shape, dtype = full_shape(slices), slices[0].dtype
+            if not are_tiles(slices, shape):
+                raise CheckpointError(f"{directory}: damaged: {part}.{name} is not covered exactly once by its slices")
+            if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
+                now = f"now {list(tensor.shape)} {tensor.dtype}"
+                problems.append(f"{part}.{name}: {list(shape)} {dtype} in the checkpoint, {now}")
+            found[f"{part}.{name}"] = tensor, Source(slices)
+    if problems:
+        raise ConfigError(f"{directory}: the tensors differ from the model's:", *problems)
+    return found
+
+
+@_as_checkpoint_error()
+def _read_tensors(sources: Mapping[str, tuple[Tensor, Source]]) -> None:
+    for tensor, source in sources.values():
+        read_into(tensor, source)
 
 
 def load_weights(directory: Path, model: nn.Module) -> None:
@@ -314,9 +370,4 @@ def load_weights(directory: Path, model: nn.Module) -> None:
     """
     manifest = read_manifest(directory)
     verify(directory, manifest)
-    weights = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
-    reader = Reader(directory, manifest)
-    reader.compare(weights)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # no_dist asks for that
-        reader.load(weights, no_dist=True)
+    _read_tensors(find_tensors(directory, manifest, {"model": model}))

@@ -1,10 +1,18 @@
-"""Checkpoint manifest: the format on disk, and integrity checks that trust nothing in the directory.
+"""Checkpoint format, and integrity checks that trust nothing in the directory.
 
-A checkpoint is a directory of PyTorch distributed checkpoint (DCP) files plus `manifest.json`, which is written last.
-The manifest holds all state except tensors, the size and CRC-32C of every file, and a checksum of itself. DCP unpickles
-its index `.metadata` without restrictions, follows paths out of the directory and verifies nothing. A directory is
-therefore loaded only if its manifest is intact, its files match the manifest, and its index refers only to tensors in
-those files.
+A checkpoint is a directory with these files:
+
+    model-RRRRR-NNNNN.safetensors     weights: the slices that rank R wrote, in files N of at most 2 GiB
+    optim-RRRRR-NNNNN.safetensors     optimizer state, e.g. moments
+    scaler-RRRRR-NNNNN.safetensors    loss scale, with float16
+    tokenizer.json etc.               the tokenizer, if it has files
+    manifest.json                     everything else, and the size and CRC-32C of every file; written last
+
+Tensors have the names of the `state_dict()` of their object: `PARAMETER`, `PARAMETER.KEY` of the optimizer, `scale`. No
+two objects share a name, so PyTorch's `HuggingFaceStorageReader` reads the directory, or the files of one object.
+
+A directory is loaded only if its manifest, which has a checksum of itself, is intact, its files match the manifest, and
+the slices of every tensor cover it exactly once. Only files that the manifest lists are opened; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -22,8 +30,7 @@ from lm.fileio import crc32c, sync_folder, write_durably
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-INDEX = ".metadata"
-FILE_NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata|tokenizer(_config)?\.json|chat_template\.jinja")
+FILE_NAME = re.compile(r"(model|optim|scaler)-\d{5}-\d{5}\.safetensors|tokenizer(_config)?\.json|chat_template\.jinja")
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -108,8 +115,6 @@ def read_manifest(directory: Path) -> Manifest:
         _refuse_symlink(directory)
         _refuse_symlink(path)
         manifest = _parse(path, path.read_bytes())
-        if INDEX not in manifest.files:
-            raise CheckpointError(f"{path}: does not list {INDEX}")
         for name, entry in manifest.files.items():
             if not FILE_NAME.fullmatch(name):
                 raise CheckpointError(f"{path}: lists {name!r}, which is not a checkpoint file")

@@ -5,7 +5,8 @@ that one rank owns, and the header's metadata says at which offsets of the full 
 `HuggingFaceStorageReader` and every safetensors tool open the files. A folder of Hugging Face weights is the same
 without offsets.
 
-The library serializes a file in memory before it writes; here the slices are written one after the other, and the checksum is computed meanwhile.
+The safetensors library serializes a file in memory before it writes. Here slices are written one after the other, and
+the checksum is computed meanwhile.
 """
 
 from __future__ import annotations
@@ -141,13 +142,16 @@ def read_headers(paths: Iterable[Path]) -> dict[str, list[TensorSlice]]:
     """Return the slices in the files `paths`, by tensor name, after checking that each lies inside its file.
 
     Raises:
-        TensorFileError: a file cannot be opened, or its header is damaged or hostile.
+        TensorFileError: a file cannot be opened, its header is damaged or hostile, or slices do not fit together.
     """
     found: dict[str, list[TensorSlice]] = {}
     for path in paths:
         try:
             for name, piece in _read_header(path):
-                found.setdefault(name, []).append(piece)
+                pieces = found.setdefault(name, [])
+                pieces.append(piece)
+                if (piece.dtype, len(piece.shape)) != (pieces[0].dtype, len(pieces[0].shape)):
+                    raise ValueError(f"{name[:80]}: its slices differ in dtype or in number of dimensions")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
             raise TensorFileError(f"{path}: damaged header: {problem[:200]}") from None

@@ -7,7 +7,7 @@ SOURCE is a directory with config.json and safetensors files, or a name on the H
 checkpoint of step 0 to OUT: `init_from: OUT` starts a run with its weights. CHECKPOINT is a checkpoint or run
 directory, written by any number of ranks; an export writes a directory to OUT that `from_pretrained` loads.
 
-Both convert a few MiB at a time, so that memory does not grow with the model, and write to a temporary directory
+An import holds 256 MiB in memory, an export the largest tensor. Both write to a temporary directory
 that is renamed when it is complete. No pickle is read from SOURCE.
 """
 
@@ -20,36 +20,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.utils import _create_file_view
 from tqdm import tqdm
 
-from lm.checkpoint.dcp_reader import Reader
-from lm.checkpoint.manifest import (
-    FORMAT,
-    INDEX,
-    CheckpointError,
-    Manifest,
-    read_manifest,
-    record,
-    verify,
-    write_manifest,
-)
+from lm.checkpoint.checkpointer import find_tensors
+from lm.checkpoint.manifest import FORMAT, FileRecord, Manifest, read_manifest, record, verify, write_manifest
 from lm.checkpoint.resume import find_checkpoint
+from lm.checkpoint.tensor_files import read_into, write_tensors
 from lm.data.tokenizer import END_OF_TEXT, FILE, ByteTokenizer, FileTokenizer, Tokenizer, read_files, tokenizer_of
 from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.fileio import write_durably
@@ -59,9 +39,9 @@ from lm.hf.weights import DTYPES, Weights, find_source, open_files, read_json, w
 from model import ModelConfig, Transformer
 
 CHUNK_BYTES = 8 << 20
-"""Chunk size in an imported checkpoint. A rank reads every chunk that its shard overlaps, so chunks are small."""
-FILE_BYTES = 1 << 30
-"""File size in an imported checkpoint. DCP's writer keeps one chunk per tensor of a file in memory."""
+"""Size of the rows that are compared at once."""
+FILE_BYTES = 1 << 28
+"""File size in an imported checkpoint. One file is in memory at a time."""
 
 
 @oserror_as_config_error
@@ -95,50 +75,29 @@ def _drafted(out: Path, needed: int) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-class _StreamingPlanner(DefaultSavePlanner):
-    """Save planner that reads each chunk when DCP's writer is about to write it."""
-
-    def __init__(self, weights: Weights, slices: Mapping[str, tuple[TensorSlice, ...]], progress: tqdm[Any]) -> None:
-        super().__init__()
-        self._weights = weights
-        self._slices = slices
-        self._progress = progress
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        assert write_item.tensor_data is not None
-        assert write_item.index.offset is not None
-        shape = write_item.tensor_data.chunk.sizes
-        name, first = write_item.index.fqn.removeprefix("model."), write_item.index.offset[0]
-        chunk = torch.empty(shape)
-        for part in self._slices[name]:
-            start, stop = max(first, part.start), min(first + shape[0], part.stop)
-            if start < stop:
-                chunk[start - first : stop - first] = self._weights.rows(part, start - part.start, stop - part.start)
-        if not torch.isfinite(torch.stack(torch.aminmax(chunk))).all():
-            raise RunError(f"{name}: contains inf or NaN; download the weights again, or use others")
-        self._progress.update(chunk.nbytes)
-        return chunk
-
-
-def _plans(shapes: Mapping[str, tuple[int, ...]]) -> list[SavePlan]:
-    """Return one save plan per file, as if each file were written by one rank."""
-    plans: list[list[WriteItem]] = [[]]
+def _files(
+    weights: Weights, slices: Mapping[str, tuple[TensorSlice, ...]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[dict[str, tuple[Tensor, tuple[int, ...]]]]:
+    """Yield the content of each file: rows of our parameters in float32, and their offsets."""
+    content: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
     filled = 0
     for name, shape in shapes.items():
         row_bytes = 4 * torch.Size(shape[1:]).numel()
-        step = max(1, CHUNK_BYTES // row_bytes)
-        for start in range(0, shape[0], step):
-            rows = min(step, shape[0] - start)
-            offsets = torch.Size((start, *(0 for _ in shape[1:])))
-            chunk = ChunkStorageMetadata(offsets, torch.Size((rows, *shape[1:])))
-            data = TensorWriteData(chunk, TensorProperties(dtype=torch.float32), torch.Size(shape))
-            index = MetadataIndex(f"model.{name}", offsets)
-            plans[-1].append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-            filled += rows * row_bytes
-            if filled >= FILE_BYTES:
-                plans.append([])
-                filled = 0
-    return [SavePlan(items) for items in plans if items]
+        step = max(1, FILE_BYTES // row_bytes)
+        for first in range(0, shape[0], step):
+            rows = torch.empty((min(step, shape[0] - first), *shape[1:]))
+            for part in slices[name]:
+                start, stop = max(first, part.start), min(first + len(rows), part.stop)
+                if start < stop:
+                    rows[start - first : stop - first] = weights.rows(part, start - part.start, stop - part.start)
+            if not torch.isfinite(torch.stack(torch.aminmax(rows))).all():
+                raise RunError(f"{name}: contains inf or NaN; download the weights again, or use others")
+            if content and filled + rows.nbytes > FILE_BYTES:
+                yield content
+                content, filled = {}, 0
+            content[name] = rows, (first, *(0 for _ in shape[1:]))
+            filled += rows.nbytes
+    yield content
 
 
 def import_model(
@@ -164,22 +123,17 @@ def import_model(
     weights.compare(folder, wanted)
     tokenizer = _find_tokenizer(folder, config.vocab_size, log)
     extra_files = tokenizer.files if tokenizer else {}
-    shapes = _shapes(config)
     total = 4 * config.n_parameters
     with _drafted(out, total) as draft, tqdm(total=total, unit="B", unit_scale=True, disable=None) as progress:
-        # Without collectives it needs no process group. One thread, no copies in advance.
-        writer = dcp.FileSystemWriter(draft, per_thread_copy_ahead=0)
-        writer.set_up_storage_writer(is_coordinator=True)
-        plans, index = create_default_global_save_plan(_plans(shapes))
-        planner = _StreamingPlanner(weights, slices, progress)
-        try:
-            written = [writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)]
-            writer.finish(index, written)
-        except RuntimeError as error:  # raised by PyTorch if a write fails
-            raise RunError(f"{out}: cannot be written: {str(error).splitlines()[0]}") from None
-        for name, content in extra_files.items():
-            write_durably(draft / name, content)
-        names = [*(path.name for path in draft.glob("*.distcp")), INDEX, *extra_files]
+        files: dict[str, FileRecord] = {}
+        for number, content in enumerate(_files(weights, slices, _shapes(config))):
+            path = draft / f"model-00000-{number:05}.safetensors"
+            checksum = write_tensors(path, content)
+            files[path.name] = FileRecord(bytes=path.stat().st_size, crc32c=checksum)
+            progress.update(sum(rows.nbytes for rows, _ in content.values()))
+        for name, extra in extra_files.items():
+            write_durably(draft / name, extra)
+            files[name] = record(draft / name)
         model = config.model_dump(mode="json")
         manifest = Manifest(
             format=FORMAT,
@@ -196,7 +150,7 @@ def import_model(
             data={"train": f"weights of {source}, imported"},
             loss_scaled=False,
             trial_id=None,
-            files={name: record(draft / name) for name in names},
+            files=files,
         )
         write_manifest(draft, manifest)
     return manifest
@@ -274,21 +228,19 @@ def export_model(where: Path, out: Path, dtype: str = "float32") -> int:
         tokenizer = ByteTokenizer() if manifest.tokenizer == ByteTokenizer.identity else tokenizer_of(folder)
     specials = (tokenizer.eos_id, tokenizer.bos_id) if tokenizer else (None, None)
     raw = families.write_config(config, dtype, *specials)
-    reader = Reader(folder, manifest)
-    reader.compare({f"model.{name}": torch.empty(shape, device="meta") for name, shape in _shapes(config).items()})
-    index = reader.read_metadata()
+    with torch.device("meta"):
+        sources = find_tensors(folder, manifest, {"model": Transformer(config)})
     slices = families.layout(family, config)
     total = DTYPES[dtype][1].itemsize * config.n_parameters
     with _drafted(out, total) as draft, tqdm(total=total, unit="B", unit_scale=True, disable=None) as progress:
         with ExitStack() as files:
             slots = open_files(draft, [part for parts in slices.values() for part in parts], dtype, files)
             for name, parts in slices.items():
-                chunks = _chunks(folder, index, f"model.{name}")
-                if parts[0].transposed:  # a chunk of rows would be columns in the file; these tensors are small
-                    chunks = iter([(0, torch.cat([chunk for _, chunk in chunks]))])
-                for first, chunk in chunks:
-                    for part in parts:
-                        progress.update(write_rows(slots[part.name], part, first, chunk, DTYPES[dtype][1]))
+                meta, source = sources[f"model.{name}"]
+                tensor = torch.empty(meta.shape)
+                read_into(tensor, source)
+                for part in parts:
+                    progress.update(write_rows(slots[part.name], part, 0, tensor, DTYPES[dtype][1]))
         (draft / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
         for name, content in (_tokenizer_files(tokenizer) if tokenizer else {}).items():
             (draft / name).write_bytes(content)
@@ -311,17 +263,3 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     end = tokenizers.Tokenizer.from_buffer(files[FILE]).id_to_token(tokenizer.eos_id)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
     return {"tokenizer_config.json": json.dumps(settings, indent=2).encode()} | files
-
-
-def _chunks(folder: Path, index: Metadata, name: str) -> Iterator[tuple[int, Tensor]]:
-    """Yield the saved chunks of a tensor in order, each with the index of its first row."""
-    entry = index.state_dict_metadata[name]
-    assert isinstance(entry, TensorStorageMetadata)
-    for chunk in sorted(entry.chunks, key=lambda chunk: tuple(chunk.offsets)):
-        place = index.storage_data[MetadataIndex(name, chunk.offsets)]
-        with (folder / place.relative_path).open("rb") as file:
-            view: Any = _create_file_view(file, place.offset, place.length)
-            tensor = torch.load(view, map_location="cpu", weights_only=True)
-        if not isinstance(tensor, Tensor) or tensor.shape != chunk.sizes or any(chunk.offsets[1:]):
-            raise CheckpointError(f"{folder}: {name} differs from its index")
-        yield chunk.offsets[0], tensor

@@ -72,8 +72,8 @@ def check(shown: Shown, hyperparameters: Mapping[str, Any], ranks: int) -> None:
     assert all(map(math.isfinite, values(shown.validation.values()))), "validation metrics"
     assert set(shown.checkpoints) == saves
     for files in shown.checkpoints.values():
-        shards = {f"__{rank}_0.distcp" for rank in range(ranks)}
-        assert files.keys() == shards | {".metadata", "manifest.json", "metadata.json"}
+        shards = {f"{part}-{rank:05}-00000.safetensors" for rank in range(ranks) for part in ("model", "optim")}
+        assert files.keys() == shards | {"manifest.json", "metadata.json"}
         assert all(files.values())
     if shown.progress is not None:
         assert shown.progress == 1.0

@@ -178,7 +178,7 @@ def test_a_preempted_and_killed_trial_has_the_losses_and_weights_of_an_uninterru
     assert len({m["run"] for m in again}) == 3
     assert uninterrupted[1].items() <= losses(master, 2, "validation").items()
     weights = [
-        {name: record for name, record in manifest.files.items() if name.endswith(".distcp")}
+        {name: record for name, record in manifest.files.items() if name.endswith(".safetensors")}
         for manifest in (read_manifest(master.storage / saved(master, number)[24]) for number in (1, 2))
     ]
     assert weights[0] == weights[1]
