@@ -340,7 +340,7 @@ def fill_the_disk(world: World, folder: Path) -> tuple[str, str | None]:
 
 
 def test_a_disk_that_fills_up_during_a_save_keeps_no_partial_checkpoint(small_disk: Callable[[int], Path]) -> None:
-    disk = small_disk(56)
+    disk = small_disk(36)
     for good, error in run_ranks(2, fill_the_disk, disk):
         assert error is not None
         assert "rank " in error
