@@ -1,7 +1,7 @@
 """Decoder-only Transformer in plain PyTorch.
 
-The default is the architecture of Determined's FSDP example: learned positions, LayerNorm, a ReLU feed-forward
-network, fused query-key-value. Other configurations are GPT-2 (GELU, tied embeddings, dropout) and Llama / Mistral
+The default is the architecture of Determined's FSDP example: learned positions, LayerNorm and a ReLU feed-forward
+network. Other configurations are GPT-2 (GELU, tied embeddings, dropout) and Llama / Mistral
 (RoPE, RMSNorm, SwiGLU, grouped-query attention, sliding window).
 
 Reading order: `ModelConfig`, then `Transformer.forward`, then the modules above it. The module has no ranks, meshes
@@ -296,18 +296,18 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.layer = layer
-        d, kv = config.d_model, config.kv_heads * config.head_dim
-        self.qkv = nn.Linear(d, d + 2 * kv, bias=config.bias == "all")
-        self.output = nn.Linear(d, d, bias=config.bias == "all")
+        d, kv, bias = config.d_model, config.kv_heads * config.head_dim, config.bias == "all"
+        self.q_proj = nn.Linear(d, d, bias=bias)
+        self.k_proj = nn.Linear(d, kv, bias=bias)
+        self.v_proj = nn.Linear(d, kv, bias=bias)
+        self.o_proj = nn.Linear(d, d, bias=bias)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None) -> Tensor:  # (B, T, D) -> (B, T, D)
         c = self.config
         batch, length, _ = x.shape
-        kv = c.kv_heads * c.head_dim
-        q, k, v = self.qkv(x).split([c.d_model, kv, kv], dim=-1)
-        q = q.view(batch, length, c.n_heads, c.head_dim).transpose(1, 2)  # B H T K
-        k = k.view(batch, length, c.kv_heads, c.head_dim).transpose(1, 2)  # B G T K
-        v = v.view(batch, length, c.kv_heads, c.head_dim).transpose(1, 2)
+        q = self.q_proj(x).view(batch, length, c.n_heads, c.head_dim).transpose(1, 2)  # B H T K
+        k = self.k_proj(x).view(batch, length, c.kv_heads, c.head_dim).transpose(1, 2)  # B G T K
+        v = self.v_proj(x).view(batch, length, c.kv_heads, c.head_dim).transpose(1, 2)
         if inputs.rope is not None:
             q, k = rotate(q, inputs.rope), rotate(k, inputs.rope)
         if cache is not None:
@@ -323,7 +323,7 @@ class Attention(nn.Module):
             dropout = c.dropout if self.training else 0.0
             gqa = grouped and not inputs.repeat_kv
             y = F.scaled_dot_product_attention(q, k, v, inputs.mask, dropout, inputs.causal, enable_gqa=gqa)
-        return self.output(y.transpose(1, 2).reshape(batch, length, c.d_model))
+        return self.o_proj(y.transpose(1, 2).reshape(batch, length, c.d_model))
 
 
 class FeedForward(nn.Module):
@@ -332,17 +332,17 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.kind = config.ffn
-        bias = config.bias != "none"
-        gated = 2 if config.ffn == "swiglu" else 1
-        self.up = nn.Linear(config.d_model, gated * config.ffn_width, bias=bias)  # swiglu: gate, then up
-        self.down = nn.Linear(config.ffn_width, config.d_model, bias=bias)
+        d, f, bias = config.d_model, config.ffn_width, config.bias != "none"
+        if config.ffn == "swiglu":
+            self.gate_proj = nn.Linear(d, f, bias=bias)
+        self.up_proj = nn.Linear(d, f, bias=bias)
+        self.down_proj = nn.Linear(f, d, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
-        x = self.up(x)
         if self.kind == "swiglu":
-            gate, x = x.chunk(2, dim=-1)
-            return self.down(F.silu(gate) * x)
-        return self.down(F.relu(x) if self.kind == "relu" else F.gelu(x, approximate="tanh"))
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        x = self.up_proj(x)
+        return self.down_proj(F.relu(x) if self.kind == "relu" else F.gelu(x, approximate="tanh"))
 
 
 class Block(nn.Module):
@@ -601,10 +601,10 @@ class Transformer(nn.Module):
             return "constant", 0.0
         if module.endswith("norm"):
             return "constant", 1.0
-        to_stream = name.endswith(("attention.output.weight", "ffn.down.weight"))
+        to_stream = module in ("o_proj", "down_proj")
         if c.positions == "learned" and not c.tie_embeddings:
             if module == "positions":
                 return "constant", 0.0
-            inputs = c.ffn_width if name.endswith("ffn.down.weight") else c.d_model
+            inputs = c.ffn_width if module == "down_proj" else c.d_model
             return "normal", 1.0 if module == "tokens" else 1 / math.sqrt(3 * inputs)
         return "normal", 0.02 / math.sqrt(2 * c.n_layers) if to_stream else 0.02

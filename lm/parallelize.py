@@ -98,7 +98,7 @@ def memory_bytes(model: ModelConfig, shards: int, batch_size: int, seq_len: int)
     d, f, kv = model.d_model, model.ffn_width, model.kv_heads * model.head_dim
     block = 2 * (4 * d + 2 * kv + {"swiglu": 4, "gelu": 2, "relu": 1}[model.ffn] * f)
     block += (16 if model.norm == "rmsnorm" else 4) * d  # PyTorch's RMSNorm saves its input and output in float32
-    block += 2 * (2 * d + kv) if model.positions == "rope" else 0
+    block += 2 * d if model.positions == "rope" else 0  # the rotated queries make the attention's output a copy
     tokens = batch_size * seq_len
     logits = 10 * min(tokens * model.vocab_size, LOSS_CHUNK["cuda"])
     return {

@@ -220,11 +220,11 @@ def original_logits(weights: dict[str, Tensor], tokens: Tensor, layers: int, hea
     for i in range(layers):
         b = f"blocks.{i}."
         h = F.layer_norm(x, (d,), w[b + "attention_norm.weight"], w[b + "attention_norm.bias"])
-        q, k, v = (by_head(part, heads) for part in (h @ w[b + "attention.qkv.weight"].T).split(d, dim=-1))
-        x = x + plain_attention(q, k, v).transpose(1, 2).flatten(2) @ w[b + "attention.output.weight"].T
+        q, k, v = (by_head(h @ w[f"{b}attention.{part}_proj.weight"].T, heads) for part in "qkv")
+        x = x + plain_attention(q, k, v).transpose(1, 2).flatten(2) @ w[b + "attention.o_proj.weight"].T
         h = F.layer_norm(x, (d,), w[b + "ffn_norm.weight"], w[b + "ffn_norm.bias"])
-        h = torch.relu(h @ w[b + "ffn.up.weight"].T + w[b + "ffn.up.bias"])
-        x = x + h @ w[b + "ffn.down.weight"].T + w[b + "ffn.down.bias"]
+        h = torch.relu(h @ w[b + "ffn.up_proj.weight"].T + w[b + "ffn.up_proj.bias"])
+        x = x + h @ w[b + "ffn.down_proj.weight"].T + w[b + "ffn.down_proj.bias"]
     h = F.layer_norm(x, (d,), w["head.norm.weight"], w["head.norm.bias"])
     return h @ w["head.output.weight"].T
 
@@ -247,7 +247,7 @@ def llama_logits(
     weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig, frequencies: Tensor | None = None
 ) -> Tensor:
     """Llama, written out: RMSNorm, RoPE, grouped queries by explicit repetition, SwiGLU."""
-    w, d, kv = weights, config.d_model, config.kv_heads * config.head_dim
+    w = weights
     if frequencies is None:
         frequencies = config.rope_theta ** -(torch.arange(0, config.head_dim, 2).double() / config.head_dim)
 
@@ -258,7 +258,7 @@ def llama_logits(
     for i in range(config.n_layers):
         b = f"blocks.{i}."
         h = rms_norm(x, w[b + "attention_norm.weight"])
-        q, k, v = (h @ w[b + "attention.qkv.weight"].T).split([d, kv, kv], dim=-1)
+        q, k, v = (h @ w[f"{b}attention.{part}_proj.weight"].T for part in "qkv")
         q = rotate_half(by_head(q, config.n_heads), frequencies)
         k = rotate_half(by_head(k, config.kv_heads), frequencies)
         k, v = (
@@ -266,9 +266,10 @@ def llama_logits(
             for part in (k, by_head(v, config.kv_heads))
         )
         attended = plain_attention(q, k, v, config.sliding_window)
-        x = x + attended.transpose(1, 2).flatten(2) @ w[b + "attention.output.weight"].T
-        gate, up = (rms_norm(x, w[b + "ffn_norm.weight"]) @ w[b + "ffn.up.weight"].T).chunk(2, dim=-1)
-        x = x + (gate * torch.sigmoid(gate) * up) @ w[b + "ffn.down.weight"].T
+        x = x + attended.transpose(1, 2).flatten(2) @ w[b + "attention.o_proj.weight"].T
+        h = rms_norm(x, w[b + "ffn_norm.weight"])
+        gate, up = h @ w[b + "ffn.gate_proj.weight"].T, h @ w[b + "ffn.up_proj.weight"].T
+        x = x + (gate * torch.sigmoid(gate) * up) @ w[b + "ffn.down_proj.weight"].T
     return rms_norm(x, w["head.norm.weight"]) @ w["head.output.weight"].T
 
 
@@ -329,14 +330,14 @@ def test_gpt2_is_pre_norm_with_tanh_gelu_biases_everywhere_and_a_tied_output() -
     for i in range(2):
         b = f"blocks.{i}."
         h = F.layer_norm(x, (d,), w[b + "attention_norm.weight"], w[b + "attention_norm.bias"])
-        h = h @ w[b + "attention.qkv.weight"].T + w[b + "attention.qkv.bias"]
-        q, k, v = (by_head(part, 4) for part in h.split(d, dim=-1))
+        parts = ((w[f"{b}attention.{part}_proj.weight"], w[f"{b}attention.{part}_proj.bias"]) for part in "qkv")
+        q, k, v = (by_head(h @ weight.T + bias, 4) for weight, bias in parts)
         attended = plain_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + attended @ w[b + "attention.output.weight"].T + w[b + "attention.output.bias"]
+        x = x + attended @ w[b + "attention.o_proj.weight"].T + w[b + "attention.o_proj.bias"]
         h = F.layer_norm(x, (d,), w[b + "ffn_norm.weight"], w[b + "ffn_norm.bias"])
-        h = h @ w[b + "ffn.up.weight"].T + w[b + "ffn.up.bias"]
+        h = h @ w[b + "ffn.up_proj.weight"].T + w[b + "ffn.up_proj.bias"]
         h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-        x = x + h @ w[b + "ffn.down.weight"].T + w[b + "ffn.down.bias"]
+        x = x + h @ w[b + "ffn.down_proj.weight"].T + w[b + "ffn.down_proj.bias"]
     h = F.layer_norm(x, (d,), w["head.norm.weight"], w["head.norm.bias"])
     expected = h @ w["embedding.tokens.weight"].T
     torch.testing.assert_close(model(tokens), expected, rtol=1e-4, atol=1e-4)
@@ -520,7 +521,7 @@ def test_gpt2_and_llama_scale_down_matrices_that_write_to_the_residual_stream(st
     model = on_meta(ModelConfig.model_validate(STYLES[style]))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
-            writes = name.endswith(("attention.output.weight", "ffn.down.weight"))
+            writes = name.endswith(("attention.o_proj.weight", "ffn.down_proj.weight"))
             assert model.init_rule(name) == ("normal", 0.02 / math.sqrt(2 * 2) if writes else 0.02), name
 
 
