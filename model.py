@@ -1,15 +1,16 @@
 """Decoder-only Transformer in plain PyTorch.
 
 The default is the architecture of Determined's FSDP example: learned positions, LayerNorm and a ReLU feed-forward
-network. Other configurations are GPT-2 (GELU, tied embeddings, dropout) and Llama / Mistral
-(RoPE, RMSNorm, SwiGLU, grouped-query attention, sliding window).
+network. Other configurations are GPT-2 (GELU, tied embeddings, dropout), Llama and Mistral (RoPE, RMSNorm, SwiGLU,
+grouped-query attention, sliding window), Qwen2 and Qwen3 (biases on query, key and value; norms on query and key) and
+OLMo 2 (norms after the sublayers).
 
 Reading order: `ModelConfig`, then `Transformer.forward`, then the modules above it. The module has no ranks, meshes
 or precision policies. A trainer reads the structure from `Transformer.fsdp_units`, `Transformer.init_rule` and
 `ModelConfig.flops_per_token`.
 
 Shapes: B batch, T sequence length, S keys attended to (cached ones included), D d_model, H query heads,
-G key-value heads, K head_dim, F d_ff, V vocab_size.
+G key-value heads, K head_width, F d_ff, V vocab_size.
 """
 
 from __future__ import annotations
@@ -65,6 +66,12 @@ _LLAMA32_ROPE = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0
 _LLAMA32_ROPE |= {"original_max_position_embeddings": 8192}
 _LLAMA32 = _LLAMA3 | {"d_ff": 8192, "tie_embeddings": True, "rope_scaling": _LLAMA32_ROPE}
 
+_QWEN = {"rope_theta": 1000000.0, "norm_eps": 1e-6, "vocab_size": 151936}
+_QWEN25 = _QWEN | {"bias": "qkv", "max_seq_len": 131072}
+_QWEN3 = _QWEN | {"n_kv_heads": 8, "head_dim": 128, "qk_norm": "head", "max_seq_len": 40960}
+_OLMO2 = {"vocab_size": 100352, "rope_theta": 500000.0, "norm_eps": 1e-6, "d_ff": 11008}
+_OLMO2 |= {"qk_norm": "projection", "norm_placement": "post"}
+
 PRESETS: dict[str, dict[str, Any]] = {
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-medium": _gpt2(1024, 24, 16),
@@ -79,6 +86,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3.2-3b": _llama(3072, 28, 24, **_LLAMA32),
     "codellama-7b": _llama(4096, 32, 32, vocab_size=32016, max_seq_len=16384, rope_theta=1000000.0),
     "mistral-7b": _llama(4096, 32, 32, n_kv_heads=8, d_ff=14336, max_seq_len=32768, sliding_window=4096),
+    "mistral-nemo-12b": _llama(
+        *(5120, 40, 32), n_kv_heads=8, head_dim=128, d_ff=14336, vocab_size=131072, max_seq_len=131072, rope_theta=1e6
+    ),
+    "qwen2.5-0.5b": _llama(
+        896, 24, 14, **_QWEN25 | {"max_seq_len": 32768}, n_kv_heads=2, d_ff=4864, tie_embeddings=True
+    ),
+    "qwen2.5-1.5b": _llama(1536, 28, 12, **_QWEN25, n_kv_heads=2, d_ff=8960, tie_embeddings=True),
+    "qwen2.5-7b": _llama(3584, 28, 28, **_QWEN25 | {"vocab_size": 152064}, n_kv_heads=4, d_ff=18944),
+    "qwen3-0.6b": _llama(1024, 28, 16, **_QWEN3, d_ff=3072, tie_embeddings=True),
+    "qwen3-1.7b": _llama(2048, 28, 16, **_QWEN3, d_ff=6144, tie_embeddings=True),
+    "qwen3-4b": _llama(2560, 36, 32, **_QWEN3, d_ff=9728, tie_embeddings=True),
+    "qwen3-8b": _llama(4096, 36, 32, **_QWEN3, d_ff=12288),
+    "olmo2-7b": _llama(4096, 32, 32, **_OLMO2),
 }
 
 
@@ -89,23 +109,32 @@ class ModelConfig(BaseModel):
 
     model: str | None = Field(None, description="preset that supplies the keys below that are not set")
     d_model: int = Field(512, gt=0, description="width of the residual stream")
-    n_heads: int = Field(8, gt=0, description="query heads per layer; divides d_model")
+    n_heads: int = Field(8, gt=0, description="query heads per layer; divides d_model if head_dim is null")
     n_layers: int = Field(4, gt=0, description="Transformer blocks")
     vocab_size: int = Field(32000, gt=1, description="token ids, 0 to vocab_size - 1")
     max_seq_len: int = Field(2048, gt=0, description="longest sequence, and the sequence length in training (tokens)")
     n_kv_heads: int | None = Field(None, gt=0, description="key-value heads; divides n_heads; null = n_heads")
+    head_dim: int | None = Field(None, gt=0, description="width of an attention head; null = d_model / n_heads")
     d_ff: int | None = Field(
         None, gt=0, description="inner width of the feed-forward network; null = 4 d_model, or Llama's rule for swiglu"
     )
-    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalisation before each sublayer")
+    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalisation of sublayers and output")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance in each norm")
+    norm_placement: Literal["pre", "post"] = Field(
+        "pre", description="normalise a sublayer's input (GPT, Llama), or its output before it is added (OLMo 2)"
+    )
+    qk_norm: Literal["none", "head", "projection"] = Field(
+        "none", description="RMSNorm of queries and keys: of each head (Qwen3), or of all heads together (OLMo 2)"
+    )
     positions: Literal["learned", "rope"] = Field("learned", description="learned table, or rotary embedding")
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotary wavelengths")
     rope_scaling: RopeScaling | None = Field(None, description="Llama 3 frequency scaling (a mapping)")
     ffn: Literal["relu", "gelu", "swiglu"] = Field(
         "relu", description="feed-forward network; gelu is GPT-2's tanh form"
     )
-    bias: Literal["ffn", "none", "all"] = Field("ffn", description="linear layers with a bias (the head has none)")
+    bias: Literal["ffn", "none", "qkv", "all"] = Field(
+        "ffn", description="linear layers with a bias (the head has none); qkv = query, key and value (Qwen2)"
+    )
     tie_embeddings: bool = Field(False, description="use the token embedding as the output matrix")
     sliding_window: int | None = Field(None, gt=0, description="attend to the last N positions only (tokens)")
     dropout: float = Field(0.0, ge=0, lt=1, description="probability of zeroing an activation in training")
@@ -122,18 +151,19 @@ class ModelConfig(BaseModel):
     @model_validator(mode="after")
     def _check_structure(self) -> ModelConfig:
         problems = []
-        if self.d_model % self.n_heads:
+        if self.head_dim is None and self.d_model % self.n_heads:
             fits = [n for n in range(1, min(self.d_model, 1024) + 1) if self.d_model % n == 0]
             near = sorted(sorted(fits, key=lambda n: abs(n - self.n_heads))[:4])
             problems.append(f"n_heads: {self.n_heads} does not divide d_model {self.d_model}; nearest: {near}")
-        elif self.positions == "rope" and self.head_dim % 2:
-            problems.append(f"n_heads: positions: rope needs an even d_model / n_heads, not {self.head_dim}")
+        elif self.positions == "rope" and self.head_width % 2:
+            key, what = ("head_dim", "head_dim") if self.head_dim else ("n_heads", "d_model / n_heads")
+            problems.append(f"{key}: positions: rope needs an even {what}, not {self.head_width}")
         if self.n_heads % self.kv_heads:
             fits = [n for n in range(1, min(self.n_heads, 1024) + 1) if self.n_heads % n == 0]
             problems.append(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}; choose from {fits}")
         if self.rope_scaling and self.positions != "rope":
             problems.append("rope_scaling: needs positions: rope")
-        if max(self.n_parameters, self.max_seq_len * self.d_model) > MAX_NUMEL:
+        if max(self.n_parameters, self.max_seq_len * max(self.d_model, self.n_heads * self.head_width)) > MAX_NUMEL:
             problems.append(
                 f"d_model: {self.d_model} with n_layers {self.n_layers}, vocab_size {self.vocab_size} and max_seq_len"
                 f" {self.max_seq_len} makes {self.n_parameters:.1e} parameters; at most {MAX_NUMEL:.0e} are supported"
@@ -143,8 +173,9 @@ class ModelConfig(BaseModel):
         return self
 
     @property
-    def head_dim(self) -> int:
-        return self.d_model // self.n_heads
+    def head_width(self) -> int:
+        """`head_dim`, else d_model / n_heads."""
+        return self.head_dim or self.d_model // self.n_heads
 
     @property
     def kv_heads(self) -> int:
@@ -158,8 +189,8 @@ class ModelConfig(BaseModel):
         return 256 * math.ceil(8 * self.d_model / 3 / 256) if self.ffn == "swiglu" else 4 * self.d_model
 
     def can_use_flex(self, device: torch.device, training: bool) -> bool:
-        """Return whether masked attention can use FlexAttention, which needs CUDA, head_dim >= 16 and no dropout."""
-        return device.type == "cuda" and self.head_dim >= 16 and not (training and self.dropout)
+        """Return whether masked attention can use FlexAttention, which needs CUDA, head_width >= 16 and no dropout."""
+        return device.type == "cuda" and self.head_width >= 16 and not (training and self.dropout)
 
     def needs_kv_repeat(self, device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
         """Return whether the fused kernel needs key-value heads repeated for each query head.
@@ -177,17 +208,21 @@ class ModelConfig(BaseModel):
         Excludes `model`, `dropout` and, with rotary positions, `max_seq_len`.
         """
         excluded = {"model", "dropout"} | ({"max_seq_len"} if self.positions == "rope" else set())
-        return self.model_dump(mode="json", exclude=excluded) | {"d_ff": self.ffn_width, "n_kv_heads": self.kv_heads}
+        derived = {"d_ff": self.ffn_width, "n_kv_heads": self.kv_heads, "head_dim": self.head_width}
+        return self.model_dump(mode="json", exclude=excluded) | derived
 
     def parameter_counts(self) -> dict[str, int]:
         """Return the number of parameters of `embedding`, `positions`, `blocks`, `norm` and `head` (0 if tied)."""
-        d, f, kv = self.d_model, self.ffn_width, self.kv_heads * self.head_dim
+        d, f, q, kv = self.d_model, self.ffn_width, self.n_heads * self.head_width, self.kv_heads * self.head_width
         norm = d if self.norm == "rmsnorm" or self.bias == "none" else 2 * d
-        attention = d * (d + 2 * kv) + d * d
+        attention = d * (q + 2 * kv) + q * d
+        attention += {"none": 0, "head": 2 * self.head_width, "projection": q + kv}[self.qk_norm]
         feed_forward = (3 if self.ffn == "swiglu" else 2) * d * f
+        if self.bias in ("qkv", "all"):
+            attention += q + 2 * kv
         if self.bias == "all":
-            attention += (d + 2 * kv) + d
-        if self.bias != "none":
+            attention += d
+        if self.bias in ("ffn", "all"):
             feed_forward += (2 * f if self.ffn == "swiglu" else f) + d
         return {
             "embedding": self.vocab_size * d,
@@ -209,14 +244,14 @@ class ModelConfig(BaseModel):
         average, and at most the sliding window. Recomputation is not counted. Source: Chowdhery et al., PaLM (2022),
         appendix B.
         """
-        d, kv = self.d_model, self.kv_heads * self.head_dim
-        weights = self.n_layers * (d * (2 * d + 2 * kv) + (3 if self.ffn == "swiglu" else 2) * d * self.ffn_width)
+        d, q, kv = self.d_model, self.n_heads * self.head_width, self.kv_heads * self.head_width
+        weights = self.n_layers * (d * (2 * q + 2 * kv) + (3 if self.ffn == "swiglu" else 2) * d * self.ffn_width)
         weights += self.vocab_size * d
         attended = float(seq_len)
         if causal:
             w = min(self.sliding_window or seq_len, seq_len)
             attended = w - (w * w) / (2 * seq_len)
-        return 6 * weights + 12 * self.n_layers * d * attended
+        return 6 * weights + 12 * self.n_layers * q * attended
 
 
 class KVCache:
@@ -258,7 +293,7 @@ def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     context / low_freq_factor are multiplied by `factor`, those shorter than the original context / high_freq_factor
     are kept, and those in between are interpolated.
     """
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    exponents = torch.arange(0, config.head_width, 2, dtype=torch.float32, device=device) / config.head_width
     frequencies = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
     if scaling is None:
@@ -296,18 +331,27 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.layer = layer
-        d, kv, bias = config.d_model, config.kv_heads * config.head_dim, config.bias == "all"
-        self.q_proj = nn.Linear(d, d, bias=bias)
+        d, q, kv = config.d_model, config.n_heads * config.head_width, config.kv_heads * config.head_width
+        bias = config.bias in ("qkv", "all")
+        self.q_proj = nn.Linear(d, q, bias=bias)
         self.k_proj = nn.Linear(d, kv, bias=bias)
         self.v_proj = nn.Linear(d, kv, bias=bias)
-        self.o_proj = nn.Linear(d, d, bias=bias)
+        self.o_proj = nn.Linear(q, d, bias=config.bias == "all")
+        if config.qk_norm != "none":
+            widths = (q, kv) if config.qk_norm == "projection" else (config.head_width,) * 2
+            self.q_norm, self.k_norm = (nn.RMSNorm(width, eps=config.norm_eps) for width in widths)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None) -> Tensor:  # (B, T, D) -> (B, T, D)
         c = self.config
         batch, length, _ = x.shape
-        q = self.q_proj(x).view(batch, length, c.n_heads, c.head_dim).transpose(1, 2)  # B H T K
-        k = self.k_proj(x).view(batch, length, c.kv_heads, c.head_dim).transpose(1, 2)  # B G T K
-        v = self.v_proj(x).view(batch, length, c.kv_heads, c.head_dim).transpose(1, 2)
+        q, k = self.q_proj(x), self.k_proj(x)
+        if c.qk_norm == "projection":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = q.view(batch, length, c.n_heads, c.head_width).transpose(1, 2)  # B H T K
+        k = k.view(batch, length, c.kv_heads, c.head_width).transpose(1, 2)  # B G T K
+        v = self.v_proj(x).view(batch, length, c.kv_heads, c.head_width).transpose(1, 2)
+        if c.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
         if inputs.rope is not None:
             q, k = rotate(q, inputs.rope), rotate(k, inputs.rope)
         if cache is not None:
@@ -323,7 +367,7 @@ class Attention(nn.Module):
             dropout = c.dropout if self.training else 0.0
             gqa = grouped and not inputs.repeat_kv
             y = F.scaled_dot_product_attention(q, k, v, inputs.mask, dropout, inputs.causal, enable_gqa=gqa)
-        return self.o_proj(y.transpose(1, 2).reshape(batch, length, c.d_model))
+        return self.o_proj(y.transpose(1, 2).reshape(batch, length, c.n_heads * c.head_width))
 
 
 class FeedForward(nn.Module):
@@ -332,7 +376,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.kind = config.ffn
-        d, f, bias = config.d_model, config.ffn_width, config.bias != "none"
+        d, f, bias = config.d_model, config.ffn_width, config.bias in ("ffn", "all")
         if config.ffn == "swiglu":
             self.gate_proj = nn.Linear(d, f, bias=bias)
         self.up_proj = nn.Linear(d, f, bias=bias)
@@ -346,17 +390,21 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm Transformer block: attention and a feed-forward network, each with a residual connection."""
+    """Transformer block: attention and a feed-forward network, each with a norm and a residual connection."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.dropout = config.dropout
+        self.post_norm = config.norm_placement == "post"
         self.attention_norm = make_norm(config)
         self.attention = Attention(config, layer)
         self.ffn_norm = make_norm(config)
         self.ffn = FeedForward(config)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None = None) -> Tensor:
+        if self.post_norm:
+            x = x + F.dropout(self.attention_norm(self.attention(x, inputs, cache)), self.dropout, self.training)
+            return x + F.dropout(self.ffn_norm(self.ffn(x)), self.dropout, self.training)
         attended = self.attention(self.attention_norm(x), inputs, cache)
         x = x + F.dropout(attended, self.dropout, self.training)
         return x + F.dropout(self.ffn(self.ffn_norm(x)), self.dropout, self.training)
@@ -605,6 +653,6 @@ class Transformer(nn.Module):
         if c.positions == "learned" and not c.tie_embeddings:
             if module == "positions":
                 return "constant", 0.0
-            inputs = c.ffn_width if module == "down_proj" else c.d_model
+            inputs = {"down_proj": c.ffn_width, "o_proj": c.n_heads * c.head_width}.get(module, c.d_model)
             return "normal", 1.0 if module == "tokens" else 1 / math.sqrt(3 * inputs)
         return "normal", 0.02 / math.sqrt(2 * c.n_layers) if to_stream else 0.02

@@ -95,10 +95,11 @@ def memory_bytes(model: ModelConfig, shards: int, batch_size: int, seq_len: int)
     counts = model.parameter_counts()
     unit = max(counts["blocks"] // model.n_layers, counts["embedding"] + counts["positions"], counts["head"])
     copies = model.n_parameters if shards == 1 else 2 * unit
-    d, f, kv = model.d_model, model.ffn_width, model.kv_heads * model.head_dim
-    block = 2 * (4 * d + 2 * kv + {"swiglu": 4, "gelu": 2, "relu": 1}[model.ffn] * f)
+    d, f, q, kv = model.d_model, model.ffn_width, model.n_heads * model.head_width, model.kv_heads * model.head_width
+    block = 2 * (2 * d + 2 * q + 2 * kv + {"swiglu": 4, "gelu": 2, "relu": 1}[model.ffn] * f)
     block += (16 if model.norm == "rmsnorm" else 4) * d  # PyTorch's RMSNorm saves its input and output in float32
-    block += 2 * d if model.positions == "rope" else 0  # the rotated queries make the attention's output a copy
+    block += 2 * q if model.positions == "rope" else 0  # the rotated queries make the attention's output a copy
+    block += 8 * (q + kv) if model.qk_norm != "none" else 0
     tokens = batch_size * seq_len
     logits = 10 * min(tokens * model.vocab_size, LOSS_CHUNK["cuda"])
     return {
@@ -125,7 +126,7 @@ def attention_kernel(
     needs_repeat = model.needs_kv_repeat(device, dtype or torch.float32, masked)
     kv_heads = model.n_heads if needs_repeat else model.kv_heads
     q, k = (
-        torch.empty(1, heads, length, model.head_dim, dtype=dtype, device=device, requires_grad=True)
+        torch.empty(1, heads, length, model.head_width, dtype=dtype, device=device, requires_grad=True)
         for heads in (model.n_heads, kv_heads)
     )
     mask = torch.ones(length, length, dtype=torch.bool, device=device) if masked else None

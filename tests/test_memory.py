@@ -48,7 +48,13 @@ def saved_bytes(shape: ModelConfig) -> int:
     return sum(tensor.untyped_storage().nbytes() for address, tensor in saved.items() if address not in weights)
 
 
-@pytest.mark.parametrize("changes", [{}, {"ffn": "gelu", "bias": "all"}, LLAMA, LLAMA | {"n_kv_heads": 2}], ids=str)
+QWEN3 = LLAMA | {"n_kv_heads": 2, "head_dim": 48, "qk_norm": "head"}
+OLMO2 = LLAMA | {"norm_placement": "post", "qk_norm": "projection"}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"ffn": "gelu", "bias": "all"}, LLAMA, LLAMA | {"n_kv_heads": 2}, QWEN3, OLMO2], ids=str
+)
 def test_the_activations_are_what_a_block_saves(changes: dict[str, Any]) -> None:
     shape = config(**changes)
     block = saved_bytes(shape) - saved_bytes(shape.model_copy(update={"n_layers": 1}))

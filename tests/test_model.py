@@ -54,6 +54,9 @@ STYLES = {
     "windowed": TINY | {"sliding_window": 5},
     "llama3.2": LLAMA | {"tie_embeddings": True, "rope_scaling": LLAMA3_SCALING},
     "one key-value head": TINY | {"n_kv_heads": 1},
+    "qwen2": LLAMA | {"bias": "qkv"},
+    "qwen3": LLAMA | {"qk_norm": "head", "head_dim": 12},
+    "olmo2": LLAMA | {"qk_norm": "projection", "norm_placement": "post"},
 }
 every_style = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
 
@@ -107,6 +110,15 @@ PUBLISHED = {
     "llama3.2-3b": 3_212_749_824,
     "codellama-7b": 6_738_546_688,
     "mistral-7b": 7_241_732_096,
+    "mistral-nemo-12b": 12_247_782_400,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "olmo2-7b": 7_298_617_344,
 }
 
 
@@ -131,15 +143,17 @@ def test_parameter_counts_equal_the_modules_for_every_combination_of_options() -
     grid = itertools.product(
         ("layernorm", "rmsnorm"),
         ("relu", "swiglu"),
-        ("ffn", "none", "all"),
+        ("ffn", "none", "qkv", "all"),
         (False, True),
         ("learned", "rope"),
         (None, 1, 2),
         (None, 24),
+        ((None, "none"), (6, "head"), (12, "projection")),
     )
-    for norm, ffn, bias, tie, positions, kv_heads, d_ff in grid:
+    for norm, ffn, bias, tie, positions, kv_heads, d_ff, (head_dim, qk_norm) in grid:
         options = {"norm": norm, "ffn": ffn, "bias": bias, "tie_embeddings": tie, "positions": positions}
-        config = ModelConfig.model_validate(TINY | options | {"n_kv_heads": kv_heads, "d_ff": d_ff})
+        options |= {"n_kv_heads": kv_heads, "d_ff": d_ff, "head_dim": head_dim, "qk_norm": qk_norm}
+        config = ModelConfig.model_validate(TINY | options)
         model = on_meta(config)
         learned = model.embedding.positions
         output = model.head.output
@@ -184,6 +198,7 @@ def test_causal_flops_count_the_positions_that_are_attended_to() -> None:
         ({"d_model": 32, "n_heads": 5}, "n_heads: 5 "),
         ({"n_heads": 8, "n_kv_heads": 3}, "n_kv_heads: 3 "),
         ({"d_model": 24, "n_heads": 8, "positions": "rope"}, "n_heads: "),
+        ({"head_dim": 7, "positions": "rope"}, "head_dim: "),
         ({"rope_scaling": LLAMA3_SCALING}, "rope_scaling: "),
         ({"positions": "rope", "rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1.0}}, "high_freq_factor 1 "),
         ({"d_model": 2**62}, "d_model: 4611686018427387904 "),
@@ -249,7 +264,7 @@ def llama_logits(
     """Llama, written out: RMSNorm, RoPE, grouped queries by explicit repetition, SwiGLU."""
     w = weights
     if frequencies is None:
-        frequencies = config.rope_theta ** -(torch.arange(0, config.head_dim, 2).double() / config.head_dim)
+        frequencies = config.rope_theta ** -(torch.arange(0, config.head_width, 2).double() / config.head_width)
 
     def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
         return x / (x.pow(2).mean(dim=-1, keepdim=True) + config.norm_eps).sqrt() * weight
@@ -287,8 +302,8 @@ def published_llama3_frequencies(config: ModelConfig) -> list[float]:
     s = config.rope_scaling
     assert s is not None
     scaled = []
-    for i in range(0, config.head_dim, 2):
-        frequency = 1 / config.rope_theta ** (i / config.head_dim)
+    for i in range(0, config.head_width, 2):
+        frequency = 1 / config.rope_theta ** (i / config.head_width)
         wavelength = 2 * math.pi / frequency
         if wavelength < s.original_max_position_embeddings / s.high_freq_factor:
             scaled.append(frequency)
@@ -516,7 +531,7 @@ def test_norms_start_as_the_identity_and_biases_at_zero(style: dict[str, Any]) -
             assert model.init_rule(name) == ("constant", 0.0 if name.endswith("bias") else 1.0), name
 
 
-@pytest.mark.parametrize("style", ["gpt2", "llama", "llama3.2"])
+@pytest.mark.parametrize("style", ["gpt2", "llama", "llama3.2", "qwen3", "olmo2"])
 def test_gpt2_and_llama_scale_down_matrices_that_write_to_the_residual_stream(style: str) -> None:
     model = on_meta(ModelConfig.model_validate(STYLES[style]))
     for name, parameter in model.named_parameters():
@@ -633,6 +648,6 @@ def test_shifted_position_ids_compute_a_sequence_at_that_offset(style: dict[str,
 def test_rotary_angles_are_those_of_the_position_ids() -> None:
     model = make(LLAMA, spread=0.2)
     tokens, c = tokens_of(model), model.config
-    frequencies = c.rope_theta ** -(torch.arange(0, c.head_dim, 2).double() / c.head_dim)
+    frequencies = c.rope_theta ** -(torch.arange(0, c.head_width, 2).double() / c.head_width)
     expected = llama_logits(model.state_dict(), tokens, c, 3 * frequencies)
     torch.testing.assert_close(model(tokens, position_ids=3 * torch.arange(24)), expected, rtol=1e-5, atol=1e-5)
