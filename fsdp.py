@@ -27,7 +27,7 @@ import determined as det  # noqa: E402
 import torch  # noqa: E402
 from determined import core  # noqa: E402
 
-from lm import config, optim, parallelize, precision, sampling  # noqa: E402
+from lm import config, optim, parallelize, precision, sampling, seeds  # noqa: E402
 from lm.checkpoint import resume as resuming  # noqa: E402
 from lm.checkpoint.checkpointer import Checkpointer, Stateful  # noqa: E402
 from lm.checkpoint.manifest import TrainingProgress  # noqa: E402
@@ -43,7 +43,6 @@ from lm.runtime.preemption import PreemptionHandler  # noqa: E402
 from lm.runtime.run_dir import RunDir  # noqa: E402
 from lm.runtime.watchdog import Watchdog  # noqa: E402
 from lm.runtime.world import World, join_world  # noqa: E402
-from lm.seeds import derive_seed  # noqa: E402
 from model import IGNORE_INDEX, Transformer  # noqa: E402
 
 
@@ -54,10 +53,8 @@ class Run:
     hp: config.Hyperparameters
     world: World
     context: core.Context
-    info: det.ClusterInfo | None = None
-    """the Determined trial; None = not on a cluster"""
-    run_dir: RunDir | None = None
-    """None = on a cluster"""
+    info: det.ClusterInfo | None = None  # on a cluster
+    run_dir: RunDir | None = None  # off the cluster
     on_step_start: Callable[[int], None] = lambda _: None
 
 
@@ -156,29 +153,15 @@ def build(run: Run, setup: Setup) -> Training:
     logger = MetricLogger(world.rank, run_dir and run_dir.path, context.train, setup.max_steps)
     for line in (*data.notes, setup.summary(hp, world)):
         logger.info(line)
-    return Training(
-        run=run,
-        setup=setup,
-        model=model,
-        optimizer=optim.Optimizer(hp, model.named_parameters()),
-        scaler=precision.LossScaler(setup.dtype, device),
-        loader=Loader(hp, data, setup.global_batch_size, layout.dp_rank, layout.dp_size, device),
-        checkpointer=Checkpointer(
-            hp,
-            context.checkpoint,
-            world,
-            run_dir and run_dir.checkpoints,
-            data.tokenizer_files(),
-            distributed.use_saver_group,
-        ),
-        accumulator=MetricsAccumulator(
-            device, world, hp.flops_per_token(hp.max_seq_len), peak_flops(device, setup.dtype)
-        ),
-        logger=logger,
-        preemption=PreemptionHandler(
-            world, lambda: bool(run.info) and world.rank == 0 and context.preempt.should_preempt(False)
-        ),
-    )
+    optimizer = optim.Optimizer(hp, model.named_parameters())
+    scaler = precision.LossScaler(setup.dtype, device)
+    loader = Loader(hp, data, setup.global_batch_size, layout.dp_rank, layout.dp_size, device)
+    directory, thread_init = run_dir and run_dir.checkpoints, distributed.use_saver_group
+    checkpointer = Checkpointer(hp, context.checkpoint, world, directory, data.tokenizer_files(), thread_init)
+    accumulator = MetricsAccumulator(device, world, hp.flops_per_token(hp.max_seq_len), peak_flops(device, setup.dtype))
+    asks = run.info is not None and world.rank == 0  # off a cluster, the answer is a broadcast that other ranks miss
+    preemption = PreemptionHandler(world, lambda: asks and context.preempt.should_preempt(auto_ack=False))
+    return Training(run, setup, model, optimizer, scaler, loader, checkpointer, accumulator, logger, preemption)
 
 
 def resume(t: Training, plan: resuming.ResumePlan) -> int:
@@ -212,7 +195,7 @@ def train(t: Training, start: int, profiler_step: Callable[[], None]) -> int:
         t.run.on_step_start(step)
         with t.accumulator.waiting_for_data():
             batch = next(batches)
-        torch.manual_seed(derive_seed(setup.seed, "dropout", step, layout.dp_rank))
+        torch.manual_seed(seeds.derive_seed(setup.seed, "dropout", step, layout.dp_rank))
         loss_sum = torch.zeros((), device=t.run.world.device)
         for micro_batch in batch.micro_batches:
             parallelize.start_micro_step(model, hp, micro_batch is batch.micro_batches[-1])
@@ -249,11 +232,7 @@ def train(t: Training, start: int, profiler_step: Callable[[], None]) -> int:
 
 
 def report(t: Training, step: int, lr: float) -> None:
-    """Log the training metrics since the last report.
-
-    Raises:
-        RunError: too many consecutive steps were skipped.
-    """
+    """Log the training metrics since the last report; raise RunError after too many consecutive skipped steps."""
     hp = t.run.hp
     metrics, n_skipped = t.accumulator.report()
     t.logger.log("training", step, metrics | {"lr": lr, "batches": step, "tokens": step * t.setup.tokens_per_step})
@@ -266,11 +245,7 @@ def report(t: Training, step: int, lr: float) -> None:
 
 
 def validate(t: Training, step: int) -> float:
-    """Log and return the mean loss over the validation samples (nats per token).
-
-    Raises:
-        RunError: the loss is inf or NaN.
-    """
+    """Log and return the mean loss over the validation samples (nats per token); raise RunError if it is not finite."""
     sums = torch.zeros(2, dtype=torch.float64, device=t.run.world.device)
     t.model.eval()
     with torch.no_grad():
@@ -281,8 +256,8 @@ def validate(t: Training, step: int) -> float:
     loss_sum, n_targets = map(math.fsum, zip(*t.run.world.all_gather_object(sums.tolist()), strict=True))
     loss = loss_sum / n_targets
     if not math.isfinite(loss):
-        hint = "lower lr, or set grad_clip"
-        raise RunError(f"validation loss is {loss} at step {step}: {hint}", keys=("lr", "grad_clip"))
+        problem = f"validation loss is {loss} at step {step}: lower lr, or set grad_clip"
+        raise RunError(problem, keys=("lr", "grad_clip"))
     t.logger.log("validation", step, {"loss": loss, "perplexity": math.exp(min(loss, 700)), "batches": step})
     return loss
 
@@ -291,13 +266,9 @@ def save(t: Training, step: int, validation_loss: float, wait: bool) -> None:
     """Start to save a checkpoint once the one before it is committed; `wait` commits this one too."""
     if t.checkpointer.is_pending:
         commit(t)
-    state = t.loader.state_dict()
-    progress = TrainingProgress(
-        step=step,
-        tokens=step * t.setup.tokens_per_step,
-        validation_loss=validation_loss,
-        dataset_state=t.run.world.all_gather_object(state) if state else None,
-    )
+    state, tokens = t.loader.state_dict(), step * t.setup.tokens_per_step
+    states = t.run.world.all_gather_object(state) if state else None
+    progress = TrainingProgress(step=step, tokens=tokens, validation_loss=validation_loss, dataset_state=states)
     t.checkpointer.save(t.state(), t.setup.run_info, progress)
     if wait:
         commit(t)
@@ -321,8 +292,8 @@ def finish(t: Training, step: int) -> None:
         tokens = sampling.generate(t.model, prompt, hp.num_tokens, device=world.device, seed=setup.seed, **options)
         t.logger.info(f"\n{hp.prompt}{tokenizer.decode(tokens, after=prompt)}\n")
     if t.run.run_dir:
-        files = f"{t.run.run_dir.path}/ (metrics.jsonl, checkpoints/, tensorboard/)"
-        t.logger.info(f"files: {files}; curves and traces: make board")
+        files = "metrics.jsonl, checkpoints/, tensorboard/"
+        t.logger.info(f"files: {t.run.run_dir.path}/ ({files}); curves and traces: make board")
 
 
 if __name__ == "__main__":
