@@ -1,8 +1,6 @@
 """All hyperparameters as one flat mapping: read, validated and documented.
 
-python -m lm.config            print docs/hyperparameters.md
-python -m lm.config --schema   print the JSON Schema of an experiment file, for editors
-python -m lm.config --write    write docs/hyperparameters.md and docs/hyperparameters.schema.json
+`python -m lm.config` prints docs/hyperparameters.md; `--write` writes it, and hyperparameters.schema.json for editors.
 """
 
 from __future__ import annotations
@@ -59,11 +57,7 @@ class RunConfig(BaseModel):
         return epochs
 
     def run_length(self, steps_per_epoch: float | None) -> int:
-        """Return the number of steps of the run; 0 = only validate and generate.
-
-        Args:
-            steps_per_epoch: None for a streamed dataset, whose length is unknown.
-        """
+        """Return the number of steps, 0 to only validate and generate; `steps_per_epoch` is None for streamed data."""
         if self.max_epochs is None:
             return self.max_steps or DEFAULT_STEPS
         if steps_per_epoch is None and self.max_epochs > 0:
@@ -85,8 +79,6 @@ class Hyperparameters(
     ModelConfig,
 ):
     """Every key of `hyperparameters:`. A part is passed all of them and reads the keys of its config class."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 PARTS: tuple[type[BaseModel], ...] = Hyperparameters.__bases__[::-1]
@@ -111,7 +103,6 @@ class _Strict(BaseModel):
 
 
 _STRICT_PARTS = [create_model(part.__name__, __base__=(_Strict, part)) for part in PARTS]
-
 
 _Errors = dict[tuple[str, ...], ConfigError]
 """by key, e.g. ("lr",) or ("rope_scaling", "factor")"""
@@ -140,10 +131,8 @@ def read(
     """Return the hyperparameters of an experiment's config, e.g. of the one that Determined passes to a trial.
 
     Args:
-        contents: only `hyperparameters` and `searcher` are read.
         overrides: `key=value`; the value is YAML, or for a key that accepts a string, the literal text.
-        name: name of the config in errors.
-        lines: line numbers in the config, e.g. `{"hyperparameters.lr": 12}`.
+        name: of the config in errors, with `lines` of its keys, e.g. `{"hyperparameters.lr": 12}`.
 
     Raises:
         ConfigError: lists every problem.
@@ -219,7 +208,6 @@ def _validate(values: Mapping[str, Any], labels: Mapping[str, str], errors: _Err
 def _explain(
     problem: ErrorDetails, part: type[BaseModel], values: Mapping[str, Any], labels: Mapping[str, str]
 ) -> _Errors:
-    """Return what pydantic found in the words of the config file."""
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:  # relations between keys: one per line, which starts with a key and names the others
         errors = {}
@@ -236,9 +224,8 @@ def _explain(
             path, value, schema = (*path, name), value.get(name), siblings.get(name, siblings.get("*", {}))
     is_item = isinstance(problem["loc"][-1], int)  # of a list, which is shown as one value
     template = _PROBLEMS.get("" if is_item else problem["type"], "{value} is not {accepted}")
-    text = template.format(
-        value=_show(value), accepted=_accepted(schema), message=message, nearest=_nearest(path[-1], siblings)
-    )
+    accepted, nearest = _accepted(schema), _nearest(path[-1], siblings)
+    text = template.format(value=_show(value), accepted=accepted, message=message, nearest=nearest)
     return {path: ConfigError(f"{'.'.join((labels[key], *path[1:]))}: {text}", keys=(key,))}
 
 
@@ -258,7 +245,6 @@ def _nearest(key: str, known: Iterable[str]) -> str:
 
 
 def _show(value: Any) -> str:
-    """Return `value` on one line, as in YAML."""
     try:
         text = json.dumps(value, default=str, ensure_ascii=False)
     except (ValueError, RecursionError):  # contains itself, or is nested deeply
@@ -282,28 +268,22 @@ def _accepted(schema: Mapping[str, Any]) -> str:
     return f"{_TYPES.get(kind, f'a {kind}')} {bounds}".rstrip()
 
 
-# ---- documentation ----------------------------------------------------------------------------------------
-
-
 def page() -> str:
     """Return docs/hyperparameters.md: the keys of every part, and the presets."""
-    lines = [
-        "# Hyperparameters\n",
-        "All keys of `hyperparameters:` in an experiment file and of `key=value` arguments.",
-    ]
+    lines = ["# Hyperparameters\n\nAll keys of `hyperparameters:` in an experiment file and of `key=value` arguments."]
     lines += ["`make docs` writes this page, and the [JSON Schema](hyperparameters.schema.json) for editors."]
     for part in PARTS:
         summary = (part.__doc__ or "").partition("\n")[0]
         lines += [f"\n## {Path(inspect.getfile(part)).relative_to(ROOT)}\n\n{summary}\n"]
-        lines += ["| key | default | accepted values | meaning |", "|---|---|---|---|"]
+        lines += ["| key | default | accepted values | meaning |\n|---|---|---|---|"]
         for key, field in part.model_fields.items():
             schema = _SCHEMA["properties"][key]
             rows = {key: (json.dumps(field.default), schema)}
             rows |= {f"{key}.{name}": ("required", inner) for name, inner in _nested(schema).items() if name != "*"}
             for name, (default, inner) in rows.items():
                 lines.append(f"| `{name}` | `{default}` | {_accepted(inner)} | {inner['description']} |")
-    lines += ["\n## Presets\n", "Values of `model`. A key that is set in the file overrides the preset's.\n"]
-    lines += ["| model | parameters | keys |", "|---|---|---|"]
+    lines += ["\n## Presets\n\nValues of `model`. A key that is set in the file overrides the preset's.\n"]
+    lines += ["| model | parameters | keys |\n|---|---|---|"]
     for name, preset in PRESETS.items():
         keys = ", ".join(f"{key}: {json.dumps(value)}" for key, value in preset.items())
         lines.append(f"| `{name}` | {ModelConfig.model_validate({'model': name}).n_parameters / 1e6:,.0f}M | {keys} |")
@@ -318,13 +298,8 @@ def schema() -> str:
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case []:
-            print(page(), end="")
-        case ["--schema"]:
-            print(schema(), end="")
-        case ["--write"]:
-            (ROOT / "docs" / "hyperparameters.md").write_text(page())
-            (ROOT / "docs" / "hyperparameters.schema.json").write_text(schema())
-        case _:
-            sys.exit(__doc__)
+    if sys.argv[1:] == ["--write"]:
+        (ROOT / "docs" / "hyperparameters.md").write_text(page())
+        (ROOT / "docs" / "hyperparameters.schema.json").write_text(schema())
+    else:
+        print(page(), end="")

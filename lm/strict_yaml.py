@@ -16,11 +16,7 @@ from lm.errors import ConfigError
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the experiment in the file at `path` and the lines of its keys, e.g. `{"hyperparameters.lr": 12}`.
-
-    Raises:
-        ConfigError: the file cannot be read, is not valid YAML, or has no `hyperparameters`.
-    """
+    """Return the experiment in the file at `path` and the lines of its keys, e.g. `{"hyperparameters.lr": 12}`."""
     try:
         source = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -34,11 +30,7 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def parse(source: str, name: str) -> tuple[Any, dict[str, int]]:
-    """Return the value of the YAML text `source`, called `name` in errors, and the lines of its keys, two levels deep.
-
-    Raises:
-        ConfigError: names the line.
-    """
+    """Return the value of the YAML text `source`, called `name` in errors, and the lines of its keys, two levels deep."""
     try:
         loader = _StrictLoader(source)
         node = loader.get_single_node()
