@@ -41,31 +41,25 @@ def require_torch() -> None:
     """Exit with code 2 if PyTorch is missing or older than `OLDEST_TORCH`. Call before importing torch."""
     try:
         found = importlib.metadata.version("torch")
+        problem = f"version {found} is too old"
+        if tuple(map(int, re.findall(r"\d+", found)[:2])) >= OLDEST_TORCH:
+            return
     except importlib.metadata.PackageNotFoundError:
         problem = f"not installed for {sys.executable}"
-    else:
-        if tuple(int(number) for number in re.findall(r"\d+", found)[:2]) >= OLDEST_TORCH:
-            return
-        problem = f"version {found} is too old"
     if all(os.environ.get(name, "0") == "0" for name, *_ in _VARIABLES.values()):
-        oldest = ".".join(map(str, OLDEST_TORCH))
-        command = "pip install -r requirements.txt -c constraints.txt"
-        print(f"torch: {problem}; install {oldest} or newer: {command}", file=sys.stderr)
+        install = f"install {'.'.join(map(str, OLDEST_TORCH))} or newer"
+        print(f"torch: {problem}; {install}: pip install -r requirements.txt -c constraints.txt", file=sys.stderr)
     sys.exit(ConfigError.exit_code)
 
 
 def keep_freed_memory() -> None:
-    """Make the C library reuse freed memory, in huge pages, on Linux without a GPU. Call before importing torch.
-
-    Otherwise, every training step on the CPU pays for hundreds of megabytes with page faults.
-    """
+    """Make glibc reuse freed memory in huge pages if training runs on the CPU, to save page faults in every step."""
     if sys.platform != "linux" or has_gpu():
         return
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages in PyTorch
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # only in glibc
-        m_trim_threshold, m_mmap_max = -1, -4
-        mallopt(m_mmap_max, 0)
-        mallopt(m_trim_threshold, -1)
+        mallopt(-4, 0)  # M_MMAP_MAX
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD
 
 
 def has_gpu() -> bool:
@@ -95,10 +89,7 @@ def launcher_pid() -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """Rank and rendezvous address of this process.
-
-    `address` and `port` are those on which rank 0 listens (None for a single process).
-    """
+    """Rank of this process, and the address and port on which rank 0 listens (None for a single process)."""
 
     rank: int = 0
     world_size: int = 1
@@ -115,20 +106,15 @@ class Launch:
         """Read the launcher's variables from `env`, and under mpiexec the host file that PBS_NODEFILE names.
 
         MASTER_ADDR and MASTER_PORT take precedence. Without them, under srun and mpiexec, rank 0 is on the first host
-        of the job, and the port is derived from the job ID, so that jobs on one machine use different ports.
-
-        Args:
-            launcher_pid: returns the job ID for a job on one machine that has none.
-
-        Raises:
-            ConfigError: variables are missing, not numbers, or contradict each other.
+        of the job, and the port is derived from the job ID (`launcher_pid` for a job on one machine that has none),
+        so that jobs on one machine use different ports.
         """
         in_torchrun = "TORCHELASTIC_RUN_ID" in env and not _missing("torchrun", env)
         found = [] if in_torchrun else [_read(name, env) for name in list(_VARIABLES)[1:] if _is_set(name, env)]
         mpi = [launch for launch in found if launch.launcher != "srun"]  # srun may have started mpiexec's daemons
         if len({(launch.rank, launch.world_size) for launch in mpi}) > 1:
             claims = ", ".join(f"rank {launch.rank} of {launch.world_size} from {launch.launcher}" for launch in mpi)
-            raise ConfigError(f"environment: {claims}; use one launcher, or unset the variables of the other")
+            raise _error(f"{claims}; use one launcher, or unset the variables of the other")
         # Complete torchrun variables next to a single task are those of a torchrun in it.
         if found and (found[0].world_size > 1 or _missing("torchrun", env)):
             _require_agreement(found[0], env)
@@ -138,7 +124,7 @@ class Launch:
             return cls()
         launch = _read("torchrun", env)
         if not env["MASTER_ADDR"]:
-            raise ConfigError("environment: MASTER_ADDR is empty; set it to the host of rank 0")
+            raise _error("MASTER_ADDR is empty; set it to the host of rank 0")
         return replace(launch, address=env["MASTER_ADDR"], port=_port(env))
 
 
@@ -165,38 +151,34 @@ def _missing(launcher: str, env: Mapping[str, str]) -> list[str]:
 def _read(launcher: str, env: Mapping[str, str]) -> Launch:
     names = _VARIABLES[launcher]
     if missing := _missing(launcher, env):
-        raise ConfigError(
-            f"environment: {', '.join(name for name in names if name in env)} set but {', '.join(missing)} not; start"
-            f" with {launcher}, which sets all of them, or unset all of them for a single process"
+        raise _error(
+            f"{', '.join(name for name in names if name in env)} set but {', '.join(missing)} not; start with"
+            f" {launcher}, which sets all of them, or unset all of them for a single process"
         )
-    rank, size, local_rank = numbers = _numbers(env, *names[:3])
+    rank, size, local_rank = _numbers(env, *names[:3])
     node_rank = _NODE_RANK.get(launcher, "")
     node = _numbers(env, node_rank)[0] if node_rank in env else None
     if launcher == "srun":
         tasks = _tasks_per_node(env[names[3]])
-        if sum(tasks) != size or node is None or not 0 <= node < len(tasks):
-            raise ConfigError(
-                f"environment: {names[3]}={env[names[3]]!r} contradicts {names[1]}={size} or {node_rank}={node}"
-            )
+        if node is None or sum(tasks) != size or not 0 <= node < len(tasks):
+            raise _error(f"{names[3]}={env[names[3]]!r} contradicts {names[1]}={size} or {node_rank}={node}")
         local_size = tasks[node]
     else:
         (local_size,) = _numbers(env, names[3])
-    numbers.append(local_size)
     problems = [
-        f"environment: {names[i]}={numbers[i]} is out of range for {names[i + 1]}={numbers[i + 1]};"
-        f" use 0 to {names[i + 1]} - 1"
-        for i in (0, 2)
-        if not 0 <= numbers[i] < numbers[i + 1]
+        f"{names[i]}={value} is out of range for {names[i + 1]}={end}; use 0 to {names[i + 1]} - 1"
+        for i, value, end in ((0, rank, size), (2, local_rank, local_size))
+        if not 0 <= value < end
     ]
     if local_size > size:
-        problems.append(f"environment: {names[3]}={local_size} is greater than {names[1]}={size}")
+        problems.append(f"{names[3]}={local_size} is greater than {names[1]}={size}")
     if problems:
-        raise ConfigError(*problems)
+        raise _error(*problems)
     if node is None:
         if rank % local_size != local_rank or size % local_size:
-            raise ConfigError(
-                f"environment: rank {rank} of {size} has local rank {local_rank} of {local_size}; start equally many"
-                " ranks on every node, numbered node by node (Open MPI: --map-by slot)"
+            raise _error(
+                f"rank {rank} of {size} has local rank {local_rank} of {local_size}; start equally many ranks on every"
+                " node, numbered node by node (Open MPI: --map-by slot)"
             )
         node = rank // local_size
     return Launch(rank, size, local_rank, local_size, node, launcher=launcher)
@@ -217,9 +199,9 @@ def _first_host(nodelist: str) -> str:
 def _rendezvous(
     launch: Launch, env: Mapping[str, str], launcher_pid: Callable[[], int]
 ) -> tuple[str, int] | tuple[None, None]:
-    one_node = launch.world_size == launch.local_size
     if launch.world_size == 1:
         return None, None
+    one_node = launch.world_size == launch.local_size
     if one_node:
         address = "127.0.0.1"
     elif "MASTER_ADDR" in env:
@@ -230,12 +212,12 @@ def _rendezvous(
         try:
             address = Path(env["PBS_NODEFILE"]).read_text().partition("\n")[0].strip()
         except (OSError, ValueError) as error:
-            raise ConfigError(f"environment: PBS_NODEFILE={env['PBS_NODEFILE']!r} cannot be read ({error})") from None
+            raise _error(f"PBS_NODEFILE={env['PBS_NODEFILE']!r} cannot be read ({error})") from None
     else:
         address = _first_host(env.get("SLURM_JOB_NODELIST", ""))
     if not address:
-        raise ConfigError(
-            "environment: the host of rank 0 is unknown; set MASTER_ADDR to its name"
+        raise _error(
+            "the host of rank 0 is unknown; set MASTER_ADDR to its name"
             " (Open MPI: mpiexec -x MASTER_ADDR=HOST, others: mpiexec -genv MASTER_ADDR HOST)"
         )
     if "MASTER_PORT" in env:
@@ -253,27 +235,27 @@ def _require_agreement(launch: Launch, env: Mapping[str, str]) -> None:
     assert launch.launcher is not None
     expected = (launch.rank, launch.world_size, launch.local_rank, launch.local_size)
     problems = [
-        f"environment: {name}={env[name]}, but {value} by {source}; unset {name}, {launch.launcher} does not need it"
+        f"{name}={env[name]}, but {value} by {source}; unset {name}, {launch.launcher} does not need it"
         for name, source, value in zip(_VARIABLES["torchrun"], _VARIABLES[launch.launcher], expected, strict=False)
         if name in env and _numbers(env, name)[0] != value
     ]
     if problems:
-        raise ConfigError(*problems)
+        raise _error(*problems)
 
 
 def _numbers(env: Mapping[str, str], *names: str) -> list[int]:
-    problems = [
-        f"environment: {name}={env[name]!r} is not an integer"
-        for name in names
-        if not re.fullmatch(r"\s*[-+]?[0-9]{1,18}\s*", env[name])
-    ]
-    if problems:
-        raise ConfigError(*problems)
+    wrong = [name for name in names if not re.fullmatch(r"\s*[-+]?[0-9]{1,18}\s*", env[name])]
+    if wrong:
+        raise _error(*(f"{name}={env[name]!r} is not an integer" for name in wrong))
     return [int(env[name]) for name in names]
 
 
 def _port(env: Mapping[str, str]) -> int:
     (port,) = _numbers(env, "MASTER_PORT")
     if not 0 < port < 65536:
-        raise ConfigError(f"environment: MASTER_PORT={port} is not a port; use 1 to 65535")
+        raise _error(f"MASTER_PORT={port} is not a port; use 1 to 65535")
     return port
+
+
+def _error(*problems: str) -> ConfigError:
+    return ConfigError(*(f"environment: {problem}" for problem in problems))

@@ -68,8 +68,8 @@ def run_local(command: list[str], processes: int, grace: float = 1.0) -> int:
     Returns:
         0, or the exit code of the first rank that failed (128 + signal number if a signal killed it).
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     size = str(processes)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     common = os.environ | {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     common.setdefault("MASTER_PORT", str(free_port()))
     common.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
@@ -99,13 +99,11 @@ def run_local(command: list[str], processes: int, grace: float = 1.0) -> int:
                 failure = rank.returncode
                 bad_config = failure == 2  # the other ranks find the same error, which rank 0 prints
                 deadline = time.monotonic() + (5 * grace if bad_config else grace)
-                if failure < 0:
+                if -failure in forwarded:
+                    print("stopped before the first step", file=sys.stderr)
+                elif failure < 0:
                     killed = f"rank {ranks.index(rank)} was killed by {signal.Signals(-failure).name}"
-                    stopped = -failure in forwarded
-                    print(
-                        "stopped before the first step" if stopped else f"{killed}; stopping the others",
-                        file=sys.stderr,
-                    )
+                    print(f"{killed}; stopping the others", file=sys.stderr)
                 for other in [] if bad_config else running:
                     other.terminate()
         if time.monotonic() > deadline:
