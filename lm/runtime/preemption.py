@@ -19,9 +19,7 @@ class PreemptionHandler:
     """Agreement of all ranks, in every step, on whether to stop after it.
 
     The all-reduce starts before the optimizer step and is waited for after it, so it overlaps with the computation.
-
-    Args:
-        should_preempt: returns whether Determined wants the run to stop; must not block.
+    `should_preempt` returns whether Determined wants the run to stop, without blocking.
     """
 
     def __init__(self, world: World, should_preempt: Callable[[], bool]) -> None:
@@ -39,11 +37,7 @@ class PreemptionHandler:
         self._signaled = True
 
     def start_agreement(self, busy: bool) -> dist.Work:
-        """Start the all-reduce of this step. A collective: all ranks call it in the same step.
-
-        Args:
-            busy: whether this rank is still writing a checkpoint.
-        """
+        """Start the all-reduce of this step on all ranks; `busy`: this rank is still writing a checkpoint."""
         self._flags[0] = self._signaled or self._should_preempt()
         self._flags[1] = busy
         work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._world.control, async_op=True)

@@ -34,19 +34,12 @@ _locks: list[FileLock] = []  # a lock without a reference would be released
 
 
 class RunDir:
-    """Paths of the run `name`. The constructor changes nothing on disk.
-
-    Raises:
-        ConfigError: `name` is not a plain directory name and could point outside of `runs/`.
-    """
+    """Paths of the run `name`. The constructor changes nothing on disk."""
 
     def __init__(self, name: str) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,199}", name):
-            raise ConfigError(
-                f"run_name: {name!r} is not a directory name; use letters, digits, '.', '_' and '-', starting with a"
-                " letter or digit: run_name=NAME",
-                keys=("run_name",),
-            )
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,199}", name):  # could point outside of runs/
+            advice = "use letters, digits, '.', '_' and '-', starting with a letter or digit: run_name=NAME"
+            raise ConfigError(f"run_name: {name!r} is not a directory name; {advice}", keys=("run_name",))
         self.path = ROOT / name
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
@@ -55,13 +48,7 @@ class RunDir:
         self._lock = self.path / "lock"
 
     def lock(self, world: World) -> None:
-        """Create the directory on rank 0 and lock it until the process ends.
-
-        Raises:
-            ConfigError: the directory is not writable, belongs to another user, is writable by others, or is not
-                shared by all machines.
-            RunError: another process holds the lock.
-        """
+        """Create the directory on rank 0, lock it until the process ends, and check that all ranks see this lock."""
         holder = world.on_rank0(self._create_and_lock)
         world.all_or_none(lambda: self._require_same_directory(holder))
 
@@ -73,15 +60,11 @@ class RunDir:
                 _require_private(path)
             holder = lock_file(self._lock)
         except OSError as error:
-            raise ConfigError(
-                f"{self.path}: cannot be created and locked ({error.strerror}); make {ROOT.absolute()} writable for"
-                " this user, or start in another directory"
-            ) from None
+            advice = f"make {ROOT.absolute()} writable for this user, or start in another directory"
+            raise ConfigError(f"{self.path}: cannot be created and locked ({error.strerror}); {advice}") from None
         if holder:
-            raise RunError(
-                f"{self.path}: in use by {holder}; wait until it ends, stop it, or choose another run_name",
-                keys=("run_name",),
-            )
+            advice = "wait until it ends, stop it, or choose another run_name"
+            raise RunError(f"{self.path}: in use by {holder}; {advice}", keys=("run_name",))
         return self._lock.read_text()
 
     def _require_same_directory(self, holder: str) -> None:
@@ -96,14 +79,7 @@ class RunDir:
             )
 
     def start(self, hyperparameters: Mapping[str, Any], fresh: bool) -> None:
-        """Write config.yaml, with which the run can be resumed.
-
-        Args:
-            fresh: first move all files of the previous run to `before-<time>/` inside the directory.
-
-        Raises:
-            RunError: a file cannot be written.
-        """
+        """Write config.yaml, which resumes the run; if `fresh`, first move its old files to `before-<time>/`."""
         resumable = dict(hyperparameters) | {"run_name": self.path.name, "resume": "auto"}
         draft = self.config.with_suffix(".draft")
         try:
@@ -133,13 +109,8 @@ def lock_file(path: Path) -> str | None:
 
     Returns:
         None if this process now holds the lock, else the holder: "process PID on HOST since TIME".
-
-    Raises:
-        OSError: the file cannot be created, or the file system has no `flock`.
     """
-    lock = FileLock(
-        path.absolute(), timeout=LOCK_TIMEOUT, mode=0o600, thread_local=False, on_acquired=_write_lock_holder
-    )
+    lock = FileLock(path.absolute(), LOCK_TIMEOUT, 0o600, thread_local=False, on_acquired=_write_lock_holder)
     try:
         lock.acquire()
     except Timeout:
@@ -158,9 +129,7 @@ def _write_lock_holder(lock: int) -> None:
 def _require_private(path: Path) -> None:
     status = path.stat()
     if status.st_uid != os.getuid():
-        raise ConfigError(
-            f"{path}: belongs to user {status.st_uid}, not to you ({os.getuid()}); choose another run_name",
-            keys=("run_name",),
-        )
+        problem = f"{path}: belongs to user {status.st_uid}, not to you ({os.getuid()}); choose another run_name"
+        raise ConfigError(problem, keys=("run_name",))
     if status.st_mode & stat.S_IWOTH:
         raise ConfigError(f"{path}: writable by all users; check its contents, then run: chmod o-w {path}")

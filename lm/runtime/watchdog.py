@@ -46,12 +46,7 @@ class Heartbeat(NamedTuple):
 
 
 class Watchdog:
-    """Context manager around the run of one rank.
-
-    Args:
-        store: key-value store that all ranks have joined.
-        timeout: seconds after which a collective fails.
-    """
+    """Context manager around the run of one rank; `timeout` is the seconds after which a collective fails."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float) -> None:
         self._store = store
@@ -78,10 +73,10 @@ class Watchdog:
         self._collective_failed = True
         causes, keys = self._find_causes(timed_out)
         self._stopped.set()
-        what = f"timed out after {self._timeout:g} s (collective_timeout) waiting for"
-        where = f"rank {self._rank} (last completed step {self._step}): "
-        where += what if timed_out else "lost the connection to"
-        raise RankError(*(f"{where} {cause}" for cause in causes), keys=keys) from error
+        timeout = f"timed out after {self._timeout:g} s (collective_timeout) waiting for"
+        what = timeout if timed_out else "lost the connection to"
+        where = f"rank {self._rank} (last completed step {self._step})"
+        raise RankError(*(f"{where}: {what} {cause}" for cause in causes), keys=keys) from error
 
     def explain(self, error: RunError) -> None:
         """Publish the error that ends this rank, for the ranks that lose the connection to it."""
@@ -112,18 +107,17 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _print_stack(self) -> None:
-        frame = sys._current_frames()[cast(int, threading.main_thread().ident)]
-        stack = "".join(traceback.format_stack(frame))
-        sys.stderr.write(f"rank {self._rank} (last completed step {self._step}), stack:\n{stack}")
+        stack = traceback.format_stack(sys._current_frames()[cast(int, threading.main_thread().ident)])
+        sys.stderr.write(f"rank {self._rank} (last completed step {self._step}), stack:\n{''.join(stack)}")
         sys.stderr.flush()
 
     def _find_causes(self, timed_out: bool) -> tuple[list[str], list[str]]:
         """Return the ranks that the collective waited for, or the error that another rank published, and its keys.
 
-        Args:
-            timed_out: ask the ranks that have completed no more steps than this one to print their stacks.
+        After a timeout, the ranks that have completed no more steps than this one print their stacks.
         """
-        found: list[list[str]] = []
+        keys = ["collective_timeout"] if timed_out else []
+        found: list[list[str]] = [[f"rank 0, {_SILENT}"], keys]
 
         def read_store() -> None:
             with suppress(RuntimeError):
@@ -132,16 +126,15 @@ class Watchdog:
                     self._store.set(_FAILED_STEP_KEY, str(self._step))
                 before = self._read_heartbeats()
                 time.sleep(3 * HEARTBEAT_INTERVAL)  # the heartbeats of a live rank increase
-                found.extend([[find_straggler(before, self._read_heartbeats())], timeout_keys])
+                found[:] = [find_straggler(before, self._read_heartbeats())], keys
                 if self._store.check([_ERROR_KEY]):
                     found[:] = json.loads(self._store.get(_ERROR_KEY))
 
-        # The store ignores its timeout while the process that hosts it is stopped.
-        timeout_keys = ["collective_timeout"] if timed_out else []
+        # In a thread, because the store ignores its timeout while the process that hosts it is stopped.
         thread = threading.Thread(target=read_store, daemon=True)
         thread.start()
         thread.join(6 * HEARTBEAT_INTERVAL)
-        causes, keys = found or ([f"rank 0, {_SILENT}"], timeout_keys)
+        causes, keys = found
         return causes, keys
 
     def _read_heartbeats(self) -> list[Heartbeat]:

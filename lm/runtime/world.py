@@ -35,11 +35,7 @@ _MEMORY_KEYS += ("sharding", "d_model", "n_layers")
 
 
 def choose_device(launch: Launch) -> torch.device:
-    """Return the GPU of this rank, or the CPU on a machine without GPUs.
-
-    Raises:
-        ConfigError: CUDA_VISIBLE_DEVICES names a GPU that PyTorch cannot use, or a node has more ranks than GPUs.
-    """
+    """Return the GPU of this rank, or the CPU on a machine without GPUs; raise ConfigError if its GPU is missing."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not torch.cuda.is_available():
         if visible not in ("", "-1", "NoDevFiles"):
@@ -52,9 +48,8 @@ def choose_device(launch: Launch) -> torch.device:
     if gpus == 1 and launch.launcher not in (None, "torchrun"):
         return torch.device("cuda", 0)  # srun and mpiexec can show each rank only its own GPU
     if launch.local_size > gpus:
-        raise ConfigError(
-            f"{launch.local_size} ranks on a node with {gpus} visible GPUs; start at most {gpus} per node"
-        )
+        problem = f"{launch.local_size} ranks on a node with {gpus} visible GPUs"
+        raise ConfigError(f"{problem}; start at most {gpus} per node")
     return torch.device("cuda", launch.local_rank)
 
 
@@ -62,12 +57,12 @@ def choose_device(launch: Launch) -> torch.device:
 class MeshLayout:
     """Position of a rank in a device mesh, in which ranks are numbered row by row.
 
-    Args:
-        dims: sizes of the named dimensions, outermost first. Data parallelism spans "replicate" and "shard"; ranks
-            that differ only in another dimension, e.g. "tensor", train on the same sequences.
+    Data parallelism spans the dimensions "replicate" and "shard"; ranks that differ only in another one, e.g. "tensor",
+    train on the same sequences.
     """
 
     dims: Mapping[str, int]
+    """sizes of the named dimensions, outermost first"""
     rank: int
 
     @property
@@ -120,11 +115,7 @@ class World:
         return mesh
 
     def all_gather_object(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-        """Return every rank's `value`, any picklable object, by rank.
-
-        Args:
-            group: `saver` in the thread that writes checkpoints, else `control`.
-        """
+        """Return every rank's `value`, any picklable object, by rank; `group` is `saver` in a thread that saves."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=group or self.control)
         return values
@@ -154,11 +145,7 @@ class World:
         return cast(T, self.all_gather_object(self.all_or_none(lambda: action() if self.rank == 0 else None))[0])
 
     def require_equal(self, what: str, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `facts` if they are equal on all ranks, whose machines may have different files and arguments.
-
-        Raises:
-            ConfigError: `facts` differ; names the keys, the first rank that differs from rank 0, and both values.
-        """
+        """Return `facts` if they are equal on all ranks, else raise ConfigError with both values of what differs."""
         first, *rest = self.all_gather_object(facts)
         for rank, other in enumerate(rest, 1):
             problems = [
@@ -180,8 +167,7 @@ def join_world(launch: Launch, timeout: float) -> Iterator[World]:
         timeout: seconds of the rendezvous and of every collective.
 
     Raises:
-        ConfigError: `choose_device` fails, or two ranks share a GPU.
-        RankError: the rendezvous port is in use, the rendezvous timed out, or the body ran out of memory.
+        RankError: the rendezvous failed, or the body ran out of memory.
     """
     device = choose_device(launch)
     if device.type == "cuda":
