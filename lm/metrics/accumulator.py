@@ -18,21 +18,9 @@ from lm.runtime.world import World
 
 GIB = 2**30
 
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "V100-PCIE": 112e12,
-    "V100": 125e12,
-    "T4": 65e12,
-}
-"""Dense 16-bit peak (FLOP/s, without sparsity) by a part of the GPU's name, from the vendors' data sheets; the first
+PEAK_TFLOPS = {"B200": 2250, "H200 NVL": 835, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "A100": 312}
+PEAK_TFLOPS |= {"L40S": 362, "L4": 121, "V100-PCIE": 112, "V100": 125, "T4": 65}
+"""Dense 16-bit peak (TFLOP/s, without sparsity) by a part of the GPU's name, from the vendors' data sheets; the first
 match counts. Where a GPU supports bfloat16, it is as fast as float16."""
 
 
@@ -47,16 +35,15 @@ class MetricsConfig(BaseModel):
 
 def peak_flops(device: torch.device, dtype: torch.dtype | None) -> float | None:
     """Return the dense peak of `device` for matrix products in `dtype` (FLOP/s), or None if unknown."""
-    if device.type != "cuda" or dtype is None:
-        return None
-    return peak_flops_by_name(torch.cuda.get_device_name(device))
+    known = device.type == "cuda" and dtype is not None
+    return peak_flops_by_name(torch.cuda.get_device_name(device)) if known else None
 
 
 def peak_flops_by_name(name: str) -> float | None:
     """Return the dense 16-bit peak of the GPU called `name` (FLOP/s), or None if unknown."""
     if "MIG" in name:  # a slice of the GPU
         return None
-    return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", name)), None)
+    return next((peak * 1e12 for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -76,10 +63,8 @@ class MetricsAccumulator:
     """
 
     def __init__(self, device: torch.device, world: World, flops_per_token: float, peak_flops: float | None) -> None:
-        self._device = device
-        self._world = world
-        self._flops_per_token = flops_per_token
-        self._peak_flops = peak_flops
+        self._device, self._world = device, world
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._consecutive_skipped = torch.zeros((), dtype=torch.float64, device=device)
         self.restart()
 
@@ -87,24 +72,22 @@ class MetricsAccumulator:
         """Reset the sums and the clock: before the first step and after each report."""
         # loss_sum, target tokens, gradient norms, optimizer steps, skipped steps; most consecutive skipped steps
         self._sums = torch.zeros(6, dtype=torch.float64, device=self._device)
-        self._n_steps = 0
-        self._n_tokens = 0
+        self._n_steps = self._n_tokens = 0
         self._data_seconds = 0.0
         self._save_seconds: float | None = None
         self._start_time = time.perf_counter()
 
-    def _synchronize(self) -> None:
+    def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time of the block from training time, e.g. for validation."""
-        self._synchronize()
-        start = time.perf_counter()
+        start = self._now()
         yield
-        self._synchronize()
-        self._start_time += time.perf_counter() - start
+        self._start_time += self._now() - start
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -125,9 +108,7 @@ class MetricsAccumulator:
         """Add a step, without waiting for it.
 
         Args:
-            loss_sum: sum of the loss over the target tokens of this rank (nats).
-            n_target_tokens: over all ranks.
-            n_tokens: sequence positions over all ranks.
+            loss_sum: over the target tokens of this rank (nats); all other values are over all ranks.
             skipped: 1.0 if the optimizer skipped the step, else 0.0. The loss and norm of a skipped step do not count.
         """
         loss_sum, grad_norm, skipped = (x.to(self._device, torch.float64) for x in (loss_sum, grad_norm, skipped))
@@ -140,11 +121,9 @@ class MetricsAccumulator:
         self._n_tokens += n_tokens
 
     def report(self) -> tuple[dict[str, float], int]:
-        """Exchange the sums with all ranks and reset them.
+        """Return the training metrics of all ranks since the last report and the most consecutive skipped steps.
 
-        Returns:
-            The training metrics since the last report, without `loss` and `grad_norm` if all steps were skipped; and
-            the most consecutive skipped steps.
+        `loss` and `grad_norm` are missing if all steps were skipped.
         """
         sums = self._sums.tolist()  # synchronizes with the device
         seconds = time.perf_counter() - self._start_time

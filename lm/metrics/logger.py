@@ -15,11 +15,7 @@ from lm.metrics.sinks import Console, CoreAPI, Sink, make_sinks
 class MetricLogger:
     """Metrics, messages and progress on rank 0; on other ranks nothing is logged.
 
-    Args:
-        run_dir: directory of the run off the cluster; None on it.
-
-    Raises:
-        RunError: from every method that writes, if a file of the run directory cannot be written.
+    Methods raise RunError if a file of `run_dir`, which is None on a cluster, cannot be written.
     """
 
     def __init__(self, rank: int, run_dir: Path | None, train_context: core.TrainContext, max_steps: int) -> None:

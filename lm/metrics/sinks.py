@@ -9,7 +9,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,13 +103,8 @@ class CoreAPI:
         self._background.close()
 
 
-_SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
-    "loss": ("loss", "{:.4f}".format),
-    "perplexity": ("perplexity", "{:.4g}".format),
-    "lr": ("lr", "{:.2e}".format),
-    "tokens_per_second": ("tokens/s", "{:,.0f}".format),
-    "mfu": ("mfu", "{:.1%}".format),
-}
+_FORMATS = {"loss": ".4f", "perplexity": ".4g", "lr": ".2e", "tokens_per_second": ",.0f", "mfu": ".1%"}
+"""of the metrics that the console shows"""
 
 
 class Console:
@@ -135,17 +130,17 @@ class Console:
             self._bar.update()
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
-        shown = {label: text(metrics[key]) for key, (label, text) in _SHOWN.items() if key in metrics}
+        shown = {key: f"{metrics[key]:{spec}}" for key, spec in _FORMATS.items() if key in metrics}
+        shown = {"tokens/s" if key == "tokens_per_second" else key: value for key, value in shown.items()}
         if self._bar is not None and group == "training":
             self._bar.set_postfix({label: value for label, value in shown.items() if label != "lr"})
             return
-        left = ""
         if group == "training" and step > self._start_step:
             step_seconds = (time.monotonic() - self._start_time) / (step - self._start_step)
-            left = f"  left {tqdm.format_interval(step_seconds * (self._max_steps - step))}"
+            shown["left"] = tqdm.format_interval(step_seconds * (self._max_steps - step))
         values = "  ".join(f"{label} {value}" for label, value in shown.items())
         end = f"/{self._max_steps}" if self._max_steps else ""
-        self.info(f"{group:<10}  step {step:>{max(len(end) - 1, 1)}}{end}  {values}{left}")
+        self.info(f"{group:<10}  step {step:>{max(len(end) - 1, 1)}}{end}  {values}")
 
     def close(self) -> None:
         if self._bar is not None:
