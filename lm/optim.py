@@ -43,7 +43,7 @@ WSD_DECAY = 0.2
 
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
-    """Return the learning rate at `step` of a run of `max_steps`, with 0 <= step < max_steps.
+    """Return the learning rate at `step`, 0 <= step < max_steps.
 
     It rises linearly to `lr`, reached in the last warm-up step, and decays towards `lr * min_lr_ratio`, which the step
     after the last one would reach. wsd is the warmup-stable-decay schedule of Hu et al., MiniCPM (2024).
@@ -80,11 +80,8 @@ class Optimizer:
     """An optimizer over sharded parameters that clips gradients and skips steps with inf or NaN gradients.
 
     The fused AdamW unscales, clips and skips in its kernel, without synchronizing with the device. Other optimizers
-    read back whether the step is skipped, as under `torch.amp.GradScaler`.
-
-    Args:
-        named_parameters: materialized; those with `requires_grad=False` are left out.
-        make: makes the optimizer of parameter groups.
+    read back whether the step is skipped, as under `torch.amp.GradScaler`. Parameters with `requires_grad=False` are
+    left out.
     """
 
     def __init__(
@@ -118,9 +115,6 @@ class Optimizer:
 
     def clip_grad_norm(self, loss_scale: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the gradient norm over all ranks, and from it how the next `step` scales the gradients.
-
-        Args:
-            loss_scale: factor of the loss, a scalar.
 
         Returns:
             The norm before clipping, without the loss scale; and 1.0 if it is inf or NaN, which skips the next `step`,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -64,11 +64,7 @@ class ParallelConfig(BaseModel):
 
 
 def mesh_dims(config: ParallelConfig, world_size: int, ranks_per_node: int) -> dict[str, int]:
-    """Return the sizes of the mesh dimensions "replicate" and "shard", outermost first; see the table above.
-
-    Raises:
-        ConfigError: the ranks cannot be divided into groups of `shard_group_size`.
-    """
+    """Return the sizes of the mesh dimensions "replicate" and "shard", outermost first; see the table above."""
     if config.sharding == "no-shard":
         return {"replicate": world_size, "shard": 1}
     if not config.sharding.startswith("hybrid"):
@@ -76,10 +72,8 @@ def mesh_dims(config: ParallelConfig, world_size: int, ranks_per_node: int) -> d
     group = config.shard_group_size or ranks_per_node
     if world_size % group:
         divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        problem = (
-            f"shard_group_size: {world_size} ranks cannot be divided into groups of {group}; use one of {divisors}"
-        )
-        raise ConfigError(problem, keys=("shard_group_size", "sharding"))
+        problem = f"{world_size} ranks cannot be divided into groups of {group}; use one of {divisors}"
+        raise ConfigError(f"shard_group_size: {problem}", keys=("shard_group_size", "sharding"))
     return {"replicate": world_size // group, "shard": group}
 
 
@@ -112,13 +106,7 @@ def memory_bytes(model: ModelConfig, shards: int, batch_size: int, seq_len: int)
 def attention_kernel(
     model: ModelConfig, has_document_ids: bool, dtype: torch.dtype | None, device: torch.device
 ) -> str:
-    """Return the attention kernel of training.
-
-    It is "FlexAttention", or PyTorch's choice for these shapes: "cudnn attention", "flash attention", "math" ...
-
-    Args:
-        has_document_ids: whether samples pack several documents, which do not attend to each other.
-    """
+    """Return the attention kernel of training: FlexAttention for masks, or PyTorch's choice, e.g. flash attention."""
     length = model.max_seq_len
     masked = has_document_ids or (model.sliding_window or length) < length
     if masked and model.can_use_flex(device, training=True):
@@ -147,9 +135,8 @@ def parallelize(
 
     Args:
         mesh: with dimensions "replicate" and "shard", see `mesh_dims`; others are not used.
-        dtype: compute dtype; None = float32.
         seed: of the initial weights, which depend neither on the world size nor on the strategy.
-        float8: torchao's recipe for the blocks' matrix products, "tensorwise" or "rowwise"; None = no float8.
+        float8: torchao's recipe for the blocks' matrix products.
     """
     on_gpu = mesh.device_type == "cuda"
     units = model.fsdp_units() if config.layer_wrap else []
@@ -216,12 +203,8 @@ def _use_float8(blocks: nn.Module, recipe: str) -> None:
     def is_supported(module: nn.Module, _name: str) -> bool:  # float8 kernels need multiples of 16
         return isinstance(module, nn.Linear) and module.in_features % 16 == 0 == module.out_features % 16
 
-    convert_to_float8_training(
-        blocks, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=is_supported
-    )
-
-
-# ---- activation checkpointing -------------------------------------------------------------------------
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(blocks, config=config, module_filter_fn=is_supported)
 
 
 _SAVE_OPS = {
@@ -248,42 +231,32 @@ def _checkpoint(mode: Literal["selective", "full"]) -> Callable[..., Tensor]:
     return partial(checkpoint, use_reentrant=False, context_fn=context_fn)
 
 
-class Packed(NamedTuple):
-    """A tensor saved for backward: itself, or its copy in host memory with its device and strides."""
-
-    tensor: Tensor
-    device: torch.device | None
-    strides: tuple[int, ...]
-
-
 def _offload_activations(block: nn.Module) -> Callable[..., Tensor]:
     forward = block.forward
 
     def forward_with_offload(*args: Any, **kwargs: Any) -> Tensor:
         weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
 
-        def pack(saved: Tensor) -> Packed:
+        def pack(saved: Tensor) -> Tensor | tuple[Tensor, torch.device, tuple[int, ...]]:
             # FSDP frees and refills the storage of weights; expanded tensors are small.
             if saved.untyped_storage().data_ptr() in weights or 0 in saved.stride():
-                return Packed(saved, None, ())
+                return saved
             host = torch.empty_like(saved, device="cpu", pin_memory=saved.is_cuda)
-            return Packed(host.copy_(saved, non_blocking=True), saved.device, saved.stride())
+            return host.copy_(saved, non_blocking=True), saved.device, saved.stride()
 
-        def unpack(packed: Packed) -> Tensor:
-            tensor, device, strides = packed
-            if device is None:
-                return tensor
+        def unpack(packed: Tensor | tuple[Tensor, torch.device, tuple[int, ...]]) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            host, device, strides = packed
             # Compiled code asserts the strides of saved tensors, and the copy of a view with gaps has none.
-            restored = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=device)
-            return restored.copy_(tensor, non_blocking=True)
+            restored = torch.empty_strided(host.shape, strides, dtype=host.dtype, device=device)
+            return restored.copy_(host, non_blocking=True)
 
         with saved_tensors_hooks(pack, unpack):
             return forward(*args, **kwargs)
 
     return forward_with_offload
 
-
-# ---- initial weights ----------------------------------------------------------------------------------
 
 _CHUNK_SIZE = 1 << 20
 """Values per seed: little memory compared with a shard, and few enough calls to be fast."""
@@ -304,10 +277,8 @@ def initialize(model: Transformer, seed: int) -> None:
             continue
         first = 0
         if isinstance(parameter, DTensor):
-            _, offset = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
-            first = offset[0]
+            layout = parameter.shape, parameter.device_mesh, parameter.placements
+            first = compute_local_shape_and_global_offset(*layout)[1][0]
         last = first + len(local)
         size = max(1, _CHUNK_SIZE // parameter.shape[1:].numel())
         generator = torch.Generator(local.device)

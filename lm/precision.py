@@ -32,12 +32,7 @@ class PrecisionConfig(BaseModel):
 
 
 def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype | None:
-    """Return the dtype of forward and backward on `device`, or None for float32.
-
-    Raises:
-        ConfigError: the GPU does not support bfloat16 (compute capability below 8.0), or the requirements of float8
-            are not met.
-    """
+    """Return the dtype of forward and backward on `device`, or None for float32; raise ConfigError if unsupported."""
     dtype = _compute_dtype(config, device)
     if config.float8:
         if dtype != torch.bfloat16:
@@ -70,12 +65,9 @@ def _compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype
 
 
 def _cpu_has_bfloat16() -> bool:
-    if (
-        not torch.backends.mkldnn.is_available()
-    ):  # e.g. macOS: the CPU has the instructions, but no fast kernel uses them
-        return False
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))  # "bf16" on Arm
+    # macOS has no mkldnn: its CPUs have the instructions, but no fast kernel uses them. "bf16" is Arm's.
+    capabilities = torch.cpu.get_capabilities() if torch.backends.mkldnn.is_available() else {}
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def mixed_precision_policy(dtype: torch.dtype | None) -> MixedPrecisionPolicy:

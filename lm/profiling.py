@@ -47,14 +47,10 @@ def profiling(
     """Run the profilers that `config` enables, and stop them also after an exception.
 
     Args:
-        core_profiler: does nothing off the cluster.
         directory: for traces, `rank<N>.*.pt.trace.json.gz`, and memory snapshots, `rank<N>.memory.pickle`.
 
     Yields:
         `profiler_step`, to call after every step.
-
-    Raises:
-        ConfigError: `memory_snapshot` without a GPU.
     """
     if config.memory_snapshot and not torch.cuda.is_available():
         problem = "memory_snapshot: true needs a GPU; to profile memory on a CPU use torch_profiler: true"

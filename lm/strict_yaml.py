@@ -30,7 +30,7 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def parse(source: str, name: str) -> tuple[Any, dict[str, int]]:
-    """Return the value of the YAML text `source`, called `name` in errors, and the lines of its keys, two levels deep."""
+    """Return the value of the YAML text `source`, named `name`, and the lines of its keys, two levels deep."""
     try:
         loader = _StrictLoader(source)
         node = loader.get_single_node()

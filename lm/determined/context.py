@@ -15,11 +15,7 @@ class TorchDistributedContext(core.DistributedContext):
     """Core API `DistributedContext` whose collectives run on the process groups of the run, with their timeout.
 
     Determined's own contexts open a port on all interfaces, unpickle what they receive there, and have no timeout.
-
-    Args:
-        control: gloo group of all ranks.
-        saver: gloo group of all ranks for the thread that writes checkpoints.
-        node: gloo group of the ranks on this node.
+    The process groups are those of `lm.runtime.world.World`.
     """
 
     def __init__(

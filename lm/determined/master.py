@@ -35,10 +35,7 @@ def retrying() -> Iterator[None]:
     """Retry calls to an unreachable master every two seconds for `MASTER_TIMEOUT`; enter it before `core.init`.
 
     Core API's own intervals grow to two minutes, and it treats a proxy's 502 or 503 as a refusal. A
-    `DET_RETRY_CONFIG` in the environment overrides this.
-
-    Raises:
-        RankError: the master refused a call, or was unreachable for too long.
+    `DET_RETRY_CONFIG` in the environment overrides this. Raises RankError for a refusal, also after `MASTER_TIMEOUT`.
     """
     retries = {"total": MASTER_TIMEOUT // _RETRY_INTERVAL, "backoff_factor": 0.5, "backoff_max": _RETRY_INTERVAL}
     retries |= {"allowed_methods": False, "status_forcelist": [502, 503]}
@@ -55,15 +52,11 @@ def exit_code(
 ) -> int:
     """Return the exit code of a run that failed with `error`, after reporting invalid hyperparameters to a search.
 
-    If hyperparameters that the search varies caused all of `error`, the search drops this trial, without restarts,
-    and continues with its other trials. Any other error would be the same in the next trial.
+    If hyperparameters that the search varies caused all of `error`, the exit code is 0: the search drops this trial,
+    without restarts, and continues with its other trials. Any other error would be the same in the next trial.
 
     Args:
-        is_reporter: whether this rank reports the error.
         explain: passes the error on to ranks that lose their connection to this one, so that they exit alike.
-
-    Returns:
-        The error's own exit code, or 0 for invalid hyperparameters of a search.
     """
     if is_reporter and explain is not None:
         explain(error)
