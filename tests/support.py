@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from determined import core
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from lm import config
 from lm.data.tokenizer import train_tokenizer
+from lm.determined.context import TorchDistributedContext
 from lm.launch.environment import Launch
 from lm.launch.spawn import free_port
+from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World, join_world
 
 ROOT = Path(__file__).parent.parent
@@ -83,6 +87,20 @@ def in_world(action: Callable[[World], Any]) -> Any:
         return action(world)
 
 
+def execute(
+    world: World, hyperparameters: Mapping[str, Any], on_step_start: Callable[[int], None] = lambda _: None
+) -> Path:
+    """Call `fsdp.execute` off the cluster on the ranks of `world`; return the run's directory."""
+    import fsdp  # changes signals and garbage collection: not in the processes of all tests
+
+    hp = config.read({"hyperparameters": hyperparameters}, [], "test")
+    run_dir = RunDir(hp.run_name or "test")
+    distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
+    with core.init(distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())) as context:
+        fsdp.execute(fsdp.Run(hp, world, context, None, run_dir, on_step_start))
+    return run_dir.path
+
+
 def start(
     folder: Path, *overrides: str, ranks: int = 1, config: Mapping[str, Any] | None = None, **env: str
 ) -> subprocess.Popen[str]:
@@ -120,6 +138,11 @@ def reports(folder: Path, group: str = "training", name: str = "test") -> dict[i
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     return {record["step"]: record for record in records if record["group"] == group}
+
+
+def exact(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the training metrics `EXACT` of a run, by step."""
+    return {step: {key: line[key] for key in EXACT if key in line} for step, line in reports(folder).items()}
 
 
 def checkpoints(folder: Path, name: str = "test") -> dict[int, Path]:

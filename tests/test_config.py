@@ -47,48 +47,23 @@ def accept(*overrides: str, **hyperparameters: Any) -> dict[str, Any]:
 # ---- one key at a time ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "n_layers: four",
-        "n_layers: 2.5",
-        "n_layers:",
-        "n_layers: true",
-        "n_layers: 99999999999999999999",
-        "lr: [1]",
-        "lr: false",
-        "lr: .nan",
-        "lr: 'inf'",
-        "weight_decay: .inf",
-        "max_epochs: .nan",
-        "dropout: 1",
-        "report_rate: 0",
-        "checkpoint_rate: -5",
-        "validation_rate: 0",
-        "norm: batchnorm",
-        "amp_dtype: fp8",
-        "compile: sometimes",
-        "tie_embeddings: 3",
-        "prompt: 5",
-        "prompt: ''",
-        "run_name: 2024-01-01",
-        "train_data: {a: 0, b: 1}",
-        "train_data: {a: {b: 1}}",
-        'train_data: "a\\0b"',
-        "seed: {}",
-        "max_epochs: 0",
-        "warmup_steps: 2.5",
-        "collective_timeout: 0.5",
-        "torch_profiler_steps: [1]",
-        "torch_profiler_steps: 7",
-        "torch_profiler_steps: [1, a, 2]",
-        "rope_scaling: 3",
-        "model: [gpt2]",
-        "model: 5",
-        "model: gpt3",
-        "lr: " + "x" * 99,
-    ],
-)
+INVALID: dict[str, list[Any]] = {
+    "n_layers": ["four", 2.5, "", "true", 99999999999999999999],
+    "lr": ["[1]", "false", ".nan", "'inf'", 0, "x" * 99],
+    "max_epochs": [".nan", 0],
+    "torch_profiler_steps": ["[1]", 7, "[1, a, 2]", "[1, 1, 0]", "[-1, 1, 2]"],
+    "train_data": ["{a: 0, b: 1}", "{a: {b: 1}}", '"a\\0b"'],
+    "model": ["[gpt2]", 5, "gpt3"],
+    "prompt": [5, "''"],
+    "warmup_steps": [2.5, -1],
+}
+INVALID |= {key: [0] for key in ("report_rate", "validation_rate", "grad_clip", "skip_nonfinite")}
+INVALID |= {"weight_decay": [".inf"], "dropout": [1], "checkpoint_rate": [-5], "norm": ["batchnorm"], "beta2": [1]}
+INVALID |= {"amp_dtype": ["fp8"], "compile": ["sometimes"], "tie_embeddings": [3], "run_name": ["2024-01-01"]}
+INVALID |= {"seed": ["{}"], "collective_timeout": [0.5], "rope_scaling": [3], "min_lr_ratio": [1.1]}
+
+
+@pytest.mark.parametrize("setting", [f"{key}: {value}".rstrip() for key, values in INVALID.items() for value in values])
 def test_an_invalid_value_is_named_with_its_line_and_what_is_accepted(
     setting: str, refusal: Refusal, message: Message
 ) -> None:
@@ -188,17 +163,7 @@ def test_an_override_is_yaml_or_the_literal_text(override: str, key: str, value:
 
 @pytest.mark.parametrize(
     "override",
-    [
-        "lr",
-        "=5",
-        "l\nr=5",
-        "n_layers=",
-        "lr=[1",
-        "lr=nan",
-        "lr=!!python/name:os.system",
-        "hyperparameters.lr=5",
-        "prompt=\udcff",
-    ],
+    ["lr", "=5", "l\nr=5", "n_layers=", "lr=[1", "lr=nan", "lr=!!python/name:os.system", "model.lr=5", "prompt=\udcff"],
 )
 def test_an_invalid_override_is_named(override: str, refusal: Refusal, message: Message) -> None:
     error = refusal("hyperparameters: {}", override)
@@ -323,16 +288,13 @@ def problems(load: Callable[[], Any]) -> tuple[str, ...]:
     return ()
 
 
-@settings(deadline=None)
-@given(st.dictionaries(KEYS, VALUES), st.lists(st.text()))
-def test_any_hyperparameters_are_accepted_or_refused(hyperparameters: dict[str, Any], overrides: list[str]) -> None:
-    problems(lambda: config.read({"hyperparameters": hyperparameters}, overrides, "test"))
+SECTIONS = st.sampled_from(["hyperparameters", "searcher"])
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.sampled_from(["hyperparameters", "searcher"]), VALUES | st.dictionaries(KEYS, VALUES)))
-def test_any_experiment_is_accepted_or_refused(contents: dict[str, Any]) -> None:
-    problems(lambda: config.read(contents, [], "test"))
+@given(st.dictionaries(SECTIONS, VALUES | st.dictionaries(KEYS, VALUES)), st.lists(st.text()))
+def test_any_experiment_is_accepted_or_refused(contents: dict[str, Any], overrides: list[str]) -> None:
+    problems(lambda: config.read(contents, overrides, "test"))
 
 
 @settings(deadline=None)
@@ -373,20 +335,13 @@ def test_every_rank_exits_with_2_and_one_prints_the_problems(tmp_path: Path, mes
     message(done.stderr)
 
 
-@pytest.mark.parametrize(
-    ("settings", "ranks"),
-    [
-        ({"batch_size": 2, "total_batch_size": 6}, 2),
-        ({"batch_size": 4, "total_batch_size": 3}, 1),
-        ({"batch_size": 2**62}, 4),
-    ],
-)
+@pytest.mark.parametrize(("batch_size", "total_batch_size", "ranks"), [(2, 6, 2), (4, 3, 1), (2**62, None, 4)])
 def test_a_total_batch_size_that_does_not_divide_is_refused_with_the_nearest(
-    settings: dict[str, Any], ranks: int, message: Message
+    batch_size: int, total_batch_size: int | None, ranks: int, message: Message
 ) -> None:
-    hp = config.read({"hyperparameters": settings}, [], "test")
+    sizes = {"batch_size": batch_size, "total_batch_size": total_batch_size}
     with pytest.raises(ConfigError, match="batch_size") as refused:
-        loader.derive_global_batch_size(hp, ranks)
+        loader.derive_global_batch_size(config.read({"hyperparameters": sizes}, [], "test"), ranks)
     message(refused.value)
 
 

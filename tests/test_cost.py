@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from determined import core
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -28,13 +26,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import fsdp
 from lm import config, parallelize
-from lm.determined.context import TorchDistributedContext
-from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
 from model import ModelConfig, Transformer
-from tests.support import TINY, run_ranks
+from tests.support import TINY, execute, run_ranks
 
 BASE = TINY | {"max_steps": 4, "report_rate": 100, "validation_batches": 1, "grad_clip": 1.0, "amp_dtype": None}
 """Sizes divisible by two ranks, so that FSDP adds no padding. Only the last of the four steps reports."""
@@ -115,25 +110,14 @@ def count_each(world: World, directory: str, runs: dict[str, dict[str, Any]]) ->
     os.chdir(directory)
     found = {}
     for name, changes in runs.items():
-        hp = config.read({"hyperparameters": BASE | {"run_name": name} | changes}, [], "test")
-        run_dir = RunDir(name)
-        storage = str(run_dir.checkpoints.absolute())
         steps: list[Step] = []
         with pytest.MonkeyPatch.context() as patch, ExitStack() as opened:
-            context = opened.enter_context(
-                core.init(
-                    distributed=TorchDistributedContext(world.launch, world.control, world.saver, world.node),
-                    checkpoint_storage=storage,
-                )
-            )
-            if name == "one-unsharded":
-                patch.setattr(parallelize, "start_micro_step", keep_first_block)
-            if hp.compile is True:  # the number of graphs does not depend on the backend
+            if changes.get("compile"):  # the number of graphs does not depend on the backend
                 patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
             else:  # a dispatch mode disables compilation
                 opened.enter_context(Operators(steps, world.control))
                 opened.enter_context(Copies(steps))
-            fsdp.execute(fsdp.Run(hp, world, context, None, run_dir, partial(start_step, steps)))
+            execute(world, BASE | {"run_name": name} | changes, partial(start_step, steps))
         found[name] = steps[:-1]
     assert not counters["graph_break"]
     return found
@@ -141,11 +125,6 @@ def count_each(world: World, directory: str, runs: dict[str, dict[str, Any]]) ->
 
 def start_step(steps: list[Step], _step: int) -> None:
     steps.append(Step(graphs=counters["stats"]["unique_graphs"]))
-
-
-def keep_first_block(model: Any, *arguments: Any, original: Callable[..., None] = parallelize.start_micro_step) -> None:
-    model.blocks[0].set_reshard_after_forward(False)
-    original(model, *arguments)
 
 
 TWO: dict[str, dict[str, Any]] = {  # runs of two ranks
@@ -164,7 +143,7 @@ FOUR: dict[str, dict[str, Any]] = {  # runs of four ranks, two groups of two
 }
 FOUR["hybrid-grad-shard-x3-each"] = FOUR["hybrid-grad-shard-x3"] | {"sync_each_micro_step": True}
 DEPTHS: dict[str, dict[str, Any]] = {f"layers-{n}": {"n_layers": n} for n in (1, 3)}
-OTHERS: dict[str, dict[str, Any]] = {"one-unsharded": {}, "compiled": {"compile": True}}
+OTHERS: dict[str, dict[str, Any]] = {"compiled": {"compile": True}}
 
 
 @pytest.fixture(scope="module")
@@ -204,13 +183,6 @@ def test_a_step_has_the_collectives_of_its_strategy(name: str, counted: dict[str
     wanted = expected(4, FOUR[name]) if name in FOUR else expected(2, TWO[name])
     for step in counted[name]:
         assert step.collectives == wanted
-
-
-def test_a_missing_all_gather_is_noticed(counted: dict[str, list[Step]]) -> None:
-    hp = config.read({"hyperparameters": BASE}, [], "test")
-    block = 4 * hp.parameter_counts()["blocks"] // hp.n_layers
-    for step, fewer in zip(counted["full-shard"], counted["one-unsharded"], strict=True):
-        assert step.collectives - fewer.collectives == Counter({("all-gather", 2, block): 1})
 
 
 @pytest.mark.parametrize("name", TWO | FOUR)

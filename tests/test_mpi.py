@@ -8,12 +8,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.conftest import Message
-from tests.support import EXACT, REQUEUED, ROOT, checkpoints, reports, run
+from tests.support import REQUEUED, ROOT, checkpoints, exact, run
 
 RUN = REQUEUED | {"max_steps": 12}
 ENDLESS = "max_steps=1000000"
@@ -77,12 +76,8 @@ class Queue:
         return done.returncode, log
 
 
-def losses(folder: Path) -> dict[int, Any]:
-    return {step: {key: line[key] for key in EXACT} for step, line in reports(folder).items()}
-
-
 @needs(MPICH, OPEN_MPI)
-def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_ends_with_the_same_losses(
+def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_ends_with_the_same_exact(
     tmp_path: Path, message: Message
 ) -> None:
     job = tmp_path / "job"
@@ -108,7 +103,7 @@ def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_e
         tmp_path / "uninterrupted", "total_batch_size=8", "batch_size=2", steps, ranks=2, config=RUN, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert losses(job) == losses(tmp_path / "uninterrupted")
+    assert exact(job) == exact(tmp_path / "uninterrupted")
     assert not (job / "submitted").exists()
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from lm.optim import MakeOptimizer, OptimConfig, Optimizer, fused_adamw, learning_rate
@@ -78,24 +77,6 @@ def test_every_schedule_rises_to_the_peak_and_decays_to_the_minimum(
         assert not rising or rising[-1] == peak
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("warmup_steps", 1.5),
-        ("warmup_steps", -1),
-        ("lr", 0),
-        ("min_lr_ratio", 1.1),
-        ("lr_schedule", "exponential"),
-        ("beta2", 1),
-        ("grad_clip", 0),
-        ("skip_nonfinite", 0),
-    ],
-)
-def test_values_out_of_range_are_refused(key: str, value: Any) -> None:
-    with pytest.raises(ValidationError, match=key):
-        config(**{key: value})
-
-
 # ---- optimizer -----------------------------------------------------------------------------------------------
 
 
@@ -107,8 +88,7 @@ def adamw(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Opti
     return torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), foreach=True)
 
 
-OPTIMIZERS = [fused_adamw, adamw, sgd]
-each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS, ids=lambda make: make.__name__)
+each_optimizer = pytest.mark.parametrize("make", [fused_adamw, adamw, sgd], ids=lambda make: make.__name__)
 
 
 def network(frozen: str | None = None) -> nn.Module:
@@ -205,16 +185,6 @@ def test_skipped_steps_do_not_change_later_ones(make: MakeOptimizer) -> None:
         states.append((model.state_dict(), optimizer.state_dict()))
     assert equal(states[0][0], states[1][0])
     assert equal(states[0][1], states[1][1])
-
-
-def test_matrices_decay_and_vectors_do_not() -> None:
-    model = network()
-    optimizer = Optimizer(config(weight_decay=0.5), model.named_parameters())
-    before = copies(model.state_dict())
-    fill_gradients(model, 0, scale=0.0)
-    take_step(optimizer)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter, before[name] * (0.95 if parameter.ndim == 2 else 1.0))
 
 
 @each_optimizer

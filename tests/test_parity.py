@@ -12,20 +12,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from determined import core
 from torch.distributed.checkpoint import FileSystemReader
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fsdp
 from lm import config, optim, parallelize
 from lm.data import loader
 from lm.data.dataset import MixtureDataset
 from lm.data.sampler import SampledSource
-from lm.determined.context import TorchDistributedContext
-from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
 from model import IGNORE_INDEX, ModelConfig, Transformer
-from tests.support import TINY, run_ranks
+from tests.support import TINY, execute, run_ranks
 
 STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
 STEPS = 5
@@ -104,12 +100,8 @@ def run_each(world: World, directory: str, runs: dict[str, dict[str, Any]]) -> d
     os.chdir(directory)
     losses = {}
     for name, changes in runs.items():
-        hp = config.read({"hyperparameters": BASE | {"run_name": name} | changes}, [], "test")
-        run_dir = RunDir(name)
-        distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
-        with core.init(distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())) as context:
-            fsdp.execute(fsdp.Run(hp, world, context, run_dir=run_dir))
-        lines = [json.loads(line) for line in (run_dir.path / "metrics.jsonl").read_text().splitlines()]
+        run_dir = execute(world, BASE | {"run_name": name} | changes)
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         losses[name] = [line["loss"] for line in lines if line["group"] == "training"]
     return losses
 
@@ -129,11 +121,7 @@ EQUAL: dict[str, dict[str, Any]] = {  # options that do not change the losses
     "offload-activations": {"activation_offload": True},
     "recompute-and-offload": {"activation_checkpointing": "full", "activation_offload": True},
     "compiled-offload": {"activation_offload": True, "compile": True},
-    "compiled-recompute-and-offload": {
-        "activation_checkpointing": "full",
-        "activation_offload": True,
-        "compile": True,
-    },
+    "compiled-recompute-and-offload": {"activation_checkpointing": "full", "activation_offload": True, "compile": True},
     "offload": {"cpu_offload": True},
 }
 MODELS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from lm.errors import ConfigError
 from lm.precision import LossScaler, PrecisionConfig, compute_dtype, mixed_precision_policy
@@ -29,8 +28,6 @@ def scale_after(scaler: LossScaler, *skipped: int) -> float:
 
 def test_a_named_dtype_is_used() -> None:
     assert [dtype_of(amp_dtype=name) for name in ("bfloat16", "float16", None)] == [torch.bfloat16, torch.float16, None]
-    with pytest.raises(ValidationError, match="amp_dtype"):
-        dtype_of(amp_dtype="float64")
 
 
 def test_the_default_is_bfloat16_on_cpus_that_support_it_and_float32_on_others() -> None:
@@ -59,21 +56,18 @@ def test_gradients_are_reduced_in_float32(dtype: torch.dtype | None) -> None:
     assert (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs) == (dtype, torch.float32, False)
 
 
-@pytest.mark.parametrize(
-    ("skipped", "exponent"),
-    [
-        ([1], 15),
-        ([1, 1, 0, 1], 13),
-        ([0] * (INTERVAL - 1), 16),
-        ([0] * INTERVAL, 17),
-        ([0] * (2 * INTERVAL - 1), 17),
-        ([0] * 2 * INTERVAL, 18),
-        ([*[0] * (INTERVAL - 1), 1, *[0] * (INTERVAL - 1)], 15),
-    ],
-    ids=["skipped", "skipped-three", "interval-less-1", "interval", "two-less-1", "two", "interrupted"],
-)
-def test_the_scale_halves_after_a_skipped_step_and_doubles_after_an_interval(skipped: list[int], exponent: int) -> None:
-    assert scale_after(LossScaler(torch.float16, CPU), *skipped) == 2.0**exponent
+def test_the_scale_halves_after_a_skipped_step_and_doubles_after_an_interval() -> None:
+    almost = [0] * (INTERVAL - 1)
+    for skipped, exponent in (([1], 15), ([1, 1, 0, 1], 13), ([*almost, 1, *almost], 15)):
+        assert scale_after(LossScaler(torch.float16, CPU), *skipped) == 2.0**exponent
+    scaler = LossScaler(torch.float16, CPU)
+    scales = [
+        scale_after(scaler, *almost),
+        scale_after(scaler, 0),
+        scale_after(scaler, *almost),
+        scale_after(scaler, 0),
+    ]
+    assert scales == [2.0**16, 2.0**17, 2.0**17, 2.0**18]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from determined.core import DummyProfilerContext
-from pydantic import ValidationError
 
 from lm.errors import ConfigError
 from lm.profiling import ProfilingConfig, profiling
@@ -111,12 +110,6 @@ def test_determineds_profiler_is_on_during_the_run_if_enabled(tmp_path: Path, en
             raise RuntimeError
     assert cluster.calls == ["on", "off"] * enabled
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("steps", [[1, 1, 0], [-1, 1, 2], [1, -1, 2], [1, 2], [1, 1, "two"]])
-def test_invalid_steps_are_refused(steps: list[Any]) -> None:
-    with pytest.raises(ValidationError, match="torch_profiler_steps"):
-        config(torch_profiler_steps=steps)
 
 
 @pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory")])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,41 +20,36 @@ ORIGINAL |= {"report_rate", "checkpoint_rate", "validation_batches", "amp_dtype"
 """The hyperparameters of Determined's FSDP example."""
 
 
-SEARCHER = {"name", "metric", "smaller_is_better", "source_trial_id", "source_checkpoint_uuid"}
-KEYS: dict[str, set[str]] = {
-    "": {"bind_mounts", "checkpoint_policy", "checkpoint_storage", "data", "debug", "description", "entrypoint"}
-    | {"environment", "hyperparameters", "integrations", "labels", "log_policies", "max_restarts"}
-    | {"min_checkpoint_period", "min_validation_period", "name", "optimizations", "pbs", "perform_initial_validation"}
-    | {"preemption_timeout", "profiling", "project", "records_per_epoch", "reproducibility", "resources"}
-    | {"retention_policy", "scheduling_unit", "searcher", "slurm", "tensorboard_storage", "workspace"},
-    "resources": {"devices", "is_single_node", "max_slots", "native_parallel", "priority", "resource_pool"}
-    | {"shm_size", "slots_per_trial", "weight"},
-    "environment": {"add_capabilities", "drop_capabilities", "environment_variables", "force_pull_image", "image"}
-    | {"pod_spec", "ports", "proxy_ports", "registry_auth"},
-    "environment.image": {"cpu", "cuda", "rocm"},
-    "checkpoint_storage": {"type", "save_experiment_best", "save_trial_best", "save_trial_latest"}
-    | {"host_path", "container_path", "storage_path", "propagation", "bucket", "prefix", "access_key", "secret_key"}
-    | {"endpoint_url", "container", "connection_string", "account_url", "credential"},
+KEYS = {
+    "": """bind_mounts checkpoint_policy checkpoint_storage data debug description entrypoint environment
+        hyperparameters integrations labels log_policies max_restarts min_checkpoint_period min_validation_period name
+        optimizations pbs perform_initial_validation preemption_timeout profiling project records_per_epoch reproducibility resources
+        retention_policy scheduling_unit searcher slurm tensorboard_storage workspace""",
+    "resources": """devices is_single_node max_slots native_parallel priority resource_pool shm_size slots_per_trial
+        weight""",
+    "environment": """add_capabilities drop_capabilities environment_variables force_pull_image image pod_spec ports
+        proxy_ports registry_auth""",
+    "environment.image": "cpu cuda rocm",
+    "checkpoint_storage": """type save_experiment_best save_trial_best save_trial_latest host_path container_path
+        storage_path propagation bucket prefix access_key secret_key endpoint_url container connection_string
+        account_url credential""",
 }
-SEARCHERS: dict[str, tuple[set[str], set[str]]] = {
-    "single": (SEARCHER | {"max_length"}, set()),
-    "random": (SEARCHER | {"max_length", "max_trials", "max_concurrent_trials"}, {"max_trials"}),
-    "grid": (SEARCHER | {"max_length", "max_concurrent_trials"}, set()),
-    "adaptive_asha": (
-        SEARCHER
-        | {"bracket_rungs", "divisor", "max_concurrent_trials", "max_rungs", "max_time", "mode", "time_metric"}
-        | {"max_trials"},
-        {"max_trials", "max_time", "time_metric"},
-    ),
+SEARCHER = "name metric smaller_is_better source_trial_id source_checkpoint_uuid"
+ASHA = "bracket_rungs divisor max_concurrent_trials max_rungs max_time max_trials mode time_metric"
+SEARCHERS = {
+    "single": ("max_length", ""),
+    "random": ("max_length max_trials max_concurrent_trials", "max_trials"),
+    "grid": ("max_length max_concurrent_trials", ""),
+    "adaptive_asha": (ASHA, "max_trials max_time time_metric"),
 }
-"""Each search method's keys, and the required ones besides `name` and `metric`."""
+"""Each search method's keys besides `SEARCHER`, and the required ones besides `name` and `metric`."""
 
 RANGES = {
-    "const": {"val"},
-    "categorical": {"vals"},
-    "int": {"minval", "maxval"},
-    "double": {"minval", "maxval"},
-    "log": {"minval", "maxval", "base"},
+    "const": "val",
+    "categorical": "vals",
+    "int": "minval maxval",
+    "double": "minval maxval",
+    "log": "minval maxval base",
 }
 
 
@@ -62,12 +57,12 @@ def problems(experiment: dict[str, Any]) -> list[str]:
     """Return what Determined 0.38.1's master refuses in an experiment's config, by its published reference."""
     found = []
 
-    def check(where: str, given: dict[str, Any], known: set[str], needed: Set[str] = frozenset()) -> None:
+    def check(where: str, given: dict[str, Any], known: str, needed: str = "") -> None:
         dot = where and f"{where}."
-        found.extend(f"{dot}{key}: unknown" for key in given.keys() - known)
-        found.extend(f"{dot}{key}: missing" for key in needed if given.get(key) is None)
+        found.extend(f"{dot}{key}: unknown" for key in given.keys() - {*known.split()})
+        found.extend(f"{dot}{key}: missing" for key in needed.split() if given.get(key) is None)
 
-    check("", experiment, KEYS[""], {"name", "entrypoint", "searcher", "hyperparameters"})
+    check("", experiment, KEYS[""], "name entrypoint searcher hyperparameters")
     if ("workspace" in experiment) != ("project" in experiment):
         found.append("workspace, project: both or neither")
     for section in KEYS.keys() - {""}:
@@ -77,18 +72,18 @@ def problems(experiment: dict[str, Any]) -> list[str]:
     searcher = experiment["searcher"]
     if searcher["name"] in SEARCHERS:
         known, needed = SEARCHERS[searcher["name"]]
-        check("searcher", searcher, known, needed | {"metric"})
+        check("searcher", searcher, f"{SEARCHER} {known}", f"metric {needed}")
     else:
         found.append("searcher.name: unknown")
     for policy in experiment.get("log_policies", []):
-        check("log_policies", policy, {"name", "pattern", "action"}, {"name"})
+        check("log_policies", policy, "name pattern action", "name")
         if policy.get("action") not in (None, "cancel_retries", "exclude_node"):
             found.append(f"log_policies.action: {policy['action']}")
         else:
             re.compile(policy["pattern"])
     for key, value in experiment["hyperparameters"].items():
         if isinstance(value, dict) and value.get("type") in RANGES:
-            check(f"hyperparameters.{key}", value, RANGES[value["type"]] | {"type", "count"}, RANGES[value["type"]])
+            check(f"hyperparameters.{key}", value, f"type count {RANGES[value['type']]}", RANGES[value["type"]])
             if value.get("minval", 0) >= value.get("maxval", 1):
                 found.append(f"hyperparameters.{key}: empty range")
     resources = experiment["resources"]

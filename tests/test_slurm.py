@@ -12,13 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lm.launch.spawn import free_port
 from tests.conftest import Message
-from tests.support import EXACT, REQUEUED, ROOT, checkpoints, reports, run
+from tests.support import REQUEUED, ROOT, checkpoints, exact, run
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
 MISSING = [name for name in NEEDED if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
@@ -147,10 +146,6 @@ def cluster() -> Iterator[Cluster]:
         shutil.rmtree(folder)
 
 
-def losses(folder: Path) -> dict[int, Any]:
-    return {step: {key: line[key] for key in EXACT} for step, line in reports(folder).items()}
-
-
 def python(folder: Path, script: str) -> str:
     """Return an executable that runs fsdp.py after the Python lines `script`."""
     (folder / "script.py").write_text(
@@ -200,7 +195,7 @@ Loader.training = fail
 """
 
 
-def test_a_run_stopped_before_the_time_limit_is_requeued_and_ends_with_the_same_losses(
+def test_a_run_stopped_before_the_time_limit_is_requeued_and_ends_with_the_same_exact(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     uninterrupted = run(tmp_path / "uninterrupted", "total_batch_size=4", "batch_size=2", ranks=2, config=RUN)
@@ -213,7 +208,7 @@ def test_a_run_stopped_before_the_time_limit_is_requeued_and_ends_with_the_same_
     fields, log = cluster.finish(job, folder)
     assert (fields["JobState"], fields["Restarts"], fields["Requeue"]) == ("COMPLETED", "1", "1"), log
     assert log.count("requeue 1 (exit code 0)") == 1
-    assert losses(folder) == losses(tmp_path / "uninterrupted")
+    assert exact(folder) == exact(tmp_path / "uninterrupted")
     assert len(re.findall(r"^0: training +step +1\b", log, re.MULTILINE)) == 1, "resumed"
     assert {path.name for path in folder.iterdir()} == {"fsdp.py", "test.yaml", "runs", f"slurm-{job}.log"}
 

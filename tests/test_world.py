@@ -100,47 +100,33 @@ def test_more_ranks_than_gpus_are_refused(gpus: SimpleNamespace, message: Messag
     message(refused.value)
 
 
-@pytest.mark.parametrize("visible", ["0", "0,1", "GPU-1a2b", "3"])
-def test_a_missing_gpu_is_refused(
+@pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles", "0", "0,1", "GPU-1a2b", "3"])
+def test_without_a_gpu_the_device_is_the_cpu_unless_a_gpu_is_named(
     visible: str, gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, message: Message
 ) -> None:
     gpus.count = 0
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(ConfigError) as refused:
-        choose_device(Launch())
-    message(refused.value, mask=r"PyTorch \d\S+")
-
-
-@pytest.mark.parametrize("visible", [None, "", "-1", "NoDevFiles"])
-def test_without_a_gpu_the_device_is_the_cpu(
-    visible: str | None, gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpus.count = 0
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert choose_device(Launch()) == torch.device("cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if visible in ("", "-1", "NoDevFiles"):
+        assert choose_device(Launch()) == torch.device("cpu")
+    else:
+        with pytest.raises(ConfigError) as refused:
+            choose_device(Launch())
+        message(refused.value, mask=r"PyTorch \d\S+")
 
 
-@pytest.mark.parametrize(
-    ("capability", "amp_dtype", "float8", "key"),
-    [((7, 5), "bfloat16", None, "amp_dtype"), ((8, 0), "auto", "rowwise", "float8")],
-)
-def test_a_dtype_that_the_gpu_does_not_support_is_refused(
-    capability: tuple[int, int], amp_dtype: str, float8: Any, key: str, gpus: SimpleNamespace
-) -> None:
-    gpus.capability = capability
-    with pytest.raises(ConfigError, match=f"^{key}: Tesla T4"):
-        precision.compute_dtype(
-            precision.PrecisionConfig.model_validate({"amp_dtype": amp_dtype, "float8": float8}),
-            torch.device("cuda", 0),
-        )
+def test_a_gpu_has_a_dtype_that_it_supports_or_refuses_the_one_that_is_set(gpus: SimpleNamespace) -> None:
+    def dtype(amp_dtype: str, float8: str | None = None) -> torch.dtype | None:
+        config = precision.PrecisionConfig.model_validate({"amp_dtype": amp_dtype, "float8": float8})
+        return precision.compute_dtype(config, torch.device("cuda", 0))
 
-
-def test_auto_is_float16_on_a_gpu_without_bfloat16(gpus: SimpleNamespace) -> None:
+    with pytest.raises(ConfigError, match=r"^float8: Tesla T4"):
+        dtype("auto", "rowwise")
     gpus.capability = (7, 5)
-    auto = precision.PrecisionConfig(amp_dtype="auto", float8=None)
-    assert precision.compute_dtype(auto, torch.device("cuda", 0)) == torch.float16
+    assert dtype("auto") == torch.float16
+    with pytest.raises(ConfigError, match=r"^amp_dtype: Tesla T4"):
+        dtype("bfloat16")
 
 
 # ---- collectives of Python objects ------------------------------------------------------------------------
