@@ -23,8 +23,8 @@ ORIGINAL |= {"report_rate", "checkpoint_rate", "validation_batches", "amp_dtype"
 KEYS = {
     "": """bind_mounts checkpoint_policy checkpoint_storage data debug description entrypoint environment
         hyperparameters integrations labels log_policies max_restarts min_checkpoint_period min_validation_period name
-        optimizations pbs perform_initial_validation preemption_timeout profiling project records_per_epoch reproducibility resources
-        retention_policy scheduling_unit searcher slurm tensorboard_storage workspace""",
+        optimizations pbs perform_initial_validation preemption_timeout profiling project records_per_epoch
+        reproducibility resources retention_policy scheduling_unit searcher slurm tensorboard_storage workspace""",
     "resources": """devices is_single_node max_slots native_parallel priority resource_pool shm_size slots_per_trial
         weight""",
     "environment": """add_capabilities drop_capabilities environment_variables force_pull_image image pod_spec ports
