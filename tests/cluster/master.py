@@ -237,9 +237,8 @@ class Master:
     def _check_token(self, headers: Any, route: str) -> None:
         if route in WITHOUT_ALLOCATION:
             return
-        if self.allocation is None or headers.get("Grpc-Metadata-x-allocation-token") != (
-            f"Bearer {self.allocation.token}"
-        ):
+        token = headers.get("Grpc-Metadata-x-allocation-token")
+        if self.allocation is None or token != f"Bearer {self.allocation.token}":
             raise RefusalError(401, "wrong token")
 
     def _require_current(self, **ids: str) -> Allocation:
@@ -265,22 +264,13 @@ class Master:
 Body = Mapping[str, Any]
 
 
-def show_master(_master: Master, _body: None, _query: Body) -> dict[str, Any]:
-    return {"version": VERSION, "masterId": "m", "clusterId": "c", "clusterName": "", "telemetryEnabled": False}
-
-
-def show_info(_master: Master, _body: None, _query: Body) -> dict[str, Any]:
-    return {"version": VERSION}
+USER = {"id": 1, "username": "tester", "admin": False, "active": True}
+MASTER = {"version": VERSION, "masterId": "m", "clusterId": "c", "clusterName": "", "telemetryEnabled": False}
 
 
 def log_in(_master: Master, body: Body, _query: Body) -> dict[str, Any]:
     require(body["username"] == "tester" and body["isHashed"], "no such user")
-    user = {"id": 1, "username": "tester", "admin": False, "active": True}
-    return {"token": "token-of-a-user", "user": user}
-
-
-def show_me(_master: Master, _body: None, _query: Body) -> dict[str, Any]:
-    return {"user": {"id": 1, "username": "tester", "admin": False, "active": True}}
+    return {"token": "token-of-a-user", "user": USER}
 
 
 def create_experiment(master: Master, body: Body, _query: Body) -> dict[str, Any]:
@@ -403,9 +393,9 @@ def exit_early(master: Master, body: Body, _query: Body, trial: str) -> None:
 
 
 _CALLS: dict[str, Callable[..., Any]] = {
-    "GET /info": show_info,
-    "GET /api/v1/master": show_master,
-    "GET /api/v1/me": show_me,
+    "GET /info": lambda *_: {"version": VERSION},
+    "GET /api/v1/master": lambda *_: MASTER,
+    "GET /api/v1/me": lambda *_: {"user": USER},
     "POST /api/v1/auth/login": log_in,
     "POST /api/v1/experiments": create_experiment,
     "GET /api/v1/tasks/{task}/context_directory": context_directory,

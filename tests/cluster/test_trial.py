@@ -137,9 +137,7 @@ def test_secrets_are_not_in_files_or_logs_of_a_trial(done: tuple[Master, trial.T
     ours = [line for line in finished.log.splitlines() if line.startswith("[rank=")]
     assert ours
     assert not [secret for secret in secrets if secret in "\n".join(ours)]
-    assert not [
-        secret for secret in secrets[:2] if secret in finished.log
-    ]  # Determined itself prints environment variables
+    assert not [secret for secret in secrets[:2] if secret in finished.log]  # Determined prints the environment
 
 
 # ---- interruptions ----------------------------------------------------------------------------------------
@@ -184,9 +182,8 @@ def test_a_preempted_and_killed_trial_has_the_losses_and_weights_of_an_uninterru
     assert weights[0] == weights[1]
     kept = [c["uuid"] for c in master.checkpoints if c["state"] == "STATE_COMPLETED"]
     best = min((step for step in saved(master, 2) if step >= stop), key=losses(master, 2, "validation").__getitem__)
-    assert (saved(master, 2)[stop] in kept) == (
-        stop == best
-    )  # retention counts the checkpoint that the run resumed from
+    # Retention counts the checkpoint that the run resumed from.
+    assert (saved(master, 2)[stop] in kept) == (stop == best)
     assert master.refused == []
 
 
