@@ -104,11 +104,8 @@ def ours(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
     from lm.runtime.run_dir import RunDir
 
     run_dir = RunDir("bench")
-    storage = str(run_dir.checkpoints.absolute())
-    with core.init(
-        distributed=TorchDistributedContext(world.launch, world.control, world.saver, world.node),
-        checkpoint_storage=storage,
-    ) as context:
+    distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
+    with core.init(distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())) as context:
         fsdp.execute(fsdp.Run(hp, world, context, None, run_dir, pacer))
 
 
@@ -180,16 +177,9 @@ def torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
     if hp.tie_embeddings or hp.sliding_window or hp.dropout:
         sys.exit("torchtitan's Llama supports neither tie_embeddings nor sliding_window nor dropout")
     width = as_llama(hp).ffn_width
-    shape = TransformerModelArgs(
-        dim=hp.d_model,
-        n_layers=hp.n_layers,
-        n_heads=hp.n_heads,
-        n_kv_heads=hp.kv_heads,
-        vocab_size=hp.vocab_size,
-        multiple_of=width,  # 2/3 of ffn_dim_multiplier x 4 dim is rounded up to this
-        ffn_dim_multiplier=width / (4 * hp.d_model),
-        max_seq_len=hp.max_seq_len,
-    )
+    sizes = {key: getattr(hp, key) for key in ("n_layers", "n_heads", "vocab_size", "max_seq_len")}
+    sizes |= {"dim": hp.d_model, "n_kv_heads": hp.kv_heads, "ffn_dim_multiplier": width / (4 * hp.d_model)}
+    shape = TransformerModelArgs(**sizes, multiple_of=width)  # 2/3 of ffn_dim_multiplier x 4 dim is rounded up to this
     job = JobConfig()
     job.compile.enable = True
     job.activation_checkpoint.mode = "none"

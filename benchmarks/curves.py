@@ -46,10 +46,8 @@ def losses(config: Path, settings: Sequence[str], steps: int, processes: int) ->
 def deviations(curve: Sequence[float], reference: Sequence[float]) -> list[float]:
     """Return the relative deviation of the mean over each tenth of the run."""
     tenth = max(1, len(curve) // 10)
-    pairs = zip(
-        *([curve[at : at + tenth] for at in range(0, len(curve), tenth)] for curve in (curve, reference)), strict=True
-    )
-    return [abs(statistics.fmean(part) / statistics.fmean(of_reference) - 1) for part, of_reference in pairs]
+    parts = [slice(start, start + tenth) for start in range(0, len(curve), tenth)]
+    return [abs(statistics.fmean(curve[part]) / statistics.fmean(reference[part]) - 1) for part in parts]
 
 
 def main() -> None:
@@ -62,9 +60,8 @@ def main() -> None:
     reference = losses(args.config, [*args.overrides, *REFERENCE], args.steps, args.nproc)
     print("| dtype | first loss | last tenth | largest deviation |\n|---|---|---|---|")
     for name, settings in {"float32": None, **VARIANTS}.items():
-        curve = reference
-        if settings:
-            curve = losses(args.config, [*args.overrides, *settings], args.steps, args.nproc)
+        changes = [*args.overrides, *(settings or [])]
+        curve = losses(args.config, changes, args.steps, args.nproc) if settings else reference
         last = statistics.fmean(curve[-max(1, args.steps // 10) :])
         print(f"| {name} | {curve[0]:.4f} | {last:.4f} | {max(deviations(curve, reference)):.2%} |", flush=True)
 

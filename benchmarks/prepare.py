@@ -104,10 +104,8 @@ def main() -> None:
             for index, name in enumerate(("elapsed", "processor")):
                 theirs, mine = ([size / run[side][index] for run in pairs] for side in (0, 1))
                 ratios = [b / a for a, b in zip(theirs, mine, strict=True)]
-                print(
-                    f"| {workers} | {name} | {spread(theirs, 2)} | {spread(mine, 2)} | {spread(ratios, 2)} |",
-                    flush=True,
-                )
+                cells = " | ".join(spread(values, 2) for values in (theirs, mine, ratios))
+                print(f"| {workers} | {name} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

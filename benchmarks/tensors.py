@@ -125,15 +125,11 @@ class _Gathered(TorchDispatchMode):
 
 def main() -> int:
     steps, points_file, out = sys.argv[1:]
-    with (
-        join_world(Launch.from_env(os.environ), timeout=300) as world,
-        core.init(
-            distributed=TorchDistributedContext(world.launch, world.control, world.saver, world.node),
-            checkpoint_storage=str(Path.cwd()),
-        ) as context,
-    ):
-        points = enumerate(json.loads(Path(points_file).read_text()))
-        found = [measure(world, context, point, int(steps), str(number)) for number, point in points]
+    with join_world(Launch.from_env(os.environ), timeout=300) as world:
+        distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
+        with core.init(distributed=distributed, checkpoint_storage=str(Path.cwd())) as context:
+            points = enumerate(json.loads(Path(points_file).read_text()))
+            found = [measure(world, context, point, int(steps), str(number)) for number, point in points]
         if world.rank == 0:
             Path(out).write_text(json.dumps(found))
     return 0

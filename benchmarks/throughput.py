@@ -124,13 +124,8 @@ class Result:
     def row(self, first: Result) -> str:
         ratio = statistics.median(time / reference for time, reference in zip(self.steps, first.steps, strict=True))
         parts = [f"{self.shares[part]:.1%}" if part in self.shares else "" for part in PARTS]
-        cells = [
-            self.name,
-            f"{self.tokens / self.step:,.0f}",
-            spread(self.steps, 3),
-            f"{ratio:.2f}",
-            f"{self.mfu:.1%}" if self.mfu else "",
-        ]
+        mfu = f"{self.mfu:.1%}" if self.mfu else ""
+        cells = [self.name, f"{self.tokens / self.step:,.0f}", spread(self.steps, 3), f"{ratio:.2f}", mfu]
         return "| " + " | ".join([*cells, f"{self.peak_gib:.2f}", f"{self.first_step:.1f}", *parts]) + " |"
 
 
@@ -189,12 +184,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def compare(names: Sequence[str], args: argparse.Namespace, overrides: Sequence[str]) -> list[Result]:
     """Measure the contenders `names`; those that run out of memory have no result."""
-    if args.alone:
-        return [result for name in names for result in _compare([name], args, overrides)]
-    return _compare(names, args, overrides)
-
-
-def _compare(names: Sequence[str], args: argparse.Namespace, overrides: Sequence[str]) -> list[Result]:
     running: dict[str, Contender] = {}
     results: dict[str, Result] = {}
 
@@ -293,7 +282,9 @@ def main() -> None:
     points = []
     for combination in itertools.product(*values):
         settings = dict(zip(keys, combination, strict=True))
-        results = compare(args.contenders, args, [*args.overrides, *(f"{k}={v}" for k, v in settings.items())])
+        overrides = [*args.overrides, *(f"{key}={value}" for key, value in settings.items())]
+        groups = [[name] for name in args.contenders] if args.alone else [args.contenders]
+        results = [result for group in groups for result in compare(group, args, overrides)]
         points.append((settings, results))
         print(*(f"{key}={value}" for key, value in settings.items()))
         print(table(results), flush=True)
