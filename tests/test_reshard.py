@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from lm import config, optim, parallelize
 from lm.checkpoint import checkpointer
 from lm.runtime.world import World
 from model import Transformer
-from tests.support import TINY, run_ranks
+from tests.support import TINY, in_world, run_ranks
 from tests.test_manifest import RUN_INFO, opened, progress
 
 STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
@@ -87,3 +89,23 @@ def test_a_checkpoint_loads_under_any_world_size_and_strategy(ranks: int, writte
     folder, uuids = written
     assert len(uuids) == 20
     assert not [wrong for part in run_ranks(ranks, differences, folder, uuids) for wrong in part]
+
+
+def weights(world: World) -> dict[str, Any]:
+    return {name: full(parameter) for name, parameter in build(world, "no-shard", seed=7)[0].named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_pytorch_reads_the_directory_and_the_weights_alone(written: tuple[Path, list[str]], tmp_path: Path) -> None:
+    folder, uuids = written
+    expected = in_world(weights)
+    moments = {f"{name}.{key}": value * 2 for name, value in expected.items() for key in ("exp_avg", "exp_avg_sq")}
+    for uuid in uuids:
+        alone = tmp_path / uuid
+        alone.mkdir()
+        for path in (folder / uuid).glob("model-*.safetensors"):
+            shutil.copy(path, alone)
+        for where, wanted in ((folder / uuid, expected | moments), (alone, expected)):
+            read = {name: torch.zeros(value.shape) for name, value in wanted.items()}
+            dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(where)), no_dist=True)
+            assert all(np.array_equal(read[name].numpy(), value) for name, value in wanted.items())
