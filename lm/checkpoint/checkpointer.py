@@ -23,6 +23,7 @@ from determined import core
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
+from lm.checkpoint import tensor_files
 from lm.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -37,17 +38,6 @@ from lm.checkpoint.manifest import (
     write_manifest,
 )
 from lm.checkpoint.retention import SavedCheckpoint, expired, list_saved, prune
-from lm.checkpoint.tensor_files import (
-    Source,
-    TensorFileError,
-    are_tiles,
-    full_shape,
-    group_by_size,
-    owned_slices,
-    read_headers,
-    read_into,
-    write_tensors,
-)
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.runtime.world import World
@@ -139,7 +129,8 @@ class Checkpointer:
         """Copy the slices that this rank writes into host buffers, which every save reuses."""
         staged: Staged = {part: {} for part in state}
         for part, holder in state.items():
-            for name, (tensor, offsets) in owned_slices(holder.state_dict(), self.world.rank, self.world.size).items():
+            owned = tensor_files.owned_slices(holder.state_dict(), self.world.rank, self.world.size)
+            for name, (tensor, offsets) in owned.items():
                 buffer = self._buffers.get(f"{part}.{name}")
                 if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
                     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -231,9 +222,9 @@ class Checkpointer:
             files = {}
             with _explained(path, world.rank, needed):
                 for part, slices in staged.items():
-                    for number, names in enumerate(group_by_size(slices)):
+                    for number, names in enumerate(tensor_files.group_by_size(slices)):
                         file = path / f"{part}-{world.rank:05}-{number:05}.safetensors"
-                        checksum = write_tensors(file, {name: slices[name] for name in names})
+                        checksum = tensor_files.write_tensors(file, {name: slices[name] for name in names})
                         files[file.name] = FileRecord(bytes=file.stat().st_size, crc32c=checksum)
                 for name, content in self._extra_files.items() if world.rank == 0 else ():
                     write_durably(path / name, content)
@@ -319,46 +310,46 @@ def _explained(path: Path, rank: int, needed: int) -> Iterator[None]:
 def _as_checkpoint_error() -> Iterator[None]:
     try:
         yield
-    except TensorFileError as error:
+    except tensor_files.TensorFileError as error:
         raise CheckpointError(*error.problems) from None
 
 
 @_as_checkpoint_error()
 def find_tensors(
     directory: Path, manifest: Manifest, state: Mapping[str, Stateful]
-) -> dict[str, tuple[Tensor, Source]]:
+) -> dict[str, tuple[Tensor, tensor_files.Source]]:
     """Return each tensor of `state` and its slices in the checkpoint, by "object.tensor"; no values are read.
 
     Raises:
         CheckpointError: a file's header is damaged, or slices do not cover their tensor exactly once.
         ConfigError: lists every tensor that is missing, unexpected, or of another shape or dtype.
     """
-    found: dict[str, tuple[Tensor, Source]] = {}
+    found: dict[str, tuple[Tensor, tensor_files.Source]] = {}
     problems: list[str] = []
     for part, wanted in ((part, tensors) for part, holder in state.items() if (tensors := holder.state_dict())):
         files = [directory / name for name in sorted(manifest.files) if name.startswith(f"{part}-")]
-        saved = read_headers(files)
+        saved = tensor_files.read_headers(files)
         problems += [f"{part}.{name}: only in the checkpoint" for name in saved if name not in wanted]
         for name, tensor in wanted.items():
             if not (slices := saved.get(name)):
                 problems.append(f"{part}.{name}: not in the checkpoint")
                 continue
-            shape, dtype = full_shape(slices), slices[0].dtype
-            if not are_tiles(slices, shape):
+            shape, dtype = tensor_files.full_shape(slices), slices[0].dtype
+            if not tensor_files.are_tiles(slices, shape):
                 raise CheckpointError(f"{directory}: damaged: {part}.{name} is not covered exactly once by its slices")
             if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
                 now = f"now {list(tensor.shape)} {tensor.dtype}"
                 problems.append(f"{part}.{name}: {list(shape)} {dtype} in the checkpoint, {now}")
-            found[f"{part}.{name}"] = tensor, Source(slices)
+            found[f"{part}.{name}"] = tensor, tensor_files.Source(slices)
     if problems:
         raise ConfigError(f"{directory}: the tensors differ from the model's:", *problems)
     return found
 
 
 @_as_checkpoint_error()
-def _read_tensors(sources: Mapping[str, tuple[Tensor, Source]]) -> None:
+def _read_tensors(sources: Mapping[str, tuple[Tensor, tensor_files.Source]]) -> None:
     for tensor, source in sources.values():
-        read_into(tensor, source)
+        tensor_files.read_into(tensor, source)
 
 
 def load_weights(directory: Path, model: nn.Module) -> None:
