@@ -650,7 +650,7 @@ def test_a_second_run_with_the_same_folder_is_rejected(long_run: tuple[subproces
     (out.parent / "b.txt").write_text("to be")
     code, _, errors = run(out.parent / "b.txt", "--tokenizer", "bytes", "--out", out)
     assert code == 1
-    assert errors.startswith(f"--out: {out}: locked by ")
+    assert errors.startswith(f"--out: {out}: in use by ")
     assert f"process {process.pid} on " in errors
     assert (out / token_writer.DRAFTS / "train.bin").exists()
 

@@ -318,4 +318,4 @@ def test_a_run_resumes_bit_for_bit_and_with_other_ranks(tmp_path: Path) -> None:
     other = run(tmp_path / "parts", "max_steps=9", "data_workers=1", config=config)
     assert "data_workers: 2 over all ranks in the checkpoint, 1 now" in other.stdout
     manifest = json.loads((checkpoints(tmp_path / "parts")[8] / "manifest.json").read_text())
-    assert [len(state["streams"]) for state in manifest["source"]] == [1, 1]
+    assert [len(state["streams"]) for state in manifest["dataset_state"]] == [1, 1]

@@ -1,11 +1,12 @@
-"""Interfaces of datasets and training sources; mixtures of datasets."""
+"""Interface of map-style datasets; mixtures of datasets."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,20 +22,24 @@ class Sample(NamedTuple):
     """document of each position, numbered from 0: attention does not cross documents; None = one document"""
 
 
-class Dataset(Protocol):
+class Dataset(ABC):
     """A map-style dataset. It is the same on every rank."""
 
+    seq_len: int
+
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def __getitem__(self, index: int, /) -> Sample: ...
 
-    def n_target_tokens(self, index: int, /) -> int:
-        """Return how many targets of a sample are not ignored."""
-        ...
-
+    @abstractmethod
     def fingerprint(self) -> str:
         """Return a string that changes when the samples change."""
-        ...
+
+    def n_target_tokens(self, _index: int, /) -> int:
+        """Return how many targets of a sample are not ignored."""
+        return self.seq_len
 
 
 class SampleBatch(NamedTuple):
@@ -47,27 +52,7 @@ class SampleBatch(NamedTuple):
     """`state_dict` of the source after this batch"""
 
 
-class TrainingSource(Protocol):
-    """One rank's endless sequence of training batches."""
-
-    @property
-    def samples_per_epoch(self) -> int | None:
-        """Samples in one epoch over all ranks; None = unknown, because they are streamed."""
-
-    def batches(self, start_step: int) -> Iterator[SampleBatch]:
-        """Yield batches from step `start_step`, or from the loaded state if the source has one."""
-        ...
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return the position of this rank as JSON; None = it follows from the step."""
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> str | None:
-        """Set the position from the state dicts of all ranks that saved; return a note for the log."""
-
-    def fingerprint(self) -> str: ...
-
-
-class MixtureDataset:
+class MixtureDataset(Dataset):
     """Concatenation of datasets that are sampled by weight.
 
     Args:
@@ -78,14 +63,14 @@ class MixtureDataset:
         self._datasets = datasets
         self.weights = weights
         self.sizes = [len(dataset) for dataset in datasets]
-        self._ends = list(itertools.accumulate(self.sizes))
+        self._offsets = [0, *itertools.accumulate(self.sizes)]
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self._offsets[-1]
 
     def _locate(self, index: int) -> tuple[Dataset, int]:
-        i = bisect.bisect_right(self._ends, index)
-        return self._datasets[i], index - self._ends[i] + self.sizes[i]
+        i = bisect.bisect_right(self._offsets, index) - 1
+        return self._datasets[i], index - self._offsets[i]
 
     def __getitem__(self, index: int) -> Sample:
         dataset, local_index = self._locate(index)

@@ -11,13 +11,14 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lm.errors import ConfigError
 
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+BLOCK = 1 << 20
 
 
 def find_files(where: str | None, key: str) -> list[Path]:
@@ -27,30 +28,23 @@ def find_files(where: str | None, key: str) -> list[Path]:
         where: a file, a folder (all files below it that are not hidden) or a glob; None = the source of the Python
             standard library without its tests.
         key: the hyperparameter that `where` comes from, for errors.
-
-    Raises:
-        ConfigError: no file is found, or a folder cannot be read.
     """
+    root = Path(where or sysconfig.get_paths()["stdlib"])
     try:
-        files = sorted(path for path in _candidates(where) if path.is_file())
+        if where is None:
+            found = (path for path in root.rglob("*.py") if not _NOT_SOURCE & set(path.relative_to(root).parts))
+        elif root.is_dir():
+            found = _walk(root)
+        elif root.is_file():
+            found = iter([root])
+        else:
+            found = map(Path, glob.iglob(where, recursive=True))  # noqa: PTH207 - Path.glob accepts no absolute pattern
+        if files := sorted(path for path in found if path.is_file()):
+            return files
     except OSError as error:
         raise ConfigError(f"{key}: {error.filename}: {error.strerror}", keys=(key,)) from None
-    if not files:
-        place = where or sysconfig.get_paths()["stdlib"]
-        advice = f"give a file, a folder or a glob, relative to {Path.cwd()}"
-        raise ConfigError(f"{key}: no file found at {place}; {advice}", keys=(key,))
-    return files
-
-
-def _candidates(where: str | None) -> Iterable[Path]:
-    if where is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        return (path for path in root.rglob("*.py") if not _NOT_SOURCE & set(path.relative_to(root).parts))
-    if (root := Path(where)).is_file():
-        return [root]
-    if root.is_dir():
-        return _walk(root)
-    return map(Path, glob.glob(where, recursive=True))  # noqa: PTH207 - Path.glob accepts no absolute pattern
+    advice = f"give a file, a folder or a glob, relative to {Path.cwd()}"
+    raise ConfigError(f"{key}: no file found at {where or root}; {advice}", keys=(key,))
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -66,9 +60,14 @@ def _walk(root: Path) -> Iterator[Path]:
         identity = path.stat().st_dev, path.stat().st_ino
         if identity in seen:
             folders.clear()
-            continue
-        seen.add(identity)
-        yield from (path / name for name in names if not name.startswith("."))
+        else:
+            seen.add(identity)
+            yield from (path / name for name in names if not name.startswith("."))
+
+
+def name_files(files: Sequence[Path]) -> str:
+    """Return the first of `files` and the number of others, for errors."""
+    return f"{files[0]} and {len(files) - 1} other file(s)" if files[1:] else str(files[0])
 
 
 def is_compressed(path: Path) -> bool:
@@ -76,20 +75,13 @@ def is_compressed(path: Path) -> bool:
     return path.suffix.lower() in (".gz", ".zst")
 
 
-def blocks(path: Path, size: int = 1 << 20) -> Iterator[bytes]:
-    """Yield the contents of `path`, decompressed (.gz, .zst), without a byte-order mark.
-
-    Args:
-        size: approximate size of a block (bytes).
-
-    Raises:
-        ConfigError: the file cannot be read, or its compressed data are damaged or truncated.
-    """
+def blocks(path: Path) -> Iterator[bytes]:
+    """Yield the contents of `path` in blocks of about `BLOCK` bytes, decompressed, without a byte-order mark."""
     suffix, n_bytes = path.suffix.lower(), 0
     try:
         if is_compressed(path) and not path.stat().st_size:
             raise EOFError("the compressed file is empty")
-        for block in _read_zst(path, size) if suffix == ".zst" else _read(path, size, is_gzip=suffix == ".gz"):
+        for block in _read_zst(path) if suffix == ".zst" else _read(path, is_gzip=suffix == ".gz"):
             yield block if n_bytes else block.removeprefix(codecs.BOM_UTF8)
             n_bytes += len(block)
     except (OSError, EOFError, zlib.error) as error:
@@ -97,13 +89,13 @@ def blocks(path: Path, size: int = 1 << 20) -> Iterator[bytes]:
         raise ConfigError(f"{path}: cannot be read after byte {n_bytes}: {reason}") from None
 
 
-def _read(path: Path, size: int, is_gzip: bool) -> Iterator[bytes]:
+def _read(path: Path, is_gzip: bool) -> Iterator[bytes]:
     with gzip.open(path) if is_gzip else path.open("rb") as file:
-        while block := file.read(size):
+        while block := file.read(BLOCK):
             yield block
 
 
-def _read_zst(path: Path, size: int) -> Iterator[bytes]:
+def _read_zst(path: Path) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
@@ -118,7 +110,7 @@ def _read_zst(path: Path, size: int) -> Iterator[bytes]:
                     output.write(frame.decompress(data))
                     data = frame.unused_data
                     frame = None if frame.eof else frame
-                if output.tell() >= size:
+                if output.tell() >= BLOCK:
                     yield output.getvalue()
                     output = io.BytesIO()
         except zstandard.ZstdError as error:
@@ -138,10 +130,19 @@ def is_empty_parquet(path: Path) -> bool:
         return False
 
 
-def whole_lines(content: Iterable[bytes]) -> Iterator[bytes]:
-    """Regroup `content` into blocks that end at the end of a line."""
+def decode(path: Path, content: bytes, offset: int = 0) -> str:
+    """Decode UTF-8 that starts at byte `offset` of `path`; errors name the byte."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        position = offset + error.start
+        raise ConfigError(f"{path}: byte {position} is not UTF-8; convert the file, e.g. with iconv") from None
+
+
+def complete_lines(path: Path) -> Iterator[bytes]:
+    """Yield the contents of `path` as `blocks` does, in blocks that end at the end of a line."""
     partial: list[bytes] = []
-    for block in content:
+    for block in blocks(path):
         end = block.rfind(b"\n") + 1
         if end:
             yield b"".join([*partial, block[:end]])
@@ -151,30 +152,22 @@ def whole_lines(content: Iterable[bytes]) -> Iterator[bytes]:
         yield rest
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield line numbers and objects of a JSON Lines file, which `blocks` reads; empty lines are skipped.
+def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
+    """Yield number, object and size (bytes) of each line of a JSON Lines file; empty lines are skipped.
 
     Raises:
-        ConfigError: as `blocks` and `parse_line`.
+        ConfigError: a line is not a JSON object, or the file cannot be read.
     """
-    lines = itertools.chain.from_iterable(map(io.BytesIO, whole_lines(blocks(path))))
+    lines = itertools.chain.from_iterable(map(io.BytesIO, complete_lines(path)))
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield number, parse_line(path, number, line)
-
-
-def parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """Parse a line of a JSON Lines file.
-
-    Raises:
-        ConfigError: the line is not a JSON object; names the file and the line number.
-    """
-    try:
-        record = json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}:{number}: byte {error.start} of the line is not UTF-8") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}:{number}: not valid JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise ConfigError(f"{path}:{number}: not a JSON object: {line[:60].strip()!r}")
-    return record
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}:{number}: byte {error.start} of the line is not UTF-8") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}:{number}: not valid JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise ConfigError(f"{path}:{number}: not a JSON object: {line[:60].strip()!r}")
+        yield number, record, len(line)

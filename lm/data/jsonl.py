@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.dataset import Sample
-from lm.data.files import read_jsonl
+from lm.data.dataset import Dataset, Sample
+from lm.data.files import name_files, read_jsonl
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
@@ -26,9 +26,7 @@ _BATCH = 1024
 """Samples tokenised in one call."""
 
 
-class RenderedExample(NamedTuple):
-    """The text of a line."""
-
+class _Example(NamedTuple):
     text: str
     target_spans: tuple[tuple[int, int], ...] | None
     """characters whose tokens are targets: start and end of each span; None = all"""
@@ -36,20 +34,13 @@ class RenderedExample(NamedTuple):
     """a chat template has written the start and end tokens"""
 
 
-def render_example(
-    record: Mapping[str, Any], text_field: str, completion_only: bool, tokenizer: Tokenizer
-) -> RenderedExample:
-    """Return the text of a line and its targets.
-
-    Raises:
-        ConfigError: a key is missing or is not text, or the tokenizer has no chat template.
-    """
+def _render(record: Mapping[str, Any], text_field: str, completion_only: bool, tokenizer: Tokenizer) -> _Example:
     if "messages" in record:
         return _render_chat(record["messages"], completion_only, tokenizer)
     if {"prompt", "completion"} <= record.keys():
         prompt, completion = _text(record, "prompt"), _text(record, "completion")
         span = len(prompt), len(prompt) + len(completion)
-        return RenderedExample(prompt + completion, (span,) if completion_only else None, is_chat=False)
+        return _Example(prompt + completion, (span,) if completion_only else None, is_chat=False)
     if text_field not in record:
         keys = ", ".join(record) or "none"
         problem = f"no {text_field} (text_field), no prompt and completion, no messages; the line has the keys: {keys}"
@@ -57,32 +48,24 @@ def render_example(
     if completion_only:
         problem = f"loss_on: completion requires prompt and completion, or messages; the line has {text_field}"
         raise ConfigError(problem, keys=("loss_on",))
-    return RenderedExample(_text(record, text_field), None, is_chat=False)
+    return _Example(_text(record, text_field), None, is_chat=False)
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:
     if not isinstance(record[key], str):
         raise ConfigError(f"{key} is {json.dumps(record[key])[:60]}, not text")
-    return _require_unicode(record[key])
+    return record[key]
 
 
-def _require_unicode(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ConfigError("an unpaired surrogate is not valid Unicode text") from None
-    return text
-
-
-def _render_chat(messages: Any, completion_only: bool, tokenizer: Tokenizer) -> RenderedExample:
+def _render_chat(messages: Any, completion_only: bool, tokenizer: Tokenizer) -> _Example:
     if not (isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)):
         raise ConfigError(f"messages is {json.dumps(messages)[:60]}, not a list of objects with role and content")
     for i, message in enumerate(messages):
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise ConfigError(f"messages[{i}]: content is not text: {json.dumps(message)[:60]}")
-    text = _require_unicode(tokenizer.render(messages, add_generation_prompt=False))
+    text = tokenizer.render(messages, add_generation_prompt=False)
     if not completion_only:
-        return RenderedExample(text, None, is_chat=True)
+        return _Example(text, None, is_chat=True)
     spans = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -92,10 +75,10 @@ def _render_chat(messages: Any, completion_only: bool, tokenizer: Tokenizer) -> 
                 problem = "the chat template changes earlier messages, so replies cannot be located; set loss_on: all"
                 raise ConfigError(problem, keys=("loss_on", "tokenizer"))
             spans.append((len(prompt), len(with_reply)))
-    return RenderedExample(text, tuple(spans), is_chat=True)
+    return _Example(text, tuple(spans), is_chat=True)
 
 
-class JsonlDataset:
+class JsonlDataset(Dataset):
     """Samples of JSON Lines files.
 
     Packed, samples are concatenated and cut into sequences: attention stays inside each sample, and only the last
@@ -119,7 +102,7 @@ class JsonlDataset:
         errors: list[ConfigError] = []
         for file in files:
             try:
-                for ids, is_target in _encode(file, tokenizer, text_field, completion_only):
+                for ids, is_target in _encode(_examples(file, text_field, completion_only, tokenizer), tokenizer):
                     if is_target[1:].any():
                         inputs.append(ids[:-1].astype(np.int32))
                         targets.append(np.where(is_target[1:], ids[1:].astype(np.int32), np.int32(IGNORE_INDEX)))
@@ -128,11 +111,10 @@ class JsonlDataset:
         if errors:
             raise ConfigError.merge(errors)
         if not inputs:
-            others = f" and {len(files) - 1} other file(s)" if files[1:] else ""
-            problem = f"{files[0]}{others}: no line has targets; add completions, or set loss_on: all"
+            problem = f"{name_files(files)}: no line has targets; add completions, or set loss_on: all"
             raise ConfigError(problem, keys=("loss_on",))
-        lengths = [len(part) for part in inputs]
-        self._seq_len = seq_len
+        lengths = list(map(len, inputs))
+        self.seq_len = seq_len
         self._inputs = np.concatenate(inputs)
         self._targets = np.concatenate(targets)
         self._document_starts = np.cumsum([0, *lengths])
@@ -151,31 +133,42 @@ class JsonlDataset:
 
     def __getitem__(self, index: int) -> Sample:
         start, stop = self._starts[index], self._stops[index]
-        inputs = np.zeros(self._seq_len, np.int64)
-        targets = np.full(self._seq_len, IGNORE_INDEX, np.int64)
+        inputs = np.zeros(self.seq_len, np.int64)
+        targets = np.full(self.seq_len, IGNORE_INDEX, np.int64)
         inputs[: stop - start] = self._inputs[start:stop]
         targets[: stop - start] = self._targets[start:stop]
         if not self._packing:
             return Sample(inputs, targets)
-        document_ids = np.searchsorted(self._document_starts, np.arange(start, start + self._seq_len), side="right")
+        document_ids = np.searchsorted(self._document_starts, np.arange(start, start + self.seq_len), side="right")
         return Sample(inputs, targets, document_ids - document_ids[0])
 
     def n_target_tokens(self, index: int) -> int:
         return int(self._counts[index])
 
     def fingerprint(self) -> str:
-        digest = hashlib.sha256(self._inputs.tobytes())
-        for part in (self._targets, self._starts):
+        digest = hashlib.sha256()
+        for part in (self._inputs, self._targets, self._starts):
             digest.update(part.tobytes())
         return f"{self.n_documents} samples in {len(self)} sequences, sha256 {digest.hexdigest()}"
 
 
+def _examples(file: Path, text_field: str, completion_only: bool, tokenizer: Tokenizer) -> Iterator[_Example]:
+    for number, record, _ in read_jsonl(file):
+        try:
+            example = _render(record, text_field, completion_only, tokenizer)
+            example.text.encode()
+            yield example
+        except UnicodeEncodeError:
+            raise ConfigError(f"{file}:{number}: an unpaired surrogate is not valid Unicode text") from None
+        except ConfigError as error:
+            raise ConfigError(*(f"{file}:{number}: {line}" for line in error.problems), keys=error.keys) from None
+
+
 def _encode(
-    file: Path, tokenizer: Tokenizer, text_field: str, completion_only: bool
+    examples: Iterator[_Example], tokenizer: Tokenizer
 ) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.bool_]]]:
-    """Yield the ids of each sample, and which of them are targets."""
+    """Yield the ids of each example, and which of them are targets."""
     end = np.array([tokenizer.eos_id], np.uint32)
-    examples = _examples(file, tokenizer, text_field, completion_only)
     while batch := list(itertools.islice(examples, _BATCH)):
         for is_chat in (False, True):
             chosen = [example for example in batch if example.is_chat == is_chat]
@@ -187,11 +180,3 @@ def _encode(
                 for start, stop in example.target_spans or ():
                     is_target |= (ends > start) & (ends <= stop)
                 yield (ids, is_target) if is_chat else (np.append(ids, end), np.append(is_target, True))
-
-
-def _examples(file: Path, tokenizer: Tokenizer, text_field: str, completion_only: bool) -> Iterator[RenderedExample]:
-    for number, record in read_jsonl(file):
-        try:
-            yield render_example(record, text_field, completion_only, tokenizer)
-        except ConfigError as error:
-            raise ConfigError(*(f"{file}:{number}: {line}" for line in error.problems), keys=error.keys) from None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -18,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from lm.data import files, stream, text
-from lm.data.dataset import Dataset, MixtureDataset, Sample, TrainingSource
+from lm.data.dataset import Dataset, MixtureDataset, Sample
 from lm.data.jsonl import JsonlDataset
 from lm.data.sampler import SampledSource
 from lm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -38,30 +37,27 @@ class DataConfig(BaseModel):
 
     dataset: Literal["synthetic", "text", "tokens", "jsonl", "hf"] = Field(
         "synthetic",
-        description="random tokens, UTF-8 text files, token files (`python -m lm.prepare`), JSON Lines (fine-tuning),"
-        " or a streamed Hugging Face dataset",
+        description="random tokens, UTF-8 text, token files (`python -m lm.prepare`), JSON Lines or a streamed dataset",
     )
     train_data: str | dict[str, Annotated[float, Field(gt=0)]] | None = Field(
         None,
-        description="a file, folder or glob (text: null = the source of the Python standard library); tokens: a folder,"
-        " or several with weights; hf: also a dataset on the hub",
+        description="a file, folder or glob; text: null = the Python standard library's source; tokens: a folder, or"
+        " several with weights; hf: also a dataset on the hub",
     )
     val_data: str | None = Field(
         None,
-        description="a file, folder or glob; null = the last 5 % of the text (text), the folder's validation part"
-        " (tokens), or the split `validation` (hf, where it may also name a split)",
+        description="a file, folder or glob; null = the last 5 % (text), the folder's validation part (tokens), or the"
+        " split `validation` (hf, where it may also name a split)",
     )
     tokenizer: str | None = Field(
         None,
-        description="`bytes` (257 ids), a tokenizer.json, a folder with one, or a Hugging Face name; null = the token"
-        " files' tokenizer (tokens), else bytes",
+        description="`bytes` (257 ids), a tokenizer.json, its folder, or a Hugging Face name; null = the token files'"
+        " tokenizer (tokens), else bytes",
     )
     text_field: str = Field("text", description="field that holds the text (jsonl, hf)")
     loss_on: Literal["all", "completion"] = Field("all", description="tokens that are targets (jsonl)")
     packing: bool = Field(
-        True,
-        description="concatenate samples into sequences, with attention inside each sample; false = one sample per"
-        " sequence, truncated or padded (jsonl)",
+        True, description="several samples in a sequence; false = one sample, truncated or padded (jsonl)"
     )
     data_workers: int = Field(1, gt=0, description="processes per rank that read and tokenise (hf)")
     hf_config: str | None = Field(None, description="configuration of the dataset on the hub, e.g. en for C4 (hf)")
@@ -73,6 +69,11 @@ class DataConfig(BaseModel):
     validation_batches: int = Field(10, gt=0, description="batches of total_batch_size in a validation")
 
 
+def _error(problem: str, *more_keys: str) -> ConfigError:
+    """Return the error caused by `more_keys` and by the hyperparameter that `problem` starts with."""
+    return ConfigError(problem, keys=(problem.partition(":")[0], *more_keys))
+
+
 def derive_global_batch_size(config: DataConfig, dp_size: int) -> int:
     """Return the sequences per optimizer step over all ranks.
 
@@ -81,15 +82,13 @@ def derive_global_batch_size(config: DataConfig, dp_size: int) -> int:
     """
     micro = config.batch_size * dp_size
     total = config.total_batch_size or micro
-    keys = ("total_batch_size", "batch_size")
     if total > MAX_GLOBAL_BATCH_SIZE:
-        key = "total_batch_size" if config.total_batch_size else "batch_size"
-        problem = f"{key}: {total} sequences per step are too many; use at most {MAX_GLOBAL_BATCH_SIZE}"
-        raise ConfigError(problem, keys=keys)
+        key, other = ("total_batch_size", "batch_size")[:: 1 if config.total_batch_size else -1]
+        raise _error(f"{key}: {total} sequences per step are too many; use at most {MAX_GLOBAL_BATCH_SIZE}", other)
     if total % micro:
         nearest = " or ".join(str(value) for value in (total // micro * micro, (total // micro + 1) * micro) if value)
         problem = f"total_batch_size: {total} is not a multiple of batch_size {config.batch_size} x {dp_size} ranks"
-        raise ConfigError(f"{problem}; use {nearest}", keys=keys)
+        raise _error(f"{problem}; use {nearest}", "batch_size")
     return total
 
 
@@ -113,7 +112,7 @@ class Batch(NamedTuple):
 class Data:
     """One rank's training source, the validation dataset, and their tokenizer (None: synthetic or unknown)."""
 
-    train: TrainingSource
+    train: SampledSource | stream.StreamingDataset
     validation: Dataset
     tokenizer: Tokenizer | None
     notes: Sequence[str] = ()
@@ -155,44 +154,37 @@ def open_data(
     """
     if isinstance(config.train_data, dict) and config.dataset != "tokens":
         problem = f"train_data: weights require dataset: tokens, not {config.dataset}; give one file, folder or glob"
-        raise ConfigError(problem, keys=("train_data", "dataset"))
-    source = partial(
-        SampledSource,
-        global_batch_size=global_batch_size,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        seed=seed,
-        shuffle=config.shuffle,
-    )
-    match config.dataset:
-        case "synthetic":
-            data = _open_synthetic(config, vocab_size, seq_len, SYNTHETIC_BATCHES * global_batch_size, seed, source)
-        case "text":
-            data = _open_text(config, seq_len, source)
-        case "tokens":
-            data = _open_tokens(config, vocab_size, seq_len, source)
-        case "jsonl":
-            data = _open_jsonl(config, seq_len, source)
-        case "hf":
-            data = _open_stream(config, seq_len, global_batch_size, seed, dp_rank, dp_size)
-    tokenizer = data.tokenizer
+        raise _error(problem, "dataset")
+    if config.dataset == "hf":
+        data = _open_stream(config, seq_len, global_batch_size, seed, dp_rank, dp_size)
+    else:
+        match config.dataset:
+            case "synthetic":
+                opened = _open_synthetic(config, vocab_size, seq_len, SYNTHETIC_BATCHES * global_batch_size, seed)
+            case "text":
+                opened = _open_text(config, seq_len)
+            case "tokens":
+                opened = _open_tokens(config, vocab_size, seq_len)
+            case "jsonl":
+                opened = _open_jsonl(config, seq_len)
+        train, validation, tokenizer, notes = opened
+        source = SampledSource(train, global_batch_size, dp_rank, dp_size, seed, config.shuffle)
+        data = Data(source, validation, tokenizer, notes)
+    tokenizer, n_samples = data.tokenizer, data.samples_per_epoch
     if tokenizer and tokenizer.vocab_size > vocab_size:
         problem = f"vocab_size: {vocab_size} is less than the {tokenizer.vocab_size} ids of tokenizer"
-        advice = f"use {tokenizer.vocab_size} or more"
-        raise ConfigError(f"{problem} {tokenizer.identity}; {advice}", keys=("vocab_size", "tokenizer"))
-    if data.samples_per_epoch is not None and data.samples_per_epoch < global_batch_size:
-        raise _too_few("train_data", data.samples_per_epoch, seq_len, global_batch_size)
+        raise _error(f"{problem} {tokenizer.identity}; use {tokenizer.vocab_size} or more", "tokenizer")
+    if n_samples is not None and n_samples < global_batch_size:
+        raise _too_few("train_data", n_samples, seq_len, global_batch_size)
     if not len(data.validation):
         raise _too_few("val_data", 0, seq_len, 1)
     return data
 
 
-def _too_few(key: str, n_samples: int, seq_len: int, needed: int) -> ConfigError:
-    return ConfigError(
-        f"{key}: {n_samples} samples of max_seq_len {seq_len}, but {needed} are needed; add data, or lower max_seq_len"
-        " or the batch size",
-        keys=(key.partition(":")[0], "max_seq_len", "batch_size", "total_batch_size"),
-    )
+def _too_few(what: str, n_samples: int, seq_len: int, needed: int) -> ConfigError:
+    problem = f"{what}: {n_samples} samples of max_seq_len {seq_len}, but {needed} are needed"
+    keys = ("max_seq_len", "batch_size", "total_batch_size")
+    return _error(f"{problem}; add data, or lower max_seq_len or the batch size", *keys)
 
 
 @contextlib.contextmanager
@@ -205,23 +197,21 @@ def _caused_by(key: str) -> Iterator[None]:
         raise
 
 
-Source = Callable[[MixtureDataset], TrainingSource]
+Opened = tuple[MixtureDataset, Dataset, Tokenizer | None, Sequence[str]]
+"""Training data, validation data, their tokenizer, and notes."""
 
 
-def _open_synthetic(
-    config: DataConfig, vocab_size: int, seq_len: int, n_samples: int, seed: int, source: Source
-) -> Data:
+def _open_synthetic(config: DataConfig, vocab_size: int, seq_len: int, n_samples: int, seed: int) -> Opened:
     for key in ("train_data", "val_data", "tokenizer"):
         if getattr(config, key) is not None:
             problem = f"{key}: dataset: synthetic reads no data; remove it, or choose text, tokens, jsonl or hf"
-            raise ConfigError(problem, keys=(key, "dataset"))
-    train, validation = (
-        SyntheticDataset(vocab_size, seq_len, n_samples, (seed, part)) for part in ("training", "validation")
-    )
-    return Data(source(MixtureDataset([train])), validation, None)
+            raise _error(problem, "dataset")
+    parts = ("training", "validation")
+    train, validation = (SyntheticDataset(vocab_size, seq_len, n_samples, (seed, part)) for part in parts)
+    return MixtureDataset([train]), validation, None, ()
 
 
-def _open_text(config: DataConfig, seq_len: int, source: Source) -> Data:
+def _open_text(config: DataConfig, seq_len: int) -> Opened:
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
 
     def read(key: str) -> NDArray[np.uint32]:
@@ -231,14 +221,13 @@ def _open_text(config: DataConfig, seq_len: int, source: Source) -> Data:
     train = read("train_data")
     train, validation = text.split_validation(train) if config.val_data is None else (train, read("val_data"))
     dataset = MixtureDataset([TokenWindowDataset(train, seq_len)])
-    return Data(source(dataset), TokenWindowDataset(validation, seq_len), tokenizer)
+    return dataset, TokenWindowDataset(validation, seq_len), tokenizer, ()
 
 
 @oserror_as_config_error
-def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int, source: Source) -> Data:
+def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Opened:
     if not config.train_data:
-        problem = "train_data: dataset: tokens requires a folder written by python -m lm.prepare"
-        raise ConfigError(problem, keys=("train_data", "dataset"))
+        raise _error("train_data: dataset: tokens requires a folder written by python -m lm.prepare", "dataset")
 
     def read(key: str, where: str, name: str) -> TokenFileDataset:
         path = Path(where)
@@ -251,7 +240,7 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int, source: Sour
     folder = str(first if first.is_dir() else first.parent)
     if config.val_data is None and not (Path(folder) / "validation.json").exists():
         problem = f"val_data: {folder} has no validation part; prepare it with --validation-fraction, or set val_data"
-        raise ConfigError(problem, keys=("val_data", "train_data"))
+        raise _error(problem, "train_data")
     validation = read("val_data", config.val_data or folder, "validation")
     identity = next(iter(train.values())).index.tokenizer
     for where, part in train.items():
@@ -259,25 +248,23 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int, source: Sour
             raise _too_few(f"train_data: {where}", 0, seq_len, 1)
         if part.index.tokenizer != identity:
             problem = f"train_data: {where} and {first} were made with different tokenizers; prepare them with one"
-            raise ConfigError(problem, keys=("train_data",))
+            raise _error(problem)
     if validation.index.tokenizer != identity:
-        problem = "val_data: made with another tokenizer than train_data; prepare them with one"
-        raise ConfigError(problem, keys=("val_data", "train_data"))
+        raise _error("val_data: made with another tokenizer than train_data; prepare them with one", "train_data")
     name = config.tokenizer or ("bytes" if identity == ByteTokenizer.identity else folder)
     tokenizer = load_tokenizer(name) if identity is not None else None
     if tokenizer and tokenizer.identity != identity:
         problem = f"tokenizer: {name} is not the tokenizer that the token files were made with ({identity})"
-        raise ConfigError(f"{problem}; use that one", keys=("tokenizer", "train_data"))
-    return Data(source(MixtureDataset(list(train.values()), list(weights.values()))), validation, tokenizer)
+        raise _error(f"{problem}; use that one", "train_data")
+    return MixtureDataset(list(train.values()), list(weights.values())), validation, tokenizer, ()
 
 
-def _open_jsonl(config: DataConfig, seq_len: int, source: Source) -> Data:
+def _open_jsonl(config: DataConfig, seq_len: int) -> Opened:
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
 
     def read(key: str) -> JsonlDataset:
         if (where := getattr(config, key)) is None:
-            problem = f"{key}: dataset: jsonl requires it; give a file, a folder or a glob"
-            raise ConfigError(problem, keys=(key, "dataset"))
+            raise _error(f"{key}: dataset: jsonl requires it; give a file, a folder or a glob", "dataset")
         with _caused_by(key):
             found, only = files.find_files(where, key), config.loss_on == "completion"
             return JsonlDataset(found, tokenizer, seq_len, config.text_field, only, config.packing)
@@ -289,7 +276,7 @@ def _open_jsonl(config: DataConfig, seq_len: int, source: Source) -> Data:
         dropped = f"; {n_dropped} have no targets left and are dropped" if n_dropped else ""
         n_samples = f"{train.n_truncated} of {train.n_documents} samples"
         notes = [f"train_data: {n_samples} truncated to max_seq_len {seq_len}{dropped}"]
-    return Data(source(MixtureDataset([train])), validation, tokenizer, notes)
+    return MixtureDataset([train]), validation, tokenizer, notes
 
 
 def _open_stream(
@@ -297,37 +284,26 @@ def _open_stream(
 ) -> Data:
     where, val_data = config.train_data, config.val_data
     if not isinstance(where, str):
-        problem = "train_data: dataset: hf requires a dataset on the hub, or local files"
-        raise ConfigError(problem, keys=("train_data", "dataset"))
+        raise _error("train_data: dataset: hf requires a dataset on the hub, or local files", "dataset")
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
     documents, fingerprint = stream.open_documents(where, "train_data", "train", config.hf_config)
     if val_data is not None and stream.is_local(val_data):
         held_out, _ = stream.open_documents(val_data, "val_data", "train", None)
     elif stream.is_local(where):
-        problem = "val_data: local files of dataset: hf have no validation split; give a file, a folder or a glob"
-        raise ConfigError(problem, keys=("val_data",))
+        raise _error("val_data: local files of dataset: hf have no validation split; give a file, a folder or a glob")
     else:
         held_out, _ = stream.open_documents(where, "val_data", val_data or "validation", config.hf_config)
     n_tokens = config.validation_batches * global_batch_size * seq_len + 1
     validation = TokenWindowDataset(stream.first_tokens(held_out, config.text_field, tokenizer, n_tokens), seq_len)
-    train = stream.StreamingDataset(
-        stream.TokenStream(documents, config.text_field, tokenizer, seq_len, seed if config.shuffle else None),
-        fingerprint,
-        config.batch_size,
-        global_batch_size,
-        dp_rank,
-        dp_size,
-        config.data_workers,
-    )
+    shuffle_seed = seed if config.shuffle else None
+    tokens = stream.TokenStream(documents, config.text_field, tokenizer, seq_len, shuffle_seed)
+    sizes = config.batch_size, global_batch_size, dp_rank, dp_size, config.data_workers
+    train = stream.StreamingDataset(tokens, fingerprint, *sizes)
     return Data(train, validation, tokenizer, [train.note] if train.note else [])
 
 
 class Loader:
-    """Batches of one rank on its device. A thread assembles the next training batch.
-
-    Args:
-        global_batch_size: sequences over all ranks, a multiple of batch_size * dp_size.
-    """
+    """Batches of one rank on its device. A thread assembles the next training batch."""
 
     def __init__(
         self, config: DataConfig, data: Data, global_batch_size: int, dp_rank: int, dp_size: int, device: torch.device

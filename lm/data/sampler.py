@@ -27,9 +27,6 @@ class Sampler:
         sizes: samples of each dataset; indices count through the datasets in order.
         weights: share of each dataset, positive, in any unit.
         shuffle: False = every epoch in index order.
-
-    Raises:
-        ConfigError: a weight is less than half a sample in a block.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool) -> None:
@@ -75,35 +72,27 @@ def _quotas(weights: Sequence[float]) -> list[int]:
     for i in by_remainder[: BLOCK - sum(quotas)]:
         quotas[i] += 1
     if not all(quotas):
-        share = min(weights) / sum(weights)
-        raise ConfigError(
-            f"train_data: a share of {share:.2g} is less than one sample in {BLOCK}; raise the smallest weight",
-            keys=("train_data",),
-        )
+        problem = f"a share of {min(weights) / sum(weights):.2g} is less than one sample in {BLOCK}"
+        raise ConfigError(f"train_data: {problem}; raise the smallest weight", keys=("train_data",))
     return quotas
 
 
 class SampledSource:
     """Training source of a map-style dataset: global batch k holds samples `order[k * B : (k + 1) * B]`.
 
-    The order does not depend on the number of ranks; each rank trains on its slice.
-
-    Args:
-        global_batch_size: B, sequences over all ranks; a multiple of `dp_size`.
+    The order does not depend on the number of ranks; each rank trains on its slice. B is `global_batch_size`.
     """
 
     def __init__(
         self, dataset: MixtureDataset, global_batch_size: int, dp_rank: int, dp_size: int, seed: int, shuffle: bool
     ) -> None:
         self.dataset = dataset
+        self.samples_per_epoch = len(dataset)
+        self.fingerprint = dataset.fingerprint
         self._global_batch_size = global_batch_size
         share = global_batch_size // dp_size
         self._slice = slice(dp_rank * share, (dp_rank + 1) * share)
         self._order = Sampler(dataset.sizes, dataset.weights, seed, shuffle)
-
-    @property
-    def samples_per_epoch(self) -> int:
-        return len(self.dataset)
 
     def sample_ids(self, step: int) -> list[int]:
         """Return the indices of the samples in global batch `step`, over all ranks."""
@@ -121,6 +110,3 @@ class SampledSource:
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Do nothing: the position follows from the step."""
-
-    def fingerprint(self) -> str:
-        return self.dataset.fingerprint()

@@ -54,18 +54,12 @@ def is_local(where: str) -> bool:
 
 @oserror_as_config_error
 def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[Documents, str]:
-    """Open local files (a file, a folder or a glob) or a dataset on the hub for streaming.
+    """Open local files or a dataset on the hub for streaming. Return the documents and their fingerprint.
 
     Args:
         where: value of the hyperparameter `key`.
         split: split of a dataset on the hub.
         name: its configuration, e.g. "en" for C4.
-
-    Returns:
-        The documents, and a fingerprint: of the files' names and sizes, or of the dataset's name.
-
-    Raises:
-        ConfigError: not found or not readable, or `datasets` is not installed.
     """
     try:
         import datasets
@@ -107,12 +101,7 @@ def _reason(error: Exception) -> str:
 
 
 def first_tokens(documents: Documents, text_field: str, tokenizer: Tokenizer, count: int) -> NDArray[np.int64]:
-    """Return the first `count` tokens of validation documents with their end-of-text tokens, or all if they are fewer.
-
-    Raises:
-        DataError: a document is not text.
-        ConfigError: the documents cannot be read.
-    """
+    """Return at most `count` tokens of validation documents, each document with an end-of-text token."""
     pieces: list[NDArray[np.uint32]] = [np.empty(0, np.uint32)]
     n_tokens = 0
     end = np.array([tokenizer.eos_id], np.uint32)
@@ -140,12 +129,10 @@ def _text(record: Mapping[str, Any], key: str, number: int) -> str:
 
 
 class Window(NamedTuple):
-    """Consecutive tokens of a stream."""
+    """Consecutive tokens of a stream, (seq_len + 1,), and the position of the next window as JSON."""
 
     ids: NDArray[np.int64]
-    """(seq_len + 1,)"""
     state: dict[str, Any]
-    """position of the next window, as JSON"""
 
 
 @dataclass(eq=False)
@@ -199,13 +186,12 @@ class TokenStream(IterableDataset["Window | DataError"]):
         """Yield documents' tokens, each with the state at its start (the first one's may be inside it)."""
         end = np.array([self.tokenizer.eos_id], np.int64)
         for state, texts in self._blocks():
-            order = np.arange(len(texts))
             if self.seed is not None:
-                seed = derive_seed("stream", self.seed, self.number, state["block"])
-                order = np.random.default_rng(seed).permutation(order)
+                rng = np.random.default_rng(derive_seed("stream", self.seed, self.number, state["block"]))
+                texts = [texts[i] for i in rng.permutation(len(texts))]
             token = state["token"]
             for start in range(state["document"], len(texts), _BATCH):
-                encoded = self.tokenizer.encode_batch([texts[i] for i in order[start : start + _BATCH]])
+                encoded = self.tokenizer.encode_batch(texts[start : start + _BATCH])
                 for document, ids in enumerate(encoded, start):
                     yield state | {"document": document, "token": token}, np.append(ids.astype(np.int64), end)
                     token = 0
@@ -256,9 +242,6 @@ class StreamingDataset:
 
     Args:
         stream: of all documents; it is split among the streams of all ranks.
-        fingerprint: a string that changes when the documents change.
-        batch_size: sequences per micro-batch.
-        global_batch_size: sequences over all ranks, a multiple of batch_size * dp_size.
         workers: processes of this rank, with one stream each.
     """
 
@@ -302,9 +285,8 @@ class StreamingDataset:
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> str | None:
         """Set the position from the state dicts of all ranks that saved.
 
-        Returns:
-            None if the number of streams is the same. Otherwise a note: each stream then resumes after its share of
-            the documents that were read, and not at the exact token.
+        If the number of streams differs, each resumes after its share of the documents that were read, not at the
+        exact token, and a note says so.
         """
         saved = [state for rank in states for state in rank["streams"]]
         if len(saved) == self._n_streams:
@@ -314,18 +296,11 @@ class StreamingDataset:
         n_read = sum(state.get(key, 0) for state in saved for key in ("skip", "read", "document"))
         skip = n_read // self._n_streams
         self._states = [{"skip": skip} for _ in self._streams]
-        return (
-            f"data_workers: {len(saved)} over all ranks in the checkpoint, {self._n_streams} now: each worker resumes"
-            f" after {skip} documents of its share"
-        )
+        change = f"{len(saved)} over all ranks in the checkpoint, {self._n_streams} now"
+        return f"data_workers: {change}: each worker resumes after {skip} documents of its share"
 
     def batches(self, start_step: int) -> Iterator[SampleBatch]:  # noqa: ARG002 - the position is in the state
-        """Yield batches from the current position.
-
-        Raises:
-            DataError: a document cannot be read, or is not text.
-            RankError: a worker was killed.
-        """
+        """Yield batches from the current position."""
         readers = [
             self._read(replace(stream, state=state)) for stream, state in zip(self._streams, self._states, strict=True)
         ]
@@ -348,13 +323,5 @@ class StreamingDataset:
             yield SampleBatch(samples, self._n_target_tokens, self.state_dict())
 
     def _read(self, stream: TokenStream) -> Iterator[list[Window | DataError]]:
-        loader = DataLoader(
-            stream,
-            batch_size=self._batch_size,
-            num_workers=1,
-            collate_fn=list,
-            multiprocessing_context="spawn",
-            worker_init_fn=_init_worker,
-            prefetch_factor=4,
-        )
-        return iter(loader)
+        process: Any = {"num_workers": 1, "multiprocessing_context": "spawn", "worker_init_fn": _init_worker}
+        return iter(DataLoader(stream, self._batch_size, collate_fn=list, prefetch_factor=4, **process))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.files import blocks
+from lm.data.files import blocks, decode, name_files
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
 
@@ -21,27 +21,20 @@ def read_tokens(files: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
     """Return the tokens of all files, (tokens,), with an end-of-text token after each file.
 
     Files are ordered by a hash of their names, so that a cut anywhere leaves a fair sample on both sides.
-
-    Raises:
-        ConfigError: files cannot be read or are not UTF-8 (with the offset), or all are empty.
     """
     pieces: list[NDArray[np.uint32]] = []
-    errors = []
+    errors: list[ConfigError] = []
     end = np.array([tokenizer.eos_id], np.uint32)
     for path in sorted(files, key=lambda path: hashlib.sha256(os.fsencode(path.name)).digest()):
         try:
-            if content := b"".join(blocks(path)).decode():
+            if content := decode(path, b"".join(blocks(path))):
                 pieces += [*tokenizer.encode_batch([content]), end]
-        except UnicodeDecodeError as error:
-            problem = f"{path}: byte {error.start} is not UTF-8; convert the file, e.g. with iconv"
-            errors.append(ConfigError(problem))
         except ConfigError as error:
             errors.append(error)
     if errors:
         raise ConfigError.merge(errors[:20])
     if not pieces:
-        others = f" and {len(files) - 1} other file(s)" if files[1:] else ""
-        raise ConfigError(f"{files[0]}{others}: no text; give files that are not empty")
+        raise ConfigError(f"{name_files(files)}: no text; give files that are not empty")
     return np.concatenate(pieces)
 
 

@@ -25,6 +25,7 @@ from lm.errors import ConfigError, oserror_as_config_error
 FILE = "tokenizer.json"
 FILES = (FILE, "tokenizer_config.json", "chat_template.jinja")  # only the first is required
 END_OF_TEXT = "<|endoftext|>"
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _EOS_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -49,15 +50,12 @@ class ByteTokenizer:
     files: Mapping[str, bytes] = {}
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, without an end-of-text token."""
         return list(text.encode())
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Return the ids of each text, without an end-of-text token."""
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
 
     def encode_with_offsets(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoding]:  # noqa: ARG002
-        """Return the ids of each text with their offsets; there are no special tokens to add."""
         characters = (np.repeat(np.arange(len(text)), [len(c.encode()) for c in text]) for text in texts)
         offsets = [np.stack([starts, starts + 1], axis=1) for starts in characters]
         return list(map(Encoding, self.encode_batch(texts), offsets))
@@ -67,7 +65,7 @@ class ByteTokenizer:
         return "".join(self.stream(ids, after))
 
     def stream(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:  # noqa: ARG002
-        """Yield text while `ids` arrive, each character once all of its bytes have; `after` has no effect."""
+        """Yield text while `ids` arrive, each character once all of its bytes have."""
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in ids:
             if token < 256:
@@ -77,7 +75,6 @@ class ByteTokenizer:
         yield decoder.decode(b"", final=True)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:  # noqa: ARG002
-        """Raise ConfigError, because there is no chat template."""
         raise _error(self.identity, "has no chat template for messages; use a Hugging Face tokenizer that has one")
 
 
@@ -87,9 +84,6 @@ class FileTokenizer:
     Args:
         files: contents of `tokenizer.json` and of the optional `FILES`, by name.
         name: name of the tokenizer in errors.
-
-    Raises:
-        ConfigError: the files are invalid, or define no end-of-text token.
     """
 
     def __init__(self, files: Mapping[str, bytes], name: str) -> None:
@@ -105,8 +99,7 @@ class FileTokenizer:
         vocabulary = self._encoder.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=0) + 1
         self.identity = f"{self.vocab_size} tokens, sha256 {hashlib.sha256(files[FILE]).hexdigest()}"
-        eos = self._special_token("eos_token")
-        if eos is None:
+        if (eos := self._special_token("eos_token")) is None:
             eos = next((token for token in _EOS_TOKENS if token in vocabulary), None)
         if eos not in vocabulary:
             what = f"eos_token {eos!r} is not in its vocabulary" if eos else "it has no end-of-text token"
@@ -147,10 +140,8 @@ class FileTokenizer:
     def stream(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
         """Yield text while `ids` arrive, each character once all of its bytes have.
 
-        End-of-text tokens become blank lines; other special tokens are skipped.
-
-        Args:
-            after: ids that precede the first one; they decide whether the text starts with a space.
+        End-of-text tokens become blank lines; other special tokens are skipped. The ids `after` which the first one
+        follows decide whether the text starts with a space.
         """
         prefix = list(after)
         while self._encoder.decode(prefix).endswith("\ufffd"):
@@ -173,14 +164,7 @@ class FileTokenizer:
         yield self._encoder.decode(pending)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """Return the text of a chat, written by the tokenizer's chat template.
-
-        Args:
-            add_generation_prompt: end with the start of the assistant's next message.
-
-        Raises:
-            ConfigError: the tokenizer has no template, the template raises, or `transformers` is not installed.
-        """
+        """Return the text of a chat as the chat template writes it, optionally with the start of the next reply."""
         template = self.files.get("chat_template.jinja", b"").decode() or self._config.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = next((each.get("template") for each in template if each.get("name") == "default"), None)
@@ -190,11 +174,12 @@ class FileTokenizer:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError:
             raise _error(self._name, "chat templates require a package: pip install transformers") from None
-        arguments: dict[str, Any] = {"chat_template": template, "add_generation_prompt": add_generation_prompt}
-        for key in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            arguments[key] = self._special_token(key)
+        specials: Any = {key: self._special_token(key) for key in _SPECIAL_TOKENS}
+        chats = [list(map(dict, messages))]
         try:
-            texts, _ = render_jinja_template([list(map(dict, messages))], **arguments)
+            texts, _ = render_jinja_template(
+                chats, chat_template=template, add_generation_prompt=add_generation_prompt, **specials
+            )
         except Exception as error:  # a template may raise anything
             raise _error(self._name, f"its chat template rejects the messages: {error}") from None
         return texts[0]

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
-from lm.data.dataset import Sample
+from lm.data.dataset import Dataset, Sample
 from lm.errors import ConfigError, DataError
 from lm.seeds import derive_seed
 
@@ -28,7 +28,7 @@ def window(ids: NDArray[np.int64]) -> Sample:
 
 
 @dataclass(frozen=True)
-class SyntheticDataset:
+class SyntheticDataset(Dataset):
     """Uniformly random tokens. Each sample has its own seed, so that memorising samples is all a model can learn.
 
     Args:
@@ -47,15 +47,12 @@ class SyntheticDataset:
         rng = np.random.default_rng(derive_seed("synthetic", *self.key, index))
         return window(rng.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.int64))
 
-    def n_target_tokens(self, _index: int) -> int:
-        return self.seq_len
-
     def fingerprint(self) -> str:
         return f"synthetic {self.n_samples} x {self.seq_len} of {self.vocab_size}"
 
 
 @dataclass(frozen=True, eq=False)
-class TokenWindowDataset:
+class TokenWindowDataset(Dataset):
     """An array of tokens cut into windows of `seq_len`; a window's last target is the next window's first input."""
 
     tokens: NDArray[np.integer[Any]]
@@ -68,27 +65,20 @@ class TokenWindowDataset:
         start = index * self.seq_len
         return window(self.tokens[start : start + self.seq_len + 1].astype(np.int64))
 
-    def n_target_tokens(self, _index: int) -> int:
-        return self.seq_len
-
     def fingerprint(self) -> str:
         return f"{len(self.tokens)} tokens, sha256 {hashlib.sha256(self.tokens.tobytes()).hexdigest()}"
 
 
-class SourceRecord(BaseModel):
+class SourceRecord(BaseModel, frozen=True, extra="forbid"):
     """An input file of `python -m lm.prepare`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     bytes: int = Field(ge=0)
     crc32c: int = Field(ge=0, lt=2**32)
 
 
-class TokenIndex(BaseModel):
+class TokenIndex(BaseModel, frozen=True, extra="forbid"):
     """Contents of NAME.json: description of NAME.bin and NAME.ends."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal[1]
     tokenizer: str | None = Field(description="identity of the tokenizer; null = unknown")
@@ -108,18 +98,13 @@ class TokenIndex(BaseModel):
 
 
 def read_index(path: Path) -> TokenIndex:
-    """Read NAME.json and check the size of NAME.bin.
-
-    Raises:
-        ConfigError: a file is missing or invalid, or the size differs.
-    """
+    """Read NAME.json and check the size of NAME.bin."""
     tokens = path.with_suffix(".bin")
     try:
         index = TokenIndex.model_validate_json(path.read_bytes())
         size = tokens.stat().st_size
     except OSError as error:
-        advice = "write token files with python -m lm.prepare"
-        raise ConfigError(f"{error.filename}: {error.strerror}; {advice}") from None
+        raise ConfigError(f"{error.filename}: {error.strerror}; write token files with python -m lm.prepare") from None
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "contents"
@@ -132,7 +117,7 @@ def read_index(path: Path) -> TokenIndex:
     return index
 
 
-class TokenFileDataset:
+class TokenFileDataset(Dataset):
     """A token file cut into windows as in `TokenWindowDataset`.
 
     Windows are read with pread: the page cache serves it like a memory map, and a file that is truncated during the
@@ -149,16 +134,15 @@ class TokenFileDataset:
         self._file = os.open(self._path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         self._dtype = np.dtype(self.index.dtype).newbyteorder("<")
-        self._seq_len = seq_len
+        self.seq_len = seq_len
         self._vocab_size = vocab_size
 
     def __len__(self) -> int:
-        return (self.index.tokens - 1) // self._seq_len
+        return (self.index.tokens - 1) // self.seq_len
 
     def __getitem__(self, index: int) -> Sample:
-        """Raises DataError: the file was truncated during the run, or an id is not in the model's vocabulary."""
-        offset = index * self._seq_len * self._dtype.itemsize
-        n_bytes = (self._seq_len + 1) * self._dtype.itemsize
+        offset = index * self.seq_len * self._dtype.itemsize
+        n_bytes = (self.seq_len + 1) * self._dtype.itemsize
         raw = os.pread(self._file, n_bytes, offset)
         if len(raw) < n_bytes:
             raise DataError(f"{self._path}: ends at byte {offset + len(raw)}: it was truncated during the run")
@@ -171,9 +155,6 @@ class TokenFileDataset:
                 keys=("vocab_size", "train_data", "val_data"),
             )
         return window(ids)
-
-    def n_target_tokens(self, _index: int) -> int:
-        return self._seq_len
 
     def fingerprint(self) -> str:
         return f"{self.index.tokens} tokens, crc32c {self.index.crc32c:08x}"

@@ -30,8 +30,8 @@ from lm.data.tokens import read_index
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.prepare import token_writer
-from lm.prepare.readers import FORMATS, TokenChunk, format_of, group_documents, is_held_out, read_documents, read_ids
-from lm.prepare.token_writer import DRAFTS, LOCK, OUTPUT, TRAIN, SplitWriter, verify
+from lm.prepare.readers import FORMATS, TokenChunk, format_of, is_held_out, read_documents, read_ids
+from lm.prepare.token_writer import DRAFTS, LOCK, OUTPUT, READY, TRAIN, SplitWriter, verify
 from lm.prepare.workers import WorkerPool
 from lm.runtime.run_dir import lock_file
 
@@ -40,12 +40,7 @@ LOG_SECONDS = 30.0
 
 
 def prepare(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
-    """Write the dataset, unless DIR already holds it. Return the lines to print.
-
-    Raises:
-        ConfigError: the input or DIR cannot be used.
-        RunError: the disk is full, a worker was killed, or the input changed.
-    """
+    """Write the dataset, unless DIR already holds it. Return the lines to print."""
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer not in (None, "none") else None
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -72,7 +67,7 @@ def prepare(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
 
 
 def _build(args: argparse.Namespace, files: Sequence[Path], pool: WorkerPool, tokenizer: Tokenizer | None) -> list[str]:
-    before = [path.stat() for path in files]
+    before = [_stamp(path) for path in files]
     options = {key: getattr(args, key) for key in ("format", "text_field", "validation_fraction", "train_tokenizer")}
     sources = pool.map(token_writer.source_record, files, chunksize=1 + len(files) // 100)
     if (args.out / f"{TRAIN}.json").exists() and not args.overwrite:
@@ -104,20 +99,23 @@ def _build(args: argparse.Namespace, files: Sequence[Path], pool: WorkerPool, to
     counts = {name: writer.n_documents for name, writer in zip(splits, writers, strict=True)}
     if not any(counts.values()):
         raise ConfigError(f"{files[0]}{f' and {len(files) - 1} more' if files[1:] else ''}: no text to encode")
-    for name in (name for name, count in counts.items() if not count):
-        problem = f"{args.validation_fraction:g} of {sum(counts.values())} document(s) leaves none for {name}"
+    if empty := [name for name, count in counts.items() if not count]:
+        problem = f"{args.validation_fraction:g} of {sum(counts.values())} document(s) leaves none for {empty[0]}"
         remedy = "choose another fraction, or prepare separate files for validation in another folder"
         raise ConfigError(f"--validation-fraction: {problem}; {remedy}")
-    for path, old in zip(files, before, strict=True):
-        new = path.stat()
-        if (new.st_size, new.st_mtime_ns) != (old.st_size, old.st_mtime_ns):
-            raise RunError(f"{path}: changed while it was read; run the command again")
+    if changed := [path for path, old in zip(files, before, strict=True) if _stamp(path) != old]:
+        raise RunError(f"{changed[0]}: changed while it was read; run the command again")
     identity, records = tokenizer and tokenizer.identity, list(sources)
     lines = [writer.finish(identity, records, options) for writer in writers]
-    token_writer.commit(args.out)
+    drafts.rename(args.out / READY)
+    token_writer.install(args.out)
     seconds, megabytes = progress.format_dict["elapsed"], progress.n / 1e6
     speed = f"{megabytes / seconds:,.2f} MB/s, {n_tokens / seconds:,.0f} tokens/s"
     return [f"{megabytes:,.1f} MB in {seconds:,.1f} s: {speed}", *notes, *lines]
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    return path.stat().st_size, path.stat().st_mtime_ns
 
 
 def _check_existing(path: Path, wanted: Mapping[str, object]) -> str:
@@ -152,7 +150,7 @@ def _encode(
                 yield from ((c.ids.nbytes, c) for c in read_ids(path, vocab_size, eos_id, fraction))
         else:
             documents = read_documents(paths, args.format, args.text_field)
-            yield from pool.encode(group_documents(documents), name, fraction, args.out / DRAFTS)
+            yield from pool.encode(documents, name, fraction, args.out / DRAFTS)
 
 
 def _progress(what: str, args: argparse.Namespace, files: Sequence[Path]) -> tqdm[Any]:
@@ -160,17 +158,12 @@ def _progress(what: str, args: argparse.Namespace, files: Sequence[Path]) -> tqd
     is_known = all(format_of(path, args.format) in ("text", "jsonl") and not is_compressed(path) for path in files)
     total = sum(path.stat().st_size for path in files) if is_known else None
     seconds = 0.1 if sys.stderr.isatty() else LOG_SECONDS
-    return tqdm(
-        total=total, desc=what, unit="B", unit_scale=True, dynamic_ncols=True, delay=seconds, mininterval=seconds
-    )
+    unit: Any = {"unit": "B", "unit_scale": True, "dynamic_ncols": True}
+    return tqdm(desc=what, total=total, delay=seconds, mininterval=seconds, **unit)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line.
-
-    Raises:
-        ConfigError: lists all problems.
-    """
+    """Parse the command line, or raise ConfigError with all problems."""
     parser = argparse.ArgumentParser(prog="python -m lm.prepare", description="Convert text to token files.")
     add = parser.add_argument
     add("input", nargs="*", metavar="INPUT", help="a file, a folder or a glob")
@@ -189,30 +182,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.verify:
         return args
     n_tokens, fraction = args.train_tokenizer, args.validation_fraction
-    checks = {
-        "INPUT: missing; pass files, folders or globs": args.input,
-        "--out: missing; pass the folder to write to": args.out,
-        "--tokenizer: pass either --tokenizer or --train-tokenizer": (args.tokenizer is None) != (n_tokens is None),
-        f"--train-tokenizer: {n_tokens} is less than 257 (256 bytes and {END_OF_TEXT})": n_tokens is None
-        or n_tokens >= 257,
+    size = args.vocab_size
+    problems = {
+        "INPUT: missing; pass files, folders or globs": not args.input,
+        "--out: missing; pass the folder to write to": not args.out,
+        "--tokenizer: pass either --tokenizer or --train-tokenizer": (args.tokenizer is None) == (n_tokens is None),
+        f"--train-tokenizer: {n_tokens} is less than 257 (256 bytes and {END_OF_TEXT})": n_tokens is not None
+        and n_tokens < 257,
         "--vocab-size: required with --tokenizer none, and only allowed with it": (args.tokenizer == "none")
-        == (args.vocab_size is not None),
-        f"--vocab-size: {args.vocab_size} is not between 1 and 2^32": args.vocab_size is None
-        or 0 < args.vocab_size <= 2**32,
-        f"--validation-fraction: {fraction:g} is not at least 0 and below 1": 0 <= fraction < 1,
-        f"--workers: {args.workers} is less than 1": args.workers >= 1,
+        != (size is not None),
+        f"--vocab-size: {size} is not between 1 and 2^32": size is not None and not 0 < size <= 2**32,
+        f"--validation-fraction: {fraction:g} is not at least 0 and below 1": not 0 <= fraction < 1,
+        f"--workers: {args.workers} is less than 1": args.workers < 1,
     }
-    if problems := [problem for problem, is_valid in checks.items() if not is_valid]:
-        raise ConfigError(*problems)
+    if any(problems.values()):
+        raise ConfigError(*(problem for problem, is_found in problems.items() if is_found))
     return args
 
 
 def find_inputs(args: argparse.Namespace) -> list[Path]:
-    """Return the input files in the order of the command line, each once, without those of the dataset in --out.
-
-    Raises:
-        ConfigError: an argument matches no file, or the format of a file is unknown or does not fit the tokenizer.
-    """
+    """Return the input files in the order of the command line, each once, without those of the dataset in --out."""
     found, problems = [], []
     for where in args.input:
         try:

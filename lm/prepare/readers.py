@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import functools
 import glob
 import hashlib
 import io
-import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.files import blocks, is_compressed, is_empty_parquet, parse_line, whole_lines
+from lm.data.files import blocks, complete_lines, decode, is_compressed, is_empty_parquet, read_jsonl
 from lm.errors import ConfigError
 
 CHUNK = 1 << 20
@@ -67,49 +65,24 @@ def read_documents(paths: Iterable[Path], override: str | None, field: str) -> I
     Args:
         override: the format of all files; None: by suffix.
         field: column or key of the text.
-
-    Raises:
-        ConfigError: a file or a document is invalid; names file and line, row or byte.
     """
-    tables = {name: functools.partial(_read_table, name) for name in ("parquet", "arrow")}
-    read = {"text": _read_text, "jsonl": _read_jsonl, "csv": _read_csv, **tables}
     for path in paths:
-        documents = read[str(format_of(path, override))](path, field)
+        documents = _read(path, format_of(path, override), field)
         yield from (document for document in documents if document.text)
 
 
-def group_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Yield lists of consecutive documents of at least `CHUNK` bytes, except for the last one."""
-    chunk: list[Document] = []
-    size = 0
-    for document in documents:
-        chunk.append(document)
-        size += document.size
-        if size >= CHUNK:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def _read_text(path: Path, _field: str) -> Iterator[Document]:
-    data = b"".join(blocks(path, CHUNK))
-    yield Document(_decode(path, data, 0), len(data))
-
-
-def _decode(path: Path, data: bytes, offset: int) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        position = offset + error.start
-        raise ConfigError(f"{path}: byte {position} is not UTF-8; convert the file, e.g. with iconv") from None
-
-
-def _read_jsonl(path: Path, field: str) -> Iterator[Document]:
-    lines = itertools.chain.from_iterable(map(io.BytesIO, whole_lines(blocks(path, CHUNK))))
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            yield Document(_get_text(parse_line(path, number, line), field, f"{path}:{number}"), len(line))
+def _read(path: Path, name: str | None, field: str) -> Iterator[Document]:
+    match name:
+        case "text":
+            data = b"".join(blocks(path))
+            yield Document(decode(path, data), len(data))
+        case "jsonl":
+            for number, record, size in read_jsonl(path):
+                yield Document(_get_text(record, field, f"{path}:{number}"), size)
+        case "csv":
+            yield from _read_csv(path, field)
+        case _:
+            yield from _read_table(str(name), path, field)
 
 
 def _read_csv(path: Path, field: str) -> Iterator[Document]:
@@ -117,25 +90,23 @@ def _read_csv(path: Path, field: str) -> Iterator[Document]:
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(_read_lines(path), strict=True)
     try:
-        header = next(reader, None)
-        if header is None:
+        if (header := next(reader, None)) is None:
             return
         _get_text(dict.fromkeys(header, ""), field, f"{path}:1")
         column = header.index(field)
-        for row in reader:
-            if row and len(row) != len(header):
+        for row in filter(None, reader):
+            if len(row) != len(header):
                 columns = f"{len(row)} columns, but the header has {len(header)}"
                 raise ConfigError(f"{path}:{reader.line_num}: has {columns}; quote text that contains commas")
-            if row:
-                yield Document(row[column], len(row[column]))
+            yield Document(row[column], len(row[column]))
     except csv.Error as error:
         raise ConfigError(f"{path}:{reader.line_num}: is not valid CSV: {error}") from None
 
 
 def _read_lines(path: Path) -> Iterator[str]:
     offset = 0
-    for block in whole_lines(blocks(path, CHUNK)):
-        yield from io.StringIO(_decode(path, block, offset))
+    for block in complete_lines(path):
+        yield from io.StringIO(decode(path, block, offset))
         offset += len(block)
 
 
@@ -172,14 +143,11 @@ def _get_text(record: Mapping[str, Any], field: str, place: str) -> str:
 
 
 def read_ids(path: Path, vocab_size: int, eos_id: int | None, fraction: float) -> Iterator[TokenChunk]:
-    """Yield the ids in `input_ids` of an HDF5 file, integers of shape (samples, tokens).
+    """Yield the ids in `input_ids` of an HDF5 file, integers of shape (samples, tokens), all below `vocab_size`.
 
     Consecutive samples are parts of one sequence. A document ends at an end-of-text id and at the end of the
     file; repeated end-of-text ids, which pad short samples, count as one. Validation data are held out by sample,
     and a document also ends where the next sample belongs to the other split. Without `eos_id` there is one document.
-
-    Raises:
-        ConfigError: the file cannot be read, or an id is not below `vocab_size`; names sample and token.
     """
     try:
         import h5py
@@ -190,8 +158,8 @@ def read_ids(path: Path, vocab_size: int, eos_id: int | None, fraction: float) -
             data: Any = file.get("input_ids")
             if not isinstance(data, h5py.Dataset) or data.ndim != 2 or data.dtype.kind not in "iu":
                 found = ", ".join(f"{key} {getattr(item, 'shape', '')}".strip() for key, item in file.items())
-                what = "input_ids, integers of shape (samples, tokens)"
-                raise ConfigError(f"{path}: has no {what}, only: {found or 'nothing'}")
+                problem = "has no input_ids, integers of shape (samples, tokens), only"
+                raise ConfigError(f"{path}: {problem}: {found or 'nothing'}")
             yield from _join_samples(_read_samples(path, data, vocab_size, fraction), eos_id, fraction)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as HDF5: {error}") from None
@@ -202,10 +170,9 @@ def _read_samples(path: Path, data: Any, vocab_size: int, fraction: float) -> It
     for first in range(0, data.shape[0], step):
         samples = data[first : first + step]
         for row, column in np.argwhere((samples < 0) | (samples >= vocab_size)):
-            problem = (
-                f"sample {first + row}, token {column}: id {samples[row, column]} is not below the vocabulary size"
-            )
-            raise ConfigError(f"{path}: {problem}, {vocab_size}; choose the tokenizer that the file was made with")
+            place, advice = f"sample {first + row}, token {column}", "choose the tokenizer that the file was made with"
+            found = f"id {samples[row, column]} is not below the vocabulary size, {vocab_size}"
+            raise ConfigError(f"{path}: {place}: {found}; {advice}")
         yield from samples if fraction else samples.reshape(1, -1)
 
 

@@ -79,14 +79,8 @@ class SplitWriter:
         return describe(self._folder / name, index)
 
 
-def commit(folder: Path) -> None:
-    """Replace the dataset in `folder` by the drafts, which are complete."""
-    (folder / DRAFTS).rename(folder / READY)
-    install(folder)
-
-
 def install(folder: Path) -> None:
-    """Finish a `commit`, even one that an earlier process was killed in; without one, do nothing."""
+    """Replace the dataset in `folder` by the one in `READY`, if any; finish what a killed process has started."""
     ready = folder / READY
     if not ready.is_dir():
         return
@@ -114,12 +108,7 @@ def source_record(path: Path) -> SourceRecord:
 
 
 def verify(folder: Path) -> list[str]:
-    """Compare the token files in `folder` with their checksums. Return a line for each split.
-
-    Raises:
-        ConfigError: there is no dataset, or its index is invalid.
-        RunError: a file is missing or corrupt.
-    """
+    """Compare the token files in `folder` with their checksums. Return a line for each split."""
     lines, problems = [], []
     for path in (folder / f"{split}.json" for split in SPLITS):
         if path.stem == VALIDATION and not path.exists():

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from lm.data.tokenizer import load_tokenizer
-from lm.prepare.readers import Document, TokenChunk, is_held_out
+from lm.prepare.readers import CHUNK, Document, TokenChunk, is_held_out
 from lm.prepare.token_writer import id_dtype
 
 CHUNKS_PER_WORKER = 3
@@ -42,18 +42,30 @@ class WorkerPool(ProcessPoolExecutor):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def encode(
-        self, chunks: Iterable[list[Document]], tokenizer: str, fraction: float, folder: Path
+        self, documents: Iterable[Document], tokenizer: str, fraction: float, folder: Path
     ) -> Iterator[tuple[int, TokenChunk]]:
-        """Yield the tokens of all chunks in order, with their bytes of input; `folder` is for temporary files."""
+        """Yield the tokens of all documents in order, with their bytes of input; `folder` is for temporary files."""
         pending: deque[tuple[int, Path, Future[list[bool]]]] = deque()
-        for number, chunk in enumerate(chunks):
-            path, size = folder / f"{number}.part", sum(document.size for document in chunk)
-            texts = [document.text for document in chunk]
+        for number, (size, texts) in enumerate(_chunks(documents)):
+            path = folder / f"{number}.part"
             pending.append((size, path, self.submit(_encode_chunk, path, texts, tokenizer, fraction)))
             if len(pending) > self._max_pending:
                 yield from _read_results(*pending.popleft())
         while pending:
             yield from _read_results(*pending.popleft())
+
+
+def _chunks(documents: Iterable[Document]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the bytes of input and the texts of consecutive documents of at least `CHUNK` bytes; the last are fewer."""
+    texts, size = list[str](), 0
+    for document in documents:
+        texts.append(document.text)
+        size += document.size
+        if size >= CHUNK:
+            yield size, texts
+            texts, size = [], 0
+    if texts:
+        yield size, texts
 
 
 def _start_worker() -> None:
