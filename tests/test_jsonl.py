@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -121,16 +120,6 @@ def test_a_message_with_a_tool_call_needs_no_content(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     file = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hi"}, call]}])
     assert len(JsonlDataset([file], LLAMA, 64)) == 1
-
-
-def test_compressed_files_are_decompressed_and_empty_lines_skipped(tmp_path: Path) -> None:
-    plain = write(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "zwei \u00fc"}])
-    plain.write_text(plain.read_text().replace("\n", "\n\n"))
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(plain.read_bytes()))
-    expected = targets(JsonlDataset([plain], BYTES, 8))
-    for packed in ("a.jsonl.gz", "a.jsonl.zst"):
-        assert targets(JsonlDataset([tmp_path / packed], BYTES, 8)) == expected
 
 
 def test_text_field_names_the_field_of_the_text(tmp_path: Path) -> None:

@@ -167,14 +167,6 @@ def test_a_tokenizer_is_trained_on_the_input(tmp_path: Path, message: Message) -
     message(output)
 
 
-def test_a_parquet_file_without_rows_is_skipped(tmp_path: Path) -> None:
-    for name, rows in (("a", []), ("b", ["to be"])):
-        parquet.write_table(pa.table({"text": pa.array(rows, pa.string())}), tmp_path / f"{name}.parquet")
-    code, _, errors = run(tmp_path, "--tokenizer", "bytes", "--out", tmp_path / "out", "--workers", 1)
-    assert (code, errors) == (0, "")
-    assert dataset(tmp_path / "out") == as_bytes("to be")
-
-
 def test_a_file_with_two_names_is_read_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("to be")
     (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
@@ -371,6 +363,15 @@ def test_an_invalid_row_of_a_table_is_named(tmp_path: Path, message: Message) ->
         message(error)
 
 
+def test_byte_order_marks_and_tables_without_rows_are_skipped(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a.txt", "b.csv", "c.jsonl")]
+    for path, content in zip(paths, ("to be", "text,n\nto be,1\n", '{"text": "to be"}\n'), strict=True):
+        path.write_text(content, encoding="utf-8-sig")
+    parquet.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "d.parquet")
+    documents = read_documents([*paths, tmp_path / "d.parquet"], None, "text")
+    assert [document.text for document in documents] == ["to be"] * 3
+
+
 @pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".zst", zstandard.compress)])
 def test_a_damaged_compressed_file_is_named(suffix: str, compress: Callable[[bytes], bytes], tmp_path: Path) -> None:
     complete = compress(os.urandom(4000).hex().encode())
@@ -409,6 +410,9 @@ def test_all_problems_of_the_input_are_reported_at_once(
     errors = rejected(capsys, *(tmp_path / n for n in names), "--train-tokenizer", 300, "--out", tmp_path / "out")
     assert all(str(tmp_path / name) in line for name, line in zip(names, errors.splitlines(), strict=True))
     message(errors)
+    (tmp_path / "a.txt").touch()
+    common = (tmp_path / "a.txt", "--tokenizer", "none", "--vocab-size", 9, "--out", tmp_path / "out")
+    message(rejected(capsys, *common))
     assert not (tmp_path / "out").exists()
 
 
@@ -423,14 +427,6 @@ def test_all_problems_of_the_command_line_are_reported_at_once(
         errors = rejected(capsys, "a", "--out", "o", *arguments)
         assert errors.startswith("--tokenizer: ")
         message(errors)
-
-
-def test_text_without_a_tokenizer_is_rejected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], message: Message
-) -> None:
-    (tmp_path / "a.txt").write_text("to be")
-    common = (tmp_path / "a.txt", "--tokenizer", "none", "--vocab-size", 9, "--out", tmp_path / "out")
-    message(rejected(capsys, *common))
 
 
 @pytest.mark.parametrize("package", ["datasets", "h5py", "zstandard"])
@@ -569,14 +565,6 @@ def test_a_run_finishes_the_installation_of_a_killed_one(tmp_path: Path) -> None
     assert content(tmp_path / "out") == before
 
 
-def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
-    for name, content in {"a.txt": "to be", "b.csv": "text,n\nto be,1\n", "c.jsonl": '{"text": "to be"}\n'}.items():
-        (tmp_path / name).write_text(content, encoding="utf-8-sig")
-        code, _, errors = run(tmp_path / name, "--tokenizer", "bytes", "--out", tmp_path / "out" / name)
-        assert code == 0, errors
-        assert dataset(tmp_path / "out" / name) == [[*b"to be", 256]]
-
-
 def test_a_file_name_need_not_be_utf8(tmp_path: Path) -> None:
     odd = tmp_path / os.fsdecode(b"caf\xe9.txt")
     odd.write_text("to be")
@@ -624,24 +612,31 @@ def test_a_killed_run_leaves_no_dataset_and_no_process_and_the_next_run_succeeds
     assert not (out / token_writer.DRAFTS).exists()
 
 
-def test_a_killed_worker_ends_the_run_with_an_error_and_leaves_no_files(
-    long_run: tuple[subprocess.Popen[str], Path], message: Message
+def kill_a_worker(process: psutil.Process, _input: Path) -> None:
+    next(child for child in process.children() if "spawn_main" in " ".join(child.cmdline())).kill()
+
+
+def press_ctrl_c(process: psutil.Process, _input: Path) -> None:
+    for each in [*process.children(), process]:  # as a terminal does
+        each.send_signal(signal.SIGINT)
+
+
+def change_the_input(_process: psutil.Process, path: Path) -> None:
+    os.utime(path, (0, 0))
+
+
+@pytest.mark.parametrize(("act", "code"), [(kill_a_worker, 1), (press_ctrl_c, 130), (change_the_input, 1)])
+def test_a_run_that_cannot_finish_leaves_no_files(
+    act: Callable[[psutil.Process, Path], None],
+    code: int,
+    long_run: tuple[subprocess.Popen[str], Path],
+    message: Message,
 ) -> None:
     process, out = long_run
-    workers = [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
-    workers[0].send_signal(signal.SIGKILL)
-    output, errors = process.communicate(timeout=30)
-    assert (process.returncode, output) == (1, "")
+    act(psutil.Process(process.pid), out.parent / "a.jsonl")
+    output, errors = process.communicate(timeout=120)
+    assert (process.returncode, output) == (code, "")
     message(errors)
-    assert [path.name for path in out.iterdir()] == ["lock"]
-
-
-def test_ctrl_c_ends_the_run_without_output(long_run: tuple[subprocess.Popen[str], Path]) -> None:
-    process, out = long_run
-    for each in [*psutil.Process(process.pid).children(), psutil.Process(process.pid)]:  # as a terminal does
-        each.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=30)
-    assert (process.returncode, output, errors) == (130, "", "")
     assert [path.name for path in out.iterdir()] == ["lock"]
 
 
@@ -653,17 +648,6 @@ def test_a_second_run_with_the_same_folder_is_rejected(long_run: tuple[subproces
     assert errors.startswith(f"--out: {out}: in use by ")
     assert f"process {process.pid} on " in errors
     assert (out / token_writer.DRAFTS / "train.bin").exists()
-
-
-def test_a_change_of_the_input_during_the_run_is_an_error(
-    long_run: tuple[subprocess.Popen[str], Path], message: Message
-) -> None:
-    process, out = long_run
-    os.utime(out.parent / "a.jsonl", (0, 0))
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
-    message(errors)
-    assert [path.name for path in out.iterdir()] == ["lock"]
 
 
 def test_a_full_disk_is_an_error_and_leaves_no_files(tmp_path: Path, message: Message) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lm.data.loader import Data, DataConfig, open_data
 from lm.data.tokenizer import FILE, ByteTokenizer
-from lm.data.tokens import TokenFileDataset, TokenIndex
+from lm.data.tokens import TokenFileDataset, TokenIndex, TokenWindowDataset
 from lm.errors import ConfigError, DataError
 from tests.conftest import Message
 from tests.support import byte_level_tokenizer
@@ -42,17 +42,19 @@ def write(folder: Path, ids: Any, name: str = "train", **changes: Any) -> Path:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 299), min_size=2, max_size=40), st.integers(1, 9), st.sampled_from(["uint16", "uint32"]))
-def test_windows_are_what_was_written(
+def test_windows_of_a_file_and_of_an_array_are_its_tokens(
     tmp_path_factory: pytest.TempPathFactory, ids: list[int], seq_len: int, dtype: str
 ) -> None:
-    source = TokenFileDataset(write(tmp_path_factory.mktemp("tokens"), ids, dtype=dtype), seq_len, 300)
-    assert len(source) == (len(ids) - 1) // seq_len
-    for index in range(len(source)):
-        start = index * seq_len
-        sample = source[index]
-        assert sample.inputs.tolist() == ids[start : start + seq_len]
-        assert sample.targets.tolist() == ids[start + 1 : start + seq_len + 1]
-        assert source.n_target_tokens(index) == seq_len
+    path = write(tmp_path_factory.mktemp("tokens"), ids, dtype=dtype)
+    for source in (TokenFileDataset(path, seq_len, 300), TokenWindowDataset(np.array(ids, dtype), seq_len)):
+        assert len(source) == (len(ids) - 1) // seq_len
+        for index in range(len(source)):
+            start = index * seq_len
+            sample = source[index]
+            assert sample.inputs.tolist() == ids[start : start + seq_len]
+            assert sample.targets.tolist() == ids[start + 1 : start + seq_len + 1]
+            assert sample.inputs.dtype == sample.targets.dtype == np.int64
+            assert source.n_target_tokens(index) == seq_len
 
 
 @pytest.mark.parametrize("size", [0, 19, 21])
