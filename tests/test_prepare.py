@@ -642,6 +642,7 @@ def test_a_run_that_cannot_finish_leaves_no_files(
 
 def test_a_second_run_with_the_same_folder_is_rejected(long_run: tuple[subprocess.Popen[str], Path]) -> None:
     process, out = long_run
+    process.send_signal(signal.SIGSTOP)  # otherwise it may finish first
     (out.parent / "b.txt").write_text("to be")
     code, _, errors = run(out.parent / "b.txt", "--tokenizer", "bytes", "--out", out)
     assert code == 1

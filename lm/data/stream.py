@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lm.data.dataset import SampleBatch
 from lm.data.files import find_files, is_empty_parquet
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer import Tokenizer, offline
 from lm.data.tokens import window
 from lm.errors import ConfigError, DataError, RankError, oserror_as_config_error
 from lm.launch.spawn import die_with_parent
@@ -89,10 +89,9 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
         problem = f"{key}: {where}: cannot be opened"
         if local:
             raise ConfigError(f"{problem}: {_reason(error)}", keys=(key,)) from None
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         download = f"hf download {where} --repo-type dataset --local-dir FOLDER"
         advice = f"run on a machine with network access: {download}, then set {key}=FOLDER/..."
-        raise ConfigError(f"{problem}{offline}: {_reason(error)}; {advice}", keys=(key, "hf_config")) from None
+        raise ConfigError(f"{problem}{offline()}: {_reason(error)}; {advice}", keys=(key, "hf_config")) from None
 
 
 def _reason(error: Exception) -> str:
@@ -102,30 +101,26 @@ def _reason(error: Exception) -> str:
 
 def first_tokens(documents: Documents, text_field: str, tokenizer: Tokenizer, count: int) -> NDArray[np.int64]:
     """Return at most `count` tokens of validation documents, each document with an end-of-text token."""
-    pieces: list[NDArray[np.uint32]] = [np.empty(0, np.uint32)]
-    n_tokens = 0
-    end = np.array([tokenizer.eos_id], np.uint32)
-    records = enumerate(documents)
+    pieces, n_tokens = [np.empty(0, np.int64)], 0
+    texts = (_text(record, text_field, number) for number, record in enumerate(documents))
     try:
-        while n_tokens < count and (batch := list(itertools.islice(records, _BATCH))):
-            for ids in tokenizer.encode_batch([_text(record, text_field, number) for number, record in batch]):
-                pieces += [ids, end]
-                n_tokens += len(ids) + 1
+        while n_tokens < count and (batch := list(itertools.islice(texts, _BATCH))):
+            pieces += [np.append(ids.astype(np.int64), tokenizer.eos_id) for ids in tokenizer.encode_batch(batch)]
+            n_tokens += sum(map(len, pieces[-len(batch) :]))
+        return np.concatenate(pieces)[:count]
     except DataError:
         raise
     except Exception as error:
         raise ConfigError(f"val_data: cannot be read: {_reason(error)}", keys=("val_data",)) from None
-    return np.concatenate(pieces)[:count].astype(np.int64)
 
 
 def _text(record: Mapping[str, Any], key: str, number: int) -> str:
-    text = record.get(key)
-    if isinstance(text, str):
+    if isinstance(text := record.get(key), str):
         return text
+    problem = f"documents have no {key}; use one of their fields: {', '.join(record)}"
     if key in record:
-        raise DataError(f"text_field: document {number}: {key} is {text!r:.60}, not text", keys=("text_field",))
-    problem = f"text_field: documents have no {key}; use one of their fields: {', '.join(record)}"
-    raise DataError(problem, keys=("text_field",))
+        problem = f"document {number}: {key} is {text!r:.60}, not text"
+    raise DataError(f"text_field: {problem}", keys=("text_field",))
 
 
 class Window(NamedTuple):
@@ -264,10 +259,9 @@ class StreamingDataset:
         self._n_micro_batches = global_batch_size // (batch_size * dp_size)
         self._n_target_tokens = global_batch_size * stream.seq_len
         self._n_streams = n = dp_size * workers
-        self._streams = [
-            replace(stream, documents=split_dataset_by_node(stream.documents, number, n), number=number)
-            for number in range(dp_rank * workers, (dp_rank + 1) * workers)
-        ]
+        numbers = range(dp_rank * workers, (dp_rank + 1) * workers)
+        shares = (split_dataset_by_node(stream.documents, number, n) for number in numbers)
+        self._streams = [replace(stream, documents=s, number=i) for s, i in zip(shares, numbers, strict=True)]
         self._states: list[dict[str, Any]] = [{} for _ in self._streams]
         self._turn = 0
         self.note = None
@@ -301,9 +295,8 @@ class StreamingDataset:
 
     def batches(self, start_step: int) -> Iterator[SampleBatch]:  # noqa: ARG002 - the position is in the state
         """Yield batches from the current position."""
-        readers = [
-            self._read(replace(stream, state=state)) for stream, state in zip(self._streams, self._states, strict=True)
-        ]
+        streams = zip(self._streams, self._states, strict=True)
+        readers = [self._read(replace(stream, state=state)) for stream, state in streams]
         while True:
             samples = []
             for _ in range(self._n_micro_batches):

@@ -233,6 +233,11 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
 
 
+def offline() -> str:
+    """Return what an error says if downloads are disabled."""
+    return " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+
+
 def _download(name: str) -> dict[str, bytes]:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, LocalEntryNotFoundError
@@ -247,9 +252,8 @@ def _download(name: str) -> dict[str, bytes]:
     except GatedRepoError:
         raise _error(name, "is gated; accept its terms on the Hub, then log in: hf auth login") from None
     except (LocalEntryNotFoundError, HFValidationError):
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         remedy = f"on a machine with network access: hf download {name} {' '.join(FILES[:2])}"
-        raise _error(name, f"no such file or folder, and not in the Hugging Face cache{offline}; {remedy}") from None
+        raise _error(name, f"no such file or folder, and not in the Hugging Face cache{offline()}; {remedy}") from None
     except (EntryNotFoundError, OSError) as error:  # no such repository or file, or the Hub does not respond
         raise _error(name, f"cannot be downloaded from the Hub: {error}") from None
     return files

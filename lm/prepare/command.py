@@ -41,7 +41,7 @@ LOG_SECONDS = 30.0
 
 def prepare(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
     """Write the dataset, unless DIR already holds it. Return the lines to print."""
-    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer not in (None, "none") else None
+    tokenizer = None if args.tokenizer in (None, "none") else load_tokenizer(args.tokenizer)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         holder = lock_file(args.out / LOCK)
@@ -202,18 +202,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def find_inputs(args: argparse.Namespace) -> list[Path]:
     """Return the input files in the order of the command line, each once, without those of the dataset in --out."""
-    found, problems = [], []
+    targets: dict[Path, Path] = {}
+    problems: list[str] = []
     for where in args.input:
         try:
-            found += find_files(where, "INPUT")
+            for path in find_files(where, "INPUT"):
+                targets.setdefault(path.resolve(), path)
         except ConfigError as error:
             problems += error.problems
     out = args.out.resolve()
-    targets: dict[Path, Path] = {}
-    for path in found:
-        targets.setdefault(path.resolve(), path)
     files = [path for target, path in targets.items() if target.parent != out or target.name not in OUTPUT]
-    if found and not files:
+    if targets and not files:
         problems.append(f"INPUT: contains only the files of --out, {args.out}; pass the files to encode")
     known = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
     for path in files:

@@ -40,10 +40,8 @@ class SplitWriter:
     """Writer of the draft of the split `name` of the dataset in `folder`; all ids are below `vocab_size`."""
 
     def __init__(self, folder: Path, name: str, vocab_size: int) -> None:
-        self._folder = folder
-        self._name = name
-        self._vocab_size = vocab_size
-        self._dtype = id_dtype(vocab_size)
+        self._folder, self._name = folder, name
+        self._vocab_size, self._dtype = vocab_size, id_dtype(vocab_size)
         self._files = [(folder / DRAFTS / f"{name}.{suffix}").open("wb") for suffix in ("bin", "ends")]
         self._checksums = [0, 0]
         self.n_tokens = self.n_documents = 0
@@ -97,7 +95,7 @@ def install(folder: Path) -> None:
 
 
 def describe(path: Path, index: TokenIndex) -> str:
-    """Return a line about the token file with the index `path`."""
+    """Return a line about a token file; `path` is its index."""
     return f"{path.with_suffix('.bin')}: {index.tokens:,} tokens ({index.dtype}) in {index.documents:,} documents"
 
 
