@@ -35,6 +35,7 @@ from lm.data.loader import Loader  # noqa: E402
 from lm.determined import master  # noqa: E402
 from lm.determined.context import TorchDistributedContext  # noqa: E402
 from lm.errors import RankError, RunError  # noqa: E402
+from lm.hf import weights  # noqa: E402
 from lm.metrics.accumulator import MetricsAccumulator, peak_flops  # noqa: E402
 from lm.metrics.logger import MetricLogger  # noqa: E402
 from lm.preflight import Setup, check  # noqa: E402
@@ -89,10 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         launch, info = Launch.from_env(os.environ), det.get_cluster_info()
         if info is None:
-            hp = config.load(args.config, args.overrides)
+            hp = config.load(args.config, args.overrides, weights.model_defaults)
             run_dir = RunDir(hp.run_name or args.config.stem)
         else:
-            hp = config.read({**info.trial._config, "hyperparameters": info.trial.hparams}, args.overrides, "trial")
+            contents = {**info.trial._config, "hyperparameters": info.trial.hparams}
+            hp = config.read(contents, args.overrides, "trial", defaults=weights.model_defaults)
         with (
             join_world(launch, hp.collective_timeout) as world,
             master.retrying(),
@@ -138,7 +140,9 @@ def preflight(run: Run) -> tuple[Setup, resuming.ResumePlan]:
     if run_dir:
         run_dir.lock(world)
     checkpoints, restarted = run_dir and run_dir.checkpoints, is_restart(os.environ)
-    return setup, world.on_rank0(lambda: resuming.plan_resume(hp, run.info, checkpoints, restarted))
+    in_hf_format = hp.init_from is not None and weights.is_model(hp.init_from)
+    from_checkpoints = hp.model_copy(update={"init_from": None}) if in_hf_format else hp
+    return setup, world.on_rank0(lambda: resuming.plan_resume(from_checkpoints, run.info, checkpoints, restarted))
 
 
 def build(run: Run, setup: Setup) -> Training:
@@ -168,6 +172,8 @@ def resume(t: Training, plan: resuming.ResumePlan) -> int:
     """Load the checkpoint of `plan`, if any, and start the run's files. Return the number of completed steps."""
     hp, setup, run_dir = t.run.hp, t.setup, t.run.run_dir
     saved = resuming.resume(plan, t.checkpointer, t.state(), setup.run_info, t.run.info, t.logger.info)
+    if hp.init_from is not None and not plan.resume_candidates and not plan.init_candidates:
+        weights.load_into(t.model, hp.init_from, t.run.world, t.logger.info)
     step = saved.step if saved else 0
     if saved and (note := t.loader.load_state_dict(saved.dataset_state)):
         t.logger.info(note)

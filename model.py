@@ -57,10 +57,10 @@ def _gpt2(d_model: int, n_layers: int, n_heads: int) -> dict[str, Any]:
 
 def _llama(d_model: int, n_layers: int, n_heads: int, **changes: Any) -> dict[str, Any]:
     shape = {"d_model": d_model, "n_layers": n_layers, "n_heads": n_heads, "vocab_size": 32000, "max_seq_len": 4096}
-    style = {"norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none"}
-    return shape | style | changes
+    return shape | _LLAMA_STYLE | changes
 
 
+_LLAMA_STYLE = {"norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none"}
 _LLAMA3 = {"n_kv_heads": 8, "vocab_size": 128256, "max_seq_len": 8192, "rope_theta": 500000.0}
 _LLAMA32_ROPE = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA32_ROPE |= {"original_max_position_embeddings": 8192}
@@ -85,6 +85,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3.2-1b": _llama(2048, 16, 32, **_LLAMA32),
     "llama3.2-3b": _llama(3072, 28, 24, **_LLAMA32),
     "codellama-7b": _llama(4096, 32, 32, vocab_size=32016, max_seq_len=16384, rope_theta=1000000.0),
+    "mistral": _LLAMA_STYLE,
     "mistral-7b": _llama(4096, 32, 32, n_kv_heads=8, d_ff=14336, max_seq_len=32768, sliding_window=4096),
     "mistral-nemo-12b": _llama(
         *(5120, 40, 32), n_kv_heads=8, head_dim=128, d_ff=14336, vocab_size=131072, max_seq_len=131072, rope_theta=1e6

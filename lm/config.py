@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from lm import strict_yaml
 from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.data.loader import DataConfig
+from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError
 from lm.metrics.accumulator import MetricsConfig
 from lm.optim import OptimConfig
@@ -119,20 +120,29 @@ _TYPES = {"integer": "an integer", "boolean": "true or false", "object": "a mapp
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
-def load(path: Path, overrides: Sequence[str]) -> Hyperparameters:
+Defaults = Callable[[str], Mapping[str, Any]]
+"""Maps `init_from` to the hyperparameters that its model sets, and its tokenizer (None = it has none)."""
+
+
+def load(path: Path, overrides: Sequence[str], defaults: Defaults | None = None) -> Hyperparameters:
     """Read the experiment file at `path`; see `read`."""
     contents, lines = strict_yaml.load(path)
-    return read(contents, overrides, str(path), lines)
+    return read(contents, overrides, str(path), lines, defaults)
 
 
 def read(
-    contents: Mapping[str, Any], overrides: Sequence[str], name: str, lines: Mapping[str, int] | None = None
+    contents: Mapping[str, Any],
+    overrides: Sequence[str],
+    name: str,
+    lines: Mapping[str, int] | None = None,
+    defaults: Defaults | None = None,
 ) -> Hyperparameters:
     """Return the hyperparameters of an experiment's config, e.g. of the one that Determined passes to a trial.
 
     Args:
         overrides: `key=value`; the value is YAML, or for a key that accepts a string, the literal text.
         name: of the config in errors, with `lines` of its keys, e.g. `{"hyperparameters.lr": 12}`.
+        defaults: values of keys that are not set, by `init_from`; keys that are set must agree with them.
 
     Raises:
         ConfigError: lists every problem.
@@ -166,7 +176,47 @@ def read(
         case {"max_length": {"batches": length}} | {"max_length": length} if length is not None:
             if values.get("max_steps") is None and values.get("max_epochs") is None:
                 values["max_steps"], labels["max_steps"] = length, label("searcher.max_length")
+    if defaults and isinstance(values.get("init_from"), str):
+        values |= _apply_defaults(defaults(values["init_from"]), values, labels, errors)
     return _validate(values, labels, errors)
+
+
+def _apply_defaults(
+    defaults: Mapping[str, Any], values: Mapping[str, Any], labels: dict[str, str], errors: _Errors
+) -> dict[str, Any]:
+    """Return the values of the keys that are not set; report those that are set otherwise."""
+    if not defaults:
+        return {}
+    source = values["init_from"]
+    given = {**PRESETS.get(str(values.get("model")), {}), **values}
+    theirs = {key: value for key, value in defaults.items() if key in ModelConfig.model_fields}
+    structure = ModelConfig.model_validate(theirs).structure()
+    for key in structure.keys() & given.keys():
+        try:
+            same = ModelConfig.model_validate(theirs | {key: given[key]}).structure()[key] == structure[key]
+        except ValidationError:
+            continue  # `_validate` reports it
+        if not same:
+            label = labels.get(key) or f"{labels['model']}: {key}"
+            problem = f"{_show(given[key])} differs from {_show(structure[key])} in {source}"
+            errors[(key,)] = ConfigError(f"{label}: {problem}; remove {key}, or use other weights", keys=(key,))
+    missing = {key: value for key, value in defaults.items() if key not in given and key != "tokenizer"}
+    labels |= {key: f"init_from: {source}: {key}" for key in missing}
+    dataset, tokenizer = values.get("dataset", "synthetic"), values.get("tokenizer")
+    if tokenizer is None and dataset != "synthetic":
+        if defaults["tokenizer"] is None and dataset != "tokens":
+            problem = f"init_from: {source} has no tokenizer.json; set tokenizer to the one that it was trained with"
+            errors[("tokenizer",)] = ConfigError(problem, keys=("tokenizer",))
+        missing["tokenizer"] = defaults["tokenizer"]
+        labels.setdefault("tokenizer", f"init_from: {source}: tokenizer")
+    elif isinstance(tokenizer, str) and defaults["tokenizer"] is not None:
+        try:
+            if load_tokenizer(tokenizer).identity != load_tokenizer(defaults["tokenizer"]).identity:
+                problem = f"{labels['tokenizer']}: {tokenizer} differs from the one in {source}; remove tokenizer"
+                errors[("tokenizer",)] = ConfigError(f"{problem}, or use other weights", keys=("tokenizer",))
+        except ConfigError as error:
+            errors[("tokenizer",)] = error
+    return missing
 
 
 def _parse_override(key: str, text: str) -> Any:

@@ -56,10 +56,10 @@ def test_a_directory_with_an_invalid_name_is_not_a_checkpoint() -> None:
         (checkpoint_main, ["verify", TOO_LONG]),
         (generate.main, [TOO_LONG, "--prompt", "a"]),
         (prepare_command.main, [TOO_LONG, "--tokenizer", "bytes", "--out", "out"]),
-        (hf_main.main, ["import", TOO_LONG, "out"]),
+        (hf_main.main, ["inspect", TOO_LONG]),
         (hf_main.main, ["export", TOO_LONG, "out"]),
     ],
-    ids=["list", "verify", "generate", "prepare", "import", "export"],
+    ids=["list", "verify", "generate", "prepare", "inspect", "export"],
 )
 def test_every_command_exits_with_2_and_one_line(
     main: Callable[[list[str]], int],

@@ -17,7 +17,8 @@ import pytest
 from huggingface_hub import constants
 
 from lm.errors import ConfigError
-from lm.hf.weights import find_source
+from lm.hf.weights import find_source, is_model, model_defaults, read_model, read_weights
+from model import Transformer
 from tests.test_hf import LLAMA, make_reference
 
 COMMIT = "c" * 40
@@ -101,10 +102,12 @@ def cache(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.M
     return monkeypatch
 
 
-def refusal(source: str, revision: str | None = None) -> str:
+def refusal(source: str) -> str:
     with pytest.raises(ConfigError) as refused:
-        find_source(source, revision)
+        find_source(source)
     (problem,) = refused.value.problems
+    assert problem.startswith(f"init_from: {source}: ")
+    assert refused.value.keys == {"init_from"}
     assert "\n" not in problem
     return problem
 
@@ -118,18 +121,24 @@ def test_a_download_fetches_only_needed_files_and_resumes_after_an_interruption(
     assert (folder / "model.safetensors").read_bytes() == (Hub.files / "model.safetensors").read_bytes()
     cache.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_source("someone/llama") == folder
+    assert find_source(f"someone/llama@{COMMIT}") == folder
+    assert is_model("someone/llama@main")
+    assert model_defaults("someone/llama")["d_ff"] == LLAMA["intermediate_size"]
+    family, config = read_model(folder)
+    model = Transformer(config)
+    read_weights(folder, model)  # through the links of the cache
+    assert (family.model_type, config.d_model) == ("llama", 32)
 
 
 def test_every_error_of_the_hub_has_a_remedy(cache: pytest.MonkeyPatch) -> None:
-    gated = "someone/gated: gated: request access at https://huggingface.co/someone/gated, then `hf auth login`"
-    assert refusal("someone/gated").startswith(gated)
+    gated = "gated: request access at https://huggingface.co/someone/gated, then `hf auth login`"
+    assert gated in refusal("someone/gated")
     assert "not found on the Hub; if it is private, run `hf auth login`" in refusal("someone/else")
-    assert refusal("someone/llama", "none").startswith("--revision: someone/llama has no revision 'none'")
+    assert "no revision 'none'; omit it" in refusal("someone/llama@none")
     assert "not a name on the Hugging Face Hub (OWNER/MODEL)" in refusal("some--one/llama")
     cache.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     unreachable = refusal("someone/llama")
-    assert "Connection refused; import on a machine with network access and pass its OUT to the run" in unreachable
+    assert "Connection refused; run `hf download someone/llama --local-dir DIRECTORY` on a machine" in unreachable
     cache.setattr(constants, "HF_HUB_OFFLINE", True)
     offline = refusal("someone/llama")
-    assert "HF_HUB_OFFLINE is set; import on a machine with network access" in offline
-    assert "`hf download someone/llama`" in offline
+    assert "HF_HUB_OFFLINE is set; run `hf download someone/llama" in offline

@@ -5,52 +5,55 @@ transformers trains from the same weights on the same batches for comparison.
 
 from __future__ import annotations
 
-import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lm import config
-from lm.checkpoint.checkpointer import find_tensors
-from lm.checkpoint.tensor_files import read_into
+from lm.checkpoint import tensor_files
+from lm.checkpoint.tensor_files import TensorSlice
 from lm.data import loader
-from lm.hf import export
+from lm.errors import ConfigError
+from lm.hf import weights
 from lm.parallelize import ParallelConfig, parallelize
 from lm.runtime.world import World
-from model import ModelConfig, Transformer
+from model import Transformer
 from tests import support
 from tests.conftest import Message
-from tests.test_hf import GPT2, LLAMA, make_reference
+from tests.test_hf import GPT2, LLAMA, QWEN3, add_tokenizer, make_reference
 
 TRAINING = {"max_steps": 3, "report_rate": 1, "checkpoint_rate": 100, "lr": 1e-2, "weight_decay": 0.1, "grad_clip": 1.0}
 TRAINING |= {"total_batch_size": 4, "validation_batches": 1, "amp_dtype": None}
 
 
 @pytest.fixture(scope="module")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of a small Llama and a small GPT-2 with several files per tensor, and transformers' models."""
-    folder = tmp_path_factory.mktemp("imported")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "FILE_BYTES", 900)
-        for raw in (LLAMA | {"num_key_value_heads": 2}, GPT2):
-            name = str(raw["model_type"])
-            make_reference(raw).save_pretrained(folder / f"{name}-in")
-            export.import_model(str(folder / f"{name}-in"), folder / name)
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories of small models in transformers' format, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("sources")
+    for raw in (LLAMA | {"num_key_value_heads": 2}, QWEN3, GPT2):
+        name = str(raw["model_type"])
+        make_reference(raw | {"vocab_size": 300}).save_pretrained(folder / name)
+        add_tokenizer(folder / name, 280)
     return {path.name: path for path in folder.iterdir()}
 
 
-def settings(imported: dict[str, Path], name: str, **changes: Any) -> dict[str, Any]:
-    model = dict(export.read_manifest(imported[name]).model)
-    return model | TRAINING | {"max_seq_len": 64, "init_from": str(imported[name])} | changes
+def settings(source: Path, **changes: Any) -> dict[str, Any]:
+    return TRAINING | {"max_seq_len": 64, "init_from": str(source)} | changes
+
+
+def read(hyperparameters: dict[str, Any], *overrides: str) -> config.Hyperparameters:
+    return config.read({"hyperparameters": hyperparameters}, overrides, "test", defaults=weights.model_defaults)
 
 
 def transformers_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[float]:
     """The loss of each step when transformers trains the model in `folder` with `hyperparameters`."""
-    hp = config.read({"hyperparameters": hyperparameters}, [], "test")
+    hp = read(hyperparameters)
     data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 4, 42)
     batches = loader.Loader(hp, data, 4, 0, 1, torch.device("cpu")).training(0)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
@@ -83,20 +86,22 @@ def transformers_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[f
     [
         ("llama", 1, {"sharding": "no-shard"}),
         ("llama", 2, {"sharding": "full-shard", "batch_size": 2}),
+        ("qwen3", 2, {"sharding": "grad-shard", "batch_size": 2}),
+        ("gpt2", 2, {"sharding": "full-shard", "dropout": 0.0}),
         ("gpt2", 2, {"sharding": "hybrid-grad-shard", "shard_group_size": 1, "dropout": 0.0}),
     ],
 )
-def test_training_from_imported_weights_equals_training_in_transformers(
-    name: str, ranks: int, changes: dict[str, Any], imported: dict[str, Path], tmp_path: Path
+def test_training_from_hugging_face_weights_equals_training_in_transformers(
+    name: str, ranks: int, changes: dict[str, Any], sources: dict[str, Path], tmp_path: Path
 ) -> None:
-    hyperparameters = settings(imported, name, **changes)
+    hyperparameters = settings(sources[name], **changes)
     done = support.run(tmp_path, ranks=ranks, config=hyperparameters)
     assert done.returncode == 0, done.stderr
-    assert f"weights of checkpoint {imported[name]} in " in done.stdout
+    assert f"loaded the weights of {sources[name]} in " in done.stdout
     losses = [report["loss"] for report in support.reports(tmp_path).values()]
-    expected = transformers_losses(imported[f"{name}-in"], hyperparameters)
+    expected = transformers_losses(sources[name], hyperparameters)
     assert losses == pytest.approx(expected, rel=1e-5)
-    assert losses[0] > 4.6  # random initial weights have ln 96 = 4.56
+    assert losses[0] > 5.8  # random initial weights have ln 300 = 5.7
 
     done = support.run(tmp_path, "max_steps=4", ranks=3 - ranks, config=hyperparameters | {"batch_size": 1})
     assert done.returncode == 0, done.stderr
@@ -116,41 +121,78 @@ def test_init_from_accepts_a_run_directory_and_a_changed_length_and_dropout(tmp_
     assert [*support.reports(tmp_path / "b")] == [1]
 
 
-def test_init_from_refuses_another_model_and_a_missing_directory(
-    imported: dict[str, Path], tmp_path: Path, message: Message
-) -> None:
-    done = support.run(tmp_path, config=settings(imported, "gpt2", max_seq_len=32, n_heads=2, norm_eps=1e-6))
-    assert done.returncode == 2
-    keys = [line.partition(":")[0] for line in done.stderr.splitlines()]
-    assert keys[:-1] == ["n_heads", "max_seq_len", "n_kv_heads", "norm_eps"]
-    message(done.stderr)
+def test_init_from_refuses_a_missing_directory(tmp_path: Path, message: Message) -> None:
     done = support.run(tmp_path, "init_from=nowhere", config=support.TINY)
     assert done.returncode == 2
     message(done.stderr)
 
 
+def test_keys_that_are_not_set_are_the_models(sources: dict[str, Path]) -> None:
+    hp = read({"init_from": str(sources["qwen3"]), "dataset": "text", "dropout": 0.1})
+    assert (hp.vocab_size, hp.head_dim, hp.qk_norm, hp.max_seq_len, hp.dropout) == (300, 12, "head", 64, 0.1)
+    assert hp.tokenizer == str(sources["qwen3"])
+    again = read(hp.model_dump(mode="json"), "n_heads=4", f"tokenizer={sources['qwen3'] / 'tokenizer.json'}")
+    assert again.model_copy(update={"tokenizer": hp.tokenizer}) == hp
+    assert read({"init_from": str(sources["llama"])}).tokenizer is None  # synthetic data have no tokenizer
+
+
+def test_keys_that_differ_from_the_model_are_refused(sources: dict[str, Path], message: Message) -> None:
+    changes = {"n_layers": 3, "norm_eps": 1e-3, "n_kv_heads": None, "d_ff": 48, "dataset": "text"}
+    with pytest.raises(ConfigError) as refused:
+        read(settings(sources["llama"], **changes, tokenizer="bytes"), "d_model=64")
+    assert refused.value.keys == {"n_layers", "norm_eps", "n_kv_heads", "d_model", "tokenizer"}
+    assert len(refused.value.problems) == 5
+    assert any("64 differs from 32 in" in problem for problem in refused.value.problems)
+    message(str(refused.value).replace(str(sources["llama"]), "LLAMA"))
+    with pytest.raises(ConfigError) as refused:
+        read(settings(sources["llama"], model="llama2-7b"))
+    assert "d_model" in refused.value.keys
+    with pytest.raises(ConfigError) as refused:
+        read(settings(sources["llama"], lr=-1, n_heads=3))
+    assert refused.value.keys >= {"lr", "n_heads"}
+
+
+def test_text_without_a_tokenizer_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((sources["llama"] / "config.json").read_bytes())
+    with pytest.raises(ConfigError) as refused:
+        read({"init_from": str(tmp_path), "dataset": "text"})
+    assert refused.value.keys == {"tokenizer"}
+    assert read({"init_from": str(tmp_path), "dataset": "text", "tokenizer": "bytes"}).tokenizer == "bytes"
+
+
+def test_damaged_weights_end_the_run_on_all_ranks(sources: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(sources["llama"], tmp_path / "in")
+    file = tmp_path / "in" / "model.safetensors"
+    save_file(load_file(file) | {"model.norm.weight": torch.full((32,), torch.inf)}, file)
+    done = support.run(tmp_path, ranks=2, config=settings(tmp_path / "in"))
+    assert done.returncode != 0
+    assert done.stderr.count("model.norm.weight: contains inf or NaN") == 1
+    assert "Traceback" not in done.stderr
+
+
 def _bytes_read(world: World, folder: str) -> tuple[int, int]:
-    """Bytes of values that this rank reads for its half of the weights, and their total."""
-    manifest = export.read_manifest(Path(folder))
+    """Bytes of the files that this rank reads for its half of the weights, and their total."""
+    _, shape = weights.read_model(Path(folder))
     with torch.device("meta"):
-        model = Transformer(ModelConfig.model_validate(manifest.model))
+        model = Transformer(shape)
     parallelize(
         model, ParallelConfig.model_validate({}), world.device_mesh({"replicate": 1, "shard": world.size}), None, 0
     )
-    read, preadv = 0, os.preadv
+    read = 0
+    read_rows = tensor_files._read_rows
 
-    def counting(file: int, buffers: Any, offset: int) -> int:
+    def count(piece: TensorSlice, first: int, last: int) -> Any:
         nonlocal read
-        read += (n := preadv(file, buffers, offset))
-        return n
+        for start, values in read_rows(piece, first, last):
+            read += values.nbytes
+            yield start, values
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "preadv", counting)
-        for tensor, source in find_tensors(Path(folder), manifest, {"model": model}).values():
-            read_into(tensor, source)
-    return read, sum(tensor.nbytes for tensor in model.state_dict().values())
+        patch.setattr(tensor_files, "_read_rows", count)
+        weights.load_into(model, folder, world, print)
+    return read, (Path(folder) / "model.safetensors").stat().st_size
 
 
-def test_each_rank_reads_only_its_own_slices(imported: dict[str, Path]) -> None:
-    for read, total in support.run_ranks(2, _bytes_read, str(imported["llama"])):
+def test_each_rank_reads_only_its_own_slices(sources: dict[str, Path]) -> None:
+    for read, total in support.run_ranks(2, _bytes_read, str(sources["llama"])):
         assert 0.45 < read / total < 0.55

@@ -1,47 +1,64 @@
-"""Command line of the Hugging Face import and export."""
+"""Command line of the Hugging Face export.
+
+    python -m lm.hf export RUN OUT [--dtype float32|bfloat16|float16]
+    python -m lm.hf inspect MODEL
+
+RUN is a checkpoint or run directory. MODEL is what `init_from` accepts: a Hugging Face directory, or a name on the Hub.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
+import math
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm.errors import RunError
-from lm.hf.export import export_model, import_model
-from lm.hf.weights import DTYPES
-from model import ModelConfig
+from lm.errors import ConfigError, RunError
+from lm.hf import families, weights
+from lm.hf.export import export_model
+
+
+def inspect(source: str) -> str:
+    """Return what the model `source` is, in two lines.
+
+    Raises:
+        ConfigError: it cannot be read; lists what in it cannot.
+    """
+    folder = weights.find_source(source)
+    family, config = weights.read_model(folder)
+    tensors = weights.open_tensors(folder, family)
+    if config.tie_embeddings:
+        tensors.pop("lm_head.weight", None)
+    _, shapes = families.layout(family, config)
+    slices = [piece for pieces in tensors.values() for piece in pieces]
+    size = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices)
+    dtypes = ", ".join(sorted({str(piece.dtype).removeprefix("torch.") for piece in slices}))
+    summary = f"{family.class_name}, {config.n_parameters / 1e6:,.1f}M parameters, {size / 1e9:,.2f} GB in {dtypes}"
+    if problems := weights.differences(tensors, shapes):
+        raise ConfigError(f"{source}: {summary}; cannot be read:", *problems)
+    weights.model_defaults(source)
+    return f"{source}: {summary}\ncan be read: init_from: {source}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m lm.hf", description="Import and export Hugging Face models.")
+    parser = argparse.ArgumentParser(prog="python -m lm.hf", description="Export to, and inspect, Hugging Face models.")
     commands = parser.add_subparsers(dest="command", required=True)
-    into = commands.add_parser("import", help="convert a Hugging Face model to a checkpoint")
-    into.add_argument("source", metavar="SOURCE", help="a directory, or a name on the Hugging Face Hub")
-    into.add_argument("out", type=Path, metavar="OUT", help="checkpoint directory to create")
-    into.add_argument("--revision", metavar="R", help="branch, tag or commit on the Hub (default: main)")
-    back = commands.add_parser("export", help="convert a checkpoint to a Hugging Face model")
-    back.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="checkpoint or run directory")
-    back.add_argument("out", type=Path, metavar="OUT", help="directory to create")
-    back.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (%(default)s)")
+    export = commands.add_parser("export", help="convert a checkpoint to a Hugging Face model")
+    export.add_argument("checkpoint", type=Path, metavar="RUN", help="checkpoint or run directory")
+    export.add_argument("out", type=Path, metavar="OUT", help="directory to create")
+    export.add_argument("--dtype", choices=weights.DTYPES, default="float32", help="of the weights (%(default)s)")
+    look = commands.add_parser("inspect", help="print what a Hugging Face model is and whether init_from can read it")
+    look.add_argument("source", metavar="MODEL", help="a directory, or OWNER/MODEL[@REVISION] on the Hub")
     args = parser.parse_args(arguments)
     os.umask(0o077)
     started = time.monotonic()
     try:
-        if args.command == "import":
-            notes: list[str] = []
-            manifest = import_model(args.source, args.out, args.revision, notes.append)
-            size = sum(entry.bytes for entry in manifest.files.values())
-            print(f"{args.out}: {size / 1e9:,.2f} GB in {time.monotonic() - started:.0f} s; hyperparameters to use:")
-            defaults = ModelConfig.model_validate({}).model_dump(mode="json")
-            for key, value in {"init_from": str(args.out), **manifest.model}.items():
-                if value != defaults.get(key):
-                    print(f"  {key}: {json.dumps(value)}")
-            print(*notes, sep="\n", end="\n" if notes else "")
+        if args.command == "inspect":
+            print(inspect(args.source))
         else:
             size = export_model(args.checkpoint, args.out, args.dtype)
             print(f"{args.out}: {size / 1e9:,.2f} GB in {args.dtype} in {time.monotonic() - started:.0f} s")

@@ -1,15 +1,14 @@
-"""Model families of Hugging Face: `config.json` <-> `ModelConfig`, and their tensors for each of our parameters.
+"""Model families of Hugging Face: `config.json` <-> `ModelConfig`, and the names of their tensors.
 
-Hugging Face stores query, key and value separately, and gate and up projection; here they are the rows of one matrix
-each, in that order. GPT-2 stores its matrices as (in, out). Rotary embedding pairs (i, i + K/2) on both sides, so no
-rows are permuted.
+The modules have the same structure on both sides, so a family is a table of names. Only GPT-2 differs: it stores
+query, key and value as one tensor, and its matrices as (in, out). Rotary embedding pairs (i, i + K/2) on both sides.
 
 A model that cannot be represented exactly is refused, with the key that prevents it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -32,8 +31,8 @@ class Family:
     """our key -> the values that the family supports; the first is the default"""
     fixed: Mapping[str, tuple[Any, ...]]
     """key in config.json -> the values that `ModelConfig` can represent; the first is the default"""
-    tensors: Mapping[str, tuple[str, ...]]
-    """our module -> the modules in transformers whose tensors are its rows; {} is the layer"""
+    tensors: Mapping[str, str]
+    """our module -> the module in transformers; {} is the layer. Modules with the same name are its rows, in order."""
     prefix: str
     """of all tensor names but the head's; missing from the files if the bare model was saved"""
     bias_keys: tuple[str, str] | None = None
@@ -41,9 +40,21 @@ class Family:
     dropout_keys: tuple[str, ...] = ()
     transposed: bool = False
     """whether the matrices in the layers are stored as (in, out)"""
+    zero_biases: bool = False
+    """whether the family has all biases, so that a model without some of them has zeros there"""
     bos_is_eos: bool = False
     """whether the end-of-text token also starts a text"""
 
+
+_ATTENTION, _FFN = "model.layers.{}.self_attn", "model.layers.{}.mlp"
+_STYLE = {
+    "norm": ("rmsnorm",),
+    "norm_placement": ("pre",),
+    "qk_norm": ("none",),
+    "positions": ("rope",),
+    "ffn": ("swiglu",),
+    "bias": ("none",),
+}
 
 LLAMA = Family(
     model_type="llama",
@@ -55,22 +66,24 @@ LLAMA = Family(
         "vocab_size": ("vocab_size", 32000),
         "max_seq_len": ("max_position_embeddings", 2048),
         "n_kv_heads": ("num_key_value_heads", None),
+        "head_dim": ("head_dim", None),
         "d_ff": ("intermediate_size", 11008),
         "norm_eps": ("rms_norm_eps", 1e-6),
         "tie_embeddings": ("tie_word_embeddings", False),
     },
-    style={"norm": ("rmsnorm",), "positions": ("rope",), "ffn": ("swiglu",), "bias": ("none", "ffn", "all")},
+    style={**_STYLE, "bias": ("none", "ffn", "all")},
     fixed={"hidden_act": ("silu", "swish")},
     tensors={
-        "embedding.tokens": ("model.embed_tokens",),
-        "blocks.attention_norm": ("model.layers.{}.input_layernorm",),
-        "blocks.attention.qkv": tuple(f"model.layers.{{}}.self_attn.{part}_proj" for part in "qkv"),
-        "blocks.attention.output": ("model.layers.{}.self_attn.o_proj",),
-        "blocks.ffn_norm": ("model.layers.{}.post_attention_layernorm",),
-        "blocks.ffn.up": ("model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"),
-        "blocks.ffn.down": ("model.layers.{}.mlp.down_proj",),
-        "head.norm": ("model.norm",),
-        "head.output": ("lm_head",),
+        "embedding.tokens": "model.embed_tokens",
+        "blocks.attention_norm": "model.layers.{}.input_layernorm",
+        "blocks.ffn_norm": "model.layers.{}.post_attention_layernorm",
+        **{
+            f"blocks.attention.{part}": f"{_ATTENTION}.{part}"
+            for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+        },
+        **{f"blocks.ffn.{part}": f"{_FFN}.{part}" for part in ("gate_proj", "up_proj", "down_proj")},
+        "head.norm": "model.norm",
+        "head.output": "lm_head",
     },
     prefix="model.",
     bias_keys=("attention_bias", "mlp_bias"),
@@ -86,8 +99,45 @@ MISTRAL = replace(
         "d_ff": ("intermediate_size", 14336),
         "sliding_window": ("sliding_window", 4096),
     },
-    style={**LLAMA.style, "bias": ("none",)},
+    style=_STYLE,
     fixed={**LLAMA.fixed, "attention_bias": (False,), "mlp_bias": (False,)},
+    bias_keys=None,
+)
+QWEN2 = replace(
+    LLAMA,
+    model_type="qwen2",
+    class_name="Qwen2ForCausalLM",
+    keys={
+        **LLAMA.keys,
+        "vocab_size": ("vocab_size", 151936),
+        "max_seq_len": ("max_position_embeddings", 32768),
+        "n_kv_heads": ("num_key_value_heads", 32),
+        "d_ff": ("intermediate_size", 22016),
+    },
+    style={**_STYLE, "bias": ("qkv",)},
+    fixed={**LLAMA.fixed, "use_sliding_window": (False,)},
+    bias_keys=None,
+)
+QWEN3 = replace(
+    QWEN2,
+    model_type="qwen3",
+    class_name="Qwen3ForCausalLM",
+    keys={**QWEN2.keys, "head_dim": ("head_dim", 128)},
+    style={**_STYLE, "qk_norm": ("head",)},
+    fixed={**QWEN2.fixed, "attention_bias": (False,)},
+)
+OLMO2 = replace(
+    LLAMA,
+    model_type="olmo2",
+    class_name="Olmo2ForCausalLM",
+    keys={**LLAMA.keys, "vocab_size": ("vocab_size", 50304), "norm_eps": ("rms_norm_eps", 1e-5)},
+    style={**_STYLE, "norm_placement": ("post",), "qk_norm": ("projection",)},
+    fixed={**LLAMA.fixed, "attention_bias": (False,)},
+    tensors={
+        **LLAMA.tensors,
+        "blocks.attention_norm": "model.layers.{}.post_attention_layernorm",
+        "blocks.ffn_norm": "model.layers.{}.post_feedforward_layernorm",
+    },
     bias_keys=None,
 )
 GPT2 = Family(
@@ -103,7 +153,7 @@ GPT2 = Family(
         "norm_eps": ("layer_norm_epsilon", 1e-5),
         "tie_embeddings": ("tie_word_embeddings", True),
     },
-    style={"norm": ("layernorm",), "positions": ("learned",), "ffn": ("gelu",), "bias": ("all",)},
+    style={**_STYLE, "norm": ("layernorm",), "positions": ("learned",), "ffn": ("gelu",), "bias": ("all",)},
     fixed={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
@@ -112,23 +162,24 @@ GPT2 = Family(
         "add_cross_attention": (False,),
     },
     tensors={
-        "embedding.tokens": ("transformer.wte",),
-        "embedding.positions": ("transformer.wpe",),
-        "blocks.attention_norm": ("transformer.h.{}.ln_1",),
-        "blocks.attention.qkv": ("transformer.h.{}.attn.c_attn",),
-        "blocks.attention.output": ("transformer.h.{}.attn.c_proj",),
-        "blocks.ffn_norm": ("transformer.h.{}.ln_2",),
-        "blocks.ffn.up": ("transformer.h.{}.mlp.c_fc",),
-        "blocks.ffn.down": ("transformer.h.{}.mlp.c_proj",),
-        "head.norm": ("transformer.ln_f",),
-        "head.output": ("lm_head",),
+        "embedding.tokens": "transformer.wte",
+        "embedding.positions": "transformer.wpe",
+        "blocks.attention_norm": "transformer.h.{}.ln_1",
+        **{f"blocks.attention.{part}_proj": "transformer.h.{}.attn.c_attn" for part in "qkv"},
+        "blocks.attention.o_proj": "transformer.h.{}.attn.c_proj",
+        "blocks.ffn_norm": "transformer.h.{}.ln_2",
+        "blocks.ffn.up_proj": "transformer.h.{}.mlp.c_fc",
+        "blocks.ffn.down_proj": "transformer.h.{}.mlp.c_proj",
+        "head.norm": "transformer.ln_f",
+        "head.output": "lm_head",
     },
     prefix="transformer.",
     dropout_keys=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     transposed=True,
+    zero_biases=True,
     bos_is_eos=True,
 )
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, GPT2)}
+FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2)}
 
 _FIXED_EVERYWHERE = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), (None, 0, 1))
 _BIASES = {"none": (False, False), "ffn": (False, True), "all": (True, True)}
@@ -160,6 +211,8 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
     layer_types = raw.get("layer_types") or []
     if not isinstance(layer_types, list) or len(set(map(str, layer_types))) > 1:
         problems.append("layer_types: not supported unless all layers have the same type")
+    elif layer_types and layer_types[0] != "full_attention" and "sliding_window" not in family.keys:
+        problems.append(f"layer_types: {layer_types[0]!r} is not supported, only 'full_attention'")
     values = {ours: raw.get(theirs, default) for ours, (theirs, default) in family.keys.items()}
     values |= {ours: allowed[0] for ours, allowed in family.style.items()}
     if family.dropout_keys:
@@ -187,10 +240,11 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
             message = problem["msg"].removeprefix("Value error, ")
             problems += [f"{'.'.join(path)}: {message}"] if path else message.splitlines()
     else:
-        head_dim = raw.get("head_dim")
-        if head_dim is not None and head_dim != config.head_dim:
-            problems.append(f"head_dim: {head_dim} is not supported, only d_model / n_heads, {config.head_dim}")
         if not problems:
+            if config.head_dim and config.head_dim * config.n_heads == config.d_model:
+                config = config.model_copy(update={"head_dim": None})
+            if family_of(config) is not family:  # only its name differs from the other's, e.g. Mistral without a window
+                config = config.model_copy(update={"model": family.model_type})
             return family, config
     raise ConfigError(*(f"{where}: {problem}" for problem in problems))
 
@@ -215,22 +269,29 @@ def _read_rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the family that can represent the model.
+    """Return the family that can represent the model; of several, the one that the preset `model` is named after.
 
     Raises:
         ConfigError: no family can; lists the keys in which the model differs from the closest one.
     """
-    mismatches = [_mismatches(family, config) for family in FAMILIES.values()]
-    for family, found in zip(FAMILIES.values(), mismatches, strict=True):
-        if not found:
-            return family
-    raise ConfigError.merge(min(reversed(mismatches), key=len))
+    mismatches = {family: _mismatches(FAMILIES[family], config) for family in FAMILIES}
+    fitting = [family for family, found in mismatches.items() if not found]
+    if not fitting:
+        raise ConfigError.merge(min(reversed(mismatches.values()), key=len))
+    named = [family for family in fitting if (config.model or "").startswith(family)]
+    return FAMILIES[(named or fitting)[0]]
 
 
 def _mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
     values = config.model_dump()
-    without_key = {"n_kv_heads": (None, config.n_heads), "sliding_window": (None,)}
+    without_key = {
+        "n_kv_heads": (None, config.n_heads),
+        "sliding_window": (None,),
+        "head_dim": (None, config.d_model // config.n_heads),
+    }
     supported = {**family.style, **{key: only for key, only in without_key.items() if key not in family.keys}}
+    if family.zero_biases:
+        del supported["bias"]
     return [
         ConfigError(
             f"{key}: {values[key]} has no counterpart in {family.class_name}; use {' or '.join(map(str, allowed))}",
@@ -256,6 +317,7 @@ def write_config(
     """
     family = family_of(config)
     values = config.model_dump() | {"n_kv_heads": config.kv_heads, "d_ff": config.ffn_width}
+    values["head_dim"] = config.head_width
     raw = {"architectures": [family.class_name], "model_type": family.model_type}
     raw |= {theirs: values[ours] for ours, (theirs, _) in family.keys.items()}
     raw |= {theirs: allowed[0] for theirs, allowed in family.fixed.items()}
@@ -267,7 +329,6 @@ def write_config(
     if config.positions == "rope":
         scaling = {"rope_type": "llama3", **config.rope_scaling.model_dump()} if config.rope_scaling else None
         raw |= {
-            "head_dim": config.head_dim,
             "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": config.rope_theta},
             "rope_theta": config.rope_theta,
             "rope_scaling": scaling,
@@ -275,36 +336,25 @@ def write_config(
     return raw
 
 
-class TensorSlice(NamedTuple):
-    """A tensor of a Hugging Face model, and the rows of our parameter that it holds."""
+class Place(NamedTuple):
+    """The tensor of a Hugging Face model that holds a parameter: rows from `start` of it, or of its transpose."""
 
     name: str
     start: int
-    stop: int
     transposed: bool
-    shape: tuple[int, ...]
-    """as stored in the file"""
 
 
-def layout(family: Family, config: ModelConfig) -> dict[str, tuple[TensorSlice, ...]]:
-    """Return for each of our parameters the tensors that hold its rows, in order."""
+def layout(family: Family, config: ModelConfig) -> tuple[dict[str, Place], dict[str, tuple[int, ...]]]:
+    """Return the place of each of our parameters, and the shape of each tensor as stored."""
     with torch.device("meta"):
         model = Transformer(config)
-    return {
-        name: tuple(_slices(family, config, name, tuple(parameter.shape)))
-        for name, parameter in model.named_parameters()
-    }
-
-
-def _slices(family: Family, config: ModelConfig, name: str, shape: tuple[int, ...]) -> Iterator[TensorSlice]:
-    *path, kind = name.split(".")
-    layer = next((part for part in path if part.isdigit()), "")
-    names = family.tensors[".".join(part for part in path if not part.isdigit())]
-    kv = config.kv_heads * config.head_dim
-    heights = (config.d_model, kv, kv) if len(names) == 3 else (shape[0] // len(names),) * len(names)
-    transposed = family.transposed and bool(layer) and len(shape) == 2
-    start = 0
-    for theirs, height in zip(names, heights, strict=True):
-        stored = (*shape[1:], height) if transposed else (height, *shape[1:])
-        yield TensorSlice(f"{theirs.format(layer)}.{kind}", start, start + height, transposed, stored)
-        start += height
+    places, shapes = {}, {}
+    for name, parameter in model.named_parameters():
+        *path, kind = name.split(".")
+        layer = next((part for part in path if part.isdigit()), "")
+        theirs = f"{family.tensors['.'.join(part for part in path if not part.isdigit())].format(layer)}.{kind}"
+        start = shapes[theirs][0] if theirs in shapes else 0
+        places[name] = Place(theirs, start, family.transposed and bool(layer) and parameter.dim() == 2)
+        shapes[theirs] = (start + parameter.shape[0], *parameter.shape[1:])
+    flipped = {place.name for place in places.values() if place.transposed}
+    return places, {name: shape[::-1] if name in flipped else shape for name, shape in shapes.items()}

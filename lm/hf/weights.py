@@ -1,4 +1,4 @@
-"""Download, and chunked reading and writing, of Hugging Face model directories.
+"""Hugging Face models as initial weights: found or downloaded, checked, and read by every rank into its shards.
 
 Only safetensors files are read: weights in pickles (`.bin`) are refused.
 """
@@ -7,157 +7,214 @@ from __future__ import annotations
 
 import json
 import re
-import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
+from lm.checkpoint.tensor_files import Source, TensorSlice, are_tiles, full_shape, local_slice, read_headers, read_into
 from lm.data import tokenizer
 from lm.errors import ConfigError, RunError, oserror_as_config_error
-from lm.fileio import sync
-from lm.hf.families import TensorSlice
+from lm.hf import families
+from lm.hf.families import Family
+from lm.metrics.accumulator import peak_memory_gib
+from lm.runtime.world import World
+from model import ModelConfig, Transformer
 
-INDEX_JSON = "model.safetensors.index.json"
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
-DOWNLOADED = ("config.json", "model*.safetensors", INDEX_JSON, *tokenizer.FILES)
-DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
-SLAB_BYTES = 64 << 20
-"""Float32 values that are converted at once."""
-SHARD_BYTES = 5 * 10**9
-"""Maximum size of an exported file; transformers' default."""
-
+DOWNLOADED = (CONFIG, "model*.safetensors", INDEX, *tokenizer.FILES)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 """Constants that older versions of transformers save with the weights: causal masks and rotary frequencies."""
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w./-]+))?")
 
 
 @oserror_as_config_error
-def find_source(source: str, revision: str | None = None) -> Path:
-    """Return the directory `source`, or download the model with that name on the Hub.
+def is_model(source: str) -> bool:
+    """Return whether `source` is a Hugging Face directory, or could be the name of a model on the Hub."""
+    folder = Path(source)
+    if folder.is_dir():
+        return (folder / CONFIG).is_file() and not any(
+            (folder / name).exists() for name in ("manifest.json", "checkpoints")
+        )
+    return bool(_HUB_NAME.fullmatch(source)) and not folder.exists()
+
+
+@oserror_as_config_error
+def find_source(source: str) -> Path:
+    """Return the directory `source`, or download the model OWNER/MODEL or OWNER/MODEL@REVISION of the Hub.
+
+    The processes of a node can call it at the same time: one downloads, the others wait.
 
     Raises:
         ConfigError: it does not exist, or cannot be downloaded.
     """
     if Path(source).is_dir():
         return Path(source)
-    nothing = ConfigError(f"{source}: not a directory, and not a name on the Hugging Face Hub (OWNER/MODEL)")
-    if not _HUB_NAME.fullmatch(source):
+    nothing = ConfigError(
+        f"init_from: {source}: not a directory, and not a name on the Hugging Face Hub (OWNER/MODEL)",
+        keys=("init_from",),
+    )
+    match = _HUB_NAME.fullmatch(source)
+    if not match:
         raise nothing
+    name, revision = match.groups()
     import huggingface_hub
     from huggingface_hub import errors
 
-    elsewhere = (
-        "import on a machine with network access and pass its OUT to the run, or copy the directory that"
-        f" `hf download {source}` prints and import it"
-    )
+    def refuse(problem: str) -> ConfigError:
+        return ConfigError(f"init_from: {source}: {problem}", keys=("init_from",))
+
+    elsewhere = f"run `hf download {name} --local-dir DIRECTORY` on a machine with network access and copy DIRECTORY"
     try:
-        return Path(huggingface_hub.snapshot_download(source, revision=revision, allow_patterns=list(DOWNLOADED)))
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(DOWNLOADED)))
     except errors.GatedRepoError:
-        raise ConfigError(
-            f"{source}: gated: request access at https://huggingface.co/{source}, then `hf auth login` or set HF_TOKEN"
-        ) from None
+        advice = f"request access at https://huggingface.co/{name}, then `hf auth login` or set HF_TOKEN"
+        raise refuse(f"gated: {advice}") from None
     except errors.RevisionNotFoundError:
-        raise ConfigError(
-            f"--revision: {source} has no revision {revision!r}; omit it for the default branch"
-        ) from None
+        raise refuse(f"no revision {revision!r}; omit it for the default branch") from None
     except errors.RepositoryNotFoundError:
-        raise ConfigError(
-            f"{source}: not a directory, and not found on the Hub; if it is private, run `hf auth login`"
-            " or set HF_TOKEN"
-        ) from None
+        advice = "if it is private, run `hf auth login` or set HF_TOKEN"
+        raise refuse(f"not a directory, and not found on the Hub; {advice}") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         offline = "HF_HUB_OFFLINE is set" if huggingface_hub.constants.HF_HUB_OFFLINE else str(error).splitlines()[0]
-        raise ConfigError(f"{source}: not in the cache, and cannot be downloaded: {offline}; {elsewhere}") from None
+        raise refuse(f"not in the cache, and cannot be downloaded: {offline}; {elsewhere}") from None
     except errors.HFValidationError:
         raise nothing from None
     except (errors.HfHubHTTPError, OSError) as error:
+        raise refuse(f"download failed: {str(error).splitlines()[0]}; rerun the same command to resume it") from None
+
+
+def read_model(folder: Path) -> tuple[Family, ModelConfig]:
+    """Return the family and the structure of the model in `folder`; see `families.read_config`."""
+    return families.read_config(read_json(folder / CONFIG), str(folder / CONFIG))
+
+
+def model_defaults(source: str) -> dict[str, Any]:
+    """Return the hyperparameters that the model `source` sets, with its tokenizer; {} if it is not Hugging Face's.
+
+    Raises:
+        ConfigError: it cannot be downloaded or not be represented exactly, or its tokenizer does not fit it.
+    """
+    if not is_model(source):
+        return {}
+    folder = find_source(source)
+    _, config = read_model(folder)
+    values = config.model_dump(mode="json", exclude=None if config.model else {"model"})
+    if not (folder / tokenizer.FILE).is_file():
+        return values | {"tokenizer": None}
+    size = tokenizer.tokenizer_of(folder).vocab_size
+    if size > config.vocab_size:
         raise ConfigError(
-            f"{source}: download failed: {str(error).splitlines()[0]}; rerun the same command to resume it"
-        ) from None
+            f"{folder}: the tokenizer has {size} tokens, the model {config.vocab_size}: remove the added tokens from"
+            " the tokenizer, or load the model with transformers, resize_token_embeddings() and save_pretrained() it",
+            keys=("init_from",),
+        )
+    return values | {"tokenizer": str(folder)}
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in a safetensors file."""
+def load_into(model: nn.Module, source: str, world: World, log: Callable[[str], None]) -> None:
+    """Fill this rank's shards of `model` with the weights of `source`, on all ranks together.
 
-    path: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    Raises:
+        ConfigError: the tensors are not those of the model; lists every difference.
+        RunError: a file is damaged, or holds inf or NaN.
+    """
+    started = time.monotonic()
+    world.all_or_none(lambda: read_weights(find_source(source), model))
+    peak = max(world.all_gather_object(peak_memory_gib(world.device)))
+    log(f"loaded the weights of {source} in {time.monotonic() - started:.1f} s, {peak:.2f} GiB per rank")
 
 
-class Weights:
-    """The tensors in a directory of safetensors files, by their names in the full model.
+@torch.no_grad()
+def read_weights(folder: Path, model: nn.Module) -> None:
+    """Fill this rank's shards of `model` with the weights in `folder`; see `load_into`."""
+    assert isinstance(model, Transformer)
+    family, _ = read_model(folder)
+    places, shapes = families.layout(family, model.config)
+    tensors = open_tensors(folder, family)
+    parameters = dict(model.named_parameters())
+    tied = tensors.pop("lm_head.weight", None) if model.config.tie_embeddings else None
+    if problems := differences(tensors, shapes):
+        raise ConfigError(f"{folder}: the tensors do not match {CONFIG}:", *_shorten(problems), keys=("init_from",))
+    for name, parameter in parameters.items():
+        place = places[name]
+        read_into(parameter, Source(tensors[place.name], place.start, place.transposed))
+        local, _ = local_slice(parameter)
+        if local.numel() and not torch.isfinite(torch.stack(torch.aminmax(local))).all():
+            raise RunError(f"{place.name}: contains inf or NaN; download the weights again, or use others")
+    embedding = parameters["embedding.tokens.weight"]
+    if tied and not _equals(embedding, tied):
+        raise ConfigError(
+            f"{folder}: {CONFIG} ties lm_head.weight to {places['embedding.tokens.weight'].name}, but the files have a"
+            f" different one; set tie_word_embeddings: false in {CONFIG} to use it",
+            keys=("init_from",),
+        )
+
+
+def _equals(embedding: Tensor, head: list[TensorSlice]) -> bool:
+    if full_shape(head) != tuple(embedding.shape) or not are_tiles(head, embedding.shape):
+        return False
+    other = torch.empty_like(embedding)
+    read_into(other, Source(head))
+    return local_slice(other)[0].equal(local_slice(embedding)[0])
+
+
+@oserror_as_config_error
+def open_tensors(folder: Path, family: Family) -> dict[str, list[TensorSlice]]:
+    """Return the tensors in the files of `folder`, by their names in the full model, without old constants.
 
     Raises:
         ConfigError: a file is missing, or the weights are pickled.
         RunError: a file is damaged.
     """
+    paths = _weight_files(folder)
+    if missing := [path for path in paths if not path.is_file()]:
+        raise ConfigError(f"{missing[0]}: missing; download the directory again", keys=("init_from",))
+    found = read_headers(path.resolve() for path in paths)  # the Hub's cache consists of links
+    full = {name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name: name for name in found}
+    return {name: found[stored] for name, stored in full.items() if not _BUFFERS.fullmatch(name)}
 
-    def __init__(self, folder: Path, prefix: str) -> None:
-        self.tensors: dict[str, StoredTensor] = {}
-        for path in _weight_files(folder):
-            try:
-                with safe_open(path, "pt") as file:
-                    for name in file.keys():  # noqa: SIM118 - not a dict
-                        stored = file.get_slice(name)
-                        full = name if name.startswith((prefix, "lm_head.")) else prefix + name
-                        self.tensors[full] = StoredTensor(path, name, stored.get_dtype(), tuple(stored.get_shape()))
-            except FileNotFoundError:
-                raise ConfigError(f"{path}: missing; download the directory again") from None
-            except OSError as error:
-                raise ConfigError(f"{path}: cannot be read: {error}") from None
-            except SafetensorError as error:
-                raise RunError(f"{path}: damaged: {error}; download it again") from None
 
-    def compare(self, where: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that the tensors have the names and shapes `wanted` and a supported dtype.
+def differences(tensors: Mapping[str, list[TensorSlice]], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return how `tensors` differ in names, shapes and dtypes from those of a model, one line each."""
+    problems = [f"{name}: missing" for name in shapes if name not in tensors]
+    for name, slices in tensors.items():
+        if name not in shapes:
+            problems.append(f"{name}: unexpected tensor")
+        elif any(piece.dtype not in DTYPES.values() for piece in slices):
+            problems.append(f"{name}: {slices[0].dtype} is a quantized dtype; use the model without quantization")
+        elif not are_tiles(slices, shapes[name]):
+            problems.append(f"{name}: {list(full_shape(slices))} in the file, {list(shapes[name])} in {CONFIG}")
+    return problems
 
-        Raises:
-            ConfigError: lists every difference.
-        """
-        supported = {code for code, _ in DTYPES.values()}
-        problems = [f"{name}: missing" for name in wanted if name not in self.tensors]
-        for name, stored in self.tensors.items():
-            if name not in wanted:
-                if not _BUFFERS.fullmatch(name):
-                    problems.append(f"{name}: unexpected tensor")
-            elif stored.shape != wanted[name]:
-                problems.append(f"{name}: {list(stored.shape)} in the file, {list(wanted[name])} in config.json")
-            elif stored.dtype not in supported:
-                problems.append(f"{name}: {stored.dtype} is a quantized dtype; use the model without quantization")
-        if problems:
-            rest = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
-            raise ConfigError(f"{where}: the tensors do not match config.json:", *problems[:20], *rest)
 
-    def rows(self, part: TensorSlice, start: int, stop: int) -> Tensor:
-        """Return rows `start` to `stop` of `part` in our orientation, reading only those."""
-        stored = self.tensors[part.name]
-        with safe_open(stored.path, "pt") as file:  # opened each time, as mapped pages count as memory
-            tensor = file.get_slice(stored.name)
-            return tensor[:, start:stop].T if part.transposed else tensor[start:stop]
+def _shorten(problems: list[str]) -> list[str]:
+    return [*problems[:20], *([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])]
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX_JSON
+    index = folder / INDEX
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
         names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
         if not names or any(name != Path(name).name or name in ("", "..") for name in names):
-            raise ConfigError(f"{index}: weight_map must contain file names in this directory")
+            raise ConfigError(f"{index}: weight_map must contain file names in this directory", keys=("init_from",))
         return [folder / name for name in names]
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     pickled = next(folder.glob("*.bin"), None) or next(folder.glob("*.pth"), None)
     found = f"{pickled.name} is a pickle, which can execute code, and is not read" if pickled else "neither exists"
     raise ConfigError(
-        f"{folder}: needs {WEIGHTS} or {INDEX_JSON}; {found}. To convert, load it with transformers and"
-        " save_pretrained(DIRECTORY, safe_serialization=True)"
+        f"{folder}: needs {WEIGHTS} or {INDEX}; {found}. To convert, load it with transformers and"
+        " save_pretrained(DIRECTORY, safe_serialization=True)",
+        keys=("init_from",),
     )
 
 
@@ -166,80 +223,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; a model directory needs one") from None
+        problem = f"{error.strerror}; a model directory needs one"
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: invalid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: not a JSON object")
-    return content
-
-
-# ---- writing ----------------------------------------------------------------------------------------------
-
-
-class Slot(NamedTuple):
-    """File and offset of an exported tensor's values."""
-
-    file: BinaryIO
-    offset: int
-
-
-@contextmanager
-def _on_disk(path: Path) -> Iterator[BinaryIO]:
-    with path.open("wb") as file:
-        yield file
-        sync(file)
-
-
-def open_files(draft: Path, parts: Sequence[TensorSlice], dtype: str, files: ExitStack) -> dict[str, Slot]:
-    """Create the safetensors files for `parts` with their headers and index, and return each tensor's slot.
-
-    A safetensors file consists of the length of its header (8 bytes, little endian), the header (JSON), and the
-    values. The files are on disk when `files` is closed.
-    """
-    code, torch_dtype = DTYPES[dtype]
-    groups: list[list[TensorSlice]] = [[]]
-    filled = 0
-    for part in parts:
-        size = torch_dtype.itemsize * torch.Size(part.shape).numel()
-        if groups[-1] and filled + size > SHARD_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(part)
-        filled += size
-    slots = {}
-    weight_map = {}
-    for number, group in enumerate(groups, 1):
-        name = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else WEIGHTS
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for part in group:
-            start, end = end, end + torch_dtype.itemsize * torch.Size(part.shape).numel()
-            header[part.name] = {"dtype": code, "shape": part.shape, "data_offsets": [start, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)  # aligns the values
-        file = files.enter_context(_on_disk(draft / name))
-        file.write(struct.pack("<Q", len(text)) + text)
-        slots |= {part.name: Slot(file, 8 + len(text) + header[part.name]["data_offsets"][0]) for part in group}
-        weight_map |= dict.fromkeys((part.name for part in group), name)
-    if len(groups) > 1:
-        total = sum(torch_dtype.itemsize * torch.Size(part.shape).numel() for part in parts)
-        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (draft / INDEX_JSON).write_text(json.dumps(content, indent=2) + "\n")
-    return slots
-
-
-def write_rows(slot: Slot, part: TensorSlice, first: int, chunk: Tensor, dtype: torch.dtype) -> int:
-    """Write the rows of `part` in `chunk`, which starts at row `first`, and return the number of bytes."""
-    start, stop = max(first, part.start), min(first + len(chunk), part.stop)
-    if start >= stop:
-        return 0
-    rows = chunk[start - first : stop - first]
-    written = 0
-    slot.file.seek(slot.offset + (start - part.start) * chunk[0].numel() * dtype.itemsize)
-    for slab in (rows.T if part.transposed else rows).split(max(1, SLAB_BYTES // (4 * chunk[0].numel()))):
-        values = slab.to(dtype).contiguous()
-        if dtype == torch.float16 and not values.isfinite().all():
-            raise RunError(f"{part.name}: has values above 65504, the maximum of float16; use --dtype bfloat16")
-        written += slot.file.write(values.view(torch.uint8).numpy().data)
-    return written
+        problem = f"invalid JSON: {error}"
+    else:
+        if isinstance(content, dict):
+            return content
+        problem = "not a JSON object"
+    raise ConfigError(f"{path}: {problem}", keys=("init_from",))
