@@ -2,9 +2,8 @@
 
     python fsdp.py --config FILE [key=value ...]
 
-runs in one process, as one of many under a launcher, and as a trial on a Determined cluster. `execute` is the order
-of a run: `preflight`, `build`, `resume`, `train`, `finish`. The loop in `train` shows every part of a step; what
-the parts do is in lm/.
+The same file runs alone, under any launcher, and as a Determined trial. `execute` is the order of a run: `preflight`,
+`build`, `resume`, `train`, `finish`. The loop in `train` shows every part of a step; what the parts do is in lm/.
 """
 
 from __future__ import annotations
@@ -121,8 +120,7 @@ def execute(run: Run) -> None:
     step = run.world.on_rank0(lambda: resuming.completed_step(plan, setup.run_info, setup.max_steps))
     if run.run_dir and step and resuming.is_intact(plan, run.world):
         if run.world.rank == 0:
-            extend = f"max_steps={2 * step} extends it, resume=fresh starts again"
-            print(f"{run.run_dir.path} is complete: {step} steps; {extend}")
+            print(f"{run.run_dir.path} is complete: {step} steps; extend: max_steps={2 * step}, restart: resume=fresh")
         return
     t = build(run, setup)
     start = resume(t, plan)
@@ -140,9 +138,9 @@ def preflight(run: Run) -> tuple[Setup, resuming.ResumePlan]:
     if run_dir:
         run_dir.lock(world)
     checkpoints, restarted = run_dir and run_dir.checkpoints, is_restart(os.environ)
-    in_hf_format = hp.init_from is not None and weights.is_model(hp.init_from)
-    from_checkpoints = hp.model_copy(update={"init_from": None}) if in_hf_format else hp
-    return setup, world.on_rank0(lambda: resuming.plan_resume(from_checkpoints, run.info, checkpoints, restarted))
+    if hp.init_from is not None and weights.is_model(hp.init_from):
+        hp = hp.model_copy(update={"init_from": None})  # it is not a checkpoint
+    return setup, world.on_rank0(lambda: resuming.plan_resume(hp, run.info, checkpoints, restarted))
 
 
 def build(run: Run, setup: Setup) -> Training:
@@ -188,8 +186,7 @@ def resume(t: Training, plan: resuming.ResumePlan) -> int:
 def train(t: Training, start: int, profiler_step: Callable[[], None]) -> int:
     """Train from step `start` to the last one, or until asked to stop. Return the number of completed steps."""
     hp, model, setup, layout = t.run.hp, t.model, t.setup, t.setup.layout
-    batches = t.loader.training(start)
-    step, stopping = start, False
+    batches, step, stopping = t.loader.training(start), start, False
     gc.disable()  # it runs at reports, on all ranks at the same time
     gc.freeze()
     t.preemption.install()  # before this, there is nothing to save
@@ -255,15 +252,13 @@ def validate(t: Training, step: int) -> float:
     sums = torch.zeros(2, dtype=torch.float64, device=t.run.world.device)
     t.model.eval()
     with torch.no_grad():
-        for micro_batch in t.loader.validation():
-            n_targets = (micro_batch.targets != IGNORE_INDEX).sum()
-            sums += torch.stack([t.model(*micro_batch).double(), n_targets])
+        for batch in t.loader.validation():
+            sums += torch.stack([t.model(*batch).double(), (batch.targets != IGNORE_INDEX).sum()])
     t.model.train()
     loss_sum, n_targets = map(math.fsum, zip(*t.run.world.all_gather_object(sums.tolist()), strict=True))
     loss = loss_sum / n_targets
     if not math.isfinite(loss):
-        problem = f"validation loss is {loss} at step {step}: lower lr, or set grad_clip"
-        raise RunError(problem, keys=("lr", "grad_clip"))
+        raise RunError(f"validation loss is {loss} at step {step}: lower lr or set grad_clip", keys=("lr", "grad_clip"))
     t.logger.log("validation", step, {"loss": loss, "perplexity": math.exp(min(loss, 700)), "batches": step})
     return loss
 
@@ -298,8 +293,7 @@ def finish(t: Training, step: int) -> None:
         tokens = sampling.generate(t.model, prompt, hp.num_tokens, device=world.device, seed=setup.seed, **options)
         t.logger.info(f"\n{hp.prompt}{tokenizer.decode(tokens, after=prompt)}\n")
     if t.run.run_dir:
-        files = "metrics.jsonl, checkpoints/, tensorboard/"
-        t.logger.info(f"files: {t.run.run_dir.path}/ ({files}); curves and traces: make board")
+        t.logger.info(f"files: {t.run.run_dir.path}/; curves and traces: make board")
 
 
 if __name__ == "__main__":

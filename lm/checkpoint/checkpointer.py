@@ -65,7 +65,9 @@ class CheckpointConfig(BaseModel):
         "auto", description="auto = newest complete checkpoint; fresh = start at step 0; or the path of a checkpoint"
     )
     init_from: str | None = Field(
-        None, description="checkpoint whose weights to start with: its or its run's directory, or on a cluster a UUID"
+        None,
+        description="weights to start with: a Hugging Face folder or OWNER/MODEL[@REVISION], which also supplies the"
+        " model's keys and the tokenizer; or a checkpoint: its or its run's directory, or on a cluster a UUID",
     )
 
 
