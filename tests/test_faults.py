@@ -94,7 +94,7 @@ def scripted(script: str) -> Start:
     def start_script(folder: Path, *overrides: str, ranks: int, config: dict[str, Any]) -> subprocess.Popen[str]:
         (folder / "test.yaml").write_text(json.dumps({"hyperparameters": config}))
         before = "import os, sys\nimport fsdp\nrank = int(os.environ['RANK'])\n"
-        (folder / "script.py").write_text(f"{before}{script}\nsys.exit(fsdp.main())\n")
+        (folder / "script.py").write_text(f"{before}{script}\nfsdp.run_and_exit(fsdp.main)\n")
         command = [sys.executable, "-m", "lm.launch", "--nproc", str(ranks), "script.py", "--config", "test.yaml"]
         return popen([*command, *overrides], folder)
 

@@ -16,6 +16,7 @@ from lm import generate
 from lm.checkpoint.manifest import read_manifest, write_manifest
 from lm.data.tokenizer import FILE
 from tests import support
+from tests.conftest import Message
 
 TEXT = "Grüße aus Köln, wo der Käse zäh und das Öl süß ist. "
 
@@ -118,19 +119,17 @@ def test_invalid_utf8_from_the_model_does_not_end_a_run(tmp_path: Path) -> None:
     assert "\ufffd" in done.stdout
 
 
-def test_a_missing_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = (2, f"{tmp_path}/none: no such folder; give a checkpoint's or a run's")
-    assert refusal(capsys, tmp_path / "none", "--prompt", "a") == expected
-
-
-def test_a_directory_that_is_not_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = (2, f"{tmp_path}: is neither a checkpoint's folder nor a run's")
-    assert refusal(capsys, tmp_path, "--prompt", "a") == expected
-
-
-def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    assert refusal(capsys, tmp_path, "--prompt", "a") == (2, f"{tmp_path}: no checkpoint yet")
+@pytest.mark.parametrize("missing", ["directory", "manifest", "checkpoint"])
+def test_a_directory_without_a_checkpoint_is_refused(
+    missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], message: Message
+) -> None:
+    where = tmp_path / "none" if missing == "directory" else tmp_path
+    if missing == "checkpoint":
+        (tmp_path / "checkpoints").mkdir()
+    code, text = refusal(capsys, where, "--prompt", "a")
+    assert code == 2
+    assert text.startswith(f"{where}: ")
+    message(text)
 
 
 def test_a_damaged_checkpoint_is_refused_by_file(
