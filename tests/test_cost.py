@@ -201,9 +201,9 @@ def test_the_operators_grow_linearly_with_the_layers(counted: dict[str, list[Ste
         totals.append(second.operators.total())
     one, two, three = totals
     assert three - two == two - one
-    # Room for other versions of PyTorch: with 2.13 a step has 112 operators outside of blocks and 136 per block.
+    # Room for other versions of PyTorch: with 2.13 a step has 112 operators outside of blocks and 168 per block.
     assert 2 * one - two < 150
-    assert two - one < 160
+    assert two - one < 190
 
 
 def test_one_compiled_block_serves_all(counted: dict[str, list[Step]]) -> None:
