@@ -55,6 +55,7 @@ def test_the_deviation_is_that_of_the_mean_of_each_tenth() -> None:
     assert deviations([2.0] * 10 + [1.1] * 10, [2.0] * 10 + [1.0] * 10) == pytest.approx([0.0] * 5 + [0.1] * 5)
 
 
+@pytest.mark.slow
 def test_ours_and_fsdp1_are_measured(tmp_path: Path) -> None:
     settings = [f"{key}={value}" for key, value in TINY.items()]
     short = ["--nproc", "1", "--rounds", "2", "--steps", "1", "--json", str(tmp_path / "found.json")]

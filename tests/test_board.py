@@ -96,6 +96,7 @@ def is_up(url: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_browser_shows_the_loss_curve_and_the_traces_of_both_ranks(folder: Path, url: str, browser: Browser) -> None:
     assert "--logdir runs --host 127.0.0.1" in (ROOT / "Makefile").read_text()
     last = support.reports(folder)[20]["loss"]

@@ -91,6 +91,7 @@ def remove_manifest(checkpoint: Path) -> None:
     (checkpoint / MANIFEST).unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", [damage, remove_manifest])
 def test_a_spoilt_checkpoint_is_named_and_the_one_before_it_gives_the_same_losses(
     spoil: Callable[[Path], None], reference: Path, stopped: Path
@@ -104,6 +105,7 @@ def test_a_spoilt_checkpoint_is_named_and_the_one_before_it_gives_the_same_losse
     assert losses(stopped) == losses(reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", [damage, remove_manifest])
 def test_if_all_are_spoilt_all_are_named_and_the_run_does_not_start(
     spoil: Callable[[Path], None], stopped: Path, message: Message
@@ -128,12 +130,14 @@ def test_resume_refuses_a_directory_that_is_not_a_checkpoint(stopped: Path, mess
     message(done.stderr)
 
 
+@pytest.mark.slow
 def test_a_run_directory_means_its_newest_checkpoint(stopped: Path) -> None:
     done = run(stopped, f"resume={stopped / 'runs' / 'test'}", "run_name=other", config=RUN)
     assert done.returncode == 0, done.stderr
     assert f"resumed from checkpoint {checkpoints(stopped)[6].name}, step 6" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_newer_than_those_of_a_clock_that_was_ahead(reference: Path, stopped: Path) -> None:
     for path in checkpoints(stopped).values():
         manifest = read_manifest(path)
@@ -144,6 +148,7 @@ def test_a_checkpoint_is_newer_than_those_of_a_clock_that_was_ahead(reference: P
     assert losses(stopped) == losses(reference)
 
 
+@pytest.mark.slow
 def test_fresh_moves_nothing_aside_if_the_run_does_not_start(stopped: Path) -> None:
     def sizes() -> dict[Path, int]:
         return {path: path.stat().st_size for path in (stopped / "runs/test").rglob("*") if path.name != "lock"}
@@ -215,6 +220,7 @@ def save_with_a_limit_on_one_rank(world: World, folder: Path) -> tuple[str | Non
         return error, seconds, left, save(checkpointer, world, 2)
 
 
+@pytest.mark.slow
 def test_if_one_rank_cannot_write_all_fail_at_once_and_the_next_save_works(tmp_path: Path) -> None:
     results = run_ranks(2, save_with_a_limit_on_one_rank, tmp_path)
     for error, seconds, left, name in results:
@@ -234,6 +240,7 @@ def save_nan_on_one_rank(world: World, folder: Path) -> tuple[str, RunError]:
         return good, refused.value
 
 
+@pytest.mark.slow
 def test_nonfinite_weights_are_not_saved_and_replace_nothing(tmp_path: Path, message: Message) -> None:
     for good, error in run_ranks(2, save_nan_on_one_rank, tmp_path):
         message(error)
@@ -274,6 +281,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         subprocess.run(["umount", "-l", str(where)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_with_the_bytes_and_keeps_the_last_checkpoint(
     small_disk: Callable[[int], Path],
 ) -> None:
@@ -323,6 +331,7 @@ def save_replicas(world: World, folder: Path) -> None:
         checkpointer.commit()
 
 
+@pytest.mark.slow
 def test_replicas_need_the_space_of_one(small_disk: Callable[[int], Path]) -> None:
     disk = small_disk(400)
     run_ranks(2, save_replicas, disk)
@@ -339,6 +348,7 @@ def fill_the_disk(world: World, folder: Path) -> tuple[str, str | None]:
         return good, attempt(checkpointer.commit)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_during_a_save_keeps_no_partial_checkpoint(small_disk: Callable[[int], Path]) -> None:
     disk = small_disk(36)
     for good, error in run_ranks(2, fill_the_disk, disk):
@@ -362,6 +372,7 @@ def use_separate_disks(world: World, folder: Path) -> tuple[str | None, str | No
         return saving, attempt(lambda: checkpointer.load(name, lambda _: {"model": toy(0)}))
 
 
+@pytest.mark.slow
 def test_machines_that_share_no_directory_neither_save_nor_load_part_of_a_checkpoint(
     tmp_path: Path, message: Message
 ) -> None:
@@ -469,6 +480,7 @@ def resume_despite_a_malicious_checkpoint(world: World, folder: Path) -> tuple[l
     return log, manifest.step, [parameter.sum().full_tensor().item() for parameter in model.parameters()]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_all_ranks_skip_a_malicious_checkpoint_and_load_the_good_one(tmp_path: Path) -> None:
     for log, step, sums in run_ranks(2, resume_despite_a_malicious_checkpoint, tmp_path):
         assert len(log) == 2

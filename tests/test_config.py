@@ -291,6 +291,7 @@ def problems(load: Callable[[], Any]) -> tuple[str, ...]:
 SECTIONS = st.sampled_from(["hyperparameters", "searcher"])
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.dictionaries(SECTIONS, VALUES | st.dictionaries(KEYS, VALUES)), st.lists(st.text()))
 def test_any_experiment_is_accepted_or_refused(contents: dict[str, Any], overrides: list[str]) -> None:
@@ -327,6 +328,7 @@ def test_every_hyperparameter_belongs_to_one_part_and_has_a_description() -> Non
 # ---- complete runs ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_rank_exits_with_2_and_one_prints_the_problems(tmp_path: Path, message: Message) -> None:
     done = run(tmp_path, "n_heads=5", ranks=2, config=TINY | {"lr": "fast"})
     assert done.returncode == 2
@@ -372,6 +374,7 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "changes"),
     [
@@ -396,6 +399,7 @@ def test_changes_that_would_make_it_a_different_run_are_refused_with_a_diff_and_
     assert digests(two_steps) == before
 
 
+@pytest.mark.slow
 def test_a_longer_run_with_other_reports_resumes(two_steps: Path) -> None:
     done = run(two_steps, "max_steps=4", "report_rate=1", "lr=1e-3", config=RUN)
     assert done.returncode == 0, done.stderr
@@ -404,6 +408,7 @@ def test_a_longer_run_with_other_reports_resumes(two_steps: Path) -> None:
     assert sorted(reports(two_steps)) == [2, 3, 4]
 
 
+@pytest.mark.slow
 def test_a_run_without_write_access_is_refused_before_the_model_is_built(tmp_path: Path, message: Message) -> None:
     (tmp_path / "runs").write_text("in the way")
     done = run(tmp_path)

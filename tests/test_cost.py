@@ -178,6 +178,7 @@ def expected(ranks: int, changes: dict[str, Any]) -> Counter[Collective]:
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TWO | FOUR)
 def test_a_step_has_the_collectives_of_its_strategy(name: str, counted: dict[str, list[Step]]) -> None:
     wanted = expected(4, FOUR[name]) if name in FOUR else expected(2, TWO[name])
@@ -241,6 +242,7 @@ def attention_and_products(world: World, recomputations: list[str], has_document
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_documents", [False, True], ids=["causal", "documents"])
 def test_selective_recomputation_repeats_neither_products_nor_attention(has_documents: bool) -> None:
     modes = ["none", "selective", "full"]

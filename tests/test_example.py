@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.support import ROOT, reports, run
 
 
+@pytest.mark.slow
 def test_training_loss_falls_and_validation_loss_does_not(tmp_path: Path) -> None:
     """config.yaml with a smaller model and vocabulary, so that 100 steps take seconds."""
     hyperparameters = yaml.safe_load((ROOT / "config.yaml").read_text())["hyperparameters"]

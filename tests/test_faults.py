@@ -126,6 +126,7 @@ def verified(folder: Path) -> dict[int, Path]:
 # ---- signals --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_second_signal_during_the_save_does_not_damage_the_checkpoint(tmp_path: Path) -> None:
     with started(tmp_path, "checkpoint_rate=1000") as job:
         job.wait_for("training")
@@ -139,6 +140,7 @@ def test_a_second_signal_during_the_save_does_not_damage_the_checkpoint(tmp_path
     assert list(verified(tmp_path)) == [max(reports(tmp_path))]
 
 
+@pytest.mark.slow
 def test_sigusr2_to_one_rank_stops_all_ranks_after_the_same_step(tmp_path: Path) -> None:
     with started(tmp_path, "checkpoint_rate=1000") as job:
         job.wait_for("training")
@@ -148,6 +150,7 @@ def test_sigusr2_to_one_rank_stops_all_ranks_after_the_same_step(tmp_path: Path)
     assert list(verified(tmp_path)) == [max(reports(tmp_path))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.5, 2.5])
 def test_a_signal_during_startup_ends_the_run_without_a_traceback(seconds: float, tmp_path: Path) -> None:
     with started(tmp_path) as job:
@@ -159,6 +162,7 @@ def test_a_signal_during_startup_ends_the_run_without_a_traceback(seconds: float
     assert "Traceback" not in stderr
 
 
+@pytest.mark.slow
 def test_a_signal_during_a_long_validation_ends_the_run_after_it_with_a_checkpoint(tmp_path: Path) -> None:
     with started(tmp_path, "total_batch_size=40", "validation_batches=10") as job:
         job.wait_for("training")  # then each rank validates on 200 samples
@@ -189,6 +193,7 @@ def test_a_killed_rank_is_named_and_ends_the_run_within_two_seconds(
     assert verified(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_stopped_rank_is_named_within_the_timeout_and_five_seconds(
     victim: int, tmp_path: Path, message: Message
@@ -207,6 +212,7 @@ def test_a_stopped_rank_is_named_within_the_timeout_and_five_seconds(
     assert verified(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hang", ["time.sleep(1000)", "ctypes.PyDLL(None).sleep(1000)"], ids=["sleep", "hold the GIL"])
 def test_a_hung_rank_is_named_and_prints_its_stack(hang: str, tmp_path: Path, message: Message) -> None:
     script = f"""
@@ -235,12 +241,14 @@ Loader.training = hanging_loader
     message(line, mask=r" \(last completed step \d+\)")
 
 
+@pytest.mark.slow
 def test_out_of_memory_names_hyperparameters_that_reduce_memory(tmp_path: Path, message: Message) -> None:
     done = run(tmp_path, "vocab_size=4000000000")
     assert done.returncode == 1
     message(done.stderr, mask=r"\(.*(?=\); reduce)")
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_directory_is_refused_and_names_the_first(tmp_path: Path) -> None:
     first = start(tmp_path, config=RUN)
     try:
@@ -299,6 +307,7 @@ Transformer.forward = forward_step
 # ---- under torchrun -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_torchrun_forwards_sigterm_and_the_run_saves_a_complete_checkpoint(tmp_path: Path) -> None:
     with started(tmp_path, "checkpoint_rate=1000", start=torchrun()) as job:
         job.wait_for("training")
@@ -308,6 +317,7 @@ def test_torchrun_forwards_sigterm_and_the_run_saves_a_complete_checkpoint(tmp_p
     assert list(verified(tmp_path)) == [max(reports(tmp_path))]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_torchrun(tmp_path: Path) -> None:
     with started(tmp_path, start=torchrun()) as job:
         job.wait_for("checkpoint")
@@ -318,6 +328,7 @@ def test_a_killed_rank_ends_torchrun(tmp_path: Path) -> None:
     assert verified(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_that_torchrun_restarts_ends_with_the_same_losses(tmp_path: Path) -> None:
     uninterrupted = run(tmp_path / "uninterrupted", "max_steps=8", ranks=2, config=RUN)
     assert uninterrupted.returncode == 0, uninterrupted.stderr

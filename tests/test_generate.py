@@ -54,6 +54,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
     return code, errors.strip()
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     how = (
         checkpoint,
@@ -91,6 +92,7 @@ def test_a_run_directory_means_its_newest_checkpoint(
     assert text_of(capsys, run, *how) == text_of(capsys, checkpoint, *how)
 
 
+@pytest.mark.slow
 def test_text_is_printed_while_it_is_generated_in_complete_characters(checkpoint: Path) -> None:
     command = [sys.executable, "-m", "lm.generate", checkpoint, "--prompt", "ü", "--max-new-tokens", "1000000"]
     with subprocess.Popen(command, cwd=support.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -110,6 +112,7 @@ def test_generation_continues_past_max_seq_len(checkpoint: Path, capsys: pytest.
     assert len(text.encode()) >= 300
 
 
+@pytest.mark.slow
 def test_invalid_utf8_from_the_model_does_not_end_a_run(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(support.llama2_tokenizer())
     (tmp_path / "a.txt").write_text(TEXT * 40)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.growth import PARTS, STRATEGIES, gathered_bytes, memory_bytes, run_ranks
 from lm.config import Hyperparameters
 from lm.parallelize import mesh_dims
 from tests.support import TINY
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_rank_equals_the_formulas() -> None:
     shape = TINY | {"max_seq_len": 64, "batch_size": 4, "amp_dtype": "bfloat16", "shard_group_size": 1}
     points = [shape | {"sharding": name} for name in STRATEGIES]

@@ -181,6 +181,7 @@ def test_logits_gradients_and_generation_equal_transformers(
     assert drawn == generated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_reading_and_exporting_preserve_every_bit(name: str, tmp_path: Path) -> None:
     reference = make_reference(MODELS[name])
@@ -522,6 +523,7 @@ def started(folder: Path, source: Path, **changes: Any) -> Path:
     return folder / "runs" / "test"
 
 
+@pytest.mark.slow
 def test_tokenizer_and_generated_text_equal_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reference = make_reference(LLAMA | {"vocab_size": 300})
     reference.save_pretrained(tmp_path / "in")
@@ -544,6 +546,7 @@ def test_tokenizer_and_generated_text_equal_transformers(tmp_path: Path, capsys:
     assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == theirs.eos_token_id
 
 
+@pytest.mark.slow
 def test_special_tokens_and_the_chat_template_are_exported(tmp_path: Path) -> None:
     make_reference(LLAMA | {"vocab_size": 384}).save_pretrained(tmp_path / "in")
     (tmp_path / "in" / "tokenizer.json").write_bytes(support.llama2_tokenizer())
@@ -576,6 +579,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(source: Path) ->
 # ---- a trained run ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_on_bytes_is_exported(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("".join(TEXTS) * 40)

@@ -112,6 +112,7 @@ def refusal(source: str) -> str:
     return problem
 
 
+@pytest.mark.slow
 def test_a_download_fetches_only_needed_files_and_resumes_after_an_interruption(cache: pytest.MonkeyPatch) -> None:
     Hub.sent.clear()
     Hub.cut_short.add("model.safetensors")

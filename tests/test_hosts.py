@@ -113,6 +113,7 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]
     return results
 
 
+@pytest.mark.slow
 def test_a_disconnected_network_ends_both_hosts_and_the_run_resumes_when_restarted(
     hosts: Hosts, tmp_path: Path, message: Message
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_disconnected_network_ends_both_hosts_and_the_run_resumes_when_restart
     assert exact(tmp_path / "uninterrupted").items() <= exact(tmp_path).items()
 
 
+@pytest.mark.slow
 def test_hosts_without_a_shared_directory_are_refused(hosts: Hosts, tmp_path: Path, message: Message) -> None:
     (tmp_path / "runs").mkdir()
     hosts.on(1, "mount", "-t", "tmpfs", "none", str(tmp_path / "runs"))
@@ -149,6 +151,7 @@ def test_hosts_without_a_shared_directory_are_refused(hosts: Hosts, tmp_path: Pa
     message(results[0][2].splitlines()[-1], mask=r"process .* since [-\d]+ [:\d]+|(?<=but )\S+")
 
 
+@pytest.mark.slow
 def test_a_host_that_sees_older_checkpoints_is_refused(hosts: Hosts, tmp_path: Path) -> None:
     first = run(tmp_path, "max_steps=8", ranks=2, config=RUN)
     assert first.returncode == 0, first.stderr

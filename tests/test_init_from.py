@@ -110,6 +110,7 @@ def test_training_from_hugging_face_weights_equals_training_in_transformers(
     assert [*support.reports(tmp_path)] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_init_from_accepts_a_run_directory_and_a_changed_length_and_dropout(tmp_path: Path) -> None:
     shape = support.TINY | {"positions": "rope", "validation_batches": 1}
     assert support.run(tmp_path / "a", "max_steps=1", config=shape).returncode == 0

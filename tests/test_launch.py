@@ -174,6 +174,7 @@ def test_rank_0_is_on_the_first_host_of_slurms_node_list() -> None:
     assert {nodes: Launch.from_env(SRUN | {"SLURM_STEP_NODELIST": nodes}).address for nodes in first} == first
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from([*ALL]), st.text() | st.integers(-1, 5).map(str) | st.integers().map(str)))
 def test_any_environment_has_valid_ranks_or_is_refused(changes: dict[str, str]) -> None:
@@ -186,12 +187,14 @@ def test_any_environment_has_valid_ranks_or_is_refused(changes: dict[str, str]) 
         assert 0 <= launch.local_rank < launch.local_size <= launch.world_size
 
 
+@pytest.mark.slow
 def test_a_run_with_missing_variables_exits_with_2(tmp_path: Path, message: Message) -> None:
     done = run(tmp_path, WORLD_SIZE="2")
     assert done.returncode == 2
     message(done.stderr)
 
 
+@pytest.mark.slow
 def test_a_rank_on_another_node_prints_its_own_errors(tmp_path: Path) -> None:
     env: dict[str, Any] = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     env |= {"GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -241,6 +244,7 @@ def test_a_run_with_an_old_torch_exits_with_2_and_one_line(ranks: int, tmp_path:
     message(done.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
 def test_a_run_that_requires_a_missing_gpu_exits_with_2_and_one_line(tmp_path: Path, message: Message) -> None:
     done = run(tmp_path, ranks=2, CUDA_VISIBLE_DEVICES="0")
@@ -302,6 +306,7 @@ def test_variables_that_are_set_are_kept(name: str, tmp_path: Path) -> None:
         assert finish(launcher) == (0, "1234\n1234\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [1, 2, 77])
 def test_the_exit_code_is_that_of_the_failed_rank(code: int, tmp_path: Path) -> None:
     with launched(tmp_path, f"if rank == 1: sys.exit({code})\ntime.sleep(60)") as launcher:

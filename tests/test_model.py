@@ -139,6 +139,7 @@ def test_an_unknown_preset_is_refused_with_the_list() -> None:
         ModelConfig.model_validate({"model": "llama9"})
 
 
+@pytest.mark.slow
 def test_parameter_counts_equal_the_modules_for_every_combination_of_options() -> None:
     grid = itertools.product(
         ("layernorm", "rmsnorm"),
@@ -167,6 +168,7 @@ def test_parameter_counts_equal_the_modules_for_every_combination_of_options() -
         assert config.n_parameters == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [8, 24])
 @every_style
 def test_flops_are_those_that_pytorch_counts(style: dict[str, Any], length: int) -> None:
@@ -439,6 +441,7 @@ def test_targets_that_are_all_ignored_give_no_loss_and_no_gradient() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler, which meets its own
 @pytest.mark.parametrize(("size", "compiled"), [(1, False), (3, False), (10, False), (64, False), (3, True)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])

@@ -76,6 +76,7 @@ class Queue:
         return done.returncode, log
 
 
+@pytest.mark.slow
 @needs(MPICH, OPEN_MPI)
 def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_ends_with_the_same_exact(
     tmp_path: Path, message: Message
@@ -107,6 +108,7 @@ def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_e
     assert not (job / "submitted").exists()
 
 
+@pytest.mark.slow
 @needs(MPICH)
 def test_a_signal_before_the_ranks_handle_it_stops_them_later(tmp_path: Path) -> None:
     queue = Queue(tmp_path)
@@ -134,6 +136,7 @@ def test_only_ranks_on_the_first_node_are_signaled(node: str, signaled: bool, tm
     assert [path.name for path in tmp_path.iterdir()] == ([str(process.pid)] if signaled else [])
 
 
+@pytest.mark.slow
 @needs(OPEN_MPI)
 def test_a_job_that_saves_no_checkpoint_submits_no_follow_up_job(tmp_path: Path, message: Message) -> None:
     queue = Queue(tmp_path)

@@ -144,11 +144,13 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]
     return run_ranks(2, run_each, str(tmp_path_factory.mktemp("two")), EQUAL | MODELS | DROPOUT | DTYPES)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EQUAL)
 def test_two_ranks_train_as_one_process(name: str, two_ranks: dict[str, list[float]]) -> None:
     assert two_ranks[name] == pytest.approx(plain_losses({}), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_one_and_four_ranks_train_as_one_process(ranks: int, tmp_path: Path) -> None:
     runs = {name: EQUAL[name] for name in STRATEGIES}
@@ -170,6 +172,7 @@ def test_recomputation_repeats_dropout(two_ranks: dict[str, list[float]]) -> Non
     assert two_ranks["dropout"] != pytest.approx(plain_losses({}), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["learned", "rope"])
 def test_packed_documents_train_as_separate_ones(positions: str, tmp_path: Path) -> None:
     lines = [
@@ -190,12 +193,14 @@ def test_lower_precision_trains_close_to_float32(dtype: str, two_ranks: dict[str
     assert two_ranks[dtype] != pytest.approx(plain_losses({}), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs g++")
 def test_compiled_blocks_train_the_same(tmp_path: Path) -> None:
     runs: dict[str, dict[str, Any]] = {"compiled": {"compile": True, "activation_checkpointing": "full"}}
     assert run_ranks(1, run_each, str(tmp_path), runs)[0]["compiled"] == pytest.approx(plain_losses({}), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_float8_trains_close_to_bfloat16_with_the_same_parameter_names(tmp_path: Path) -> None:
     base: dict[str, Any] = {"d_model": 32, "n_heads": 4, "amp_dtype": "bfloat16", "compile": False}
     recipes: list[str | None] = [None, "tensorwise", "rowwise"]
@@ -294,6 +299,7 @@ def losses_on_meshes(world: World, meshes: list[dict[str, int]], changes: dict[s
     return losses
 
 
+@pytest.mark.slow
 def test_further_mesh_dimensions_change_nothing() -> None:
     meshes = [
         {"replicate": 1, "shard": 2},

@@ -105,6 +105,7 @@ def read_error(path: Path, content: bytes | None = None, field: str = "text") ->
 # ---- formats -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_format_yields_the_same_documents_in_input_order(tmp_path: Path, message: Message) -> None:
     paths = write_all(tmp_path)
     (tmp_path / "z").mkdir()
@@ -175,6 +176,7 @@ def test_a_file_with_two_names_is_read_once(tmp_path: Path) -> None:
     assert dataset(tmp_path / "out") == as_bytes("to be")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [byte_level_tokenizer, llama_tokenizer, llama2_tokenizer])
 def test_a_document_longer_than_a_chunk_has_the_ids_of_its_text(make: Callable[[], bytes], tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(make())
@@ -204,6 +206,7 @@ def test_the_tokens_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> No
 # ---- validation ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_documents_are_held_out_by_their_content_alone(tmp_path: Path) -> None:
     numbered = [f"document {n}" for n in range(400)]
     texts = [*numbered, *reversed(numbered)]
@@ -467,6 +470,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != "lock"}
 
 
+@pytest.mark.slow
 def test_an_existing_dataset_is_kept_unless_overwrite_is_given(tmp_path: Path, message: Message) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(50)))
     out = tmp_path / "out"
@@ -491,6 +495,7 @@ def test_an_existing_dataset_is_kept_unless_overwrite_is_given(tmp_path: Path, m
     assert sorted(content(out)) == ["train.bin", "train.ends", "train.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["data", "."])
 def test_the_files_of_a_dataset_are_not_its_input(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], message: Message
@@ -553,6 +558,7 @@ def test_a_kill_during_the_installation_loses_no_file_and_the_next_run_finishes_
     assert kills == len(old) + len(new) + 1
 
 
+@pytest.mark.slow
 def test_a_run_finishes_the_installation_of_a_killed_one(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("to be")
     common = (tmp_path / "a.txt", "--tokenizer", "bytes", "--out", tmp_path / "out", "--workers", 1)
@@ -565,6 +571,7 @@ def test_a_run_finishes_the_installation_of_a_killed_one(tmp_path: Path) -> None
     assert content(tmp_path / "out") == before
 
 
+@pytest.mark.slow
 def test_a_file_name_need_not_be_utf8(tmp_path: Path) -> None:
     odd = tmp_path / os.fsdecode(b"caf\xe9.txt")
     odd.write_text("to be")
@@ -593,6 +600,7 @@ def long_run(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     process.communicate()
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_dataset_and_no_process_and_the_next_run_succeeds(
     long_run: tuple[subprocess.Popen[str], Path],
 ) -> None:
@@ -625,6 +633,7 @@ def change_the_input(_process: psutil.Process, path: Path) -> None:
     os.utime(path, (0, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("act", "code"), [(kill_a_worker, 1), (press_ctrl_c, 130), (change_the_input, 1)])
 def test_a_run_that_cannot_finish_leaves_no_files(
     act: Callable[[psutil.Process, Path], None],
@@ -640,6 +649,7 @@ def test_a_run_that_cannot_finish_leaves_no_files(
     assert [path.name for path in out.iterdir()] == ["lock"]
 
 
+@pytest.mark.slow
 def test_a_second_run_with_the_same_folder_is_rejected(long_run: tuple[subprocess.Popen[str], Path]) -> None:
     process, out = long_run
     process.send_signal(signal.SIGSTOP)  # otherwise it may finish first

@@ -62,6 +62,7 @@ def traces(folder: Path) -> list[Path]:
     return sorted((folder / "runs" / "test" / "tensorboard").glob("*.pt.trace.json.gz"))
 
 
+@pytest.mark.slow
 def test_every_rank_writes_a_trace_with_shapes_memory_and_module_names(tmp_path: Path) -> None:
     done = support.run(tmp_path, "max_steps=5", "torch_profiler=true", ranks=2)
     assert done.returncode == 0, done.stderr

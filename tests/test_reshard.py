@@ -84,6 +84,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, [uuid for ranks in RANKS for uuid in run_ranks(ranks, write, folder)[0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_checkpoint_loads_under_any_world_size_and_strategy(ranks: int, written: tuple[Path, list[str]]) -> None:
     folder, uuids = written

@@ -76,6 +76,7 @@ def test_five_steps_and_five_more_equal_ten_bit_for_bit(reference: Path, tmp_pat
     assert files(checkpoints(tmp_path)[10]) == files(checkpoints(reference)[10])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_another_world_size_resumes_with_the_same_weights_and_samples(ranks: int, tmp_path: Path) -> None:
     quiet = RUN | {"dropout": 0.0}
@@ -89,6 +90,7 @@ def test_another_world_size_resumes_with_the_same_weights_and_samples(ranks: int
         assert line["loss"] == pytest.approx(expected[step]["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_weights_survive_being_saved_by_two_ranks_and_again_by_three(tmp_path: Path) -> None:
     assert run(tmp_path / "two", "max_steps=5", ranks=2, config=RUN).returncode == 0
     source = checkpoints(tmp_path / "two")[5]
@@ -101,6 +103,7 @@ def test_weights_survive_being_saved_by_two_ranks_and_again_by_three(tmp_path: P
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("bfloat16", "float16"), ("float16", "null"), ("float16", "float16")])
 def test_a_resumed_run_may_change_its_precision(before: str, after: str, tmp_path: Path) -> None:
     assert run(tmp_path, f"amp_dtype={before}", "max_steps=2", "checkpoint_rate=2", config=RUN).returncode == 0
@@ -123,6 +126,7 @@ def test_global_batches_do_not_depend_on_the_world_size() -> None:
         assert np.array_equal(inputs, np.concatenate([micro.inputs.numpy() for micro in next(single).micro_batches]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
 def test_a_signal_saves_a_checkpoint_and_the_resumed_run_has_the_same_losses(
     signum: signal.Signals, reference: Path, tmp_path: Path
@@ -158,6 +162,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(reference: Path, tmp
     assert {key: value for key, value in losses(tmp_path).items() if key <= 10} == first
 
 
+@pytest.mark.slow
 def test_a_complete_run_reports_it_and_changes_nothing(reference: Path) -> None:
     def times() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in (reference / "runs").rglob("*") if path.name != "lock"}
@@ -169,6 +174,7 @@ def test_a_complete_run_reports_it_and_changes_nothing(reference: Path) -> None:
     assert times() == before
 
 
+@pytest.mark.slow
 def test_fresh_moves_the_old_run_aside_and_deletes_nothing(tmp_path: Path) -> None:
     short = RUN | {"max_steps": 2}
     assert run(tmp_path, config=short).returncode == 0
@@ -180,6 +186,7 @@ def test_fresh_moves_the_old_run_aside_and_deletes_nothing(tmp_path: Path) -> No
     assert old.name not in {path.name for path in checkpoints(tmp_path).values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_a_launchers_restart_resumes_whatever_resume_was_set_to(variable: str, tmp_path: Path) -> None:
     elsewhere = run(tmp_path, "max_steps=2", "run_name=elsewhere")
@@ -197,6 +204,7 @@ def test_a_launchers_restart_resumes_whatever_resume_was_set_to(variable: str, t
     assert not list((tmp_path / "runs" / "fresh").glob("before-*"))
 
 
+@pytest.mark.slow
 def test_a_restart_before_the_first_checkpoint_starts_where_the_first_start_did(tmp_path: Path) -> None:
     assert run(tmp_path, "max_steps=2", "run_name=elsewhere").returncode == 0
     source = checkpoints(tmp_path, "elsewhere")[2]
@@ -205,6 +213,7 @@ def test_a_restart_before_the_first_checkpoint_starts_where_the_first_start_did(
     assert f"resumed from checkpoint {source.name}, step 2" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_config_of_a_run_that_only_validates_can_be_read_again(tmp_path: Path) -> None:
     assert run(tmp_path, "max_epochs=-1").returncode == 0
     kept = config.load(tmp_path / "runs" / "test" / "config.yaml", [])

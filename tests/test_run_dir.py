@@ -68,6 +68,7 @@ def test_a_directory_that_others_can_write_to_is_refused(message: Message) -> No
     message(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
 def test_a_run_whose_directory_is_in_use_is_refused_soon_and_the_holder_named(named: bool, message: Message) -> None:
     Path("runs/x").mkdir(parents=True)

@@ -195,6 +195,7 @@ Loader.training = fail
 """
 
 
+@pytest.mark.slow
 def test_a_run_stopped_before_the_time_limit_is_requeued_and_ends_with_the_same_exact(
     cluster: Cluster, tmp_path: Path
 ) -> None:
@@ -213,6 +214,7 @@ def test_a_run_stopped_before_the_time_limit_is_requeued_and_ends_with_the_same_
     assert {path.name for path in folder.iterdir()} == {"fsdp.py", "test.yaml", "runs", f"slurm-{job}.log"}
 
 
+@pytest.mark.slow
 def test_a_job_that_saves_no_new_checkpoint_is_not_requeued_again(
     cluster: Cluster, tmp_path: Path, message: Message
 ) -> None:
@@ -232,6 +234,7 @@ def test_a_job_with_invalid_hyperparameters_is_not_requeued(cluster: Cluster, tm
     assert "n_heads" in log
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_saves_a_checkpoint_and_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit(tmp_path, "max_steps=100000")
     cluster.wait_for(job, "^0: training", tmp_path)

@@ -10,6 +10,7 @@ import pytest
 from tests.support import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_twenty_interruptions_lose_at_most_two_intervals_and_change_no_loss_and_no_weight() -> None:
     command = [sys.executable, "-m", "tests.soak", "20", "--seed", "1"]

@@ -122,6 +122,7 @@ def save_and_load(world: World, checkpointer: Checkpointer, context: Reporting, 
     }
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_reported_once_complete_and_loads_on_every_machine(endpoint: str, tmp_path: Path) -> None:
     first, second = on_two_machines(endpoint, tmp_path, save_and_load)
     assert first["reported"] == [(first["uuid"], FILES, {"steps_completed": 3})]
@@ -150,6 +151,7 @@ def damage_each_download(
     return errors
 
 
+@pytest.mark.slow
 def test_every_machine_verifies_its_download_and_all_ranks_refuse_together(endpoint: str, tmp_path: Path) -> None:
     for errors in on_two_machines(endpoint, tmp_path, damage_each_download):
         assert len(errors) == 4
@@ -172,6 +174,7 @@ def fail_on_one(world: World, checkpointer: Checkpointer, context: Reporting, _l
     return str(refused.value), time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_a_machine_without_write_access_fails_all_before_the_timeout(endpoint: str, tmp_path: Path) -> None:
     first, second = on_two_machines(endpoint, tmp_path, fail_on_one)
     assert "rank 1" in first[0]
@@ -185,6 +188,7 @@ def save_five(world: World, checkpointer: Checkpointer, context: Reporting, _loc
     return [bool(objects(context._storage_manager, uuid)) for uuid in uuids]
 
 
+@pytest.mark.slow
 def test_the_newest_and_the_best_are_kept_in_the_storage(endpoint: str, tmp_path: Path) -> None:
     for kept in on_two_machines(endpoint, tmp_path, save_five):
         assert kept == [False, True, False, True, True]

@@ -121,6 +121,7 @@ def take(source: StreamingDataset, count: int) -> list[tuple[list[list[int]], di
     return taken
 
 
+@pytest.mark.slow
 def test_workers_take_turns_and_resume_where_they_stopped(tmp_path: Path) -> None:
     folder = write(tmp_path)
     undisturbed = take(source(folder, workers=2), 9)
@@ -132,6 +133,7 @@ def test_workers_take_turns_and_resume_where_they_stopped(tmp_path: Path) -> Non
     assert take(resumed, 4) == undisturbed[5:]
 
 
+@pytest.mark.slow
 def test_prefetching_does_not_move_the_loaders_state(tmp_path: Path) -> None:
     folder = write(tmp_path)
     expected = take(source(folder), 3)
@@ -143,6 +145,7 @@ def test_prefetching_does_not_move_the_loaders_state(tmp_path: Path) -> None:
         assert loader.state_dict() == state
 
 
+@pytest.mark.slow
 def test_with_another_number_of_workers_each_resumes_after_its_share(tmp_path: Path, message: Message) -> None:
     folder = write(tmp_path)
     _, state = take(source(folder), 10)[-1]
@@ -154,6 +157,7 @@ def test_with_another_number_of_workers_each_resumes_after_its_share(tmp_path: P
     assert after["streams"][0]["read"] == read // 2
 
 
+@pytest.mark.slow
 def test_ranks_and_workers_may_be_swapped_and_documents_are_counted_through_two_changes(tmp_path: Path) -> None:
     folder = write(tmp_path)
     _, state = take(source(folder, workers=2), 3)[-1]
@@ -253,6 +257,7 @@ def test_an_error_without_a_message_is_named_by_its_type() -> None:
     assert "TimeoutError" in str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "key"),
     [('{"txt": "a"}', "text_field"), ('{"text": null}', "text_field"), ("{", "train_data")],
@@ -266,6 +271,7 @@ def test_a_document_that_is_not_text_is_an_error(line: str, key: str, tmp_path: 
     message(caught.value)
 
 
+@pytest.mark.slow
 def test_records_with_different_keys_are_an_error_that_names_them(tmp_path: Path) -> None:
     for name, record in (("a", {"text": "a", "url": "b"}), ("b", {"text": "a", "score": 0.5})):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
@@ -275,6 +281,7 @@ def test_records_with_different_keys_are_an_error_that_names_them(tmp_path: Path
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
     before = set(psutil.Process().children())
     batches = source(write(tmp_path, files=1, documents=3000)).batches(0)
@@ -296,6 +303,7 @@ def test_local_files_require_validation_data(tmp_path: Path, message: Message) -
 # ---- a run ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_and_with_other_ranks(tmp_path: Path) -> None:
     write(tmp_path / "train", documents=40)
     write(tmp_path / "val")

@@ -17,6 +17,7 @@ def test_too_many_consecutive_inf_or_nan_gradients_end_the_run(tmp_path: Path, m
     message(done.stderr, mask=r"in \d+ consecutive steps up to step \d+")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [0.5, 2])
 def test_the_length_follows_from_the_epochs(epochs: float, tmp_path: Path) -> None:
     done = run(tmp_path, f"max_epochs={epochs}", "total_batch_size=2", "batch_size=2")
@@ -30,6 +31,7 @@ def test_a_prompt_without_a_token_is_refused_before_training(tmp_path: Path, mes
     message(done.stderr)
 
 
+@pytest.mark.slow
 def test_negative_epochs_only_validate_and_generate(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("to be or not to be, that is the question\n" * 50)

@@ -28,6 +28,7 @@ def launch(rank: int, size: int, port: int, nodes: int = 1) -> Launch:
 # ---- rendezvous -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rendezvous_that_times_out_names_rank_address_and_timeout(rank: int, nodes: int, message: Message) -> None:
@@ -50,6 +51,7 @@ def test_a_port_in_use_is_named(address: str, nodes: int, message: Message) -> N
     message(failed.value, mask=str(port))
 
 
+@pytest.mark.slow
 def test_a_run_whose_other_rank_was_not_started_exits_with_one_line(tmp_path: Path, message: Message) -> None:
     port = str(free_port())
     env = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -63,6 +65,7 @@ def listeners(_: World) -> list[str]:
     return [each.laddr.ip for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
 
 
+@pytest.mark.slow
 def test_on_one_machine_all_ports_are_on_the_loopback_interface() -> None:
     assert {address for addresses in run_ranks(2, listeners) for address in addresses} == {"127.0.0.1"}
     assert set(in_world(listeners)) <= {"127.0.0.1"}
@@ -162,6 +165,7 @@ def use_collectives(world: World) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_all_ranks_succeed_or_all_fail(message: Message) -> None:
     ranks = run_ranks(3, use_collectives)
     for number, rank in enumerate(ranks):
@@ -210,6 +214,7 @@ def build_mesh(world: World) -> tuple[list[Any], dict[str, int], set[float]]:
     return mesh.mesh.tolist(), {name: mesh[name].size() for name in dims}, timeouts
 
 
+@pytest.mark.slow
 def test_a_mesh_has_the_named_dimensions_and_all_groups_have_the_timeout() -> None:
     assert run_ranks(4, build_mesh) == [([[[0, 1]], [[2, 3]]], {"replicate": 2, "shard": 1, "tensor": 2}, {60})] * 4
 
@@ -225,6 +230,7 @@ def use_core_api(world: World) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_core_api_uses_the_same_ranks() -> None:
     same = {"allgather": [[0, 1]] * 2, "broadcast": ["from 0"] * 2}
     assert run_ranks(2, use_core_api) == [

@@ -29,6 +29,7 @@ class S3Master(Master):
         return {item.key.partition("/")[2]: item.size for item in found if not item.key.endswith("/")}
 
 
+@pytest.mark.slow
 def test_storage_credentials_are_not_in_checkpoints_tensorboard_files_or_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def losses(master: Master, number: int, group: str = "training") -> dict[int, fl
 # ---- without interruptions --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_uploaded_folder_is_small_and_contains_the_package(done: tuple[Master, trial.Trial]) -> None:
     packed = base64.b64decode(done[0].context)
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
@@ -143,6 +144,7 @@ def test_secrets_are_not_in_files_or_logs_of_a_trial(done: tuple[Master, trial.T
 # ---- interruptions ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_preempted_and_killed_trial_has_the_losses_and_weights_of_an_uninterrupted_one(
     done: tuple[Master, trial.Trial], folder: Path
 ) -> None:
@@ -202,6 +204,7 @@ OUTAGE = 20.0
 """shortest time that the master is unreachable (seconds)"""
 
 
+@pytest.mark.slow
 def test_a_fork_starts_at_step_0_with_the_weights_and_trains_through_an_outage_of_the_master(
     done: tuple[Master, trial.Trial], folder: Path
 ) -> None:
@@ -252,6 +255,7 @@ def test_init_from_loads_the_weights_of_a_checkpoint_by_its_uuid(
     assert list(saved(master, 5)) == [2]
 
 
+@pytest.mark.slow
 def test_a_refused_report_ends_the_run_with_one_line(master: Master, tmp_path: Path) -> None:
     trial.submit(master, trial.experiment(async_checkpoint=False, **HYPERPARAMETERS), tmp_path / "cli")
     refusal = {"/api/v1/trials/{trial}/metrics": 500}
@@ -288,6 +292,7 @@ def point(master: Master, **changes: Any) -> dict[str, Any]:
     return master.experiment["hyperparameters"] | POINT | changes
 
 
+@pytest.mark.slow
 def test_a_trial_of_a_search_reports_loss_and_batches_and_saves_when_stopped(searching: Master, tmp_path: Path) -> None:
     searching.on_metrics = lambda group, step: preempt(searching) if (group, step) == ("validation", 12) else None
     stopped = trial.run(searching, folder=tmp_path, hyperparameters=point(searching))
@@ -302,6 +307,7 @@ def test_a_trial_of_a_search_reports_loss_and_batches_and_saves_when_stopped(sea
     assert skipped > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lr", "why"), [(-1.0, "lr: -1.0"), (1.0e5, "lower lr")], ids=["invalid", "diverged"])
 def test_a_search_drops_a_trial_with_invalid_hyperparameters(
     searching: Master, tmp_path: Path, lr: float, why: str
@@ -333,6 +339,7 @@ fsdp.run_and_exit(fsdp.main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_search_drops_a_trial_in_which_one_rank_runs_out_of_memory(
     searching: Master, tmp_path: Path, victim: int
@@ -349,6 +356,7 @@ def test_a_search_drops_a_trial_in_which_one_rank_runs_out_of_memory(
     assert all("/early_exit: reported twice" in refusal for refusal in searching.refused)
 
 
+@pytest.mark.slow
 def test_an_error_that_the_search_did_not_cause_ends_the_trial_and_is_not_retried(
     searching: Master, tmp_path: Path
 ) -> None:
