@@ -1,1 +1,1 @@
-"""Import and export of Hugging Face models."""
+"""Hugging Face models: families, weights read in place, export."""
