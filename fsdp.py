@@ -73,8 +73,7 @@ class Training:
     logger: MetricLogger
     preemption: PreemptionHandler
 
-    def state(self) -> dict[str, Stateful]:
-        """Return what a checkpoint holds, by name."""
+    def state(self) -> dict[str, Stateful]:  # of a checkpoint
         return {"model": self.model, "optim": self.optimizer, "scaler": self.scaler}
 
 
@@ -125,7 +124,8 @@ def execute(run: Run) -> None:
     t = build(run, setup)
     start = resume(t, plan)
     traces = run.run_dir.tensorboard if run.run_dir else run.context.train.get_tensorboard_path()
-    with t.logger, profiling(run.hp, run.context.profiler, traces, run.world.rank) as profiler_step:
+    rank, left = run.world.rank, setup.max_steps - start
+    with t.logger, profiling(run.hp, run.context.profiler, traces, rank, left, t.logger.info) as profiler_step:
         step = train(t, start, profiler_step)
     finish(t, step)
 

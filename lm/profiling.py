@@ -42,12 +42,18 @@ class ProfilingConfig(BaseModel):
 
 @contextmanager
 def profiling(
-    config: ProfilingConfig, core_profiler: core.ProfilerContext, directory: Path, rank: int
+    config: ProfilingConfig,
+    core_profiler: core.ProfilerContext,
+    directory: Path,
+    rank: int,
+    n_steps: int,
+    log: Callable[[str], None],
 ) -> Iterator[Callable[[], None]]:
     """Run the profilers that `config` enables, and stop them also after an exception.
 
     Args:
         directory: for traces, `rank<N>.*.pt.trace.json.gz`, and memory snapshots, `rank<N>.memory.pickle`.
+        n_steps: steps of this process; `log` receives a warning if none of them is traced.
 
     Yields:
         `profiler_step`, to call after every step.
@@ -66,6 +72,8 @@ def profiling(
             yield lambda: None
             return
         wait, warmup, active = config.torch_profiler_steps
+        if wait + warmup >= n_steps:
+            log(f"torch_profiler: no step is traced: torch_profiler_steps skips {wait + warmup}, {n_steps} are left")
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         torch_profiler = stack.enter_context(
             profile(

@@ -40,7 +40,7 @@ def config(**settings: Any) -> ProfilingConfig:
 
 def profile_steps(directory: Path, steps: int, *, rank: int = 0, fail: bool = False, **settings: Any) -> None:
     """Profile so many steps, the last of which may fail."""
-    with profiling(config(**settings), DummyProfilerContext(), directory, rank) as profiler_step:
+    with profiling(config(**settings), DummyProfilerContext(), directory, rank, 100, print) as profiler_step:
         for step in range(steps):
             with torch.profiler.record_function(f"step number {step}"):
                 torch.mm(torch.ones(8, 8), torch.ones(8, 8))
@@ -104,7 +104,7 @@ def test_a_run_that_fails_keeps_its_trace(tmp_path: Path) -> None:
 def test_determineds_profiler_is_on_during_the_run_if_enabled(tmp_path: Path, enabled: bool, fails: bool) -> None:
     cluster = Cluster()
     expected = pytest.raises(RuntimeError) if fails else nullcontext()
-    with expected, profiling(config(core_api_profiler=enabled), cluster, tmp_path, 0) as profiler_step:
+    with expected, profiling(config(core_api_profiler=enabled), cluster, tmp_path, 0, 100, print) as profiler_step:
         profiler_step()
         assert cluster.calls == ["on"] * enabled
         if fails:
@@ -128,7 +128,7 @@ def test_a_memory_snapshot_is_written_also_after_running_out_of_memory(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     directory = tmp_path / "tensorboard"
     expected = pytest.raises(torch.OutOfMemoryError) if error else nullcontext()
-    with expected, profiling(config(memory_snapshot=True), DummyProfilerContext(), directory, 3):
+    with expected, profiling(config(memory_snapshot=True), DummyProfilerContext(), directory, 3, 100, print):
         if error:
             raise error
     assert [name for name, _ in calls] == ["_record_memory_history", "_dump_snapshot", "_record_memory_history"]
@@ -141,7 +141,7 @@ def test_a_memory_snapshot_is_written_also_after_running_out_of_memory(
 def test_a_memory_snapshot_without_a_gpu_is_refused(tmp_path: Path, message: Message) -> None:
     with (
         pytest.raises(ConfigError) as error,
-        profiling(config(memory_snapshot=True), DummyProfilerContext(), tmp_path, 0),
+        profiling(config(memory_snapshot=True), DummyProfilerContext(), tmp_path, 0, 100, print),
     ):
         pass
     message(error.value)
