@@ -95,7 +95,8 @@ def test_a_report_covers_all_ranks() -> None:
     assert last["loss"] == (1 + 2) * (2 + 8) / 30
     assert (last["step_seconds"], last["data_seconds"]) == (2.5, 2)
     assert (last["tokens_per_second"], last["mfu"]) == (100, 100 * 1e6 / (3 * 1e9))
-    assert last["peak_memory_gib"] == last["own_memory"] > reports[0]["own_memory"] + 0.2
+    assert last["peak_memory_gib"] == max(report["own_memory"] for report in reports)
+    assert last["own_memory"] > 0.5
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
