@@ -91,6 +91,7 @@ def transformers_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[f
         ("gpt2", 2, {"sharding": "hybrid-grad-shard", "shard_group_size": 1, "dropout": 0.0}),
     ],
 )
+@pytest.mark.slow
 def test_training_from_hugging_face_weights_equals_training_in_transformers(
     name: str, ranks: int, changes: dict[str, Any], sources: dict[str, Path], tmp_path: Path
 ) -> None:

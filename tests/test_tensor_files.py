@@ -103,6 +103,7 @@ def write_sharded(world: World, folder: Path, layout: tuple[int, int]) -> None:
         assert (read.full_tensor() if tensor.dim() else read).equal(STATE[name])  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_write_each_slice_once(layout: str, tmp_path: Path) -> None:
     replicate, shard = LAYOUTS[layout]
