@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import ParamSpec, TypeVar
 
@@ -61,6 +62,22 @@ class DataError(RankError):
     """This rank found wrong data while reading them. Names the file and the position."""
 
     exit_code = 2
+
+
+def command(main: Callable[P, int]) -> Callable[P, int]:
+    """Make the `main` of a command print a RunError and return its exit code, or 130 after Ctrl-C."""
+
+    @functools.wraps(main)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except RunError as error:
+            print(error, file=sys.stderr)
+            return error.exit_code
+        except KeyboardInterrupt:
+            return 130
+
+    return wrapper
 
 
 def oserror_as_config_error(function: Callable[P, T]) -> Callable[P, T]:

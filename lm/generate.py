@@ -24,7 +24,7 @@ from lm.checkpoint import checkpointer
 from lm.checkpoint.manifest import read_manifest
 from lm.checkpoint.resume import find_checkpoint
 from lm.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_of
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError, command
 from model import ModelConfig, Transformer
 
 STDIN = "-"
@@ -133,24 +133,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
+    args = parse(arguments)
+    prompts = read_prompts(args.prompt)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_model(find_checkpoint(args.checkpoint), device)
     try:
-        args = parse(arguments)
-        prompts = read_prompts(args.prompt)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model, tokenizer = load_model(find_checkpoint(args.checkpoint), device)
         for piece in continuations(model, tokenizer, prompts, args, device):
             print(piece, end="", flush=True)
-        return 0
-    except RunError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
     except BrokenPipeError:  # e.g. head closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        return 130
+    return 0
 
 
 if __name__ == "__main__":

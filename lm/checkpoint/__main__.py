@@ -17,7 +17,7 @@ from pathlib import Path
 from lm.checkpoint.manifest import CheckpointError, read_manifest, verify
 from lm.checkpoint.resume import find_checkpoint
 from lm.checkpoint.retention import list_saved
-from lm.errors import ConfigError, RunError, oserror_as_config_error
+from lm.errors import ConfigError, command, oserror_as_config_error
 
 
 def describe(directory: Path) -> str:
@@ -48,21 +48,18 @@ def list_run(run: Path) -> bool:
     return not errors
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
+    """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m lm.checkpoint", description="List and verify checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="list a run's checkpoints").add_argument("path", type=Path, metavar="RUN")
     commands.add_parser("verify", help="verify all checksums").add_argument("path", type=Path, metavar="CHECKPOINT")
     args = parser.parse_args(arguments)
-    try:
-        if args.command == "verify":
-            print(describe(find_checkpoint(args.path)))
-            return 0
-        return 0 if list_run(args.path) else CheckpointError.exit_code
-    except RunError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
+    if args.command == "verify":
+        print(describe(find_checkpoint(args.path)))
+        return 0
+    return 0 if list_run(args.path) else CheckpointError.exit_code
 
 
 if __name__ == "__main__":

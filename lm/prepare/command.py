@@ -27,7 +27,7 @@ from tqdm import tqdm
 from lm.data.files import find_files, is_compressed
 from lm.data.tokenizer import END_OF_TEXT, FILE, FileTokenizer, Tokenizer, load_tokenizer, train_tokenizer
 from lm.data.tokens import read_index
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError, RunError, command
 from lm.fileio import write_durably
 from lm.prepare import token_writer
 from lm.prepare.readers import FORMATS, TokenChunk, format_of, is_held_out, read_documents, read_ids
@@ -228,14 +228,9 @@ def find_inputs(args: argparse.Namespace) -> list[Path]:
     return files
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
-    try:
-        args = parse(arguments)
-        print(*(verify(args.verify) if args.verify else prepare(args, find_inputs(args))), sep="\n")
-        return 0
-    except RunError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    """Run the command. Return its exit code."""
+    args = parse(arguments)
+    print(*(verify(args.verify) if args.verify else prepare(args, find_inputs(args))), sep="\n")
+    return 0
