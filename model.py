@@ -28,8 +28,6 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 IGNORE_INDEX = -100
 """Target that is excluded from the loss."""
-MAX_NUMEL = 10**14
-"""Upper limit for the parameters of a model and for the activations of one layer per sequence; far below int64's."""
 
 
 class RopeScaling(BaseModel):
@@ -40,7 +38,7 @@ class RopeScaling(BaseModel):
     factor: float = Field(gt=0, description="divisor of the low frequencies (a ratio)")
     low_freq_factor: float = Field(gt=0, description="wavelengths above the original context / this are scaled")
     high_freq_factor: float = Field(gt=0, description="wavelengths below the original context / this are kept")
-    original_max_position_embeddings: int = Field(gt=0, description="context length in pre-training (tokens)")
+    original_max_position_embeddings: int = Field(gt=0, le=2**24, description="context length in pre-training (tokens)")
 
     @model_validator(mode="after")
     def _check_factors(self) -> RopeScaling:
@@ -106,18 +104,19 @@ PRESETS: dict[str, dict[str, Any]] = {
 class ModelConfig(BaseModel):
     """Hyperparameters of the architecture. `model` names a preset that supplies the keys that are not set."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # The limits keep the number of elements of every tensor within int64, and a model on the meta device small.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str | None = Field(None, description="preset that supplies the keys below that are not set")
-    d_model: int = Field(512, gt=0, description="width of the residual stream")
-    n_heads: int = Field(8, gt=0, description="query heads per layer; divides d_model if head_dim is null")
-    n_layers: int = Field(4, gt=0, description="Transformer blocks")
-    vocab_size: int = Field(32000, gt=1, description="token ids, 0 to vocab_size - 1")
-    max_seq_len: int = Field(2048, gt=0, description="longest sequence, and the sequence length in training (tokens)")
-    n_kv_heads: int | None = Field(None, gt=0, description="key-value heads; divides n_heads; null = n_heads")
-    head_dim: int | None = Field(None, gt=0, description="width of an attention head; null = d_model / n_heads")
+    d_model: int = Field(512, gt=0, le=2**20, description="width of the residual stream")
+    n_heads: int = Field(8, gt=0, le=2**14, description="query heads per layer; divides d_model if head_dim is null")
+    n_layers: int = Field(4, gt=0, le=2**12, description="Transformer blocks")
+    vocab_size: int = Field(32000, gt=1, le=2**24, description="token ids, 0 to vocab_size - 1")
+    max_seq_len: int = Field(2048, gt=0, le=2**24, description="longest sequence; the length in training (tokens)")
+    n_kv_heads: int | None = Field(None, gt=0, le=2**14, description="key-value heads; divides n_heads; null = n_heads")
+    head_dim: int | None = Field(None, gt=0, le=2**14, description="width of a head; null = d_model / n_heads")
     d_ff: int | None = Field(
-        None, gt=0, description="inner width of the feed-forward network; null = 4 d_model, or Llama's rule for swiglu"
+        None, gt=0, le=2**24, description="feed-forward width; null = 4 d_model, or Llama's rule for swiglu"
     )
     norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalisation of sublayers and output")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance in each norm")
@@ -164,11 +163,6 @@ class ModelConfig(BaseModel):
             problems.append(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}; choose from {fits}")
         if self.rope_scaling and self.positions != "rope":
             problems.append("rope_scaling: needs positions: rope")
-        if max(self.n_parameters, self.max_seq_len * max(self.d_model, self.n_heads * self.head_width)) > MAX_NUMEL:
-            problems.append(
-                f"d_model: {self.d_model} with n_layers {self.n_layers}, vocab_size {self.vocab_size} and max_seq_len"
-                f" {self.max_seq_len} makes {self.n_parameters:.1e} parameters; at most {MAX_NUMEL:.0e} are supported"
-            )
         if problems:
             raise ValueError("\n".join(problems))
         return self
