@@ -48,7 +48,7 @@ def accept(*overrides: str, **hyperparameters: Any) -> dict[str, Any]:
 
 
 INVALID: dict[str, list[Any]] = {
-    "n_layers": ["four", 2.5, "", "true", 99999999999999999999],
+    "n_layers": ["four", 2.5, "", "true", 1_000_000],
     "lr": ["[1]", "false", ".nan", "'inf'", 0, "x" * 99],
     "max_epochs": [".nan", 0],
     "torch_profiler_steps": ["[1]", 7, "[1, a, 2]", "[1, 1, 0]", "[-1, 1, 2]"],
@@ -60,7 +60,13 @@ INVALID: dict[str, list[Any]] = {
 INVALID |= {key: [0] for key in ("report_rate", "validation_rate", "grad_clip", "skip_nonfinite")}
 INVALID |= {"weight_decay": [".inf"], "dropout": [1], "checkpoint_rate": [-5], "norm": ["batchnorm"], "beta2": [1]}
 INVALID |= {"amp_dtype": ["fp8"], "compile": ["sometimes"], "tie_embeddings": [3], "run_name": ["2024-01-01"]}
-INVALID |= {"seed": ["{}"], "collective_timeout": [0.5], "rope_scaling": [3], "min_lr_ratio": [1.1]}
+INVALID |= {key: [2**62] for key in ("d_model", "max_seq_len", "vocab_size")}
+INVALID |= {
+    "seed": ["{}", 99999999999999999999],
+    "collective_timeout": [0.5],
+    "rope_scaling": [3],
+    "min_lr_ratio": [1.1],
+}
 
 
 @pytest.mark.parametrize("setting", [f"{key}: {value}".rstrip() for key, values in INVALID.items() for value in values])

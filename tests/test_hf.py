@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lm import generate, sampling
 from lm.checkpoint import tensor_files
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import export, families, weights
 from lm.runtime.world import World
@@ -108,9 +108,9 @@ def make_reference(raw: dict[str, Any], seed: int = 0) -> Any:
 
 def load_folder(folder: Path) -> Transformer:
     """Return our model with the weights in `folder`."""
-    _, config = weights.read_model(folder)
-    model = Transformer(config)
-    weights.read_weights(folder, model)
+    source = weights.open_model(folder)
+    model = Transformer(source.config)
+    weights.read_weights(source, model)
     return model.eval()
 
 
@@ -361,69 +361,21 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def refusal(source: Path, code: int = 2) -> str:
-    """Return the error of reading the weights in `source`."""
-    with pytest.raises(RunError) as refused:
-        load_folder(source)
-    assert refused.value.exit_code == code
-    return str(refused.value)
-
-
-def test_missing_files_are_named(source: Path) -> None:
-    (source / "model.safetensors").rename(source / "pytorch_model.bin")
-    message = refusal(source)
-    assert "pytorch_model.bin is a pickle, which can execute code, and is not read" in message
-    assert "save_pretrained(DIRECTORY, safe_serialization=True)" in message
-    (source / "pytorch_model.bin").unlink()
-    assert "neither exists. To convert" in refusal(source)
-    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
-    (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "model-00001-of-00001.safetensors: missing; download" in refusal(source)
-    for odd in ({"a": "../a.safetensors"}, {"a": ".."}, {"a": "."}, {"a": ""}, {}, ["a.safetensors"], 5, None):
-        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": odd}))
-        assert "weight_map must contain file names in this directory" in refusal(source)
-    (source / "x.safetensors").mkdir()
-    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x.safetensors"}}))
-    assert "x.safetensors: missing" in refusal(source)
-    (source / "config.json").write_text("[")
-    assert "config.json: invalid JSON" in refusal(source)
-    (source / "config.json").unlink()
-    assert "config.json: No such file or directory" in refusal(source)
-
-
-def test_all_mismatched_tensors_are_named(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tensors = load_file(source / "model.safetensors")
-    del tensors["model.norm.weight"]
-    tensors["lm_head.weight"] = torch.zeros(95, 32)
-    tensors["model.embed_tokens.weight"] = torch.zeros(96, 32, dtype=torch.int32)
-    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(32)
-    save_file(tensors, source / "model.safetensors")
-    problems = {
-        "model.norm.weight: missing",
-        "lm_head.weight: [95, 32] in the file, [96, 32] in config.json",
-        "model.embed_tokens.weight: torch.int32 is a quantized dtype; use the model without quantization",
-        "model.layers.0.self_attn.q_proj.bias: unexpected tensor",
-    }
-    assert set(refusal(source).splitlines()[1:]) == problems
-    assert hf_main.main(["inspect", str(source)]) == 2
-    assert set(capsys.readouterr().err.splitlines()[1:]) == problems
-
-
-def test_damaged_weights_are_named(source: Path) -> None:
-    path = source / "model.safetensors"
-    content = path.read_bytes()
-    path.write_bytes(content[:-100])
-    assert f"{path}: damaged" in refusal(source, code=1)
-    path.write_bytes(content)
-    save_file(load_file(path) | {"model.norm.weight": torch.full((32,), torch.nan)}, path)
-    assert refusal(source, code=1).startswith("model.norm.weight: contains inf or NaN")
-
-
 def test_inspect_prints_what_a_model_is(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert hf_main.main(["inspect", str(source)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{source}: LlamaForCausalLM, 0.0M parameters, 0.00 GB in float32")
     assert lines[1] == f"can be read: init_from: {source}"
+    tensors = load_file(source / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": torch.zeros(95, 32), "x": torch.zeros(1)}, source / "model.safetensors")
+    assert hf_main.main(["inspect", str(source)]) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "lm_head.weight: [95, 32] in the file, [96, 32] in config.json",
+        "model.x: unexpected tensor",
+    ]
+    (source / "config.json").unlink()
+    assert hf_main.main(["inspect", str(source)]) == 2
+    assert capsys.readouterr().err.startswith(f"{source / 'config.json'}: No such file or directory")
 
 
 def exported(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 1) -> str:
@@ -565,15 +517,6 @@ def test_gpt2_uses_end_of_text_as_bos() -> None:
     config = ModelConfig.model_validate({"model": "gpt2"})
     raw = families.write_config(config, "float32", 50256)
     assert (raw["bos_token_id"], raw["eos_token_id"]) == (50256, 50256)
-
-
-def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(source: Path) -> None:
-    add_tokenizer(source, 280)
-    with pytest.raises(ConfigError, match="the tokenizer has 280 tokens, the model 96: remove the added tokens"):
-        weights.model_defaults(str(source))
-    (source / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        weights.model_defaults(str(source))
 
 
 # ---- a trained run ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 from huggingface_hub import constants
 
 from lm.errors import ConfigError
-from lm.hf.weights import find_source, is_model, model_defaults, read_model, read_weights
+from lm.hf.weights import find_source, is_model, model_defaults, open_model, read_weights
 from model import Transformer
 from tests.test_hf import LLAMA, make_reference
 
@@ -125,10 +125,9 @@ def test_a_download_fetches_only_needed_files_and_resumes_after_an_interruption(
     assert find_source(f"someone/llama@{COMMIT}") == folder
     assert is_model("someone/llama@main")
     assert model_defaults("someone/llama")["d_ff"] == LLAMA["intermediate_size"]
-    family, config = read_model(folder)
-    model = Transformer(config)
-    read_weights(folder, model)  # through the links of the cache
-    assert (family.model_type, config.d_model) == ("llama", 32)
+    model = open_model(folder)
+    read_weights(model, Transformer(model.config))  # through the links of the cache
+    assert (model.family.model_type, model.config.d_model) == ("llama", 32)
 
 
 def test_every_error_of_the_hub_has_a_remedy(cache: pytest.MonkeyPatch) -> None:

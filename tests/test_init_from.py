@@ -5,7 +5,13 @@ transformers trains from the same weights on the same batches for comparison.
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import resource
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +25,7 @@ from lm import config
 from lm.checkpoint import tensor_files
 from lm.checkpoint.tensor_files import TensorSlice
 from lm.data import loader
-from lm.errors import ConfigError
+from lm.errors import ConfigError, RunError
 from lm.hf import weights
 from lm.parallelize import ParallelConfig, parallelize
 from lm.runtime.world import World
@@ -155,11 +161,84 @@ def test_keys_that_differ_from_the_model_are_refused(sources: dict[str, Path], m
 
 
 def test_text_without_a_tokenizer_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((sources["llama"] / "config.json").read_bytes())
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(sources["llama"] / name)
     with pytest.raises(ConfigError) as refused:
         read({"init_from": str(tmp_path), "dataset": "text"})
     assert refused.value.keys == {"tokenizer"}
     assert read({"init_from": str(tmp_path), "dataset": "text", "tokenizer": "bytes"}).tokenizer == "bytes"
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | changes))
+
+
+def change_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    file = folder / "model.safetensors"
+    tensors = load_file(file) | changes
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
+
+
+def write_index(folder: Path, weight_map: Any) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+WEIGHTS = "model.safetensors"
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no JSON": lambda folder: (folder / "config.json").write_text("["),
+    "no mapping": lambda folder: (folder / "config.json").write_text("[]"),
+    "unknown type": lambda folder: change_config(folder, model_type="mixtral"),
+    "huge width": lambda folder: change_config(folder, hidden_size=2**40),
+    "huge depth": lambda folder: change_config(folder, num_hidden_layers=10**9),
+    "huge vocabulary": lambda folder: change_config(folder, vocab_size=10**400),
+    "infinite theta": lambda folder: change_config(folder, rope_parameters={"rope_theta": math.inf}),
+    "wide": lambda folder: change_config(folder, hidden_size=2**20),
+    "deep": lambda folder: change_config(folder, num_hidden_layers=2**12),
+    "no weights": lambda folder: (folder / WEIGHTS).unlink(),
+    "pickled weights": lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
+    "truncated weights": lambda folder: os.truncate(folder / WEIGHTS, 9999),
+    "missing shard": lambda folder: write_index(folder, {"a": WEIGHTS, "b": "other.safetensors"}),
+    "shard outside": lambda folder: write_index(folder, {"a": f"../{WEIGHTS}"}),
+    "absolute shard": lambda folder: write_index(folder, {"a": "/etc/passwd"}),
+    "shard without a name": lambda folder: write_index(folder, {"a": ""}),
+    "folder as shard": lambda folder: write_index(folder, {"a": "."}),
+    "no shards": lambda folder: write_index(folder, {}),
+    "no weight map": lambda folder: write_index(folder, 5),
+    "missing tensor": lambda folder: change_tensors(folder, {"model.norm.weight": None}),
+    "unexpected tensor": lambda folder: change_tensors(folder, {"x": torch.zeros(32)}),
+    "another shape": lambda folder: change_tensors(folder, {"lm_head.weight": torch.zeros(299, 32)}),
+    "quantized": lambda folder: change_tensors(folder, {"lm_head.weight": torch.zeros(300, 32, dtype=torch.int8)}),
+    "inf": lambda folder: change_tensors(folder, {"model.norm.weight": torch.full((32,), torch.inf)}),
+    "nan": lambda folder: change_tensors(folder, {"model.embed_tokens.weight": torch.full((300, 32), torch.nan)}),
+    "tied head": lambda folder: change_config(folder, tie_word_embeddings=True),
+    "large tokenizer": lambda folder: add_tokenizer(folder, 320),
+    "damaged tokenizer": lambda folder: (folder / "tokenizer.json").write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_is_refused_at_once_in_little_memory(
+    damage: str, sources: dict[str, Path], tmp_path: Path, message: Message
+) -> None:
+    folder = Path(shutil.copytree(sources["llama"], tmp_path / "in"))
+    DAMAGES[damage](folder)
+    files = sorted(tmp_path.rglob("*"))
+
+    def load(world: World) -> None:
+        hp = read({"init_from": str(folder)})
+        weights.load_into(Transformer(hp), str(folder), world, print)
+
+    memory, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with pytest.raises(RunError) as refused:
+        support.in_world(load)
+    assert time.monotonic() - started < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 << 10, "KiB"
+    assert not any("\n" in problem for problem in refused.value.problems)
+    assert sorted(tmp_path.rglob("*")) == files
+    assert len(refused.value.problems) == 1 or " the tensors do not match config.json:" in refused.value.problems[0]
+    assert refused.value.exit_code == (1 if damage in ("truncated weights", "inf", "nan") else 2)
+    message("\n".join(refused.value.problems[:3]))
 
 
 def test_damaged_weights_end_the_run_on_all_ranks(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -174,9 +253,8 @@ def test_damaged_weights_end_the_run_on_all_ranks(sources: dict[str, Path], tmp_
 
 def _bytes_read(world: World, folder: str) -> tuple[int, int]:
     """Bytes of the files that this rank reads for its half of the weights, and their total."""
-    _, shape = weights.read_model(Path(folder))
     with torch.device("meta"):
-        model = Transformer(shape)
+        model = Transformer(weights.open_model(Path(folder)).config)
     parallelize(
         model, ParallelConfig.model_validate({}), world.device_mesh({"replicate": 1, "shard": world.size}), None, 0
     )

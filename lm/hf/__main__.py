@@ -16,33 +16,24 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm.errors import ConfigError, RunError
-from lm.hf import families, weights
+from lm.errors import command
+from lm.hf import weights
 from lm.hf.export import export_model
 
 
 def inspect(source: str) -> str:
-    """Return what the model `source` is, in two lines.
-
-    Raises:
-        ConfigError: it cannot be read; lists what in it cannot.
-    """
-    folder = weights.find_source(source)
-    family, config = weights.read_model(folder)
-    tensors = weights.open_tensors(folder, family)
-    if config.tie_embeddings:
-        tensors.pop("lm_head.weight", None)
-    _, shapes = families.layout(family, config)
-    slices = [piece for pieces in tensors.values() for piece in pieces]
+    """Return what the model `source` is, in two lines; raise ConfigError if it cannot be read."""
+    model = weights.open_model(weights.find_source(source))
+    weights.model_defaults(source)  # checks the tokenizer, too
+    slices = [piece for pieces in model.tensors.values() for piece in pieces]
     size = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices)
     dtypes = ", ".join(sorted({str(piece.dtype).removeprefix("torch.") for piece in slices}))
-    summary = f"{family.class_name}, {config.n_parameters / 1e6:,.1f}M parameters, {size / 1e9:,.2f} GB in {dtypes}"
-    if problems := weights.differences(tensors, shapes):
-        raise ConfigError(f"{source}: {summary}; cannot be read:", *problems)
-    weights.model_defaults(source)
+    parameters = f"{model.config.n_parameters / 1e6:,.1f}M parameters"
+    summary = f"{model.family.class_name}, {parameters}, {size / 1e9:,.2f} GB in {dtypes}"
     return f"{source}: {summary}\ncan be read: init_from: {source}"
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m lm.hf", description="Export to, and inspect, Hugging Face models.")
@@ -56,18 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     os.umask(0o077)
     started = time.monotonic()
-    try:
-        if args.command == "inspect":
-            print(inspect(args.source))
-        else:
-            size = export_model(args.checkpoint, args.out, args.dtype)
-            print(f"{args.out}: {size / 1e9:,.2f} GB in {args.dtype} in {time.monotonic() - started:.0f} s")
-        return 0
-    except RunError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
+    if args.command == "inspect":
+        print(inspect(args.source))
+    else:
+        size = export_model(args.checkpoint, args.out, args.dtype)
+        print(f"{args.out}: {size / 1e9:,.2f} GB in {args.dtype} in {time.monotonic() - started:.0f} s")
+    return 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ directory that is renamed when it is complete.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import tokenizers
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from lm.checkpoint.checkpointer import find_tensors
@@ -24,7 +26,7 @@ from lm.checkpoint.tensor_files import Source, group_by_size, read_into, write_t
 from lm.data.tokenizer import END_OF_TEXT, FILE, ByteTokenizer, Tokenizer, tokenizer_of
 from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.hf import families
-from lm.hf.families import Family
+from lm.hf.families import Place
 from lm.hf.weights import CONFIG, DTYPES, INDEX, WEIGHTS
 from model import ModelConfig, Transformer
 
@@ -59,23 +61,27 @@ def export_model(where: Path, out: Path, dtype: str = "float32") -> int:
     files |= _tokenizer_files(tokenizer) if tokenizer else {}
     with torch.device("meta"):
         model = Transformer(config)
-    sources = {name: source for name, (_, source) in find_tensors(folder, manifest, {"model": model}).items()}
-    total = DTYPES[dtype].itemsize * config.n_parameters
-    with _drafted(out, total) as draft:
-        _write_weights(draft, family, config, DTYPES[dtype], sources)
+    saved = find_tensors(folder, manifest, {"model": model})
+    places, shapes = families.layout(family, config)
+    size = DTYPES[dtype].itemsize * sum(map(math.prod, shapes.values()))
+    with _drafted(out, size) as draft:
+        weight_map = _write_weights(draft, places, shapes, DTYPES[dtype], saved)
+        if len(set(weight_map.values())) > 1:
+            files[INDEX] = _to_json({"metadata": {"total_size": size}, "weight_map": weight_map})
         for name, content in files.items():
             (draft / name).write_bytes(content)
-    return total
+    return size
 
 
 def _write_weights(
-    draft: Path, family: Family, config: ModelConfig, dtype: torch.dtype, sources: Mapping[str, Source]
-) -> None:
-    """Write the safetensors files, and their index if there are several."""
-    full = config.model_copy(update={"bias": "all"}) if family.zero_biases else config
-    places, shapes = families.layout(family, full)
+    draft: Path,
+    places: Mapping[str, Place],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    saved: Mapping[str, tuple[Tensor, Source]],
+) -> dict[str, str]:
+    """Write the safetensors files; return the file of each tensor."""
     with torch.device("meta"):
-        saved = {name: parameter.shape for name, parameter in Transformer(config).named_parameters()}
         groups = group_by_size({name: (torch.empty(shape, dtype=dtype), None) for name, shape in shapes.items()})
     weight_map: dict[str, str] = {}
     progress = tqdm(total=len(saved), unit="tensor", disable=None)
@@ -83,22 +89,20 @@ def _write_weights(
         file = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else WEIGHTS
         tensors = {name: torch.zeros(shapes[name], dtype=dtype) for name in group}
         for name, place in places.items():
-            if place.name not in tensors or name not in saved:
+            if place.name not in tensors or f"model.{name}" not in saved:
                 continue
-            values = torch.empty(saved[name])
-            read_into(values, sources[f"model.{name}"])
+            on_meta, source = saved[f"model.{name}"]
+            values = torch.empty(on_meta.shape)
+            read_into(values, source)
             if dtype == torch.float16 and not values.half().isfinite().all():
-                limit = "the maximum of float16; use --dtype bfloat16"
-                raise RunError(f"{place.name}: has values above 65504, {limit}")
+                raise RunError(f"{place.name}: has values above 65504, the maximum of float16; use --dtype bfloat16")
             stored = tensors[place.name].T if place.transposed else tensors[place.name]
             stored[place.start : place.start + len(values)] = values
             progress.update()
         write_tensors(draft / file, {name: (tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()})
         weight_map |= dict.fromkeys(group, file)
     progress.close()
-    if len(groups) > 1:
-        total = sum(dtype.itemsize * torch.Size(shape).numel() for shape in shapes.values())
-        (draft / INDEX).write_bytes(_to_json({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    return weight_map
 
 
 def _to_json(content: object) -> bytes:

@@ -345,16 +345,19 @@ class Place(NamedTuple):
 
 
 def layout(family: Family, config: ModelConfig) -> tuple[dict[str, Place], dict[str, tuple[int, ...]]]:
-    """Return the place of each of our parameters, and the shape of each tensor as stored."""
+    """Return the place of each of our parameters, and the shape of each tensor as stored, zero biases included."""
+    one_layer = config.model_copy(update={"n_layers": 1, "bias": "all" if family.zero_biases else config.bias})
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(one_layer)
     places, shapes = {}, {}
     for name, parameter in model.named_parameters():
-        *path, kind = name.split(".")
-        layer = next((part for part in path if part.isdigit()), "")
-        theirs = f"{family.tensors['.'.join(part for part in path if not part.isdigit())].format(layer)}.{kind}"
-        start = shapes[theirs][0] if theirs in shapes else 0
-        places[name] = Place(theirs, start, family.transposed and bool(layer) and parameter.dim() == 2)
-        shapes[theirs] = (start + parameter.shape[0], *parameter.shape[1:])
+        module, _, kind = name.replace("blocks.0.", "blocks.").rpartition(".")
+        in_layer = name.startswith("blocks.")
+        for layer in range(config.n_layers if in_layer else 1):
+            theirs = f"{family.tensors[module].format(layer)}.{kind}"
+            start = shapes[theirs][0] if theirs in shapes else 0
+            ours = name.replace("blocks.0.", f"blocks.{layer}.")
+            places[ours] = Place(theirs, start, family.transposed and in_layer and parameter.dim() == 2)
+            shapes[theirs] = (start + parameter.shape[0], *parameter.shape[1:])
     flipped = {place.name for place in places.values() if place.transposed}
     return places, {name: shape[::-1] if name in flipped else shape for name, shape in shapes.items()}

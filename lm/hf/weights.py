@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,10 @@ from lm.checkpoint.tensor_files import Source, TensorSlice, are_tiles, full_shap
 from lm.data import tokenizer
 from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.hf import families
-from lm.hf.families import Family
+from lm.hf.families import Family, Place
 from lm.metrics.accumulator import peak_memory_gib
 from lm.runtime.world import World
-from model import ModelConfig, Transformer
+from model import ModelConfig
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -57,19 +57,17 @@ def find_source(source: str) -> Path:
     """
     if Path(source).is_dir():
         return Path(source)
-    nothing = ConfigError(
-        f"init_from: {source}: not a directory, and not a name on the Hugging Face Hub (OWNER/MODEL)",
-        keys=("init_from",),
-    )
+
+    def refuse(problem: str) -> ConfigError:
+        return ConfigError(f"init_from: {source}: {problem}", keys=("init_from",))
+
+    nothing = refuse("not a directory, and not a name on the Hugging Face Hub (OWNER/MODEL)")
     match = _HUB_NAME.fullmatch(source)
     if not match:
         raise nothing
     name, revision = match.groups()
     import huggingface_hub
     from huggingface_hub import errors
-
-    def refuse(problem: str) -> ConfigError:
-        return ConfigError(f"init_from: {source}: {problem}", keys=("init_from",))
 
     elsewhere = f"run `hf download {name} --local-dir DIRECTORY` on a machine with network access and copy DIRECTORY"
     try:
@@ -91,21 +89,45 @@ def find_source(source: str) -> Path:
         raise refuse(f"download failed: {str(error).splitlines()[0]}; rerun the same command to resume it") from None
 
 
-def read_model(folder: Path) -> tuple[Family, ModelConfig]:
-    """Return the family and the structure of the model in `folder`; see `families.read_config`."""
-    return families.read_config(read_json(folder / CONFIG), str(folder / CONFIG))
+class HuggingFaceModel(NamedTuple):
+    """A directory of Hugging Face that `ModelConfig` can represent, and where each parameter is in its files."""
+
+    folder: Path
+    family: Family
+    config: ModelConfig
+    places: Mapping[str, Place]
+    tensors: Mapping[str, list[TensorSlice]]
+    tied_head: list[TensorSlice] | None
+    """a copy of the embedding, which older files contain"""
+
+
+def open_model(folder: Path) -> HuggingFaceModel:
+    """Read the structure of the model in `folder`, and check the names, shapes and dtypes of its tensors.
+
+    Raises:
+        ConfigError: it cannot be represented exactly, or its tensors are not those of its structure; lists them.
+        RunError: a file is damaged.
+    """
+    family, config = families.read_config(_read_json(folder / CONFIG), str(folder / CONFIG))
+    places, shapes = families.layout(family, config)
+    tensors = _open_tensors(folder, family)
+    tied_head = tensors.pop("lm_head.weight", None) if config.tie_embeddings else None
+    if problems := _differences(tensors, shapes):
+        more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
+        problem = f"{folder}: the tensors do not match {CONFIG}:"
+        raise ConfigError(problem, *problems[:20], *more, keys=("init_from",))
+    return HuggingFaceModel(folder, family, config, places, tensors, tied_head)
 
 
 def model_defaults(source: str) -> dict[str, Any]:
     """Return the hyperparameters that the model `source` sets, with its tokenizer; {} if it is not Hugging Face's.
 
     Raises:
-        ConfigError: it cannot be downloaded or not be represented exactly, or its tokenizer does not fit it.
+        ConfigError: it cannot be downloaded, see `open_model`, or its tokenizer does not fit it.
     """
     if not is_model(source):
         return {}
-    folder = find_source(source)
-    _, config = read_model(folder)
+    folder, _, config, *_ = open_model(find_source(source))
     values = config.model_dump(mode="json", exclude=None if config.model else {"model"})
     if not (folder / tokenizer.FILE).is_file():
         return values | {"tokenizer": None}
@@ -123,37 +145,30 @@ def load_into(model: nn.Module, source: str, world: World, log: Callable[[str], 
     """Fill this rank's shards of `model` with the weights of `source`, on all ranks together.
 
     Raises:
-        ConfigError: the tensors are not those of the model; lists every difference.
+        ConfigError: see `open_model`; or the head differs from the embedding that it is tied to.
         RunError: a file is damaged, or holds inf or NaN.
     """
     started = time.monotonic()
-    world.all_or_none(lambda: read_weights(find_source(source), model))
+    world.all_or_none(lambda: read_weights(open_model(find_source(source)), model))
     peak = max(world.all_gather_object(peak_memory_gib(world.device)))
     log(f"loaded the weights of {source} in {time.monotonic() - started:.1f} s, {peak:.2f} GiB per rank")
 
 
 @torch.no_grad()
-def read_weights(folder: Path, model: nn.Module) -> None:
-    """Fill this rank's shards of `model` with the weights in `folder`; see `load_into`."""
-    assert isinstance(model, Transformer)
-    family, _ = read_model(folder)
-    places, shapes = families.layout(family, model.config)
-    tensors = open_tensors(folder, family)
+def read_weights(source: HuggingFaceModel, model: nn.Module) -> None:
+    """Fill this rank's shards of `model` with the weights of `source`; see `load_into`."""
     parameters = dict(model.named_parameters())
-    tied = tensors.pop("lm_head.weight", None) if model.config.tie_embeddings else None
-    if problems := differences(tensors, shapes):
-        raise ConfigError(f"{folder}: the tensors do not match {CONFIG}:", *_shorten(problems), keys=("init_from",))
     for name, parameter in parameters.items():
-        place = places[name]
-        read_into(parameter, Source(tensors[place.name], place.start, place.transposed))
+        place = source.places[name]
+        read_into(parameter, Source(source.tensors[place.name], place.start, place.transposed))
         local, _ = local_slice(parameter)
         if local.numel() and not torch.isfinite(torch.stack(torch.aminmax(local))).all():
             raise RunError(f"{place.name}: contains inf or NaN; download the weights again, or use others")
     embedding = parameters["embedding.tokens.weight"]
-    if tied and not _equals(embedding, tied):
+    if source.tied_head and not _equals(embedding, source.tied_head):
         raise ConfigError(
-            f"{folder}: {CONFIG} ties lm_head.weight to {places['embedding.tokens.weight'].name}, but the files have a"
-            f" different one; set tie_word_embeddings: false in {CONFIG} to use it",
+            f"{source.folder}: {CONFIG} ties lm_head.weight to {source.places['embedding.tokens.weight'].name}, but the"
+            f" files have a different one; set tie_word_embeddings: false in {CONFIG} to use it",
             keys=("init_from",),
         )
 
@@ -167,13 +182,8 @@ def _equals(embedding: Tensor, head: list[TensorSlice]) -> bool:
 
 
 @oserror_as_config_error
-def open_tensors(folder: Path, family: Family) -> dict[str, list[TensorSlice]]:
-    """Return the tensors in the files of `folder`, by their names in the full model, without old constants.
-
-    Raises:
-        ConfigError: a file is missing, or the weights are pickled.
-        RunError: a file is damaged.
-    """
+def _open_tensors(folder: Path, family: Family) -> dict[str, list[TensorSlice]]:
+    """Return the tensors in the files of `folder`, by their names in the full model, without old constants."""
     paths = _weight_files(folder)
     if missing := [path for path in paths if not path.is_file()]:
         raise ConfigError(f"{missing[0]}: missing; download the directory again", keys=("init_from",))
@@ -182,8 +192,7 @@ def open_tensors(folder: Path, family: Family) -> dict[str, list[TensorSlice]]:
     return {name: found[stored] for name, stored in full.items() if not _BUFFERS.fullmatch(name)}
 
 
-def differences(tensors: Mapping[str, list[TensorSlice]], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return how `tensors` differ in names, shapes and dtypes from those of a model, one line each."""
+def _differences(tensors: Mapping[str, list[TensorSlice]], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     problems = [f"{name}: missing" for name in shapes if name not in tensors]
     for name, slices in tensors.items():
         if name not in shapes:
@@ -195,14 +204,10 @@ def differences(tensors: Mapping[str, list[TensorSlice]], shapes: Mapping[str, t
     return problems
 
 
-def _shorten(problems: list[str]) -> list[str]:
-    return [*problems[:20], *([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])]
-
-
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
+        weight_map = _read_json(index).get("weight_map")
         names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
         if not names or any(name != Path(name).name or name in ("", "..") for name in names):
             raise ConfigError(f"{index}: weight_map must contain file names in this directory", keys=("init_from",))
@@ -218,8 +223,7 @@ def _weight_files(folder: Path) -> list[Path]:
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`, or raise ConfigError."""
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
