@@ -208,23 +208,18 @@ class ModelConfig(BaseModel):
 
     def parameter_counts(self) -> dict[str, int]:
         """Return the number of parameters of `embedding`, `positions`, `blocks`, `norm` and `head` (0 if tied)."""
-        d, f, q, kv = self.d_model, self.ffn_width, self.n_heads * self.head_width, self.kv_heads * self.head_width
-        norm = d if self.norm == "rmsnorm" or self.bias == "none" else 2 * d
-        attention = d * (q + 2 * kv) + q * d
-        attention += {"none": 0, "head": 2 * self.head_width, "projection": q + kv}[self.qk_norm]
-        feed_forward = (3 if self.ffn == "swiglu" else 2) * d * f
-        if self.bias in ("qkv", "all"):
-            attention += q + 2 * kv
-        if self.bias == "all":
-            attention += d
-        if self.bias in ("ffn", "all"):
-            feed_forward += (2 * f if self.ffn == "swiglu" else f) + d
+        with torch.device("meta"):
+            model = Transformer(self.model_copy(update={"n_layers": 1}))
+
+        def count(module: nn.Module | None) -> int:
+            return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
+
         return {
-            "embedding": self.vocab_size * d,
-            "positions": self.max_seq_len * d if self.positions == "learned" else 0,
-            "blocks": self.n_layers * (attention + feed_forward + 2 * norm),
-            "norm": norm,
-            "head": 0 if self.tie_embeddings else self.vocab_size * d,
+            "embedding": count(model.embedding.tokens),
+            "positions": count(model.embedding.positions),
+            "blocks": self.n_layers * count(model.blocks),
+            "norm": count(model.head.norm),
+            "head": count(model.head.output),
         }
 
     @property

@@ -47,8 +47,8 @@ POLL_SECONDS = 1.0
 
 SHARED = "checkpoints need a directory that all machines share"
 
-Staged = dict[str, dict[str, tuple[Tensor, tuple[int, ...]]]]
-"""The slices that this rank writes, in host memory, and their offsets: by object, e.g. "model", and tensor name."""
+Staged = dict[str, dict[str, tuple[Tensor, int]]]
+"""The slices that this rank writes, in host memory, and their first rows: by object, e.g. "model", and tensor name."""
 
 
 class CheckpointConfig(BaseModel):
@@ -131,14 +131,14 @@ class Checkpointer:
         """Copy the slices that this rank writes into host buffers, which every save reuses."""
         staged: Staged = {part: {} for part in state}
         for part, holder in state.items():
-            owned = tensor_files.owned_slices(holder.state_dict(), self.world.rank, self.world.size)
-            for name, (tensor, offsets) in owned.items():
+            owned = tensor_files.owned_rows(holder.state_dict(), self.world.rank, self.world.size)
+            for name, (tensor, start) in owned.items():
                 buffer = self._buffers.get(f"{part}.{name}")
                 if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
                     buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                     self._buffers[f"{part}.{name}"] = buffer
                 buffer.copy_(tensor, non_blocking=True)
-                staged[part][name] = buffer, offsets
+                staged[part][name] = buffer, start
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         return staged
@@ -308,15 +308,6 @@ def _explained(path: Path, rank: int, needed: int) -> Iterator[None]:
         raise RunError(f"{path}: {problem}; a checkpoint needs {needed:,} bytes, {free:,} are free") from None
 
 
-@contextmanager
-def _as_checkpoint_error() -> Iterator[None]:
-    try:
-        yield
-    except tensor_files.TensorFileError as error:
-        raise CheckpointError(*error.problems) from None
-
-
-@_as_checkpoint_error()
 def find_tensors(
     directory: Path, manifest: Manifest, state: Mapping[str, Stateful]
 ) -> dict[str, tuple[Tensor, tensor_files.Source]]:
@@ -337,7 +328,7 @@ def find_tensors(
                 problems.append(f"{part}.{name}: not in the checkpoint")
                 continue
             shape, dtype = tensor_files.full_shape(slices), slices[0].dtype
-            if not tensor_files.are_tiles(slices, shape):
+            if shape is None:
                 raise CheckpointError(f"{directory}: damaged: {part}.{name} is not covered exactly once by its slices")
             if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
                 now = f"now {list(tensor.shape)} {tensor.dtype}"
@@ -348,7 +339,6 @@ def find_tensors(
     return found
 
 
-@_as_checkpoint_error()
 def _read_tensors(sources: Mapping[str, tuple[Tensor, tensor_files.Source]]) -> None:
     for tensor, source in sources.values():
         tensor_files.read_into(tensor, source)

@@ -1,9 +1,9 @@
-"""Sharded safetensors files: written by ranks, read slice by slice without trusting them.
+"""Sharded safetensors files: written by ranks, read row by row without trusting them.
 
 The layout is that of PyTorch's `HuggingFaceStorageWriter(save_distributed=True)`: a file holds the slices of tensors
-that one rank owns, and the header's metadata says at which offsets of the full tensors they start. PyTorch's
-`HuggingFaceStorageReader` and every safetensors tool open the files. A folder of Hugging Face weights is the same
-without offsets.
+that one rank owns, and the header's metadata says at which offsets of the full tensors they start. As FSDP shards
+tensors by rows, slices are rows. PyTorch's `HuggingFaceStorageReader` and every safetensors tool open the files. A
+folder of Hugging Face weights is the same without offsets.
 
 The safetensors library serializes a file in memory before it writes. Here slices are written one after the other, and
 the checksum is computed meanwhile.
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lm.errors import RunError
+from lm.checkpoint.manifest import CheckpointError
 from lm.fileio import sync
 
 DTYPES = {
@@ -52,37 +52,35 @@ READ_BYTES = 64 << 20
 """Read at a time, so that memory stays near the size of the tensors."""
 
 
-class TensorFileError(RunError):
-    """A safetensors file is damaged, incomplete, or not what it claims to be."""
-
-
 class TensorSlice(NamedTuple):
-    """A slice of a tensor in a file."""
+    """Consecutive rows of a tensor in a file; a scalar is one row."""
 
     path: Path
     begin: int
     """first byte in the file"""
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    """of the slice in the full tensor"""
+    start: int
+    """row of the full tensor that is the first one here"""
+
+    @property
+    def n_rows(self) -> int:
+        return self.shape[0] if self.shape else 1
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def local_slice(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's slice of `tensor` and its offsets in the full tensor."""
+def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return this rank's rows of `tensor`, and which row of the full tensor is the first of them."""
     if not isinstance(tensor, DTensor):
-        return tensor, (0,) * tensor.dim()
+        return tensor, 0
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), tuple(offsets)
+    return tensor.to_local(), offsets[0]
 
 
-def owned_slices(
-    tensors: Mapping[str, Tensor], rank: int, world_size: int
-) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-    """Return the slices that this rank writes: each slice once, replicas in turns."""
+def owned_rows(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, tuple[Tensor, int]]:
+    """Return the slices that this rank writes and their first rows: each slice once, replicas in turns."""
     owned = {}
     for index, (name, tensor) in enumerate(tensors.items()):
         replica, replicas = rank, world_size
@@ -94,9 +92,9 @@ def owned_slices(
                 if placement.is_replicate():
                     size = tensor.device_mesh.size(dim)
                     replica, replicas = replica * size + coordinate[dim], replicas * size
-        local, offsets = local_slice(tensor)
+        local, start = local_rows(tensor)
         if index % replicas == replica and local.numel():
-            owned[name] = local.detach(), offsets
+            owned[name] = local.detach(), start
     return owned
 
 
@@ -113,8 +111,8 @@ def group_by_size(slices: Mapping[str, tuple[Tensor, Any]]) -> list[list[str]]:
     return groups
 
 
-def write_tensors(path: Path, slices: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> int:
-    """Write slices (tensor in host memory, offsets in the full tensor) to the new file `path`, durably.
+def write_tensors(path: Path, slices: Mapping[str, tuple[Tensor, int]]) -> int:
+    """Write slices (tensor in host memory, its first row in the full tensor) to the new file `path`, durably.
 
     Returns:
         The file's CRC-32C.
@@ -124,7 +122,10 @@ def write_tensors(path: Path, slices: Mapping[str, tuple[Tensor, tuple[int, ...]
     for name, (tensor, _) in slices.items():
         begin, end = end, end + tensor.nbytes
         header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    sharding = {name: {"saved_offsets": list(offsets)} for name, (_, offsets) in slices.items()}
+    sharding = {
+        name: {"saved_offsets": [start, *[0] * (tensor.dim() - 1)] if tensor.dim() else []}
+        for name, (tensor, start) in slices.items()
+    }
     header["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -148,19 +149,16 @@ def read_headers(paths: Iterable[Path]) -> dict[str, list[TensorSlice]]:
     """Return the slices in the files `paths`, by tensor name, after checking that each lies inside its file.
 
     Raises:
-        TensorFileError: a file cannot be opened, its header is damaged or hostile, or slices do not fit together.
+        CheckpointError: a file cannot be opened, or its header is damaged or hostile.
     """
     found: dict[str, list[TensorSlice]] = {}
     for path in paths:
         try:
             for name, piece in _read_header(path):
-                pieces = found.setdefault(name, [])
-                pieces.append(piece)
-                if (piece.dtype, len(piece.shape)) != (pieces[0].dtype, len(pieces[0].shape)):
-                    raise ValueError(f"{name[:80]}: its slices differ in dtype or in number of dimensions")
+                found.setdefault(name, []).append(piece)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
-            raise TensorFileError(f"{path}: damaged header: {problem[:200]}") from None
+            raise CheckpointError(f"{path}: damaged header: {problem[:200]}") from None
     return found
 
 
@@ -169,10 +167,10 @@ def open_regular(path: Path) -> int:
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise TensorFileError(f"{path}: cannot be opened: {error.strerror}") from None
+        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise TensorFileError(f"{path}: not a regular file")
+        raise CheckpointError(f"{path}: not a regular file")
     return file
 
 
@@ -198,10 +196,11 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
         if dtype is None:
             raise ValueError(f"{name[:80]}: dtype {str(entry['dtype'])[:20]} is not one of {', '.join(DTYPES)}")
         offsets = _sizes(sharding[name]["saved_offsets"], name) if sharding else (0,) * len(shape)
-        if end - begin != math.prod(shape) * dtype.itemsize or start + end > size or len(offsets) != len(shape):
+        fits = end - begin == math.prod(shape) * dtype.itemsize and start + end <= size
+        if not fits or len(offsets) != len(shape) or any(offsets[1:]):
             raise ValueError(f"{name[:80]}: shape and offsets do not fit the file")
         extents.append((begin, end))
-        yield name, TensorSlice(path, start + begin, dtype, shape, offsets)
+        yield name, TensorSlice(path, start + begin, dtype, shape, offsets[0] if shape else 0)
     extents.sort()
     if any(end > following for (_, end), (following, _) in itertools.pairwise(extents)):
         raise ValueError("tensors overlap")
@@ -220,30 +219,16 @@ def _sizes(values: Any, name: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def full_shape(slices: Sequence[TensorSlice]) -> tuple[int, ...]:
-    """Return the shape of the tensor that `slices` are part of."""
-    return tuple(
-        max(dim) for dim in zip(*(map(sum, zip(s.offsets, s.shape, strict=True)) for s in slices), strict=True)
-    )
-
-
-def are_tiles(slices: Sequence[TensorSlice], shape: Sequence[int]) -> bool:
-    """Return whether `slices` cover a tensor of `shape` exactly once: no gap, no overlap, nothing outside."""
-    if any(len(s.shape) != len(shape) for s in slices):
-        return False
-    boxes = [[(o, o + n) for o, n in zip(s.offsets, s.shape, strict=True)] for s in slices]
-    if sum(math.prod(s.shape) for s in slices) != math.prod(shape):
-        return False
-    if any(end > size for box in boxes for (_, end), size in zip(box, shape, strict=True)):
-        return False
-    boxes = sorted(box for box in boxes if all(end > begin for begin, end in box))
-    active: list[list[tuple[int, int]]] = []
-    for box in boxes:
-        active = [other for other in active if not box or other[0][1] > box[0][0]]
-        if any(all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)) for other in active):
-            return False
-        active.append(box)
-    return True
+def full_shape(slices: Sequence[TensorSlice]) -> tuple[int, ...] | None:
+    """Return the shape of the tensor that `slices` cover exactly once; None if they overlap, leave a gap or differ."""
+    first, n_rows = slices[0], 0
+    if not first.shape:
+        return () if len(slices) == 1 else None
+    for piece in sorted(slices, key=lambda piece: (piece.start, piece.n_rows)):
+        if (piece.start, *piece.shape[1:], piece.dtype) != (n_rows, *first.shape[1:], first.dtype):
+            return None
+        n_rows += piece.n_rows
+    return n_rows, *first.shape[1:]
 
 
 class Source(NamedTuple):
@@ -259,34 +244,24 @@ def read_into(tensor: Tensor, source: Source) -> None:
     """Fill this rank's slice of `tensor` in place, converting the dtype; only the rows needed are read.
 
     Raises:
-        TensorFileError: a file was cut short since its header was read.
+        CheckpointError: a file was cut short since its header was read.
     """
-    local, corner = local_slice(tensor)
-    if not local.numel():
-        return
-    offsets = [corner[0] + source.start, *corner[1:]] if corner else []
+    local, start = local_rows(tensor)
+    start += source.start
+    columns = slice(None)
     if source.transposed:
-        local, offsets = local.transpose(0, 1), [offsets[1], offsets[0], *offsets[2:]]
+        local, columns, start = local.T, slice(start, start + len(local)), 0
+    local = local if local.dim() else local.view(1)
     for piece in source.slices:
-        box = [
-            (max(a, c), min(a + n, c + m))
-            for a, n, c, m in zip(offsets, local.shape, piece.offsets, piece.shape, strict=True)
-        ]
-        if any(begin >= end for begin, end in box):
-            continue
-        rows, inner = (box[0], box[1:]) if box else ((0, 1), [])
-        for first, values in _read_rows(piece, *(r - (piece.offsets[0] if box else 0) for r in rows)):
-            if not box:
-                local.copy_(values.reshape(()))
-                continue
-            first += piece.offsets[0]
-            taken = tuple(slice(b - o, e - o) for (b, e), o in zip(inner, piece.offsets[1:], strict=True))
-            to = tuple(slice(b - o, e - o) for (b, e), o in zip(inner, offsets[1:], strict=True))
-            target = local[(slice(first - offsets[0], first - offsets[0] + len(values)), *to)]
-            target.copy_(values[(slice(None), *taken)])
+        first, last = max(start, piece.start), min(start + len(local), piece.start + piece.n_rows)
+        for row, values in _read_rows(piece, first - piece.start, last - piece.start):
+            at = piece.start + row - start
+            local[at : at + len(values)].copy_(values[:, columns] if source.transposed else values)
 
 
 def _read_rows(piece: TensorSlice, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+    if first >= last:
+        return
     row_bytes = math.prod(piece.shape[1:]) * piece.dtype.itemsize
     step = max(1, READ_BYTES // max(1, row_bytes))
     file = open_regular(piece.path)
@@ -295,7 +270,7 @@ def _read_rows(piece: TensorSlice, first: int, last: int) -> Iterator[tuple[int,
             count = min(step, last - start)
             buffer = bytearray(count * row_bytes)
             if os.preadv(file, [buffer], piece.begin + start * row_bytes) < len(buffer):
-                raise TensorFileError(f"{piece.path}: ends before byte {piece.begin + (start + count) * row_bytes}")
+                raise CheckpointError(f"{piece.path}: ends before byte {piece.begin + (start + count) * row_bytes}")
             yield start, torch.frombuffer(buffer, dtype=piece.dtype).view(count, *piece.shape[1:])
     finally:
         os.close(file)

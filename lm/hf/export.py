@@ -99,7 +99,7 @@ def _write_weights(
             stored = tensors[place.name].T if place.transposed else tensors[place.name]
             stored[place.start : place.start + len(values)] = values
             progress.update()
-        write_tensors(draft / file, {name: (tensor, (0,) * tensor.dim()) for name, tensor in tensors.items()})
+        write_tensors(draft / file, {name: (tensor, 0) for name, tensor in tensors.items()})
         weight_map |= dict.fromkeys(group, file)
     progress.close()
     return weight_map

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lm.checkpoint.tensor_files import Source, TensorSlice, are_tiles, full_shape, local_slice, read_headers, read_into
+from lm.checkpoint.tensor_files import Source, TensorSlice, full_shape, local_rows, read_headers, read_into
 from lm.data import tokenizer
 from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.hf import families
@@ -161,7 +161,7 @@ def read_weights(source: HuggingFaceModel, model: nn.Module) -> None:
     for name, parameter in parameters.items():
         place = source.places[name]
         read_into(parameter, Source(source.tensors[place.name], place.start, place.transposed))
-        local, _ = local_slice(parameter)
+        local, _ = local_rows(parameter)
         if local.numel() and not torch.isfinite(torch.stack(torch.aminmax(local))).all():
             raise RunError(f"{place.name}: contains inf or NaN; download the weights again, or use others")
     embedding = parameters["embedding.tokens.weight"]
@@ -174,11 +174,11 @@ def read_weights(source: HuggingFaceModel, model: nn.Module) -> None:
 
 
 def _equals(embedding: Tensor, head: list[TensorSlice]) -> bool:
-    if full_shape(head) != tuple(embedding.shape) or not are_tiles(head, embedding.shape):
+    if full_shape(head) != tuple(embedding.shape):
         return False
     other = torch.empty_like(embedding)
     read_into(other, Source(head))
-    return local_slice(other)[0].equal(local_slice(embedding)[0])
+    return local_rows(other)[0].equal(local_rows(embedding)[0])
 
 
 @oserror_as_config_error
@@ -199,8 +199,10 @@ def _differences(tensors: Mapping[str, list[TensorSlice]], shapes: Mapping[str, 
             problems.append(f"{name}: unexpected tensor")
         elif any(piece.dtype not in DTYPES.values() for piece in slices):
             problems.append(f"{name}: {slices[0].dtype} is a quantized dtype; use the model without quantization")
-        elif not are_tiles(slices, shapes[name]):
-            problems.append(f"{name}: {list(full_shape(slices))} in the file, {list(shapes[name])} in {CONFIG}")
+        elif (shape := full_shape(slices)) is None:
+            problems.append(f"{name}: in several files")
+        elif shape != shapes[name]:
+            problems.append(f"{name}: {list(shape)} in the file, {list(shapes[name])} in {CONFIG}")
     return problems
 
 
