@@ -54,27 +54,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
     return code, errors.strip()
 
 
-@pytest.mark.slow
-def test_the_same_seed_gives_the_same_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    how = (
-        checkpoint,
-        "--prompt",
-        "Grüße ",
-        "--max-new-tokens",
-        40,
-        "--temperature",
-        1.5,
-        "--top-k",
-        50,
-        "--top-p",
-        0.9,
-    )
-    first = text_of(capsys, *how, "--seed", 3)
-    assert first.startswith("Grüße ")
-    assert text_of(capsys, *how, "--seed", 3) == first
-    assert text_of(capsys, *how, "--seed", 4) != first
-
-
 def test_temperature_0_is_greedy(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, tokenizer = generate.load_model(checkpoint, torch.device("cpu"))
     tokens = tokenizer.encode("Köln, ")
@@ -107,11 +86,6 @@ def test_text_is_printed_while_it_is_generated_in_complete_characters(checkpoint
     assert len(received) > characters
 
 
-def test_generation_continues_past_max_seq_len(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = text_of(capsys, checkpoint, "--prompt", "x" * 100, "--max-new-tokens", 200)
-    assert len(text.encode()) >= 300
-
-
 @pytest.mark.slow
 def test_invalid_utf8_from_the_model_does_not_end_a_run(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(support.llama2_tokenizer())
@@ -133,18 +107,6 @@ def test_a_directory_without_a_checkpoint_is_refused(
     assert code == 2
     assert text.startswith(f"{where}: ")
     message(text)
-
-
-def test_a_damaged_checkpoint_is_refused_by_file(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(checkpoint, tmp_path / "copy")
-    shard = tmp_path / "copy" / "model-00001-00000.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    code, message = refusal(capsys, tmp_path / "copy", "--prompt", "a")
-    assert (code, message.partition(":")[0]) == (1, str(shard))
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(

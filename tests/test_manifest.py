@@ -10,8 +10,7 @@ import pickle
 import random
 import shutil
 import struct
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,54 +129,27 @@ def test_a_loaded_checkpoint_equals_the_saved_state(saved: list[Path]) -> None:
         assert all(bool((parameter == step).all()) for parameter in model.parameters())
 
 
-def corruptions(good: dict[str, bytes], other: dict[str, bytes], seed: int) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """Random damage without end: its kind and the content of each damaged file; `other` is another checkpoint."""
-    draw = random.Random(seed)
-
-    def flip(name: str, content: bytes) -> dict[str, bytes]:
-        changed = bytearray(content)
-        changed[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-        return {name: bytes(changed)}
-
-    def truncate(name: str, content: bytes) -> dict[str, bytes]:
-        return {name: content[: draw.randrange(len(content))]}
-
-    def zero(name: str, content: bytes) -> dict[str, bytes]:
-        start = draw.randrange(len(content))
-        length = min(draw.choice([1, 8, 64, 512]), len(content) - start)
-        return {name: content[:start] + bytes(length) + content[start + length :]}
-
-    def swap(name: str, content: bytes) -> dict[str, bytes]:
-        second = draw.choice([key for key in good if key != name])
-        return {name: good[second], second: content}
-
-    def mix(name: str, _: bytes) -> dict[str, bytes]:
-        return {name: other[name]}
-
-    kinds = [flip] * 6 + [truncate, zero, swap, mix]
-    while True:
-        name, kind = draw.choice(list(good)), draw.choice(kinds)
-        damaged = kind(name, good[name])
-        if any(damaged[name] != good[name] for name in damaged):
-            yield kind.__name__, damaged
-
-
 def test_a_thousand_of_a_thousand_corruptions_are_refused_with_the_file(saved: list[Path], victim: Path) -> None:
-    good, tried, named = files(victim), Counter[str](), Counter[str]()
-    damages = corruptions(good, files(saved[0]), seed=1)
-    while tried.total() < 1000:
-        kind, damaged = next(damages)
-        for name, content in damaged.items():
+    good, other_step, draw, n_refused = files(victim), files(saved[0]), random.Random(1), 0
+    while n_refused < 1000:
+        name = draw.choice([*good])
+        content = good[name]
+        start, end = sorted(draw.choices(range(len(content)), k=2))
+        kinds = {
+            "flip": content[:start] + bytes([content[start] ^ 1 << draw.randrange(8)]) + content[start + 1 :],
+            "truncate": content[:start],
+            "zero": content[:start] + bytes(end - start) + content[end:],
+            "swap": good[draw.choice([*good])],
+            "mix": other_step[name],
+        }
+        kind = draw.choice(["flip"] * 5 + [*kinds])
+        if kinds[kind] != content:
+            (victim / name).write_bytes(kinds[kind])
+            # A manifest of another step is intact: the shards differ from what it lists.
+            message, suspects = refusal(victim), good if kind == "mix" else [name]
+            assert any(str(victim / suspect) in message for suspect in suspects), kind
             (victim / name).write_bytes(content)
-        message = refusal(victim)
-        # A manifest of another step is intact: the shards differ from what it lists.
-        suspects = good if kind == "mix" else damaged
-        tried[kind] += 1
-        named[kind] += any(str(victim / name) in message for name in suspects)
-        for name in damaged:
-            (victim / name).write_bytes(good[name])
-    assert named == tried
-    assert min(tried.values()) > 50
+            n_refused += 1
     load_weights(victim, toy(-1))
 
 
@@ -189,17 +161,6 @@ def test_any_flipped_bit_in_the_manifest_is_found(victim: Path) -> None:
         (victim / MANIFEST).write_bytes(changed)
         with pytest.raises(CheckpointError, match=MANIFEST):
             read_manifest(victim)
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [('"step": 10', '"step": 11'), ('"lr": 0.0001', '"lr": 0.0002'), ('"lr": 0.0001', '"lr": 1e-4'), ("{\n", "{ \n")],
-)
-def test_an_edited_manifest_is_refused(before: str, after: str, victim: Path) -> None:
-    text = (victim / MANIFEST).read_text()
-    assert before in text
-    (victim / MANIFEST).write_text(text.replace(before, after, 1))
-    assert refusal(victim).startswith(f"{victim}/manifest.json: damaged: ")
 
 
 @pytest.mark.parametrize("version", [1, 3])
@@ -334,41 +295,25 @@ def test_no_product_code_unpickles() -> None:
         assert "torch.load(" not in path.read_text(), path
 
 
-Header = dict[str, Any]
-
-
-def rewrite(path: Path, change: Callable[[Header, dict[str, Any]], None]) -> None:
-    """Change the header and the offsets in a file of tensors."""
+@pytest.mark.parametrize(
+    ("changes", "offsets"),
+    [({}, [2, 0]), ({}, [4, 0]), ({"dtype": "I32"}, [3, 0]), ({"shape": [12]}, [12])],
+    ids=["overlap", "gap", "dtype", "dimensions"],
+)
+def test_slices_that_do_not_cover_a_tensor_exactly_once_are_refused(
+    changes: dict[str, Any], offsets: list[int], victim: Path
+) -> None:
+    path = victim / SHARDS[1]
     content = path.read_bytes()
     end = 8 + struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8:end])
     sharding = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
-    change(header, sharding)
+    header["weight"] |= changes
+    sharding["weight"]["saved_offsets"] = offsets
     header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(sharding)
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + content[end:])
-    forge_manifest(path.parent)
-
-
-def overlap(_: Header, sharding: dict[str, Any]) -> None:
-    sharding["weight"]["saved_offsets"] = [2, 0]
-
-
-def leave_a_gap(_: Header, sharding: dict[str, Any]) -> None:
-    sharding["weight"]["saved_offsets"] = [4, 0]
-
-
-def change_dtype(header: Header, _: dict[str, Any]) -> None:
-    header["weight"]["dtype"] = "I32"
-
-
-def flatten(header: Header, sharding: dict[str, Any]) -> None:
-    header["weight"]["shape"], sharding["weight"]["saved_offsets"] = [12], [12]
-
-
-@pytest.mark.parametrize("change", [overlap, leave_a_gap, change_dtype, flatten])
-def test_slices_that_do_not_cover_a_tensor_exactly_once_are_refused(change: Any, victim: Path) -> None:
-    rewrite(victim / SHARDS[1], change)
+    forge_manifest(victim)
     message = refusal(victim)
     assert message.startswith(str(victim))
     assert "weight" in message
