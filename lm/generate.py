@@ -111,25 +111,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, metavar="P", help="sample from the fewest tokens of probability P (all)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="random seed (%(default)s)")
     args = parser.parse_args(arguments)
-    problems = []
-    try:
-        args.prompt.encode()
-    except UnicodeEncodeError:
-        problems.append("--prompt: is not UTF-8")
-    if args.max_new_tokens < 0:
-        problems.append(f"--max-new-tokens: {args.max_new_tokens} must be 0 or more")
-    if not args.temperature >= 0:
-        problems.append(f"--temperature: {args.temperature:g} must be 0 or more")
-    if args.top_k is not None and args.top_k < 1:
-        problems.append(f"--top-k: {args.top_k} must be 1 or more")
-    if args.top_p is not None and not 0 < args.top_p <= 1:
-        problems.append(f"--top-p: {args.top_p:g} must be above 0 and at most 1")
-    if not 0 <= args.seed < 2**63:
-        problems.append(f"--seed: {args.seed} must be from 0 to 2^63 - 1")
-    if args.batch_size < 1:
-        problems.append(f"--batch-size: {args.batch_size} must be 1 or more")
-    if problems:
-        raise ConfigError(*problems)
+    is_valid = {
+        "--prompt: is not UTF-8": not any("\ud800" <= character <= "\udfff" for character in args.prompt),
+        f"--max-new-tokens: {args.max_new_tokens} must be 0 or more": args.max_new_tokens >= 0,
+        f"--temperature: {args.temperature:g} must be 0 or more": args.temperature >= 0,
+        f"--top-k: {args.top_k} must be 1 or more": args.top_k is None or args.top_k >= 1,
+        f"--top-p: {args.top_p or 0:g} must be above 0 and at most 1": args.top_p is None or 0 < args.top_p <= 1,
+        f"--seed: {args.seed} must be from 0 to 2^63 - 1": 0 <= args.seed < 2**63,
+        f"--batch-size: {args.batch_size} must be 1 or more": args.batch_size >= 1,
+    }
+    if not all(is_valid.values()):
+        raise ConfigError(*(problem for problem, valid in is_valid.items() if not valid))
     return args
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.errors import ConfigError
-from lm.launch.environment import Launch, has_gpu, is_restart, require_torch
+from lm.launch.environment import Launch, has_gpu, is_restart, launcher_pid, require_torch
 from tests.conftest import Message
 from tests.support import ROOT, run
 
@@ -62,13 +62,13 @@ ALL = TORCHRUN | SRUN | OPEN_MPI | HYDRA | PALS
         (SRUN | ONE_TASK, Launch(launcher="srun")),
         (SRUN | FOUR_TASKS, Launch(3, 4, 3, 4, 0, "127.0.0.1", 21136, "srun")),
         (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "7"}, Launch(3, 4, 1, 2, 1, "gpu07", 21136, "srun")),
-        (HYDRA | ONE_NODE, Launch(3, 4, 3, 4, 0, "127.0.0.1", 20000 + 16 * 5, "Hydra")),
+        (HYDRA | ONE_NODE, Launch(3, 4, 3, 4, 0, "127.0.0.1", 20000 + 16 * launcher_pid() % 12763, "Hydra")),
         (HYDRA | ONE_NODE | {"PBS_JOBID": "2.pbs"}, Launch(3, 4, 3, 4, 0, "127.0.0.1", 20000 + 16 * 2, "Hydra")),
         (HYDRA | {"MASTER_ADDR": "a"}, Launch(3, 4, 1, 2, 1, "a", 20000, "Hydra")),
     ],
 )
 def test_the_launcher_sets_ranks_and_rendezvous_address(env: dict[str, str], launch: Launch) -> None:
-    assert Launch.from_env(env, launcher_pid=lambda: 5) == launch
+    assert Launch.from_env(env) == launch
 
 
 @pytest.mark.parametrize(

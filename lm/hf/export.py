@@ -31,6 +31,7 @@ from lm.hf.weights import CONFIG, DTYPES, INDEX, WEIGHTS
 from model import ModelConfig, Transformer
 
 
+@oserror_as_config_error
 def export_model(where: Path, out: Path, dtype: str = "float32") -> int:
     """Convert the checkpoint or run directory `where` to the directory `out`.
 
@@ -45,7 +46,8 @@ def export_model(where: Path, out: Path, dtype: str = "float32") -> int:
         ConfigError: no Hugging Face model has this structure (lists every key that differs), or `out` exists.
         RunError: `out` cannot be written, or a weight exceeds the range of float16.
     """
-    _refuse_used(out)
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"{out}: already exists and is not overwritten; use another directory")
     folder = find_checkpoint(where)
     manifest = read_manifest(folder)
     config = ModelConfig.model_validate(manifest.model)
@@ -107,12 +109,6 @@ def _write_weights(
 
 def _to_json(content: object) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
-
-
-@oserror_as_config_error
-def _refuse_used(out: Path) -> None:
-    if out.exists() or out.is_symlink():
-        raise ConfigError(f"{out}: already exists and is not overwritten; use another directory")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from lm.errors import ConfigError
-from model import ModelConfig, Transformer
+from model import PRESETS, ModelConfig, Transformer
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,10 @@ class Family:
 
     model_type: str
     class_name: str
-    keys: Mapping[str, tuple[str, Any]]
-    """our key -> the key in config.json, and its default"""
+    keys: Mapping[str, str]
+    """our key -> the key in config.json"""
+    defaults: Mapping[str, Any]
+    """our key -> its value if config.json does not have it; else None"""
     style: Mapping[str, tuple[Any, ...]]
     """our key -> the values that the family supports; the first is the default"""
     fixed: Mapping[str, tuple[Any, ...]]
@@ -46,7 +48,6 @@ class Family:
     """whether the end-of-text token also starts a text"""
 
 
-_ATTENTION, _FFN = "model.layers.{}.self_attn", "model.layers.{}.mlp"
 _STYLE = {
     "norm": ("rmsnorm",),
     "norm_placement": ("pre",),
@@ -55,22 +56,26 @@ _STYLE = {
     "ffn": ("swiglu",),
     "bias": ("none",),
 }
+_LLAMA_DEFAULTS = {"d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 32000, "max_seq_len": 2048}
+_LLAMA_DEFAULTS |= {"d_ff": 11008, "norm_eps": 1e-6, "tie_embeddings": False}
+_NO_BIAS, _NO_WINDOW = {"attention_bias": (False,)}, {"use_sliding_window": (False,)}
 
 LLAMA = Family(
     model_type="llama",
     class_name="LlamaForCausalLM",
     keys={
-        "d_model": ("hidden_size", 4096),
-        "n_heads": ("num_attention_heads", 32),
-        "n_layers": ("num_hidden_layers", 32),
-        "vocab_size": ("vocab_size", 32000),
-        "max_seq_len": ("max_position_embeddings", 2048),
-        "n_kv_heads": ("num_key_value_heads", None),
-        "head_dim": ("head_dim", None),
-        "d_ff": ("intermediate_size", 11008),
-        "norm_eps": ("rms_norm_eps", 1e-6),
-        "tie_embeddings": ("tie_word_embeddings", False),
+        "d_model": "hidden_size",
+        "n_heads": "num_attention_heads",
+        "n_layers": "num_hidden_layers",
+        "vocab_size": "vocab_size",
+        "max_seq_len": "max_position_embeddings",
+        "n_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "d_ff": "intermediate_size",
+        "norm_eps": "rms_norm_eps",
+        "tie_embeddings": "tie_word_embeddings",
     },
+    defaults=_LLAMA_DEFAULTS,
     style={**_STYLE, "bias": ("none", "ffn", "all")},
     fixed={"hidden_act": ("silu", "swish")},
     tensors={
@@ -78,10 +83,10 @@ LLAMA = Family(
         "blocks.attention_norm": "model.layers.{}.input_layernorm",
         "blocks.ffn_norm": "model.layers.{}.post_attention_layernorm",
         **{
-            f"blocks.attention.{part}": f"{_ATTENTION}.{part}"
+            f"blocks.attention.{part}": f"model.layers.{{}}.self_attn.{part}"
             for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
         },
-        **{f"blocks.ffn.{part}": f"{_FFN}.{part}" for part in ("gate_proj", "up_proj", "down_proj")},
+        **{f"blocks.ffn.{part}": f"model.layers.{{}}.mlp.{part}" for part in ("gate_proj", "up_proj", "down_proj")},
         "head.norm": "model.norm",
         "head.output": "lm_head",
     },
@@ -92,47 +97,36 @@ MISTRAL = replace(
     LLAMA,
     model_type="mistral",
     class_name="MistralForCausalLM",
-    keys={
-        **LLAMA.keys,
-        "max_seq_len": ("max_position_embeddings", 131072),
-        "n_kv_heads": ("num_key_value_heads", 8),
-        "d_ff": ("intermediate_size", 14336),
-        "sliding_window": ("sliding_window", 4096),
-    },
+    keys={**LLAMA.keys, "sliding_window": "sliding_window"},
+    defaults={**_LLAMA_DEFAULTS, "max_seq_len": 131072, "n_kv_heads": 8, "d_ff": 14336, "sliding_window": 4096},
     style=_STYLE,
-    fixed={**LLAMA.fixed, "attention_bias": (False,), "mlp_bias": (False,)},
+    fixed={**LLAMA.fixed, **_NO_BIAS, "mlp_bias": (False,)},
     bias_keys=None,
 )
 QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
     class_name="Qwen2ForCausalLM",
-    keys={
-        **LLAMA.keys,
-        "vocab_size": ("vocab_size", 151936),
-        "max_seq_len": ("max_position_embeddings", 32768),
-        "n_kv_heads": ("num_key_value_heads", 32),
-        "d_ff": ("intermediate_size", 22016),
-    },
+    defaults={**_LLAMA_DEFAULTS, "vocab_size": 151936, "max_seq_len": 32768, "n_kv_heads": 32, "d_ff": 22016},
     style={**_STYLE, "bias": ("qkv",)},
-    fixed={**LLAMA.fixed, "use_sliding_window": (False,)},
+    fixed={**LLAMA.fixed, **_NO_WINDOW},
     bias_keys=None,
 )
 QWEN3 = replace(
     QWEN2,
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
-    keys={**QWEN2.keys, "head_dim": ("head_dim", 128)},
+    defaults={**QWEN2.defaults, "head_dim": 128},
     style={**_STYLE, "qk_norm": ("head",)},
-    fixed={**QWEN2.fixed, "attention_bias": (False,)},
+    fixed={**QWEN2.fixed, **_NO_BIAS},
 )
 OLMO2 = replace(
     LLAMA,
     model_type="olmo2",
     class_name="Olmo2ForCausalLM",
-    keys={**LLAMA.keys, "vocab_size": ("vocab_size", 50304), "norm_eps": ("rms_norm_eps", 1e-5)},
+    defaults={**_LLAMA_DEFAULTS, "vocab_size": 50304, "norm_eps": 1e-5},
     style={**_STYLE, "norm_placement": ("post",), "qk_norm": ("projection",)},
-    fixed={**LLAMA.fixed, "attention_bias": (False,)},
+    fixed={**LLAMA.fixed, **_NO_BIAS},
     tensors={
         **LLAMA.tensors,
         "blocks.attention_norm": "model.layers.{}.post_attention_layernorm",
@@ -144,15 +138,16 @@ GPT2 = Family(
     model_type="gpt2",
     class_name="GPT2LMHeadModel",
     keys={
-        "d_model": ("n_embd", 768),
-        "n_heads": ("n_head", 12),
-        "n_layers": ("n_layer", 12),
-        "vocab_size": ("vocab_size", 50257),
-        "max_seq_len": ("n_positions", 1024),
-        "d_ff": ("n_inner", None),
-        "norm_eps": ("layer_norm_epsilon", 1e-5),
-        "tie_embeddings": ("tie_word_embeddings", True),
+        "d_model": "n_embd",
+        "n_heads": "n_head",
+        "n_layers": "n_layer",
+        "vocab_size": "vocab_size",
+        "max_seq_len": "n_positions",
+        "d_ff": "n_inner",
+        "norm_eps": "layer_norm_epsilon",
+        "tie_embeddings": "tie_word_embeddings",
     },
+    defaults={**PRESETS["gpt2"], "norm_eps": 1e-5},
     style={**_STYLE, "norm": ("layernorm",), "positions": ("learned",), "ffn": ("gelu",), "bias": ("all",)},
     fixed={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
@@ -213,7 +208,7 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
         problems.append("layer_types: not supported unless all layers have the same type")
     elif layer_types and layer_types[0] != "full_attention" and "sliding_window" not in family.keys:
         problems.append(f"layer_types: {layer_types[0]!r} is not supported, only 'full_attention'")
-    values = {ours: raw.get(theirs, default) for ours, (theirs, default) in family.keys.items()}
+    values = {ours: raw.get(theirs, family.defaults.get(ours)) for ours, theirs in family.keys.items()}
     values |= {ours: allowed[0] for ours, allowed in family.style.items()}
     if family.dropout_keys:
         first, *others = (raw.get(key, 0.1) for key in family.dropout_keys)
@@ -236,7 +231,7 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
         config = ModelConfig.model_validate(values)
     except ValidationError as error:
         for problem in error.errors():
-            path = [family.keys.get(str(part), (str(part),))[0] for part in problem["loc"]]
+            path = [family.keys.get(str(part), str(part)) for part in problem["loc"]]
             message = problem["msg"].removeprefix("Value error, ")
             problems += [f"{'.'.join(path)}: {message}"] if path else message.splitlines()
     else:
@@ -319,7 +314,7 @@ def write_config(
     values = config.model_dump() | {"n_kv_heads": config.kv_heads, "d_ff": config.ffn_width}
     values["head_dim"] = config.head_width
     raw = {"architectures": [family.class_name], "model_type": family.model_type}
-    raw |= {theirs: values[ours] for ours, (theirs, _) in family.keys.items()}
+    raw |= {theirs: values[ours] for ours, theirs in family.keys.items()}
     raw |= {theirs: allowed[0] for theirs, allowed in family.fixed.items()}
     raw |= dict.fromkeys(family.dropout_keys, config.dropout)
     bos = end_of_text if family.bos_is_eos and beginning is None else beginning

@@ -14,7 +14,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -102,7 +102,7 @@ class Launch:
     """torchrun (or a launcher with the same variables), Open MPI, PALS, Hydra or srun; None = no launcher"""
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str], launcher_pid: Callable[[], int] = launcher_pid) -> Launch:
+    def from_env(cls, env: Mapping[str, str]) -> Launch:
         """Read the launcher's variables from `env`, and under mpiexec the host file that PBS_NODEFILE names.
 
         MASTER_ADDR and MASTER_PORT take precedence. Without them, under srun and mpiexec, rank 0 is on the first host
@@ -118,7 +118,7 @@ class Launch:
         # Complete torchrun variables next to a single task are those of a torchrun in it.
         if found and (found[0].world_size > 1 or _missing("torchrun", env)):
             _require_agreement(found[0], env)
-            address, port = _rendezvous(found[0], env, launcher_pid)
+            address, port = _rendezvous(found[0], env)
             return replace(found[0], address=address, port=port)
         if not env.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
             return cls()
@@ -196,9 +196,7 @@ def _first_host(nodelist: str) -> str:
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else "")
 
 
-def _rendezvous(
-    launch: Launch, env: Mapping[str, str], launcher_pid: Callable[[], int]
-) -> tuple[str, int] | tuple[None, None]:
+def _rendezvous(launch: Launch, env: Mapping[str, str]) -> tuple[str, int] | tuple[None, None]:
     if launch.world_size == 1:
         return None, None
     one_node = launch.world_size == launch.local_size
