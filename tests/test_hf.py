@@ -182,16 +182,21 @@ def test_logits_gradients_and_generation_equal_transformers(
     assert drawn == generated
 
 
+def round_trip(reference: Any, folder: Path, dtype: str = "float32", **saving: Any) -> Any:
+    """Read and export `reference`, compare the tensors, and return what transformers then loads."""
+    reference.save_pretrained(folder / "in", **saving)
+    export.export_model(save_checkpoint(load_folder(folder / "in"), folder), folder / "out", dtype)
+    before, after = tensors_of(folder / "in"), tensors_of(folder / "out")
+    assert before.keys() == after.keys()
+    assert all(tensor.dtype == after[key].dtype and tensor.equal(after[key]) for key, tensor in before.items())
+    return transformers.AutoModelForCausalLM.from_pretrained(folder / "out", attn_implementation="eager")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_reading_and_exporting_preserve_every_bit(name: str, tmp_path: Path) -> None:
     reference = make_reference(MODELS[name])
-    reference.save_pretrained(tmp_path / "in")
-    export.export_model(save_checkpoint(load_folder(tmp_path / "in"), tmp_path), tmp_path / "out")
-    before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
-    assert before.keys() == after.keys()
-    assert all(tensor.equal(after[key]) for key, tensor in before.items())
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    loaded = round_trip(reference, tmp_path)
     assert loaded.config.model_type == MODELS[name]["model_type"]
     tokens = torch.randint(0, 96, (1, 40))
     assert loaded(tokens).logits.equal(reference(tokens).logits)
@@ -203,12 +208,7 @@ def test_reading_and_exporting_preserve_every_bit(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama 3.2, tied", "gpt2"])
 def test_half_precision_weights_survive_reading_and_exporting(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    make_reference(MODELS[name]).to(dtype).save_pretrained(tmp_path / "in")
-    checkpoint = save_checkpoint(load_folder(tmp_path / "in"), tmp_path)
-    export.export_model(checkpoint, tmp_path / "out", str(dtype).removeprefix("torch."))
-    before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
-    assert all(tensor.dtype == dtype and tensor.equal(after[key]) for key, tensor in before.items())
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    loaded = round_trip(make_reference(MODELS[name]).to(dtype), tmp_path, str(dtype).removeprefix("torch."))
     assert loaded.dtype == dtype
 
 
@@ -217,16 +217,11 @@ def test_weights_in_many_files(name: str, tmp_path: Path, monkeypatch: Any) -> N
     monkeypatch.setattr(tensor_files, "MAX_FILE_BYTES", 30_000)
     monkeypatch.setattr(tensor_files, "READ_BYTES", 1000)
     reference = make_reference(MODELS[name])
-    reference.save_pretrained(tmp_path / "in", max_shard_size="20KB")
+    loaded = round_trip(reference, tmp_path, max_shard_size="20KB")
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 3
-    export.export_model(save_checkpoint(load_folder(tmp_path / "in"), tmp_path), tmp_path / "out")
     files = list((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 3
     assert max(path.stat().st_size for path in files) < 32_000
-    before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
-    assert before.keys() == after.keys()
-    assert all(tensor.equal(after[key]) for key, tensor in before.items())
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokens = torch.randint(0, 96, (1, 40))
     torch.testing.assert_close(loaded(tokens).logits, reference(tokens).logits)
 
@@ -249,19 +244,15 @@ def test_both_config_formats_are_equivalent(name: str, tmp_path: Path) -> None:
     assert families.read_config(older(raw), "old") == (family, config)
     written = families.write_config(config, "float32", None)
     assert families.read_config(written, "ours") == (family, config)
-    assert families.read_config({k: v for k, v in written.items() if k != "rope_parameters"}, "ours") == (
-        family,
-        config,
-    )
+    del written["rope_parameters"]
+    assert families.read_config(written, "ours") == (family, config)
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_presets_survive_export_and_import(preset: str) -> None:
     config = ModelConfig.model_validate({"model": preset})
     family, again = families.read_config(families.write_config(config, "bfloat16", None), preset)
-    assert again.structure() | {"max_seq_len": again.max_seq_len} == config.structure() | {
-        "max_seq_len": config.max_seq_len
-    }
+    assert (again.structure(), again.max_seq_len) == (config.structure(), config.max_seq_len)
     _, shapes = families.layout(family, config)
     assert sum(map(math.prod, shapes.values())) == config.n_parameters
     assert families.family_of(again) is family
@@ -280,10 +271,6 @@ def test_unprefixed_names_buffers_and_a_copy_of_the_tied_head_are_read(name: str
     save_file(tensors, tmp_path / "bare" / "model.safetensors")
     tokens = torch.randint(0, 96, (1, 40))
     torch.testing.assert_close(load_folder(tmp_path / "bare")(tokens), reference(tokens).logits)
-    for other in (embedding + 1, embedding[:-1].clone()):
-        save_file(tensors | {"lm_head.weight": other}, tmp_path / "bare" / "model.safetensors")
-        with pytest.raises(ConfigError, match="set tie_word_embeddings: false"):
-            load_folder(tmp_path / "bare")
 
 
 # ---- errors --------------------------------------------------------------------------------------

@@ -212,6 +212,10 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "inf": lambda folder: change_tensors(folder, {"model.norm.weight": torch.full((32,), torch.inf)}),
     "nan": lambda folder: change_tensors(folder, {"model.embed_tokens.weight": torch.full((300, 32), torch.nan)}),
     "tied head": lambda folder: change_config(folder, tie_word_embeddings=True),
+    "tied head of another shape": lambda folder: [
+        change_config(folder, tie_word_embeddings=True),
+        change_tensors(folder, {"lm_head.weight": torch.zeros(299, 32)}),
+    ],
     "large tokenizer": lambda folder: add_tokenizer(folder, 320),
     "damaged tokenizer": lambda folder: (folder / "tokenizer.json").write_text("{}"),
 }
