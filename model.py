@@ -226,21 +226,19 @@ class ModelConfig(BaseModel):
     def n_parameters(self) -> int:
         return sum(self.parameter_counts().values())
 
-    def flops_per_token(self, seq_len: int, *, causal: bool = True) -> float:
+    def flops_per_token(self, seq_len: int) -> float:
         """Return the FLOPs per token of one forward and backward pass over sequences of `seq_len` tokens.
 
         Counts six FLOPs per weight of a matrix product (two forward, four backward), the head included and the
-        embedding lookup not, plus 12 S H K per layer for attention. With causal attention S is half of `seq_len` on
-        average, and at most the sliding window. Recomputation is not counted. Source: Chowdhery et al., PaLM (2022),
+        embedding lookup not, plus 12 S H K per layer for causal attention, where S is half of `seq_len` on average, and
+        at most the sliding window. Recomputation is not counted. Source: Chowdhery et al., PaLM (2022),
         appendix B.
         """
         d, q, kv = self.d_model, self.n_heads * self.head_width, self.kv_heads * self.head_width
         weights = self.n_layers * (d * (2 * q + 2 * kv) + (3 if self.ffn == "swiglu" else 2) * d * self.ffn_width)
         weights += self.vocab_size * d
-        attended = float(seq_len)
-        if causal:
-            w = min(self.sliding_window or seq_len, seq_len)
-            attended = w - (w * w) / (2 * seq_len)
+        window = min(self.sliding_window or seq_len, seq_len)
+        attended = window - window**2 / (2 * seq_len)
         return 6 * weights + 12 * self.n_layers * q * attended
 
 

@@ -149,17 +149,20 @@ def test_flops_are_those_that_pytorch_counts(style: dict[str, Any], length: int)
     # the recomputation of the scores, which is no useful work.
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
-    assert counter.get_total_flops() == config.flops_per_token(length, causal=False) * tokens.numel()
+    causal = config.model_copy(update={"sliding_window": None}).flops_per_token(length)
+    not_causal = 6 * config.n_layers * config.n_heads * config.head_width * length
+    assert counter.get_total_flops() == (causal + not_causal) * tokens.numel()
 
 
 def test_causal_flops_count_the_positions_that_are_attended_to() -> None:
     length, window = 4096, 100
     config = ModelConfig.model_validate({"model": "llama3.2-1b"})
     assert config.flops_per_token(length) == pytest.approx(8.2e9, rel=0.005)
-    for sliding in (None, window, 2 * length):
+    per_key = 12 * config.n_layers * config.d_model
+    for sliding in (window, 2 * length):
+        hidden = sum(max(0, t + 1 - sliding) for t in range(length)) / length
         narrow = config.model_copy(update={"sliding_window": sliding})
-        attended = sum(min(t + 1, sliding or length) for t in range(length)) / length
-        expected = narrow.flops_per_token(0, causal=False) + 12 * narrow.n_layers * narrow.d_model * attended
+        expected = config.flops_per_token(length) - per_key * hidden
         assert narrow.flops_per_token(length) == pytest.approx(expected, rel=1e-4)
 
 

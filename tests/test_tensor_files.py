@@ -208,5 +208,5 @@ def test_random_damage_raises_nothing_else(tmp_path_factory: pytest.TempPathFact
     path.write_bytes(content[: draw.randint(0, len(content))] if draw.random() < 0.3 else content)
     with contextlib.suppress(CheckpointError):
         for name, slices in read_headers([path]).items():
-            if (shape := full_shape(slices)) == STATE.get(name, torch.zeros(())).shape:
-                read_into(torch.zeros(shape, dtype=slices[0].dtype), Source(slices))
+            if name in STATE and full_shape(slices) == STATE[name].shape:
+                read_into(torch.zeros_like(STATE[name]), Source(slices))
