@@ -64,13 +64,6 @@ def test_temperature_0_is_greedy(checkpoint: Path, capsys: pytest.CaptureFixture
     assert text == "Köln, " + tokenizer.decode(tokens[start:]) + "\n"
 
 
-def test_a_run_directory_means_its_newest_checkpoint(
-    run: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    how = ("--prompt", "a", "--max-new-tokens", 10)
-    assert text_of(capsys, run, *how) == text_of(capsys, checkpoint, *how)
-
-
 @pytest.mark.slow
 def test_text_is_printed_while_it_is_generated_in_complete_characters(checkpoint: Path) -> None:
     command = [sys.executable, "-m", "lm.generate", checkpoint, "--prompt", "ü", "--max-new-tokens", "1000000"]

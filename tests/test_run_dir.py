@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import stat
 import subprocess
 import sys
 import time
@@ -52,20 +51,6 @@ def test_a_name_that_could_point_outside_of_runs_is_refused(name: str, message: 
 def test_the_constructor_creates_nothing() -> None:
     RunDir("x")
     assert not list(Path().iterdir())
-
-
-def test_the_directory_is_private() -> None:
-    run_dir = started()
-    for path in (run_dir.path, run_dir.checkpoints, run_dir.tensorboard):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    assert stat.S_IMODE((run_dir.path / "lock").stat().st_mode) == 0o600
-
-
-def test_a_directory_that_others_can_write_to_is_refused(message: Message) -> None:
-    started().checkpoints.chmod(0o777)
-    with pytest.raises(ConfigError) as refused:
-        in_world(RunDir("x").lock)
-    message(refused.value)
 
 
 @pytest.mark.slow
