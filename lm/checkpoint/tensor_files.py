@@ -247,6 +247,8 @@ def read_into(tensor: Tensor, source: Source) -> None:
         CheckpointError: a file was cut short since its header was read.
     """
     local, start = local_rows(tensor)
+    if not local.numel():
+        return
     start += source.start
     columns = slice(None)
     if source.transposed:
