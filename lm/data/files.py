@@ -1,4 +1,4 @@
-"""Data files: found by path or glob, decompressed while they are read, parsed as JSON Lines."""
+"""Data files: found by path or glob, decompressed while they are read, parsed as JSON Lines or opened as tables."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+T = TypeVar("T")
 
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 BLOCK = 1 << 20
@@ -101,33 +106,27 @@ def _read_zst(path: Path) -> Iterator[bytes]:
     except ImportError:
         raise ConfigError(f"{path}: .zst files require a package: pip install zstandard") from None
     decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # also files made with --long
-    frame, output = None, io.BytesIO()  # frame by frame: the package's own reader accepts a truncated file
+    frame = None  # frame by frame: the package's own reader accepts a truncated file
     with path.open("rb") as file:
         try:
             while data := file.read(2048):  # small, because a byte can decompress to ten thousand
                 while data:
                     frame = frame or decompressor.decompressobj()
-                    output.write(frame.decompress(data))
-                    data = frame.unused_data
-                    frame = None if frame.eof else frame
-                if output.tell() >= BLOCK:
-                    yield output.getvalue()
-                    output = io.BytesIO()
+                    yield frame.decompress(data)
+                    data, frame = frame.unused_data, None if frame.eof else frame
         except zstandard.ZstdError as error:
             raise EOFError(error) from None
     if frame:
         raise EOFError("the file ends inside a frame")
-    yield output.getvalue()
 
 
-def is_empty_parquet(path: Path) -> bool:
-    """Return whether a Parquet file has no rows, which `datasets` cannot read; False if its metadata are damaged."""
-    from pyarrow import ArrowInvalid, parquet
+def open_table(builder: str, files: Sequence[Path]) -> IterableDataset:
+    """Open files for streaming with `datasets`; `builder` is one of its formats, e.g. "parquet"."""
+    from datasets import load_dataset
 
-    try:
-        return parquet.read_metadata(path).num_rows == 0
-    except (ArrowInvalid, OSError):
-        return False
+    options: Any = {"batch_size": 1024} if builder == "parquet" else {}  # by default, a file without rows is an error
+    names = [glob.escape(str(file)) for file in files]
+    return load_dataset(builder, data_files=names, split="train", streaming=True, **options)
 
 
 def decode(path: Path, content: bytes, offset: int = 0) -> str:
@@ -137,6 +136,20 @@ def decode(path: Path, content: bytes, offset: int = 0) -> str:
     except UnicodeDecodeError as error:
         position = offset + error.start
         raise ConfigError(f"{path}: byte {position} is not UTF-8; convert the file, e.g. with iconv") from None
+
+
+def read_all(files: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
+    """Return what `read` returns for each file, or raise the errors of the first 20 that cannot be read."""
+    results: list[T] = []
+    errors: list[ConfigError] = []
+    for path in files:
+        try:
+            results.append(read(path))
+        except ConfigError as error:
+            errors.append(error)
+    if errors:
+        raise ConfigError.merge(errors[:20])
+    return results
 
 
 def complete_lines(path: Path) -> Iterator[bytes]:
@@ -152,8 +165,8 @@ def complete_lines(path: Path) -> Iterator[bytes]:
         yield rest
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
-    """Yield number, object and size (bytes) of each line of a JSON Lines file; empty lines are skipped.
+def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """Yield place, object and size (bytes) of each line of a JSON Lines file; empty lines are skipped.
 
     Raises:
         ConfigError: a line is not a JSON object, or the file cannot be read.
@@ -162,12 +175,29 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any], int]]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        place = f"{path}:{number}"
         try:
             record = json.loads(line.decode())
         except UnicodeDecodeError as error:
-            raise ConfigError(f"{path}:{number}: byte {error.start} of the line is not UTF-8") from None
+            raise ConfigError(f"{place}: byte {error.start} of the line is not UTF-8") from None
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}:{number}: not valid JSON: {error}") from None
+            raise ConfigError(f"{place}: not valid JSON: {error}") from None
         if not isinstance(record, dict):
-            raise ConfigError(f"{path}:{number}: not a JSON object: {line[:60].strip()!r}")
-        yield number, record, len(line)
+            raise ConfigError(f"{place}: not a JSON object: {line[:60].strip()!r}")
+        yield place, record, len(line)
+
+
+def get_text(record: Mapping[str, Any], key: str, setting: str = "text_field") -> str:
+    """Return the text of the field `key` of a record, which `setting` names; errors do not name the record."""
+    if key not in record:
+        problem = f"has no {key!r}, only {', '.join(map(repr, record)) or 'nothing'}; choose one: {setting}"
+        raise ConfigError(problem, keys=("text_field",))
+    text = record[key]
+    if not isinstance(text, str):
+        raise ConfigError(f"{key!r} is {json.dumps(text, default=str):.60}, not text; remove or correct the record")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        problem = f"{key!r} is not valid Unicode: character {error.start} is an unpaired surrogate"
+        raise ConfigError(f"{problem}; remove or correct the record") from None
+    return text

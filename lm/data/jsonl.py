@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.dataset import Dataset, Sample
-from lm.data.files import name_files, read_jsonl
+from lm.data.files import get_text, name_files, read_all, read_jsonl
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
@@ -38,7 +38,7 @@ def _render(record: Mapping[str, Any], text_field: str, completion_only: bool, t
     if "messages" in record:
         return _render_chat(record["messages"], completion_only, tokenizer)
     if {"prompt", "completion"} <= record.keys():
-        prompt, completion = _text(record, "prompt"), _text(record, "completion")
+        prompt, completion = get_text(record, "prompt"), get_text(record, "completion")
         span = len(prompt), len(prompt) + len(completion)
         return _Example(prompt + completion, (span,) if completion_only else None, is_chat=False)
     if text_field not in record:
@@ -48,13 +48,7 @@ def _render(record: Mapping[str, Any], text_field: str, completion_only: bool, t
     if completion_only:
         problem = f"loss_on: completion requires prompt and completion, or messages; the line has {text_field}"
         raise ConfigError(problem, keys=("loss_on",))
-    return _Example(_text(record, text_field), None, is_chat=False)
-
-
-def _text(record: Mapping[str, Any], key: str) -> str:
-    if not isinstance(record[key], str):
-        raise ConfigError(f"{key} is {json.dumps(record[key])[:60]}, not text")
-    return record[key]
+    return _Example(get_text(record, text_field), None, is_chat=False)
 
 
 def _render_chat(messages: Any, completion_only: bool, tokenizer: Tokenizer) -> _Example:
@@ -63,7 +57,7 @@ def _render_chat(messages: Any, completion_only: bool, tokenizer: Tokenizer) -> 
     for i, message in enumerate(messages):
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise ConfigError(f"messages[{i}]: content is not text: {json.dumps(message)[:60]}")
-    text = tokenizer.render(messages, add_generation_prompt=False)
+    text = get_text({"messages": tokenizer.render(messages, add_generation_prompt=False)}, "messages")
     if not completion_only:
         return _Example(text, None, is_chat=True)
     spans = []
@@ -99,17 +93,14 @@ class JsonlDataset(Dataset):
     ) -> None:
         inputs: list[NDArray[np.int32]] = []
         targets: list[NDArray[np.int32]] = []
-        errors: list[ConfigError] = []
-        for file in files:
-            try:
-                for ids, is_target in _encode(_examples(file, text_field, completion_only, tokenizer), tokenizer):
-                    if is_target[1:].any():
-                        inputs.append(ids[:-1].astype(np.int32))
-                        targets.append(np.where(is_target[1:], ids[1:].astype(np.int32), np.int32(IGNORE_INDEX)))
-            except ConfigError as error:
-                errors.append(error)
-        if errors:
-            raise ConfigError.merge(errors)
+
+        def read(file: Path) -> None:
+            for ids, is_target in _encode(_examples(file, text_field, completion_only, tokenizer), tokenizer):
+                if is_target[1:].any():
+                    inputs.append(ids[:-1].astype(np.int32))
+                    targets.append(np.where(is_target[1:], ids[1:].astype(np.int32), np.int32(IGNORE_INDEX)))
+
+        read_all(files, read)
         if not inputs:
             problem = f"{name_files(files)}: no line has targets; add completions, or set loss_on: all"
             raise ConfigError(problem, keys=("loss_on",))
@@ -119,14 +110,17 @@ class JsonlDataset(Dataset):
         self._targets = np.concatenate(targets)
         self._document_starts = np.cumsum([0, *lengths])
         self._packing = packing
-        self.n_documents = len(lengths)
-        self.n_truncated = 0 if packing else sum(length > seq_len for length in lengths)
+        self._n_documents = len(lengths)
         starts = np.arange(0, len(self._inputs), seq_len) if packing else self._document_starts[:-1]
         stops = np.minimum(np.append(starts[1:], len(self._inputs)), starts + seq_len)
         targets_before = np.cumsum(np.append(0, self._targets != IGNORE_INDEX))
         counts = targets_before[stops] - targets_before[starts]
         kept = counts > 0
         self._starts, self._stops, self._counts = starts[kept], stops[kept], counts[kept]
+        if not packing and (n_truncated := sum(length > seq_len for length in lengths)):
+            n_dropped = len(lengths) - len(self)
+            dropped = f"; {n_dropped} have no targets left and are dropped" if n_dropped else ""
+            self.note = f"{n_truncated} of {len(lengths)} samples truncated to max_seq_len {seq_len}{dropped}"
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -149,19 +143,15 @@ class JsonlDataset(Dataset):
         digest = hashlib.sha256()
         for part in (self._inputs, self._targets, self._starts):
             digest.update(part.tobytes())
-        return f"{self.n_documents} samples in {len(self)} sequences, sha256 {digest.hexdigest()}"
+        return f"{self._n_documents} samples in {len(self)} sequences, sha256 {digest.hexdigest()}"
 
 
 def _examples(file: Path, text_field: str, completion_only: bool, tokenizer: Tokenizer) -> Iterator[_Example]:
-    for number, record, _ in read_jsonl(file):
+    for place, record, _ in read_jsonl(file):
         try:
-            example = _render(record, text_field, completion_only, tokenizer)
-            example.text.encode()
-            yield example
-        except UnicodeEncodeError:
-            raise ConfigError(f"{file}:{number}: an unpaired surrogate is not valid Unicode text") from None
+            yield _render(record, text_field, completion_only, tokenizer)
         except ConfigError as error:
-            raise ConfigError(*(f"{file}:{number}: {line}" for line in error.problems), keys=error.keys) from None
+            raise ConfigError(f"{place}: {error}", keys=error.keys) from None
 
 
 def _encode(

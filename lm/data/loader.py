@@ -16,17 +16,19 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from lm.data import files, stream, text
-from lm.data.dataset import Dataset, MixtureDataset, Sample
+from lm.data import files, stream
+from lm.data.dataset import Dataset, Sample
 from lm.data.jsonl import JsonlDataset
 from lm.data.sampler import SampledSource
 from lm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from lm.data.tokens import SyntheticDataset, TokenFileDataset, TokenWindowDataset
+from lm.data.tokens import SyntheticDataset, TokenFileDataset, TokenWindowDataset, read_tokens
 from lm.errors import ConfigError, oserror_as_config_error
 from model import IGNORE_INDEX
 
 SYNTHETIC_BATCHES = 10
-MAX_GLOBAL_BATCH_SIZE = 2**24
+VALIDATION_SHARE = 0.05
+"""Fraction of the text that is held out if no validation data are given."""
+MAX_BATCH_SIZE = 2**24
 """Sequences; the order of a global batch is drawn in memory."""
 
 
@@ -62,9 +64,12 @@ class DataConfig(BaseModel):
     data_workers: int = Field(1, gt=0, description="processes per rank that read and tokenise (hf)")
     hf_config: str | None = Field(None, description="configuration of the dataset on the hub, e.g. en for C4 (hf)")
     shuffle: bool = Field(True, description="shuffle the samples in each epoch, by the seed")
-    batch_size: int = Field(1, gt=0, description="sequences per device in a micro-batch")
+    batch_size: int = Field(1, gt=0, le=MAX_BATCH_SIZE, description="sequences per device in a micro-batch")
     total_batch_size: int | None = Field(
-        None, gt=0, description="sequences per optimizer step over all ranks; null = batch_size x ranks"
+        None,
+        gt=0,
+        le=MAX_BATCH_SIZE,
+        description="sequences per optimizer step over all ranks; null = batch_size x ranks",
     )
     validation_batches: int = Field(10, gt=0, description="batches of total_batch_size in a validation")
 
@@ -78,13 +83,10 @@ def derive_global_batch_size(config: DataConfig, dp_size: int) -> int:
     """Return the sequences per optimizer step over all ranks.
 
     Raises:
-        ConfigError: too many, or not a multiple of batch_size * dp_size; names the nearest multiples.
+        ConfigError: it is not a multiple of batch_size * dp_size; names the nearest ones.
     """
     micro = config.batch_size * dp_size
     total = config.total_batch_size or micro
-    if total > MAX_GLOBAL_BATCH_SIZE:
-        key, other = ("total_batch_size", "batch_size")[:: 1 if config.total_batch_size else -1]
-        raise _error(f"{key}: {total} sequences per step are too many; use at most {MAX_GLOBAL_BATCH_SIZE}", other)
     if total % micro:
         nearest = " or ".join(str(value) for value in (total // micro * micro, (total // micro + 1) * micro) if value)
         problem = f"total_batch_size: {total} is not a multiple of batch_size {config.batch_size} x {dp_size} ranks"
@@ -152,7 +154,8 @@ def open_data(
     Raises:
         ConfigError: files are missing or invalid, the tokenizer exceeds vocab_size, or there are too few samples.
     """
-    if isinstance(config.train_data, dict) and config.dataset != "tokens":
+    weights = config.train_data if isinstance(config.train_data, dict) else {"": 1.0}
+    if weights is config.train_data and config.dataset != "tokens":
         problem = f"train_data: weights require dataset: tokens, not {config.dataset}; give one file, folder or glob"
         raise _error(problem, "dataset")
     if config.dataset == "hf":
@@ -167,9 +170,10 @@ def open_data(
                 opened = _open_tokens(config, vocab_size, seq_len)
             case "jsonl":
                 opened = _open_jsonl(config, seq_len)
-        train, validation, tokenizer, notes = opened
-        source = SampledSource(train, global_batch_size, dp_rank, dp_size, seed, config.shuffle)
-        data = Data(source, validation, tokenizer, notes)
+        train, validation, tokenizer = opened
+        shares = list(weights.values())
+        source = SampledSource(train, shares, global_batch_size, dp_rank, dp_size, seed, config.shuffle)
+        data = Data(source, validation, tokenizer, [f"train_data: {dataset.note}" for dataset in train if dataset.note])
     tokenizer, n_samples = data.tokenizer, data.samples_per_epoch
     if tokenizer and tokenizer.vocab_size > vocab_size:
         problem = f"vocab_size: {vocab_size} is less than the {tokenizer.vocab_size} ids of tokenizer"
@@ -197,8 +201,8 @@ def _caused_by(key: str) -> Iterator[None]:
         raise
 
 
-Opened = tuple[MixtureDataset, Dataset, Tokenizer | None, Sequence[str]]
-"""Training data, validation data, their tokenizer, and notes."""
+Opened = tuple[Sequence[Dataset], Dataset, Tokenizer | None]
+"""Training datasets, validation dataset, and their tokenizer."""
 
 
 def _open_synthetic(config: DataConfig, vocab_size: int, seq_len: int, n_samples: int, seed: int) -> Opened:
@@ -208,7 +212,7 @@ def _open_synthetic(config: DataConfig, vocab_size: int, seq_len: int, n_samples
             raise _error(problem, "dataset")
     parts = ("training", "validation")
     train, validation = (SyntheticDataset(vocab_size, seq_len, n_samples, (seed, part)) for part in parts)
-    return MixtureDataset([train]), validation, None, ()
+    return [train], validation, None
 
 
 def _open_text(config: DataConfig, seq_len: int) -> Opened:
@@ -216,12 +220,14 @@ def _open_text(config: DataConfig, seq_len: int) -> Opened:
 
     def read(key: str) -> NDArray[np.uint32]:
         with _caused_by(key):
-            return text.read_tokens(files.find_files(getattr(config, key), key), tokenizer)
+            return read_tokens(files.find_files(getattr(config, key), key), tokenizer)
 
     train = read("train_data")
-    train, validation = text.split_validation(train) if config.val_data is None else (train, read("val_data"))
-    dataset = MixtureDataset([TokenWindowDataset(train, seq_len)])
-    return dataset, TokenWindowDataset(validation, seq_len), tokenizer, ()
+    if config.val_data is None:
+        train, validation = np.split(train, [-max(1, round(len(train) * VALIDATION_SHARE))])
+    else:
+        validation = read("val_data")
+    return [TokenWindowDataset(train, seq_len)], TokenWindowDataset(validation, seq_len), tokenizer
 
 
 @oserror_as_config_error
@@ -234,29 +240,28 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Opened:
         with _caused_by(key):
             return TokenFileDataset(path / f"{name}.json" if path.is_dir() else path, seq_len, vocab_size)
 
-    weights = config.train_data if isinstance(config.train_data, dict) else {config.train_data: 1.0}
-    train = {where: read("train_data", where, "train") for where in weights}
-    first = Path(next(iter(weights)))
+    folders = list(config.train_data) if isinstance(config.train_data, dict) else [config.train_data]
+    train = [read("train_data", where, "train") for where in folders]
+    first = Path(folders[0])
     folder = str(first if first.is_dir() else first.parent)
     if config.val_data is None and not (Path(folder) / "validation.json").exists():
         problem = f"val_data: {folder} has no validation part; prepare it with --validation-fraction, or set val_data"
         raise _error(problem, "train_data")
     validation = read("val_data", config.val_data or folder, "validation")
-    identity = next(iter(train.values())).index.tokenizer
-    for where, part in train.items():
+    identity = train[0].index.tokenizer
+    for part in (*train, validation):
+        key = "val_data" if part is validation else "train_data"
         if not len(part):
-            raise _too_few(f"train_data: {where}", 0, seq_len, 1)
+            raise _too_few(f"{key}: {part.path}", 0, seq_len, 1)
         if part.index.tokenizer != identity:
-            problem = f"train_data: {where} and {first} were made with different tokenizers; prepare them with one"
-            raise _error(problem)
-    if validation.index.tokenizer != identity:
-        raise _error("val_data: made with another tokenizer than train_data; prepare them with one", "train_data")
+            problem = f"{key}: {part.path} was made with another tokenizer than {train[0].path}"
+            raise _error(f"{problem}; prepare them with one", "train_data")
     name = config.tokenizer or ("bytes" if identity == ByteTokenizer.identity else folder)
     tokenizer = load_tokenizer(name) if identity is not None else None
     if tokenizer and tokenizer.identity != identity:
         problem = f"tokenizer: {name} is not the tokenizer that the token files were made with ({identity})"
         raise _error(f"{problem}; use that one", "train_data")
-    return MixtureDataset(list(train.values()), list(weights.values())), validation, tokenizer, ()
+    return train, validation, tokenizer
 
 
 def _open_jsonl(config: DataConfig, seq_len: int) -> Opened:
@@ -269,14 +274,7 @@ def _open_jsonl(config: DataConfig, seq_len: int) -> Opened:
             found, only = files.find_files(where, key), config.loss_on == "completion"
             return JsonlDataset(found, tokenizer, seq_len, config.text_field, only, config.packing)
 
-    train, validation = read("train_data"), read("val_data")
-    notes = []
-    if train.n_truncated:
-        n_dropped = train.n_documents - len(train)
-        dropped = f"; {n_dropped} have no targets left and are dropped" if n_dropped else ""
-        n_samples = f"{train.n_truncated} of {train.n_documents} samples"
-        notes = [f"train_data: {n_samples} truncated to max_seq_len {seq_len}{dropped}"]
-    return MixtureDataset([train]), validation, tokenizer, notes
+    return [read("train_data")], read("val_data"), tokenizer
 
 
 def _open_stream(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.dataset import MixtureDataset, SampleBatch
+from lm.data.dataset import Dataset, SampleBatch
 from lm.errors import ConfigError
 from lm.seeds import derive_seed
 
@@ -18,27 +18,26 @@ BLOCK = 1024
 
 
 class Sampler:
-    """An endless sequence of sample indices: epoch after epoch, each in another order.
+    """An endless sequence of samples, each a dataset and an index in it: epoch after epoch, each in another order.
 
     Several datasets are mixed in blocks of `BLOCK` samples: each block holds every dataset's share, in an order drawn
     for the block. Each dataset has its own epochs.
 
     Args:
-        sizes: samples of each dataset; indices count through the datasets in order.
+        sizes: samples of each dataset.
         weights: share of each dataset, positive, in any unit.
         shuffle: False = every epoch in index order.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool) -> None:
         self._sizes = sizes
-        self._offsets = np.cumsum([0, *sizes])
         self._seed = seed
         self._shuffle = shuffle
         self._quotas = _quotas(weights)
         self._epochs = [(-1, np.empty(0, np.int64)) for _ in sizes]
         self._mixed = (-1, np.empty(0, np.int64))
 
-    def __getitem__(self, position: int) -> int:
+    def __getitem__(self, position: int) -> tuple[int, int]:
         dataset = 0
         if len(self._sizes) > 1:
             block, i = divmod(position, BLOCK)
@@ -46,7 +45,7 @@ class Sampler:
             dataset = int(mixed[i])
             position = block * self._quotas[dataset] + int((mixed[:i] == dataset).sum())
         epoch, i = divmod(position, self._sizes[dataset])
-        return int(self._offsets[dataset] + self._permutation(dataset, epoch)[i])
+        return dataset, int(self._permutation(dataset, epoch)[i])
 
     def _mix(self, block: int) -> NDArray[np.int64]:
         """Return the dataset of each position in `block`."""
@@ -78,32 +77,50 @@ def _quotas(weights: Sequence[float]) -> list[int]:
 
 
 class SampledSource:
-    """Training source of a map-style dataset: global batch k holds samples `order[k * B : (k + 1) * B]`.
+    """Training source of map-style datasets: global batch k holds samples `order[k * B : (k + 1) * B]`.
 
     The order does not depend on the number of ranks; each rank trains on its slice. B is `global_batch_size`.
+
+    Args:
+        weights: share of each dataset in every batch, positive, in any unit.
     """
 
     def __init__(
-        self, dataset: MixtureDataset, global_batch_size: int, dp_rank: int, dp_size: int, seed: int, shuffle: bool
+        self,
+        datasets: Sequence[Dataset],
+        weights: Sequence[float],
+        global_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        shuffle: bool,
     ) -> None:
-        self.dataset = dataset
-        self.samples_per_epoch = len(dataset)
-        self.fingerprint = dataset.fingerprint
+        sizes = list(map(len, datasets))
+        self.samples_per_epoch = sum(sizes)
+        self._datasets, self._weights = datasets, weights
         self._global_batch_size = global_batch_size
         share = global_batch_size // dp_size
         self._slice = slice(dp_rank * share, (dp_rank + 1) * share)
-        self._order = Sampler(dataset.sizes, dataset.weights, seed, shuffle)
+        self._order = Sampler(sizes, weights, seed, shuffle)
 
-    def sample_ids(self, step: int) -> list[int]:
-        """Return the indices of the samples in global batch `step`, over all ranks."""
+    def global_batch(self, step: int) -> list[tuple[Dataset, int]]:
+        """Return the dataset and the index of each sample in global batch `step`, over all ranks."""
         size = self._global_batch_size
-        return [self._order[position] for position in range(step * size, (step + 1) * size)]
+        order = (self._order[position] for position in range(step * size, (step + 1) * size))
+        return [(self._datasets[dataset], index) for dataset, index in order]
 
     def batches(self, start_step: int) -> Iterator[SampleBatch]:
         for step in itertools.count(start_step):
-            indices = self.sample_ids(step)
-            samples = [self.dataset[i] for i in indices[self._slice]]
-            yield SampleBatch(samples, sum(map(self.dataset.n_target_tokens, indices)))
+            batch = self.global_batch(step)
+            samples = [dataset[index] for dataset, index in batch[self._slice]]
+            yield SampleBatch(samples, sum(dataset.n_target_tokens(index) for dataset, index in batch))
+
+    def fingerprint(self) -> str:
+        parts = [dataset.fingerprint() for dataset in self._datasets]
+        if len(parts) > 1:
+            total = sum(self._weights)
+            parts = [f"{weight / total:.6g} of {part}" for weight, part in zip(self._weights, parts, strict=True)]
+        return "; ".join(parts)
 
     def state_dict(self) -> None:
         return None

@@ -10,14 +10,13 @@ exact token.
 from __future__ import annotations
 
 import copy
-import glob
 import hashlib
 import itertools
 import json
 import os
 import signal
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
 from lm.data.dataset import SampleBatch
-from lm.data.files import find_files, is_empty_parquet
+from lm.data.files import find_files, get_text, open_table
 from lm.data.tokenizer import Tokenizer, offline
 from lm.data.tokens import window
 from lm.errors import ConfigError, DataError, RankError, oserror_as_config_error
@@ -75,14 +74,9 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
         if len(formats) > 1 or not formats <= BUILDERS.keys():
             problem = f"{key}: {where}: files must have one format of {', '.join(BUILDERS)}"
             raise ConfigError(f"{problem}; found {', '.join(sorted(formats))}", keys=(key,))
-        builder = BUILDERS[formats.pop()]
-        if builder == "parquet":
-            files = [file for file in files if not is_empty_parquet(file)] or files[:1]
-        names = [glob.escape(str(file)) for file in files]
         sizes = json.dumps([(file.name, file.stat().st_size) for file in files])
         digest = hashlib.sha256(sizes.encode()).hexdigest()
-        documents = datasets.load_dataset(builder, data_files=names, split="train", streaming=True)
-        return documents, f"{len(files)} files, sha256 of names and sizes {digest}"
+        return open_table(BUILDERS[formats.pop()], files), f"{len(files)} files, sha256 of names and sizes {digest}"
     except ConfigError:
         raise
     except Exception as error:  # each format and each file system raises its own
@@ -102,11 +96,13 @@ def _reason(error: Exception) -> str:
 def first_tokens(documents: Documents, text_field: str, tokenizer: Tokenizer, count: int) -> NDArray[np.int64]:
     """Return at most `count` tokens of validation documents, each document with an end-of-text token."""
     pieces, n_tokens = [np.empty(0, np.int64)], 0
-    texts = (_text(record, text_field, number) for number, record in enumerate(documents))
+    texts = (_get_text(record, text_field, number) for number, record in enumerate(documents))
     try:
-        while n_tokens < count and (batch := list(itertools.islice(texts, _BATCH))):
-            pieces += [np.append(ids.astype(np.int64), tokenizer.eos_id) for ids in tokenizer.encode_batch(batch)]
-            n_tokens += sum(map(len, pieces[-len(batch) :]))
+        for ids in _encode(texts, tokenizer):
+            pieces.append(ids)
+            n_tokens += len(ids)
+            if n_tokens >= count:
+                break
         return np.concatenate(pieces)[:count]
     except DataError:
         raise
@@ -114,13 +110,19 @@ def first_tokens(documents: Documents, text_field: str, tokenizer: Tokenizer, co
         raise ConfigError(f"val_data: cannot be read: {_reason(error)}", keys=("val_data",)) from None
 
 
-def _text(record: Mapping[str, Any], key: str, number: int) -> str:
-    if isinstance(text := record.get(key), str):
-        return text
-    problem = f"documents have no {key}; use one of their fields: {', '.join(record)}"
-    if key in record:
-        problem = f"document {number}: {key} is {text!r:.60}, not text"
-    raise DataError(f"text_field: {problem}", keys=("text_field",))
+def _get_text(record: Mapping[str, Any], key: str, number: int) -> str:
+    try:
+        return get_text(record, key)
+    except ConfigError as error:
+        raise DataError(f"document {number}: {error}", keys=("text_field",)) from None
+
+
+def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
+    """Yield the tokens of each text, with an end-of-text token."""
+    texts = iter(texts)
+    while batch := list(itertools.islice(texts, _BATCH)):
+        for ids in tokenizer.encode_batch(batch):
+            yield np.append(ids.astype(np.int64), tokenizer.eos_id)
 
 
 class Window(NamedTuple):
@@ -179,17 +181,14 @@ class TokenStream(IterableDataset["Window | DataError"]):
 
     def _tokenized(self) -> Iterator[tuple[dict[str, Any], NDArray[np.int64]]]:
         """Yield documents' tokens, each with the state at its start (the first one's may be inside it)."""
-        end = np.array([self.tokenizer.eos_id], np.int64)
         for state, texts in self._blocks():
             if self.seed is not None:
                 rng = np.random.default_rng(derive_seed("stream", self.seed, self.number, state["block"]))
                 texts = [texts[i] for i in rng.permutation(len(texts))]
-            token = state["token"]
-            for start in range(state["document"], len(texts), _BATCH):
-                encoded = self.tokenizer.encode_batch(texts[start : start + _BATCH])
-                for document, ids in enumerate(encoded, start):
-                    yield state | {"document": document, "token": token}, np.append(ids.astype(np.int64), end)
-                    token = 0
+            token, first = state["token"], state["document"]
+            for document, ids in enumerate(_encode(texts[first:], self.tokenizer), first):
+                yield state | {"document": document, "token": token}, ids
+                token = 0
 
     def _blocks(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
         """Yield blocks of documents, epoch after epoch, each with the state at its start."""
@@ -200,16 +199,13 @@ class TokenStream(IterableDataset["Window | DataError"]):
             documents = copy.deepcopy(self.documents)  # a dataset that loaded a state would start each epoch there
             if state["dataset"] is not None:
                 documents.load_state_dict(copy.deepcopy(state["dataset"]))
-            read_before = state["read"]
+            records, read_before = iter(documents), state["read"]
+            if n_skipped := sum(1 for _ in itertools.islice(records, skip)):
+                skip -= n_skipped
+                state |= {"read": read_before + n_skipped, "dataset": documents.state_dict()}
             texts: list[str] = []
-            for record in documents:
-                if skip:
-                    skip -= 1
-                    state |= {"read": state["read"] + 1}
-                    if not skip:
-                        state |= {"dataset": documents.state_dict()}
-                    continue
-                texts.append(_text(record, self.text_field, state["read"] + len(texts)))
+            for record in records:
+                texts.append(_get_text(record, self.text_field, state["read"] + len(texts)))
                 if len(texts) == self.block:
                     position = {"read": state["read"] + self.block, "dataset": documents.state_dict()}
                     yield state, texts

@@ -1,4 +1,4 @@
-"""Datasets of token ids: random ones, windows of an array, and token files.
+"""Datasets of token ids: random ones, windows of an array, e.g. of the tokens of text files, and token files.
 
 `python -m lm.prepare` writes a token file as three files: NAME.bin is a flat array of ids, NAME.ends holds the end of
 each document in it, and NAME.json, written last, describes both.
@@ -6,10 +6,10 @@ each document in it, and NAME.json, written last, describes both.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import weakref
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from lm.data.dataset import Dataset, Sample
+from lm.data.files import blocks, decode, name_files, read_all
+from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, DataError
 from lm.seeds import derive_seed
 
@@ -66,7 +68,24 @@ class TokenWindowDataset(Dataset):
         return window(self.tokens[start : start + self.seq_len + 1].astype(np.int64))
 
     def fingerprint(self) -> str:
-        return f"{len(self.tokens)} tokens, sha256 {hashlib.sha256(self.tokens.tobytes()).hexdigest()}"
+        return f"{len(self.tokens)} tokens, sha256 {sha256(self.tokens.tobytes()).hexdigest()}"
+
+
+def read_tokens(files: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
+    """Return the tokens of text files, (tokens,), with an end-of-text token after each file.
+
+    Files are ordered by a hash of their names, so that a cut anywhere leaves a fair sample on both sides.
+    """
+    end = np.array([tokenizer.eos_id], np.uint32)
+
+    def read(path: Path) -> NDArray[np.uint32]:
+        content = decode(path, b"".join(blocks(path)))
+        return np.append(tokenizer.encode_batch([content])[0], end) if content else end[:0]
+
+    tokens = np.concatenate(read_all(sorted(files, key=lambda path: sha256(os.fsencode(path.name)).digest()), read))
+    if not len(tokens):
+        raise ConfigError(f"{name_files(files)}: no text; give files that are not empty")
+    return tokens
 
 
 class SourceRecord(BaseModel, frozen=True, extra="forbid"):
@@ -130,8 +149,8 @@ class TokenFileDataset(Dataset):
 
     def __init__(self, path: Path, seq_len: int, vocab_size: int) -> None:
         self.index = read_index(path)
-        self._path = path.with_suffix(".bin")
-        self._file = os.open(self._path, os.O_RDONLY)
+        self.path = path.with_suffix(".bin")
+        self._file = os.open(self.path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         self._dtype = np.dtype(self.index.dtype).newbyteorder("<")
         self.seq_len = seq_len
@@ -145,12 +164,12 @@ class TokenFileDataset(Dataset):
         n_bytes = (self.seq_len + 1) * self._dtype.itemsize
         raw = os.pread(self._file, n_bytes, offset)
         if len(raw) < n_bytes:
-            raise DataError(f"{self._path}: ends at byte {offset + len(raw)}: it was truncated during the run")
+            raise DataError(f"{self.path}: ends at byte {offset + len(raw)}: it was truncated during the run")
         ids = np.frombuffer(raw, self._dtype).astype(np.int64)
         if ids.max() >= self._vocab_size:
             at = int(ids.argmax())
             raise DataError(
-                f"{self._path}: byte {offset + at * self._dtype.itemsize}: id {ids[at]} is not less than vocab_size"
+                f"{self.path}: byte {offset + at * self._dtype.itemsize}: id {ids[at]} is not less than vocab_size"
                 f" {self._vocab_size}; set vocab_size to {self.index.vocab_size}",
                 keys=("vocab_size", "train_data", "val_data"),
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import glob
 import hashlib
 import io
 import sys
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.files import blocks, complete_lines, decode, is_compressed, is_empty_parquet, read_jsonl
+from lm.data.files import blocks, complete_lines, decode, get_text, is_compressed, open_table, read_jsonl
 from lm.errors import ConfigError
 
 CHUNK = 1 << 20
@@ -77,12 +76,20 @@ def _read(path: Path, name: str | None, field: str) -> Iterator[Document]:
             data = b"".join(blocks(path))
             yield Document(decode(path, data), len(data))
         case "jsonl":
-            for number, record, size in read_jsonl(path):
-                yield Document(_get_text(record, field, f"{path}:{number}"), size)
+            for place, record, size in read_jsonl(path):
+                yield _document(record, field, place, size)
         case "csv":
             yield from _read_csv(path, field)
         case _:
             yield from _read_table(str(name), path, field)
+
+
+def _document(record: Mapping[str, Any], field: str, place: str, size: int = 0) -> Document:
+    try:
+        text = get_text(record, field, "--text-field")
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+    return Document(text, size or len(text))
 
 
 def _read_csv(path: Path, field: str) -> Iterator[Document]:
@@ -92,7 +99,7 @@ def _read_csv(path: Path, field: str) -> Iterator[Document]:
     try:
         if (header := next(reader, None)) is None:
             return
-        _get_text(dict.fromkeys(header, ""), field, f"{path}:1")
+        _document(dict.fromkeys(header, ""), field, f"{path}:1")
         column = header.index(field)
         for row in filter(None, reader):
             if len(row) != len(header):
@@ -112,34 +119,17 @@ def _read_lines(path: Path) -> Iterator[str]:
 
 def _read_table(name: str, path: Path, field: str) -> Iterator[Document]:
     try:
-        from datasets import load_dataset, logging
+        from datasets import logging
     except ImportError:
         raise ConfigError(f"{path}: reading it requires a package: pip install datasets") from None
     logging.set_verbosity(logging.CRITICAL)  # the errors below report the problem
-    if name == "parquet" and is_empty_parquet(path):
-        return
     try:
-        stream: Any = load_dataset(name, data_files=glob.escape(str(path)), split="train", streaming=True)
-        _get_text(dict.fromkeys(stream.features, ""), field, str(path))
-        for row, record in enumerate(stream.select_columns([field]), 1):
-            yield Document(text := _get_text(record, field, f"{path}: row {row}"), len(text))
+        table: Any = open_table(name, [path])
+        _document(dict.fromkeys(table.features, ""), field, str(path))
+        for row, record in enumerate(table.select_columns([field]), 1):
+            yield _document(record, field, f"{path}: row {row}")
     except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
         raise ConfigError(f"{path}: cannot be read as {name}: {str(error).splitlines()[0]}") from None
-
-
-def _get_text(record: Mapping[str, Any], field: str, place: str) -> str:
-    if field not in record:
-        raise ConfigError(f"{place}: has no {field!r}, only {', '.join(map(repr, record))}; choose one: --text-field")
-    text = record[field]
-    if not isinstance(text, str):
-        what = "null" if text is None else f"of type {type(text).__name__}"
-        raise ConfigError(f"{place}: {field!r} is {what}, not text; remove or correct the record")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        problem = f"is not valid Unicode: character {error.start} is an unpaired surrogate"
-        raise ConfigError(f"{place}: {field!r} {problem}; remove or correct the record") from None
-    return text
 
 
 def read_ids(path: Path, vocab_size: int, eos_id: int | None, fraction: float) -> Iterator[TokenChunk]:
