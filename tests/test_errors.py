@@ -15,7 +15,7 @@ from lm.checkpoint.resume import plan_resume
 from lm.data.loader import DataConfig, open_data
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
-from lm.prepare import command as prepare_command
+from lm.prepare.__main__ import main as prepare_main
 
 TOO_LONG = "x" * 300
 
@@ -55,7 +55,7 @@ def test_a_directory_with_an_invalid_name_is_not_a_checkpoint() -> None:
         (checkpoint_main, ["list", TOO_LONG]),
         (checkpoint_main, ["verify", TOO_LONG]),
         (generate.main, [TOO_LONG, "--prompt", "a"]),
-        (prepare_command.main, [TOO_LONG, "--tokenizer", "bytes", "--out", "out"]),
+        (prepare_main, [TOO_LONG, "--tokenizer", "bytes", "--out", "out"]),
         (hf_main.main, ["inspect", TOO_LONG]),
         (hf_main.main, ["export", TOO_LONG, "out"]),
     ],

@@ -30,7 +30,8 @@ from lm.data.files import blocks
 from lm.data.tokenizer import FILE, ByteTokenizer, load_tokenizer
 from lm.data.tokens import read_index
 from lm.errors import ConfigError, RunError
-from lm.prepare import command, readers, token_writer
+from lm.prepare import __main__ as command
+from lm.prepare import readers, token_writer
 from lm.prepare.readers import TokenChunk, is_held_out, read_documents, read_ids
 from tests.conftest import Message
 from tests.support import ROOT, byte_level_tokenizer, llama2_tokenizer, llama_tokenizer
@@ -176,34 +177,16 @@ def test_a_file_with_two_names_is_read_once(tmp_path: Path) -> None:
     assert dataset(tmp_path / "out") == as_bytes("to be")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [byte_level_tokenizer, llama_tokenizer, llama2_tokenizer])
-def test_a_document_longer_than_a_chunk_has_the_ids_of_its_text(make: Callable[[], bytes], tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(make())
-    tokenizer = load_tokenizer(str(tmp_path))
-    text = "".join(f"{n} to be\nor not " for n in range(80_000))
-    assert len(text) > readers.CHUNK
-    (tmp_path / "a.txt").write_text(text)
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in ("to", text, "be")))
-    code, _, errors = run(tmp_path / "a.txt", tmp_path / "b.jsonl", "--tokenizer", tmp_path, "--out", tmp_path / "out")
-    assert (code, errors) == (0, "")
-    assert dataset(tmp_path / "out") == [
-        [*tokenizer.encode(each), tokenizer.eos_id] for each in (text, "to", text, "be")
-    ]
-
-
 def test_the_tokens_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
-    lines = (json.dumps({"text": f"document {n}\n" * (n % 3000)}) for n in range(400))
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    texts = [f"document {n}\n" * (n % 3000) for n in range(400)] + ["longer than a chunk\n" * readers.CHUNK]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts[1:]))
+    common = (tmp_path / "a.jsonl", "--tokenizer", "bytes", "--workers")
     contents = []
     for workers in (1, 3):
-        common = (tmp_path / "a.jsonl", "--tokenizer", "bytes", "--validation-fraction", 0.2, "--workers", workers)
-        assert run(*common, "--out", tmp_path / str(workers))[0] == 0
+        assert run(*common, workers, "--out", tmp_path / str(workers))[0] == 0
         contents.append(content(tmp_path / str(workers)))
     assert contents[0] == contents[1]
-
-
-# ---- validation ----------------------------------------------------------------------------------------------
+    assert dataset(tmp_path / "1") == as_bytes(*texts[1:])
 
 
 @pytest.mark.slow
@@ -214,28 +197,16 @@ def test_documents_are_held_out_by_their_content_alone(tmp_path: Path) -> None:
     for count in (200, 800):
         (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts[:count]))
         out = tmp_path / str(count)
-        common = (tmp_path / "a.jsonl", "--tokenizer", "bytes", "--validation-fraction", 0.2, "--workers", 1)
+        common = (tmp_path / "a.jsonl", "--tokenizer", "bytes", "--validation-fraction", 0.2, "--workers", 2)
         assert run(*common, "--out", out)[0] == 0
         splits.append(
             [[ByteTokenizer().decode(ids[:-1]) for ids in dataset(out, name)] for name in token_writer.SPLITS]
         )
     (train, validation), (more_train, more_validation) = splits
-    assert len(train) + len(validation) == 200
-    assert train == more_train[: len(train)]
-    assert validation == more_validation[: len(validation)]
-    assert not set(more_train) & set(more_validation)
+    assert sorted(train + validation) == sorted(texts[:200])
+    assert (train, validation) == (more_train[: len(train)], more_validation[: len(validation)])
     assert more_train == [text for text in texts if text not in more_validation]
     assert 50 < len(set(more_validation)) < 110
-
-
-def test_a_fraction_that_leaves_one_split_empty_is_rejected(tmp_path: Path, message: Message) -> None:
-    (tmp_path / "a.txt").write_text("to be")
-    out = tmp_path / "out"
-    code, _, errors = run(tmp_path / "a.txt", "--tokenizer", "bytes", "--out", out, "--validation-fraction", 1e-9)
-    assert code == 2
-    assert errors.startswith("--validation-fraction: 1e-09 ")
-    message(errors)
-    assert [path.name for path in out.iterdir()] == ["lock"]
 
 
 # ---- HDF5 ----------------------------------------------------------------------------------------------------
@@ -375,12 +346,23 @@ def test_byte_order_marks_and_tables_without_rows_are_skipped(tmp_path: Path) ->
     assert [document.text for document in documents] == ["to be"] * 3
 
 
-@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".zst", zstandard.compress)])
-def test_a_damaged_compressed_file_is_named(suffix: str, compress: Callable[[bytes], bytes], tmp_path: Path) -> None:
-    complete = compress(os.urandom(4000).hex().encode())
-    read_error(tmp_path / f"a.jsonl{suffix}", b"not compressed")
-    read_error(tmp_path / f"a.txt{suffix}", complete[: len(complete) // 2])
-    read_error(tmp_path / f"a.jsonl{suffix}", b"")
+def zstd(content: bytes) -> bytes:
+    """Compress as `zstd --long=30` does."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=30)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    return compressor.compress(content) + compressor.flush()
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".zst", zstd)])
+def test_a_compressed_file_is_read_completely_or_named(
+    suffix: str, compress: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    line = b'{"text": "to be"}\n'
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(compress(line * 1000) + compress(line))
+    assert [document.text for document in read_documents([path], None, "text")] == ["to be"] * 1001
+    for damaged in (b"not compressed", b"", compress(line)[:-1], compress(line) + compress(os.urandom(4000))[:2000]):
+        read_error(path, damaged)
 
 
 def test_a_small_zst_file_with_much_text_is_read_in_blocks(tmp_path: Path) -> None:
@@ -390,17 +372,6 @@ def test_a_small_zst_file_with_much_text_is_read_in_blocks(tmp_path: Path) -> No
     sizes = list(map(len, blocks(path)))
     assert sum(sizes) == len(line) * 10_000_000
     assert max(sizes) < 80_000_000
-
-
-def test_a_zst_file_with_a_long_window_is_read_and_a_truncated_one_is_named(tmp_path: Path) -> None:
-    parameters = zstandard.ZstdCompressionParameters(window_log=30)
-    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    compressed = compressor.compress(b'{"text": "to be"}\n' * 1000) + compressor.flush()
-    assert zstandard.get_frame_parameters(compressed).window_size == 1 << 30
-    path = tmp_path / "a.jsonl.zst"
-    path.write_bytes(compressed)
-    assert [document.text for document in read_documents([path], None, "text")] == ["to be"] * 1000
-    read_error(path, compressed[:-1])
 
 
 def test_all_problems_of_the_input_are_reported_at_once(
@@ -441,25 +412,29 @@ def test_a_missing_package_is_named(package: str, tmp_path: Path, monkeypatch: p
         list(read_ids(path, 9, 1, 0.0) if package == "h5py" else read_documents([path], None, "text"))
 
 
-def test_empty_input_is_rejected_and_leaves_no_files(tmp_path: Path, message: Message) -> None:
-    (tmp_path / "a.txt").touch()
-    (tmp_path / "b.jsonl").write_text('\n{"text": ""}\n')
+@pytest.mark.parametrize(
+    ("files", "options", "error"),
+    [
+        ({"a.txt": "", "b.jsonl": '\n{"text": ""}\n'}, (), "{0}/a.txt and 1 other"),
+        ({"a.txt": "to be"}, ("--validation-fraction", 1e-9), "--validation-fraction: 1e-09 "),
+        (
+            {"a.txt": "to be"} | dict.fromkeys(("b.jsonl", "c.jsonl"), JSONL.decode() * 9 + '{"text": 4}'),
+            (),
+            "{0}/b.jsonl:19: ",
+        ),
+    ],
+    ids=["empty", "fraction", "invalid"],
+)
+def test_input_without_a_dataset_is_rejected_and_leaves_no_files(
+    files: dict[str, str], options: tuple[object, ...], error: str, tmp_path: Path, message: Message
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
     out = tmp_path / "out"
-    code, _, errors = run(tmp_path / "a.txt", tmp_path / "b.jsonl", "--tokenizer", "bytes", "--out", out)
-    assert code == 2
+    code, output, errors = run(tmp_path, "--tokenizer", "bytes", "--out", out, *options)
+    assert (code, output, len(errors.splitlines())) == (2, "", 1)
+    assert errors.startswith(error.format(tmp_path))
     message(errors)
-    assert [path.name for path in out.iterdir()] == ["lock"]
-
-
-def test_the_first_invalid_document_in_input_order_ends_the_run_and_leaves_no_files(tmp_path: Path) -> None:
-    for name in ("b", "c"):
-        (tmp_path / f"{name}.jsonl").write_text('{"text": "to be"}\n{"text": 4}\n')
-    (tmp_path / "a.txt").write_text("to be")
-    out = tmp_path / "out"
-    code, output, errors = run(tmp_path, "--tokenizer", "bytes", "--out", out)
-    assert (code, output) == (2, "")
-    assert errors.startswith(f"{tmp_path}/b.jsonl:2: 'text' ")
-    assert len(errors.splitlines()) == 1
     assert [path.name for path in out.iterdir()] == ["lock"]
 
 

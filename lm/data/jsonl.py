@@ -163,9 +163,8 @@ def _encode(
         for is_chat in (False, True):
             chosen = [example for example in batch if example.is_chat == is_chat]
             texts = [example.text for example in chosen]
-            encodings = tokenizer.encode_with_offsets(texts, add_special_tokens=not is_chat)
-            for example, (ids, offsets) in zip(chosen, encodings, strict=True):
-                ends = offsets[:, 1]
+            encodings = tokenizer.encode_with_ends(texts, add_special_tokens=not is_chat)
+            for example, (ids, ends) in zip(chosen, encodings, strict=True):
                 is_target = np.full(len(ids), example.target_spans is None)
                 for start, stop in example.target_spans or ():
                     is_target |= (ends > start) & (ends <= stop)

@@ -154,8 +154,7 @@ def open_data(
     Raises:
         ConfigError: files are missing or invalid, the tokenizer exceeds vocab_size, or there are too few samples.
     """
-    weights = config.train_data if isinstance(config.train_data, dict) else {"": 1.0}
-    if weights is config.train_data and config.dataset != "tokens":
+    if isinstance(config.train_data, dict) and config.dataset != "tokens":
         problem = f"train_data: weights require dataset: tokens, not {config.dataset}; give one file, folder or glob"
         raise _error(problem, "dataset")
     if config.dataset == "hf":
@@ -171,8 +170,8 @@ def open_data(
             case "jsonl":
                 opened = _open_jsonl(config, seq_len)
         train, validation, tokenizer = opened
-        shares = list(weights.values())
-        source = SampledSource(train, shares, global_batch_size, dp_rank, dp_size, seed, config.shuffle)
+        weights = list(config.train_data.values()) if isinstance(config.train_data, dict) else [1.0]
+        source = SampledSource(train, weights, global_batch_size, dp_rank, dp_size, seed, config.shuffle)
         data = Data(source, validation, tokenizer, [f"train_data: {dataset.note}" for dataset in train if dataset.note])
     tokenizer, n_samples = data.tokenizer, data.samples_per_epoch
     if tokenizer and tokenizer.vocab_size > vocab_size:

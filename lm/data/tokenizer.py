@@ -12,12 +12,12 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import ByteLevelBPETokenizer
 from tokenizers import Tokenizer as Encoder
-from tokenizers import decoders, models, pre_tokenizers, trainers
 from tokenizers.decoders import DecodeStream
 
 from lm.errors import ConfigError, oserror_as_config_error
@@ -33,11 +33,8 @@ def _error(name: object, problem: str) -> ConfigError:
     return ConfigError(f"tokenizer: {name}: {problem}", keys=("tokenizer",))
 
 
-class Encoding(NamedTuple):
-    """The tokens of a text and their positions in it."""
-
-    ids: NDArray[np.uint32]  # (tokens,)
-    offsets: NDArray[np.int64]  # (tokens, 2): the first character of each token, and the first after it
+IdsAndEnds = tuple[NDArray[np.uint32], NDArray[np.int64]]
+"""The tokens of a text, and for each the number of the first character after it: arrays of shape (tokens,)."""
 
 
 class ByteTokenizer:
@@ -55,10 +52,9 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
 
-    def encode_with_offsets(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoding]:  # noqa: ARG002
-        characters = (np.repeat(np.arange(len(text)), [len(c.encode()) for c in text]) for text in texts)
-        offsets = [np.stack([starts, starts + 1], axis=1) for starts in characters]
-        return list(map(Encoding, self.encode_batch(texts), offsets))
+    def encode_with_ends(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[IdsAndEnds]:  # noqa: ARG002
+        ends = (np.repeat(np.arange(1, len(text) + 1), [len(c.encode()) for c in text]) for text in texts)
+        return list(zip(self.encode_batch(texts), ends, strict=True))
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
         """Return the text of `ids`: end-of-text tokens become blank lines, invalid UTF-8 becomes U+FFFD."""
@@ -124,13 +120,13 @@ class FileTokenizer:
         encodings = self._encoder.encode_batch_fast(list(texts))
         return [np.array(self._without_eos(encoding.ids), np.uint32) for encoding in encodings]
 
-    def encode_with_offsets(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoding]:
-        """Return the ids of each text with their offsets; texts from `render` contain their special tokens already."""
+    def encode_with_ends(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[IdsAndEnds]:
+        """Return the ids of each text and their ends; texts from `render` contain their special tokens already."""
         encodings = []
         for encoding in self._encoder.encode_batch(list(texts), add_special_tokens=add_special_tokens):
             ids = self._without_eos(encoding.ids) if add_special_tokens else encoding.ids
-            offsets = np.array(encoding.offsets[: len(ids)], np.int64).reshape(-1, 2)
-            encodings.append(Encoding(np.array(ids, np.uint32), offsets))
+            ends = [end for _, end in encoding.offsets[: len(ids)]]
+            encodings.append((np.array(ids, np.uint32), np.array(ends, np.int64)))
         return encodings
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
@@ -190,16 +186,8 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> bytes:
     """Train a byte-level BPE tokenizer like GPT-2's of at most `vocab_size` tokens and return its `tokenizer.json`."""
-    encoder = Encoder(models.BPE())
-    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    encoder.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(  # pyright: ignore[reportCallIssue]
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    encoder.train_from_iterator(texts, trainer)
+    encoder = ByteLevelBPETokenizer()
+    encoder.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=[END_OF_TEXT])
     return encoder.to_str().encode()
 
 
