@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm import config, parallelize
-from lm.data import loader
 from lm.errors import ConfigError
 from model import PRESETS
 from tests.conftest import Message
@@ -337,12 +336,6 @@ def test_every_rank_exits_with_2_and_one_prints_the_problems(tmp_path: Path, mes
     assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 2
     message(done.stderr)
-
-
-def test_a_total_batch_size_that_is_too_large_is_refused(message: Message) -> None:
-    with pytest.raises(ConfigError, match="batch_size") as refused:
-        loader.derive_global_batch_size(config.read({"hyperparameters": {"batch_size": 2**62}}, [], "test"), 4)
-    message(refused.value)
 
 
 def test_a_shard_group_size_that_does_not_divide_the_ranks_is_refused_with_those_that_do(message: Message) -> None:

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.data.dataset import Dataset, MixtureDataset
+from lm.data.dataset import Dataset
 from lm.data.loader import Batch, Data, DataConfig, Loader, derive_global_batch_size, open_data
 from lm.data.sampler import SampledSource
 from lm.data.tokens import TokenWindowDataset
@@ -40,16 +39,8 @@ def numbered(samples: int) -> TokenWindowDataset:
 def loader(
     samples: int, total: int, *, rank: int = 0, ranks: int = 1, validation: int = 1, seed: int = 0, **keys: Any
 ) -> Loader:
-    source = sampled(samples, total, rank=rank, ranks=ranks, seed=seed, shuffle=keys.get("shuffle", True))
-    return loader_of(Data(source, numbered(validation), None), total, rank=rank, ranks=ranks, **keys)
-
-
-def sampled(samples: int, total: int, *, rank: int, ranks: int, seed: int, shuffle: bool) -> SampledSource:
-    return SampledSource(MixtureDataset([numbered(samples)]), total, rank, ranks, seed, shuffle)
-
-
-def loader_of(data: Data, total: int, *, rank: int = 0, ranks: int = 1, **keys: Any) -> Loader:
-    return Loader(config(**keys), data, total, rank, ranks, CPU)
+    source = SampledSource([numbered(samples)], [1.0], total, rank, ranks, seed, keys.get("shuffle", True))
+    return Loader(config(**keys), Data(source, numbered(validation), None), total, rank, ranks, CPU)
 
 
 def ids(inputs: torch.Tensor) -> list[int]:
@@ -85,8 +76,8 @@ def test_a_global_batch_holds_the_same_samples_whatever_ranks_and_batch_size(
         batch = next(mine.training(step))
         assert len(batch.micro_batches) == accumulation
         shares += ids_of(batch)
-    alone = sampled(samples, total, rank=0, ranks=1, seed=0, shuffle=shuffle)
-    assert shares == alone.sample_ids(step)
+    alone = SampledSource([numbered(samples)], [1.0], total, 0, 1, seed=0, shuffle=shuffle)
+    assert shares == [index for _, index in alone.global_batch(step)]
 
 
 @settings(deadline=None)
@@ -137,24 +128,15 @@ def test_validation_uses_each_sample_once_in_equally_many_micro_batches(
     assert len(passes) == 1
 
 
-def test_validation_is_the_same_every_time() -> None:
-    source = loader(1, 2, validation=7)
-    first, second = ([micro.inputs.tolist() for micro in source.validation()] for _ in range(2))
-    assert first == second
-
-
 # ---- the size of a batch ---------------------------------------------------------------------------------------
-
-
-def test_the_default_global_batch_is_one_micro_batch_per_rank() -> None:
-    assert derive_global_batch_size(config(batch_size=3), dp_size=4) == 12
-    assert derive_global_batch_size(config(batch_size=3, total_batch_size=36), dp_size=4) == 36
 
 
 @pytest.mark.parametrize(("total", "nearest"), [(13, "12 or 24"), (35, "24 or 36"), (5, "12")])
 def test_an_uneven_global_batch_is_an_error_with_the_nearest_multiples(
     total: int, nearest: str, message: Message
 ) -> None:
+    assert derive_global_batch_size(config(batch_size=3), dp_size=4) == 12
+    assert derive_global_batch_size(config(batch_size=3, total_batch_size=36), dp_size=4) == 36
     with pytest.raises(ConfigError, match=f"{nearest}$") as error:
         derive_global_batch_size(config(batch_size=3, total_batch_size=total), dp_size=4)
     assert error.value.keys == {"total_batch_size", "batch_size"}
@@ -174,11 +156,8 @@ def ids_in(dataset: Dataset, index: int) -> list[int]:
 
 def train_dataset(data: Data) -> Dataset:
     assert isinstance(data.train, SampledSource)
-    return data.train.dataset
-
-
-def synthetic(seed: int = 42, total: int = 2) -> Data:
-    return open_data(config(), vocab_size=100, seq_len=8, global_batch_size=total, seed=seed)
+    dataset, _ = data.train.global_batch(0)[0]
+    return dataset
 
 
 @pytest.mark.parametrize("key", ["train_data", "val_data", "tokenizer"])
@@ -189,20 +168,15 @@ def test_synthetic_data_with_files_are_an_error(key: str, message: Message) -> N
     message(error.value)
 
 
-def test_synthetic_samples_are_these_on_every_machine() -> None:
-    data = synthetic()
-    assert ids_in(train_dataset(data), 0) == [56, 43, 75, 98, 24, 50, 40, 12, 66]
-    assert ids_in(train_dataset(data), 3) == [56, 11, 89, 93, 56, 25, 18, 82, 57]
-    assert ids_in(data.validation, 0) == [18, 58, 36, 53, 42, 32, 3, 7, 23]
-
-
-def test_synthetic_samples_are_ten_batches_and_differ_by_index_part_and_seed() -> None:
-    data = synthetic(total=3)
+def test_synthetic_samples_are_ten_batches_that_are_the_same_on_every_machine() -> None:
+    data, other = (open_data(config(), vocab_size=100, seq_len=8, global_batch_size=3, seed=seed) for seed in (42, 1))
     assert data.samples_per_epoch == len(data.validation) == 30
-    datasets = (train_dataset(data), data.validation, train_dataset(synthetic(seed=1)))
+    datasets = (train_dataset(data), data.validation, train_dataset(other))
     samples = [ids_in(dataset, i) for dataset in datasets for i in range(20)]
+    assert samples[0] == [56, 43, 75, 98, 24, 50, 40, 12, 66]
+    assert samples[3] == [56, 11, 89, 93, 56, 25, 18, 82, 57]
+    assert samples[20] == [18, 58, 36, 53, 42, 32, 3, 7, 23]
     assert len({tuple(sample) for sample in samples}) == 60
-    assert {len(sample) for sample in samples} == {9}
     assert {min(map(min, samples)), max(map(max, samples))} == {0, 99}
     assert data.tokenizer is None
 
@@ -219,24 +193,17 @@ def decoded(data: Data, windows: Dataset) -> str:
     return data.tokenizer.decode(int(token) for i in range(len(windows)) for token in windows[i].inputs)
 
 
-def test_the_end_of_the_text_is_held_out_for_validation(tmp_path: Path) -> None:
+def test_the_end_of_the_text_is_held_out_unless_val_data_are_given(tmp_path: Path) -> None:
+    (tmp_path / "val").mkdir()
+    (tmp_path / "val/a.txt").write_text("val" * 20)
     text = "".join(map(chr, range(32, 127))) * 20
     (tmp_path / "a.txt").write_text(text)
-    data = open_text(tmp_path)
+    data = open_text(tmp_path / "a.txt")
     cut = len(text) + 1 - round((len(text) + 1) * 0.05)
-    train, held_out = decoded(data, train_dataset(data)), decoded(data, data.validation)
-    assert text.startswith(train)
-    assert 0 <= cut - 1 - len(train) < 10
-    assert text[cut:].startswith(held_out)
-    assert len(held_out) >= len(text) - cut - 10
-
-
-def test_val_data_leave_the_training_text_complete(tmp_path: Path) -> None:
-    for name in ("train", "val"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.txt").write_text(name * 20)
-    data = open_text(tmp_path / "train", val_data=str(tmp_path / "val"))
-    assert decoded(data, train_dataset(data)) == "train" * 20
+    assert decoded(data, train_dataset(data)) == text[: cut // 10 * 10]
+    assert decoded(data, data.validation) == text[cut:][: (len(text) - cut) // 10 * 10]
+    data = open_text(tmp_path / "a.txt", val_data=str(tmp_path / "val"))
+    assert decoded(data, train_dataset(data)) == text
     assert decoded(data, data.validation) == "val" * 20
 
 
@@ -290,7 +257,7 @@ def test_truncated_samples_are_counted_in_a_note(tmp_path: Path, message: Messag
 def test_sequences_without_targets_are_dropped(tmp_path: Path) -> None:
     data = open_lines(tmp_path, {"prompt": "a" * 11, "completion": "b"}, loss_on="completion")
     assert data.samples_per_epoch == 1  # without the sequences that hold only the prompt
-    batch = next(loader_of(data, total=1).training(0))
+    batch = next(Loader(config(), data, 1, 0, 1, CPU).training(0))
     assert batch.n_target_tokens == 2
     assert (batch.micro_batches[0].targets != IGNORE_INDEX).sum() == 2
 
@@ -298,11 +265,9 @@ def test_sequences_without_targets_are_dropped(tmp_path: Path) -> None:
 def test_a_batch_counts_the_target_tokens_of_all_ranks(tmp_path: Path) -> None:
     lines = [{"prompt": "a", "completion": "b" * count} for count in range(1, 7)]
     data = open_lines(tmp_path, *lines, packing=False, loss_on="completion", seq_len=8)
-    dataset = train_dataset(data)
-    assert isinstance(dataset, MixtureDataset)
-    parts = [replace(data, train=SampledSource(dataset, 4, rank, 2, 0, shuffle=True)) for rank in range(2)]
-    batches = [next(loader_of(part, total=4, rank=rank, ranks=2).training(0)) for rank, part in enumerate(parts)]
-    counts = [int((micro.targets != IGNORE_INDEX).sum()) for batch in batches for micro in batch.micro_batches]
+    sources = [SampledSource([train_dataset(data)], [1.0], 4, rank, 2, 0, shuffle=True) for rank in range(2)]
+    batches = [next(source.batches(0)) for source in sources]
+    counts = [int((sample.targets != IGNORE_INDEX).sum()) for batch in batches for sample in batch.samples]
     assert len(counts) == 4
     assert batches[0].n_target_tokens == batches[1].n_target_tokens == sum(counts)
 

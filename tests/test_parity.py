@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lm import config, optim, parallelize
 from lm.checkpoint.tensor_files import read_headers
 from lm.data import loader
-from lm.data.dataset import MixtureDataset
 from lm.data.sampler import SampledSource
 from lm.runtime.world import World
 from model import IGNORE_INDEX, ModelConfig, Transformer
@@ -39,26 +38,26 @@ BASE = TINY | {
 }
 
 
-def setup(changes: dict[str, Any]) -> tuple[config.Hyperparameters, MixtureDataset, SampledSource, Transformer]:
-    """The hyperparameters, dataset, sample order and initial model of a run in one process."""
+def setup(changes: dict[str, Any]) -> tuple[config.Hyperparameters, SampledSource, Transformer]:
+    """The hyperparameters, samples and initial model of a run in one process."""
     hp = config.read({"hyperparameters": BASE | changes}, [], "test")
     data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 8, 7)
     assert isinstance(data.train, SampledSource)
     model = Transformer(hp)
     parallelize.initialize(model, 7)
-    return hp, data.train.dataset, data.train, model
+    return hp, data.train, model
 
 
 def plain_losses(changes: dict[str, Any]) -> list[float]:
     """Training losses of one process without micro-steps, with PyTorch's clipping and AdamW."""
-    hp, dataset, batches, model = setup(changes)
+    hp, source, model = setup(changes)
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": hp.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=hp.lr, betas=(hp.beta1, hp.beta2))
     losses = []
     for step in range(STEPS):
-        samples = [dataset[i] for i in batches.sample_ids(step)]
+        samples = [dataset[i] for dataset, i in source.global_batch(step)]
         inputs, targets = (torch.from_numpy(np.stack(part)) for part in list(zip(*samples, strict=True))[:2])
         loss = model(inputs, targets) / targets.numel()
         losses.append(loss.item())
@@ -74,12 +73,12 @@ def plain_losses(changes: dict[str, Any]) -> list[float]:
 
 def sample_by_sample(changes: dict[str, Any]) -> list[float]:
     """Training losses on packed samples, of one process that passes each document through the model separately."""
-    hp, dataset, batches, model = setup(changes)
+    hp, source, model = setup(changes)
     optimizer = optim.Optimizer(hp, model.named_parameters())
     losses = []
     for step in range(STEPS):
         loss_sum, n_targets = torch.zeros(()), 0
-        for inputs, targets, document_ids in (dataset[i] for i in batches.sample_ids(step)):
+        for inputs, targets, document_ids in (dataset[i] for dataset, i in source.global_batch(step)):
             assert document_ids is not None
             for document in np.unique(document_ids):
                 mask = document_ids == document

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from lm.data.files import find_files
-from lm.data.text import read_tokens, split_validation
 from lm.data.tokenizer import ByteTokenizer
+from lm.data.tokens import read_tokens
 from lm.errors import ConfigError
 from tests.conftest import Message
 
@@ -29,27 +27,16 @@ def write(folder: Path, *names: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-def refusal(files: list[Path]) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as caught:
-        read_tokens(files, TOKENIZER)
-    return caught.value.problems
-
-
 # ---- finding files -------------------------------------------------------------------------------------------
 
 
-def test_a_file_a_folder_and_a_glob_are_found(tmp_path: Path) -> None:
-    b, a, deep, other = write(tmp_path, "b.txt", "a.txt", "deep/er/c.txt", "d.md")
+def test_a_file_a_glob_and_a_folder_without_its_hidden_files_are_found(tmp_path: Path) -> None:
+    root = tmp_path / ".root"
+    b, a, deep, other, *_ = write(root, "b.txt", "a.txt", "deep/er/c.txt", "d.md", ".b.txt", ".git/config", "c/.d/e")
     assert find_files(str(a), "train_data") == [a]
-    assert find_files(str(tmp_path), "train_data") == [a, b, other, deep]
-    assert find_files(f"{tmp_path}/*.txt", "train_data") == [a, b]
-    assert find_files(f"{tmp_path}/**/*.txt", "train_data") == [a, b, deep]
-
-
-def test_hidden_files_and_folders_are_left_out_of_a_folder(tmp_path: Path) -> None:
-    hidden = tmp_path / ".hidden"
-    seen, *_ = write(hidden, "a.txt", ".b.txt", ".git/config", "c/.d/e")
-    assert find_files(str(hidden), "train_data") == [seen]
+    assert find_files(str(root), "train_data") == [a, b, other, deep]
+    assert find_files(f"{root}/*.txt", "train_data") == [a, b]
+    assert find_files(f"{root}/**/*.txt", "train_data") == [a, b, deep]
 
 
 def test_links_to_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
@@ -112,34 +99,17 @@ def test_files_ordered_by_their_names_each_end_with_an_end_of_text_token(tmp_pat
     assert np.array_equal(read_tokens(two[::-1], TOKENIZER), tokens)
 
 
-def test_empty_files_are_skipped_and_only_empty_files_are_an_error(tmp_path: Path, message: Message) -> None:
-    full, empty, blank = (tmp_path / name for name in ("full", "empty", "blank"))
-    full.write_text("x")
-    empty.touch()
-    blank.touch()
-    assert read_tokens([empty, full], TOKENIZER).tolist() == [ord("x"), END]
-    for files in ([empty], [empty, blank]):
-        message(refusal(files))
-
-
-def test_every_file_that_cannot_be_read_is_named(tmp_path: Path, message: Message) -> None:
-    good, latin, cut = (tmp_path / name for name in ("good", "latin", "cut"))
-    good.write_text("gut")
+def test_empty_files_are_skipped_and_all_problems_are_reported(tmp_path: Path, message: Message) -> None:
+    good, latin, cut, empty, blank = (tmp_path / name for name in ("good", "latin", "cut", "empty", "blank"))
+    good.write_text("x")
     latin.write_bytes("Käse".encode("latin-1"))
     cut.write_bytes("aß".encode()[:-1])
-    problems = sorted(refusal([good, latin, cut, tmp_path / "gone"]))
-    assert [problem.split(" is ")[0] for problem in problems[::2]] == [f"{cut}: byte 1", f"{latin}: byte 1"]
-    assert problems[1].startswith(f"{tmp_path}/gone: ")
-    message(problems)
-
-
-# ---- splitting -------------------------------------------------------------------------------------------------
-
-
-@settings(deadline=None)
-@given(st.integers(1, 500))
-def test_a_twentieth_is_held_out_and_nothing_is_lost(count: int) -> None:
-    tokens = np.arange(count, dtype=np.uint32)
-    train, held_out = split_validation(tokens)
-    assert [*train, *held_out] == list(range(count))
-    assert len(held_out) == max(1, round(count / 20))
+    empty.touch()
+    blank.touch()
+    assert read_tokens([empty, good], TOKENIZER).tolist() == [ord("x"), END]
+    for files in ([empty], [empty, blank], [good, latin, cut, tmp_path / "gone"]):
+        with pytest.raises(ConfigError) as caught:
+            read_tokens(files, TOKENIZER)
+        message("\n".join(sorted(caught.value.problems)))
+    starts = [f"{cut}: byte 1 ", f"{tmp_path}/gone: ", f"{latin}: byte 1 "]
+    assert all(map(str.startswith, sorted(caught.value.problems), starts))
