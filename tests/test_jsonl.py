@@ -46,25 +46,17 @@ def test_packed_sequences_hold_every_token_once_and_each_sample_is_a_document(
     file = write(tmp_path_factory.mktemp("packed") / "a.jsonl", [{"text": text} for text in texts])
     samples = JsonlDataset([file], BYTES, seq_len)
     expected = [[*BYTES.encode(text), BYTES.eos_id] for text in texts]
+    inputs = [token for ids in expected for token in ids[:-1]]
+    documents = np.repeat(np.arange(len(texts)), [len(ids) - 1 for ids in expected])
     assert targets(samples) == [token for ids in expected for token in ids[1:]]
-    sequences = [samples[i] for i in range(len(samples))]
-    assert len(sequences) == -(-sum(len(ids) - 1 for ids in expected) // seq_len)  # only the last is padded
-    inputs = np.concatenate([sequence.inputs for sequence in sequences])
-    numbers: list[int] = []
-    for at, sequence in enumerate(sequences):
-        assert sequence.document_ids is not None
-        assert sequence.document_ids[0] == 0
-        assert samples.n_target_tokens(at) == (sequence.targets != IGNORE_INDEX).sum()
-        numbers += [(at, int(number)) for number in sequence.document_ids]  # type: ignore[misc]
-    position = 0
-    for ids in expected:
-        pieces = numbers[position : position + len(ids) - 1]
-        assert inputs[position : position + len(ids) - 1].tolist() == ids[:-1]
-        in_sequences = {at for at, _ in pieces}  # type: ignore[misc]
-        assert len(set(pieces)) == len(in_sequences)  # one document in each sequence
-        position += len(ids) - 1
-        if position < len(numbers):
-            assert numbers[position] != numbers[position - 1]
+    assert len(samples) == -(-len(inputs) // seq_len)  # only the last is padded
+    for i, start in enumerate(range(0, len(inputs), seq_len)):
+        used = min(seq_len, len(inputs) - start)
+        sample = samples[i]
+        assert sample.inputs[:used].tolist() == inputs[start : start + used]
+        assert sample.document_ids is not None
+        assert sample.document_ids[:used].tolist() == (documents[start : start + used] - documents[start]).tolist()
+        assert samples.n_target_tokens(i) == (sample.targets != IGNORE_INDEX).sum() == used
 
 
 @settings(deadline=None)
@@ -74,18 +66,14 @@ def test_without_packing_each_sample_is_a_sequence_truncated_or_padded(
 ) -> None:
     file = write(tmp_path_factory.mktemp("single") / "a.jsonl", [{"text": text} for text in texts])
     samples = JsonlDataset([file], BYTES, seq_len, packing=False)
+    expected = [[*BYTES.encode(text), BYTES.eos_id] for text in texts]
+    for i, ids in enumerate(expected):
+        padding = [IGNORE_INDEX] * (seq_len - len(ids) + 1)
+        assert samples[i].document_ids is None
+        assert samples[i].inputs[: len(ids) - 1].tolist() == ids[:-1][:seq_len]
+        assert samples[i].targets.tolist() == ids[1:][:seq_len] + padding
+    assert (samples.note or "0 ").startswith(f"{sum(len(ids) - 1 > seq_len for ids in expected)} ")
     assert len(samples) == len(texts)
-    longer = 0
-    for index, text in enumerate(texts):
-        ids = [*BYTES.encode(text), BYTES.eos_id]
-        sequence = samples[index]
-        assert sequence.document_ids is None
-        used = min(seq_len, len(ids) - 1)
-        assert sequence.inputs[:used].tolist() == ids[:used]
-        assert sequence.targets[:used].tolist() == ids[1 : used + 1]
-        assert (sequence.targets[used:] == IGNORE_INDEX).all()
-        longer += len(ids) - 1 > seq_len
-    assert (samples.note or "0 ").startswith(f"{longer} ")
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, LLAMA], ids=["bytes", "llama"])

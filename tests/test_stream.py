@@ -151,14 +151,19 @@ def test_with_another_number_of_workers_each_resumes_after_its_share(tmp_path: P
     _, state = take(source(folder), 10)[-1]
     read = state["streams"][0]["read"] + state["streams"][0]["document"]
     assert read > 10
-    resumed = source(folder, dp_rank=1, dp_size=2)
-    message(resumed.load_state_dict([state]))
-    ((_, after),) = take(resumed, 1)
+    other = source(folder, dp_rank=1, dp_size=2)
+    message(other.load_state_dict([state]))
+    ((_, after),) = take(other, 1)
     assert after["streams"][0]["read"] == read // 2
+    for workers in (2, 1, 3):  # none of them reads anything
+        between = source(folder, workers=workers)
+        assert between.load_state_dict([state]) is not None
+        state = between.state_dict()
+        assert read - 3 < state["streams"][0]["skip"] * workers <= read
 
 
 @pytest.mark.slow
-def test_ranks_and_workers_may_be_swapped_and_documents_are_counted_through_two_changes(tmp_path: Path) -> None:
+def test_ranks_and_workers_may_be_swapped(tmp_path: Path) -> None:
     folder = write(tmp_path)
     _, state = take(source(folder, workers=2), 3)[-1]
     assert state["turn"] == 1
@@ -166,37 +171,22 @@ def test_ranks_and_workers_may_be_swapped_and_documents_are_counted_through_two_
     assert swapped.load_state_dict([state]) is None
     assert [len(inputs) for inputs, _ in take(swapped, 2)] == [2, 2]
 
-    _, state = take(source(folder), 20)[-1]
-    counts = []
-    for workers in (2, 1, 3):  # none of them reads anything
-        between = source(folder, workers=workers)
-        assert between.load_state_dict([state]) is not None
-        state = between.state_dict()
-        counts.append(state["streams"][0]["skip"] * workers)
-    assert counts[0] > 20
-    assert counts[0] - max(counts[1:]) < 3
-
 
 # ---- what is read --------------------------------------------------------------------------------------------
 
 
-def test_parquet_arrow_csv_and_text_are_read(tmp_path: Path) -> None:
+def test_every_format_is_read_and_a_parquet_file_without_rows_is_skipped(tmp_path: Path) -> None:
     table = pa.table({"text": ["one", "two"]})
-    pq.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "parquet").mkdir()
+    for name, rows in (("a", []), ("b", ["one", "two"]), ("c", [])):
+        pq.write_table(pa.table({"text": pa.array(rows, pa.string())}), tmp_path / f"parquet/{name}.parquet")
     with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
     (tmp_path / "a.csv").write_text("text\none\ntwo\n")
     (tmp_path / "a.txt").write_text("one\ntwo\n")
-    for name in ("a.parquet", "a.arrow", "a.csv", "a.txt"):
+    for name in ("parquet", "a.arrow", "a.csv", "a.txt"):
         documents, _ = open_documents(str(tmp_path / name), "train_data", "train", None)
         assert BYTES.decode(first_tokens(documents, "text", BYTES, 100).tolist()) == "one\n\ntwo\n\n", name
-
-
-def test_a_parquet_file_without_rows_is_skipped(tmp_path: Path) -> None:
-    for name, rows in (("a", []), ("b", ["one"]), ("c", [])):
-        pq.write_table(pa.table({"text": pa.array(rows, pa.string())}), tmp_path / f"{name}.parquet")
-    documents, _ = open_documents(str(tmp_path), "train_data", "train", None)
-    assert BYTES.decode(first_tokens(documents, "text", BYTES, 100).tolist()) == "one\n\n"
 
 
 def test_the_fingerprint_depends_on_names_and_sizes(tmp_path: Path) -> None:
@@ -205,11 +195,12 @@ def test_the_fingerprint_depends_on_names_and_sizes(tmp_path: Path) -> None:
     assert open_documents(str(write(tmp_path / "b", documents=11)), "train_data", "train", None)[1] != first
 
 
-@pytest.mark.parametrize("where", ["/none/*.jsonl", "mixed", "acme/none"])
-def test_a_dataset_that_cannot_be_opened_is_an_error(
+@pytest.mark.parametrize("where", ["/none/*.jsonl", "mixed", "acme/none", "./train"])
+def test_a_dataset_that_cannot_be_opened_or_has_no_validation_data_is_an_error(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Message
 ) -> None:
     (tmp_path / "mixed").mkdir()
+    write(tmp_path / "train")
     for name in ("a.csv", "a.jsonl"):
         (tmp_path / "mixed" / name).touch()
     monkeypatch.chdir(tmp_path)
@@ -217,32 +208,34 @@ def test_a_dataset_that_cannot_be_opened_is_an_error(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError) as caught:
-        open_documents(where, "train_data", "train", None)
-    assert "train_data" in caught.value.keys
+        open_data(DataConfig.model_validate({"dataset": "hf", "train_data": where}), 300, SEQ_LEN, 2, 0)
+    assert ("val_data" if where == "./train" else "train_data") in caught.value.keys
     assert ("hf download acme/none" in str(caught.value)) == (where == "acme/none")
     message(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    "files",
     [
-        ("a.jsonl", b'{"text": "a"}\n{\n'),
-        ("a.jsonl", b""),
-        ("a.csv", b""),
-        ("a.txt", b"\xff\n"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 999)[:-9]),
+        {"a.jsonl": b'{"text": "a"}\n{\n'},
+        {"a.jsonl": b""},
+        {"a.csv": b""},
+        {"a.txt": b"\xff\n"},
+        {"a.jsonl.gz": gzip.compress(b'{"text": "a"}\n' * 999)[:-9]},
+        {"a.jsonl": b'{"text": "a", "url": "b"}\n', "b.jsonl": b'{"text": "a", "score": 0.5}\n'},
     ],
-    ids=["json", "empty", "empty-csv", "utf8", "truncated"],
+    ids=["json", "empty", "empty-csv", "utf8", "truncated", "keys"],
 )
-def test_validation_data_that_cannot_be_read_are_an_error_of_one_line(
-    name: str, content: bytes, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    settings = {"dataset": "hf", "train_data": str(write(tmp_path / "train")), "val_data": str(tmp_path / name)}
+def test_validation_data_that_cannot_be_read_are_an_error_of_one_line(files: dict[str, bytes], tmp_path: Path) -> None:
+    (tmp_path / "val").mkdir()
+    for name, content in files.items():
+        (tmp_path / "val" / name).write_bytes(content)
+    settings = {"dataset": "hf", "train_data": str(write(tmp_path / "train")), "val_data": str(tmp_path / "val")}
     with pytest.raises(ConfigError) as caught:
         open_data(DataConfig.model_validate(settings), 300, SEQ_LEN, 2, 0)
     (line,) = caught.value.problems
     assert line.startswith("val_data: ")
+    assert all(word in line for word in ("url", "score") if len(files) > 1)
     assert "val_data" in caught.value.keys
     assert "\n" not in line
 
@@ -272,16 +265,6 @@ def test_a_document_that_is_not_text_is_an_error(line: str, key: str, tmp_path: 
 
 
 @pytest.mark.slow
-def test_records_with_different_keys_are_an_error_that_names_them(tmp_path: Path) -> None:
-    for name, record in (("a", {"text": "a", "url": "b"}), ("b", {"text": "a", "score": 0.5})):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
-    documents, _ = open_documents(str(tmp_path), "val_data", "train", None)
-    with pytest.raises(ConfigError, match=r"val_data: cannot be read: .*score.*url") as caught:
-        first_tokens(documents, "text", BYTES, 100)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.slow
 def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
     before = set(psutil.Process().children())
     batches = source(write(tmp_path, files=1, documents=3000)).batches(0)
@@ -290,14 +273,6 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
         child.kill()
     with pytest.raises(RankError, match="data_workers"):
         deque(batches, maxlen=0)
-
-
-def test_local_files_require_validation_data(tmp_path: Path, message: Message) -> None:
-    config = DataConfig.model_validate({"dataset": "hf", "train_data": str(write(tmp_path))})
-    with pytest.raises(ConfigError) as caught:
-        open_data(config, 300, SEQ_LEN, 2, 0)
-    assert caught.value.keys == {"val_data"}
-    message(caught.value)
 
 
 # ---- a run ---------------------------------------------------------------------------------------------------

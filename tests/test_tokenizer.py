@@ -153,22 +153,19 @@ def test_a_chat_is_rendered_by_the_template_of_the_tokenizer(tmp_path: Path, mes
     message(caught.value)
 
 
-TEMPLATES = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages[0].content }}"}]
-
-
-def test_of_several_chat_templates_the_default_one_is_used() -> None:
-    tokenizer = from_files(llama_tokenizer(), {"chat_template": TEMPLATES})
-    assert tokenizer.render(CHAT, add_generation_prompt=False) == "hi"
-
-
-@pytest.mark.parametrize(
-    "tokenizer", [TOKENIZER, LLAMA, from_files(llama_tokenizer(), {"chat_template": TEMPLATES[:1]})]
-)
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, LLAMA])
 def test_a_chat_without_a_template_is_rejected(tokenizer: Tokenizer, message: Message) -> None:
     with pytest.raises(ConfigError) as caught:
         tokenizer.render(CHAT, add_generation_prompt=False)
     assert caught.value.keys == {"tokenizer"}
     message(caught.value)
+
+
+def test_of_several_chat_templates_the_default_one_is_used() -> None:
+    templates = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    assert from_files(llama_tokenizer(), {"chat_template": templates}).render(CHAT, add_generation_prompt=False) == "hi"
+    with pytest.raises(ConfigError, match="no chat template"):
+        from_files(llama_tokenizer(), {"chat_template": templates[:1]}).render(CHAT, add_generation_prompt=False)
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------

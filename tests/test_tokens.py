@@ -57,11 +57,14 @@ def test_windows_of_a_file_and_of_an_array_are_its_tokens(
             assert source.n_target_tokens(index) == seq_len
 
 
-@pytest.mark.parametrize("size", [0, 19, 21])
-def test_a_file_of_the_wrong_size_is_an_error(size: int, tmp_path: Path, message: Message) -> None:
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("bin", ""), ("bin", "x" * 19), ("bin", "x" * 21), ("json", ""), ("json", "{}"), ("json", '{"format": 2}')],
+)
+def test_a_damaged_file_is_an_error(name: str, content: str, tmp_path: Path, message: Message) -> None:
     path = write(tmp_path, range(10))
-    os.truncate(tmp_path / "train.bin", size)
-    with pytest.raises(ConfigError, match=f"{tmp_path}/train.bin: {size} bytes") as error:
+    path.with_suffix(f".{name}").write_text(content)
+    with pytest.raises(ConfigError, match=f"{tmp_path}/train.{name}: ") as error:
         TokenFileDataset(path, 4, 300)
     message(error.value)
 
@@ -87,14 +90,6 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_offset(tmp_path: Path, m
     message(error.value)
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"format": 2}'])
-def test_an_invalid_index_is_an_error(content: str, tmp_path: Path, message: Message) -> None:
-    write(tmp_path, range(10)).write_text(content)
-    with pytest.raises(ConfigError, match=f"{tmp_path}/train.json") as error:
-        TokenFileDataset(tmp_path / "train.json", 4, 300)
-    message(error.value)
-
-
 # ---- as a dataset --------------------------------------------------------------------------------------------
 
 
@@ -116,25 +111,21 @@ def test_a_folder_holds_training_and_validation_data(tmp_path: Path) -> None:
 
 
 def test_several_folders_are_mixed_by_weight(tmp_path: Path) -> None:
-    one, two = both(tmp_path / "one"), both(tmp_path / "two", 90)
-    data = opened({str(one): 3, str(two): 1})
+    one, two = str(both(tmp_path / "one")), str(both(tmp_path / "two", 90))
+    data = opened({one: 3, two: 1})
     assert data.samples_per_epoch == 12 + 22
     assert data.fingerprints()["data"]["train"].count("tokens, crc32c") == 2
-    assert opened({str(one): 6, str(two): 2}).fingerprints() == data.fingerprints()
-    assert opened({str(one): 1, str(two): 1}).fingerprints() != data.fingerprints()
+    assert opened({one: 6, two: 2}).fingerprints() == data.fingerprints()
+    assert opened({one: 1, two: 1}).fingerprints() != data.fingerprints()
 
 
 def test_the_tokenizer_must_be_the_one_that_made_the_files(tmp_path: Path, message: Message) -> None:
-    assert opened(str(both(tmp_path / "bytes", tokenizer="bytes"))).tokenizer is not None
-    (tmp_path / "own").mkdir()
+    one, own = str(both(tmp_path / "bytes", tokenizer="bytes")), str(both(tmp_path / "own", tokenizer="some other"))
     (tmp_path / "own" / FILE).write_bytes(byte_level_tokenizer())
-    identity = opened(str(both(tmp_path / "plain", tokenizer="bytes"))).fingerprints()["tokenizer"]
-    assert identity == ByteTokenizer.identity
-    both(tmp_path / "own", tokenizer="some other")
-    for train_data, keys in (
-        (str(tmp_path / "own"), {"tokenizer", "train_data"}),
-        ({str(tmp_path / "plain"): 1, str(tmp_path / "own"): 1}, {"train_data"}),
-    ):
+    data = opened(one)
+    assert data.tokenizer is not None
+    assert data.fingerprints()["tokenizer"] == ByteTokenizer.identity
+    for train_data, keys in ((own, {"tokenizer", "train_data"}), ({one: 1, own: 1}, {"train_data"})):
         with pytest.raises(ConfigError) as error:
             opened(train_data)
         assert error.value.keys == keys
