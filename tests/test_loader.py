@@ -94,15 +94,6 @@ def test_without_shuffling_each_epoch_is_in_order() -> None:
     assert sample_ids(loader(5, 2, shuffle=False), 6) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
-def test_targets_are_the_tokens_after_the_inputs() -> None:
-    batch = next(loader(10, 4, ranks=2, rank=1, shuffle=False, batch_size=2).training(0))
-    (micro,) = batch.micro_batches
-    assert micro.inputs.tolist() == [[6, 7, 8], [9, 10, 11]]
-    assert micro.targets.tolist() == [[7, 8, 9], [10, 11, 12]]
-    assert micro.inputs.dtype == micro.targets.dtype == torch.int64
-    assert batch.n_target_tokens == 4 * SEQ_LEN
-
-
 # ---- validation ----------------------------------------------------------------------------------------------
 
 

@@ -265,31 +265,28 @@ def test_hdf5_needs_only_a_vocabulary_size(tmp_path: Path) -> None:
     assert read_index(out / "train.json").tokenizer is None
 
 
-@pytest.mark.parametrize("bad", [300, -1])
-def test_an_id_out_of_range_is_named_with_its_position(
-    bad: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Message
+@pytest.mark.parametrize(
+    ("samples", "name", "dtype", "found"),
+    [
+        ([[1, 2]], "tokens", "uint16", "tokens (1, 2)"),
+        ([[1, 2]], "input_ids", "float32", "input_ids (1, 2)"),
+        ([1, 2], "input_ids", "uint16", "input_ids (2,)"),
+        ([[1, 2], [3, 4], [5, 6], [7, 300]], "input_ids", "uint16", ": sample 3, token 1: id 300 "),
+        ([[1, 2], [3, 4], [5, 6], [7, -1]], "input_ids", "int64", ": sample 3, token 1: id -1 "),
+        (None, "", "", "HDF5"),
+    ],
+)
+def test_an_hdf5_file_without_samples_of_ids_is_rejected(
+    samples: Any, name: str, dtype: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Message
 ) -> None:
     monkeypatch.setattr(readers, "CHUNK", 4)
-    path = hdf5(tmp_path / "a.h5", [[1, 2], [3, 4], [5, 6], [7, bad]], dtype="int64")
-    with pytest.raises(ConfigError, match=f"a.h5: sample 3, token 1: id {bad} .* 257") as caught:
+    path = tmp_path / "a.h5"
+    path.write_bytes(b"not HDF5") if samples is None else hdf5(path, samples, name, dtype)
+    with pytest.raises(ConfigError) as caught:
         list(read_ids(path, 257, 256, 0.0))
-    message(caught.value)
-
-
-def test_an_hdf5_file_without_samples_of_ids_is_rejected(tmp_path: Path, message: Message) -> None:
-    cases = {
-        hdf5(tmp_path / "a.h5", [[1, 2]], "tokens"): "tokens (1, 2)",
-        hdf5(tmp_path / "b.h5", [[1, 2]], dtype="float32"): "input_ids (1, 2)",
-        hdf5(tmp_path / "c.h5", [1, 2]): "input_ids (2,)",  # type: ignore[arg-type]
-        tmp_path / "d.h5": "HDF5",
-    }
-    (tmp_path / "d.h5").write_bytes(b"not HDF5")
-    for path, found in cases.items():
-        with pytest.raises(ConfigError) as caught:
-            list(read_ids(path, 257, 256, 0.0))
-        assert str(caught.value).startswith(f"{path}: ")
-        assert found in str(caught.value)
-        message(caught.value, mask="(?<=HDF5: ).*")
+    assert str(caught.value).startswith(f"{path}: ")
+    assert found in str(caught.value)
+    message(caught.value, mask="(?<=HDF5: ).*")
 
 
 # ---- invalid input -------------------------------------------------------------------------------------------
@@ -300,20 +297,15 @@ JSONL = b'{"text": "to be"}\n\n'
 @pytest.mark.parametrize(
     ("name", "content", "place"),
     [
-        ("a.jsonl", JSONL + b'{"text": ', ":3:"),
         ("a.jsonl", JSONL + b'{"moves": "e4", "n": 1}', ":3:"),
-        ("a.jsonl", JSONL + b'["to be"]', ":3:"),
         ("a.jsonl", JSONL + b'{"text": null}', ":3: 'text'"),
         ("a.jsonl", JSONL + b'{"text": 4}', ":3: 'text'"),
-        ("a.jsonl", JSONL + rb'{"text": "\ud800"}', ":3: 'text'"),
-        ("a.jsonl", JSONL + b'{"text": "\xff"}', ":3: byte 10"),
         ("a.csv", b"moves,n\ne4,1\n", ":1:"),
         ("a.csv", b'n,text\n1,"to\nbe"\n2\n', ":4:"),
         ("a.csv", b"n,text\n1,to be, or not\n", ":2:"),
         ("a.csv", b'n,text\n1,"to', ":2:"),
         ("a.csv", b"text\nto be\n\xff", ": byte 11"),
         ("a.txt", "Größe ".encode() + b"\xff", ": byte 8"),
-        ("a.txt", "Größe ½".encode()[:-1], ": byte 8"),
         ("a.txt", b"to be, or not to be\n" * 200_000 + b"\xe9t\xe9", ": byte 4000000"),
         ("a.txt.gz", gzip.compress(b"to \xff"), ": byte 3"),
         ("a.parquet", b"not Parquet", ":"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -170,19 +171,14 @@ def _join_samples(
     samples: Iterable[NDArray[np.integer[Any]]], eos_id: int | None, fraction: float
 ) -> Iterator[TokenChunk]:
     end = np.array([] if eos_id is None else [eos_id], np.uint32)
-    held_out = False
-    last = eos_id  # the id before the current one, or eos_id between documents
-    for ids in samples:
-        split = is_held_out(ids.astype("<u4").tobytes(), fraction)
-        if last != eos_id and split != held_out:
+    for held_out, run in itertools.groupby(samples, lambda ids: is_held_out(ids.astype("<u4").tobytes(), fraction)):
+        last = eos_id  # the id before the current one, or eos_id between documents
+        for ids in run:
+            if eos_id is not None:
+                is_end = ids == eos_id
+                ids = ids[~(is_end & np.concatenate([[last == eos_id], is_end[:-1]]))]
+            if len(ids):
+                yield TokenChunk(ids, np.flatnonzero(ids == eos_id) + 1, held_out)
+                last = int(ids[-1])
+        if last != eos_id:
             yield TokenChunk(end, np.array([len(end)]), held_out)
-            last = eos_id
-        held_out = split
-        if eos_id is not None:
-            is_end = ids == eos_id
-            ids = ids[~(is_end & np.concatenate([[last == eos_id], is_end[:-1]]))]
-        if len(ids):
-            yield TokenChunk(ids, np.flatnonzero(ids == eos_id) + 1, held_out)
-            last = int(ids[-1])
-    if last != eos_id:
-        yield TokenChunk(end, np.array([len(end)]), held_out)
