@@ -114,7 +114,7 @@ def _get_text(record: Mapping[str, Any], key: str, number: int) -> str:
     try:
         return get_text(record, key)
     except ConfigError as error:
-        raise DataError(f"document {number}: {error}", keys=("text_field",)) from None
+        raise DataError(f"text_field: document {number}: {error}", keys=("text_field",)) from None
 
 
 def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:

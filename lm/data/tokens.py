@@ -110,11 +110,6 @@ class TokenIndex(BaseModel, frozen=True, extra="forbid"):
     sources: list[SourceRecord]
     options: dict[str, str | int | float | None] = Field(default_factory=dict, description="of `lm.prepare`")
 
-    @property
-    def bytes(self) -> int:
-        """Size of NAME.bin."""
-        return self.tokens * np.dtype(self.dtype).itemsize
-
 
 def read_index(path: Path) -> TokenIndex:
     """Read NAME.json and check the size of NAME.bin."""
@@ -128,11 +123,10 @@ def read_index(path: Path) -> TokenIndex:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "contents"
         raise ConfigError(f"{path}: not the index of a token file: {field}: {first['msg']}") from None
-    if size != index.bytes:
-        raise ConfigError(
-            f"{tokens}: {size} bytes, but {index.tokens} tokens of {index.dtype} are {index.bytes} bytes: the file is"
-            " damaged or truncated; write it again with python -m lm.prepare"
-        )
+    if size != (expected := index.tokens * np.dtype(index.dtype).itemsize):
+        problem = f"{size} bytes, but {index.tokens} tokens of {index.dtype} are {expected} bytes"
+        advice = "the file is damaged or truncated; write it again with python -m lm.prepare"
+        raise ConfigError(f"{tokens}: {problem}: {advice}")
     return index
 
 
