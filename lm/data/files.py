@@ -139,7 +139,7 @@ def decode(path: Path, content: bytes, offset: int = 0) -> str:
 
 
 def read_all(files: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
-    """Return what `read` returns for each file, or raise the errors of the first 20 that cannot be read."""
+    """Return what `read` returns for each file, or raise the errors of all files, at most 20."""
     results: list[T] = []
     errors: list[ConfigError] = []
     for path in files:
@@ -188,7 +188,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
 
 
 def get_text(record: Mapping[str, Any], key: str, setting: str = "text_field") -> str:
-    """Return the text of the field `key` of a record, which `setting` names; errors do not name the record."""
+    """Return the text in the field `key` of a record. Errors say to change `setting`; the caller adds the place."""
     if key not in record:
         problem = f"has no {key!r}, only {', '.join(map(repr, record)) or 'nothing'}; choose one: {setting}"
         raise ConfigError(problem, keys=("text_field",))
