@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,44 +43,30 @@ REQUEUED: dict[str, Any] = TINY | {
 """Hyperparameters of a run that a scheduler stops and requeues, without `max_steps`."""
 
 EXACT = ("loss", "grad_norm", "lr", "batches", "tokens", "skipped_steps")
-"""Training metrics that are bit-identical however often a run is stopped and resumed."""
+"""Metrics that are bit-identical however often a run is stopped and resumed."""
 
 
 def _enter(
-    rank: int, size: int, port: int, action: Callable[..., Any], arguments: tuple[Any, ...], results: Any
+    rank: int, size: int, nodes: int, port: int, action: Callable[..., Any], arguments: tuple[Any, ...], results: Path
 ) -> None:
     torch.set_num_threads(1)
-    launch = Launch(rank, size, rank, size, 0, "127.0.0.1", port)
+    per_node = size // nodes
+    launch = Launch(rank, size, rank % per_node, per_node, rank // per_node, "127.0.0.1", port)
     with join_world(launch, timeout=60) as world:
-        results.put((rank, action(world, *arguments)))
+        (results / str(rank)).write_bytes(pickle.dumps(action(world, *arguments)))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # as fsdp.py: PyTorch aborts if the interpreter shuts down while one of its threads runs
 
 
-def run_ranks(size: int, action: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_ranks(size: int, action: Callable[..., Any], *arguments: Any, nodes: int = 1) -> list[Any]:
     """Run `action(world, *arguments)` on `size` ranks with gloo; return the results by rank.
 
     `action` is a function at the top level of a module; its result is picklable and holds no tensors.
     """
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    with_args = (size, free_port(), action, arguments, results)
-    processes = mp.spawn(_enter, with_args, nprocs=size, join=False)  # type: ignore[attr-defined]
-    assert processes is not None
-    received: dict[int, Any] = {}
-    while len(received) < size:
-        if not results.empty():
-            rank, value = results.get()
-            received[rank] = value
-        elif processes.join(timeout=0.05):
-            break
-    while not processes.join():
-        pass
-    while not results.empty():
-        rank, value = results.get()
-        received[rank] = value
-    return [received[rank] for rank in range(size)]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_enter, (size, nodes, free_port(), action, arguments, Path(folder)), nprocs=size)  # type: ignore[attr-defined]
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(size)]
 
 
 def in_world(action: Callable[[World], Any]) -> Any:
@@ -102,23 +90,45 @@ def execute(
 
 
 def start(
-    folder: Path, *overrides: str, ranks: int = 1, config: Mapping[str, Any] | None = None, **env: str
+    folder: Path,
+    *overrides: str,
+    ranks: int = 1,
+    config: Mapping[str, Any] | None = None,
+    launcher: Sequence[str] | None = None,
+    script: str = "",
+    **env: str,
 ) -> subprocess.Popen[str]:
     """Start `fsdp.py` in `folder` on `ranks` ranks.
 
     Args:
         config: hyperparameters (default: `TINY`), written to `folder/test.yaml`.
+        launcher: Python's arguments that start the ranks (default: those of `lm.launch`, if `ranks` > 1).
+        script: Python lines that every rank runs before; they can use `rank`.
         env: environment variables to set.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "test.yaml").write_text(json.dumps({"hyperparameters": dict(TINY if config is None else config)}))
-    script = [str(ROOT / "fsdp.py"), "--config", "test.yaml", *overrides]
-    command = [sys.executable, *(["-m", "lm.launch", "--nproc", str(ranks)] if ranks > 1 else []), *script]
+    if launcher is None:
+        launcher = ["-m", "lm.launch", "--nproc", str(ranks)] if ranks > 1 else []
+    program = str(scripted(folder, script) if script else ROOT / "fsdp.py")
     variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env
     return subprocess.Popen(
-        command, cwd=folder, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, *launcher, program, "--config", "test.yaml", *overrides],
+        cwd=folder,
+        env=variables,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
+
+
+def scripted(folder: Path, script: str) -> Path:
+    """Write a program that runs `fsdp.py` after the Python lines `script`, which can use `rank`."""
+    path = folder / "script.py"
+    before = "import os, sys\nimport fsdp\nrank = int(os.environ.get('RANK', 0))\n"
+    path.write_text(f"{before}{script}\nfsdp.run_and_exit(fsdp.main)\n")
+    return path
 
 
 def run(folder: Path, *overrides: str, timeout: float = 120, **how: Any) -> subprocess.CompletedProcess[str]:
@@ -140,9 +150,9 @@ def reports(folder: Path, group: str = "training", name: str = "test") -> dict[i
     return {record["step"]: record for record in records if record["group"] == group}
 
 
-def exact(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return the training metrics `EXACT` of a run, by step."""
-    return {step: {key: line[key] for key in EXACT if key in line} for step, line in reports(folder).items()}
+def exact(folder: Path, group: str = "training") -> dict[int, dict[str, Any]]:
+    """Return the metrics `EXACT` of a run, by step."""
+    return {step: {key: line[key] for key in EXACT if key in line} for step, line in reports(folder, group).items()}
 
 
 def checkpoints(folder: Path, name: str = "test") -> dict[int, Path]:

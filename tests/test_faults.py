@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import pytest
 
 from lm.checkpoint.manifest import read_manifest, verify
 from tests.conftest import Message
-from tests.support import ROOT, TINY, checkpoints, exact, reports, run, start
+from tests.support import TINY, checkpoints, exact, reports, run, start
 
 RUN = TINY | {
     "dropout": 0.1,
@@ -44,7 +41,7 @@ class Job:
         """Wait until both ranks have started; return their processes."""
         while self.process.poll() is None:
             self._descendants = psutil.Process(self.process.pid).children(recursive=True)
-            python = [p for p in self._descendants if {"script.py", str(ROOT / "fsdp.py")} & {*p.cmdline()}]
+            python = [p for p in self._descendants if "--config" in p.cmdline()]
             found = {int(p.environ().get("RANK", -1)): p for p in python}
             if {0, 1} <= found.keys():
                 return found
@@ -72,12 +69,9 @@ class Job:
         return [p for p in self._descendants if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-Start = Callable[..., subprocess.Popen[str]]
-
-
 @contextmanager
-def started(folder: Path, *overrides: str, start: Start = start) -> Iterator[Job]:
-    job = Job(start(folder, *overrides, ranks=2, config=RUN))
+def started(folder: Path, *overrides: str, **how: Any) -> Iterator[Job]:
+    job = Job(start(folder, *overrides, ranks=2, config=RUN, **how))
     try:
         yield job
     finally:
@@ -88,31 +82,7 @@ def started(folder: Path, *overrides: str, start: Start = start) -> Iterator[Job
             job.process.communicate()
 
 
-def scripted(script: str) -> Start:
-    """Start fsdp.py after the Python lines `script`, which can use `rank`."""
-
-    def start_script(folder: Path, *overrides: str, ranks: int, config: dict[str, Any]) -> subprocess.Popen[str]:
-        (folder / "test.yaml").write_text(json.dumps({"hyperparameters": config}))
-        before = "import os, sys\nimport fsdp\nrank = int(os.environ['RANK'])\n"
-        (folder / "script.py").write_text(f"{before}{script}\nfsdp.run_and_exit(fsdp.main)\n")
-        command = [sys.executable, "-m", "lm.launch", "--nproc", str(ranks), "script.py", "--config", "test.yaml"]
-        return popen([*command, *overrides], folder)
-
-    return start_script
-
-
-def torchrun(*options: str) -> Start:
-    def start_torchrun(folder: Path, *overrides: str, ranks: int, config: dict[str, Any]) -> subprocess.Popen[str]:
-        (folder / "test.yaml").write_text(json.dumps({"hyperparameters": config}))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        return popen([*command, *options, str(ROOT / "fsdp.py"), "--config", "test.yaml", *overrides], folder)
-
-    return start_torchrun
-
-
-def popen(command: list[str], folder: Path) -> subprocess.Popen[str]:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def verified(folder: Path) -> dict[int, Path]:
@@ -229,7 +199,7 @@ def hanging_loader(self, start):
 
 Loader.training = hanging_loader
 """
-    with started(tmp_path, "collective_timeout=3", start=scripted(script)) as job:
+    with started(tmp_path, "collective_timeout=3", script=script) as job:
         job.wait_for("validation  step    3")
         job.ranks()
         hung = time.monotonic()
@@ -292,7 +262,7 @@ def forward_step(self, *micro_batch):
 Transformer.forward = forward_step
 """
     every_step = ("checkpoint_rate=1", "keep_checkpoints=6", "async_checkpoint=false")
-    with started(tmp_path, "max_steps=6", *every_step, start=scripted(script)) as job:
+    with started(tmp_path, "max_steps=6", *every_step, script=script) as job:
         code, stderr = job.finish()
     assert code == 0, stderr
     text = (tmp_path / "runs" / "test" / "metrics.jsonl").read_text()
@@ -309,7 +279,7 @@ Transformer.forward = forward_step
 
 @pytest.mark.slow
 def test_torchrun_forwards_sigterm_and_the_run_saves_a_complete_checkpoint(tmp_path: Path) -> None:
-    with started(tmp_path, "checkpoint_rate=1000", start=torchrun()) as job:
+    with started(tmp_path, "checkpoint_rate=1000", launcher=TORCHRUN) as job:
         job.wait_for("training")
         job.ranks()
         job.process.terminate()
@@ -319,7 +289,7 @@ def test_torchrun_forwards_sigterm_and_the_run_saves_a_complete_checkpoint(tmp_p
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_torchrun(tmp_path: Path) -> None:
-    with started(tmp_path, start=torchrun()) as job:
+    with started(tmp_path, launcher=TORCHRUN) as job:
         job.wait_for("checkpoint")
         job.ranks()[1].kill()
         code, stderr = job.finish()
@@ -332,8 +302,7 @@ def test_a_killed_rank_ends_torchrun(tmp_path: Path) -> None:
 def test_a_run_that_torchrun_restarts_ends_with_the_same_losses(tmp_path: Path) -> None:
     uninterrupted = run(tmp_path / "uninterrupted", "max_steps=8", ranks=2, config=RUN)
     assert uninterrupted.returncode == 0, uninterrupted.stderr
-    (tmp_path / "killed").mkdir()
-    with started(tmp_path / "killed", "max_steps=8", start=torchrun("--max-restarts", "1")) as job:
+    with started(tmp_path / "killed", "max_steps=8", launcher=(*TORCHRUN, "--max-restarts", "1")) as job:
         job.wait_for("checkpoint")
         job.ranks()[0].kill()
         job.wait_for("resumed")
