@@ -127,9 +127,11 @@ def start_step(steps: list[Step], _step: int) -> None:
     steps.append(Step(graphs=counters["stats"]["unique_graphs"]))
 
 
+SHARDINGS = ("full-shard", "grad-shard", "no-shard")
+QUICK: dict[str, dict[str, Any]] = {"full-shard": {}, "layers-1": {"n_layers": 1}, "layers-3": {"n_layers": 3}}
 TWO: dict[str, dict[str, Any]] = {  # runs of two ranks
-    **{name: {"sharding": name} for name in ("full-shard", "grad-shard", "no-shard")},
-    **{f"{name}-x3": {"sharding": name, "total_batch_size": 6} for name in ("full-shard", "grad-shard", "no-shard")},
+    **{name: {"sharding": name} for name in SHARDINGS[1:]},
+    **{f"{name}-x3": {"sharding": name, "total_batch_size": 6} for name in SHARDINGS},
     "full-shard-x3-each": {"total_batch_size": 6, "sync_each_micro_step": True},
     "one-unit": {"layer_wrap": False},
     "tied": {"tie_embeddings": True},
@@ -142,14 +144,19 @@ FOUR: dict[str, dict[str, Any]] = {  # runs of four ranks, two groups of two
     "hybrid-grad-shard-x3": {"sharding": "hybrid-grad-shard", "shard_group_size": 2, "total_batch_size": 12},
 }
 FOUR["hybrid-grad-shard-x3-each"] = FOUR["hybrid-grad-shard-x3"] | {"sync_each_micro_step": True}
-DEPTHS: dict[str, dict[str, Any]] = {f"layers-{n}": {"n_layers": n} for n in (1, 3)}
-OTHERS: dict[str, dict[str, Any]] = {"compiled": {"compile": True}}
 
 
 @pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Step]]:
-    """Steps of every run above, on its last rank."""
-    two = run_ranks(2, count_each, str(tmp_path_factory.mktemp("two")), TWO | DEPTHS | OTHERS)[-1]
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Step]]:
+    """Steps of the runs in `QUICK`, on the last rank."""
+    return run_ranks(2, count_each, str(tmp_path_factory.mktemp("quick")), QUICK)[-1]
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Step]]:
+    """Steps of the other runs, on the last rank."""
+    runs: dict[str, dict[str, Any]] = TWO | {"compiled": {"compile": True}}
+    two = run_ranks(2, count_each, str(tmp_path_factory.mktemp("two")), runs)[-1]
     return two | run_ranks(4, count_each, str(tmp_path_factory.mktemp("four")), FOUR)[-1]
 
 
@@ -178,25 +185,21 @@ def expected(ranks: int, changes: dict[str, Any]) -> Counter[Collective]:
     return step
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TWO | FOUR)
-def test_a_step_has_the_collectives_of_its_strategy(name: str, counted: dict[str, list[Step]]) -> None:
-    wanted = expected(4, FOUR[name]) if name in FOUR else expected(2, TWO[name])
-    for step in counted[name]:
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in TWO | FOUR)])
+def test_a_step_has_the_collectives_of_its_strategy_and_no_synchronization(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    wanted = expected(4, FOUR[name]) if name in FOUR else expected(2, (QUICK | TWO)[name])
+    for step in request.getfixturevalue("quick" if name in QUICK else "others")[name]:
         assert step.collectives == wanted
-
-
-@pytest.mark.parametrize("name", TWO | FOUR)
-def test_a_step_does_not_synchronize_with_the_device(name: str, counted: dict[str, list[Step]]) -> None:
-    for step in counted[name]:
         # The preemption decision, which gloo reduces on the host.
         assert step.synchronizations == ["tolist of torch.int32"]
 
 
-def test_the_operators_grow_linearly_with_the_layers(counted: dict[str, list[Step]]) -> None:
+def test_the_operators_grow_linearly_with_the_layers(quick: dict[str, list[Step]]) -> None:
     totals = []
     for name in ("layers-1", "full-shard", "layers-3"):
-        _, second, third = counted[name]
+        _, second, third = quick[name]
         assert second.operators == third.operators
         assert second.operators["aten._fused_adamw_"] == 2  # parameters with weight decay, and without
         totals.append(second.operators.total())
@@ -207,9 +210,10 @@ def test_the_operators_grow_linearly_with_the_layers(counted: dict[str, list[Ste
     assert two - one < 190
 
 
-def test_one_compiled_block_serves_all(counted: dict[str, list[Step]]) -> None:
+@pytest.mark.slow
+def test_one_compiled_block_serves_all(others: dict[str, list[Step]]) -> None:
     # One graph of a block and one of the head are compiled in the first step.
-    assert [step.graphs for step in counted["compiled"]] == [0, 2, 2]
+    assert [step.graphs for step in others["compiled"]] == [0, 2, 2]
 
 
 def attention_and_products(world: World, recomputations: list[str], has_documents: bool) -> list[tuple[int, int]]:

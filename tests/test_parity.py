@@ -138,15 +138,21 @@ DTYPES: dict[str, dict[str, Any]] = {"bfloat16": {"amp_dtype": "bfloat16"}, "flo
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """The training losses of every run above on two ranks."""
-    return run_ranks(2, run_each, str(tmp_path_factory.mktemp("two")), EQUAL | MODELS | DROPOUT | DTYPES)[0]
+def equal(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """The training losses of the runs in `EQUAL` on two ranks."""
+    return run_ranks(2, run_each, str(tmp_path_factory.mktemp("equal")), EQUAL)[0]
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """The training losses of the other runs on two ranks."""
+    return run_ranks(2, run_each, str(tmp_path_factory.mktemp("others")), MODELS | DROPOUT | DTYPES)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EQUAL)
-def test_two_ranks_train_as_one_process(name: str, two_ranks: dict[str, list[float]]) -> None:
-    assert two_ranks[name] == pytest.approx(plain_losses({}), rel=1e-5)
+def test_two_ranks_train_as_one_process(name: str, equal: dict[str, list[float]]) -> None:
+    assert equal[name] == pytest.approx(plain_losses({}), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -161,14 +167,14 @@ def test_one_and_four_ranks_train_as_one_process(ranks: int, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_other_models_train_as_in_one_process(name: str, two_ranks: dict[str, list[float]]) -> None:
-    assert two_ranks[name] == pytest.approx(plain_losses(MODELS[name]), rel=1e-5)
+def test_other_models_train_as_in_one_process(name: str, others: dict[str, list[float]]) -> None:
+    assert others[name] == pytest.approx(plain_losses(MODELS[name]), rel=1e-5)
 
 
-def test_recomputation_repeats_dropout(two_ranks: dict[str, list[float]]) -> None:
-    assert two_ranks["dropout-recompute"] == pytest.approx(two_ranks["dropout"], rel=1e-6)
-    assert two_ranks["dropout-recompute-some"] == pytest.approx(two_ranks["dropout"], rel=1e-6)
-    assert two_ranks["dropout"] != pytest.approx(plain_losses({}), rel=1e-3)
+def test_recomputation_repeats_dropout(others: dict[str, list[float]]) -> None:
+    assert others["dropout-recompute"] == pytest.approx(others["dropout"], rel=1e-6)
+    assert others["dropout-recompute-some"] == pytest.approx(others["dropout"], rel=1e-6)
+    assert others["dropout"] != pytest.approx(plain_losses({}), rel=1e-3)
 
 
 @pytest.mark.slow
@@ -187,9 +193,9 @@ def test_packed_documents_train_as_separate_ones(positions: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_lower_precision_trains_close_to_float32(dtype: str, two_ranks: dict[str, list[float]]) -> None:
-    assert two_ranks[dtype] == pytest.approx(plain_losses({}), rel=1e-2)
-    assert two_ranks[dtype] != pytest.approx(plain_losses({}), rel=1e-6)
+def test_lower_precision_trains_close_to_float32(dtype: str, others: dict[str, list[float]]) -> None:
+    assert others[dtype] == pytest.approx(plain_losses({}), rel=1e-2)
+    assert others[dtype] != pytest.approx(plain_losses({}), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -233,12 +239,6 @@ def test_the_attention_kernel_is_reported(
     assert parallelize.attention_kernel(model, document_ids, torch.bfloat16, torch.device(device)) == kernel
 
 
-def sharded(hp: config.Hyperparameters, world: World, dims: dict[str, int]) -> Transformer:
-    with torch.device("meta"):
-        model = Transformer(hp)
-    return parallelize.parallelize(model, hp, world.device_mesh(dims), None, 7)
-
-
 class DrawnValues(TorchDispatchMode):
     """Counts the random values that are drawn."""
 
@@ -256,14 +256,18 @@ def initial_weights(world: World, shardings: list[str], changes: dict[str, Any])
     found = []
     for sharding in shardings:
         hp = config.read({"hyperparameters": BASE | changes | {"sharding": sharding}}, [], "test")
+        mesh = world.device_mesh(parallelize.mesh_dims(hp, world.size, world.size))
         with DrawnValues() as drawn:
-            model = sharded(hp, world, parallelize.mesh_dims(hp, world.size, world.size))
+            with torch.device("meta"):
+                model = Transformer(hp)
+            parallelize.parallelize(model, hp, mesh, None, 7)
         weights = {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}  # type: ignore
         found.append((drawn.count, weights))
     world.all_gather_object(None)  # no rank leaves while another one needs its store
     return found
 
 
+@pytest.mark.slow
 def test_initial_weights_depend_neither_on_world_size_nor_on_strategy() -> None:
     size = {"vocab_size": 2**17, "n_layers": 1}  # embedding and head are 4 chunks each, and a rank draws 2 of them
     plain = Transformer(config.read({"hyperparameters": BASE | size}, [], "test"))
@@ -273,41 +277,3 @@ def test_initial_weights_depend_neither_on_world_size_nor_on_strategy() -> None:
         for name, parameter in plain.named_parameters():
             assert np.array_equal(weights[name], parameter.detach().numpy()), name
         assert (drawn < 0.6 * plain.config.n_parameters) == (sharding == "full-shard")
-
-
-def losses_on_meshes(world: World, meshes: list[dict[str, int]], changes: dict[str, Any]) -> list[list[float]]:
-    """Training losses on rank-dependent tokens, on a mesh of each of the given dimensions."""
-    hp = config.read({"hyperparameters": BASE | changes}, [], "test")
-    losses = []
-    for dims in meshes:
-        model = sharded(hp, world, dims)
-        optimizer = optim.Optimizer(hp, model.named_parameters())
-        generator = torch.Generator().manual_seed(world.rank)
-        losses.append([])
-        for micro_step in range(6):
-            is_last = bool(micro_step % 2)
-            tokens = torch.randint(hp.vocab_size, (2, hp.max_seq_len + 1), generator=generator)
-            parallelize.start_micro_step(model, hp, is_last)
-            loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-            (loss / (4 * hp.max_seq_len)).backward()
-            losses[-1].append(loss.item())
-            if is_last:
-                optimizer.clip_grad_norm(torch.ones(()))
-                optimizer.step(1e-2)
-                optimizer.zero_grad()
-    return losses
-
-
-@pytest.mark.slow
-def test_further_mesh_dimensions_change_nothing() -> None:
-    meshes = [
-        {"replicate": 1, "shard": 2},
-        {"replicate": 1, "shard": 2, "other": 1},
-        {"other": 1, "replicate": 1, "shard": 2},
-        {"replicate": 2, "shard": 1},
-        {"replicate": 2, "shard": 1, "other": 1},
-    ]
-    sharded, *others, replicated, replicated_too = run_ranks(2, losses_on_meshes, meshes, {"sharding": "grad-shard"})[0]
-    assert others == [sharded, sharded]
-    assert replicated_too == replicated == pytest.approx(sharded, rel=1e-5)
-    assert sharded[0] != sharded[-2]

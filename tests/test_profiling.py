@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import inspect
 import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +20,7 @@ import torch
 from determined.core import DummyProfilerContext
 
 from lm.errors import ConfigError
+from lm.launch.spawn import free_port
 from lm.profiling import ProfilingConfig, profiling
 from tests import support
 from tests.conftest import Message
@@ -62,12 +69,19 @@ def traces(folder: Path) -> list[Path]:
     return sorted((folder / "runs" / "test" / "tensorboard").glob("*.pt.trace.json.gz"))
 
 
-@pytest.mark.slow
-def test_every_rank_writes_a_trace_with_shapes_memory_and_module_names(tmp_path: Path) -> None:
-    done = support.run(tmp_path, "max_steps=5", "torch_profiler=true", ranks=2)
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of two ranks with traces."""
+    folder = tmp_path_factory.mktemp("profiled")
+    done = support.run(folder, "max_steps=20", "report_rate=2", "torch_profiler=true", ranks=2)
     assert done.returncode == 0, done.stderr
-    assert [trace.name.partition(".")[0] for trace in traces(tmp_path)] == ["rank0", "rank1"]
-    for trace in traces(tmp_path):
+    return folder
+
+
+@pytest.mark.slow
+def test_every_rank_writes_a_trace_with_shapes_memory_and_module_names(profiled: Path) -> None:
+    assert [trace.name.partition(".")[0] for trace in traces(profiled)] == ["rank0", "rank1"]
+    for trace in traces(profiled):
         assert trace.stat().st_size < 1e6  # so that real models stay below 50 MB
         names = {event.get("name", "") for event in events(trace)}
         assert {"FSDP::pre_forward (blocks.0)", "FSDP::pre_backward (blocks.1)", "[memory]"} <= names
@@ -75,6 +89,50 @@ def test_every_rank_writes_a_trace_with_shapes_memory_and_module_names(tmp_path:
         assert any([16, 32] in product["Input Dims"] for product in products)  # tokens x d_model
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torch_tb_profiler") is None, reason="torch-tb-profiler is missing")
+def test_tensorboard_serves_the_loss_curve_and_the_traces_of_both_ranks(profiled: Path) -> None:
+    """As `make board` starts it; the answers are those that the pages in a browser draw."""
+    url = f"http://127.0.0.1:{free_port()}/data/plugin"
+    command = ["--logdir", "runs", "--host", "127.0.0.1", "--port"]
+    assert " ".join(command) in (support.ROOT / "Makefile").read_text()
+
+    def get(path: str, ready: str) -> Any:
+        """Return the answer as soon as it contains `ready`."""
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                with urllib.request.urlopen(f"{url}/{path}") as answer:
+                    text = answer.read().decode()
+            except OSError as error:
+                text = str(error)
+            if ready in text:
+                return json.loads(text)
+            assert time.monotonic() < deadline, text
+            time.sleep(0.1)
+
+    with (profiled / "tensorboard.log").open("wb") as log:
+        process = subprocess.Popen(
+            [Path(sys.executable).parent / "tensorboard", *command, url.split("/")[2].partition(":")[2]],
+            cwd=profiled,
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"NO_PROXY": "*"},
+        )
+    try:
+        (run,) = get("scalars/tags", "training/loss")
+        drawn = {step: loss for _, step, loss in get(f"scalars/scalars?run={run}&tag=training/loss", "20,")}
+        reported = {step: line["loss"] for step, line in support.reports(profiled).items()}
+        assert drawn == pytest.approx(reported)
+        (run,) = get("pytorch_profiler/runs", "test")["runs"]
+        assert {"Overview", "Operator", "Trace"} <= set(get(f"pytorch_profiler/views?run={run}", "Trace"))
+        assert get(f"pytorch_profiler/workers?run={run}&view=Trace", "rank1") == ["rank0", "rank1"]
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.mark.slow
 def test_a_run_too_short_for_a_trace_warns(tmp_path: Path, message: Message) -> None:
     for steps, is_short in ((3, True), (8, False)):  # the second run resumes from step 3
         done = support.run(tmp_path, f"max_steps={steps}", "torch_profiler=true", "torch_profiler_steps=[3, 1, 2]")

@@ -96,6 +96,7 @@ def weights(world: World) -> dict[str, Any]:
     return {name: full(parameter) for name, parameter in build(world, "no-shard", seed=7)[0].named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_pytorch_reads_the_directory_and_the_weights_alone(written: tuple[Path, list[str]], tmp_path: Path) -> None:
     folder, uuids = written
