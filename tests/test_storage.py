@@ -6,7 +6,6 @@ The storage is moto's S3 server, through Determined's S3StorageManager.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.multiprocessing as mp
 from determined import core
 from determined.common import storage
 from torch.distributed.fsdp import fully_shard
@@ -23,9 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.manifest import CheckpointError
 from lm.determined.context import TorchDistributedContext
-from lm.launch.environment import Launch
-from lm.launch.spawn import free_port
-from lm.runtime.world import World, join_world
+from lm.runtime.world import World
+from tests.support import run_ranks
 from tests.test_manifest import SHARDS, save, toy
 
 moto_server = pytest.importorskip("moto.server", reason="needs moto[server]")
@@ -70,35 +66,30 @@ class Machine(storage.S3StorageManager):
             path.write_bytes(path.read_bytes()[:-1] + b"\xff")
 
 
-def _enter(rank: int, port: int, endpoint: str, folder: Path, action: Callable[..., Any], results: Any) -> None:
-    """Act as one of two machines, which share only the network and the storage."""
-    torch.set_num_threads(1)
+def use_storage(world: World, endpoint: str, folder: Path, action: Callable[..., Any]) -> Any:
+    """Call `action(world, checkpointer, context, local)` on a machine with the private directory `local`."""
     os.umask(0o077)
-    local = folder / f"machine-{rank}"
+    local = folder / f"machine-{world.rank}"
     local.mkdir(parents=True)
-    os.environ |= {"TMPDIR": str(local), "AWS_DEFAULT_REGION": "us-east-1", "GLOO_SOCKET_IFNAME": "lo"}
-    tempfile.tempdir = None
+    tempfile.tempdir = str(local)
     manager = Machine(BUCKET, "key", "secret", endpoint, temp_dir=str(local))
-    launch = Launch(rank, 2, local_rank=0, local_size=1, node_rank=rank, address="127.0.0.1", port=port)
-    with join_world(launch, timeout=60) as world:
-        world.on_rank0(lambda: manager.bucket.create() and None)
-        distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
-        context = Reporting(distributed, manager)
-        context.reported = []
-        config = CheckpointConfig.model_validate({"keep_checkpoints": 2})
-        checkpointer = Checkpointer(config, context, world, None, {}, distributed.use_saver_group)
-        results.put((rank, action(world, checkpointer, context, local)))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # as fsdp.py ends: a thread may still be writing
+    world.on_rank0(lambda: manager.bucket.create() and None)
+    distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
+    context = Reporting(distributed, manager)
+    context.reported = []
+    config = CheckpointConfig.model_validate({"keep_checkpoints": 2})
+    return action(world, Checkpointer(config, context, world, None, {}, distributed.use_saver_group), context, local)
 
 
-def on_two_machines(endpoint: str, folder: Path, action: Callable[..., Any]) -> list[Any]:
-    """What `action(world, checkpointer, context, local)` returns on each of two machines of one rank."""
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    mp.spawn(_enter, (free_port(), endpoint, folder, action, results), nprocs=2)  # type: ignore[attr-defined]
-    return [value for _, value in sorted(results.get() for _ in range(2))]
+OnTwoMachines = Callable[[Callable[..., Any]], list[Any]]
+
+
+@pytest.fixture
+def on_two_machines(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnTwoMachines:
+    """Runs an action on two machines of one rank, which share only the network and the storage."""
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    return lambda action: run_ranks(2, use_storage, endpoint, tmp_path, action, nodes=2)
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -106,30 +97,32 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def save_and_load(world: World, checkpointer: Checkpointer, context: Reporting, local: Path) -> dict[str, Any]:
-    uuid = save(checkpointer, world, 3)
+    uuids = [save(checkpointer, world, step, loss=loss) for step, loss in enumerate([3.0, 1.0, 4.0, 5.0], start=1)]
     left_by_save = files_in(local)
     model = toy(-1)
     fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
-    manifest = checkpointer.load(uuid, lambda _: {"model": model})
+    manifest = checkpointer.load(uuids[3], lambda _: {"model": model})
     shards = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
     return {
-        "uuid": uuid,
+        "uuids": uuids,
+        "kept": [bool(objects(context._storage_manager, uuid)) for uuid in uuids],
         "reported": context.reported,
         "step": manifest.step,
         "sizes": [len(shard) for shard in shards],
-        "equal": all(bool((shard == 3).all()) for shard in shards),
+        "equal": all(bool((shard == 4).all()) for shard in shards),
         "left": [left_by_save, files_in(local)],
     }
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_reported_once_complete_and_loads_on_every_machine(endpoint: str, tmp_path: Path) -> None:
-    first, second = on_two_machines(endpoint, tmp_path, save_and_load)
-    assert first["reported"] == [(first["uuid"], FILES, {"steps_completed": 3})]
-    assert second["reported"] == []
+def test_a_checkpoint_is_reported_once_complete_and_loads_on_every_machine(on_two_machines: OnTwoMachines) -> None:
+    first, second = on_two_machines(save_and_load)
+    reports = [(uuid, FILES, {"steps_completed": step}) for step, uuid in enumerate(first["uuids"], start=1)]
+    assert (first["reported"], second["reported"]) == (reports, [])
     for rank in (first, second):
-        assert rank["uuid"] == first["uuid"]
-        assert (rank["step"], rank["sizes"], rank["equal"]) == (3, [3, 3], True)
+        assert rank["uuids"] == first["uuids"]
+        assert rank["kept"] == [False, True, True, True]  # the newest two and the best
+        assert (rank["step"], rank["sizes"], rank["equal"]) == (4, [3, 3], True)
         assert rank["left"] == [[], []]
 
 
@@ -152,8 +145,10 @@ def damage_each_download(
 
 
 @pytest.mark.slow
-def test_every_machine_verifies_its_download_and_all_ranks_refuse_together(endpoint: str, tmp_path: Path) -> None:
-    for errors in on_two_machines(endpoint, tmp_path, damage_each_download):
+def test_every_machine_verifies_its_download_and_all_ranks_refuse_together(
+    on_two_machines: OnTwoMachines, tmp_path: Path
+) -> None:
+    for errors in on_two_machines(damage_each_download):
         assert len(errors) == 4
         for victim, name, error in errors:
             assert error.startswith(f"{tmp_path}/machine-{victim}/")
@@ -175,20 +170,7 @@ def fail_on_one(world: World, checkpointer: Checkpointer, context: Reporting, _l
 
 
 @pytest.mark.slow
-def test_a_machine_without_write_access_fails_all_before_the_timeout(endpoint: str, tmp_path: Path) -> None:
-    first, second = on_two_machines(endpoint, tmp_path, fail_on_one)
+def test_a_machine_without_write_access_fails_all_before_the_timeout(on_two_machines: OnTwoMachines) -> None:
+    first, second = on_two_machines(fail_on_one)
     assert "rank 1" in first[0]
     assert max(first[1], second[1]) < 30  # timeout: 60
-
-
-def save_five(world: World, checkpointer: Checkpointer, context: Reporting, _local: Path) -> list[bool]:
-    losses = [2.0, 1.0, 3.0, 4.0, 5.0]
-    uuids = [save(checkpointer, world, step, loss=loss) for step, loss in enumerate(losses, start=1)]
-    world.all_gather_object(None)
-    return [bool(objects(context._storage_manager, uuid)) for uuid in uuids]
-
-
-@pytest.mark.slow
-def test_the_newest_and_the_best_are_kept_in_the_storage(endpoint: str, tmp_path: Path) -> None:
-    for kept in on_two_machines(endpoint, tmp_path, save_five):
-        assert kept == [False, True, False, True, True]
