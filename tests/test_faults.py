@@ -111,16 +111,6 @@ def test_a_second_signal_during_the_save_does_not_damage_the_checkpoint(tmp_path
 
 
 @pytest.mark.slow
-def test_sigusr2_to_one_rank_stops_all_ranks_after_the_same_step(tmp_path: Path) -> None:
-    with started(tmp_path, "checkpoint_rate=1000") as job:
-        job.wait_for("training")
-        job.ranks()[1].send_signal(signal.SIGUSR2)
-        code, stderr = job.finish()
-    assert code == 0, stderr
-    assert list(verified(tmp_path)) == [max(reports(tmp_path))]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.5, 2.5])
 def test_a_signal_during_startup_ends_the_run_without_a_traceback(seconds: float, tmp_path: Path) -> None:
     with started(tmp_path) as job:
@@ -216,22 +206,6 @@ def test_out_of_memory_names_hyperparameters_that_reduce_memory(tmp_path: Path, 
     done = run(tmp_path, "vocab_size=4000000000")
     assert done.returncode == 1
     message(done.stderr, mask=r"\(.*(?=\); reduce)")
-
-
-@pytest.mark.slow
-def test_a_second_run_in_the_same_directory_is_refused_and_names_the_first(tmp_path: Path) -> None:
-    first = start(tmp_path, config=RUN)
-    try:
-        assert first.stdout is not None
-        first.stdout.readline()
-        second = run(tmp_path, config=RUN)
-        assert second.returncode == 1
-        assert f"process {first.pid} on " in second.stderr
-        assert "Traceback" not in second.stderr
-    finally:
-        first.terminate()
-        _, stderr = first.communicate(timeout=60)
-    assert first.returncode == 0, stderr
 
 
 # ---- inf and NaN --------------------------------------------------------------------------------------
