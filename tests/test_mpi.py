@@ -78,7 +78,7 @@ class Queue:
 
 @pytest.mark.slow
 @needs(MPICH, OPEN_MPI)
-def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_ends_with_the_same_exact(
+def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_ends_with_the_same_losses(
     tmp_path: Path, message: Message
 ) -> None:
     job = tmp_path / "job"

@@ -196,7 +196,7 @@ Loader.training = fail
 
 
 @pytest.mark.slow
-def test_a_run_stopped_before_the_time_limit_is_requeued_and_ends_with_the_same_exact(
+def test_a_run_stopped_before_the_time_limit_is_requeued_and_ends_with_the_same_losses(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     uninterrupted = run(tmp_path / "uninterrupted", "total_batch_size=4", "batch_size=2", ranks=2, config=RUN)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lm import config
 from tests.conftest import Message
 from tests.support import TINY, run
 
@@ -25,6 +26,7 @@ def test_the_length_follows_from_the_epochs(epochs: float, tmp_path: Path) -> No
     assert f"step {int(10 * epochs)}/{int(10 * epochs)}" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_prompt_without_a_token_is_refused_before_training(tmp_path: Path, message: Message) -> None:
     done = run(tmp_path, config=TINY | {"prompt": "to be"})
     assert done.returncode == 2
@@ -42,3 +44,4 @@ def test_negative_epochs_only_validate_and_generate(tmp_path: Path) -> None:
     assert "validation  step 3" in again.stdout
     assert "training" not in again.stdout
     assert "\nto be" in again.stdout
+    assert config.load(tmp_path / "runs" / "test" / "config.yaml", []).max_epochs == -1
