@@ -11,17 +11,12 @@ from typing import Any
 import pytest
 
 from benchmarks.curves import deviations
-from benchmarks.throughput import shares, union
+from benchmarks.throughput import shares
 from tests.support import ROOT, TINY
 
 
 def event(cat: str, name: str, start: float, end: float) -> dict[str, Any]:  # milliseconds
     return {"ph": "X", "cat": cat, "name": name, "ts": start * 1e3, "dur": (end - start) * 1e3}
-
-
-def test_a_union_is_disjoint() -> None:
-    assert union([(5, 6), (0, 2), (1, 3), (3, 4), (0, 1)]) == [(0, 4), (5, 6)]
-    assert union([]) == []
 
 
 def test_the_shares_of_a_cpu_step_do_not_overlap() -> None:
