@@ -17,7 +17,7 @@ import pytest
 
 from lm.launch.spawn import free_port
 from tests.conftest import Message
-from tests.support import REQUEUED, ROOT, checkpoints, exact, run
+from tests.support import REQUEUED, ROOT, checkpoints, exact, run, scripted
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
 MISSING = [name for name in NEEDED if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
@@ -147,12 +147,9 @@ def cluster() -> Iterator[Cluster]:
 
 
 def python(folder: Path, script: str) -> str:
-    """Return an executable that runs fsdp.py after the Python lines `script`."""
-    (folder / "script.py").write_text(
-        f"import sys\n{script}\nsys.argv = sys.argv[1:]\nimport fsdp, os\nos._exit(fsdp.main())\n"
-    )
+    """Return an executable that runs `fsdp.py` after the Python lines `script`."""
     path = folder / "python"
-    path.write_text(f'#!/bin/sh\nexec {sys.executable} {folder}/script.py "$@"\n')
+    path.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} {scripted(folder, script)} "$@"\n')
     path.chmod(0o755)
     return str(path)
 

@@ -23,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lm.checkpoint.manifest import read_manifest
 from tests.cluster import shown, trial
 from tests.cluster.master import PROFILER_GROUPS, Master
-from tests.support import ROOT
+from tests.support import ROOT, scripted
 
 UNAVAILABLE = trial.unavailable_reason()
 pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
@@ -321,21 +321,18 @@ def test_a_search_drops_a_trial_with_invalid_hyperparameters(
 
 
 OUT_OF_MEMORY = """
-import os, sys
-sys.path.insert(0, os.getcwd())
-import fsdp, torch
+import torch
 from lm.data.loader import Loader
 
 training = Loader.training
 
 def allocate_too_much(self, start):
     for step, batch in enumerate(training(self, start), start):
-        if os.environ["RANK"] == "{victim}" and step == 3:
+        if rank == {victim} and step == 3:
             torch.empty(1 << 60)
         yield batch
 
 Loader.training = allocate_too_much
-fsdp.run_and_exit(fsdp.main)
 """
 
 
@@ -344,11 +341,10 @@ fsdp.run_and_exit(fsdp.main)
 def test_a_search_drops_a_trial_in_which_one_rank_runs_out_of_memory(
     searching: Master, tmp_path: Path, victim: int
 ) -> None:
-    script = tmp_path / "out_of_memory.py"
-    script.write_text(OUT_OF_MEMORY.format(victim=victim))
+    script = scripted(tmp_path, OUT_OF_MEMORY.format(victim=victim))
     searching.experiment["resources"]["slots_per_trial"] = 2
     searching.experiment["entrypoint"] = f"python3 -m determined.launch.torch_distributed -- python3 {script}"
-    dropped = trial.run(searching, folder=tmp_path, hyperparameters=point(searching))
+    dropped = trial.run(searching, folder=tmp_path, hyperparameters=point(searching), PYTHONPATH=str(ROOT))
     assert dropped.process.returncode == 0, dropped.log
     assert searching.allocation is not None
     assert searching.allocation.invalid
