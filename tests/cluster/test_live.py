@@ -6,12 +6,10 @@ DET_SLOTS is the number of slots (default 1), DET_POOL the resource pool.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 
 from tests.cluster import shown, trial
-from tests.cluster.shown import Shown
 from tests.support import ROOT
 
 MASTER = os.environ.get("DET_MASTER")
@@ -19,19 +17,6 @@ pytestmark = [
     pytest.mark.skipif(MASTER is None, reason="DET_MASTER is not set"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # the SDK's import warns
 ]
-
-
-def of_cluster(run: Any) -> Shown:
-    """Return what the cluster shows for a trial."""
-
-    def steps(group: str) -> dict[int, dict[str, float]]:
-        return {report.steps_completed: report.metrics for report in run.iter_metrics(group)}
-
-    checkpoints = {}
-    for checkpoint in run.list_checkpoints():
-        files = {path: int(size) for path, size in (checkpoint.resources or {}).items() if not path.endswith("/")}
-        checkpoints[(checkpoint.metadata or {})["steps_completed"]] = files
-    return Shown(steps("training"), steps("validation"), checkpoints)
 
 
 def test_a_cluster_shows_the_documented_metrics_and_checkpoints() -> None:
@@ -49,4 +34,12 @@ def test_a_cluster_shows_the_documented_metrics_and_checkpoints() -> None:
     run = experiment.await_first_trial()
     state = experiment.wait()
     assert state == client.ExperimentState.COMPLETED, "\n".join(run.logs(tail=50))
-    shown.check(of_cluster(run), hyperparameters, ranks=slots)
+    training, validation = (
+        {report.steps_completed: report.metrics for report in run.iter_metrics(group)}
+        for group in ("training", "validation")
+    )
+    checkpoints = {}
+    for checkpoint in run.list_checkpoints():
+        files = {path: int(size) for path, size in (checkpoint.resources or {}).items() if not path.endswith("/")}
+        checkpoints[(checkpoint.metadata or {})["steps_completed"]] = files
+    shown.check(training, validation, checkpoints, hyperparameters, ranks=slots)

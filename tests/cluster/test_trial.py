@@ -98,7 +98,21 @@ def test_the_master_accepts_every_call_of_a_trial_and_the_trial_completes(done: 
 
 
 def test_the_web_ui_shows_the_documented_metrics_and_checkpoints(done: tuple[Master, trial.Trial]) -> None:
-    shown.check(shown.of_stand_in(done[0], 1), trial.SHORT | HYPERPARAMETERS, ranks=2)
+    master, _ = done
+    training, validation = (
+        {m["step"]: m["metrics"] for m in master.metrics if (m["trial"], m["group"]) == (1, group)}
+        for group in ("training", "validation")
+    )
+    checkpoints = {
+        c["metadata"]["steps_completed"]: {path: int(size) for path, size in c["resources"].items()}
+        for c in master.checkpoints
+        if c["taskId"] == "trial.1"
+    }
+    shown.check(training, validation, checkpoints, trial.SHORT | HYPERPARAMETERS, ranks=2)
+    assert master.bodies("/api/v1/trials/{trial}/progress")[-1]["progress"] == 1.0
+    # The background reporter skips outdated statuses.
+    statuses = {body["state"] for body in master.bodies("/api/v1/trials/{trial}/runner/metadata")}
+    assert {"training"} <= statuses <= {"training", "validating", "saving"}
 
 
 def test_the_profiler_page_has_data(done: tuple[Master, trial.Trial]) -> None:
