@@ -136,7 +136,7 @@ def test_a_signal_during_a_long_validation_ends_the_run_after_it_with_a_checkpoi
 # ---- killed, stopped and hung ranks -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_is_named_and_ends_the_run_within_two_seconds(
     victim: int, tmp_path: Path, message: Message
 ) -> None:
@@ -218,7 +218,7 @@ SKIPPED = {
 """What makes the loss or the gradient of a micro-step non-finite."""
 
 
-@pytest.mark.parametrize("how", SKIPPED)
+@pytest.mark.parametrize("how", [pytest.param("loss", marks=pytest.mark.slow), "gradient"])
 def test_nan_or_inf_on_one_rank_makes_all_ranks_skip_the_step_without_changing_a_bit(how: str, tmp_path: Path) -> None:
     script = f"""
 from model import Transformer
