@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 import yaml
 from determined.common import constants
@@ -155,6 +156,50 @@ def test_secrets_are_not_in_files_or_logs_of_a_trial(done: tuple[Master, trial.T
     assert not [secret for secret in secrets[:2] if secret in finished.log]  # Determined prints the environment
 
 
+class S3Master(Master):
+    """A master whose checkpoint storage is an S3 bucket."""
+
+    bucket: Any
+
+    def files(self, checkpoint: str) -> dict[str, int]:
+        found = self.bucket.objects.filter(Prefix=f"{checkpoint}/")
+        return {item.key.partition("/")[2]: item.size for item in found if not item.key.endswith("/")}
+
+
+@pytest.mark.slow
+def test_storage_credentials_are_not_in_checkpoints_tensorboard_files_or_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    server = pytest.importorskip("moto.server", reason="needs moto[server]").ThreadedMotoServer(
+        "127.0.0.1", 0, verbose=False
+    )
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint, key, secret = f"http://{host}:{port}", "storage-access-key", "storage-secret-key"
+    s3: Any = boto3.resource("s3", endpoint_url=endpoint, aws_access_key_id=key, aws_secret_access_key=secret)
+    master = S3Master(tmp_path)
+    master.bucket = s3.Bucket("checkpoints")
+    master.bucket.create()
+    config = trial.experiment(max_steps=6)
+    storage = {"type": "s3", "bucket": "checkpoints", "access_key": key, "secret_key": secret}
+    config["checkpoint_storage"] = storage | {"endpoint_url": endpoint}
+    try:
+        trial.submit(master, config, tmp_path / "cli")
+        finished = trial.run(master, folder=tmp_path)
+        assert finished.process.returncode == 0, finished.log
+        stored = {item.key: item.get()["Body"].read() for item in master.bucket.objects.all()}
+    finally:
+        master.close()
+        server.stop()
+    assert master.refused == []
+    assert any(name.endswith("/manifest.json") for name in stored)
+    assert any("tensorboard" in name and "tfevents" in name for name in stored)
+    for text in (key, secret, finished.allocation.token):
+        assert not [name for name, content in stored.items() if text.encode() in content]
+        assert text not in finished.log
+
+
 # ---- interruptions ----------------------------------------------------------------------------------------
 
 
@@ -256,6 +301,7 @@ def test_a_fork_starts_at_step_0_with_the_weights_and_trains_through_an_outage_o
     assert read_manifest(master.storage / saved(master, 3)[24]).trial_id == 3
 
 
+@pytest.mark.slow
 def test_init_from_loads_the_weights_of_a_checkpoint_by_its_uuid(
     done: tuple[Master, trial.Trial], folder: Path
 ) -> None:
