@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import pytest
 
 from lm.checkpoint.manifest import read_manifest, verify
 from tests.conftest import Message
-from tests.support import TINY, checkpoints, exact, reports, run, start
+from tests.support import ROOT, TINY, checkpoints, exact, reports, run, start
 
 RUN = TINY | {
     "dropout": 0.1,
@@ -284,3 +285,16 @@ def test_a_run_that_torchrun_restarts_ends_with_the_same_losses(tmp_path: Path) 
     assert code == 0, stderr
     assert exact(tmp_path / "killed") == exact(tmp_path / "uninterrupted")
     assert 8 in verified(tmp_path / "killed")
+
+
+# ---- random interruptions -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_twenty_interruptions_lose_at_most_two_intervals_and_change_no_loss_and_no_weight() -> None:
+    command = [sys.executable, "-m", "tests.soak", "20", "--seed", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    count, most_lost = map(int, done.stdout.splitlines()[-1].split()[1:])
+    assert count == 20
+    assert most_lost <= 6

@@ -1,14 +1,16 @@
-"""The training loop skips steps with inf or NaN gradients, and its length follows from steps or epochs."""
+"""A run trains as the original example, skips steps with inf or NaN gradients, and ends after its steps or epochs."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+import yaml
 
 from lm import config
 from tests.conftest import Message
-from tests.support import TINY, run
+from tests.support import ROOT, TINY, reports, run
 
 
 def test_too_many_consecutive_inf_or_nan_gradients_end_the_run(tmp_path: Path, message: Message) -> None:
@@ -45,3 +47,18 @@ def test_negative_epochs_only_validate_and_generate(tmp_path: Path) -> None:
     assert "training" not in again.stdout
     assert "\nto be" in again.stdout
     assert config.load(tmp_path / "runs" / "test" / "config.yaml", []).max_epochs == -1
+
+
+@pytest.mark.slow
+def test_the_original_example_memorises_random_samples_and_cannot_predict_others(tmp_path: Path) -> None:
+    """config.yaml with a smaller model and vocabulary, so that 100 steps take seconds."""
+    hyperparameters = yaml.safe_load((ROOT / "config.yaml").read_text())["hyperparameters"]
+    small = {"d_model": 64, "n_heads": 2, "n_layers": 2, "vocab_size": 500, "max_seq_len": 64, "lr": 1e-3}
+    done = run(tmp_path, "max_steps=100", ranks=2, config=hyperparameters | small)
+    assert done.returncode == 0, done.stderr
+    training, validation = reports(tmp_path), reports(tmp_path, "validation")
+    assert sorted(training) == sorted(validation) == list(range(10, 101, 10))
+    uniform = math.log(500)
+    assert abs(training[10]["loss"] - uniform) < 0.3
+    assert training[100]["loss"] < uniform - 1.0
+    assert all(abs(line["loss"] - uniform) < 0.5 for line in validation.values())

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import pytest
 import torch
 
 from lm import precision
-from lm.determined.context import TorchDistributedContext
 from lm.errors import ConfigError, RankError, RunError
 from lm.launch.environment import Launch
 from lm.launch.spawn import free_port
 from lm.runtime.world import MeshLayout, World, choose_device, join_world
 from tests.conftest import Message
-from tests.support import in_world, run, run_ranks
+from tests.support import in_world, run_ranks
 
 
 def launch(rank: int, size: int, port: int, nodes: int = 1) -> Launch:
@@ -49,16 +47,6 @@ def test_a_port_in_use_is_named(address: str, nodes: int, message: Message) -> N
             pass
     assert f"127.0.0.1:{port}" in str(failed.value)
     message(failed.value, mask=str(port))
-
-
-@pytest.mark.slow
-def test_a_run_whose_other_rank_was_not_started_exits_with_one_line(tmp_path: Path, message: Message) -> None:
-    port = str(free_port())
-    env = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    done = run(tmp_path, "collective_timeout=3", timeout=60, RANK="0", WORLD_SIZE="2", **env)
-    assert done.returncode == 1
-    assert len(done.stderr.splitlines()) == 1
-    message(done.stderr, mask=port)
 
 
 def listeners(_: World) -> list[str]:
@@ -203,37 +191,3 @@ def test_ranks_that_differ_in_another_dimension_than_data_parallelism_share_a_dp
     layouts = [MeshLayout(dims, rank) for rank in range(len(dp_ranks))]
     assert [layout.dp_rank for layout in layouts] == dp_ranks
     assert {layout.dp_size for layout in layouts} == {max(dp_ranks) + 1}
-
-
-def build_mesh(world: World) -> tuple[list[Any], dict[str, int], set[float]]:
-    dims = {"replicate": 2, "shard": 1, "tensor": 2}
-    mesh = world.device_mesh(dims)
-    groups = [world.control, world.saver, world.node, *mesh.get_all_groups()]
-    backends = [cast(Any, group)._get_backend(torch.device("cpu")) for group in groups]
-    timeouts = {backend.options._timeout.total_seconds() for backend in backends}
-    return mesh.mesh.tolist(), {name: mesh[name].size() for name in dims}, timeouts
-
-
-@pytest.mark.slow
-def test_a_mesh_has_the_named_dimensions_and_all_groups_have_the_timeout() -> None:
-    assert run_ranks(4, build_mesh) == [([[[0, 1]], [[2, 3]]], {"replicate": 2, "shard": 1, "tensor": 2}, {60})] * 4
-
-
-def use_core_api(world: World) -> dict[str, Any]:
-    context = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
-    rank = context.get_rank()
-    return {
-        "ranks": (rank, context.get_size(), context.get_local_rank(), context.local_size, context.cross_size),
-        "allgather": [context.allgather(rank), context.allgather_local(rank)],
-        "gather": [context.gather(rank), context.gather_local(rank)],
-        "broadcast": [context.broadcast(f"from {rank}"), context.broadcast_local(f"from {rank}")],
-    }
-
-
-@pytest.mark.slow
-def test_core_api_uses_the_same_ranks() -> None:
-    same = {"allgather": [[0, 1]] * 2, "broadcast": ["from 0"] * 2}
-    assert run_ranks(2, use_core_api) == [
-        same | {"ranks": (0, 2, 0, 2, 1), "gather": [[0, 1]] * 2},
-        same | {"ranks": (1, 2, 1, 2, 1), "gather": [None, None]},
-    ]

@@ -11,7 +11,6 @@ import copy
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from lm.launch.spawn import free_port
@@ -145,22 +145,14 @@ class Trial:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout} s\n{self.log}") from None
 
-    def ranks(self) -> dict[int, int]:
-        """Return the process IDs of the ranks, outside the container."""
-        processes = {}
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                words = (process / "cmdline").read_bytes().split(b"\0")
-                pairs = (pair.partition(b"=") for pair in (process / "environ").read_bytes().split(b"\0"))
-                variables = {name: value for name, _, value in pairs}
-                mine = variables.get(b"DET_ALLOCATION_ID") == self.allocation.id.encode()
-                if mine and len(words) > 1 and words[1] == b"fsdp.py" and b"RANK" in variables:
-                    processes[int(variables[b"RANK"])] = int(process.name)
-        return processes
-
     def kill(self) -> None:
         """Kill rank 0."""
-        os.kill(self.ranks()[0], signal.SIGKILL)
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                variables = process.environ()
+                mine = variables.get("DET_ALLOCATION_ID") == self.allocation.id and variables.get("RANK") == "0"
+                if mine and process.cmdline()[1:2] == ["fsdp.py"]:
+                    process.kill()
 
 
 def run(master: Master, number: int = 1, *, folder: Path, timeout: float = 300, **how: Any) -> Trial:
