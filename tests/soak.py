@@ -31,21 +31,16 @@ from typing import Any, NamedTuple
 import psutil
 
 from lm.checkpoint.manifest import CheckpointError, read_manifest, verify
-from tests.support import EXACT, TINY, checkpoints, start
+from tests.support import EXACT, EXACT_RUN, checkpoints, start
 
 STEPS = 30
 RATE = 3
 """Steps between checkpoints."""
-RUN = TINY | {
+RUN = EXACT_RUN | {
     "n_layers": 1,
-    "dropout": 0.1,
-    "lr": 1e-2,
     "total_batch_size": 4,
-    "report_rate": 1,
     "validation_rate": 3,
-    "validation_batches": 1,
     "checkpoint_rate": RATE,
-    "amp_dtype": None,
     "max_steps": STEPS,
     "collective_timeout": 60,
 }

@@ -30,17 +30,17 @@ ROOT = Path(__file__).parent.parent
 TINY: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 16}
 """Hyperparameters of a model so small that a run takes hardly longer than its imports."""
 
-
-REQUEUED: dict[str, Any] = TINY | {
+EXACT_RUN: dict[str, Any] = TINY | {
     "dropout": 0.1,
     "lr": 1e-2,
     "report_rate": 1,
-    "validation_rate": 50,
     "validation_batches": 1,
-    "checkpoint_rate": 1000,
     "amp_dtype": None,
 }
-"""Hyperparameters of a run that a scheduler stops and requeues, without `max_steps`."""
+"""Hyperparameters of a run whose every step is compared bit for bit, without `max_steps` and `checkpoint_rate`."""
+
+REQUEUED: dict[str, Any] = EXACT_RUN | {"max_steps": 12, "validation_rate": 50, "checkpoint_rate": 1000}
+"""Hyperparameters of a run that a scheduler stops and requeues."""
 
 EXACT = ("loss", "grad_norm", "lr", "batches", "tokens", "skipped_steps")
 """Metrics that are bit-identical however often a run is stopped and resumed."""

@@ -7,7 +7,6 @@ import os
 import re
 import resource
 import shutil
-import socket
 import stat
 import subprocess
 import time
@@ -28,17 +27,10 @@ from lm.errors import ConfigError, RunError
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
 from tests.conftest import Message
-from tests.support import TINY, checkpoints, exact, in_world, run, run_ranks
+from tests.support import EXACT_RUN, checkpoints, exact, in_world, run, run_ranks
 from tests.test_manifest import RUN_INFO, SHARDS, opened, progress, save, toy
 
-RUN = TINY | {
-    "max_steps": 8,
-    "checkpoint_rate": 2,
-    "report_rate": 1,
-    "validation_batches": 1,
-    "keep_checkpoints": None,
-    "amp_dtype": None,
-}
+RUN = EXACT_RUN | {"max_steps": 8, "checkpoint_rate": 2, "keep_checkpoints": None}
 UUID = r"[0-9a-f]{8}-[0-9a-f-]{27}"
 
 
@@ -288,31 +280,6 @@ def test_a_full_disk_ends_the_run_with_the_bytes_and_keeps_the_last_checkpoint(
     assert sorted(names(disk / "runs/test/checkpoints")) == sorted(path.name for path in complete.values())
     for path in complete.values():
         verify(path, read_manifest(path))
-
-
-def use_separate_disks(world: World, folder: Path) -> tuple[str | None, str | None]:
-    """The errors of saving and loading on ranks that do not share a directory."""
-    disk = folder / f"disk-{world.rank}"
-    disk.mkdir()
-    with opened(world, folder) as checkpointer:
-        name = save(checkpointer, world, 1)
-    if world.rank == 0:
-        (folder / name).rename(disk / name)
-    with opened(world, disk) as checkpointer:
-        saving = attempt(lambda: save(checkpointer, world, 2))
-        return saving, attempt(lambda: checkpointer.load(name, lambda _: {"model": toy(0)}))
-
-
-@pytest.mark.slow
-def test_machines_that_share_no_directory_neither_save_nor_load_part_of_a_checkpoint(
-    tmp_path: Path, message: Message
-) -> None:
-    host = re.escape(socket.gethostname())
-    for saving, loading in run_ranks(2, use_separate_disks, tmp_path):
-        message(saving, mask=rf"disk-\d|{UUID}|{host}")
-        message(loading, mask=rf"disk-\d|{UUID}")
-    (only,) = (tmp_path / "disk-0").iterdir()
-    verify(only, read_manifest(only))
 
 
 def steps_left(folder: Path) -> list[int]:

@@ -17,18 +17,9 @@ import pytest
 
 from lm.checkpoint.manifest import read_manifest, verify
 from tests.conftest import Message
-from tests.support import ROOT, TINY, checkpoints, exact, reports, run, start
+from tests.support import EXACT_RUN, ROOT, checkpoints, exact, reports, run, start
 
-RUN = TINY | {
-    "dropout": 0.1,
-    "lr": 1e-2,
-    "total_batch_size": 4,
-    "report_rate": 1,
-    "validation_batches": 1,
-    "checkpoint_rate": 2,
-    "amp_dtype": None,
-    "max_steps": 1000,
-}
+RUN = EXACT_RUN | {"total_batch_size": 4, "checkpoint_rate": 2, "max_steps": 1000}
 
 
 class Job:

@@ -14,7 +14,6 @@ import pytest
 from tests.conftest import Message
 from tests.support import REQUEUED, ROOT, checkpoints, exact, run
 
-RUN = REQUEUED | {"max_steps": 12}
 ENDLESS = "max_steps=1000000"
 MPICH, OPEN_MPI = "mpiexec.mpich", "mpiexec.openmpi"
 
@@ -31,7 +30,7 @@ class Queue:
         self.folder = folder
         for name in ("fsdp.py", "launch"):
             (folder / name).symlink_to(ROOT / name)
-        (folder / "test.yaml").write_text(json.dumps({"hyperparameters": RUN}))
+        (folder / "test.yaml").write_text(json.dumps({"hyperparameters": REQUEUED}))
         (folder / "nodes").write_text("localhost\n" * 2)
         self.script("qsub", 'printf "%s\\n" "$@" "$ARGS" >submitted; echo 2.pbs')
         self.walltime("10:00:00")
@@ -101,7 +100,7 @@ def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_e
     assert code == 0, log
     assert f"0: resumed from checkpoint {checkpoints(job)[saved].name}" in log
     done = run(
-        tmp_path / "uninterrupted", "total_batch_size=8", "batch_size=2", steps, ranks=2, config=RUN, timeout=300
+        tmp_path / "uninterrupted", "total_batch_size=8", "batch_size=2", steps, ranks=2, config=REQUEUED, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert exact(job) == exact(tmp_path / "uninterrupted")

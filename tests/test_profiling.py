@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
-import inspect
 import json
 import os
 import subprocess
@@ -177,22 +176,17 @@ def test_a_memory_snapshot_is_written_also_after_running_out_of_memory(
 ) -> None:
     memory, calls = torch.cuda.memory, []
     for name in ("_record_memory_history", "_dump_snapshot"):
-        signature = inspect.signature(getattr(memory, name))
-
-        def call(*args: Any, name: str = name, signature: inspect.Signature = signature, **kwargs: Any) -> None:
-            calls.append((name, dict(signature.bind(*args, **kwargs).arguments)))
-
-        monkeypatch.setattr(memory, name, call)
+        monkeypatch.setattr(memory, name, lambda *args, name=name, **kwargs: calls.append((name, args, kwargs)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     directory = tmp_path / "tensorboard"
     expected = pytest.raises(torch.OutOfMemoryError) if error else nullcontext()
     with expected, profiling(config(memory_snapshot=True), DummyProfilerContext(), directory, 3, 100, print):
         if error:
             raise error
-    assert [name for name, _ in calls] == ["_record_memory_history", "_dump_snapshot", "_record_memory_history"]
-    assert calls[0][1].get("enabled", "all") == "all"
-    assert calls[1][1] == {"filename": str(directory / "rank3.memory.pickle")}
-    assert calls[2][1]["enabled"] is None
+    assert [name for name, *_ in calls] == ["_record_memory_history", "_dump_snapshot", "_record_memory_history"]
+    assert "enabled" not in calls[0][2]
+    assert calls[1][1] == (str(directory / "rank3.memory.pickle"),)
+    assert calls[2][2] == {"enabled": None}
     assert directory.is_dir()
 
 

@@ -11,19 +11,9 @@ import pytest
 from lm import config
 from lm.checkpoint.manifest import read_manifest
 from lm.checkpoint.resume import IDENTITY, UNLOGGED
-from tests.support import TINY, checkpoints, exact, reports, run, start
+from tests.support import EXACT_RUN, checkpoints, exact, reports, run, start
 
-RUN = TINY | {
-    "dropout": 0.1,
-    "lr": 1e-2,
-    "lr_schedule": "constant",
-    "total_batch_size": 12,
-    "report_rate": 1,
-    "validation_batches": 1,
-    "checkpoint_rate": 5,
-    "amp_dtype": None,
-    "max_steps": 10,
-}
+RUN = EXACT_RUN | {"total_batch_size": 12, "checkpoint_rate": 5, "max_steps": 10}
 
 
 @pytest.fixture(scope="module")

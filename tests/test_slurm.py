@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed (Debian: slurm-wlm)"),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can start Slurm's daemons"),
 ]
-RUN = REQUEUED | {"max_steps": 12}
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -75,7 +74,7 @@ class Cluster:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "fsdp.py").symlink_to(ROOT / "fsdp.py")
         if not (folder / "test.yaml").exists():
-            (folder / "test.yaml").write_text(json.dumps({"hyperparameters": RUN}))
+            (folder / "test.yaml").write_text(json.dumps({"hyperparameters": REQUEUED}))
         small = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=0", "--time=10")
         script = str(ROOT / "launch" / "slurm.sbatch")
         words = ("sbatch", "--parsable", *small, *options, script, "--config", "test.yaml", *arguments)
@@ -196,7 +195,7 @@ Loader.training = fail
 def test_a_run_stopped_before_the_time_limit_is_requeued_and_ends_with_the_same_losses(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    uninterrupted = run(tmp_path / "uninterrupted", "total_batch_size=4", "batch_size=2", ranks=2, config=RUN)
+    uninterrupted = run(tmp_path / "uninterrupted", "total_batch_size=4", "batch_size=2", ranks=2, config=REQUEUED)
     assert uninterrupted.returncode == 0, uninterrupted.stderr
     folder = tmp_path / "job"
     env = {"TOTAL_BATCH_SIZE": "4", "BATCH_SIZE": "2", "PYTHON": python(tmp_path, WAIT_FOR_SIGNAL)}
