@@ -158,19 +158,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value: float, clip: float
     assert equal(optimizer.state_dict(), state)
 
 
-def test_skipped_steps_do_not_change_later_ones() -> None:
-    states = []
-    for gradients in ([0, 1, 2], [None, 0, None, 1, None, 2]):
-        model = network()
-        optimizer = Optimizer(config(), model.named_parameters())
-        for seed in gradients:
-            fill_gradients(model, seed or 0, math.nan if seed is None else 1.0)
-            take_step(optimizer)
-        states.append((model.state_dict(), optimizer.state_dict()))
-    assert equal(states[0][0], states[1][0])
-    assert equal(states[0][1], states[1][1])
-
-
 def test_an_optimizer_resumes_from_the_state_of_another() -> None:
     keys = {"step", "exp_avg", "exp_avg_sq"}
     first, second = network(), network()

@@ -7,13 +7,11 @@ in `calls`, and answers it. It refuses unknown and invalid calls and lists them 
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
 import json
 import math
 import re
 import secrets
-import socket
 import tarfile
 import threading
 import time
@@ -30,6 +28,7 @@ import yaml
 
 PROFILER_GROUPS = {"gpu", "cpu", "memory", "disk", "network"}
 VERSION = "0.38.1"
+ON_PURPOSE = "refused on purpose"
 
 
 class RefusalError(Exception):
@@ -84,15 +83,17 @@ class Master:
 
     Attributes:
         delay: seconds before every answer.
+        is_away: whether a proxy answers calls with 503, as while the master restarts.
         refuse: status codes to refuse calls with, by route.
         on_metrics: called with (group, steps completed) for every report.
     """
 
-    def __init__(self, storage: Path, port: int = 0) -> None:
+    def __init__(self, storage: Path) -> None:
         self.storage = storage
         self.calls: list[Call] = []
         self.refused: list[str] = []
         self.delay = 0.0
+        self.is_away = False
         self.refuse: dict[str, int] = {}
         self.on_metrics: Callable[[str, int], None] = lambda _group, _step: None
         self.experiment: dict[str, Any] = {}
@@ -104,42 +105,22 @@ class Master:
         """by trial ID, the checkpoint that the trial was forked from"""
         self._runs = 0
         self._lock = threading.Lock()
-        self._server: ThreadingHTTPServer | None = None
-        self._open: set[socket.socket] = set()
-        self._writing: set[socket.socket] = set()
-        """open connections with a call other than GET in progress"""
-        self.port = port
-        self.start()
+        self._server = self._start()
 
     # ---- start and stop -------------------------------------------------------------------------------
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def start(self) -> None:
-        """Listen, on the same port as before."""
+    def _start(self) -> ThreadingHTTPServer:
         master = self
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def setup(self) -> None:
-                super().setup()
-                master._open.add(self.connection)
-
-            def finish(self) -> None:
-                master._open.discard(self.connection)
-                super().finish()
-
             def answer(self) -> None:
-                if self.command != "GET":
-                    master._writing.add(self.connection)
-                if master._server is not None:
-                    master._answer(self)
-                else:
-                    self.close_connection = True
-                master._writing.discard(self.connection)
+                master._answer(self)
 
             do_GET = do_POST = do_PATCH = answer  # noqa: N815
 
@@ -152,28 +133,15 @@ class Master:
             def handle_error(self, request: Any, client_address: Any) -> None:
                 """Ignore clients that disconnected."""
 
-        self._server = Server(("127.0.0.1", self.port), Handler)
-        self.port = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def stop(self) -> None:
-        """Stop listening and close every connection, after answering the reports in progress.
-
-        A client would send a report again if its answer were lost, and the master refuses duplicate metrics.
-        """
-        assert self._server is not None
-        server, self._server = self._server, None
-        server.shutdown()
-        server.server_close()
-        for connection in list(self._open):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RD if connection in self._writing else socket.SHUT_RDWR)
+        server = Server(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        return server
 
     def close(self) -> None:
         if self.allocation:
             self.allocation.preempt.set()  # ends a long poll
-        if self._server:
-            self.stop()
+        self._server.shutdown()
+        self._server.server_close()
 
     # ---- trials ---------------------------------------------------------------------------------------
 
@@ -209,12 +177,12 @@ class Master:
             action, route, ids = self._find(handler.command, url.path)
             self._check_token(handler.headers, route)
             time.sleep(self.delay)
-            if route in self.refuse:
-                raise RefusalError(self.refuse[route], "refused on purpose")
+            if self.is_away or route in self.refuse:
+                raise RefusalError(self.refuse.get(route, 503), ON_PURPOSE)
             answer = action(self, body, query, **ids) or {}
         except RefusalError as refusal:
             status, answer = refusal.status, {"error": {"code": 3, "error": str(refusal)}}
-            if route not in self.refuse:
+            if str(refusal) != ON_PURPOSE:
                 self.refused.append(f"{handler.command} {handler.path}: {refusal}")
         except Exception as error:
             status, answer = 500, {"error": {"code": 13, "error": repr(error)}}

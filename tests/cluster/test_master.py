@@ -55,27 +55,13 @@ def test_the_searched_keys_are_those_with_a_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "searched"),
-    [
-        (config_error(lr=-1), ["lr"]),
-        (config_error(n_heads=5), ["n_heads"]),
-        (config_error(n_heads=5), ["d_model"]),
-        (config_error(lr=-1, n_layers=0), ["lr", "n_layers"]),
-        (RunError("validation loss is nan at step 3", keys=("lr", "grad_clip")), ["lr"]),
-    ],
-)
-def test_an_error_caused_by_searched_hyperparameters_is_reported_once_and_exits_with_0(
-    error: RunError, searched: list[str], reports: list[core.EarlyExitReason]
-) -> None:
-    assert master.exit_code(error, trial_info(*searched), is_reporter=False) == 0
-    assert reports == []
-    assert master.exit_code(error, trial_info(*searched), is_reporter=True) == 0
-    assert reports == [core.EarlyExitReason.INVALID_HP]
-
-
-@pytest.mark.parametrize(
     ("error", "searched", "code"),
     [
+        (config_error(lr=-1), ["lr"], 0),
+        (config_error(n_heads=5), ["n_heads"], 0),
+        (config_error(n_heads=5), ["d_model"], 0),
+        (config_error(lr=-1, n_layers=0), ["lr", "n_layers"], 0),
+        (RunError("validation loss is nan at step 3", keys=("lr", "grad_clip")), ["lr"], 0),
         (config_error(lr=-1), ["beta1"], 2),
         (config_error(lr=-1), [], 2),
         (config_error(lr=-1, ffn="relux"), ["lr"], 2),
@@ -83,14 +69,15 @@ def test_an_error_caused_by_searched_hyperparameters_is_reported_once_and_exits_
         (config_error(lrr=3), ["lr"], 2),
         (RunError("/x/lr/checkpoints: the disk is full; 0 bytes are free, lr.ckpt needs 10"), ["lr"], 1),
     ],
-    ids=["not searched", "no search", "two errors", "unknown key", "similar key", "key in a path"],
 )
-def test_any_other_error_keeps_its_exit_code_and_reports_nothing(
+def test_only_an_error_caused_by_searched_hyperparameters_is_reported_and_exits_with_0(
     error: RunError, searched: list[str], code: int, reports: list[core.EarlyExitReason]
 ) -> None:
-    assert master.exit_code(error, trial_info(*searched), is_reporter=True) == code
-    assert master.exit_code(error, None, is_reporter=True) == code
+    assert master.exit_code(error, trial_info(*searched), is_reporter=False) == code
+    assert master.exit_code(error, None, is_reporter=True) == error.exit_code
     assert reports == []
+    assert master.exit_code(error, trial_info(*searched), is_reporter=True) == code
+    assert reports == ([] if code else [core.EarlyExitReason.INVALID_HP])
 
 
 def test_calls_to_an_unreachable_master_are_retried_every_two_seconds_for_half_an_hour(
