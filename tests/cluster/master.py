@@ -50,7 +50,6 @@ class Call:
 
     method: str
     route: str
-    query: dict[str, str]
     body: Any
     status: int
     arrived: float
@@ -188,7 +187,7 @@ class Master:
             status, answer = 500, {"error": {"code": 13, "error": repr(error)}}
             self.refused.append(f"{handler.command} {handler.path}: {error!r}, {body}")
         with self._lock:
-            self.calls.append(Call(handler.command, route, query, body, status, arrived, saved))
+            self.calls.append(Call(handler.command, route, body, status, arrived, saved))
         payload = json.dumps(answer).encode()
         handler.send_response(status)
         handler.send_header("Content-Type", "application/json")
