@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -63,24 +63,55 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
     return config.lr * (1 - (1 - config.min_lr_ratio) * decay)
 
 
-class Optimizer:
-    """AdamW over sharded parameters that clips gradients and skips steps with inf or NaN gradients.
+ParamGroups = list[dict[str, Any]]
+MakeOptimizer = Callable[[OptimConfig, ParamGroups], torch.optim.Optimizer]
 
-    PyTorch's fused AdamW unscales, clips and skips in its kernel, without synchronizing with the device. Parameters
-    with `requires_grad=False` are left out.
+
+def fused_adamw(config: OptimConfig, groups: ParamGroups) -> torch.optim.Optimizer:
+    """Return PyTorch's fused AdamW with its state, so that no step has to create it."""
+    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    for p in (p for group in groups for p in group["params"]):
+        moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        adamw.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+    return adamw
+
+
+class Optimizer:
+    """An optimizer over sharded parameters that clips gradients and skips steps with inf or NaN gradients.
+
+    The fused AdamW unscales, clips and skips in its kernel, without synchronizing with the device. Other optimizers
+    read back whether the step is skipped, as under `torch.amp.GradScaler`. Parameters with `requires_grad=False` are
+    left out.
     """
 
-    def __init__(self, config: OptimConfig, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        config: OptimConfig,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        make: MakeOptimizer = fused_adamw,
+    ) -> None:
         self._grad_clip = config.grad_clip
         self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
         matrices = [p for p in self._parameters.values() if p.ndim >= 2]
         vectors = [p for p in self._parameters.values() if p.ndim < 2]
         decays = ((matrices, config.weight_decay), (vectors, 0.0))
         groups = [{"params": group, "weight_decay": decay} for group, decay in decays if group]
-        self._optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
-        for p in self._parameters.values():  # a checkpoint is loaded before the first step, which usually creates it
-            moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            self._optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+        self._optimizer = make(config, groups)
+        if not self._optimizer.state:
+            self._create_state()
+
+    def _create_state(self) -> None:  # a checkpoint is loaded before the first step, which usually creates it
+        for p in self._parameters.values():
+            p.grad = torch.zeros_like(p)
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0
+        self._optimizer.step()
+        self.zero_grad()
+        for value in self.state_dict().values():
+            value.zero_()
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters.values() if p.grad is not None]
 
     def clip_grad_norm(self, loss_scale: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the gradient norm over all ranks, and from it how the next `step` scales the gradients.
@@ -89,8 +120,7 @@ class Optimizer:
             The norm before clipping, without the loss scale; and 1.0 if it is inf or NaN, which skips the next `step`,
             else 0.0. Both are scalars on the device.
         """
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = torch.nn.utils.get_total_norm(self._gradients())
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         self._divisor = loss_scale.to(norm.device)
@@ -104,9 +134,15 @@ class Optimizer:
         """Update the parameters with unscaled and clipped gradients, or skip the step; see `clip_grad_norm`."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        # The attributes that torch.amp.GradScaler sets on fused optimizers.
-        self._optimizer.grad_scale = self._divisor  # type: ignore[attr-defined]
-        self._optimizer.found_inf = self._skipped  # type: ignore[attr-defined]
+        if getattr(self._optimizer, "_step_supports_amp_scaling", False):
+            # The attributes that torch.amp.GradScaler sets on fused optimizers.
+            self._optimizer.grad_scale = self._divisor  # type: ignore[attr-defined]
+            self._optimizer.found_inf = self._skipped  # type: ignore[attr-defined]
+        elif self._skipped.item():
+            return
+        else:
+            for gradient in self._gradients():
+                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).div_(self._divisor)
         self._optimizer.step()
 
     def zero_grad(self) -> None:
@@ -116,4 +152,5 @@ class Optimizer:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the live state tensors, e.g. moments and step counts, by parameter name and key."""
         states = {name: self._optimizer.state[p] for name, p in self._parameters.items()}
-        return {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+        tensors = {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+        return {name: value for name, value in tensors.items() if isinstance(value, Tensor)}

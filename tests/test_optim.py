@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lm.optim import OptimConfig, Optimizer, learning_rate
+from lm.optim import MakeOptimizer, OptimConfig, Optimizer, fused_adamw, learning_rate
 
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 
@@ -80,6 +80,17 @@ def test_every_schedule_rises_to_the_peak_and_decays_to_the_minimum(
 # ---- optimizer -----------------------------------------------------------------------------------------------
 
 
+def sgd(_config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+def adamw(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), foreach=True)
+
+
+each_optimizer = pytest.mark.parametrize("make", [fused_adamw, adamw, sgd], ids=lambda make: make.__name__)
+
+
 def network(frozen: str | None = None) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(10, 8), nn.LayerNorm(8), nn.Linear(8, 10))
@@ -110,17 +121,20 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@each_optimizer
 @pytest.mark.parametrize("clip", [None, 0.5, 1e6])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_a_step_equals_clip_grad_norm_and_pytorchs_adamw(clip: float | None, scale: float) -> None:
+def test_a_step_equals_clip_grad_norm_and_pytorchs_optimizer(
+    make: MakeOptimizer, clip: float | None, scale: float
+) -> None:
     model, reference_model = network("2.weight"), network("2.weight")
     settings = config(weight_decay=0.1, beta1=0.8, beta2=0.95, grad_clip=clip)
-    optimizer = Optimizer(settings, model.named_parameters())
+    optimizer = Optimizer(settings, model.named_parameters(), make)
     trained = [p for p in reference_model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim == n], "weight_decay": decay} for n, decay in ((2, 0.1), (1, 0.0))
     ]
-    reference = torch.optim.AdamW(groups, betas=(0.8, 0.95), foreach=True)
+    reference = (adamw if make is fused_adamw else make)(settings, groups)
     for step in range(5):
         lr = 0.01 * (step + 1)
         fill_gradients(model, step, scale)
@@ -139,11 +153,12 @@ def test_a_step_equals_clip_grad_norm_and_pytorchs_adamw(clip: float | None, sca
     assert not [name for name in optimizer.state_dict() if name.startswith("2.weight")]
 
 
+@each_optimizer
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_gradient_that_is_not_finite_changes_nothing(value: float, clip: float | None) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(make: MakeOptimizer, value: float, clip: float | None) -> None:
     model = network()
-    optimizer = Optimizer(config(grad_clip=clip), model.named_parameters())
+    optimizer = Optimizer(config(grad_clip=clip), model.named_parameters(), make)
     fill_gradients(model, 0)
     take_step(optimizer)
     weights, state = copies(model.state_dict()), copies(optimizer.state_dict())
@@ -158,16 +173,31 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value: float, clip: float
     assert equal(optimizer.state_dict(), state)
 
 
-def test_an_optimizer_resumes_from_the_state_of_another() -> None:
-    keys = {"step", "exp_avg", "exp_avg_sq"}
+@each_optimizer
+def test_skipped_steps_do_not_change_later_ones(make: MakeOptimizer) -> None:
+    states = []
+    for gradients in ([0, 1, 2], [None, 0, None, 1, None, 2]):
+        model = network()
+        optimizer = Optimizer(config(), model.named_parameters(), make)
+        for seed in gradients:
+            fill_gradients(model, seed or 0, math.nan if seed is None else 1.0)
+            take_step(optimizer)
+        states.append((model.state_dict(), optimizer.state_dict()))
+    assert equal(states[0][0], states[1][0])
+    assert equal(states[0][1], states[1][1])
+
+
+@each_optimizer
+def test_an_optimizer_resumes_from_the_state_of_another(make: MakeOptimizer) -> None:
+    keys = {"momentum_buffer"} if make is sgd else {"step", "exp_avg", "exp_avg_sq"}
     first, second = network(), network()
-    optimizer = Optimizer(config(), first.named_parameters())
+    optimizer = Optimizer(config(), first.named_parameters(), make)
     assert optimizer.state_dict().keys() == {f"{name}.{key}" for name, _ in first.named_parameters() for key in keys}
     for seed in range(3):
         fill_gradients(first, seed)
         take_step(optimizer)
     second.load_state_dict(first.state_dict())
-    resumed = Optimizer(config(), second.named_parameters())
+    resumed = Optimizer(config(), second.named_parameters(), make)
     assert equal(second.state_dict(), first.state_dict())
     for name, tensor in resumed.state_dict().items():  # as loading a checkpoint does
         tensor.copy_(optimizer.state_dict()[name])
