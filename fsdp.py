@@ -12,9 +12,9 @@ import argparse
 import gc
 import math
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from lm.launch.environment import Launch, is_restart, setup_environment
@@ -76,6 +76,9 @@ class Training:
     def state(self) -> dict[str, Stateful]:  # of a checkpoint
         return {"model": self.model, "optim": self.optimizer, "scaler": self.scaler}
 
+    def is_due(self, step: int, rate: int) -> bool:
+        return step >= self.setup.max_steps or (step > 0 and step % rate == 0)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the configuration, join the other ranks, open the Core API context and run. Return the exit code."""
@@ -83,7 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, default=Path("config.yaml"), help="experiment file (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
     args = parser.parse_args(arguments)
-    os.umask(0o077)  # only the owner can read a run's files
     launch, info, run_dir, watchdog = Launch(), None, None, None
     try:
         launch, info = Launch.from_env(os.environ), det.get_cluster_info()
@@ -108,8 +110,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         # Until the ranks have joined, each machine prints its own errors.
         is_reporter = isinstance(error, RankError) or (launch.rank if watchdog else launch.local_rank) == 0
-        if is_reporter:
-            print(error, file=sys.stderr)
         return master.exit_code(error, info, is_reporter, watchdog and watchdog.explain)
 
 
@@ -124,10 +124,11 @@ def execute(run: Run) -> None:
     t = build(run, setup)
     start = resume(t, plan)
     traces = run.run_dir.tensorboard if run.run_dir else run.context.train.get_tensorboard_path()
-    rank, left = run.world.rank, setup.max_steps - start
+    rank, left = run.world.rank, setup.max_steps - start.step
     with t.logger, profiling(run.hp, run.context.profiler, traces, rank, left, t.logger.info) as profiler_step:
-        step = train(t, start, profiler_step)
-    finish(t, step)
+        step, stopped = train(t, start, profiler_step)
+        t.logger.set_status("stopped" if stopped else "completed")
+    finish(t, step, stopped)
 
 
 def preflight(run: Run) -> tuple[Setup, resuming.ResumePlan]:
@@ -138,9 +139,8 @@ def preflight(run: Run) -> tuple[Setup, resuming.ResumePlan]:
     if run_dir:
         run_dir.lock(world)
     checkpoints, restarted = run_dir and run_dir.checkpoints, is_restart(os.environ)
-    if hp.init_from is not None and weights.is_model(hp.init_from):
-        hp = hp.model_copy(update={"init_from": None})  # it is not a checkpoint
-    return setup, world.on_rank0(lambda: resuming.plan_resume(hp, run.info, checkpoints, restarted))
+    plan = world.on_rank0(lambda: resuming.plan_resume(hp, run.info, checkpoints, restarted, weights.is_model))
+    return setup, plan
 
 
 def build(run: Run, setup: Setup) -> Training:
@@ -152,8 +152,8 @@ def build(run: Run, setup: Setup) -> Training:
         model = Transformer(hp)
     mesh = world.device_mesh(layout.dims)
     model = parallelize.parallelize(model, hp, mesh, setup.dtype, setup.seed, hp.float8)
-    logger = MetricLogger(world.rank, run_dir and run_dir.path, context.train, setup.max_steps)
-    for line in (*data.notes, setup.summary(hp, world)):
+    logger = MetricLogger(world.rank, run_dir and run_dir.path, context.train, setup.max_steps, run.info)
+    for line in (*setup.notes(hp), setup.summary(hp, world)):
         logger.info(line)
     optimizer = optim.Optimizer(hp, model.named_parameters())
     scaler = precision.LossScaler(setup.dtype, device)
@@ -161,38 +161,37 @@ def build(run: Run, setup: Setup) -> Training:
     directory, thread_init = run_dir and run_dir.checkpoints, distributed.use_saver_group
     checkpointer = Checkpointer(hp, context.checkpoint, world, directory, data.tokenizer_files(), thread_init)
     accumulator = MetricsAccumulator(device, world, hp.flops_per_token(hp.max_seq_len), peak_flops(device, setup.dtype))
-    asks = run.info is not None and world.rank == 0  # off a cluster, the answer is a broadcast that other ranks miss
-    preemption = PreemptionHandler(world, lambda: asks and context.preempt.should_preempt(auto_ack=False))
+    asked = lambda: logger.stopped_by_search or master.should_preempt(context.preempt, run.info, world.rank)  # noqa: E731
+    preemption = PreemptionHandler(world, asked)
     return Training(run, setup, model, optimizer, scaler, loader, checkpointer, accumulator, logger, preemption)
 
 
-def resume(t: Training, plan: resuming.ResumePlan) -> int:
-    """Load the checkpoint of `plan`, if any, and start the run's files. Return the number of completed steps."""
+def resume(t: Training, plan: resuming.ResumePlan) -> TrainingProgress:
+    """Load the checkpoint of `plan`, if any, and start the run's files. Return the progress so far."""
     hp, setup, run_dir = t.run.hp, t.setup, t.run.run_dir
     saved = resuming.resume(plan, t.checkpointer, t.state(), setup.run_info, t.run.info, t.logger.info)
-    if hp.init_from is not None and not plan.resume_candidates and not plan.init_candidates:
-        weights.load_into(t.model, hp.init_from, t.run.world, t.logger.info)
-    step = saved.step if saved else 0
-    if saved and (note := t.loader.load_state_dict(saved.dataset_state)):
+    if plan.init_model is not None:
+        weights.load_into(t.model, plan.init_model, t.run.world, t.logger.info)
+    progress = saved or TrainingProgress()
+    if note := t.loader.load_state_dict(progress.dataset_state):
         t.logger.info(note)
     if run_dir:
         hyperparameters = setup.run_info.hyperparameters | {"max_steps": setup.max_steps or None}
         fresh = hp.resume == "fresh" and not is_restart(os.environ)
         t.run.world.on_rank0(lambda: run_dir.start(hyperparameters, fresh))
-    t.logger.start(step)
-    return step
+    t.logger.start(progress.step, progress.missing_reports())
+    t.accumulator.load_state_dict(progress.metric_sums)
+    return progress
 
 
-def train(t: Training, start: int, profiler_step: Callable[[], None]) -> int:
-    """Train from step `start` to the last one, or until asked to stop. Return the number of completed steps."""
+def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None]) -> tuple[int, bool]:
+    """Train to the last step, or until asked to stop. Return the number of completed steps and whether asked."""
     hp, model, setup, layout = t.run.hp, t.model, t.setup, t.setup.layout
-    batches, step, stopping = t.loader.training(start), start, False
+    batches, step = t.loader.training(start.step), start.step
     gc.disable()  # it runs at reports, on all ranks at the same time
     gc.freeze()
     t.preemption.install()  # before this, there is nothing to save
-    t.accumulator.restart()
-    if step >= setup.max_steps:
-        validate(t, step)
+    stopping = not make_up(t, start)
     model.train()
     while step < setup.max_steps and not stopping:
         t.run.on_step_start(step)
@@ -220,42 +219,50 @@ def train(t: Training, start: int, profiler_step: Callable[[], None]) -> int:
         stopping, is_writing = t.preemption.decision(agreement)
         if t.checkpointer.is_pending and not is_writing:
             commit(t)
-        last = stopping or step == setup.max_steps
-        saving = last or step % hp.checkpoint_rate == 0
-        if last or step % hp.report_rate == 0:
+        validation_loss = None
+        if not stopping and t.is_due(step, hp.report_rate):
             gc.collect()
-            report(t, step, lr)
-        if saving or step % (hp.validation_rate or hp.report_rate) == 0:
-            with t.accumulator.paused(), t.logger.status("validating"):
-                validation_loss = validate(t, step)
-            if saving:
-                with t.accumulator.saving(), t.logger.status("saving"):
-                    save(t, step, validation_loss, wait=last or not hp.async_checkpoint)
-    return step
+            report(t, step)
+        if not stopping and t.is_due(step, t.setup.validation_rate):
+            validation_loss = validate(t, step)
+            stopping = validation_loss is None
+        if stopping or t.is_due(step, hp.checkpoint_rate):
+            wait = stopping or step == setup.max_steps or not hp.async_checkpoint
+            save(t, step, validation_loss, wait)
+    return step, stopping
 
 
-def report(t: Training, step: int, lr: float) -> None:
+def make_up(t: Training, start: TrainingProgress) -> bool:
+    """Report and validate after the resumed step if a stop came first. Return False if asked to stop again."""
+    step, loss = start.step, start.validation_loss
+    if t.accumulator.n_steps and t.is_due(step, t.run.hp.report_rate):
+        report(t, step)
+    if loss is None and t.is_due(step, t.setup.validation_rate):
+        if (loss := validate(t, step)) is None:
+            return False
+        if step and t.is_due(step, t.run.hp.checkpoint_rate):
+            save(t, step, loss, wait=True)
+    return True
+
+
+def report(t: Training, step: int) -> None:
     """Log the training metrics since the last report; raise RunError after too many consecutive skipped steps."""
-    hp = t.run.hp
     metrics, n_skipped = t.accumulator.report()
-    t.logger.log("training", step, metrics | {"lr": lr, "batches": step, "tokens": step * t.setup.tokens_per_step})
-    if n_skipped >= hp.skip_nonfinite:
-        raise RunError(
-            f"inf or NaN gradients in {n_skipped} consecutive steps up to step {step} (skip_nonfinite:"
-            f" {hp.skip_nonfinite}): lower lr, set grad_clip, or use amp_dtype: bfloat16 or null",
-            keys=("lr", "grad_clip", "amp_dtype", "skip_nonfinite"),
-        )
+    t.logger.log("training", step, metrics | {"lr": optim.learning_rate(t.run.hp, step - 1, t.setup.max_steps)})
+    optim.check_skipped(t.run.hp, step, n_skipped)
 
 
-def validate(t: Training, step: int) -> float:
-    """Log and return the mean loss over the validation samples (nats per token); raise RunError if it is not finite."""
+def validate(t: Training, step: int) -> float | None:
+    """Log and return the mean validation loss (nats per token), or None if asked to stop; refuse inf and NaN."""
     sums = torch.zeros(2, dtype=torch.float64, device=t.run.world.device)
-    t.model.eval()
-    with torch.no_grad():
+    with t.accumulator.paused(), t.logger.status("validating"), torch.no_grad():
+        t.model.eval()
         for batch in t.loader.validation():
             sums += torch.stack([t.model(*batch).double(), (batch.targets != IGNORE_INDEX).sum()])
-    t.model.train()
-    loss_sum, n_targets = map(math.fsum, zip(*t.run.world.all_gather_object(sums.tolist()), strict=True))
+            if t.preemption.is_requested():
+                return None
+        t.model.train()
+        loss_sum, n_targets = map(math.fsum, zip(*t.run.world.all_gather_object(sums.tolist()), strict=True))
     loss = loss_sum / n_targets
     if not math.isfinite(loss):
         raise RunError(f"validation loss is {loss} at step {step}: lower lr or set grad_clip", keys=("lr", "grad_clip"))
@@ -263,16 +270,18 @@ def validate(t: Training, step: int) -> float:
     return loss
 
 
-def save(t: Training, step: int, validation_loss: float, wait: bool) -> None:
+def save(t: Training, step: int, validation_loss: float | None, wait: bool) -> None:
     """Start to save a checkpoint once the one before it is committed; `wait` commits this one too."""
-    if t.checkpointer.is_pending:
-        commit(t)
-    state, tokens = t.loader.state_dict(), step * t.setup.tokens_per_step
-    states = t.run.world.all_gather_object(state) if state else None
-    progress = TrainingProgress(step=step, tokens=tokens, validation_loss=validation_loss, dataset_state=states)
-    t.checkpointer.save(t.state(), t.setup.run_info, progress)
-    if wait:
-        commit(t)
+    with t.accumulator.saving(), t.logger.status("saving"):
+        if t.checkpointer.is_pending:
+            commit(t)
+        states = t.run.world.all_gather_object((t.loader.state_dict(), t.accumulator.state_dict()))
+        dataset, sums = map(list, zip(*states, strict=True))
+        progress = {"tokens": step * t.setup.tokens_per_step, "validation_loss": validation_loss, "metric_sums": sums}
+        progress = TrainingProgress(step=step, dataset_state=None if None in dataset else dataset, **progress)
+        t.checkpointer.save(t.state(), t.setup.run_info, progress)
+        if wait:
+            commit(t)
 
 
 def commit(t: Training) -> None:
@@ -281,16 +290,17 @@ def commit(t: Training) -> None:
     t.logger.info(f"checkpoint  step {step}  {uuid}")
 
 
-def finish(t: Training, step: int) -> None:
+def finish(t: Training, step: int, stopped: bool) -> None:
     """Acknowledge a preemption, or generate from `prompt`; print where the files are."""
     hp, setup, world, tokenizer = t.run.hp, t.setup, t.run.world, t.setup.data.tokenizer
-    if step < setup.max_steps:
-        if world.rank == 0:  # otherwise exit code 0 means that the trial is complete
+    if stopped:
+        if world.rank == 0 and not t.logger.stopped_by_search:  # otherwise exit code 0 means that the trial is complete
             t.run.context.preempt.acknowledge_preemption_signal()
         t.logger.info(f"stopped after step {step}/{setup.max_steps} as requested; rerun the same command to resume")
     elif hp.prompt is not None and tokenizer is not None:
         prompt, options = tokenizer.encode(hp.prompt), {"temperature": 0.8, "top_k": 50}
         tokens = sampling.generate(t.model, prompt, hp.num_tokens, device=world.device, seed=setup.seed, **options)
+        tokens = takewhile(lambda _: not t.preemption.is_requested(), tokens)
         t.logger.info(f"\n{hp.prompt}{tokenizer.decode(tokens, after=prompt)}\n")
     if t.run.run_dir:
         t.logger.info(f"files: {t.run.run_dir.path}/; curves and traces: make board")

@@ -88,7 +88,7 @@ class Contender:
         parts = shares(json.loads(trace.read_text())["traceEvents"], answer["seconds"])
         for reports in Path(self.folder.name).glob("runs/*/metrics.jsonl"):
             last = json.loads(reports.read_text().splitlines()[-1])
-            parts["data"] = last["data_seconds"] / last["step_seconds"]
+            parts["data"] = last["waiting_for_data_percent"] / 100
         return parts, answer["peak_flops"]
 
     def close(self) -> None:

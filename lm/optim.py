@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lm.errors import RunError
+
 
 class OptimConfig(BaseModel):
     """AdamW, its learning rate schedule, and clipping."""
@@ -61,6 +63,16 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
         case "cosine":
             decay = (1 - math.cos(math.pi * progress)) / 2
     return config.lr * (1 - (1 - config.min_lr_ratio) * decay)
+
+
+def check_skipped(config: OptimConfig, step: int, n_consecutive: int) -> None:
+    """Raise RunError if the optimizer skipped too many consecutive steps until `step`."""
+    if n_consecutive >= config.skip_nonfinite:
+        raise RunError(
+            f"inf or NaN gradients in {n_consecutive} consecutive steps up to step {step} (skip_nonfinite:"
+            f" {config.skip_nonfinite}): lower lr, set grad_clip, or use amp_dtype: bfloat16 or null",
+            keys=("lr", "grad_clip", "amp_dtype", "skip_nonfinite"),
+        )
 
 
 ParamGroups = list[dict[str, Any]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ class Setup:
     """sequences per step"""
     tokens_per_step: int
     max_steps: int
+    validation_rate: int
+    """steps between validations"""
     run_info: RunInfo
 
     def facts(self) -> dict[str, Any]:
@@ -37,6 +40,14 @@ class Setup:
         info = self.run_info.model_dump()
         same = {"mesh": dict(self.layout.dims), "compute dtype": str(self.dtype), "max_steps": self.max_steps}
         return same | info.pop("hyperparameters") | info.pop("data") | info
+
+    def notes(self, hp: Hyperparameters) -> list[str]:
+        """Return lines on what the user may not expect of the data and the rates."""
+        notes = list(self.data.notes)
+        if math.lcm(hp.checkpoint_rate, self.validation_rate) > self.max_steps > 0:
+            rates = f"checkpoint_rate {hp.checkpoint_rate} and validation_rate {self.validation_rate}"
+            notes.append(f"{rates} meet at no step: only the last checkpoint has a validation loss and can be the best")
+        return notes
 
     def summary(self, hp: Hyperparameters, world: World) -> str:
         """Return one line about the model, how it is sharded, and the size of a step."""
@@ -74,4 +85,5 @@ def check(hp: Hyperparameters, world: World, info: det.ClusterInfo | None) -> Se
         trial_id=info.trial.trial_id if info else None,
         **data.fingerprints(),
     )
-    return Setup(seed, layout, dtype, data, batch_size, batch_size * hp.max_seq_len, max_steps, run_info)
+    tokens, validation_rate = batch_size * hp.max_seq_len, hp.validation_rate or hp.report_rate
+    return Setup(seed, layout, dtype, data, batch_size, tokens, max_steps, validation_rate, run_info)

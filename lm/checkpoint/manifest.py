@@ -27,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lm.errors import RunError
 from lm.fileio import crc32c, sync_folder, write_durably
+from lm.metrics.accumulator import MetricSums
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -68,10 +69,16 @@ class TrainingProgress(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    step: Count = Field(description="completed steps")
-    tokens: Count = Field(description="tokens seen so far")
-    validation_loss: float | None = Field(description="at this step, in nats per token")
+    step: Count = Field(default=0, description="completed steps")
+    tokens: Count = Field(default=0, description="tokens seen so far")
+    validation_loss: float | None = Field(default=None, description="at this step, in nats per token")
     dataset_state: list[dict[str, Any]] | None = Field(default=None, description="streamed dataset: its state, by rank")
+    metric_sums: list[MetricSums] | None = Field(default=None, description="since the last report, by rank")
+
+    def missing_reports(self) -> list[str]:
+        """Return the groups of metrics that were not reported at this step when the checkpoint was written."""
+        training = ["training"] if self.metric_sums and self.metric_sums[0].n_steps else []
+        return training + (["validation"] if self.validation_loss is None else [])
 
 
 class Manifest(RunInfo, TrainingProgress):

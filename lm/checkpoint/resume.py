@@ -41,17 +41,24 @@ class ResumePlan:
 
     resume_candidates: tuple[str, ...] = ()
     init_candidates: tuple[str, ...] = ()
+    init_model: str | None = None
+    """Hugging Face model to load weights from"""
     may_be_complete: bool = False
 
 
 @oserror_as_config_error
 def plan_resume(
-    config: CheckpointConfig, cluster_info: det.ClusterInfo | None, checkpoints: Path | None, restarted: bool
+    config: CheckpointConfig,
+    cluster_info: det.ClusterInfo | None,
+    checkpoints: Path | None,
+    restarted: bool,
+    is_model: Callable[[str], bool],
 ) -> ResumePlan:
-    """Find the checkpoints to resume from, or else the one to load weights from; print to stderr what is skipped.
+    """Find the checkpoints to resume from, or else where to load weights from; print to stderr what is skipped.
 
     Args:
         checkpoints: directory of the run's checkpoints; None on a cluster.
+        is_model: returns whether `init_from` is a Hugging Face model.
         restarted: a launcher restarts the run, so its own checkpoints precede the one that `resume` names.
 
     Raises:
@@ -77,7 +84,11 @@ def plan_resume(
         candidates.append(locate("resume", config.resume))
     if candidates:
         return ResumePlan(tuple(candidates), may_be_complete=checkpoints is not None and config.resume == "auto")
-    return ResumePlan(init_candidates=(locate("init_from", config.init_from),) if config.init_from else ())
+    if config.init_from is None:
+        return ResumePlan()
+    if is_model(config.init_from):
+        return ResumePlan(init_model=config.init_from)
+    return ResumePlan(init_candidates=(locate("init_from", config.init_from),))
 
 
 @oserror_as_config_error
@@ -114,7 +125,7 @@ def _complete_checkpoints(directory: Path) -> list[Path]:
 
 
 def completed_step(plan: ResumePlan, run_info: RunInfo, max_steps: int) -> int:
-    """Return the step of the run's newest checkpoint if the run is complete, else 0.
+    """Return the step of the run's newest checkpoint if the run is complete, its last validation included, else 0.
 
     Raises:
         ConfigError: the checkpoint belongs to a different run.
@@ -123,7 +134,8 @@ def completed_step(plan: ResumePlan, run_info: RunInfo, max_steps: int) -> int:
         return 0
     manifest = read_manifest(Path(plan.resume_candidates[0]))
     _compare_runs(manifest, run_info)
-    return manifest.step if manifest.step >= max_steps else 0
+    is_complete = manifest.step > max_steps or (manifest.step == max_steps and manifest.validation_loss is not None)
+    return manifest.step if is_complete else 0
 
 
 def is_intact(plan: ResumePlan, world: World) -> bool:

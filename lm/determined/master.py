@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -15,7 +16,7 @@ from typing import Any
 
 import determined as det
 from determined import core
-from determined.common.api.bindings import APIHttpError
+from determined.common.api.bindings import APIHttpError, get_GetTrial
 from determined.common.api.errors import BadRequestException
 
 from lm.errors import RankError, RunError
@@ -50,7 +51,7 @@ def retrying() -> Iterator[None]:
 def exit_code(
     error: RunError, info: det.ClusterInfo | None, is_reporter: bool, explain: Callable[[RunError], None] | None = None
 ) -> int:
-    """Return the exit code of a run that failed with `error`, after reporting invalid hyperparameters to a search.
+    """Print `error`, which ended the run, report invalid hyperparameters to a search, and return the exit code.
 
     If hyperparameters that the search varies caused all of `error`, the exit code is 0: the search drops this trial,
     without restarts, and continues with its other trials. Any other error would be the same in the next trial.
@@ -58,8 +59,10 @@ def exit_code(
     Args:
         explain: passes the error on to ranks that lose their connection to this one, so that they exit alike.
     """
-    if is_reporter and explain is not None:
-        explain(error)
+    if is_reporter:
+        print(error, file=sys.stderr)
+        if explain is not None:
+            explain(error)
     if info is None or not error.is_caused_by(searched_keys(info.trial._config)):
         return error.exit_code
     if is_reporter:
@@ -74,6 +77,23 @@ def searched_keys(experiment: Mapping[str, Any]) -> set[str]:
     """Return the hyperparameters for which an experiment's config has a range instead of a value."""
     hyperparameters = experiment.get("hyperparameters") or {}
     return {key for key, value in hyperparameters.items() if isinstance(value, dict) and value.get("type") in _RANGES}
+
+
+def in_search(info: det.ClusterInfo) -> bool:
+    """Return whether a search runs several trials, and may stop this one."""
+    return (info.trial._config.get("searcher") or {}).get("name") not in (None, "single")
+
+
+def should_preempt(preempt: core.PreemptContext, info: det.ClusterInfo | None, rank: int) -> bool:
+    """Return on rank 0 of a trial whether the master wants it to stop."""
+    # Off a cluster and on other ranks, asking is a broadcast of all ranks.
+    return info is not None and rank == 0 and preempt.should_preempt(auto_ack=False)
+
+
+def is_stopped(train: core.TrainContext) -> bool:
+    """Ask the master whether the search has stopped this trial. Determined 0.38 marks the trial and signals nothing."""
+    state = get_GetTrial(train._session, trialId=train._trial_id).trial.state
+    return state.value.startswith("STATE_STOPPING")
 
 
 class BackgroundReporter:

@@ -7,7 +7,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -54,6 +54,26 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
 
 
+class MetricSums(BaseModel):
+    """What one rank has accumulated since the last report."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    loss_sum: float = Field(
+        default=0.0, description="nats, over the target tokens of this rank; all other sums are global"
+    )
+    n_target_tokens: float = 0.0
+    grad_norm_sum: float = 0.0
+    n_taken: float = Field(default=0.0, description="optimizer steps")
+    n_skipped: float = Field(default=0.0, description="steps that the optimizer skipped")
+    most_consecutive_skipped: float = 0.0
+    consecutive_skipped: float = Field(default=0.0, description="up to the last step; not reset by a report")
+    n_steps: int = Field(default=0, ge=0, lt=2**63)
+    n_tokens: int = Field(default=0, ge=0, lt=2**63)
+    seconds: float = 0.0
+    data_seconds: float = 0.0
+
+
 class MetricsAccumulator:
     """Sums of the metrics between two reports, kept without synchronizing with the device.
 
@@ -65,17 +85,45 @@ class MetricsAccumulator:
     def __init__(self, device: torch.device, world: World, flops_per_token: float, peak_flops: float | None) -> None:
         self._device, self._world = device, world
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
-        self._consecutive_skipped = torch.zeros((), dtype=torch.float64, device=device)
-        self.restart()
+        self._load(MetricSums())
 
-    def restart(self) -> None:
-        """Reset the sums and the clock: before the first step and after each report."""
-        # loss_sum, target tokens, gradient norms, optimizer steps, skipped steps; most consecutive skipped steps
-        self._sums = torch.zeros(6, dtype=torch.float64, device=self._device)
-        self._n_steps = self._n_tokens = 0
-        self._data_seconds = 0.0
+    def _load(self, sums: MetricSums) -> None:
+        on_device = (sums.loss_sum, sums.n_target_tokens, sums.grad_norm_sum, sums.n_taken, sums.n_skipped)
+        self._sums = torch.tensor(on_device, dtype=torch.float64, device=self._device)
+        streaks = (sums.consecutive_skipped, sums.most_consecutive_skipped)
+        self._streaks = torch.tensor(streaks, dtype=torch.float64, device=self._device)
+        self.n_steps, self._n_tokens = sums.n_steps, sums.n_tokens
+        self._data_seconds = sums.data_seconds
         self._save_seconds: float | None = None
-        self._start_time = time.perf_counter()
+        self._start_time = time.perf_counter() - sums.seconds
+
+    def load_state_dict(self, ranks: Sequence[MetricSums] | None) -> None:
+        """Continue from the sums of all ranks that saved, or from zero, and start the clock."""
+        if not ranks:
+            self._load(MetricSums())
+        elif len(ranks) == self._world.size:
+            self._load(ranks[self._world.rank])
+        else:  # of another world size: rank 0 has the sum of all losses
+            loss_sum = math.fsum(sums.loss_sum for sums in ranks) if self._world.rank == 0 else 0.0
+            self._load(ranks[0].model_copy(update={"loss_sum": loss_sum}))
+
+    def state_dict(self) -> MetricSums:
+        """Return the sums since the last report; synchronizes with the device."""
+        loss_sum, n_target_tokens, grad_norm_sum, n_taken, n_skipped = self._sums.tolist()
+        consecutive_skipped, most_consecutive_skipped = self._streaks.tolist()
+        return MetricSums(
+            loss_sum=loss_sum,
+            n_target_tokens=n_target_tokens,
+            grad_norm_sum=grad_norm_sum,
+            n_taken=n_taken,
+            n_skipped=n_skipped,
+            most_consecutive_skipped=most_consecutive_skipped,
+            consecutive_skipped=consecutive_skipped,
+            n_steps=self.n_steps,
+            n_tokens=self._n_tokens,
+            seconds=time.perf_counter() - self._start_time,
+            data_seconds=self._data_seconds,
+        )
 
     def _now(self) -> float:
         if self._device.type == "cuda":
@@ -99,7 +147,7 @@ class MetricsAccumulator:
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Report the time of the block as `data_seconds`."""
+        """Report the time of the block in `waiting_for_data_percent`."""
         start = time.perf_counter()
         yield
         self._data_seconds += time.perf_counter() - start
@@ -113,11 +161,11 @@ class MetricsAccumulator:
         """
         loss_sum, grad_norm, skipped = (x.to(self._device, torch.float64) for x in (loss_sum, grad_norm, skipped))
         taken = 1 - skipped
-        self._consecutive_skipped = (self._consecutive_skipped + 1) * skipped
         loss_sum, grad_norm = torch.stack([loss_sum, grad_norm]).masked_fill(skipped > 0, 0.0)  # inf x 0 is NaN
-        self._sums[:5] += torch.stack([loss_sum, n_target_tokens * taken, grad_norm, taken, skipped])
-        self._sums[5] = torch.maximum(self._sums[5], self._consecutive_skipped)
-        self._n_steps += 1
+        self._sums += torch.stack([loss_sum, n_target_tokens * taken, grad_norm, taken, skipped])
+        consecutive = (self._streaks[0] + 1) * skipped
+        self._streaks = torch.stack([consecutive, torch.maximum(self._streaks[1], consecutive)])
+        self.n_steps += 1
         self._n_tokens += n_tokens
 
     def report(self) -> tuple[dict[str, float], int]:
@@ -125,24 +173,26 @@ class MetricsAccumulator:
 
         `loss` and `grad_norm` are missing if all steps were skipped.
         """
-        sums = self._sums.tolist()  # synchronizes with the device
-        seconds = time.perf_counter() - self._start_time
-        ranks = self._world.all_gather_object([sums[0], self._data_seconds, peak_memory_gib(self._device)])
+        sums = self.state_dict()
+        ranks = self._world.all_gather_object([sums.loss_sum, sums.data_seconds, peak_memory_gib(self._device)])
         loss_sums, data_seconds, memory = zip(*ranks, strict=True)
-        _, n_target_tokens, grad_norms, taken, skipped, most_consecutive_skipped = sums
-        tokens_per_second = self._n_tokens / seconds
+        tokens_per_second = sums.n_tokens / sums.seconds
         metrics = {
-            "tokens_per_second": tokens_per_second,
-            "step_seconds": seconds / self._n_steps,
-            "data_seconds": max(data_seconds) / self._n_steps,
             "peak_memory_gib": max(memory),
-            "skipped_steps": skipped,
+            "skipped_steps": sums.n_skipped,
+            "step_seconds": sums.seconds / sums.n_steps,
+            "tokens_per_second": tokens_per_second,
+            "waiting_for_data_percent": 100 * max(data_seconds) / sums.seconds,
         }
-        if taken:
-            metrics = {"loss": math.fsum(loss_sums) / n_target_tokens, "grad_norm": grad_norms / taken} | metrics
+        if sums.n_taken:
+            means = {
+                "loss": math.fsum(loss_sums) / sums.n_target_tokens,
+                "grad_norm": sums.grad_norm_sum / sums.n_taken,
+            }
+            metrics = means | metrics
         if self._save_seconds is not None:
             metrics["save_stall_seconds"] = self._save_seconds
         if self._peak_flops is not None:
             metrics["mfu"] = tokens_per_second * self._flops_per_token / (self._peak_flops * len(ranks))
-        self.restart()
-        return metrics, int(most_consecutive_skipped)
+        self._load(MetricSums(consecutive_skipped=sums.consecutive_skipped))
+        return metrics, int(sums.most_consecutive_skipped)

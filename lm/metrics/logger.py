@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
+import determined as det
 from determined import core
 
+from lm.determined import master
 from lm.errors import RunError
 from lm.metrics.sinks import Console, CoreAPI, Sink, make_sinks
 
@@ -18,10 +20,18 @@ class MetricLogger:
     Methods raise RunError if a file of `run_dir`, which is None on a cluster, cannot be written.
     """
 
-    def __init__(self, rank: int, run_dir: Path | None, train_context: core.TrainContext, max_steps: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        run_dir: Path | None,
+        train_context: core.TrainContext,
+        max_steps: int,
+        info: det.ClusterInfo | None = None,
+    ) -> None:
         self._run_dir = run_dir
         self._console = Console(max_steps) if rank == 0 else None
-        self._core_api = CoreAPI(train_context, max_steps) if rank == 0 and run_dir is None else None
+        in_search = info is not None and master.in_search(info)
+        self._core_api = CoreAPI(train_context, max_steps, in_search) if rank == 0 and run_dir is None else None
         self._sinks: list[Sink] = []
 
     @contextmanager
@@ -34,13 +44,12 @@ class MetricLogger:
             problem = f"{self._run_dir}: cannot write metrics ({error.strerror}); the last checkpoint is kept"
             raise RunError(problem) from None
 
-    def start(self, step: int) -> None:
-        """Open the sinks after `step` completed steps, without the records of later steps."""
-        if self._core_api:
-            self._core_api.set_status("training")
+    def start(self, step: int, missing: Collection[str] = ()) -> None:
+        """Open the sinks after `step` completed steps, without records of later steps, or of `missing` groups at it."""
+        self.set_status("training")
         if self._console:
             with self._oserror_as_run_error():
-                self._sinks = make_sinks(self._run_dir, self._core_api, self._console, step)
+                self._sinks = make_sinks(self._run_dir, self._core_api, self._console, step, missing)
             self._console.start(step)
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -57,11 +66,19 @@ class MetricLogger:
     @contextmanager
     def status(self, what: str) -> Iterator[None]:
         """Show the status `what` in the Web UI, and "training" afterwards."""
+        self.set_status(what)
+        yield
+        self.set_status("training")
+
+    def set_status(self, what: str) -> None:
+        """Show the status `what` in the Web UI."""
         if self._core_api:
             self._core_api.set_status(what)
-        yield
-        if self._core_api:
-            self._core_api.set_status("training")
+
+    @property
+    def stopped_by_search(self) -> bool:
+        """Whether the search has stopped this trial, as far as is known."""
+        return self._core_api is not None and self._core_api.stopped_by_search
 
     def on_step_end(self) -> None:
         """Advance the progress bar."""
@@ -72,6 +89,8 @@ class MetricLogger:
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        if error:
+            self.set_status("failed")
         with suppress(RunError) if error else nullcontext():  # the first error is the cause
             self.close()
 

@@ -9,7 +9,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from determined import core
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from lm.determined import master
 from lm.determined.master import BackgroundReporter
 
 
@@ -31,22 +32,30 @@ class Sink(Protocol):
         """Write what is buffered, and release files and threads."""
 
 
-def make_sinks(run_dir: Path | None, core_api: CoreAPI | None, console: Console, start: int) -> list[Sink]:
-    """Return the sinks of a run that starts after `start` completed steps."""
+def make_sinks(
+    run_dir: Path | None, core_api: CoreAPI | None, console: Console, start: int, missing: Collection[str]
+) -> list[Sink]:
+    """Return the sinks of a run that starts after `start` completed steps, without records of the groups `missing`."""
     sinks: list[Sink] = [core_api] if core_api else []
     if run_dir:
-        sinks += [JSONL(run_dir / "metrics.jsonl", start), TensorBoard(run_dir / "tensorboard", start)]
+        sinks += [JSONL(run_dir / "metrics.jsonl", start, missing)]
+        sinks += [TensorBoard(run_dir / "tensorboard", start if "training" in missing else start + 1)]
     return [*sinks, console]
 
 
 class JSONL:
-    """A file with a line of JSON per report. Lines of steps after `start`, from before a restart, are removed."""
+    """A file with a line of JSON per report.
 
-    def __init__(self, path: Path, start: int) -> None:
+    Lines from before a restart are removed if they are of a step after `start`, or of step `start` and of a group that
+    is `missing` in the checkpoint of that step.
+    """
+
+    def __init__(self, path: Path, start: int, missing: Collection[str]) -> None:
         kept = []
         for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
             with suppress(ValueError, TypeError, KeyError):  # truncated by a kill, or not a record
-                if json.loads(line)["step"] <= start:
+                record = json.loads(line)
+                if record["step"] < start or (record["step"] == start and record["group"] not in missing):
                     kept.append(line + "\n")
         draft = path.with_suffix(".draft")
         draft.write_text("".join(kept))
@@ -63,11 +72,11 @@ class JSONL:
 
 
 class TensorBoard:
-    """Scalars `<group>/<metric>` for TensorBoard. Those of steps after `start` are purged."""
+    """Scalars `<group>/<metric>` for TensorBoard. Those of step `purge_step` and later are removed."""
 
-    def __init__(self, directory: Path, start: int) -> None:
+    def __init__(self, directory: Path, purge_step: int) -> None:
         self._excepthook, threading.excepthook = threading.excepthook, self._print_exception
-        self._writer = SummaryWriter(directory, purge_step=start + 1, flush_secs=10)
+        self._writer = SummaryWriter(directory, purge_step=purge_step, flush_secs=10)
 
     def _print_exception(self, exception: threading.ExceptHookArgs) -> None:
         # The exception of the writer's thread is raised by the next `log` or `close`.
@@ -84,17 +93,27 @@ class TensorBoard:
 
 
 class CoreAPI:
-    """Metrics, progress and status of the trial in Determined's Web UI."""
+    """Metrics, progress and status of the trial in Determined's Web UI.
 
-    def __init__(self, train_context: core.TrainContext, max_steps: int) -> None:
+    In a search, every report is followed by the question whether the search has stopped the trial.
+    """
+
+    def __init__(self, train_context: core.TrainContext, max_steps: int, in_search: bool) -> None:
         self._train_context = train_context
         self._max_steps = max_steps
+        self._in_search = in_search
         self._background = BackgroundReporter()
+        self.stopped_by_search = False
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
         self._train_context.report_metrics(group, steps_completed=step, metrics=dict(metrics))
         if group == "training":
             self._background.submit(self._train_context.report_progress, min(1.0, step / self._max_steps))
+        if self._in_search:
+            self._background.submit(self._ask, self._train_context)
+
+    def _ask(self, train_context: core.TrainContext) -> None:
+        self.stopped_by_search |= master.is_stopped(train_context)
 
     def set_status(self, status: str) -> None:
         self._background.submit(self._train_context.set_status, status)

@@ -19,7 +19,8 @@ class PreemptionHandler:
     """Agreement of all ranks, in every step, on whether to stop after it.
 
     The all-reduce starts before the optimizer step and is waited for after it, so it overlaps with the computation.
-    `should_preempt` returns whether Determined wants the run to stop, without blocking.
+    Between steps, e.g. after a batch of validation, `is_requested` asks. `should_preempt` returns whether Determined
+    wants the run to stop, without blocking.
     """
 
     def __init__(self, world: World, should_preempt: Callable[[], bool]) -> None:
@@ -48,3 +49,7 @@ class PreemptionHandler:
         work.wait()
         stop, busy = self._flags.tolist()
         return bool(stop), bool(busy)
+
+    def is_requested(self) -> bool:
+        """Return whether to stop, after an agreement of all ranks."""
+        return self.decision(self.start_agreement(busy=False))[0]

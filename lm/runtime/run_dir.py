@@ -55,7 +55,7 @@ class RunDir:
     def _create_and_lock(self) -> str:
         try:
             for path in (ROOT, self.path, self.checkpoints, self.tensorboard):
-                path.mkdir(mode=0o700, exist_ok=True)
+                path.mkdir(mode=0o775, exist_ok=True)
             for path in (self.path, self.checkpoints):
                 _require_private(path)
             holder = lock_file(self._lock)
@@ -97,11 +97,11 @@ class RunDir:
         aside = self.path / time.strftime("before-%Y%m%d-%H%M%S")
         while aside.exists():  # two starts within one second
             aside = aside.with_name(f"{aside.name}-again")
-        aside.mkdir(mode=0o700)
+        aside.mkdir(mode=0o775)
         for path in old:
             path.rename(aside / path.name)
-        self.checkpoints.mkdir(mode=0o700)
-        self.tensorboard.mkdir(mode=0o700)
+        self.checkpoints.mkdir(mode=0o775)
+        self.tensorboard.mkdir(mode=0o775)
 
 
 def lock_file(path: Path) -> str | None:
@@ -110,7 +110,7 @@ def lock_file(path: Path) -> str | None:
     Returns:
         None if this process now holds the lock, else the holder: "process PID on HOST since TIME".
     """
-    lock = FileLock(path.absolute(), LOCK_TIMEOUT, 0o600, thread_local=False, on_acquired=_write_lock_holder)
+    lock = FileLock(path.absolute(), LOCK_TIMEOUT, 0o664, thread_local=False, on_acquired=_write_lock_holder)
     try:
         lock.acquire()
     except Timeout:
