@@ -148,9 +148,16 @@ def test_fresh_moves_the_old_run_aside_once_the_new_one_starts(stopped: Path) ->
     assert list(checkpoints(stopped)) == [2]
 
 
-def test_only_the_owner_can_read_what_a_run_writes(reference: Path) -> None:
-    for path in [reference / "runs", *(reference / "runs").rglob("*")]:
-        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+@pytest.mark.slow
+def test_what_a_run_writes_has_the_modes_of_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        done = run(tmp_path, config=RUN)
+    finally:
+        os.umask(before)
+    assert done.returncode == 0, done.stderr
+    for path in [tmp_path / "runs", *(tmp_path / "runs").rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o750 if path.is_dir() else 0o640), path
 
 
 def test_a_run_directory_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_a_report_covers_all_ranks() -> None:
     last = reports[-1]
     assert [{**report, "own_memory": 0} for report in reports] == [{**last, "own_memory": 0}] * 3
     assert last["loss"] == (1 + 2) * (2 + 8) / 30
-    assert (last["step_seconds"], last["data_seconds"]) == (2.5, 2)
+    assert (last["step_seconds"], last["waiting_for_data_percent"]) == (2.5, 80)
     assert (last["tokens_per_second"], last["mfu"]) == (100, 100 * 1e6 / (3 * 1e9))
     assert last["peak_memory_gib"] == max(report["own_memory"] for report in reports)
     assert last["own_memory"] > 0.5
@@ -124,8 +124,8 @@ def test_consecutive_skipped_steps_count_across_reports(metrics: MetricsAccumula
     assert most == [2, 3, 1]
 
 
-def test_restart_and_report_reset_the_sums_and_the_clock(metrics: MetricsAccumulator, clock: Clock) -> None:
-    for start in (metrics.restart, metrics.report):
+def test_loading_nothing_and_reporting_reset_the_sums_and_the_clock(metrics: MetricsAccumulator, clock: Clock) -> None:
+    for start in (lambda: metrics.load_state_dict(None), metrics.report):
         add(metrics, loss_sum=100, n_tokens=1000)
         clock.now += 50
         start()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.multiprocessing import ProcessExitedException
 
 from lm import config
 from lm.checkpoint.manifest import read_manifest
 from lm.checkpoint.resume import IDENTITY, UNLOGGED
-from tests.support import EXACT_RUN, checkpoints, exact, reports, run, start
+from lm.data.loader import Loader, MicroBatch
+from lm.runtime.world import World
+from tests.support import EXACT, EXACT_RUN, checkpoints, exact, execute, reports, run, run_ranks, start
 
 RUN = EXACT_RUN | {"total_batch_size": 12, "checkpoint_rate": 5, "max_steps": 10}
 
@@ -100,6 +106,61 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(reference: Path, tmp
     assert max(exact(tmp_path)) == step < 1000
     first = {key: value for key, value in exact(reference).items() if key <= step}
     assert {key: value for key, value in exact(tmp_path).items() if key <= 10} == first
+
+
+INTERRUPTED = RUN | {"report_rate": 3, "validation_rate": 4, "checkpoint_rate": 4, "max_steps": 12}
+INTERRUPTED |= {"total_batch_size": 2, "validation_batches": 4, "keep_checkpoints": None}
+
+
+def interrupt(world: World, step: int, how: str) -> None:
+    """Run until a signal arrives in step `step`, or in the validation after it, or the process is killed there."""
+
+    def on_step_start(completed: int) -> None:
+        if completed == step - 1 and how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if completed == step - 1 and how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def validation(loader: Loader) -> Iterator[MicroBatch]:
+        for batch in batches(loader):
+            if how == "validation" and list(reports(Path()))[-1] >= step - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    batches, Loader.validation = Loader.validation, validation
+    execute(world, INTERRUPTED, on_step_start)
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_reports_the_curve_of_an_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def curve(folder: Path) -> list[tuple[Any, ...]]:
+        lines = (folder / "runs" / "test" / "metrics.jsonl").read_text().splitlines()
+        keys = ("group", "step", *EXACT)
+        return [tuple(json.loads(line).get(key) for key in keys) for line in lines]
+
+    assert run(tmp_path / "reference", config=INTERRUPTED).returncode == 0
+    expected = curve(tmp_path / "reference")
+    assert [(group, step) for group, step, *_ in expected] == [
+        ("training", 3), ("validation", 4), ("training", 6), ("validation", 8), ("training", 9),
+        ("training", 12), ("validation", 12),
+    ]  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    # Before a report; in a validation; again in that validation; between reports; killed after a saved checkpoint;
+    # before the last report.
+    stops = [(3, "signal"), (4, "validation"), (4, "validation"), (5, "signal"), (11, "kill"), (12, "signal")]
+    for step, how in stops:
+        if how == "kill":
+            with pytest.raises(ProcessExitedException):
+                run_ranks(1, interrupt, step, how)
+        else:
+            run_ranks(1, interrupt, step, how)
+            assert max(checkpoints(tmp_path)) == step
+    run_ranks(1, interrupt, 100, "signal")
+    assert curve(tmp_path) == expected
+    saved = map(read_manifest, (tmp_path / "runs" / "test" / "checkpoints").glob("*-*"))
+    assert sorted(manifest.step for manifest in saved if manifest.validation_loss is not None) == [4, 8, 12]
 
 
 @pytest.mark.slow

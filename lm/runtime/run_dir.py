@@ -110,7 +110,7 @@ def lock_file(path: Path) -> str | None:
     Returns:
         None if this process now holds the lock, else the holder: "process PID on HOST since TIME".
     """
-    lock = FileLock(path.absolute(), LOCK_TIMEOUT, 0o664, thread_local=False, on_acquired=_write_lock_holder)
+    lock = FileLock(path.absolute(), LOCK_TIMEOUT, thread_local=False, on_acquired=_write_lock_holder)
     try:
         lock.acquire()
     except Timeout:

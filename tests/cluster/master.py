@@ -71,6 +71,8 @@ class Allocation:
     acknowledged: bool = False
     invalid: bool = False
     """the trial reported invalid hyperparameters"""
+    state: str = "STATE_RUNNING"
+    """a search's stop changes it to STATE_STOPPING_COMPLETED, and signals nothing"""
 
     @property
     def task(self) -> str:
@@ -293,6 +295,12 @@ def acknowledge_preemption(master: Master, _body: Body | None, _query: Body, all
     found.acknowledged = True
 
 
+def trial_state(master: Master, _body: None, _query: Body, trial: str) -> dict[str, Any]:
+    found = master._require_current(trial=trial)
+    fixed = {"experimentId": 1, "hparams": {}, "restarts": 0, "startTime": "2026-11-21T23:58:16Z"}
+    return {"trial": fixed | {"id": found.trial, "state": found.state, "totalBatchesProcessed": 0}}
+
+
 def accept_metrics(master: Master, body: Body, _query: Body, trial: str) -> None:
     report, group = body["metrics"], body["group"]
     found = master._require_current(trial=trial)
@@ -371,6 +379,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "GET /api/v1/allocations/{allocation}/signals/preemption": preemption_signal,
     "POST /api/v1/allocations/{allocation}/signals/ack_preemption": acknowledge_preemption,
     "POST /api/v1/runs/start": start_run,
+    "GET /api/v1/trials/{trial}": trial_state,
     "POST /api/v1/trials/{trial}/metrics": accept_metrics,
     "POST /api/v1/trials/{trial}/progress": accept_progress,
     "POST /api/v1/trials/{trial}/runner/metadata": accept_status,

@@ -40,15 +40,15 @@ def check(
     last, rate = hyperparameters["max_steps"], hyperparameters["report_rate"]
     saves = multiples(hyperparameters["checkpoint_rate"], last)
     assert training.keys() == multiples(rate, last)
-    assert validation.keys() == multiples(hyperparameters.get("validation_rate") or rate, last) | saves
+    assert validation.keys() == multiples(hyperparameters.get("validation_rate") or rate, last)
     names = documented("training")
     for step, metrics in training.items():
         assert names - SOMETIMES <= metrics.keys() <= names, step
-    for metrics in validation.values():
+    for step, metrics in validation.items():
         assert metrics.keys() == documented("validation")
+        assert metrics["batches"] == step
         assert metrics["perplexity"] == math.exp(metrics["loss"])
     for step, metrics in (*training.items(), *validation.items()):
-        assert metrics["batches"] == step
         assert all(map(math.isfinite, metrics.values())), step
     assert checkpoints.keys() == saves
     for files in checkpoints.values():

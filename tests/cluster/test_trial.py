@@ -11,7 +11,7 @@ import re
 import tarfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -239,9 +239,10 @@ def test_a_preempted_and_killed_trial_has_the_losses_and_weights_of_an_uninterru
     ]
     assert weights[0] == weights[1]
     kept = [c["uuid"] for c in master.checkpoints if c["state"] == "STATE_COMPLETED"]
-    best = min((step for step in saved(master, 2) if step >= stop), key=losses(master, 2, "validation").__getitem__)
-    # Retention counts the checkpoint that the run resumed from.
-    assert (saved(master, 2)[stop] in kept) == (stop == best)
+    validations = losses(master, 2, "validation")
+    best = min((step for step in saved(master, 2) if step >= stop and step in validations), key=validations.__getitem__)
+    assert saved(master, 2)[best] in kept
+    assert (saved(master, 2)[stop] in kept) == (stop == best)  # retention counts what the run resumed from
     assert master.refused == []
 
 
@@ -349,19 +350,38 @@ def point(master: Master, **changes: Any) -> dict[str, Any]:
     return master.experiment["hyperparameters"] | POINT | changes
 
 
+def stop_by_search(master: Master) -> None:
+    assert master.allocation is not None
+    master.allocation.state = "STATE_STOPPING_COMPLETED"
+
+
 @pytest.mark.slow
-def test_a_trial_of_a_search_reports_loss_and_batches_and_saves_when_stopped(searching: Master, tmp_path: Path) -> None:
-    searching.on_metrics = lambda group, step: preempt(searching) if (group, step) == ("validation", 12) else None
+@pytest.mark.parametrize("stop", [preempt, stop_by_search])
+def test_a_trial_of_a_search_saves_and_ends_when_stopped(
+    searching: Master, tmp_path: Path, stop: Callable[[Master], None]
+) -> None:
+    searching.on_metrics = lambda group, step: stop(searching) if (group, step) == ("validation", 12) else None
     stopped = trial.run(searching, folder=tmp_path, hyperparameters=point(searching))
     assert stopped.process.returncode == 0, stopped.log
+    assert stopped.allocation.acknowledged == (stop is preempt)  # otherwise exit code 0 completes the trial
     assert searching.refused == []  # the master refuses validation reports without finite loss and batches
     validations = [m for m in searching.metrics if m["group"] == "validation"]
     assert all(m["metrics"]["batches"] == m["step"] for m in validations)
-    stop = max(saved(searching, 1))
-    assert {6, 12, stop} == {m["step"] for m in validations}
-    assert 12 <= stop < 24
+    last = max(saved(searching, 1))
+    assert {6, 12} == {m["step"] for m in validations}
+    assert 12 <= last < 24
     skipped = sum(m["metrics"]["skipped_steps"] for m in searching.metrics if m["group"] == "training")
     assert skipped > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [401, 403, 404, 500])
+def test_a_trial_whose_state_is_refused_trains_to_its_end(searching: Master, tmp_path: Path, status: int) -> None:
+    searching.refuse["/api/v1/trials/{trial}"] = status
+    done = trial.run(searching, folder=tmp_path, hyperparameters=point(searching))
+    assert done.process.returncode == 0, done.log
+    assert searching.count()["GET /api/v1/trials/{trial}"] > 1
+    assert max(saved(searching, 1)) == 24
 
 
 @pytest.mark.slow
