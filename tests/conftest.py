@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-import torch
+os.environ["OMP_NUM_THREADS"] = "1"  # the models are too small for more threads, and the cores belong to many ranks
 
-torch.set_num_threads(1)  # the models are too small for more, and the cores belong to the ranks that tests start
+import pytest
 
 ROOT = Path(__file__).parent.parent
 MESSAGES = Path(__file__).parent / "messages.json"

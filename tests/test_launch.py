@@ -299,10 +299,8 @@ def test_ranks_receive_their_variables_and_the_arguments(tmp_path: Path) -> None
     assert len(set(ports)) == 1
 
 
-@pytest.mark.parametrize("name", ["MASTER_PORT", "OMP_NUM_THREADS"])
-def test_variables_that_are_set_are_kept(name: str, tmp_path: Path) -> None:
-    set_variable: dict[str, Any] = {name: "1234"}
-    with launched(tmp_path, f"say(os.environ['{name}'])", **set_variable) as launcher:
+def test_a_master_port_that_is_set_is_kept(tmp_path: Path) -> None:
+    with launched(tmp_path, "say(os.environ['MASTER_PORT'])", MASTER_PORT="1234") as launcher:
         assert finish(launcher) == (0, "1234\n1234\n", "")
 
 
@@ -389,8 +387,7 @@ def test_an_invalid_command_line_exits_with_2_without_a_traceback(arguments: lis
 
 
 def test_shellcheck_accepts_the_shell_scripts() -> None:
-    scripts = [ROOT / ".ci" / "run", *(ROOT / "launch").iterdir()]
-    assert len(scripts) == 3
+    scripts = [ROOT / ".ci" / "run", ROOT / "launch" / "slurm.sbatch", ROOT / "launch" / "pbs.sh"]
     command = [Path(sys.executable).parent / "shellcheck", *scripts]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")

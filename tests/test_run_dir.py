@@ -54,7 +54,7 @@ def test_the_constructor_creates_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("umask", "directory", "file"), [(0o077, 0o700, 0o600), (0o002, 0o775, 0o644), (0, 0o775, 0o644)]
+    ("umask", "directory", "file"), [(0o077, 0o700, 0o600), (0o002, 0o775, 0o664), (0, 0o775, 0o666)]
 )
 def test_the_modes_are_those_of_the_umask_but_never_writable_by_all(umask: int, directory: int, file: int) -> None:
     before = os.umask(umask)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -16,7 +20,7 @@ from lm.launch.environment import Launch
 from lm.launch.spawn import free_port
 from lm.runtime.world import MeshLayout, World, choose_device, join_world
 from tests.conftest import Message
-from tests.support import in_world, run_ranks
+from tests.support import ROOT, in_world, run_ranks
 
 
 def launch(rank: int, size: int, port: int, nodes: int = 1) -> Launch:
@@ -191,3 +195,46 @@ def test_ranks_that_differ_in_another_dimension_than_data_parallelism_share_a_dp
     layouts = [MeshLayout(dims, rank) for rank in range(len(dp_ranks))]
     assert [layout.dp_rank for layout in layouts] == dp_ranks
     assert {layout.dp_size for layout in layouts} == {max(dp_ranks) + 1}
+
+
+def build_mesh(world: World) -> tuple[list[Any], dict[str, int], set[float]]:
+    dims = {"replicate": 2, "shard": 1, "tensor": 2}
+    mesh = world.device_mesh(dims)
+    groups = [world.control, world.saver, world.node, *mesh.get_all_groups()]
+    backends = [cast(Any, group)._get_backend(torch.device("cpu")) for group in groups]
+    timeouts = {backend.options._timeout.total_seconds() for backend in backends}
+    return mesh.mesh.tolist(), {name: mesh[name].size() for name in dims}, timeouts
+
+
+@pytest.mark.slow
+def test_a_mesh_has_the_named_dimensions_and_all_groups_have_the_timeout() -> None:
+    assert run_ranks(4, build_mesh) == [([[[0, 1]], [[2, 3]]], {"replicate": 2, "shard": 1, "tensor": 2}, {60})] * 4
+
+
+THREADS = """
+import os, sys, torch
+from lm.launch.environment import Launch
+from lm.runtime.world import join_world
+os.sched_setaffinity(0, eval(sys.argv[1])[int(os.environ["RANK"])])
+with join_world(Launch.from_env(os.environ), 60):
+    os.write(1, f"{torch.get_num_threads()}\\n".encode())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize("given", ["", "2"])
+@pytest.mark.parametrize("launcher", ["lm.launch", "torch.distributed.run"])
+@pytest.mark.parametrize("bound", [False, True])
+def test_the_ranks_of_a_node_divide_its_cores_unless_threads_are_given(
+    tmp_path: Path, launcher: str, bound: bool, given: str
+) -> None:
+    (tmp_path / "threads.py").write_text(THREADS)
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    cores = [{first}, {second}] if bound else [{first, second}] * 2
+    option = "--nproc" if launcher == "lm.launch" else "--nproc-per-node"
+    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)}
+    env |= {"OMP_NUM_THREADS": given} if given else {}
+    command = [sys.executable, "-m", launcher, option, "2", "threads.py", str(cores)]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.stdout.split() == [given or "1"] * 2, done.stderr

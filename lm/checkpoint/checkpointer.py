@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from determined import core
@@ -41,6 +41,7 @@ from lm.checkpoint.retention import SavedCheckpoint, expired, list_saved, prune
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.runtime.world import World
+from model import ModelConfig
 
 POLL_SECONDS = 1.0
 """Interval at which a rank that waits for its thread asks whether another rank failed."""
@@ -175,7 +176,7 @@ class Checkpointer:
         return result.result()
 
     def _write(self, staged: Staged, run_info: RunInfo, progress: TrainingProgress) -> tuple[int, str]:
-        metadata = {"steps_completed": progress.step}
+        metadata = self._metadata(run_info, progress)
         written = {"time": self._next_time() if self.world.rank == 0 else 0.0, "world_size": self.world.size}
         fields = dict(run_info) | dict(progress) | written | {"format": FORMAT, "files": {}}
         manifest = Manifest.model_validate(fields)
@@ -196,6 +197,13 @@ class Checkpointer:
                 self._context.delete(entry.name)
                 self._saved.remove(entry)
         return progress.step, uuid
+
+    def _metadata(self, run_info: RunInfo, progress: TrainingProgress) -> dict[str, Any]:
+        """Return what Determined shows of a checkpoint."""
+        metadata = {"steps_completed": progress.step, "tokens": progress.tokens, "world_size": self.world.size}
+        metadata |= {"sharding": run_info.sharding, "amp_dtype": run_info.hyperparameters["amp_dtype"]}
+        metadata |= {"parameters": ModelConfig.model_validate(run_info.model).n_parameters}
+        return metadata | ({} if progress.validation_loss is None else {"validation_loss": progress.validation_loss})
 
     def _next_time(self) -> float:
         """Return the time, or a later one than that of every checkpoint: clocks differ, and are set back."""

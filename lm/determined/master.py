@@ -20,6 +20,7 @@ from determined.common.api.bindings import APIHttpError, get_GetTrial
 from determined.common.api.errors import BadRequestException
 
 from lm.errors import RankError, RunError
+from lm.launch.environment import record_error
 
 MASTER_TIMEOUT = 1800
 """longest time that calls to an unreachable master are retried (seconds)"""
@@ -59,6 +60,7 @@ def exit_code(
     Args:
         explain: passes the error on to ranks that lose their connection to this one, so that they exit alike.
     """
+    record_error(str(error))
     if is_reporter:
         print(error, file=sys.stderr)
         if explain is not None:

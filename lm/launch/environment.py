@@ -10,10 +10,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib.metadata
+import json
+import logging
 import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,7 +79,30 @@ def setup_environment() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # quiet profiler
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack traces for lost connections
+    for name in ("determined.tensorboard", "determined.common.storage"):  # warnings of every trial, for no reason
+        logging.getLogger(name).setLevel(logging.ERROR)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports exits without a traceback
+
+
+def threads_are_given() -> bool:
+    """Return whether the user set OMP_NUM_THREADS. torchrun sets it to 1 for its workers if the user did not."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return "OMP_NUM_THREADS" in os.environ
+    pid = os.getppid()
+    try:
+        while True:  # up to torchrun, whose environment is the user's
+            names = {entry.partition(b"=")[0] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
+            if b"TORCHELASTIC_RUN_ID" not in names:
+                return b"OMP_NUM_THREADS" in names
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return True
+
+
+def record_error(text: str) -> None:
+    """Write `text` to where torchrun reads what it prints at the end of its report of a failure."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
 def launcher_pid() -> int:

@@ -69,10 +69,8 @@ def run_local(command: list[str], processes: int, grace: float = 1.0) -> int:
         0, or the exit code of the first rank that failed (128 + signal number if a signal killed it).
     """
     size = str(processes)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     common = os.environ | {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     common.setdefault("MASTER_PORT", str(free_port()))
-    common.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     ranks: list[subprocess.Popen[bytes]] = []
     forwarded: list[int] = []
 

@@ -20,10 +20,10 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store
 
 from lm.errors import ConfigError, RankError, RunError
-from lm.launch.environment import Launch
+from lm.launch.environment import Launch, threads_are_given
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ class World:
         """Return a mesh of all ranks with the named dimensions `dims`, outermost first."""
         mesh = init_device_mesh(self.device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
         for group in mesh.get_all_groups():  # init_device_mesh sets PyTorch's default timeout of 30 minutes
-            _set_pg_timeout(self.timeout, group)
+            _set_timeout(self.timeout, group)
         return mesh
 
     def all_gather_object(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -185,6 +185,7 @@ def join_world(launch: Launch, timeout: float) -> Iterator[World]:
             node: _gloo_group([rank for rank, its_node in enumerate(nodes) if its_node == node], wait)
             for node in sorted(set(nodes))
         }
+        _set_threads(groups[launch.node_rank])
         yield World(launch, device, control, saver, groups[launch.node_rank], _get_default_store(), wait)
         completed = True
     except (RuntimeError, MemoryError) as error:
@@ -247,6 +248,24 @@ def _local_store(launch: Launch, timeout: timedelta) -> dist.Store | None:
     # By default, TCPStore listens on all interfaces.
     listener = socket.create_server((address, launch.port)).detach() if is_host else None
     return dist.TCPStore(address, launch.port, launch.world_size, is_host, timeout, master_listen_fd=listener)
+
+
+def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
+    if hasattr(dist, "set_timeout"):  # from PyTorch 2.14
+        dist.set_timeout(timeout, group)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _set_threads(node: dist.ProcessGroup) -> None:
+    """Divide every core by the ranks of this node that may run on it."""
+    if threads_are_given() or not hasattr(os, "sched_getaffinity"):
+        return
+    cores = os.sched_getaffinity(0)
+    ranks: list[Any] = [None] * dist.get_world_size(node)
+    dist.all_gather_object(ranks, cores, group=node)
+    share = sum(1 / sum(core in others for others in ranks) for core in cores)
+    torch.set_num_threads(max(1, int(share + 1e-6)))
 
 
 def _gloo_group(ranks: Sequence[int], timeout: timedelta) -> dist.ProcessGroup:

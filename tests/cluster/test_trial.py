@@ -109,8 +109,9 @@ def test_the_web_ui_shows_the_documented_metrics_and_checkpoints(done: tuple[Mas
     shown.check(training, validation, checkpoints, trial.SHORT | HYPERPARAMETERS, ranks=2)
     assert master.bodies("/api/v1/trials/{trial}/progress")[-1]["progress"] == 1.0
     # The background reporter skips outdated statuses.
-    statuses = {body["state"] for body in master.bodies("/api/v1/trials/{trial}/runner/metadata")}
-    assert {"training"} <= statuses <= {"training", "validating", "saving"}
+    statuses = [body["state"] for body in master.bodies("/api/v1/trials/{trial}/runner/metadata")]
+    assert {"training"} <= set(statuses) <= {"training", "validating", "saving", "completed"}
+    assert statuses[-1] == "completed"
 
 
 def test_the_profiler_page_has_data(done: tuple[Master, trial.Trial]) -> None:
@@ -138,6 +139,9 @@ def test_checkpoints_are_deleted_through_the_master(done: tuple[Master, trial.Tr
     assert kept.keys() == {18, 24, best}
     assert {path.parent.name for path in master.storage.glob("*/manifest.json")} == set(kept.values())
     assert master.count()["PATCH /api/v1/checkpoints"] == len(saved(master, 1)) - len(kept)
+    (last,) = [c["metadata"] for c in master.checkpoints if c["uuid"] == kept[24]]
+    assert last["validation_loss"] == losses(master, 1, "validation")[24]
+    assert last.keys() >= {"tokens", "world_size", "sharding", "amp_dtype", "parameters"}
 
 
 def test_secrets_are_not_in_files_or_logs_of_a_trial(done: tuple[Master, trial.Trial]) -> None:
@@ -438,5 +442,7 @@ def test_an_error_that_the_search_did_not_cause_ends_the_trial_and_is_not_retrie
     assert searching.allocation is not None
     assert not searching.allocation.invalid
     assert 'ffn: "relux"' in mistaken.log
+    table = mistaken.log.rpartition("Root Cause")[2]  # the end of torchrun's report
+    assert 'ffn: "relux"' in table
     (policy,) = [p for p in searching.experiment["log_policies"] if p["name"] == "bad configuration"]
     assert re.search(f"^{policy['pattern']}$", mistaken.log, re.MULTILINE)
