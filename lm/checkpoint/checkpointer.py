@@ -201,7 +201,7 @@ class Checkpointer:
     def _metadata(self, run_info: RunInfo, progress: TrainingProgress) -> dict[str, Any]:
         """Return what Determined shows of a checkpoint."""
         metadata = {"steps_completed": progress.step, "tokens": progress.tokens, "world_size": self.world.size}
-        metadata |= {"sharding": run_info.sharding, "amp_dtype": run_info.hyperparameters["amp_dtype"]}
+        metadata |= {"sharding": run_info.sharding, "amp_dtype": run_info.hyperparameters.get("amp_dtype")}
         metadata |= {"parameters": ModelConfig.model_validate(run_info.model).n_parameters}
         return metadata | ({} if progress.validation_loss is None else {"validation_loss": progress.validation_loss})
 
