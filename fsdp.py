@@ -139,8 +139,9 @@ def preflight(run: Run) -> tuple[Setup, resuming.ResumePlan]:
     if run_dir:
         run_dir.lock(world)
     checkpoints, restarted = run_dir and run_dir.checkpoints, is_restart(os.environ)
-    plan = world.on_rank0(lambda: resuming.plan_resume(hp, run.info, checkpoints, restarted, weights.is_model))
-    return setup, plan
+    if hp.init_from is not None and weights.is_model(hp.init_from):
+        hp = hp.model_copy(update={"init_from": None})  # it is not a checkpoint
+    return setup, world.on_rank0(lambda: resuming.plan_resume(hp, run.info, checkpoints, restarted))
 
 
 def build(run: Run, setup: Setup) -> Training:
@@ -170,8 +171,8 @@ def resume(t: Training, plan: resuming.ResumePlan) -> TrainingProgress:
     """Load the checkpoint of `plan`, if any, and start the run's files. Return the progress so far."""
     hp, setup, run_dir = t.run.hp, t.setup, t.run.run_dir
     saved = resuming.resume(plan, t.checkpointer, t.state(), setup.run_info, t.run.info, t.logger.info)
-    if plan.init_model is not None:
-        weights.load_into(t.model, plan.init_model, t.run.world, t.logger.info)
+    if hp.init_from is not None and not plan.resume_candidates and not plan.init_candidates:
+        weights.load_into(t.model, hp.init_from, t.run.world, t.logger.info)
     progress = saved or TrainingProgress()
     if note := t.loader.load_state_dict(progress.dataset_state):
         t.logger.info(note)

@@ -199,7 +199,7 @@ Loader.training = hanging_loader
 
 @pytest.mark.slow
 def test_out_of_memory_names_hyperparameters_that_reduce_memory(tmp_path: Path, message: Message) -> None:
-    done = run(tmp_path, "vocab_size=4000000000")
+    done = run(tmp_path, "vocab_size=16777216", "d_model=65536")
     assert done.returncode == 1
     message(done.stderr, mask=r"\(.*(?=\); reduce)")
 

@@ -121,8 +121,8 @@ def interrupt(world: World, step: int, how: str) -> None:
         if completed == step - 1 and how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def validation(loader: Loader) -> Iterator[MicroBatch]:
-        for batch in batches(loader):
+    def validation(self: Loader) -> Iterator[MicroBatch]:
+        for batch in batches(self):
             if how == "validation" and list(reports(Path()))[-1] >= step - 1:
                 os.kill(os.getpid(), signal.SIGTERM)
             yield batch

@@ -41,24 +41,17 @@ class ResumePlan:
 
     resume_candidates: tuple[str, ...] = ()
     init_candidates: tuple[str, ...] = ()
-    init_model: str | None = None
-    """Hugging Face model to load weights from"""
     may_be_complete: bool = False
 
 
 @oserror_as_config_error
 def plan_resume(
-    config: CheckpointConfig,
-    cluster_info: det.ClusterInfo | None,
-    checkpoints: Path | None,
-    restarted: bool,
-    is_model: Callable[[str], bool],
+    config: CheckpointConfig, cluster_info: det.ClusterInfo | None, checkpoints: Path | None, restarted: bool
 ) -> ResumePlan:
-    """Find the checkpoints to resume from, or else where to load weights from; print to stderr what is skipped.
+    """Find the checkpoints to resume from, or else the one to load weights from; print to stderr what is skipped.
 
     Args:
         checkpoints: directory of the run's checkpoints; None on a cluster.
-        is_model: returns whether `init_from` is a Hugging Face model.
         restarted: a launcher restarts the run, so its own checkpoints precede the one that `resume` names.
 
     Raises:
@@ -84,11 +77,7 @@ def plan_resume(
         candidates.append(locate("resume", config.resume))
     if candidates:
         return ResumePlan(tuple(candidates), may_be_complete=checkpoints is not None and config.resume == "auto")
-    if config.init_from is None:
-        return ResumePlan()
-    if is_model(config.init_from):
-        return ResumePlan(init_model=config.init_from)
-    return ResumePlan(init_candidates=(locate("init_from", config.init_from),))
+    return ResumePlan(init_candidates=(locate("init_from", config.init_from),) if config.init_from else ())
 
 
 @oserror_as_config_error
