@@ -89,12 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     launch, info, run_dir, watchdog = Launch(), None, None, None
     try:
         launch, info = Launch.from_env(os.environ), det.get_cluster_info()
-        if info is None:
-            hp = config.load(args.config, args.overrides, weights.model_defaults)
-            run_dir = RunDir(hp.run_name or args.config.stem)
-        else:
-            contents = {**info.trial._config, "hyperparameters": info.trial.hparams}
-            hp = config.read(contents, args.overrides, "trial", defaults=weights.model_defaults)
+        experiment = info and {**info.trial._config, "hyperparameters": info.trial.hparams}
+        hp = config.load(args.config, args.overrides, weights.model_defaults, experiment)
+        run_dir = None if info else RunDir(hp.run_name or args.config.stem)
         with (
             join_world(launch, hp.collective_timeout) as world,
             master.retrying(),

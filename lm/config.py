@@ -124,8 +124,15 @@ Defaults = Callable[[str], Mapping[str, Any]]
 """Maps `init_from` to the hyperparameters that its model sets, and its tokenizer (None = it has none)."""
 
 
-def load(path: Path, overrides: Sequence[str], defaults: Defaults | None = None) -> Hyperparameters:
-    """Read the experiment file at `path`; see `read`."""
+def load(
+    path: Path,
+    overrides: Sequence[str],
+    defaults: Defaults | None = None,
+    trial: Mapping[str, Any] | None = None,
+) -> Hyperparameters:
+    """Read the config of a Determined `trial`, or without one the experiment file at `path`; see `read`."""
+    if trial is not None:
+        return read(trial, overrides, "trial", defaults=defaults)
     contents, lines = strict_yaml.load(path)
     return read(contents, overrides, str(path), lines, defaults)
 

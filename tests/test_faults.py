@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +103,33 @@ def test_a_second_signal_during_the_save_does_not_damage_the_checkpoint(tmp_path
         code, stderr = job.finish()
     assert code == 0, stderr
     assert list(verified(tmp_path)) == [max(reports(tmp_path))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_in_a_terminal_saves_and_a_second_one_quits_at_once(times: int, tmp_path: Path) -> None:
+    reading, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 120))
+    long_step = {"total_batch_size": 20_000} if times == 2 else {}
+    (tmp_path / "test.yaml").write_text(json.dumps({"hyperparameters": RUN | long_step}))
+    command = [sys.executable, str(ROOT / "fsdp.py"), "--config", "test.yaml"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=terminal, text=True)
+    os.close(terminal)
+    shown = b""
+    while (b"training" if times == 1 else b"/1000") not in shown:
+        shown += os.read(reading, 1 << 16)
+    for _ in range(times):
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    with suppress(OSError):  # EIO: the process has ended
+        while block := os.read(reading, 1 << 16):
+            shown += block
+    process.communicate()
+    assert b"Ctrl-C again" in shown
+    assert process.returncode == (0 if times == 1 else 128 + signal.SIGINT)
+    assert time.monotonic() - asked < (10 if times == 1 else 1)
+    assert bool(verified(tmp_path)) == (times == 1)
 
 
 @pytest.mark.slow

@@ -220,7 +220,8 @@ def test_only_partial_checkpoints_are_an_error_unless_none_was_ever_complete(
 
 
 def test_tokenizers_are_compared_by_content_and_not_by_path(victim: Path, message: Message) -> None:
-    forge_manifest(victim, hyperparameters={"tokenizer": "a/tokenizer.json"}, tokenizer="9 tokens, sha256 0")
+    same = {"tokenizer": "9 tokens, sha256 0", "validation_loss": 1.0}
+    forge_manifest(victim, hyperparameters={"tokenizer": "a/tokenizer.json"}, **same)
     plan = ResumePlan((str(victim),), may_be_complete=True)
     path = {"hyperparameters": {"tokenizer": "b/tokenizer.json"}}
     assert completed_step(plan, RUN_INFO.model_copy(update=path | {"tokenizer": "9 tokens, sha256 0"}), 10) == 10

@@ -95,7 +95,7 @@ def test_a_report_covers_all_ranks() -> None:
     assert last["loss"] == (1 + 2) * (2 + 8) / 30
     assert (last["step_seconds"], last["waiting_for_data_percent"]) == (2.5, 80)
     assert (last["tokens_per_second"], last["mfu"]) == (100, 100 * 1e6 / (3 * 1e9))
-    assert last["peak_memory_gib"] == max(report["own_memory"] for report in reports)
+    assert last["peak_memory_gib"] == pytest.approx(max(report["own_memory"] for report in reports), rel=0.01)
     assert last["own_memory"] > 0.5
 
 
@@ -322,9 +322,7 @@ def test_without_a_terminal_a_report_is_a_line(
     message(output, mask=r"\d\d:\d\d")
 
 
-def test_on_a_terminal_a_progress_bar_shows_training_below_other_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_terminal_a_progress_bar_is_below_the_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.openpty()
     termios.tcsetwinsize(writing, (24, 120))
     with os.fdopen(writing, "w") as terminal:
@@ -342,6 +340,6 @@ def test_on_a_terminal_a_progress_bar_shows_training_below_other_lines(
     os.close(reading)
     shown = output.decode()
     assert "15/100" in shown
-    assert "loss=3.1416" in shown
-    assert "validation  step  15/100  loss 2.5000" in shown
-    assert "training  " not in shown
+    assert "training    step  15/100  loss  3.1416" in shown
+    assert "validation  step  15/100  loss  2.5000" in shown
+    assert "left" not in shown  # the bar shows it

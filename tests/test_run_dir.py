@@ -68,13 +68,6 @@ def test_the_modes_are_those_of_the_umask_but_never_writable_by_all(umask: int, 
     assert stat.S_IMODE((run_dir.path / "lock").stat().st_mode) == file
 
 
-def test_a_directory_that_others_can_write_to_is_refused(message: Message) -> None:
-    started().checkpoints.chmod(0o777)
-    with pytest.raises(ConfigError) as refused:
-        in_world(RunDir("x").lock)
-    message(refused.value)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
 def test_a_run_whose_directory_is_in_use_is_refused_soon_and_the_holder_named(named: bool, message: Message) -> None:

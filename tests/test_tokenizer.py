@@ -65,7 +65,7 @@ BYTE_0 = LLAMA2.vocab_size - 256
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, BYTE_LEVEL])
 @settings(deadline=None)
-@given(st.text())
+@given(st.text().filter(lambda text: "<|" not in text and "</s>" not in text))  # special tokens, which are not text
 def test_any_text_survives_encoding_and_decoding(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text

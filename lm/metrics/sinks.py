@@ -122,12 +122,20 @@ class CoreAPI:
         self._background.close()
 
 
-_FORMATS = {"loss": ".4f", "perplexity": ".4g", "lr": ".2e", "tokens_per_second": ",.0f", "mfu": ".1%"}
-"""of the metrics that the console shows"""
+_FORMATS = {
+    "loss": ("loss", "7.4f"),
+    "perplexity": ("perplexity", "<7.4g"),
+    "lr": ("lr", ".2e"),
+    "grad_norm": ("grad norm", "<6.3g"),
+    "tokens_per_second": ("tokens/s", "7,.0f"),
+    "mfu": ("MFU", "5.1%"),
+    "peak_memory_gib": ("GiB", ".1f"),
+}
+"""Labels and formats of the metrics that the console shows."""
 
 
 class Console:
-    """A progress bar with the training metrics on a terminal, otherwise a line per report."""
+    """A line per report, on a terminal above a progress bar."""
 
     def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
@@ -149,17 +157,12 @@ class Console:
             self._bar.update()
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
-        shown = {key: f"{metrics[key]:{spec}}" for key, spec in _FORMATS.items() if key in metrics}
-        shown = {"tokens/s" if key == "tokens_per_second" else key: value for key, value in shown.items()}
-        if self._bar is not None and group == "training":
-            self._bar.set_postfix({label: value for label, value in shown.items() if label != "lr"})
-            return
-        if group == "training" and step > self._start_step:
+        shown = [f"{label} {metrics[key]:{spec}}" for key, (label, spec) in _FORMATS.items() if key in metrics]
+        if group == "training" and self._bar is None and step > self._start_step:
             step_seconds = (time.monotonic() - self._start_time) / (step - self._start_step)
-            shown["left"] = tqdm.format_interval(step_seconds * (self._max_steps - step))
-        values = "  ".join(f"{label} {value}" for label, value in shown.items())
+            shown.append(f"left {tqdm.format_interval(step_seconds * (self._max_steps - step))}")
         end = f"/{self._max_steps}" if self._max_steps else ""
-        self.info(f"{group:<10}  step {step:>{max(len(end) - 1, 1)}}{end}  {values}")
+        self.info(f"{group:<10}  step {step:>{max(len(end) - 1, 1)}}{end}  {'  '.join(shown)}")
 
     def close(self) -> None:
         if self._bar is not None:

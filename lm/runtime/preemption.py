@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import cast
@@ -27,15 +30,23 @@ class PreemptionHandler:
         self._world = world
         self._should_preempt = should_preempt
         self._signaled = False
+        self._signal_time = 0.0
         self._flags = torch.zeros(2, dtype=torch.int32)
 
     def install(self) -> None:
-        """Treat SIGTERM, SIGINT and SIGUSR2 as requests to stop; repeated signals have no further effect."""
+        """Treat SIGTERM, SIGINT and SIGUSR2 as requests to stop; a second Ctrl-C in a terminal quits at once."""
         for signum in SIGNALS:
             signal.signal(signum, self._on_signal)
 
-    def _on_signal(self, _signum: int, _frame: FrameType | None) -> None:
-        self._signaled = True
+    def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if signum == signal.SIGINT and sys.stderr.isatty():
+            if self._signaled and now - self._signal_time > 0.5:  # launchers repeat a signal of the terminal
+                os._exit(128 + signum)
+            if not self._signaled and self._world.rank == 0:
+                os.write(2, b"\nstopping after this step and saving; Ctrl-C again quits without saving\n")
+        if not self._signaled:
+            self._signaled, self._signal_time = True, now
 
     def start_agreement(self, busy: bool) -> dist.Work:
         """Start the all-reduce of this step on all ranks; `busy`: this rank is still writing a checkpoint."""
