@@ -26,7 +26,7 @@ import determined as det  # noqa: E402
 import torch  # noqa: E402
 from determined import core  # noqa: E402
 
-from lm import config, optim, parallelize, precision, sampling, seeds  # noqa: E402
+from lm import config, lora, optim, parallelize, precision, sampling, seeds  # noqa: E402
 from lm.checkpoint import resume as resuming  # noqa: E402
 from lm.checkpoint.checkpointer import Checkpointer, Stateful  # noqa: E402
 from lm.checkpoint.manifest import TrainingProgress  # noqa: E402
@@ -74,7 +74,7 @@ class Training:
     preemption: PreemptionHandler
 
     def state(self) -> dict[str, Stateful]:  # of a checkpoint
-        return {"model": self.model, "optim": self.optimizer, "scaler": self.scaler}
+        return {"model": lora.trained(self.model), "optim": self.optimizer, "scaler": self.scaler}
 
     def is_due(self, step: int, rate: int) -> bool:
         return step >= self.setup.max_steps or (step > 0 and step % rate == 0)
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, default=Path("config.yaml"), help="experiment file (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
     args = parser.parse_args(arguments)
-    launch, info, run_dir, watchdog = Launch(), None, None, None
+    launch, info, watchdog = Launch(), None, None
     try:
         launch, info = Launch.from_env(os.environ), det.get_cluster_info()
         experiment = info and {**info.trial._config, "hyperparameters": info.trial.hparams}
@@ -131,13 +131,12 @@ def execute(run: Run) -> None:
 def preflight(run: Run) -> tuple[Setup, resuming.ResumePlan]:
     """Find everything that can be wrong, locally on every rank, and agree on it once."""
     hp, world, run_dir = run.hp, run.world, run.run_dir
-    setup = world.all_or_none(lambda: check(hp, world, run.info))
-    world.require_equal("ranks", {"device": world.device.type} | setup.facts())
+    setup = check(hp, world, run.info)
     if run_dir:
         run_dir.lock(world)
     checkpoints, restarted = run_dir and run_dir.checkpoints, is_restart(os.environ)
-    if hp.init_from is not None and weights.is_model(hp.init_from):
-        hp = hp.model_copy(update={"init_from": None})  # it is not a checkpoint
+    if hp.init_from is not None and (hp.lora_rank or weights.is_model(hp.init_from)):
+        hp = hp.model_copy(update={"init_from": None})  # not a checkpoint to load: the base of adapters, or a model
     return setup, world.on_rank0(lambda: resuming.plan_resume(hp, run.info, checkpoints, restarted))
 
 
@@ -147,18 +146,17 @@ def build(run: Run, setup: Setup) -> Training:
     device, run_dir, distributed = world.device, run.run_dir, context.distributed
     assert isinstance(distributed, TorchDistributedContext)
     with torch.device("meta"):
-        model = Transformer(hp)
+        model = lora.add_adapters(Transformer(hp), hp, setup.dtype)
     mesh = world.device_mesh(layout.dims)
     model = parallelize.parallelize(model, hp, mesh, setup.dtype, setup.seed, hp.float8)
     logger = MetricLogger(world.rank, run_dir and run_dir.path, context.train, setup.max_steps, run.info)
-    for line in (*setup.notes(hp), setup.summary(hp, world)):
-        logger.info(line)
+    logger.info("\n".join([*setup.notes(hp), setup.summary(hp, world)]))
     optimizer = optim.Optimizer(hp, model.named_parameters())
     scaler = precision.LossScaler(setup.dtype, device)
     loader = Loader(hp, data, setup.global_batch_size, layout.dp_rank, layout.dp_size, device)
     directory, thread_init = run_dir and run_dir.checkpoints, distributed.use_saver_group
     checkpointer = Checkpointer(hp, context.checkpoint, world, directory, data.tokenizer_files(), thread_init)
-    accumulator = MetricsAccumulator(device, world, hp.flops_per_token(hp.max_seq_len), peak_flops(device, setup.dtype))
+    accumulator = MetricsAccumulator(device, world, lora.flops_per_token(hp, hp), peak_flops(device, setup.dtype))
     asked = lambda: logger.stopped_by_search or master.should_preempt(context.preempt, run.info, world.rank)  # noqa: E731
     preemption = PreemptionHandler(world, asked)
     return Training(run, setup, model, optimizer, scaler, loader, checkpointer, accumulator, logger, preemption)
@@ -166,17 +164,15 @@ def build(run: Run, setup: Setup) -> Training:
 
 def resume(t: Training, plan: resuming.ResumePlan) -> TrainingProgress:
     """Load the checkpoint of `plan`, if any, and start the run's files. Return the progress so far."""
-    hp, setup, run_dir = t.run.hp, t.setup, t.run.run_dir
-    saved = resuming.resume(plan, t.checkpointer, t.state(), setup.run_info, t.run.info, t.logger.info)
-    if hp.init_from is not None and not plan.resume_candidates and not plan.init_candidates:
-        weights.load_into(t.model, hp.init_from, t.run.world, t.logger.info)
-    progress = saved or TrainingProgress()
+    hp, setup, run_dir, base = t.run.hp, t.setup, t.run.run_dir, t.setup.run_info.base
+    if hp.init_from is not None and (base or not (plan.resume_candidates or plan.init_candidates)):
+        weights.load_into(t.model, base.source if base else hp.init_from, t.run.world, t.logger.info)
+    progress = resuming.resume(plan, t.checkpointer, t.state(), setup.run_info, t.run.info, t.logger.info)
     if note := t.loader.load_state_dict(progress.dataset_state):
         t.logger.info(note)
     if run_dir:
-        hyperparameters = setup.run_info.hyperparameters | {"max_steps": setup.max_steps or None}
         fresh = hp.resume == "fresh" and not is_restart(os.environ)
-        t.run.world.on_rank0(lambda: run_dir.start(hyperparameters, fresh))
+        t.run.world.on_rank0(lambda: run_dir.start(setup.resolved(), fresh))
     t.logger.start(progress.step, progress.missing_reports())
     t.accumulator.load_state_dict(progress.metric_sums)
     return progress
@@ -189,7 +185,7 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
     gc.disable()  # it runs at reports, on all ranks at the same time
     gc.freeze()
     t.preemption.install()  # before this, there is nothing to save
-    stopping = not make_up(t, start)
+    stopping = make_up(t, start)
     model.train()
     while step < setup.max_steps and not stopping:
         t.run.on_step_start(step)
@@ -225,22 +221,21 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
             validation_loss = validate(t, step)
             stopping = validation_loss is None
         if stopping or t.is_due(step, hp.checkpoint_rate):
-            wait = stopping or step == setup.max_steps or not hp.async_checkpoint
-            save(t, step, validation_loss, wait)
+            save(t, step, validation_loss, wait=stopping or step == setup.max_steps or not hp.async_checkpoint)
     return step, stopping
 
 
 def make_up(t: Training, start: TrainingProgress) -> bool:
-    """Report and validate after the resumed step if a stop came first. Return False if asked to stop again."""
-    step, loss = start.step, start.validation_loss
+    """Report and validate after the resumed step if a stop came first. Return whether asked to stop again."""
+    step = start.step
     if t.accumulator.n_steps and t.is_due(step, t.run.hp.report_rate):
         report(t, step)
-    if loss is None and t.is_due(step, t.setup.validation_rate):
-        if (loss := validate(t, step)) is None:
-            return False
-        if step and t.is_due(step, t.run.hp.checkpoint_rate):
-            save(t, step, loss, wait=True)
-    return True
+    if start.validation_loss is not None or not t.is_due(step, t.setup.validation_rate):
+        return False
+    loss = validate(t, step)
+    if loss is not None and step and t.is_due(step, t.run.hp.checkpoint_rate):
+        save(t, step, loss, wait=True)
+    return loss is None
 
 
 def report(t: Training, step: int) -> None:

@@ -426,7 +426,7 @@ def chunk_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, needs_grad: 
 
     Args:
         x, weight, targets: `(N, D)`, `(V, D)`, `(N,)`.
-        needs_grad: if false, the gradients for `x` and `weight` are empty tensors.
+        needs_grad: if false, the gradients are empty tensors; the one for `weight` also is if `weight` is frozen.
     """
     logits = F.linear(x, weight).float()
     counts = targets != IGNORE_INDEX
@@ -437,7 +437,7 @@ def chunk_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, needs_grad: 
         return loss_sum, x.new_empty(0), x.new_empty(0)
     one_hot = torch.arange(len(weight), device=x.device) == target
     grad = torch.where(counts[:, None], (logits - log_sum).exp() - one_hot.float(), 0).to(x.dtype)
-    return loss_sum, grad @ weight, grad.T @ x
+    return loss_sum, grad @ weight, grad.T @ x if weight.requires_grad else x.new_empty(0)
 
 
 def even_chunk_size(total: int, limit: int) -> int:

@@ -69,11 +69,12 @@ def memory_bytes(hp: Hyperparameters, shards: int) -> dict[str, int]:
     """Return `lm.parallelize.memory_bytes` without recomputation: every block saves its activations."""
     size = hp.batch_size, hp.max_seq_len
     tokens = hp.batch_size * hp.max_seq_len
-    one = parallelize.memory_bytes(hp.model_copy(update={"n_layers": 1, "vocab_size": 1}), shards, *size)["activations"]
+    shallow = hp.model_copy(update={"n_layers": 1, "vocab_size": 1})
+    one = parallelize.memory_bytes(shallow, shards, *size)["activations"]
     block = one - 2 * hp.d_model * tokens
     last_norm = 4 * hp.d_model  # its input and output
     activations = hp.n_layers * block + (last_norm + 10 * hp.vocab_size) * tokens
-    return parallelize.memory_bytes(hp, shards, *size) | {"activations": activations}
+    return parallelize.memory_bytes(hp, shards, *size, reshard=shards > 1) | {"activations": activations}
 
 
 def gathered_bytes(hp: Hyperparameters, shards: int) -> int:

@@ -18,11 +18,12 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from lm import strict_yaml
+from lm import lora, strict_yaml
 from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.data.loader import DataConfig
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError
+from lm.lora import LoraConfig
 from lm.metrics.accumulator import MetricsConfig
 from lm.optim import OptimConfig
 from lm.parallelize import ParallelConfig
@@ -76,6 +77,7 @@ class Hyperparameters(
     ParallelConfig,
     PrecisionConfig,
     OptimConfig,
+    LoraConfig,
     DataConfig,
     ModelConfig,
 ):
@@ -259,6 +261,18 @@ def _validate(values: Mapping[str, Any], labels: Mapping[str, str], errors: _Err
     if hp.float8 and (tokens := hp.batch_size * hp.max_seq_len) % 16:  # the inner dimension of weight gradients
         problem = f"{labels['float8']}: batch_size x max_seq_len is {tokens}, not a multiple of 16"
         raise ConfigError(problem, keys=("float8", "batch_size", "max_seq_len"))
+    if hp.lora_rank:
+        found: list[tuple[str, str, tuple[str, ...]]] = [
+            (key, problem, (key,)) for key, problem in lora.problems(hp, hp)
+        ]
+        if hp.init_from is None:
+            problem = f"adapters of rank {hp.lora_rank} need weights to adapt; set init_from, or remove lora_rank"
+            found.append(("lora_rank", problem, ("lora_rank", "init_from")))
+        if hp.float8:
+            problem = f"{hp.float8} does not support adapters (lora_rank: {hp.lora_rank}); use float8: null"
+            found.append(("float8", problem, ("float8", "lora_rank")))
+        if found:
+            raise ConfigError.merge(ConfigError(f"{labels.get(k, k)}: {p}", keys=keys) for k, p, keys in found)
     return hp
 
 
@@ -318,6 +332,8 @@ def _accepted(schema: Mapping[str, Any]) -> str:
             return f"one of {', '.join(names)}"
         case {"const": name}:
             return name
+        case {"items": {"type": kind}}:
+            return f"a list of {kind}s"
         case {"prefixItems": items}:
             return f"a list of {len(items)} {items[0]['type']}s"
     bounds = " and ".join(f"{sign} {schema[bound]:.15g}" for bound, sign in _BOUNDS.items() if bound in schema)

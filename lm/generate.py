@@ -1,11 +1,12 @@
 """Command line for generating text from a checkpoint, which contains the model's structure and its tokenizer.
 
     python -m lm.generate CHECKPOINT --prompt TEXT [--max-new-tokens N] [--temperature T] [--top-k K]
-                          [--top-p P] [--seed S] [--batch-size B]
+                          [--top-p P] [--seed S] [--batch-size B] [--base DIRECTORY]
 
 If TEXT is -, prompts are read from standard input, one per line, and continued in batches with the same results as
 one by one. CHECKPOINT is a checkpoint directory, or a run directory for its newest checkpoint, written by any number
-of ranks. It is loaded into one process, on a GPU if one is available.
+of ranks. It is loaded into one process, on a GPU if one is available. LoRA adapters are merged into their base, which
+is read from where it was in training, or from DIRECTORY.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from typing import Any
 import torch
 
 from lm import sampling
-from lm.checkpoint import checkpointer
 from lm.checkpoint.manifest import read_manifest
 from lm.checkpoint.resume import find_checkpoint
 from lm.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_of
 from lm.errors import ConfigError, command
+from lm.hf import base
 from model import ModelConfig, Transformer
 
 STDIN = "-"
 
 
-def load_model(folder: Path, device: torch.device) -> tuple[Transformer, Tokenizer]:
-    """Return the model and the tokenizer of a checkpoint.
+def load_model(folder: Path, device: torch.device, moved: Path | None = None) -> tuple[Transformer, Tokenizer]:
+    """Return the model and the tokenizer of a checkpoint; see `base.load_checkpoint`.
 
     Raises:
         CheckpointError: it is incomplete or damaged.
-        ConfigError: it has no tokenizer.
+        ConfigError: it has no tokenizer, or the base of its adapters is not found.
     """
     manifest = read_manifest(folder)
     if manifest.tokenizer is None:
@@ -43,7 +44,7 @@ def load_model(folder: Path, device: torch.device) -> tuple[Transformer, Tokeniz
     with torch.device("meta"):
         model = Transformer(ModelConfig.model_validate(manifest.model))
     model.to_empty(device=device)
-    checkpointer.load_weights(folder, model)
+    base.load_checkpoint(folder, model, moved)
     return model, ByteTokenizer() if manifest.tokenizer == ByteTokenizer.identity else tokenizer_of(folder)
 
 
@@ -110,6 +111,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (all)")
     parser.add_argument("--top-p", type=float, metavar="P", help="sample from the fewest tokens of probability P (all)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="random seed (%(default)s)")
+    parser.add_argument("--base", type=Path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
     args = parser.parse_args(arguments)
     is_valid = {
         "--prompt: is not UTF-8": not any("\ud800" <= character <= "\udfff" for character in args.prompt),
@@ -131,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     prompts = read_prompts(args.prompt)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_model(find_checkpoint(args.checkpoint), device)
+    model, tokenizer = load_model(find_checkpoint(args.checkpoint), device, args.base)
     try:
         for piece in continuations(model, tokenizer, prompts, args, device):
             print(piece, end="", flush=True)

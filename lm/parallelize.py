@@ -27,7 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lm import seeds
+from lm import lora, seeds
 from lm.errors import ConfigError
 from lm.precision import mixed_precision_policy
 from model import LOSS_CHUNK, ModelConfig, Transformer
@@ -77,18 +77,23 @@ def mesh_dims(config: ParallelConfig, world_size: int, ranks_per_node: int) -> d
     return {"replicate": world_size // group, "shard": group}
 
 
-def memory_bytes(model: ModelConfig, shards: int, batch_size: int, seq_len: int) -> dict[str, int]:
+def memory_bytes(
+    model: ModelConfig, shards: int, batch_size: int, seq_len: int, *, adapters: int | None = None, reshard: bool = True
+) -> dict[str, int]:
     """Estimate the GPU memory to train in a 16-bit dtype with activation_checkpointing: full, in bytes by part.
 
-    state: parameters, gradients and AdamW's two moments in float32, 16 bytes per parameter over all `shards`.
-    gathered: 16-bit copies of all parameters with one shard, else of two FSDP units, the current and the prefetched
-        one; and the gradients of a unit, in 16 bits and in float32 for the reduction.
+    state: parameters, gradients and AdamW's two moments in float32, 16 bytes per trained parameter over all `shards`:
+        those of the model, or with LoRA those in `adapters`, and 2 bytes per parameter of the frozen base.
+    gathered: 16-bit copies of two FSDP units, the current and the prefetched one, or without `reshard` after forward
+        of all parameters; and the gradients of a unit's trained parameters, in 16 bits and in float32 for the
+        reduction.
     activations: the input of every block, and the larger of what one block saves while it is recomputed and a chunk
         of the logits with its loss (16-bit, and twice float32).
     """
     counts = model.parameter_counts()
     unit = max(counts["blocks"] // model.n_layers, counts["embedding"] + counts["positions"], counts["head"])
-    copies = model.n_parameters if shards == 1 else 2 * unit
+    copies = 2 * unit if reshard else model.n_parameters
+    n_reduced = unit if adapters is None else adapters // model.n_layers
     d, f, q, kv = model.d_model, model.ffn_width, model.n_heads * model.head_width, model.kv_heads * model.head_width
     block = 2 * (2 * d + 2 * q + 2 * kv + {"swiglu": 4, "gelu": 2, "relu": 1}[model.ffn] * f)
     block += (16 if model.norm == "rmsnorm" else 4) * d  # PyTorch's RMSNorm saves its input and output in float32
@@ -97,8 +102,8 @@ def memory_bytes(model: ModelConfig, shards: int, batch_size: int, seq_len: int)
     tokens = batch_size * seq_len
     logits = 10 * min(tokens * model.vocab_size, LOSS_CHUNK["cuda"])
     return {
-        "state": 16 * model.n_parameters // shards,
-        "gathered": 2 * copies + 6 * unit,
+        "state": (16 * model.n_parameters if adapters is None else 2 * model.n_parameters + 16 * adapters) // shards,
+        "gathered": 2 * copies + 6 * n_reduced,
         "activations": 2 * d * model.n_layers * tokens + max(block * tokens, logits),
     }
 
@@ -264,13 +269,15 @@ _CHUNK_SIZE = 1 << 20
 
 @torch.no_grad()
 def initialize(model: Transformer, seed: int) -> None:
-    """Fill this rank's shard of every parameter according to `Transformer.init_rule`.
+    """Fill this rank's shard of every trained parameter according to `Transformer.init_rule` and `lora.init_rule`.
 
     A parameter is divided along its first dimension into chunks with a seed each. A rank draws the chunks that overlap
     its shard, so the values do not depend on the sharding.
     """
     for name, parameter in model.named_parameters():
-        kind, value = model.init_rule(name)
+        if not parameter.requires_grad:
+            continue  # the base of adapters, which is read from `init_from`
+        kind, value = lora.init_rule(name, parameter) or model.init_rule(name)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if kind == "constant":
             local.fill_(value)
@@ -285,7 +292,11 @@ def initialize(model: Transformer, seed: int) -> None:
         for start in range(first - first % size, last, size):
             stop = min(start + size, len(parameter))
             generator.manual_seed(seeds.derive_seed("init", seed, name, start))
-            chunk = torch.randn((stop - start, *parameter.shape[1:]), device=local.device, generator=generator)
+            shape = stop - start, *parameter.shape[1:]
+            if kind == "normal":
+                chunk = torch.randn(shape, device=local.device, generator=generator)
+            else:
+                chunk = 2 * torch.rand(shape, device=local.device, generator=generator) - 1
             chunk *= value
             begin, end = max(start, first), min(stop, last)
             local[begin - first : end - first] = chunk[begin - start : end - start]

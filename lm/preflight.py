@@ -9,11 +9,12 @@ from typing import Any
 import determined as det
 import torch
 
-from lm import parallelize, precision
-from lm.checkpoint.manifest import RunInfo
+from lm import lora, parallelize, precision
+from lm.checkpoint.manifest import Base, RunInfo
 from lm.config import DEFAULT_SEED, Hyperparameters
 from lm.data import loader
 from lm.errors import ConfigError
+from lm.hf.base import find_base
 from lm.runtime.world import MeshLayout, World
 from model import ModelConfig
 
@@ -41,6 +42,10 @@ class Setup:
         same = {"mesh": dict(self.layout.dims), "compute dtype": str(self.dtype), "max_steps": self.max_steps}
         return same | info.pop("hyperparameters") | info.pop("data") | info
 
+    def resolved(self) -> dict[str, Any]:
+        """Return the hyperparameters with which another start resumes the run."""
+        return self.run_info.hyperparameters | {"max_steps": self.max_steps or None}
+
     def notes(self, hp: Hyperparameters) -> list[str]:
         """Return lines on what the user may not expect of the data and the rates."""
         notes = list(self.data.notes)
@@ -55,18 +60,27 @@ class Setup:
         attention = parallelize.attention_kernel(hp, self.data.has_document_ids, self.dtype, world.device)
         samples = self.data.samples_per_epoch
         epoch = f"{samples / self.global_batch_size:,.0f} steps per epoch" if samples else "streamed"
+        adapters = f" and {lora.n_trained(hp, hp) / 1e6:,.1f}M in adapters" if hp.lora_rank else ""
         return (
-            f"{hp.n_parameters / 1e6:,.1f}M parameters, {hp.sharding} over {world.size} x {world.device.type}, {dtype},"
-            f" {attention}; {self.global_batch_size} x {hp.max_seq_len} tokens per step, {epoch}"
+            f"{hp.n_parameters / 1e6:,.1f}M parameters{adapters}, {hp.sharding} over {world.size} x"
+            f" {world.device.type}, {dtype}, {attention}; {self.global_batch_size} x {hp.max_seq_len} tokens per step,"
+            f" {epoch}"
         )
 
 
 def check(hp: Hyperparameters, world: World, info: det.ClusterInfo | None) -> Setup:
-    """Open the data and derive the setup, on this rank alone.
+    """Open the data and derive the setup, on all ranks together.
 
     Raises:
-        ConfigError: the hyperparameters, the data and this machine do not fit together.
+        ConfigError: the hyperparameters, the data and the machines do not fit together.
     """
+    base = find_base(hp.init_from, world) if hp.lora_rank and hp.init_from else None
+    setup = world.all_or_none(lambda: _check(hp, world, info, base))
+    world.require_equal("ranks", {"device": world.device.type} | setup.facts())
+    return setup
+
+
+def _check(hp: Hyperparameters, world: World, info: det.ClusterInfo | None, base: Base | None) -> Setup:
     seed = hp.seed if hp.seed is not None else info.trial.trial_seed if info else DEFAULT_SEED
     layout = MeshLayout(parallelize.mesh_dims(hp, world.size, world.launch.local_size), world.rank)
     dtype = precision.compute_dtype(hp, world.device)
@@ -83,6 +97,7 @@ def check(hp: Hyperparameters, world: World, info: det.ClusterInfo | None) -> Se
         model={key: hyperparameters[key] for key in ModelConfig.model_fields},
         loss_scaled=dtype == torch.float16,
         trial_id=info.trial.trial_id if info else None,
+        base=base,
         **data.fingerprints(),
     )
     tokens, validation_rate = batch_size * hp.max_seq_len, hp.validation_rate or hp.report_rate

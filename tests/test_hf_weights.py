@@ -17,8 +17,10 @@ import pytest
 from huggingface_hub import constants
 
 from lm.errors import ConfigError
+from lm.hf.base import find_base
 from lm.hf.weights import find_source, is_model, model_defaults, open_model, read_weights
 from model import Transformer
+from tests.support import in_world
 from tests.test_hf import LLAMA, make_reference
 
 COMMIT = "c" * 40
@@ -123,6 +125,8 @@ def test_a_download_fetches_only_needed_files_and_resumes_after_an_interruption(
     cache.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_source("someone/llama") == folder
     assert find_source(f"someone/llama@{COMMIT}") == folder
+    base = in_world(lambda world: find_base("someone/llama", world))
+    assert (base.source, base.files.keys()) == (f"someone/llama@{COMMIT}", {"model.safetensors"})
     assert is_model("someone/llama@main")
     assert model_defaults("someone/llama")["d_ff"] == LLAMA["intermediate_size"]
     model = open_model(folder)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lm import lora
 from lm.parallelize import memory_bytes
 from model import ModelConfig, Transformer
 from tests.support import ROOT
@@ -62,6 +63,20 @@ def test_the_activations_are_what_a_block_saves(changes: dict[str, Any]) -> None
     block = saved_bytes(shape) - saved_bytes(shape.model_copy(update={"n_layers": 1}))
     inputs = shape.n_layers * 2 * shape.max_seq_len * shape.d_model * 2
     assert memory_bytes(shape, 1, 2, shape.max_seq_len)["activations"] - inputs == pytest.approx(block, rel=0.03)
+
+
+def test_the_documentation_shows_the_memory_of_lora() -> None:
+    text = (ROOT / "docs" / "finetuning.md").read_text()
+    columns = []
+    for name in ("codellama-7b", "llama3-8b"):
+        model = ModelConfig.model_validate({"model": name})
+        adapters = lora.n_trained(lora.LoraConfig.model_validate({"lora_rank": 16}), model)
+        found = memory_bytes(model, 1, 8, 1024, adapters=adapters)
+        base = 2 * model.n_parameters
+        column = [base, found["state"] - base, found["gathered"], found["activations"], sum(found.values())]
+        columns.append([f"{size / 2**30:.1f}" for size in column])
+    for values in zip(*columns, strict=True):
+        assert f"| {' | '.join(values)} |\n" in text
 
 
 def test_the_documentation_shows_what_fits() -> None:

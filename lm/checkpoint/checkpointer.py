@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from determined import core
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor, nn
+from torch import Tensor
 
 from lm.checkpoint import tensor_files
 from lm.checkpoint.manifest import (
@@ -352,8 +352,8 @@ def _read_tensors(sources: Mapping[str, tuple[Tensor, tensor_files.Source]]) -> 
         tensor_files.read_into(tensor, source)
 
 
-def load_weights(directory: Path, model: nn.Module) -> None:
-    """Load the weights of the checkpoint in `directory` into `model` in a single process.
+def load_weights(directory: Path, model: Stateful) -> None:
+    """Load the trained weights of the checkpoint in `directory` into `model` in a single process.
 
     Raises:
         CheckpointError: a file is damaged.

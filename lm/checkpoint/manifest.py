@@ -2,7 +2,7 @@
 
 A checkpoint is a directory with these files:
 
-    model-RRRRR-NNNNN.safetensors     weights: the slices that rank R wrote, in files N of at most 2 GiB
+    model-RRRRR-NNNNN.safetensors     trained weights: the slices that rank R wrote, in files N of at most 2 GiB
     optim-RRRRR-NNNNN.safetensors     optimizer state, e.g. moments
     scaler-RRRRR-NNNNN.safetensors    loss scale, with float16
     tokenizer.json etc.               the tokenizer, if it has files
@@ -49,6 +49,15 @@ class FileRecord(BaseModel):
     crc32c: int = Field(ge=0, lt=2**32)
 
 
+class Base(BaseModel):
+    """The frozen weights that LoRA adapters were trained for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: str = Field(description="a directory, or OWNER/MODEL@REVISION on the Hugging Face Hub")
+    files: dict[str, FileRecord] = Field(description="its weights")
+
+
 class RunInfo(BaseModel):
     """What identifies a run and stays the same from its first step to its last."""
 
@@ -62,6 +71,7 @@ class RunInfo(BaseModel):
     data: dict[str, str] = Field(description="fingerprints of the training and validation data")
     loss_scaled: bool = Field(description="float16: the tensors include a loss scale")
     trial_id: int | None = Field(description="Determined trial that wrote the checkpoint")
+    base: Base | None = Field(default=None, description="the weights are LoRA adapters of these; null = of none")
 
 
 class TrainingProgress(BaseModel):

@@ -18,16 +18,26 @@ from typing import Any
 import determined as det
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer, Stateful
-from lm.checkpoint.manifest import FILE_NAME, MANIFEST, CheckpointError, Manifest, RunInfo, read_manifest, verify
+from lm.checkpoint.manifest import (
+    FILE_NAME,
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    RunInfo,
+    TrainingProgress,
+    read_manifest,
+    verify,
+)
 from lm.checkpoint.retention import COMMITTED, list_saved
 from lm.errors import ConfigError, oserror_as_config_error
+from lm.lora import LoraConfig
 from lm.metrics.accumulator import MetricsConfig, peak_memory_gib
 from lm.profiling import ProfilingConfig
 from lm.runtime.world import World
 from model import ModelConfig
 
 IDENTITY = {"dataset", "seed", "shuffle", "tokenizer", "total_batch_size", "train_data"}
-IDENTITY |= ModelConfig.model_fields.keys() - {"model"}
+IDENTITY |= (ModelConfig.model_fields | LoraConfig.model_fields).keys() - {"model"}
 """Hyperparameters whose change makes a different run; tokenizer and train_data are compared by content."""
 
 UNLOGGED = {"collective_timeout", "max_epochs", "max_steps", "num_tokens", "prompt", "run_name"}
@@ -123,6 +133,7 @@ def completed_step(plan: ResumePlan, run_info: RunInfo, max_steps: int) -> int:
         return 0
     manifest = read_manifest(Path(plan.resume_candidates[0]))
     _compare_runs(manifest, run_info)
+    _compare_bases(manifest, run_info)
     is_complete = manifest.step > max_steps or (manifest.step == max_steps and manifest.validation_loss is not None)
     return manifest.step if is_complete else 0
 
@@ -144,7 +155,7 @@ def resume(
     run_info: RunInfo,
     cluster_info: det.ClusterInfo | None,
     log: Callable[[str], None],
-) -> Manifest | None:
+) -> TrainingProgress:
     """Load the first intact checkpoint of `plan` into `state`, on all ranks together.
 
     Args:
@@ -152,7 +163,7 @@ def resume(
         log: receives what was loaded, what was skipped and which hyperparameters changed.
 
     Returns:
-        The checkpoint's manifest. None to start at step 0: there is no candidate, or only weights were loaded, of
+        The checkpoint's manifest. A start at step 0 if there is no candidate, or only weights were loaded, of
         `init_from` or, in a forked trial, of the original trial's checkpoint.
 
     Raises:
@@ -169,6 +180,7 @@ def resume(
         compare = _compare_runs if is_resumable(manifest) else _compare_models
         for change in compare(manifest, run_info):
             log(f"changed: {change}")
+        _compare_bases(manifest, run_info)
         if not is_resumable(manifest):
             return {"model": state["model"]}
         return {name: part for name, part in state.items() if name != "scaler" or manifest.loss_scaled}
@@ -188,11 +200,11 @@ def resume(
         peak = max(checkpointer.world.all_gather_object(peak_memory_gib(checkpointer.world.device)))
         seconds = time.monotonic() - started
         log(f"loaded the weights of checkpoint {candidate} in {seconds:.1f} s, {peak:.2f} GiB per rank")
-        return None
+        return TrainingProgress()
     if problems:
         remedy = "resume to another one or to fresh" if plan.resume_candidates else "init_from to another one"
         raise CheckpointError(*problems, f"no intact checkpoint is left; set {remedy}")
-    return None
+    return TrainingProgress()
 
 
 def _compare_runs(saved: RunInfo, run_info: RunInfo) -> list[str]:
@@ -213,13 +225,39 @@ def _compare_runs(saved: RunInfo, run_info: RunInfo) -> list[str]:
 
 def _compare_models(saved: RunInfo, run_info: RunInfo) -> list[str]:
     """Return the changes to log; raise ConfigError if the models differ in structure."""
-    old, new = (ModelConfig.model_validate(info.model).structure() for info in (saved, run_info))
-    if changes := _changes(old, new, ModelConfig.model_fields):
-        remedy = "the model differs from the checkpoint's: use the checkpoint's values"
-        raise ConfigError(*changes.values(), remedy, keys=changes)
+    compare_structures(ModelConfig.model_validate(saved.model), ModelConfig.model_validate(run_info.model))
     if None in (saved.tokenizer, run_info.tokenizer) or saved.tokenizer == run_info.tokenizer:
         return []
     return [f"tokenizer: {saved.tokenizer} in the checkpoint, now {run_info.tokenizer}: token IDs mean other text"]
+
+
+def compare_structures(saved: ModelConfig, now: ModelConfig) -> None:
+    """Raise ConfigError if weights of the model `saved` do not have the same meaning in the model `now`."""
+    if changes := _changes(saved.structure(), now.structure(), ModelConfig.model_fields):
+        remedy = "the model differs from the checkpoint's: use the checkpoint's values"
+        raise ConfigError(*changes.values(), remedy, keys=changes)
+
+
+def refuse_adapters(saved: RunInfo, init_from: str | None) -> None:
+    """Raise ConfigError if the checkpoint of `saved` holds adapters instead of a model's weights."""
+    if saved.base:
+        problem = f"{init_from or 'the checkpoint'} holds only LoRA adapters of {saved.base.source}"
+        remedy = "merge them with `python -m lm.hf export CHECKPOINT DIRECTORY` and set init_from to the directory"
+        raise ConfigError(f"init_from: {problem}; {remedy}", keys=("init_from",))
+
+
+def _compare_bases(saved: RunInfo, run_info: RunInfo) -> None:
+    """Raise ConfigError unless both have all weights, or adapters of the same base."""
+    old, new = saved.base, run_info.base
+    if new is None:
+        refuse_adapters(saved, run_info.hyperparameters.get("init_from"))
+    if new and not old:
+        problem = "lora_rank: the checkpoint holds all weights and no adapters; use lora_rank: null, or resume: fresh"
+        raise ConfigError(problem, keys=("lora_rank",))
+    if old and new and old.files != new.files:
+        problem = f"{new.source} differs from the weights that the adapters in the checkpoint belong to ({old.source})"
+        remedy = "use these, or start a new run with resume=fresh or another run_name"
+        raise ConfigError(f"init_from: {problem}; {remedy}", keys=("init_from",))
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:

@@ -1,9 +1,11 @@
 """Command line of the Hugging Face export.
 
-    python -m lm.hf export RUN OUT [--dtype float32|bfloat16|float16]
+    python -m lm.hf export RUN OUT [--dtype float32|bfloat16|float16] [--base DIRECTORY | --adapter]
     python -m lm.hf inspect MODEL
 
-RUN is a checkpoint or run directory. MODEL is what `init_from` accepts: a Hugging Face directory, or a name on the Hub.
+RUN is a checkpoint or run directory. LoRA adapters are merged into their base, which is read from where it was in
+training, or from DIRECTORY; with --adapter they are written alone, in PEFT's format. MODEL is what `init_from` accepts:
+a Hugging Face directory, or a name on the Hub.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 
 from lm.errors import command
 from lm.hf import weights
-from lm.hf.export import export_model
+from lm.hf.export import export_adapters, export_model
 
 
 def inspect(source: str) -> str:
@@ -42,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     export.add_argument("checkpoint", type=Path, metavar="RUN", help="checkpoint or run directory")
     export.add_argument("out", type=Path, metavar="OUT", help="directory to create")
     export.add_argument("--dtype", choices=weights.DTYPES, default="float32", help="of the weights (%(default)s)")
+    lora = export.add_mutually_exclusive_group()
+    lora.add_argument("--base", type=Path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
+    lora.add_argument("--adapter", action="store_true", help="write LoRA adapters alone, in PEFT's format")
     look = commands.add_parser("inspect", help="print what a Hugging Face model is and whether init_from can read it")
     look.add_argument("source", metavar="MODEL", help="a directory, or OWNER/MODEL[@REVISION] on the Hub")
     args = parser.parse_args(arguments)
@@ -50,7 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.command == "inspect":
         print(inspect(args.source))
     else:
-        size = export_model(args.checkpoint, args.out, args.dtype)
+        if args.adapter:
+            size = export_adapters(args.checkpoint, args.out, args.dtype)
+        else:
+            size = export_model(args.checkpoint, args.out, args.dtype, args.base)
         print(f"{args.out}: {size / 1e9:,.2f} GB in {args.dtype} in {time.monotonic() - started:.0f} s")
     return 0
 

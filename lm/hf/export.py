@@ -1,4 +1,4 @@
-"""Export of a checkpoint to a directory that transformers' `from_pretrained` loads.
+"""Export of a checkpoint to a directory that transformers' `from_pretrained` loads, or of adapters for PEFT's.
 
 Tensors are read one at a time, so that memory holds one tensor and one file. The files are written to a temporary
 directory that is renamed when it is complete.
@@ -8,46 +8,50 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lm.checkpoint.checkpointer import find_tensors
-from lm.checkpoint.manifest import read_manifest, verify
+from lm.checkpoint.manifest import Base, read_manifest, verify
 from lm.checkpoint.resume import find_checkpoint
 from lm.checkpoint.tensor_files import Source, group_by_size, read_into, write_tensors
 from lm.data.tokenizer import END_OF_TEXT, FILE, ByteTokenizer, Tokenizer, tokenizer_of
 from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.hf import families
-from lm.hf.families import Place
-from lm.hf.weights import CONFIG, DTYPES, INDEX, WEIGHTS
+from lm.hf.base import open_base, read_adapters
+from lm.hf.families import Family, Place
+from lm.hf.weights import CONFIG, DTYPES, INDEX, WEIGHTS, find_weights
+from lm.lora import Adapters, LoraConfig
 from model import ModelConfig, Transformer
 
 
 @oserror_as_config_error
-def export_model(where: Path, out: Path, dtype: str = "float32") -> int:
-    """Convert the checkpoint or run directory `where` to the directory `out`.
+def export_model(where: Path, out: Path, dtype: str = "float32", moved: Path | None = None) -> int:
+    """Convert the checkpoint or run directory `where` to the directory `out`; adapters are merged into their base.
 
     Args:
         dtype: a key of `DTYPES`.
+        moved: see `open_base`.
 
     Returns:
         Bytes of weights.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged.
-        ConfigError: no Hugging Face model has this structure (lists every key that differs), or `out` exists.
+        ConfigError: no Hugging Face model has this structure (lists every key that differs), `out` exists, or the
+            base of adapters is not found.
         RunError: `out` cannot be written, or a weight exceeds the range of float16.
     """
-    if out.exists() or out.is_symlink():
-        raise ConfigError(f"{out}: already exists and is not overwritten; use another directory")
+    _refuse_existing(out)
     folder = find_checkpoint(where)
     manifest = read_manifest(folder)
     config = ModelConfig.model_validate(manifest.model)
@@ -61,13 +65,12 @@ def export_model(where: Path, out: Path, dtype: str = "float32") -> int:
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id") if raw[key] is not None}
     files = {CONFIG: _to_json(raw), "generation_config.json": _to_json(generation)}
     files |= _tokenizer_files(tokenizer) if tokenizer else {}
-    with torch.device("meta"):
-        model = Transformer(config)
-    saved = find_tensors(folder, manifest, {"model": model})
+    adapters = read_adapters(folder, manifest) if manifest.base else None
+    sources = find_weights(open_base(manifest.base, moved) if manifest.base else folder, config)
     places, shapes = families.layout(family, config)
     size = DTYPES[dtype].itemsize * sum(map(math.prod, shapes.values()))
     with _drafted(out, size) as draft:
-        weight_map = _write_weights(draft, places, shapes, DTYPES[dtype], saved)
+        weight_map = _write_weights(draft, config, places, shapes, DTYPES[dtype], sources, adapters)
         if len(set(weight_map.values())) > 1:
             files[INDEX] = _to_json({"metadata": {"total_size": size}, "weight_map": weight_map})
         for name, content in files.items():
@@ -77,25 +80,29 @@ def export_model(where: Path, out: Path, dtype: str = "float32") -> int:
 
 def _write_weights(
     draft: Path,
+    config: ModelConfig,
     places: Mapping[str, Place],
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
-    saved: Mapping[str, tuple[Tensor, Source]],
+    sources: Mapping[str, Source],
+    adapters: Adapters | None,
 ) -> dict[str, str]:
     """Write the safetensors files; return the file of each tensor."""
     with torch.device("meta"):
+        parameters = dict(Transformer(config).named_parameters())
         groups = group_by_size({name: (torch.empty(shape, dtype=dtype), None) for name, shape in shapes.items()})
     weight_map: dict[str, str] = {}
-    progress = tqdm(total=len(saved), unit="tensor", disable=None)
+    progress = tqdm(total=len(parameters), unit="tensor", disable=None)
     for number, group in enumerate(groups, 1):
         file = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else WEIGHTS
         tensors = {name: torch.zeros(shapes[name], dtype=dtype) for name in group}
         for name, place in places.items():
-            if place.name not in tensors or f"model.{name}" not in saved:
+            if place.name not in tensors or name not in parameters:
                 continue
-            on_meta, source = saved[f"model.{name}"]
-            values = torch.empty(on_meta.shape)
-            read_into(values, source)
+            values = torch.empty(parameters[name].shape)
+            read_into(values, sources[name])
+            if adapters:
+                adapters.merge(name, values)
             if dtype == torch.float16 and not values.half().isfinite().all():
                 raise RunError(f"{place.name}: has values above 65504, the maximum of float16; use --dtype bfloat16")
             stored = tensors[place.name].T if place.transposed else tensors[place.name]
@@ -105,6 +112,79 @@ def _write_weights(
         weight_map |= dict.fromkeys(group, file)
     progress.close()
     return weight_map
+
+
+@oserror_as_config_error
+def export_adapters(where: Path, out: Path, dtype: str = "float32") -> int:
+    """Convert the adapters in the checkpoint or run directory `where` to PEFT's format in the directory `out`.
+
+    Adapters of matrices that the family stores as one become one adapter of the sum of their ranks: A is theirs below
+    one another, and B has theirs as blocks.
+
+    Returns:
+        Bytes of adapters.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete or damaged.
+        ConfigError: it has no adapters, no Hugging Face model has this structure, or `out` exists.
+        RunError: `out` cannot be written.
+    """
+    _refuse_existing(out)
+    folder = find_checkpoint(where)
+    manifest = read_manifest(folder)
+    if manifest.base is None:
+        raise ConfigError(f"{folder}: has no LoRA adapters (lora_rank: null); export it without --adapter")
+    config = ModelConfig.model_validate(manifest.model)
+    family = families.family_of(config)
+    places, shapes = families.layout(family, config)
+    adapters = read_adapters(folder, manifest)
+    parts: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
+    for name in (name for name in adapters if name.endswith(".lora_A.weight")):
+        layer = name.removesuffix(".lora_A.weight")
+        place = places[f"{layer}.weight"]
+        part = place.start, adapters[name], adapters[f"{layer}.lora_B.weight"]
+        parts.setdefault(place.name.removesuffix(".weight"), []).append(part)
+    tensors, ranks = {}, {}
+    for layer, found in parts.items():
+        a = torch.cat([a for _, a, _ in found])
+        b = torch.zeros(shapes[f"{layer}.weight"][1 if family.transposed else 0], len(a))
+        for column, (start, _, values) in zip(range(0, len(a), len(a) // len(found)), found, strict=True):
+            b[start : start + len(values), column : column + values.shape[1]] = values
+        prefix, ranks[re.split(r"\.\d+\.", layer)[1]] = f"base_model.model.{layer}", len(a)
+        for name, tensor in (("lora_A", a), ("lora_B", b)):
+            tensors[f"{prefix}.{name}.weight"] = tensor.to(DTYPES[dtype]), 0
+    raw = _adapter_config(manifest.base, adapters.config, ranks, family)
+    total = sum(tensor.nbytes for tensor, _ in tensors.values())
+    with _drafted(out, total) as draft:
+        write_tensors(draft / "adapter_model.safetensors", tensors)
+        (draft / "adapter_config.json").write_bytes(_to_json(raw))
+    return total
+
+
+def _adapter_config(base: Base, config: LoraConfig, ranks: Mapping[str, int], family: Family) -> dict[str, Any]:
+    """Return PEFT's `adapter_config.json`; `ranks` are those of the adapters, by layer."""
+    name, _, revision = (base.source, "", "") if Path(base.source).is_absolute() else base.source.partition("@")
+    others = {layer: rank for layer, rank in ranks.items() if rank != config.lora_rank}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": name,
+        "revision": revision or None,
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "lora_dropout": config.lora_dropout,
+        "target_modules": sorted(ranks),
+        "rank_pattern": others,
+        "alpha_pattern": {layer: config.lora_scale * rank for layer, rank in others.items()},
+        "fan_in_fan_out": family.transposed,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"{out}: already exists and is not overwritten; use another directory")
 
 
 def _to_json(content: object) -> bytes:

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lm.checkpoint.checkpointer import find_tensors
+from lm.checkpoint.manifest import MANIFEST, read_manifest
+from lm.checkpoint.resume import compare_structures
 from lm.checkpoint.tensor_files import Source, TensorSlice, full_shape, local_rows, read_headers, read_into
 from lm.data import tokenizer
 from lm.errors import ConfigError, RunError, oserror_as_config_error
@@ -22,7 +25,7 @@ from lm.hf import families
 from lm.hf.families import Family, Place
 from lm.metrics.accumulator import peak_memory_gib
 from lm.runtime.world import World
-from model import ModelConfig
+from model import ModelConfig, Transformer
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -141,25 +144,53 @@ def model_defaults(source: str) -> dict[str, Any]:
     return values | {"tokenizer": str(folder)}
 
 
-def load_into(model: nn.Module, source: str, world: World, log: Callable[[str], None]) -> None:
-    """Fill this rank's shards of `model` with the weights of `source`, on all ranks together.
+def load_into(model: Transformer, source: str, world: World, log: Callable[[str], None]) -> None:
+    """Fill this rank's shards of `model` with the weights of `source`, on all ranks together; see `read_folder`.
 
     Raises:
         ConfigError: see `open_model`; or the head differs from the embedding that it is tied to.
         RunError: a file is damaged, or holds inf or NaN.
     """
     started = time.monotonic()
-    world.all_or_none(lambda: read_weights(open_model(find_source(source)), model))
+    world.all_or_none(lambda: read_folder(find_source(source), model))
     peak = max(world.all_gather_object(peak_memory_gib(world.device)))
     log(f"loaded the weights of {source} in {time.monotonic() - started:.1f} s, {peak:.2f} GiB per rank")
 
 
+def read_folder(folder: Path, model: Transformer) -> None:
+    """Fill this rank's shards of `model`, except for adapters, with the model or checkpoint in `folder`."""
+    if not (folder / MANIFEST).exists():
+        read_weights(open_model(folder), model)
+        return
+    parameters = dict(model.named_parameters())
+    for name, source in find_weights(folder, model.config).items():
+        read_into(parameters[name], source)
+
+
+def find_weights(folder: Path, config: ModelConfig) -> dict[str, Source]:
+    """Return where each parameter of the model `config` is in `folder`, a Hugging Face model or a checkpoint.
+
+    Raises:
+        ConfigError: the folder holds another model; lists every difference.
+        RunError: a file is damaged.
+    """
+    if not (folder / MANIFEST).exists():
+        model = open_model(folder)
+        places = model.places.items()
+        return {name: Source(model.tensors[place.name], place.start, place.transposed) for name, place in places}
+    manifest = read_manifest(folder)
+    compare_structures(ModelConfig.model_validate(manifest.model), config)
+    with torch.device("meta"):
+        found = find_tensors(folder, manifest, {"model": Transformer(config)})
+    return {name.removeprefix("model."): source for name, (_, source) in found.items()}
+
+
 @torch.no_grad()
 def read_weights(source: HuggingFaceModel, model: nn.Module) -> None:
-    """Fill this rank's shards of `model` with the weights of `source`; see `load_into`."""
+    """Fill this rank's shards of `model`, except for adapters, with the weights of `source`; see `load_into`."""
     parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        place = source.places[name]
+    for name, place in source.places.items():
+        parameter = parameters[name]
         read_into(parameter, Source(source.tensors[place.name], place.start, place.transposed))
         local, _ = local_rows(parameter)
         if local.numel() and not torch.isfinite(torch.stack(torch.aminmax(local))).all():
@@ -184,7 +215,7 @@ def _equals(embedding: Tensor, head: list[TensorSlice]) -> bool:
 @oserror_as_config_error
 def _open_tensors(folder: Path, family: Family) -> dict[str, list[TensorSlice]]:
     """Return the tensors in the files of `folder`, by their names in the full model, without old constants."""
-    paths = _weight_files(folder)
+    paths = weight_files(folder)
     if missing := [path for path in paths if not path.is_file()]:
         raise ConfigError(f"{missing[0]}: missing; download the directory again", keys=("init_from",))
     found = read_headers(path.resolve() for path in paths)  # the Hub's cache consists of links
@@ -206,7 +237,8 @@ def _differences(tensors: Mapping[str, list[TensorSlice]], shapes: Mapping[str, 
     return problems
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """Return the paths of the weights of the Hugging Face model in `folder`."""
     index = folder / INDEX
     if index.is_file():
         weight_map = _read_json(index).get("weight_map")

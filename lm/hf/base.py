@@ -1,0 +1,100 @@
+"""The base of LoRA adapters: identified when training starts, found again and checked when they are used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from lm.checkpoint.checkpointer import load_weights
+from lm.checkpoint.manifest import MANIFEST, Base, FileRecord, Manifest, read_manifest, record, verify
+from lm.checkpoint.resume import find_checkpoint, refuse_adapters
+from lm.errors import ConfigError, oserror_as_config_error
+from lm.hf import weights
+from lm.lora import Adapters, LoraConfig
+from lm.runtime.world import World
+from model import ModelConfig, Transformer
+
+
+def find_base(source: str, world: World) -> Base:
+    """Return what identifies the weights of `source`, a Hugging Face model or a checkpoint, on all ranks together.
+
+    Each rank computes the checksums of a share of the files.
+
+    Raises:
+        ConfigError: it is neither, or it holds adapters itself.
+        CheckpointError: the checkpoint is incomplete or damaged.
+    """
+
+    def find() -> Path:
+        if weights.is_model(source):
+            return weights.find_source(source)
+        try:
+            folder = find_checkpoint(Path(source)).absolute()
+        except ConfigError as error:
+            raise ConfigError(f"init_from: {error}", keys=("init_from",)) from None
+        refuse_adapters(read_manifest(folder), source)
+        return folder
+
+    folder = world.all_or_none(find)
+    parts = world.all_gather_object(world.all_or_none(lambda: checksums(folder, world.rank, world.size)))
+    files = {name: entry for part in parts for name, entry in part.items()}
+    is_on_hub = not Path(source).is_dir()
+    name = f"{source.partition('@')[0]}@{folder.name}" if is_on_hub else str(folder.absolute())  # the commit's folder
+    return Base(source=name, files=files)
+
+
+@oserror_as_config_error
+def checksums(folder: Path, rank: int = 0, n_ranks: int = 1) -> dict[str, FileRecord]:
+    """Return size and checksum of the weights in `folder`, or on each of `n_ranks` ranks of its share of the files."""
+    if (folder / MANIFEST).exists():
+        manifest = read_manifest(folder)
+        verify(folder, manifest, rank, n_ranks)
+        return {name: entry for name, entry in manifest.files.items() if name.startswith("model-")}
+    return {path.name: record(path) for path in weights.weight_files(folder)[rank::n_ranks]}
+
+
+def open_base(base: Base, moved: Path | None = None) -> Path:
+    """Return the directory of the weights that adapters were trained for, or `moved` if it holds a copy of them.
+
+    Raises:
+        ConfigError: they are not there, or differ.
+    """
+    try:
+        folder = weights.find_source(str(moved or base.source))
+    except ConfigError:
+        problem = f"{moved or base.source}: the base of the adapters cannot be found"
+        raise ConfigError(f"{problem}; pass its directory with --base") from None
+    if checksums(folder) != base.files:
+        problem = f"{folder}: its weights differ from the base that the adapters were trained for ({base.source})"
+        raise ConfigError(f"{problem}; pass a copy of these with --base")
+    return folder
+
+
+def read_adapters(folder: Path, manifest: Manifest) -> Adapters:
+    """Return the adapters in a checkpoint, in a single process."""
+    config = LoraConfig.model_validate({key: manifest.hyperparameters[key] for key in LoraConfig.model_fields})
+    adapters = Adapters(config, ModelConfig.model_validate(manifest.model))
+    load_weights(folder, adapters)
+    return adapters
+
+
+@torch.no_grad()
+def load_checkpoint(folder: Path, model: Transformer, moved: Path | None = None) -> None:
+    """Load the weights of a checkpoint into `model` in a single process; adapters are merged into their base.
+
+    Args:
+        moved: see `open_base`.
+
+    Raises:
+        CheckpointError: a file is damaged.
+        ConfigError: the tensors differ from the model's, or the base of adapters is not found.
+    """
+    manifest = read_manifest(folder)
+    if manifest.base is None:
+        load_weights(folder, model)
+        return
+    weights.read_folder(open_base(manifest.base, moved), model)
+    adapters = read_adapters(folder, manifest)
+    for name, parameter in model.named_parameters():
+        adapters.merge(name, parameter)

@@ -1,0 +1,161 @@
+"""LoRA: low-rank adapters on the linear layers of a frozen model (Hu et al., 2021).
+
+An adapted layer computes `x W^T + b + (lora_alpha / lora_rank) dropout(x) A^T B^T`. W `(out, in)`, b and all other
+weights of the model, the base, are frozen and have the compute dtype; A `(lora_rank, in)` and B `(out, lora_rank)` are
+trained in float32. Base weights keep their names; A and B of `q_proj.weight` are `q_proj.lora_A.weight` and
+`q_proj.lora_B.weight`, as in PEFT.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+from model import Block, ModelConfig, Transformer
+
+
+class LoraConfig(BaseModel):
+    """Low-rank adapters, trained instead of the weights of `init_from`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    lora_rank: int | None = Field(None, gt=0, description="rank of the adapters; null = train all weights")
+    lora_alpha: float = Field(16.0, gt=0, description="the adapters' output is scaled by lora_alpha / lora_rank")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="probability of zeroing an input of the adapters")
+    lora_targets: list[str] | None = Field(
+        None, min_length=1, description="layers with adapters, e.g. [q_proj, v_proj]; null = the blocks' linear layers"
+    )
+
+    @model_validator(mode="after")
+    def _check_rank(self) -> LoraConfig:
+        if self.lora_rank is None:
+            fields = LoraConfig.model_fields.items()
+            unused = [key for key, field in fields if getattr(self, key) != field.default]
+            if unused:
+                raise ValueError("\n".join(f"{key}: needs lora_rank; set it, or remove {key}" for key in unused))
+        return self
+
+    @property
+    def lora_scale(self) -> float:
+        """`lora_alpha / lora_rank`."""
+        assert self.lora_rank is not None
+        return self.lora_alpha / self.lora_rank
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer with a trained low-rank adapter."""
+
+    def __init__(self, base: nn.Linear, config: LoraConfig) -> None:
+        super().__init__()
+        assert config.lora_rank is not None
+        self.weight, self.bias = base.weight, base.bias
+        self.scale, self.dropout = config.lora_scale, config.lora_dropout
+        new = functools.partial(nn.Linear, bias=False, device=base.weight.device, dtype=torch.float32)
+        self.lora_A = new(base.in_features, config.lora_rank)
+        self.lora_B = new(config.lora_rank, base.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
+        low = self.lora_A(F.dropout(x, self.dropout, self.training)) * self.scale  # the smallest tensor to scale
+        return F.linear(x, self.weight, self.bias) + self.lora_B(low)
+
+
+def add_adapters(model: Transformer, config: LoraConfig, dtype: torch.dtype | None) -> Transformer:
+    """Freeze `model` in `dtype` (None = float32) and add adapters, in place; nothing if `lora_rank` is null."""
+    if config.lora_rank is None:
+        return model
+    model.requires_grad_(False).to(dtype or torch.float32)
+    for parent in list(model.blocks.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, nn.Linear) and name in (config.lora_targets or [name]):
+                parent.register_module(name, LoraLinear(layer, config))
+    return model
+
+
+def init_rule(name: str, parameter: Tensor) -> tuple[Literal["constant", "uniform"], float] | None:
+    """Return how to initialize the adapter `name`: a constant, or uniform in +-bound; None if it is not an adapter.
+
+    PEFT's values: B is 0, and A is `kaiming_uniform_(a=sqrt(5))`, whose bound is 1 / sqrt(in).
+    """
+    match name.split(".")[-2]:
+        case "lora_A":
+            return "uniform", 1 / math.sqrt(parameter.shape[1])
+        case "lora_B":
+            return "constant", 0.0
+    return None
+
+
+def layer_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return `(out, in)` of the linear layers of a block, by name."""
+    with torch.device("meta"):
+        modules = Block(model, 0).named_modules()
+    layers = ((name.rpartition(".")[2], layer) for name, layer in modules if isinstance(layer, nn.Linear))
+    return {name: (layer.out_features, layer.in_features) for name, layer in layers}
+
+
+def problems(config: LoraConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield the keys whose values do not fit the model, with the reason and the remedy."""
+    shapes = layer_shapes(model)
+    for name in dict.fromkeys(config.lora_targets or ()):
+        if name not in shapes:
+            yield "lora_targets", f"this model has no layer {name}; choose from {', '.join(shapes)}"
+    targets = {name: shapes[name] for name in config.lora_targets or shapes if name in shapes}
+    if targets and config.lora_rank:
+        name = min(targets, key=lambda name: min(targets[name]))
+        if config.lora_rank > min(targets[name]):
+            out, inner = targets[name]
+            limit = f"the smaller side of {name} ({out} x {inner}); use at most {min(out, inner)}"
+            yield "lora_rank", f"{config.lora_rank} exceeds {limit}"
+
+
+def n_trained(config: LoraConfig, model: ModelConfig) -> int:
+    """Return the number of trained parameters: those of the adapters, or all."""
+    if config.lora_rank is None:
+        return model.n_parameters
+    shapes = layer_shapes(model)
+    return model.n_layers * config.lora_rank * sum(sum(shapes[name]) for name in set(config.lora_targets or shapes))
+
+
+def flops_per_token(config: LoraConfig, model: ModelConfig) -> float:
+    """Return `model.flops_per_token` in training at `max_seq_len`, without the gradients of frozen weights."""
+    flops = model.flops_per_token(model.max_seq_len)
+    if config.lora_rank is None:
+        return flops
+    weights = model.n_layers * sum(out * inner for out, inner in layer_shapes(model).values())
+    return flops - 2 * (weights + model.vocab_size * model.d_model) + 6 * n_trained(config, model)
+
+
+class Tensors(dict[str, Tensor]):
+    """Named tensors that a checkpointer saves and loads."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self
+
+
+def trained(model: nn.Module) -> Tensors:
+    """Return the live parameters that are trained; those of a checkpoint."""
+    state = model.state_dict(keep_vars=True)  # FSDP reshards first
+    return Tensors({name: tensor.detach() for name, tensor in state.items() if tensor.requires_grad})
+
+
+class Adapters(Tensors):
+    """Adapters in one process, to be loaded and then merged into the weights of their base."""
+
+    def __init__(self, config: LoraConfig, model: ModelConfig) -> None:
+        with torch.device("meta"):
+            adapted = add_adapters(Transformer(model), config, None)
+        super().__init__({name: torch.empty(tensor.shape) for name, tensor in trained(adapted).items()})
+        self.config = config
+
+    def merge(self, name: str, weight: Tensor) -> None:
+        """Add what an adapter of the base weight `name`, if any, contributes to `weight`, in place."""
+        layer = name.rpartition(".")[0]
+        if name.endswith(".weight") and f"{layer}.lora_A.weight" in self:
+            change = self[f"{layer}.lora_B.weight"] @ self[f"{layer}.lora_A.weight"]
+            weight += (self.config.lora_scale * change).to(weight.device)

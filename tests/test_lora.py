@@ -1,0 +1,539 @@
+"""LoRA trains adapters as PEFT does, on a frozen base, under every parallelism option, and resumes exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from lm import config, generate, lora, optim, parallelize
+from lm.checkpoint import checkpointer
+from lm.checkpoint.manifest import Base, read_manifest
+from lm.checkpoint.resume import ResumePlan, resume
+from lm.checkpoint.tensor_files import read_headers
+from lm.data import loader
+from lm.errors import ConfigError
+from lm.hf import __main__ as hf_main
+from lm.hf import base as hf_base
+from lm.hf import export, families, weights
+from lm.runtime.world import World
+from model import ModelConfig, Transformer
+from tests import support
+from tests.conftest import Message
+from tests.support import execute, run_ranks
+from tests.test_cost import count_each
+from tests.test_hf import GPT2, LLAMA, add_tokenizer, make_reference
+from tests.test_manifest import RUN_INFO, opened, progress, toy
+from tests.test_parity import STRATEGIES
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT reads it
+
+STEPS = 4
+TRAINING: dict[str, Any] = {"lora_rank": 3, "max_steps": STEPS, "report_rate": 1, "validation_rate": STEPS}
+TRAINING |= {"total_batch_size": 8, "batch_size": 2, "validation_batches": 1, "checkpoint_rate": 100}
+TRAINING |= {"max_seq_len": 16, "lr": 1e-2, "weight_decay": 0.1, "grad_clip": 1.0, "amp_dtype": None, "seed": 7}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories of small models in transformers' format, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("bases")
+    for raw in (LLAMA | {"num_key_value_heads": 2}, GPT2):
+        name = str(raw["model_type"])
+        make_reference(raw | {"vocab_size": 300}).save_pretrained(folder / name)
+        add_tokenizer(folder / name, 280)
+    make_reference(LLAMA | {"num_key_value_heads": 2, "vocab_size": 300}, seed=1).save_pretrained(folder / "other")
+    add_tokenizer(folder / "other", 280)
+    return {path.name: path for path in folder.iterdir()}
+
+
+def settings(base: Path, **changes: Any) -> dict[str, Any]:
+    """Hyperparameters of a run on `base`, with the keys of its model."""
+    return {key: value for key, value in weights.model_defaults(str(base)).items() if key != "tokenizer"} | (
+        TRAINING | {"init_from": str(base)} | changes
+    )
+
+
+def read(hyperparameters: dict[str, Any]) -> config.Hyperparameters:
+    return config.read({"hyperparameters": hyperparameters}, [], "test", defaults=weights.model_defaults)
+
+
+def adapters_of(checkpoint: Path) -> lora.Adapters:
+    return hf_base.read_adapters(checkpoint, read_manifest(checkpoint))
+
+
+# ---- training ------------------------------------------------------------------------------
+
+
+def initial_adapters(hp: config.Hyperparameters, seed: int) -> lora.Tensors:
+    model = lora.add_adapters(Transformer(hp), hp, None)
+    parallelize.initialize(model, seed)
+    return lora.trained(model)
+
+
+def names_in_peft(family: str, hp: config.Hyperparameters) -> dict[str, str]:
+    """The parameter in PEFT's model of each adapter."""
+    places, _ = families.layout(families.FAMILIES[family], hp)
+    layers = {name.removesuffix(".weight"): place.name.removesuffix(".weight") for name, place in places.items()}
+    return {
+        f"{ours}.{part}.weight": f"base_model.model.{theirs}.{part}.default.weight"
+        for ours, theirs in layers.items()
+        for part in ("lora_A", "lora_B")
+    }
+
+
+def train_with_peft(hp: config.Hyperparameters, base: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses and the trained adapters of PEFT, from the same initial values on the same batches."""
+    options = {"r": hp.lora_rank, "lora_alpha": hp.lora_alpha, "target_modules": hp.lora_targets or "all-linear"}
+    model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options)).train()
+    parameters = dict(model.named_parameters())
+    names = {ours: theirs for ours, theirs in names_in_peft("llama", hp).items() if theirs in parameters}
+    with torch.no_grad():
+        initial = initial_adapters(hp, 7)
+        assert names.keys() == initial.keys()
+        for ours, theirs in names.items():
+            parameters[theirs].copy_(initial[ours])
+    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    assert len(trained) == len(names)
+    data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 8, 7)
+    batches = loader.Loader(hp, data, 8, 0, 1, torch.device("cpu")).training(0)
+    optimizer = torch.optim.AdamW(trained, lr=hp.lr, weight_decay=hp.weight_decay)
+    losses = []
+    for _ in range(hp.max_steps or 0):
+        micro_batches = next(batches).micro_batches
+        inputs, targets = (torch.cat([getattr(part, name) for part in micro_batches]) for name in ("inputs", "targets"))
+        loss = nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {ours: parameters[theirs].detach() for ours, theirs in names.items()}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"lora_targets": ["q_proj", "v_proj"], "lora_alpha": 3.0}], ids=["all", "q, v"]
+)
+def test_training_equals_training_in_peft(changes: dict[str, Any], bases: dict[str, Path], tmp_path: Path) -> None:
+    hyperparameters = settings(bases["llama"], max_steps=20, lr=1e-3, **changes)
+    done = support.run(tmp_path, ranks=2, config=hyperparameters)
+    assert done.returncode == 0, done.stderr
+    expected, adapters = train_with_peft(read(hyperparameters), bases["llama"])
+    losses = [report["loss"] for report in support.reports(tmp_path).values()]
+    assert losses == pytest.approx(expected, abs=1e-5)
+    ours = adapters_of(support.checkpoints(tmp_path)[20])
+    assert ours.keys() == adapters.keys()
+    for name, tensor in adapters.items():
+        torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0)
+
+
+def run_each(world: World, directory: str, runs: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+    """Train with the hyperparameters of each of `runs`; return the training losses by name."""
+    os.chdir(directory)
+    losses = {}
+    for name, hyperparameters in runs.items():
+        path = execute(world, hyperparameters | {"run_name": name})
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        losses[name] = [line["loss"] for line in lines if line["group"] == "training"]
+    return losses
+
+
+EQUAL: dict[str, dict[str, Any]] = {
+    **{name: {"sharding": name} for name in STRATEGIES},
+    "1x4": {"batch_size": 1},
+    "1x4-no-shard-each": {"batch_size": 1, "sharding": "no-shard", "sync_each_micro_step": True},
+    "one-unit": {"layer_wrap": False},
+    "recompute": {"activation_checkpointing": "full"},
+    "recompute-some": {"activation_checkpointing": "selective"},
+    "offload-activations": {"activation_offload": True},
+    "offload": {"cpu_offload": True},
+}
+LOWER = {dtype: {"amp_dtype": dtype} for dtype in ("bfloat16", "float16")}
+DROPOUT: dict[str, dict[str, Any]] = {
+    "dropout": {"lora_dropout": 0.2},
+    "dropout-recompute": {"lora_dropout": 0.2, "activation_checkpointing": "full"},
+}
+
+
+@pytest.fixture(scope="module")
+def losses(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """The losses on one rank, and those of every run above on two."""
+    folder = str(tmp_path_factory.mktemp("losses"))
+    base = settings(bases["llama"])
+    two = {name: base | changes for name, changes in (EQUAL | LOWER | DROPOUT).items()}
+    tied = settings(bases["gpt2"], max_seq_len=64, dropout=0.0)
+    one = run_ranks(1, run_each, folder, {"one": base, "tied-one": tied})[0]
+    return one | run_ranks(2, run_each, folder, two | {"tied": tied})[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EQUAL)
+def test_two_ranks_train_as_one(name: str, losses: dict[str, list[float]]) -> None:
+    assert losses[name] == pytest.approx(losses["one"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_a_model_with_tied_embeddings_as_one(losses: dict[str, list[float]]) -> None:
+    assert losses["tied"] == pytest.approx(losses["tied-one"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOWER)
+def test_lower_precision_trains_close_to_float32(name: str, losses: dict[str, list[float]]) -> None:
+    assert losses[name] == pytest.approx(losses["one"], rel=1e-2)
+    assert losses[name] != pytest.approx(losses["one"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_adapters_have_dropout_which_recomputation_repeats(losses: dict[str, list[float]]) -> None:
+    assert losses["dropout-recompute"] == pytest.approx(losses["dropout"], rel=1e-6)
+    assert losses["dropout"][0] == pytest.approx(losses["one"][0], rel=1e-5)  # B is 0
+    assert losses["dropout"] != pytest.approx(losses["one"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_groups_of_ranks_train_as_one(bases: dict[str, Path], losses: dict[str, list[float]], tmp_path: Path) -> None:
+    grouped = {"shard_group_size": 2, "batch_size": 1}
+    runs = {name: settings(bases["llama"], sharding=name, **grouped) for name in STRATEGIES if "hybrid" in name}
+    for name, found in run_ranks(4, run_each, str(tmp_path), runs)[0].items():
+        assert found == pytest.approx(losses["one"], rel=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs g++")
+def test_compiled_blocks_train_the_same(bases: dict[str, Path], losses: dict[str, list[float]], tmp_path: Path) -> None:
+    runs = {
+        "compiled": settings(bases["llama"], compile=True),
+        "recompute": settings(bases["llama"], compile=True, activation_checkpointing="full"),
+    }
+    for name, found in run_ranks(1, run_each, str(tmp_path), runs)[0].items():
+        assert found == pytest.approx(losses["one"], rel=1e-5), name
+
+
+# ---- what is frozen ---------------------------------------------------------------------------
+
+
+def built(world: World, hyperparameters: dict[str, Any], dtype: torch.dtype | None) -> tuple[Transformer, Any]:
+    hp = read(hyperparameters)
+    with torch.device("meta"):
+        model = lora.add_adapters(Transformer(hp), hp, dtype)
+    dims = parallelize.mesh_dims(hp, world.size, world.size)
+    model = parallelize.parallelize(model, hp, world.device_mesh(dims), dtype, 7)
+    weights.load_into(model, str(hp.init_from), world, lambda _: None)
+    return model, optim.Optimizer(hp, model.named_parameters())
+
+
+def sizes(world: World, hyperparameters: dict[str, Any]) -> dict[str, int]:
+    """Bytes on this rank of the base, the adapters, their gradients and their optimizer state, after a step."""
+    model, optimizer = built(world, hyperparameters, torch.bfloat16)
+    tokens = torch.arange(16)[None]
+    model(tokens, tokens).backward()
+
+    def local(tensors: Any) -> int:
+        return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+
+    base = [p for p in model.parameters() if not p.requires_grad]
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    assert not [p for p in base if p.grad is not None]
+    moments = [tensor for name, tensor in optimizer.state_dict().items() if not name.endswith("step")]
+    return {"base": local(base), "adapters": local(adapters), "gradients": local(p.grad for p in adapters)} | {
+        "moments": local(moments)
+    }
+
+
+@pytest.mark.slow
+def test_the_base_is_frozen_in_the_compute_dtype_and_sharded(bases: dict[str, Path]) -> None:
+    hyperparameters = settings(bases["llama"], lora_rank=4)
+    hp = read(hyperparameters)
+    adapters = lora.n_trained(hp, hp)
+    state = parallelize.memory_bytes(hp, 2, 1, 1, adapters=adapters)["state"]
+    for found in run_ranks(2, sizes, hyperparameters):
+        assert found == {"base": hp.n_parameters, "adapters": 2 * adapters} | {
+            "gradients": 2 * adapters,
+            "moments": 4 * adapters,
+        }
+        assert sum(found.values()) == state
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_no_gradient_of_the_base_is_computed(chunked: bool, bases: dict[str, Path]) -> None:
+    hp = read(settings(bases["llama"]))
+    with torch.device("meta"):  # on which attention is counted as plain matrix products
+        model = lora.add_adapters(Transformer(hp), hp, None)
+    if chunked:
+        inner = model.head.chunk_cross_entropy
+        model.head.chunk_cross_entropy = lambda *arguments: inner(*arguments)
+    tokens = torch.zeros(4, hp.max_seq_len, dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    # Attention to later positions is counted, too. The first block's inputs need no gradient.
+    other_half = 6 * hp.n_layers * hp.n_heads * hp.head_width * hp.max_seq_len
+    shapes = lora.layer_shapes(hp)
+    first = [shapes[name] for name in ("q_proj", "k_proj", "v_proj")]
+    unneeded = sum(2 * out * inner + 2 * 3 * inner for out, inner in first)
+    expected = lora.flops_per_token(hp, hp) + other_half - unneeded
+    assert counter.get_total_flops() == pytest.approx(expected * tokens.numel(), rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_step_gathers_the_base_in_16_bits_and_reduces_adapters_alone(bases: dict[str, Path], tmp_path: Path) -> None:
+    hyperparameters = settings(bases["llama"], lora_rank=4, amp_dtype="bfloat16", report_rate=100, total_batch_size=4)
+    hp = read(hyperparameters)
+    counts, adapters = hp.parameter_counts(), lora.n_trained(hp, hp) // hp.n_layers
+    blocks = [counts["blocks"] // hp.n_layers + adapters] * hp.n_layers
+    gathered = [counts["embedding"], counts["norm"] + counts["head"], *blocks, *blocks]
+    wanted = Counter({("all-reduce", "control", 8): 1, ("all-reduce", 2, 4 * 14 * hp.n_layers): 1})
+    wanted.update(("all-gather", 2, 2 * size) for size in gathered)
+    wanted["reduce-scatter", 2, 4 * adapters] += hp.n_layers
+    for step in run_ranks(2, count_each, str(tmp_path), {"lora": hyperparameters})[0]["lora"]:
+        assert step.collectives == wanted
+
+
+@pytest.mark.slow
+def test_the_first_block_and_the_others_are_compiled_once_each(bases: dict[str, Path], tmp_path: Path) -> None:
+    hyperparameters = settings(bases["llama"], compile=True, report_rate=100, lora_dropout=0.1)
+    steps = run_ranks(1, count_each, str(tmp_path), {"compiled": hyperparameters})[0]["compiled"]
+    assert [step.graphs for step in steps] == [0, 3, 3]  # and one of the loss
+
+
+def adapters_on(world: World, hyperparameters: dict[str, Any]) -> dict[str, Any]:
+    model, _ = built(world, hyperparameters, None)
+    found = {name: p.full_tensor().numpy() for name, p in lora.trained(model).items() if isinstance(p, DTensor)}
+    world.all_gather_object(None)  # no rank leaves while another one needs its store
+    return found
+
+
+@pytest.mark.slow
+def test_initial_adapters_are_pefts_and_depend_neither_on_world_size_nor_on_strategy(bases: dict[str, Path]) -> None:
+    hp = read(settings(bases["llama"]))
+    initial = initial_adapters(hp, 7)
+    for ranks, sharding in ((3, "full-shard"), (2, "no-shard")):
+        found = run_ranks(ranks, adapters_on, settings(bases["llama"], sharding=sharding))[0]
+        assert found.keys() == initial.keys()
+        assert all(torch.from_numpy(found[name]).equal(tensor) for name, tensor in initial.items())
+    for name, tensor in initial.items():
+        if "lora_B" in name:
+            assert not tensor.any()
+            continue
+        reference = nn.init.kaiming_uniform_(torch.empty(400, tensor.shape[1]), a=5**0.5)
+        assert tensor.abs().max() <= 1 / tensor.shape[1] ** 0.5
+        assert tensor.std().item() == pytest.approx(reference.std().item(), rel=0.2)
+
+
+# ---- checkpoints ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run of six steps, without a stop."""
+    folder = tmp_path_factory.mktemp("trained")
+    done = support.run(folder, ranks=2, config=resumable(bases))
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def resumable(bases: dict[str, Path]) -> dict[str, Any]:
+    return settings(bases["llama"], lora_dropout=0.1, max_steps=6, checkpoint_rate=3, batch_size=1, dataset="text") | {
+        "train_data": str(support.ROOT / "model.py"),
+        "val_data": str(support.ROOT / "fsdp.py"),
+    }
+
+
+@pytest.mark.slow
+def test_a_checkpoint_holds_the_adapters_alone_and_names_their_base(bases: dict[str, Path], trained: Path) -> None:
+    checkpoint = support.checkpoints(trained)[6]
+    manifest = read_manifest(checkpoint)
+    tensors = read_headers(checkpoint / name for name in manifest.files if name.startswith(("model-", "optim-")))
+    assert tensors
+    assert all(".lora_A.weight" in name or ".lora_B.weight" in name for name in tensors)
+    assert manifest.base is not None
+    assert manifest.base.source == str(bases["llama"])
+    assert manifest.base.files == hf_base.checksums(bases["llama"])
+
+
+@pytest.mark.slow
+def test_a_run_resumes_exactly(bases: dict[str, Path], trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "runs" / "test", tmp_path / "runs" / "test")
+    shutil.rmtree(support.checkpoints(tmp_path)[6])
+    done = support.run(tmp_path, ranks=2, config=resumable(bases))
+    assert done.returncode == 0, done.stderr
+    assert ", step 3\n" in done.stdout
+    assert f"loaded the weights of {bases['llama']} in " in done.stdout
+    assert support.exact(tmp_path) == support.exact(trained)
+    ours, expected = (adapters_of(support.checkpoints(folder)[6]) for folder in (tmp_path, trained))
+    assert all(ours[name].equal(tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.slow
+def test_resuming_with_another_base_is_refused(
+    bases: dict[str, Path], trained: Path, tmp_path: Path, message: Message
+) -> None:
+    shutil.copytree(trained / "runs" / "test", tmp_path / "runs" / "test")
+    others = f"init_from={bases['other']}"
+    for overrides in ([others, "max_steps=8"], [others]):
+        done = support.run(tmp_path, *overrides, config=resumable(bases))
+        assert done.returncode == 2
+        assert done.stderr.startswith("init_from: ")
+        message(done.stderr.replace(str(bases["llama"].parent), "BASES"))
+    done = support.run(tmp_path, "max_steps=8", config=resumable(bases) | {"lora_rank": 2, "lora_alpha": 8.0})
+    assert done.returncode == 2
+    message(done.stderr)
+    done = support.run(tmp_path, "max_steps=8", config=resumable(bases) | {"lora_rank": None, "lora_dropout": 0.0})
+    assert done.returncode == 2
+    message(done.stderr)
+
+
+@pytest.mark.slow
+def test_full_training_from_adapters_is_refused(
+    bases: dict[str, Path], trained: Path, tmp_path: Path, message: Message
+) -> None:
+    source = support.checkpoints(trained)[6]
+    hyperparameters = resumable(bases) | {"init_from": str(source)}
+    for changes in ({"lora_rank": None, "lora_dropout": 0.0}, {}):
+        done = support.run(tmp_path, config=hyperparameters | changes)
+        assert done.returncode == 2
+        message(done.stderr.replace(str(bases["llama"].parent), "BASES").replace(str(source), "CHECKPOINT"))
+
+
+def test_adapters_do_not_start_with_a_checkpoint_of_all_weights(tmp_path: Path, message: Message) -> None:
+    """As in a trial on Determined that is forked from one without adapters."""
+
+    def fork(world: World) -> None:
+        with opened(world, tmp_path) as saver:
+            state = {"model": toy(1.0)}
+            saver.save(state, RUN_INFO, progress(1))
+            plan = ResumePlan(init_candidates=(str(tmp_path / saver.commit()[1]),))
+            info = RUN_INFO.model_copy(update={"base": Base(source="base", files={})})
+            resume(plan, saver, state, info, None, print)
+
+    with pytest.raises(ConfigError) as refused:
+        support.in_world(fork)
+    assert refused.value.keys == {"lora_rank"}
+    message(refused.value)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_can_be_the_base(tmp_path: Path, message: Message) -> None:
+    shape = support.TINY | {"validation_batches": 1}
+    assert support.run(tmp_path, "max_steps=2", "run_name=base", config=shape).returncode == 0
+    how = ["init_from=runs/base", "lora_rank=2", "max_steps=2", "lr=0.01"]
+    done = support.run(tmp_path, *how, config=shape)
+    assert done.returncode == 0, done.stderr
+    source = support.checkpoints(tmp_path, "base")[2]
+    manifest = read_manifest(support.checkpoints(tmp_path)[2])
+    assert manifest.base is not None
+    assert manifest.base.source == str(source)
+    model = Transformer(ModelConfig.model_validate(manifest.model))
+    hf_base.load_checkpoint(support.checkpoints(tmp_path)[2], model)
+    base = Transformer(model.config)
+    checkpointer.load_weights(source, base)
+    changed = {name for name, p in model.named_parameters() if not p.equal(dict(base.named_parameters())[name])}
+    assert changed == {name for name, p in base.named_parameters() if name.startswith("blocks") and p.ndim == 2}
+
+    assert support.run(tmp_path, "max_steps=3", "run_name=base", config=shape).returncode == 0
+    done = support.run(tmp_path, *how, "max_steps=4", config=shape)
+    assert done.returncode == 2
+    message(done.stderr, mask=r"\w{8}-[\w-]{27}")
+    done = support.run(tmp_path, *how, "run_name=wide", "n_heads=2", config=shape)
+    assert done.returncode == 2
+    message(done.stderr, mask=r"\w{8}-[\w-]{27}")
+
+
+# ---- export and generation -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "targets"), [("llama", None), ("gpt2", None), ("gpt2", ["q_proj", "v_proj", "down_proj"])]
+)
+def test_transformers_and_peft_load_what_is_exported(
+    family: str, targets: list[str] | None, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    hyperparameters = settings(bases[family], lora_targets=targets, lora_alpha=5.0, max_steps=3, max_seq_len=64)
+    assert support.run(tmp_path, config=hyperparameters).returncode == 0
+    run = tmp_path / "runs" / "test"
+    assert hf_main.main(["export", str(run), str(tmp_path / "merged")]) == 0
+    assert hf_main.main(["export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    tokens = torch.randint(0, 300, (2, 40), generator=torch.Generator().manual_seed(0))
+    base = AutoModelForCausalLM.from_pretrained(bases[family])
+    before = base(tokens).logits
+    adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()(tokens).logits
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
+    ours = Transformer(read(hyperparameters))
+    hf_base.load_checkpoint(support.checkpoints(tmp_path)[3], ours)
+    torch.testing.assert_close(adapted, merged, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours.eval()(tokens), merged, atol=1e-5, rtol=0)
+    assert (merged - before).abs().max() > 0.1
+
+
+@pytest.mark.slow
+def test_generation_merges_adapters_into_their_base_wherever_it_is(
+    bases: dict[str, Path], trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], message: Message
+) -> None:
+    checkpoint = support.checkpoints(trained)[6]
+    command = [str(checkpoint), "--prompt", "class", "--max-new-tokens", "5"]
+    assert generate.main(command) == 0
+    said = capsys.readouterr().out
+    assert generate.main([*command, "--base", str(shutil.copytree(bases["llama"], tmp_path / "copy"))]) == 0
+    assert capsys.readouterr().out == said
+    for wrong in (bases["other"], tmp_path / "nowhere"):
+        assert generate.main([*command, "--base", str(wrong)]) == 2
+        message(capsys.readouterr().err.replace(str(bases["llama"].parent), "BASES"))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_adapters_cannot_be_exported_as_adapters(tmp_path: Path, message: Message) -> None:
+    assert support.run(tmp_path, "max_steps=1", config=support.TINY).returncode == 0
+    with pytest.raises(ConfigError) as refused:
+        export.export_adapters(tmp_path / "runs" / "test", tmp_path / "out")
+    message(refused.value, mask=r"\w{8}-[\w-]{27}")
+
+
+# ---- errors -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"init_from": None}, {"lora_rank", "init_from"}),
+        ({"lora_rank": 17}, {"lora_rank"}),
+        ({"lora_rank": 0}, {"lora_rank"}),
+        ({"lora_rank": 40, "lora_targets": ["down_proj"]}, {"lora_rank"}),
+        ({"lora_targets": ["q_proj", "qkv_proj"]}, {"lora_targets"}),
+        ({"lora_targets": "q_proj"}, {"lora_targets"}),
+        ({"lora_targets": []}, {"lora_targets"}),
+        ({"lora_rank": None, "lora_alpha": 8.0, "lora_dropout": 0.1}, {"lora_alpha", "lora_dropout", "lora_rank"}),
+        ({"float8": "rowwise"}, {"float8", "lora_rank"}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_wrong_values_are_refused(
+    changes: dict[str, Any], keys: set[str], bases: dict[str, Path], message: Message
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(settings(bases["llama"]) | changes)
+    assert refused.value.keys == keys
+    assert len(refused.value.problems) == len(keys & {"lora_alpha", "lora_dropout"}) or 1
+    message(refused.value)
+
+
+def test_a_base_that_does_not_exist_is_refused(tmp_path: Path, message: Message) -> None:
+    done = support.run(tmp_path, "init_from=nowhere", "lora_rank=2", config=support.TINY)
+    assert done.returncode == 2
+    message(done.stderr)
