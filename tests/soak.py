@@ -189,7 +189,8 @@ def interrupt(job: Job, draw: random.Random, length: float) -> Interruption | No
     code = job.finish()
     for path in checkpoints(job.folder).values():
         verify(path, read_manifest(path))
-    lost = last_step(job.folder) - max(checkpoints(job.folder), default=0)
+    saved = max(checkpoints(job.folder), default=0)  # a stop saves a step before it is reported
+    lost = max(0, last_step(job.folder) - saved)
     if kind == STOP and (code or lost) and code != 128 + signal.SIGTERM:  # before its first step
         raise SoakError(f"SIGTERM ended the run with {code} and lost {lost} steps:\n{job.output}")
     moment = "during a save" if saving() else "random"

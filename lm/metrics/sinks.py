@@ -162,7 +162,7 @@ class Console:
             step_seconds = (time.monotonic() - self._start_time) / (step - self._start_step)
             shown.append(f"left {tqdm.format_interval(step_seconds * (self._max_steps - step))}")
         end = f"/{self._max_steps}" if self._max_steps else ""
-        self.info(f"{group:<10}  step {step:>{max(len(end) - 1, 1)}}{end}  {'  '.join(shown)}")
+        self.info(f"{group:<10}  step {step:>{max(len(end) - 1, 1)}}{end}  {'  '.join(shown)}".rstrip())
 
     def close(self) -> None:
         if self._bar is not None:
