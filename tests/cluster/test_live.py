@@ -15,7 +15,7 @@ from tests.support import ROOT
 MASTER = os.environ.get("DET_MASTER")
 pytestmark = [
     pytest.mark.skipif(MASTER is None, reason="DET_MASTER is not set"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # the SDK's import warns
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:GitWildMatchPattern:DeprecationWarning"),  # of the SDK
 ]
 
 
