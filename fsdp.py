@@ -12,6 +12,7 @@ import argparse
 import gc
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -82,10 +83,10 @@ class Training:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the configuration, join the other ranks, open the Core API context and run. Return the exit code."""
-    parser = argparse.ArgumentParser(description="Train a language model with PyTorch FSDP.")
+    parser = argparse.ArgumentParser(description="Train a language model with PyTorch FSDP.", epilog=config.HELP)
     parser.add_argument("--config", type=Path, default=Path("config.yaml"), help="experiment file (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(config.as_overrides(sys.argv[1:] if arguments is None else arguments))
     launch, info, watchdog = Launch(), None, None
     try:
         launch, info = Launch.from_env(os.environ), det.get_cluster_info()

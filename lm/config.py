@@ -122,8 +122,22 @@ _TYPES = {"integer": "an integer", "boolean": "true or false", "object": "a mapp
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
+HELP = "python -m lm.config lists all hyperparameters with their defaults; docs/hyperparameters.md is the same page."
+
 Defaults = Callable[[str], Mapping[str, Any]]
 """Maps `init_from` to the hyperparameters that its model sets, and its tokenizer (None = it has none)."""
+
+
+def as_overrides(arguments: Sequence[str]) -> list[str]:
+    """Rewrite `--lr=1e-3` and `--lr 1e-3` on a command line to `lr=1e-3`."""
+    rewritten, rest = [], iter(arguments)
+    for argument in rest:
+        key, equals, value = argument.removeprefix("--").partition("=")
+        if argument.startswith("--") and key not in ("", "config", "help"):
+            rewritten.append(f"{key.replace('-', '_')}={value if equals else next(rest, '')}")
+        else:
+            rewritten.append(argument)
+    return rewritten
 
 
 def load(
@@ -310,8 +324,38 @@ def _nested(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "seq_len": "max_seq_len",
+    "block_size": "max_seq_len",
+    "hidden_size": "d_model",
+    "n_embd": "d_model",
+    "num_layers": "n_layers",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_train_epochs": "max_epochs",
+    "epochs": "max_epochs",
+    "max_iters": "max_steps",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "total_batch_size",
+    "max_grad_norm": "grad_clip",
+    "gradient_checkpointing": "activation_checkpointing",
+    "lr_scheduler_type": "lr_schedule",
+    "logging_steps": "report_rate",
+    "eval_steps": "validation_rate",
+    "save_steps": "checkpoint_rate",
+    "save_total_limit": "keep_checkpoints",
+    "model_name_or_path": "init_from",
+    "dtype": "amp_dtype",
+    "bf16": "amp_dtype",
+    "lora_r": "lora_rank",
+    "output_dir": "run_name",
+}
+"""Hyperparameters by the names that transformers, TRL, nanoGPT and others give them."""
+
+
 def _nearest(key: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(key, known, n=1)
+    near = [_ELSEWHERE[key]] if key in _ELSEWHERE else difflib.get_close_matches(key, known, n=1)
     return f"; did you mean {near[0]}?" if near else "; python -m lm.config lists all"
 
 

@@ -157,7 +157,7 @@ def exact(folder: Path, group: str = "training") -> dict[int, dict[str, Any]]:
 
 def checkpoints(folder: Path, name: str = "test") -> dict[int, Path]:
     """Return the checkpoint directories of a run, by step."""
-    manifests = (folder / "runs" / name / "checkpoints").glob("*/manifest.json")
+    manifests = (folder / "runs" / name / "checkpoints").glob("[!.]*/manifest.json")
     return {json.loads(path.read_text())["step"]: path.parent for path in manifests}
 
 

@@ -406,3 +406,15 @@ def test_a_run_without_write_access_is_refused_before_the_model_is_built(tmp_pat
     assert done.returncode == 2
     assert done.stdout == ""
     message(done.stderr)
+
+
+def test_hyperparameters_may_be_given_as_flags() -> None:
+    arguments = ["--config", "a.yaml", "--lr=1e-3", "--max-steps", "5", "seed=1", "--prompt", "a b", "--", "--help"]
+    expected = ["--config", "a.yaml", "lr=1e-3", "max_steps=5", "seed=1", "prompt=a b", "--", "--help"]
+    assert config.as_overrides(arguments) == expected
+
+
+def test_names_of_other_trainers_are_answered(message: Message) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config.read({"hyperparameters": {}}, ["learning_rate=1", "per_device_train_batch_size=2"], "test")
+    message(refused.value)
