@@ -33,12 +33,12 @@ def plot(run: Path, terminal: Path, out: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 4.2), width_ratios=(1.75, 1), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 4.8), width_ratios=(1.75, 1), layout="constrained")
     left.set_facecolor("#1e1e1e")
     left.set(xticks=[], yticks=[], xlim=(0, 1), ylim=(0, 1))
     font = {"family": "monospace", "fontsize": 8, "linespacing": 1.5, "color": "#d4d4d4", "va": "top"}
     lines = screen(terminal.read_bytes().decode(errors="replace"))
-    left.text(0.015, 0.97, "\n".join(lines), parse_math=False, **font)
+    left.text(0.015, 0.97, "\n".join(lines), parse_math=False, in_layout=False, **font)
     left.set_title("terminal")
     reports = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for group in ("training", "validation"):
