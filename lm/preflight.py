@@ -49,7 +49,7 @@ class Setup:
     def notes(self, hp: Hyperparameters) -> list[str]:
         """Return lines on what the user may not expect of the data and the rates."""
         notes = list(self.data.notes)
-        if math.lcm(hp.checkpoint_rate, self.validation_rate) > self.max_steps > 0:
+        if hp.checkpoint_rate < self.max_steps <= math.lcm(hp.checkpoint_rate, self.validation_rate):
             rates = f"checkpoint_rate {hp.checkpoint_rate} and validation_rate {self.validation_rate}"
             notes.append(f"{rates} meet at no step: only the last checkpoint has a validation loss and can be the best")
         return notes
