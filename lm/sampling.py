@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,23 +40,25 @@ def generate_batch(
     max_new_tokens: int,
     *,
     device: torch.device,
-    seed: int,
+    seeds: Sequence[int],
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    stop_ids: Collection[int] = (),
 ) -> Iterator[list[int | None]]:
     """Yield at each step one token per sequence, None for a sequence that is still in its prompt or complete.
 
     The prompts can differ in length. All sequences start at position 0 and advance together: the input of a sequence
     is its prompt, then the tokens sampled from it. Nothing is padded or masked, so each sequence is the same as if
-    generated alone. Once the context is full, generation continues from its latest half. Under FSDP all ranks must
-    call this with the same arguments.
+    generated alone. A sequence is complete after max_new_tokens or at its first stop id. Once the context is full,
+    generation continues from its latest half. Under FSDP all ranks must call this with the same arguments.
 
     Args:
         prompts: at least one token id each.
         max_new_tokens: per sequence.
+        seeds: one per sequence.
         temperature: divisor of the logits; 0 = greedy.
-        seed: the same for every sequence.
+        stop_ids: ids that complete a sequence and are not yielded.
 
     Raises:
         ValueError: an empty prompt.
@@ -66,12 +68,13 @@ def generate_batch(
     context = model.config.max_seq_len
     sequences = [prompt[-context:] for prompt in prompts]
     prompt_lengths = list(map(len, sequences))
-    generators = [torch.Generator().manual_seed(seed) for _ in sequences]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    ends = [n + max_new_tokens for n in prompt_lengths]  # lengths of the complete sequences
     length = min(prompt_lengths)  # of the input so far, `next_input` included
     next_input = [sequence[:length] for sequence in sequences]
     cache = KVCache(context)
     model.eval()
-    for _ in range(max(prompt_lengths) - length + max_new_tokens):
+    while length < max(ends):
         if cache.length + len(next_input[0]) > context:  # all prompts have been read, as none is longer
             cache, next_input = KVCache(context), [sequence[-max(1, context // 2) :] for sequence in sequences]
         # Lengths change at each step: compiling, or planning cuDNN's attention, for each would be slow.
@@ -81,13 +84,16 @@ def generate_batch(
         for i, sequence in enumerate(sequences):
             if len(sequence) == length:
                 sequence.append(int(choose(logits[i : i + 1], temperature, top_k, top_p, generators[i]).item()))
-                if length < prompt_lengths[i] + max_new_tokens:
+                if sequence[-1] in stop_ids:
+                    ends[i] = min(ends[i], length)
+                if length < ends[i]:
                     sampled[i] = sequence[-1]
         next_input = [sequence[length : length + 1] for sequence in sequences]
         length += 1
         yield sampled
 
 
-def generate(model: Transformer, prompt: list[int], max_new_tokens: int, **options: Any) -> Iterator[int]:
-    """Yield `max_new_tokens` tokens that continue `prompt`, one by one; `options` are those of `generate_batch`."""
-    return (token for (token,) in generate_batch(model, [prompt], max_new_tokens, **options) if token is not None)
+def generate(model: Transformer, prompt: list[int], max_new_tokens: int, *, seed: int, **options: Any) -> Iterator[int]:
+    """Yield up to `max_new_tokens` tokens that continue `prompt`, one by one; for `options` see `generate_batch`."""
+    steps = generate_batch(model, [prompt], max_new_tokens, seeds=[seed], **options)
+    return (token for (token,) in steps if token is not None)

@@ -12,6 +12,7 @@ import argparse
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import chess
 import torch
@@ -57,11 +58,11 @@ def main() -> None:
     model, tokenizer = load_model(find_checkpoint(args.run), device)
     prompt = tokenizer.encode("1. ")
     max_new_tokens = model.config.max_seq_len - len(prompt)
+    options: dict[str, Any] = {"device": device, "temperature": args.temperature, "stop_ids": tokenizer.stop_ids}
     games = []
     for seed in range(args.seed, args.seed + args.games):
-        sampled = list(generate(model, prompt, max_new_tokens, device=device, seed=seed, temperature=args.temperature))
-        end = sampled.index(tokenizer.eos_id) if tokenizer.eos_id in sampled else len(sampled)
-        games.append("1. " + tokenizer.decode(sampled[:end], after=prompt))
+        tokens = generate(model, prompt, max_new_tokens, seed=seed, **options)
+        games.append("1. " + tokenizer.decode(tokens, after=prompt))
     legal, illegal, complete = count(games)
     share = legal / (legal + illegal)
     print(f"{args.games} games, {complete} complete: {legal} of {legal + illegal} moves are legal, {share:.1%}")

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from lm import generate
-from lm.checkpoint.manifest import read_manifest, write_manifest
+from lm.checkpoint.manifest import read_manifest, record, write_manifest
+from lm.checkpoint.resume import find_checkpoint
 from lm.data.tokenizer import FILE
 from tests import support
 from tests.conftest import Message
@@ -124,6 +129,9 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(
         (("--top-p", "0"), "--top-p: 0 must be above 0 and at most 1"),
         (("--top-p", "1.5"), "--top-p: 1.5 must be above 0 and at most 1"),
         (("--batch-size", "0"), "--batch-size: 0 must be 1 or more"),
+        (("--samples", "0"), "--samples: 0 must be 1 or more"),
+        (("--stop", ""), "--stop: is empty; it needs at least one character"),
+        (("--system", "s"), "--system: requires --chat"),
         (("--seed", "-1"), "--seed: -1 must be from 0 to 2^63 - 1"),
     ],
 )
@@ -134,7 +142,12 @@ def test_a_flag_out_of_range_is_refused(
 
 
 def test_invalid_flags_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (["anywhere"], ["anywhere", "--prompt", "a", "--top-k", "many"], ["--prompt", "a"]):
+    for flags in (
+        ["anywhere"],
+        ["anywhere", "--prompt", "a", "--top-k", "many"],
+        ["--prompt", "a"],
+        ["anywhere", "--chat", "--prompt", "a"],
+    ):
         with pytest.raises(SystemExit) as stopped:
             generate.main(flags)
         assert stopped.value.code == 2
@@ -143,6 +156,43 @@ def test_invalid_flags_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
 
 def feed(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+
+def test_samples_are_those_of_consecutive_seeds(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    how = ("--prompt", "Köln, ", "--max-new-tokens", 20)
+    alone = [text_of(capsys, checkpoint, *how, "--seed", seed) for seed in (5, 6, 7)]
+    assert len(set(alone)) > 1
+    for batch_size in (1, 2, 16):
+        more = ("--seed", 5, "--samples", 3, "--batch-size", batch_size)
+        assert text_of(capsys, checkpoint, *how, *more) == "".join(alone)
+
+
+def test_text_ends_before_the_first_stop_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    how = (checkpoint, "--prompt", "Köln, ", "--max-new-tokens", 60, "--temperature", 0)
+    text = text_of(capsys, *how).removeprefix("Köln, ")
+    for stops in (["der"], ["Käse", "der Kä"], ["nowhere"], ["ä", "nowhere", "ö"], [text[:1]], [text[-3:-1] + "?"]):
+        flags = [flag for stop in stops for flag in ("--stop", stop)]
+        end = min([at for stop in stops if (at := text.find(stop)) >= 0], default=len(text) - 1)
+        assert text_of(capsys, *how, *flags) == f"Köln, {text[:end]}\n"
+
+
+def test_an_empty_line_among_prompts_is_skipped(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = []
+    for content in (b"a\nb\n", b"\na\n\r\n\nb"):
+        feed(monkeypatch, content)
+        outputs.append(text_of(capsys, checkpoint, "--prompt", "-", "--max-new-tokens", 5))
+    assert outputs[0] == outputs[1]
+
+
+def test_a_terminal_is_sent_no_control_characters(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = (checkpoint, "--prompt", "a\x1b[2J\r\x9b\tb\nü", "--max-new-tokens", 0)
+    assert text_of(capsys, *how) == "a\x1b[2J\r\x9b\tb\nü\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert text_of(capsys, *how) == "a\\x1b[2J\\r\\x9b\tb\nü\n"
 
 
 def test_prompts_from_standard_input_continue_as_each_does_alone(
@@ -159,8 +209,8 @@ def test_prompts_from_standard_input_continue_as_each_does_alone(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "line 1 of standard input: is empty; it needs at least one character"),
-        (b"a\n\nb\n", "line 2 of standard input: is empty; it needs at least one character"),
+        (b"", "standard input: is empty; it needs at least one character"),
+        (b"\n\r\n", "standard input: is empty; it needs at least one character"),
         (b"a\n\xff\n", "standard input: byte 2 is not UTF-8"),
     ],
 )
@@ -169,3 +219,94 @@ def test_invalid_standard_input_is_refused(
 ) -> None:
     feed(monkeypatch, content)
     assert refusal(capsys, "anywhere", "--prompt", "-") == (2, message)
+
+
+# ---- chat --------------------------------------------------------------------------------------------------
+
+SYSTEM, HI, HO = (
+    {"role": role, "content": text} for role, text in [("system", "0"), ("user", "hi"), ("assistant", "ho")]
+)
+CHATS = [
+    [HI, HO],
+    [HI, HO, HI, {"role": "assistant", "content": "to be"}],
+    [SYSTEM, HI, {"role": "assistant", "content": "or not"}],
+]
+
+
+@pytest.fixture(scope="module")
+def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a run that has learned `CHATS`."""
+    folder = tmp_path_factory.mktemp("chat")
+    (folder / FILE).write_bytes(support.llama_tokenizer())
+    template = support.CHAT_TEMPLATE.replace("] ", "]")  # a space would be a part of the first token of the reply
+    specials = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(specials))
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    data = {"dataset": "jsonl", "train_data": "chats.jsonl", "val_data": "chats.jsonl", "tokenizer": FILE}
+    shape = {"vocab_size": 200, "max_seq_len": 64, "positions": "rope", "loss_on": "completion", "packing": False}
+    how = {"max_steps": 150, "batch_size": 3, "lr": 1e-2, "report_rate": 150, "validation_batches": 1}
+    done = support.run(folder, config=support.TINY | data | shape | how)
+    assert done.returncode == 0, done.stderr
+    return folder / "runs" / "test"
+
+
+@pytest.mark.slow
+def test_a_chat_answers_each_line_and_remembers_the_ones_before(
+    chat_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = (chat_run, "--chat", "--temperature", 0)
+    feed(monkeypatch, b"hi\n\nhi\n")
+    assert text_of(capsys, *how) == "ho\nto be\n"
+    feed(monkeypatch, b"hi")
+    assert text_of(capsys, *how, "--system", "0", "--stop", "t") == "or no\n"
+    feed(monkeypatch, b"hi\n" * 8)
+    answers = text_of(capsys, *how).splitlines()
+    assert len(answers) == 8  # the oldest messages have made room
+    feed(monkeypatch, b"hi " * 30)
+    assert generate.main([str(argument) for argument in how]) == 0
+    assert "max_seq_len 64" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_an_answer_and_the_end_of_the_input_the_chat(chat_run: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(find_checkpoint(chat_run), tmp_path / "copy"))
+    manifest = read_manifest(folder)
+    endless = Tokenizer.from_file(str(folder / FILE))
+    endless.add_special_tokens(["<end>"])  # an id that the model does not have
+    endless.save(str(folder / FILE))
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "chat_template": template}))
+    files = manifest.files | {name: record(folder / name) for name in (FILE, "tokenizer_config.json")}
+    changes = {"model": manifest.model | {"max_seq_len": 10**5}, "files": files}
+    write_manifest(folder, manifest.model_copy(update=changes))
+    command = [sys.executable, "-m", "lm.generate", folder, "--chat", "--temperature", "100"]
+    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=support.ROOT, **streams) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdin.write(b"hi\n")
+            process.stdin.flush()
+            received = process.stdout.read(50)
+            assert len(received) == 50
+            process.send_signal(signal.SIGINT)
+            while not received.endswith(b"\n"):
+                received += os.read(process.stdout.fileno(), 1 << 16)
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors) == (0, b"", b"")
+
+
+def test_a_chat_needs_a_chat_template(checkpoint: Path, capsys: pytest.CaptureFixture[str], message: Message) -> None:
+    code, text = refusal(capsys, checkpoint, "--chat")
+    assert code == 2
+    message(text)
+    assert refusal(capsys, checkpoint, "--chat", "--samples", 2) == (2, "--samples: requires --prompt")
+
+
+@pytest.mark.slow
+def test_a_chat_that_is_not_utf8_is_refused(
+    chat_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for content in (b"\xff\n", "a\ud800".encode(errors="surrogatepass")):
+        feed(monkeypatch, content)
+        assert refusal(capsys, chat_run, "--chat") == (2, "standard input: is not UTF-8")

@@ -172,9 +172,24 @@ def test_logits_gradients_and_generation_equal_transformers(
         error = gradient - wanted[place.start : place.start + len(gradient)]
         gradients = max(gradients, (error.norm() / wanted.norm()).item())
 
-    prompt = tokens[0, :7]
-    generated = reference.generate(prompt[None], do_sample=False, max_new_tokens=40, pad_token_id=0)[0, 7:].tolist()
-    drawn = list(sampling.generate(ours, prompt.tolist(), 40, device=torch.device("cpu"), seed=0, temperature=0))
+    def generate_theirs(prompt: Tensor, **options: Any) -> list[int]:
+        generated = reference.generate(prompt[None], do_sample=False, max_new_tokens=40, pad_token_id=0, **options)
+        return generated[0, len(prompt) :].tolist()
+
+    greedy: Any = {"device": torch.device("cpu"), "temperature": 0}
+    prompts = [tokens[0, :7], tokens[1, :3], tokens[2, :5]]
+    generated = generate_theirs(prompts[0])
+    drawn = list(sampling.generate(ours, prompts[0].tolist(), 40, seed=0, **greedy))
+    stop_ids = set(generated[10:12])
+    steps = list(
+        sampling.generate_batch(
+            ours, [prompt.tolist() for prompt in prompts], 40, seeds=[0] * 3, stop_ids=stop_ids, **greedy
+        )
+    )
+    for i, prompt in enumerate(prompts):
+        stopped = generate_theirs(prompt, eos_token_id=list(stop_ids))
+        stopped = stopped[:-1] if stopped[-1] in stop_ids else stopped
+        assert [step[i] for step in steps if step[i] is not None] == stopped
     table[name] = logits, gradients, sum(a == b for a, b in zip(drawn, generated, strict=True))
     assert theirs.std() > 0.3
     assert logits < 1e-5
@@ -473,9 +488,10 @@ def test_tokenizer_and_generated_text_equal_transformers(tmp_path: Path, capsys:
     how = ["--prompt", TEXTS[0], "--max-new-tokens", "20", "--temperature", "0"]
     assert generate.main([str(run), *how]) == 0
     ids = theirs(TEXTS[0], return_tensors="pt")
-    drawn = reference.generate(**ids, do_sample=False, max_new_tokens=20, pad_token_id=0)[0, ids.input_ids.shape[1] :]
-    expected = theirs.decode([token for token in drawn if token != theirs.eos_token_id])
-    assert capsys.readouterr().out.replace("\n\n", "").strip() == (TEXTS[0] + expected).strip()
+    greedy: Any = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": theirs.eos_token_id}
+    drawn = reference.generate(**ids, **greedy)[0, ids.input_ids.shape[1] :]
+    expected = theirs.decode(drawn, skip_special_tokens=True)
+    assert capsys.readouterr().out.strip() == (TEXTS[0] + expected).strip()
 
     export.export_model(run, tmp_path / "out")
     assert all(tensor.equal(tensors_of(tmp_path / "in")[key]) for key, tensor in tensors_of(tmp_path / "out").items())
@@ -491,12 +507,14 @@ def test_special_tokens_and_the_chat_template_are_exported(tmp_path: Path) -> No
     make_reference(LLAMA | {"vocab_size": 384}).save_pretrained(tmp_path / "in")
     (tmp_path / "in" / "tokenizer.json").write_bytes(support.llama2_tokenizer())
     (tmp_path / "in" / "chat_template.jinja").write_text(support.CHAT_TEMPLATE)
+    (tmp_path / "in" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "top_p": 0.9}))
     for named, beginning in (("<s>", 1), (None, None)):
         settings = json.dumps({"bos_token": named, "eos_token": "</s>"})
         (tmp_path / "in" / "tokenizer_config.json").write_text(settings)
         export.export_model(started(tmp_path / str(named), tmp_path / "in"), tmp_path / f"{named}-out")
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{named}-out")
         assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (beginning, 2)
+        assert (loaded.generation_config.eos_token_id, loaded.generation_config.top_p) == ([2, 7], 0.9)
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / f"{named}-out")
         assert tokenizer.chat_template == support.CHAT_TEMPLATE
 

@@ -133,6 +133,15 @@ def test_tokens_are_generated_one_by_one_up_to_max_new_tokens() -> None:
     assert len([next(endless) for _ in range(3)]) == 3
 
 
+def test_generation_ends_before_the_first_stop_id() -> None:
+    model = tiny()
+    tokens = continued(model, [3, 1], 40)
+    for stop_ids in ({tokens[20]}, set(tokens[5:30]), {tokens[0]}):
+        first = next(at for at, token in enumerate(tokens) if token in stop_ids)
+        assert continued(model, [3, 1], 40, stop_ids=stop_ids) == tokens[:first]
+    assert continued(model, [3, 1], 40, stop_ids={3, 99} - set(tokens)) == tokens  # also a stop id in the prompt
+
+
 def test_generation_uses_neither_dropout_nor_gradients() -> None:
     model = tiny(dropout=0.5).train()
     assert continued(model, [1], 8, temperature=0) == continued(tiny(), [1], 8, temperature=0)
@@ -156,13 +165,15 @@ def test_prompts_of_different_lengths_continue_as_each_does_alone(
 ) -> None:
     model = tiny(**changes)
     prompts = [[1], [3, 1, 4, 1, 5], list(range(16)), list(range(30)), [3, 1]]
-    for count in (0, 1, 40):
-        steps = list(generate_batch(model, prompts, count, device=CPU, seed=3, **options))
+    seeds = [3, 3, 4, 5, 3]
+    for count, stop_ids in ((0, ()), (1, ()), (40, ()), (40, {5, 6, 7})):
+        how: dict[str, Any] = options | {"stop_ids": stop_ids}
+        steps = list(generate_batch(model, prompts, count, device=CPU, seeds=seeds, **how))
         sequences = [[step[i] for step in steps if step[i] is not None] for i in range(len(prompts))]
-        assert sequences == [continued(model, prompt, count, seed=3, **options) for prompt in prompts]
+        assert sequences == [continued(model, prompts[i], count, seeds[i], **how) for i in range(len(prompts))]
 
 
 def test_generation_does_not_change_the_prompts() -> None:
     prompts = [[1], [2, 3]]
-    list(generate_batch(tiny(), prompts, 5, device=CPU, seed=0))
+    list(generate_batch(tiny(), prompts, 5, device=CPU, seeds=[0, 0]))
     assert prompts == [[1], [2, 3]]

@@ -168,6 +168,34 @@ def test_of_several_chat_templates_the_default_one_is_used() -> None:
         from_files(llama_tokenizer(), {"chat_template": templates[:1]}).render(CHAT, add_generation_prompt=False)
 
 
+def chat_files(template: str, **generation: Any) -> FileTokenizer:
+    config = json.dumps({"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}).encode()
+    files = {FILE: llama_tokenizer(), "tokenizer_config.json": config}
+    return FileTokenizer(files | {"generation_config.json": json.dumps(generation).encode()}, "test")
+
+
+UNK, BOS, EOS = 0, 1, 2
+
+
+@pytest.mark.parametrize(
+    ("template", "generation", "stop_ids"),
+    [
+        (CHAT_TEMPLATE, {}, {EOS}),
+        (CHAT_TEMPLATE, {"eos_token_id": None}, {EOS}),
+        (CHAT_TEMPLATE, {"eos_token_id": 7}, {EOS, 7}),
+        (CHAT_TEMPLATE, {"eos_token_id": [7, EOS, 9]}, {EOS, 7, 9}),
+        ("{% for message in messages %}{{ message.content }} be<unk>\n<s>{% endfor %}", {}, {EOS, UNK}),
+        ("{% for message in messages %}{{ message.content }} be{% endfor %}", {}, {EOS}),
+        ("{{ raise_exception('no user') }}", {}, {EOS}),
+    ],
+)
+def test_generated_text_ends_at_end_of_text_and_at_the_end_of_a_turn(
+    template: str, generation: dict[str, Any], stop_ids: set[int]
+) -> None:
+    assert chat_files(template, **generation).stop_ids == stop_ids
+    assert TOKENIZER.stop_ids == {END}
+
+
 # ---- loading ---------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +232,7 @@ def test_files_that_cannot_be_used_are_rejected(tmp_path: Path, message: Message
         lambda: from_files(b"{}"),
         lambda: from_files(good, {"eos_token": "<end>"}),
         lambda: FileTokenizer({FILE: good, "tokenizer_config.json": b"[1]"}, "test"),
+        lambda: FileTokenizer({FILE: good, "generation_config.json": b"{"}, "test"),
         lambda: from_files(no_eos),
     ):
         with pytest.raises(ConfigError, match=r"^tokenizer: ") as caught:

@@ -31,7 +31,9 @@ from lm.metrics.accumulator import MetricSums
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-FILE_NAME = re.compile(r"(model|optim|scaler)-\d{5}-\d{5}\.safetensors|tokenizer(_config)?\.json|chat_template\.jinja")
+FILE_NAME = re.compile(
+    r"(model|optim|scaler)-\d{5}-\d{5}\.safetensors|(tokenizer|(tokenizer|generation)_config)\.json|chat_template\.jinja"
+)
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -23,9 +24,12 @@ from tokenizers.decoders import DecodeStream
 from lm.errors import ConfigError, oserror_as_config_error
 
 FILE = "tokenizer.json"
-FILES = (FILE, "tokenizer_config.json", "chat_template.jinja")  # only the first is required
+GENERATION = "generation_config.json"
+FILES = (FILE, "tokenizer_config.json", "chat_template.jinja", GENERATION)  # only the first is required
 END_OF_TEXT = "<|endoftext|>"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_REPLY = "x7q"
+"""content that no chat template writes itself"""
 _EOS_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -43,6 +47,7 @@ class ByteTokenizer:
     identity = "bytes"
     vocab_size = 257
     eos_id = 256
+    stop_ids = frozenset((eos_id,))
     bos_id: int | None = None
     files: Mapping[str, bytes] = {}
 
@@ -86,6 +91,7 @@ class FileTokenizer:
         try:
             self._encoder = Encoder.from_buffer(files[FILE])
             self._config: dict[str, Any] = dict(json.loads(files.get("tokenizer_config.json", b"{}")))
+            self._generation: dict[str, Any] = dict(json.loads(files.get(GENERATION, b"{}")))
         except Exception as error:  # the library raises nothing narrower
             raise _error(name, f"cannot be read: {error}") from None
         self._encoder.no_truncation()
@@ -107,6 +113,19 @@ class FileTokenizer:
         value = self._config.get(key)
         value = value.get("content") if isinstance(value, dict) else value
         return value if isinstance(value, str) else None
+
+    @functools.cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end a generated text: end of text, the template's end of turn, those of generation_config.json."""
+        named = self._generation.get("eos_token_id")
+        ids = {self.eos_id} | set(named if isinstance(named, list) else [] if named is None else [named])
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _REPLY}]
+        with contextlib.suppress(ConfigError):  # without a chat template for such a chat, no turn has an end
+            after = self.render(chat, add_generation_prompt=False).rpartition(_REPLY)[2]
+            special = {token for token, added in self._encoder.get_added_tokens_decoder().items() if added.special}
+            encoded = self._encoder.encode(after, add_special_tokens=False).ids
+            ids |= set([token for token in encoded if token in special][:1])
+        return frozenset(ids)
 
     def _without_eos(self, ids: list[int]) -> list[int]:
         return ids[:-1] if ids[-1:] == [self.eos_id] else ids  # some tokenizers append it to every text

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from lm.checkpoint.manifest import Base, read_manifest, verify
 from lm.checkpoint.resume import find_checkpoint
 from lm.checkpoint.tensor_files import Source, group_by_size, read_into, write_tensors
-from lm.data.tokenizer import END_OF_TEXT, FILE, ByteTokenizer, Tokenizer, tokenizer_of
+from lm.data.tokenizer import END_OF_TEXT, FILE, GENERATION, ByteTokenizer, Tokenizer, tokenizer_of
 from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.hf import families
 from lm.hf.base import open_base, read_adapters
@@ -63,8 +63,9 @@ def export_model(where: Path, out: Path, dtype: str = "float32", moved: Path | N
     specials = (tokenizer.eos_id, tokenizer.bos_id) if tokenizer else (None, None)
     raw = families.write_config(config, dtype, *specials)
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id") if raw[key] is not None}
-    files = {CONFIG: _to_json(raw), "generation_config.json": _to_json(generation)}
-    files |= _tokenizer_files(tokenizer) if tokenizer else {}
+    files = _tokenizer_files(tokenizer) if tokenizer else {}
+    files[CONFIG] = _to_json(raw)
+    files[GENERATION] = _to_json(generation | json.loads(files.get(GENERATION, b"{}")))
     adapters = read_adapters(folder, manifest) if manifest.base else None
     sources = find_weights(open_base(manifest.base, moved) if manifest.base else folder, config)
     places, shapes = families.layout(family, config)
