@@ -110,6 +110,45 @@ def test_a_message_with_a_tool_call_needs_no_content(tmp_path: Path) -> None:
     assert len(JsonlDataset([file], LLAMA, 64)) == 1
 
 
+def test_a_message_of_weight_0_is_no_target(tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "to be"},
+        {"role": "assistant", "content": "or not", "weight": 0},
+        {"role": "user", "content": "that is"},
+        {"role": "assistant", "content": "the question", "weight": 1},
+    ]
+    file = write(tmp_path / "a.jsonl", [{"messages": chat}])
+    assert LLAMA.decode(targets(JsonlDataset([file], LLAMA, 256, completion_only=True))) == "the question\n\n"
+    with pytest.raises(ConfigError, match="weight requires loss_on: completion"):
+        JsonlDataset([file], LLAMA, 256)
+
+
+def test_a_prompt_and_a_completion_can_be_messages(tmp_path: Path) -> None:
+    prompt = [
+        {"role": "user", "content": "to be"},
+        {"role": "assistant", "content": "or"},
+        {"role": "user", "content": "a"},
+    ]
+    reply = [{"role": "assistant", "content": "the question"}]
+    file = write(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": reply}])
+    assert LLAMA.decode(targets(JsonlDataset([file], LLAMA, 256, completion_only=True))) == "the question\n\n"
+    chat = write(tmp_path / "b.jsonl", [{"messages": prompt + reply}])
+    assert targets(JsonlDataset([file], LLAMA, 256)) == targets(JsonlDataset([chat], LLAMA, 256))
+
+
+def test_the_tools_of_a_line_are_passed_to_the_template(tmp_path: Path) -> None:
+    template = "<s>{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE
+    config = json.dumps(SPECIALS | {"chat_template": template}).encode()
+    tokenizer = FileTokenizer({FILE: llama_tokenizer(), "tokenizer_config.json": config}, "llama")
+    tools = [{"type": "function", "function": {"name": "question"}}]
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    file = write(tmp_path / "a.jsonl", [{"messages": messages, "tools": tools}])
+    assert LLAMA.decode(targets(JsonlDataset([file], tokenizer, 256))).startswith("question")
+    assert LLAMA.decode(targets(JsonlDataset([file], tokenizer, 256, completion_only=True))).strip() == "ho"
+    with pytest.raises(ConfigError, match="does not read tools"):
+        JsonlDataset([file], LLAMA, 256)
+
+
 def test_text_field_names_the_field_of_the_text(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"body": "xy"}])
     assert targets(JsonlDataset([file], BYTES, 8, text_field="body")) == [ord("y"), BYTES.eos_id]
@@ -137,6 +176,12 @@ INVALID = {
     "content-missing": '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "contnt": "b"}]}',
     "content-number": '{"messages": [{"role": "user", "content": 5}]}',
     "content-list": '{"messages": [{"role": "user", "content": ["a"]}]}',
+    "sharegpt": '{"conversations": [{"from": "human", "value": "a"}]}',
+    "alpaca": '{"instruction": "a", "input": "", "output": "b"}',
+    "other-key": '{"messages": [{"role": "user", "content": "a"}], "tool": []}',
+    "weight": '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}',
+    "weight-user": '{"messages": [{"role": "user", "content": "a", "weight": 1}]}',
+    "completion-text": '{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}',
     "template": '{"messages": [{"role": "cat", "content": ""}]}',
     "utf8": "\udcff",
     "recursion": "[" * 100_000,

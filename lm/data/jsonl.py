@@ -1,7 +1,7 @@
 """JSON Lines for fine-tuning, packed into sequences or one sample per sequence.
 
-A line is an object with `text`; with `prompt` and `completion`; or with `messages`, a chat that the tokenizer's chat
-template renders.
+A line is an object with `text`; with `prompt` and `completion`, both text or both lists of messages; or with
+`messages`, a chat. The tokenizer's chat template renders messages and the line's `tools`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,20 @@ _BATCH = 1024
 """Samples tokenised in one call."""
 
 
+_CONVERSIONS = {
+    "conversations": (
+        "ShareGPT",
+        '{messages: [.conversations[] | {role: {human: "user", gpt: "assistant"}[.from] // .from, content: .value}]}',
+    ),
+    "instruction": (
+        "Alpaca",
+        '{prompt: (.instruction + "\\n" + (.input // "") + "\\n"), completion: .output}',
+    ),
+}
+"""other formats by one of their keys: their name, and the jq program that converts a line"""
+_CHANGES_EARLIER = "the chat template changes earlier messages, so replies cannot be located; set loss_on: all"
+
+
 class _Example(NamedTuple):
     text: str
     target_spans: tuple[tuple[int, int], ...] | None
@@ -36,12 +50,20 @@ class _Example(NamedTuple):
 
 def _render(record: Mapping[str, Any], text_field: str, completion_only: bool, tokenizer: Tokenizer) -> _Example:
     if "messages" in record:
-        return _render_chat(record["messages"], completion_only, tokenizer)
+        _refuse_other_keys(record, {"messages", "tools"})
+        return _render_chat(record["messages"], record.get("tools"), completion_only, tokenizer)
     if {"prompt", "completion"} <= record.keys():
+        if isinstance(record["prompt"], list):
+            _refuse_other_keys(record, {"prompt", "completion", "tools"})
+            return _render_reply(record, completion_only, tokenizer)
         prompt, completion = get_text(record, "prompt"), get_text(record, "completion")
         span = len(prompt), len(prompt) + len(completion)
         return _Example(prompt + completion, (span,) if completion_only else None, is_chat=False)
     if text_field not in record:
+        for key, (name, program) in _CONVERSIONS.items():
+            if key in record:
+                problem = f"{key}: {name} records are not read; convert them: jq -c '{program}' OLD.jsonl > NEW.jsonl"
+                raise ConfigError(problem, keys=("text_field",))
         keys = ", ".join(record) or "none"
         problem = f"no {text_field} (text_field), no prompt and completion, no messages; the line has the keys: {keys}"
         raise ConfigError(problem, keys=("text_field",))
@@ -51,25 +73,62 @@ def _render(record: Mapping[str, Any], text_field: str, completion_only: bool, t
     return _Example(get_text(record, text_field), None, is_chat=False)
 
 
-def _render_chat(messages: Any, completion_only: bool, tokenizer: Tokenizer) -> _Example:
+def _refuse_other_keys(record: Mapping[str, Any], known: set[str]) -> None:
+    if unread := [key for key in record if key not in known]:
+        program = f"del({', '.join('.' + json.dumps(key) for key in unread)})"
+        problem = f"{', '.join(unread)}: not read in a chat; remove: jq -c '{program}' OLD.jsonl > NEW.jsonl"
+        raise ConfigError(problem, keys=("text_field",))
+
+
+def _check_messages(messages: Any, key: str, completion_only: bool) -> tuple[list[dict[str, Any]], list[bool]]:
+    """Return the messages as the template reads them, and which of them are targets if they are replies."""
     if not (isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)):
-        raise ConfigError(f"messages is {json.dumps(messages)[:60]}, not a list of objects with role and content")
+        raise ConfigError(f"{key} is {json.dumps(messages)[:60]}, not a list of objects with role and content")
     for i, message in enumerate(messages):
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise ConfigError(f"messages[{i}]: content is not text: {json.dumps(message)[:60]}")
-    text = get_text({"messages": tokenizer.render(messages, add_generation_prompt=False)}, "messages")
+            raise ConfigError(f"{key}[{i}]: content is not text: {json.dumps(message)[:60]}")
+        if "weight" in message:
+            if message["weight"] not in (0, 1) or message["role"] != "assistant":
+                shown = json.dumps(message["weight"])[:60]
+                raise ConfigError(f"{key}[{i}]: weight is {shown}; it must be 0 or 1, in messages of the assistant")
+            if not completion_only:
+                raise ConfigError(f"{key}[{i}]: weight requires loss_on: completion", keys=("loss_on",))
+    plain = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
+    return plain, [message.get("weight", 1) == 1 for message in messages]
+
+
+def _render_chat(messages: Any, tools: Any, completion_only: bool, tokenizer: Tokenizer) -> _Example:
+    messages, is_target = _check_messages(messages, "messages", completion_only)
+    text = get_text({"messages": tokenizer.render(messages, add_generation_prompt=False, tools=tools)}, "messages")
     if not completion_only:
         return _Example(text, None, is_chat=True)
     spans = []
     for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt = tokenizer.render(messages[:i], add_generation_prompt=True)
-            with_reply = tokenizer.render(messages[: i + 1], add_generation_prompt=False)
+        if message["role"] == "assistant" and is_target[i]:
+            prompt = tokenizer.render(messages[:i], add_generation_prompt=True, tools=tools)
+            with_reply = tokenizer.render(messages[: i + 1], add_generation_prompt=False, tools=tools)
             if not (text.startswith(with_reply) and with_reply.startswith(prompt)):
-                problem = "the chat template changes earlier messages, so replies cannot be located; set loss_on: all"
-                raise ConfigError(problem, keys=("loss_on", "tokenizer"))
+                raise ConfigError(_CHANGES_EARLIER, keys=("loss_on", "tokenizer"))
             spans.append((len(prompt), len(with_reply)))
     return _Example(text, tuple(spans), is_chat=True)
+
+
+def _render_reply(record: Mapping[str, Any], completion_only: bool, tokenizer: Tokenizer) -> _Example:
+    """Render a prompt and a completion that are lists of messages: all of the completion is a target."""
+    tools = record.get("tools")
+    messages = []
+    for key in ("prompt", "completion"):
+        if any(isinstance(m, dict) and "weight" in m for m in record[key] if isinstance(record[key], list)):
+            raise ConfigError(f"{key}: weight is not read in prompt and completion; use messages")
+        messages.append(_check_messages(record[key], key, completion_only)[0])
+    prompt = tokenizer.render(messages[0], add_generation_prompt=True, tools=tools)
+    whole = tokenizer.render(messages[0] + messages[1], add_generation_prompt=False, tools=tools)
+    text = get_text({"completion": whole}, "completion")
+    if not completion_only:
+        return _Example(text, None, is_chat=True)
+    if not text.startswith(prompt):
+        raise ConfigError(_CHANGES_EARLIER, keys=("loss_on", "tokenizer"))
+    return _Example(text, ((len(prompt), len(text)),), is_chat=True)
 
 
 class JsonlDataset(Dataset):

@@ -75,7 +75,7 @@ class ByteTokenizer:
                 yield decoder.decode(b"", final=True) + ("\n\n" if token == self.eos_id else "\ufffd")
         yield decoder.decode(b"", final=True)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:  # noqa: ARG002
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:  # noqa: ARG002
         raise _error(self.identity, "has no chat template for messages; use a Hugging Face tokenizer that has one")
 
 
@@ -178,8 +178,12 @@ class FileTokenizer:
                 yield piece
         yield self._encoder.decode(pending)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """Return the text of a chat as the chat template writes it, optionally with the start of the next reply."""
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, tools: Any = None) -> str:
+        """Return the text of a chat as the chat template writes it, optionally with the start of the next reply.
+
+        Args:
+            tools: JSON schemas of the functions that the assistant can call; the template must read them.
+        """
         template = self.files.get("chat_template.jinja", b"").decode() or self._config.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = next((each.get("template") for each in template if each.get("name") == "default"), None)
@@ -189,11 +193,13 @@ class FileTokenizer:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError:
             raise _error(self._name, "chat templates require a package: pip install transformers") from None
+        if tools is not None and "tools" not in template:
+            raise _error(self._name, "its chat template does not read tools; remove them from the data")
         specials: Any = {key: self._special_token(key) for key in _SPECIAL_TOKENS}
         chats = [list(map(dict, messages))]
         try:
             texts, _ = render_jinja_template(
-                chats, chat_template=template, add_generation_prompt=add_generation_prompt, **specials
+                chats, tools, chat_template=template, add_generation_prompt=add_generation_prompt, **specials
             )
         except Exception as error:  # a template may raise anything
             raise _error(self._name, f"its chat template rejects the messages: {error}") from None
