@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,24 @@ def test_the_tools_of_a_line_are_passed_to_the_template(tmp_path: Path) -> None:
     assert LLAMA.decode(targets(JsonlDataset([file], tokenizer, 256, completion_only=True))).strip() == "ho"
     with pytest.raises(ConfigError, match="does not read tools"):
         JsonlDataset([file], LLAMA, 256)
+
+
+def test_the_template_gets_its_variables_and_a_date_that_stays(tmp_path: Path, message: Message) -> None:
+    prefix = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    file = write(tmp_path / "a.jsonl", [{"messages": messages}])
+    for template in (prefix + "{{ date_string }}{{ mark }}", "{{ strftime_now('%Y') }}{{ mark }}"):
+        config = json.dumps(SPECIALS | {"chat_template": template + CHAT_TEMPLATE}).encode()
+        tokenizer = FileTokenizer({FILE: llama_tokenizer(), "tokenizer_config.json": config}, "llama")
+        assert str(time.localtime().tm_year) in tokenizer.render(messages, add_generation_prompt=False)
+        tokenizer.template_kwargs = {"date_string": "1 of 2", "mark": "abc"}
+        assert tokenizer.render(messages, add_generation_prompt=False).startswith("1 of 2abc<s>")
+        assert len(JsonlDataset([file], tokenizer, 64)) == 1
+        tokenizer.template_kwargs = {}
+        with pytest.raises(ConfigError) as error:
+            JsonlDataset([file], tokenizer, 64)
+        assert error.value.keys == {"tokenizer", "chat_template_kwargs"}
+        message(error.value, mask=r"(?<=date_string: )[^}]*")
 
 
 def test_text_field_names_the_field_of_the_text(tmp_path: Path) -> None:

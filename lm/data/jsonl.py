@@ -29,7 +29,7 @@ _BATCH = 1024
 _CONVERSIONS = {
     "conversations": (
         "ShareGPT",
-        '{messages: [.conversations[] | {role: {human: "user", gpt: "assistant"}[.from] // .from, content: .value}]}',
+        '{messages: [.conversations[] | {role: ({human: "user", gpt: "assistant"}[.from] // .from), content: .value}]}',
     ),
     "instruction": (
         "Alpaca",

@@ -58,6 +58,11 @@ class DataConfig(BaseModel):
     )
     text_field: str = Field("text", description="field that holds the text (jsonl, hf)")
     loss_on: Literal["all", "completion"] = Field("all", description="tokens that are targets (jsonl)")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None,
+        description="variables of the chat template, e.g. {enable_thinking: false}; date_string replaces today's date"
+        " (jsonl)",
+    )
     packing: bool = Field(
         True, description="several samples in a sequence; false = one sample, truncated or padded (jsonl)"
     )
@@ -265,6 +270,7 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Opened:
 
 def _open_jsonl(config: DataConfig, seq_len: int) -> Opened:
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
+    tokenizer.template_kwargs = config.chat_template_kwargs or {}
 
     def read(key: str) -> JsonlDataset:
         if (where := getattr(config, key)) is None:

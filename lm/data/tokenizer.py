@@ -11,6 +11,8 @@ import functools
 import hashlib
 import json
 import os
+import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ END_OF_TEXT = "<|endoftext|>"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _REPLY = "x7q"
 """content that no chat template writes itself"""
+_NOW = re.compile(r"strftime_now\s*\([^()]*\)")
 _EOS_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -49,6 +52,7 @@ class ByteTokenizer:
     eos_id = 256
     stop_ids = frozenset((eos_id,))
     bos_id: int | None = None
+    template_kwargs: Mapping[str, Any] | None = None
     files: Mapping[str, bytes] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -97,6 +101,8 @@ class FileTokenizer:
         self._encoder.no_truncation()
         self._encoder.no_padding()
         self._name = name
+        self.template_kwargs: Mapping[str, Any] | None = None
+        """variables of the chat template in training, which may not depend on the day; None = outside of training"""
         self.files = dict(files)
         vocabulary = self._encoder.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=0) + 1
@@ -195,11 +201,27 @@ class FileTokenizer:
             raise _error(self._name, "chat templates require a package: pip install transformers") from None
         if tools is not None and "tools" not in template:
             raise _error(self._name, "its chat template does not read tools; remove them from the data")
+        variables = self.template_kwargs or {}
+        if "date_string" in variables:
+            template = _NOW.sub("date_string", template)
+        elif self.template_kwargs is not None and _NOW.search(template):
+            today = time.strftime("%d %b %Y")
+            problem = (
+                "its chat template writes today's date, so that a run resumed on another day would read other data"
+            )
+            raise ConfigError(
+                f"tokenizer: {self._name}: {problem}; set chat_template_kwargs: {{date_string: {today}}}",
+                keys=("tokenizer", "chat_template_kwargs"),
+            )
         specials: Any = {key: self._special_token(key) for key in _SPECIAL_TOKENS}
         chats = [list(map(dict, messages))]
         try:
             texts, _ = render_jinja_template(
-                chats, tools, chat_template=template, add_generation_prompt=add_generation_prompt, **specials
+                chats,
+                tools,
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                **(specials | variables),
             )
         except Exception as error:  # a template may raise anything
             raise _error(self._name, f"its chat template rejects the messages: {error}") from None
