@@ -287,8 +287,9 @@ def test_ctrl_c_ends_an_answer_and_the_end_of_the_input_the_chat(chat_run: Path,
         for _ in range(2):
             process.stdin.write(b"hi\n")
             process.stdin.flush()
-            received = process.stdout.read(50)
-            assert len(received) == 50
+            received = b""
+            while len(received) < 50:
+                received += os.read(process.stdout.fileno(), 1 << 16)
             process.send_signal(signal.SIGINT)
             while not received.endswith(b"\n"):
                 received += os.read(process.stdout.fileno(), 1 << 16)

@@ -168,6 +168,31 @@ def test_the_template_gets_its_variables_and_a_date_that_stays(tmp_path: Path, m
         message(error.value, mask=r"(?<=date_string: )[^}]*")
 
 
+def test_generation_tags_of_the_template_mark_the_targets_as_in_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    template = (
+        "<s>{% for m in messages %}[{{ m.role }}] {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% if loop.last %}</s>{% endif %}{% endgeneration %}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
+    )
+    config = SPECIALS | {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
+    files = {FILE: llama_tokenizer(), "tokenizer_config.json": json.dumps(config).encode()}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    contents = ["to be", "or not", "that is", "the question"]
+    chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        chat, return_dict=True, return_assistant_tokens_mask=True
+    )
+    expected = [t for t, kept in zip(theirs["input_ids"], theirs["assistant_masks"], strict=True) if kept]
+    tokenizer = FileTokenizer(files, "llama")
+    file = write(tmp_path / "a.jsonl", [{"messages": chat}])
+    assert targets(JsonlDataset([file], tokenizer, 256, completion_only=True)) == expected
+    chat[1]["weight"] = 0  # type: ignore[assignment]
+    file = write(tmp_path / "b.jsonl", [{"messages": chat}])
+    only_last = tokenizer.decode(targets(JsonlDataset([file], tokenizer, 256, completion_only=True)))
+    assert only_last == "the question\n\n"
+
+
 def test_text_field_names_the_field_of_the_text(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"body": "xy"}])
     assert targets(JsonlDataset([file], BYTES, 8, text_field="body")) == [ord("y"), BYTES.eos_id]

@@ -99,9 +99,20 @@ def _check_messages(messages: Any, key: str, completion_only: bool) -> tuple[lis
 
 def _render_chat(messages: Any, tools: Any, completion_only: bool, tokenizer: Tokenizer) -> _Example:
     messages, is_target = _check_messages(messages, "messages", completion_only)
-    text = get_text({"messages": tokenizer.render(messages, add_generation_prompt=False, tools=tools)}, "messages")
+    rendered, tagged = tokenizer.render_with_spans(messages, add_generation_prompt=False, tools=tools)
+    text = get_text({"messages": rendered}, "messages")
     if not completion_only:
         return _Example(text, None, is_chat=True)
+    if tagged is not None:
+        if not all(is_target):
+            replies = [
+                kept for message, kept in zip(messages, is_target, strict=True) if message["role"] == "assistant"
+            ]
+            if len(replies) != len(tagged):
+                problem = f"weight: the chat template marks {len(tagged)} of {len(replies)} replies; remove the weights"
+                raise ConfigError(problem)
+            tagged = list(itertools.compress(tagged, replies))
+        return _Example(text, tuple(tagged), is_chat=True)
     spans = []
     for i, message in enumerate(messages):
         if message["role"] == "assistant" and is_target[i]:

@@ -33,6 +33,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _REPLY = "x7q"
 """content that no chat template writes itself"""
 _NOW = re.compile(r"strftime_now\s*\([^()]*\)")
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EOS_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
 
 
@@ -79,7 +80,14 @@ class ByteTokenizer:
                 yield decoder.decode(b"", final=True) + ("\n\n" if token == self.eos_id else "\ufffd")
         yield decoder.decode(b"", final=True)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:  # noqa: ARG002
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        return self.render_with_spans(messages, **options)[0]
+
+    def render_with_spans(
+        self,
+        messages: Sequence[Mapping[str, Any]],  # noqa: ARG002
+        **options: Any,  # noqa: ARG002
+    ) -> tuple[str, list[tuple[int, int]] | None]:
         raise _error(self.identity, "has no chat template for messages; use a Hugging Face tokenizer that has one")
 
 
@@ -184,10 +192,17 @@ class FileTokenizer:
                 yield piece
         yield self._encoder.decode(pending)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, tools: Any = None) -> str:
-        """Return the text of a chat as the chat template writes it, optionally with the start of the next reply.
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Return the text of a chat as the chat template writes it; for `options` see `render_with_spans`."""
+        return self.render_with_spans(messages, **options)[0]
+
+    def render_with_spans(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, tools: Any = None
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        """Return the text of a chat, and the start and end of each reply, or None without `{% generation %}` tags.
 
         Args:
+            add_generation_prompt: append the start of the next reply.
             tools: JSON schemas of the functions that the assistant can call; the template must read them.
         """
         template = self.files.get("chat_template.jinja", b"").decode() or self._config.get("chat_template")
@@ -214,18 +229,19 @@ class FileTokenizer:
                 keys=("tokenizer", "chat_template_kwargs"),
             )
         specials: Any = {key: self._special_token(key) for key in _SPECIAL_TOKENS}
-        chats = [list(map(dict, messages))]
+        chats, has_tags = [list(map(dict, messages))], bool(_GENERATION_TAG.search(template))
         try:
-            texts, _ = render_jinja_template(
+            texts, spans = render_jinja_template(
                 chats,
                 tools,
                 chat_template=template,
+                return_assistant_tokens_mask=has_tags,
                 add_generation_prompt=add_generation_prompt,
                 **(specials | variables),
             )
         except Exception as error:  # a template may raise anything
             raise _error(self._name, f"its chat template rejects the messages: {error}") from None
-        return texts[0]
+        return texts[0], spans[0] if has_tags else None
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
