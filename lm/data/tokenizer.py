@@ -241,7 +241,8 @@ class FileTokenizer:
             )
         except Exception as error:  # a template may raise anything
             raise _error(self._name, f"its chat template rejects the messages: {error}") from None
-        return texts[0], spans[0] if has_tags else None
+        marked: Any = spans
+        return texts[0], marked[0] if has_tags else None
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
