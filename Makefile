@@ -33,7 +33,7 @@ check: .venv/dev ## Check formatting, lint, docstrings, types and shell scripts.
 	@$(BIN)/ruff format --check --diff .
 	@$(BIN)/ruff check .
 	@$(BIN)/basedpyright
-	@$(BIN)/shellcheck .ci/run launch/*
+	@$(BIN)/shellcheck .ci/run launch/*.sh launch/*.sbatch
 
 soak: .venv/dev ## Kill runs COUNT=500 times and compare what they end with.
 	@$(BIN)/python -m tests.soak $(COUNT) $(ARGS)

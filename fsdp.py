@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train a language model with PyTorch FSDP.", epilog=config.HELP)
     parser.add_argument("--config", type=Path, default=Path("config.yaml"), help="experiment file (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
-    args = parser.parse_args(config.as_overrides(sys.argv[1:] if arguments is None else arguments))
+    args = parser.parse_intermixed_args(config.as_overrides(sys.argv[1:] if arguments is None else arguments))
     launch, info, watchdog = Launch(), None, None
     try:
         launch, info = Launch.from_env(os.environ), det.get_cluster_info()
@@ -229,7 +229,7 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
 def make_up(t: Training, start: TrainingProgress) -> bool:
     """Report and validate after the resumed step if a stop came first. Return whether asked to stop again."""
     step = start.step
-    if t.accumulator.n_steps and t.is_due(step, t.run.hp.report_rate):
+    if t.accumulator.n_steps and step <= t.setup.max_steps and t.is_due(step, t.run.hp.report_rate):
         report(t, step)
     if start.validation_loss is not None or not t.is_due(step, t.setup.validation_rate):
         return False
@@ -266,10 +266,11 @@ def validate(t: Training, step: int) -> float | None:
 
 def save(t: Training, step: int, validation_loss: float | None, wait: bool) -> None:
     """Start to save a checkpoint once the one before it is committed; `wait` commits this one too."""
+    state = t.loader.state_dict(), t.accumulator.state_dict()
     with t.accumulator.saving(), t.logger.status("saving"):
         if t.checkpointer.is_pending:
             commit(t)
-        states = t.run.world.all_gather_object((t.loader.state_dict(), t.accumulator.state_dict()))
+        states = t.run.world.all_gather_object(state)
         dataset, sums = map(list, zip(*states, strict=True))
         progress = {"tokens": step * t.setup.tokens_per_step, "validation_loss": validation_loss, "metric_sums": sums}
         progress = TrainingProgress(step=step, dataset_state=None if None in dataset else dataset, **progress)

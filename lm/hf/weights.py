@@ -46,7 +46,7 @@ def is_model(source: str) -> bool:
         return (folder / CONFIG).is_file() and not any(
             (folder / name).exists() for name in ("manifest.json", "checkpoints")
         )
-    return bool(_HUB_NAME.fullmatch(source)) and not folder.exists()
+    return bool(_HUB_NAME.fullmatch(source)) and not folder.exists() and not folder.parent.is_dir()
 
 
 @oserror_as_config_error

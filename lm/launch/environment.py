@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -102,7 +103,8 @@ def threads_are_given() -> bool:
 def record_error(text: str) -> None:
     """Write `text` to where torchrun reads what it prints at the end of its report of a failure."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
+        with suppress(OSError):  # of another torchrun that has ended
+            Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
 
 
 def launcher_pid() -> int:

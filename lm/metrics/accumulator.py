@@ -66,8 +66,6 @@ class MetricSums(BaseModel):
     grad_norm_sum: float = 0.0
     n_taken: float = Field(default=0.0, description="optimizer steps")
     n_skipped: float = Field(default=0.0, description="steps that the optimizer skipped")
-    most_consecutive_skipped: float = 0.0
-    consecutive_skipped: float = Field(default=0.0, description="up to the last step; not reset by a report")
     n_steps: int = Field(default=0, ge=0, lt=2**63)
     n_tokens: int = Field(default=0, ge=0, lt=2**63)
     seconds: float = 0.0
@@ -85,13 +83,13 @@ class MetricsAccumulator:
     def __init__(self, device: torch.device, world: World, flops_per_token: float, peak_flops: float | None) -> None:
         self._device, self._world = device, world
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        # consecutive skipped steps up to the last one, and most of them since the last report
+        self._streaks = torch.zeros(2, dtype=torch.float64, device=device)
         self._load(MetricSums())
 
     def _load(self, sums: MetricSums) -> None:
         on_device = (sums.loss_sum, sums.n_target_tokens, sums.grad_norm_sum, sums.n_taken, sums.n_skipped)
         self._sums = torch.tensor(on_device, dtype=torch.float64, device=self._device)
-        streaks = (sums.consecutive_skipped, sums.most_consecutive_skipped)
-        self._streaks = torch.tensor(streaks, dtype=torch.float64, device=self._device)
         self.n_steps, self._n_tokens = sums.n_steps, sums.n_tokens
         self._data_seconds = sums.data_seconds
         self._save_seconds: float | None = None
@@ -110,15 +108,12 @@ class MetricsAccumulator:
     def state_dict(self) -> MetricSums:
         """Return the sums since the last report; synchronizes with the device."""
         loss_sum, n_target_tokens, grad_norm_sum, n_taken, n_skipped = self._sums.tolist()
-        consecutive_skipped, most_consecutive_skipped = self._streaks.tolist()
         return MetricSums(
             loss_sum=loss_sum,
             n_target_tokens=n_target_tokens,
             grad_norm_sum=grad_norm_sum,
             n_taken=n_taken,
             n_skipped=n_skipped,
-            most_consecutive_skipped=most_consecutive_skipped,
-            consecutive_skipped=consecutive_skipped,
             n_steps=self.n_steps,
             n_tokens=self._n_tokens,
             seconds=time.perf_counter() - self._start_time,
@@ -194,5 +189,7 @@ class MetricsAccumulator:
             metrics["save_stall_seconds"] = self._save_seconds
         if self._peak_flops is not None:
             metrics["mfu"] = tokens_per_second * self._flops_per_token / (self._peak_flops * len(ranks))
-        self._load(MetricSums(consecutive_skipped=sums.consecutive_skipped))
-        return metrics, int(sums.most_consecutive_skipped)
+        most_consecutive_skipped = int(self._streaks[1].item())
+        self._streaks[1] = 0
+        self._load(MetricSums())
+        return metrics, most_consecutive_skipped

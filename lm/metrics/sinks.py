@@ -39,7 +39,9 @@ def make_sinks(
     sinks: list[Sink] = [core_api] if core_api else []
     if run_dir:
         sinks += [JSONL(run_dir / "metrics.jsonl", start, missing)]
-        sinks += [TensorBoard(run_dir / "tensorboard", start if "training" in missing else start + 1)]
+        sinks += [
+            TensorBoard(run_dir / "tensorboard", start if {"training", "validation"} <= set(missing) else start + 1)
+        ]
     return [*sinks, console]
 
 

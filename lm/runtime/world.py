@@ -259,9 +259,9 @@ def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
 
 def _set_threads(node: dist.ProcessGroup) -> None:
     """Divide every core by the ranks of this node that may run on it."""
-    if threads_are_given() or not hasattr(os, "sched_getaffinity"):
+    if threads_are_given():
         return
-    cores = os.sched_getaffinity(0)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     ranks: list[Any] = [None] * dist.get_world_size(node)
     dist.all_gather_object(ranks, cores, group=node)
     share = sum(1 / sum(core in others for others in ranks) for core in cores)
