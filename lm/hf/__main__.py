@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -50,7 +49,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     look = commands.add_parser("inspect", help="print what a Hugging Face model is and whether init_from can read it")
     look.add_argument("source", metavar="MODEL", help="a directory, or OWNER/MODEL[@REVISION] on the Hub")
     args = parser.parse_args(arguments)
-    os.umask(0o077)
     started = time.monotonic()
     if args.command == "inspect":
         print(inspect(args.source))
