@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -281,7 +282,9 @@ def test_ctrl_c_ends_an_answer_and_the_end_of_the_input_the_chat(chat_run: Path,
     write_manifest(folder, manifest.model_copy(update=changes))
     command = [sys.executable, "-m", "lm.generate", folder, "--chat", "--temperature", "100"]
     streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=support.ROOT, **streams) as process:
+    # A shell's background jobs, and their children, ignore SIGINT.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=support.ROOT, preexec_fn=heed, **streams) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         for _ in range(2):

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -72,7 +73,7 @@ def has_gpu() -> bool:
 
 
 def setup_environment() -> None:
-    """Set up what must precede the import of torch: its version, allocators, logging and signals."""
+    """Set up what must precede the import of torch: its version, allocators, logging, limits and signals."""
     gc.disable()  # training collects garbage at its reports, on all ranks at once
     require_torch()
     keep_freed_memory()
@@ -82,6 +83,9 @@ def setup_environment() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack traces for lost connections
     for name in ("determined.tensorboard", "determined.common.storage"):  # warnings of every trial, for no reason
         logging.getLogger(name).setLevel(logging.ERROR)
+    with suppress(ValueError, OSError):  # five files per rank of the job
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports exits without a traceback
 
 

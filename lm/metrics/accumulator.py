@@ -19,9 +19,10 @@ from lm.runtime.world import World
 GIB = 2**30
 
 PEAK_TFLOPS = {"B200": 2250, "H200 NVL": 835, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "A100": 312}
-PEAK_TFLOPS |= {"L40S": 362, "L4": 121, "V100-PCIE": 112, "V100": 125, "T4": 65}
+PEAK_TFLOPS |= {"GB200": 2500, "H800": 989, "H20": 148, "L40S": 362, "L4": 121, "RTX 5090": 209.5, "RTX 4090": 165.2}
+PEAK_TFLOPS |= {"V100-PCIE": 112, "V100": 125, "T4": 65}
 """Dense 16-bit peak (TFLOP/s, without sparsity) by a part of the GPU's name, from the vendors' data sheets; the first
-match counts. Where a GPU supports bfloat16, it is as fast as float16."""
+match counts; of GeForce cards with accumulation in float32. bfloat16, where supported, is as fast as float16."""
 
 
 class MetricsConfig(BaseModel):
