@@ -291,11 +291,11 @@ def test_ctrl_c_ends_an_answer_and_the_end_of_the_input_the_chat(chat_run: Path,
             process.stdin.write(b"hi\n")
             process.stdin.flush()
             received = b""
-            while len(received) < 50:
-                received += os.read(process.stdout.fileno(), 1 << 16)
+            while len(received) < 50 and (block := os.read(process.stdout.fileno(), 1 << 16)):
+                received += block
             process.send_signal(signal.SIGINT)
-            while not received.endswith(b"\n"):
-                received += os.read(process.stdout.fileno(), 1 << 16)
+            while not received.endswith(b"\n") and (block := os.read(process.stdout.fileno(), 1 << 16)):
+                received += block
         output, errors = process.communicate(timeout=60)
     assert (process.returncode, output, errors) == (0, b"", b"")
 
