@@ -119,8 +119,9 @@ def test_a_download_fetches_only_needed_files_and_resumes_after_an_interruption(
     Hub.sent.clear()
     Hub.cut_short.add("model.safetensors")
     folder = find_source("someone/llama")
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
-    assert sorted(Hub.sent) == ["config.json", "model.safetensors", "model.safetensors"]
+    needed = ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == needed
+    assert sorted(Hub.sent) == [*needed, "model.safetensors"]
     assert (folder / "model.safetensors").read_bytes() == (Hub.files / "model.safetensors").read_bytes()
     cache.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_source("someone/llama") == folder
