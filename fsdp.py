@@ -228,13 +228,13 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
 
 def make_up(t: Training, start: TrainingProgress) -> bool:
     """Report and validate after the resumed step if a stop came first. Return whether asked to stop again."""
-    step = start.step
-    if t.accumulator.n_steps and step <= t.setup.max_steps and t.is_due(step, t.run.hp.report_rate):
+    step, max_steps = start.step, t.setup.max_steps
+    if t.accumulator.n_steps and step <= max_steps and t.is_due(step, t.run.hp.report_rate):
         report(t, step)
-    if start.validation_loss is not None or not t.is_due(step, t.setup.validation_rate):
+    if max_steps and (start.validation_loss is not None or not t.is_due(step, t.setup.validation_rate)):
         return False
     loss = validate(t, step)
-    if loss is not None and step and t.is_due(step, t.run.hp.checkpoint_rate):
+    if max_steps and loss is not None and t.is_due(step, t.run.hp.checkpoint_rate):
         save(t, step, loss, wait=True)
     return loss is None
 
