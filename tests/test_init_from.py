@@ -245,6 +245,7 @@ def test_a_damaged_folder_is_refused_at_once_in_little_memory(
     message("\n".join(refused.value.problems[:3]))
 
 
+@pytest.mark.slow
 def test_damaged_weights_end_the_run_on_all_ranks(sources: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(sources["llama"], tmp_path / "in")
     file = tmp_path / "in" / "model.safetensors"

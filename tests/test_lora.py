@@ -123,9 +123,10 @@ def train_with_peft(hp: config.Hyperparameters, base: Path) -> tuple[list[float]
     return losses, {ours: parameters[theirs].detach() for ours, theirs in names.items()}
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"lora_targets": ["q_proj", "v_proj"], "lora_alpha": 3.0}], ids=["all", "q, v"]
-)
+Q_AND_V = {"lora_targets": ["q_proj", "v_proj"], "lora_alpha": 3.0}
+
+
+@pytest.mark.parametrize("changes", [{}, pytest.param(Q_AND_V, marks=pytest.mark.slow)], ids=["all", "q, v"])
 def test_training_equals_training_in_peft(changes: dict[str, Any], bases: dict[str, Path], tmp_path: Path) -> None:
     hyperparameters = settings(bases["llama"], max_steps=20, lr=1e-3, **changes)
     done = support.run(tmp_path, ranks=2, config=hyperparameters)
