@@ -29,7 +29,7 @@ import torch
 from lm import sampling
 from lm.checkpoint.manifest import read_manifest
 from lm.checkpoint.resume import find_checkpoint
-from lm.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_of
+from lm.data.tokenizer import Tokenizer, saved_tokenizer
 from lm.errors import ConfigError, command
 from lm.hf import base
 from model import ModelConfig, Transformer
@@ -53,7 +53,7 @@ def load_model(folder: Path, device: torch.device, moved: Path | None = None) ->
         model = Transformer(ModelConfig.model_validate(manifest.model))
     model.to_empty(device=device)
     base.load_checkpoint(folder, model, moved)
-    return model, ByteTokenizer() if manifest.tokenizer == ByteTokenizer.identity else tokenizer_of(folder)
+    return model, saved_tokenizer(manifest.tokenizer, folder)
 
 
 def generate_texts(

@@ -280,6 +280,11 @@ def tokenizer_of(folder: Path) -> FileTokenizer:
     return FileTokenizer(files, str(folder))
 
 
+def saved_tokenizer(identity: str, folder: Path) -> Tokenizer:
+    """Load the tokenizer `identity` of the checkpoint in `folder`."""
+    return ByteTokenizer() if identity == ByteTokenizer.identity else tokenizer_of(folder)
+
+
 def read_files(folder: Path) -> dict[str, bytes]:
     """Return the contents of the tokenizer files in `folder`, by name."""
     return {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from lm.checkpoint.manifest import Base, read_manifest, verify
 from lm.checkpoint.resume import find_checkpoint
 from lm.checkpoint.tensor_files import Source, group_by_size, read_into, write_tensors
-from lm.data.tokenizer import END_OF_TEXT, FILE, GENERATION, ByteTokenizer, Tokenizer, tokenizer_of
+from lm.data.tokenizer import END_OF_TEXT, FILE, GENERATION, ByteTokenizer, Tokenizer, saved_tokenizer
 from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.hf import families
 from lm.hf.base import open_base, read_adapters
@@ -57,9 +57,7 @@ def export_model(where: Path, out: Path, dtype: str = "float32", moved: Path | N
     config = ModelConfig.model_validate(manifest.model)
     family = families.family_of(config)
     verify(folder, manifest)
-    tokenizer = None
-    if manifest.tokenizer:
-        tokenizer = ByteTokenizer() if manifest.tokenizer == ByteTokenizer.identity else tokenizer_of(folder)
+    tokenizer = saved_tokenizer(manifest.tokenizer, folder) if manifest.tokenizer else None
     specials = (tokenizer.eos_id, tokenizer.bos_id) if tokenizer else (None, None)
     raw = families.write_config(config, dtype, *specials)
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id") if raw[key] is not None}

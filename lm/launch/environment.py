@@ -99,7 +99,7 @@ def threads_are_given() -> bool:
             names = {entry.partition(b"=")[0] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
             if b"TORCHELASTIC_RUN_ID" not in names:
                 return b"OMP_NUM_THREADS" in names
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            pid = _parent(pid)
     except OSError:
         return True
 
@@ -114,9 +114,13 @@ def record_error(text: str) -> None:
 def launcher_pid() -> int:
     """Return the process that started the ranks of this machine in a session each, as Hydra does; 0 if unknown."""
     try:
-        return int(Path(f"/proc/{os.getsid(0)}/stat").read_text().rpartition(")")[2].split()[1])
+        return _parent(os.getsid(0))
     except OSError:
         return 0
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @dataclass(frozen=True)
