@@ -103,6 +103,11 @@ class HuggingFaceModel(NamedTuple):
     tied_head: list[TensorSlice] | None
     """a copy of the embedding, which older files contain"""
 
+    def sources(self) -> dict[str, Source]:
+        """Return where to read each parameter."""
+        places = self.places.items()
+        return {name: Source(self.tensors[place.name], place.start, place.transposed) for name, place in places}
+
 
 def open_model(folder: Path) -> HuggingFaceModel:
     """Read the structure of the model in `folder`, and check the names, shapes and dtypes of its tensors.
@@ -175,9 +180,7 @@ def find_weights(folder: Path, config: ModelConfig) -> dict[str, Source]:
         RunError: a file is damaged.
     """
     if not (folder / MANIFEST).exists():
-        model = open_model(folder)
-        places = model.places.items()
-        return {name: Source(model.tensors[place.name], place.start, place.transposed) for name, place in places}
+        return open_model(folder).sources()
     manifest = read_manifest(folder)
     compare_structures(ModelConfig.model_validate(manifest.model), config)
     with torch.device("meta"):
@@ -189,12 +192,14 @@ def find_weights(folder: Path, config: ModelConfig) -> dict[str, Source]:
 def read_weights(source: HuggingFaceModel, model: nn.Module) -> None:
     """Fill this rank's shards of `model`, except for adapters, with the weights of `source`; see `load_into`."""
     parameters = dict(model.named_parameters())
-    for name, place in source.places.items():
+    for name, where in source.sources().items():
         parameter = parameters[name]
-        read_into(parameter, Source(source.tensors[place.name], place.start, place.transposed))
+        read_into(parameter, where)
         local, _ = local_rows(parameter)
         if local.numel() and not torch.isfinite(torch.stack(torch.aminmax(local))).all():
-            raise RunError(f"{place.name}: contains inf or NaN; download the weights again, or use others")
+            raise RunError(
+                f"{source.places[name].name}: contains inf or NaN; download the weights again, or use others"
+            )
     embedding = parameters["embedding.tokens.weight"]
     if source.tied_head and not _equals(embedding, source.tied_head):
         raise ConfigError(
