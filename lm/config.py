@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from lm import lora, strict_yaml
+from lm import lora
 from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.data.loader import DataConfig
 from lm.data.tokenizer import load_tokenizer
@@ -149,6 +149,8 @@ def load(
     """Read the config of a Determined `trial`, or without one the experiment file at `path`; see `read`."""
     if trial is not None:
         return read(trial, overrides, "trial", defaults=defaults)
+    from lm import strict_yaml
+
     contents, lines = strict_yaml.load(path)
     return read(contents, overrides, str(path), lines, defaults)
 
@@ -248,6 +250,8 @@ def _parse_override(key: str, text: str) -> Any:
     is_mapping = text.startswith("{") and any(get_origin(kind) is dict for kind in types)
     if str in types and not is_mapping:
         return None if text == "null" and type(None) in types else text
+    from lm import strict_yaml
+
     try:
         return strict_yaml.parse(text.strip(), "")[0] if text.strip() else ""
     except ConfigError:

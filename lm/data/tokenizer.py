@@ -19,9 +19,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import ByteLevelBPETokenizer
-from tokenizers import Tokenizer as Encoder
-from tokenizers.decoders import DecodeStream
 
 from lm.errors import ConfigError, oserror_as_config_error
 
@@ -100,8 +97,10 @@ class FileTokenizer:
     """
 
     def __init__(self, files: Mapping[str, bytes], name: str) -> None:
+        import tokenizers
+
         try:
-            self._encoder = Encoder.from_buffer(files[FILE])
+            self._encoder = tokenizers.Tokenizer.from_buffer(files[FILE])
             self._config: dict[str, Any] = dict(json.loads(files.get("tokenizer_config.json", b"{}")))
             self._generation: dict[str, Any] = dict(json.loads(files.get(GENERATION, b"{}")))
         except Exception as error:  # the library raises nothing narrower
@@ -172,6 +171,8 @@ class FileTokenizer:
         End-of-text tokens become blank lines; other special tokens are skipped. The ids `after` which the first one
         follows decide whether the text starts with a space.
         """
+        from tokenizers.decoders import DecodeStream
+
         prefix = list(after)
         while self._encoder.decode(prefix).endswith("\ufffd"):
             prefix.pop()  # an incomplete character makes DecodeStream repeat the prefix
@@ -250,6 +251,8 @@ Tokenizer = ByteTokenizer | FileTokenizer
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> bytes:
     """Train a byte-level BPE tokenizer like GPT-2's of at most `vocab_size` tokens and return its `tokenizer.json`."""
+    from tokenizers import ByteLevelBPETokenizer
+
     encoder = ByteLevelBPETokenizer()
     encoder.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=[END_OF_TEXT])
     return encoder.to_str().encode()

@@ -12,14 +12,15 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from determined import core
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
 from lm.determined import master
 from lm.determined.master import BackgroundReporter
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 
 class Sink(Protocol):
@@ -77,6 +78,8 @@ class TensorBoard:
     """Scalars `<group>/<metric>` for TensorBoard. Those of step `purge_step` and later are removed."""
 
     def __init__(self, directory: Path, purge_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
         self._excepthook, threading.excepthook = threading.excepthook, self._print_exception
         self._writer = SummaryWriter(directory, purge_step=purge_step, flush_secs=10)
 
@@ -146,6 +149,8 @@ class Console:
     def start(self, step: int) -> None:
         self._start_step, self._start_time = step, time.monotonic()
         if sys.stderr.isatty():
+            from tqdm import tqdm
+
             self._bar = tqdm(total=self._max_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
 
     def info(self, line: str) -> None:
@@ -161,6 +166,8 @@ class Console:
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
         shown = [f"{label} {metrics[key]:{spec}}" for key, (label, spec) in _FORMATS.items() if key in metrics]
         if group == "training" and self._bar is None and step > self._start_step:
+            from tqdm import tqdm
+
             step_seconds = (time.monotonic() - self._start_time) / (step - self._start_step)
             shown.append(f"left {tqdm.format_interval(step_seconds * (self._max_steps - step))}")
         end = f"/{self._max_steps}" if self._max_steps else ""

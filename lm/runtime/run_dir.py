@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
 from filelock import FileLock, Timeout
 
 from lm.errors import ConfigError, RunError
@@ -80,6 +79,8 @@ class RunDir:
 
     def start(self, hyperparameters: Mapping[str, Any], fresh: bool) -> None:
         """Write config.yaml, which resumes the run; if `fresh`, first move its old files to `before-<time>/`."""
+        import yaml
+
         resumable = dict(hyperparameters) | {"run_name": self.path.name, "resume": "auto"}
         draft = self.config.with_suffix(".draft")
         try:
