@@ -11,8 +11,7 @@ round. If a GPU cannot hold all of them, use `--alone`.
 
 Step times are medians over rounds. MFU is causal (half of the attention square), without embeddings, relative to the
 GPU's dense 16-bit peak, or to the measured speed of 2048 x 2048 matrix products on all ranks of a CPU. Shares are those
-of a profiled round on rank 0: operators without the optimizer, communication that no operator overlaps, the optimizer,
-and the host while nothing else runs; the data share is what the run reports.
+of a profiled round on rank 0, see `benchmarks.common.shares`; the data share is what the run reports.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import ROOT, environment, launched, spread
+from benchmarks.common import ROOT, SHARES, environment, launched, shares, spread
 from benchmarks.contender import MARK, as_llama
 from lm import config
 from lm.data.loader import derive_global_batch_size
@@ -129,54 +128,8 @@ class Result:
         return "| " + " | ".join([*cells, f"{self.peak_gib:.2f}", f"{self.first_step:.1f}", *parts]) + " |"
 
 
-PARTS = ("operators", "communication", "optimizer", "host", "data")
+PARTS = (*SHARES, "data")
 HEAD = ["contender", "tokens/s", "step s (spread)", "x first's time", "MFU", "peak GiB", "first step s", *PARTS]
-
-
-# ---- shares of a step ----------------------------------------------------------------------------------
-
-Interval = tuple[float, float]
-
-
-def shares(events: Iterable[dict[str, Any]], seconds: float) -> dict[str, float]:
-    """Return the shares of `seconds` with operators, communication and the optimizer running, and with none.
-
-    Args:
-        events: of a profiler trace. If it has GPU kernels they count, else the CPU operators.
-    """
-    spans = [event for event in events if event.get("ph") == "X" and event.get("dur")]
-    on_gpu = any(event["cat"] == "kernel" for event in spans)
-    kinds = {"kernel", "gpu_memcpy", "gpu_memset"} if on_gpu else {"cpu_op"}
-    marks = "gpu_user_annotation" if on_gpu else "user_annotation"
-    compute, communication, optimizer = [], [], []
-    for event in spans:
-        name, interval = event["name"], (event["ts"], event["ts"] + event["dur"])
-        if (event["cat"] in kinds and "nccl" in name) or name.startswith("gloo:"):
-            communication.append(interval)
-        elif event["cat"] == marks and name.startswith("Optimizer.step"):
-            optimizer.append(interval)
-        elif (event["cat"] in kinds and "c10d" not in name) or (not on_gpu and name.startswith("## Call Compiled")):
-            compute.append(interval)
-    busy = {name: union(spans) for name, spans in (("all", compute + communication), ("compute", compute))}
-    length = {name: sum(end - start for start, end in spans) / 1e6 for name, spans in busy.items()}
-    updating = sum(end - start for start, end in union(optimizer)) / 1e6
-    return {
-        "operators": (length["compute"] - updating) / seconds,
-        "communication": (length["all"] - length["compute"]) / seconds,
-        "optimizer": updating / seconds,
-        "host": max(0.0, 1 - length["all"] / seconds),
-    }
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals as sorted, disjoint ones."""
-    disjoint: list[Interval] = []
-    for start, end in sorted(intervals):
-        if disjoint and start <= disjoint[-1][1]:
-            disjoint[-1] = disjoint[-1][0], max(end, disjoint[-1][1])
-        else:
-            disjoint.append((start, end))
-    return disjoint
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 from determined import core
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from lm import config
 from lm.data.tokenizer import train_tokenizer
@@ -176,6 +175,8 @@ def byte_level_tokenizer(vocab_size: int = 300) -> bytes:
 
 def llama_tokenizer() -> bytes:
     """Return the `tokenizer.json` of a small Llama-like tokenizer: BPE with Metaspace and a BOS token, <s>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
     trainer = trainers.BpeTrainer(  # pyright: ignore[reportCallIssue]
         vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
     )
@@ -194,6 +195,8 @@ def llama2_tokenizer(*, newer: bool = False) -> bytes:
     Args:
         newer: in the format of newer versions of `transformers`: Metaspace pre-tokenizer instead of a normalizer.
     """
+    from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
+
     content = json.loads(llama_tokenizer())
     size = len(content["model"]["vocab"])
     content["model"]["vocab"] |= {f"<0x{byte:02X}>": size + byte for byte in range(256)}

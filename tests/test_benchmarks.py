@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from benchmarks.common import SHARES, STEP, shares
 from benchmarks.curves import deviations
 from benchmarks.growth import PARTS, STRATEGIES, gathered_bytes, memory_bytes, run_ranks
-from benchmarks.throughput import shares
 from lm.config import Hyperparameters
 from lm.parallelize import mesh_dims
 from tests.support import ROOT, TINY
@@ -32,21 +36,26 @@ def test_the_shares_of_a_cpu_step_do_not_overlap() -> None:
         event("cpu_op", "aten::_fused_adamw_", 700, 800),
         {"ph": "M", "name": "process_name"},
     ]
-    found = shares(events, 1.0)
-    assert found == pytest.approx({"operators": 0.4, "communication": 0.2, "optimizer": 0.1, "host": 0.3})
+    expected = {"optimizer": 0.1, "attention": 0, "matrix products": 0.4, "FSDP": 0.2, "other": 0, "idle": 0.3}
+    assert shares(events, 1.0) == pytest.approx(expected)
 
 
 def test_the_shares_of_a_gpu_step_are_those_of_its_kernels() -> None:
     events = [
         event("cpu_op", "aten::mm", 0, 1000),
-        event("kernel", "gemm", 0, 500),
+        event("user_annotation", STEP, 100, 1100),
+        event("kernel", "nvjet_tst_128x256", 0, 500),
+        event("kernel", "cudnn_generated_fort_native_sdpa_sm90_flash_bprop", 450, 550),
         event("kernel", "ncclDevKernel_AllGather", 400, 700),
         event("gpu_memcpy", "Memcpy HtoD", 700, 750),
         event("gpu_user_annotation", "Optimizer.step#AdamW.step", 800, 900),
         event("kernel", "multi_tensor_apply", 800, 900),
+        event("gpu_user_annotation", "FSDP::all_gather (blocks.3)", 900, 950),
+        event("kernel", "elementwise_kernel", 900, 950),
+        event("kernel", "after the step", 1100, 1200),
     ]
-    found = shares(events, 1.0)
-    assert found == pytest.approx({"operators": 0.55, "communication": 0.2, "optimizer": 0.1, "host": 0.15})
+    expected = {"optimizer": 0.1, "attention": 0.1, "matrix products": 0.35, "FSDP": 0.2, "other": 0.05, "idle": 0.2}
+    assert shares(events, 1.0) == pytest.approx(expected)
 
 
 def test_the_deviation_is_that_of_the_mean_of_each_tenth() -> None:
@@ -72,7 +81,7 @@ def test_ours_and_fsdp1_are_measured(tmp_path: Path) -> None:
     for result in point["results"]:
         assert len(result["steps"]) == 2
         assert result["tokens_per_second"] > 0
-        assert sum(result["shares"][part] for part in ("operators", "communication", "optimizer", "host")) > 0.5
+        assert sum(result["shares"][part] for part in SHARES) == pytest.approx(1)
 
 
 @pytest.mark.slow
@@ -89,3 +98,79 @@ def test_the_memory_of_a_rank_equals_the_formulas() -> None:
         peak = found["parameters"] + found["moments"] + min(found["transient"])
         assert 0.75 < peak / sum(expected.values()) < 1.05, hp.sharding
         assert len(found["seconds"]) == 1
+
+
+INSTALLED = "torch torchgen functorch torchao triton numpy sympy mpmath networkx jinja2 markupsafe fsspec setuptools"
+INSTALLED += " pydantic pydantic_core annotated_types typing_extensions typing_inspection google_crc32c"
+INSTALLED += " determined ruamel appdirs requests urllib3 idna certifi charset_normalizer psutil pynvml filelock"
+INSTALLED += " pytest _pytest py pluggy iniconfig packaging pygments"
+"""What a machine has that measures a GPU: PyTorch, the packages of docs/performance.md, and what these import."""
+
+OTHERS_ARE_MISSING = f"""
+import sys
+from importlib.machinery import PathFinder
+
+ALLOWED = {{*sys.stdlib_module_names, *{INSTALLED.split()}, "lm", "model", "fsdp", "benchmarks", "tests"}}
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        allowed = path is not None or name in ALLOWED or name.startswith("_sysconfigdata")
+        return super().find_spec(name, path, target) if allowed else None
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+"""
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmark_measures_every_point_with_little_more_than_pytorch(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OTHERS_ARE_MISSING)
+    out = tmp_path / "gpu.jsonl"
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), *arguments]
+        return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def rows() -> dict[str, dict[str, Any]]:
+        return {row["point"]: row for row in map(json.loads, out.read_text().splitlines())} if out.exists() else {}
+
+    names = ("tqdm", "tensorboard", "yaml", "tokenizers", "safetensors")
+    check = f"from importlib.util import find_spec; sys.exit(any(map(find_spec, {names})))"
+    subprocess.run([sys.executable, "-c", f"import sys; {check}"], env=env, check=True)
+
+    process = start("--tiny")
+    while "1B tensorwise" not in rows() and process.poll() is None:
+        time.sleep(0.05)
+    (worker,) = (child for child in psutil.Process(process.pid).children() if "gpu_points" in " ".join(child.cmdline()))
+    worker.kill()
+    printed, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors + out.with_suffix(".log").read_text()
+    found = rows()
+    assert [row["point"] for row in found.values() if "error" in row] == ["1B tensorwise"], found
+    assert found["1B tensorwise"]["error"] == "crashed with exit code -9"
+    assert found["tests"]["exit_code"] == 0, found["tests"]
+    steps = [row for row in found.values() if "step_seconds" in row]
+    assert len(steps) == 5
+    for row in steps:
+        assert len(row["step_seconds"]) == 3
+        assert row["tokens"] > 0
+        assert sum(row["shares"].values()) == pytest.approx(1)
+    saves = found["1B saves"]
+    assert [len(saves[key]) for key in ("stall_seconds", "steps_after", "write_seconds")] == [3, 3, 3]
+    assert saves["bytes"] > saves["copy_seconds"] > 0
+    assert found["1B bare"]["loop_adds"] > -1
+    for point in ("attention TFLOP/s", "matrix products TFLOP/s", "GB/s"):
+        assert any(value for key, value in found[point].items() if key != "point"), point
+    assert len(re.findall(r"^\| (1B|8B)", printed, re.MULTILINE)) == 5
+    assert "- 1B tensorwise: failed: crashed with exit code -9" in printed
+
+    before = out.read_bytes()
+    assert start("--table").communicate()[0] in printed
+    assert out.read_bytes() == before
+
+    printed, errors = start("--tiny", "--pairs", "1B selective").communicate(timeout=120)
+    assert rows()["1B selective"]["ratio"] > 0, errors
+    assert rows().keys() == found.keys() | {"1B selective"}
+    printed, errors = start("--tiny", "--limit", "1", "--pairs").communicate(timeout=60)
+    assert "stopped after 1 s" in errors

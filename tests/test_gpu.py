@@ -1,23 +1,51 @@
-"""A GPU computes the loss and gradients of the CPU, with its own kernels and compiled code."""
+"""What users run on a GPU: kernels, bfloat16 and float8, recomputation, offloading, saves, and out of memory.
+
+Without a GPU, all tests are skipped. `-m gpu_quick` selects those that end within 60 seconds, in one process.
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
+import importlib.util
+import json
+import math
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from determined import core
+from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 
-from lm import config, parallelize
+from lm import config, parallelize, precision
+from lm.determined.context import TorchDistributedContext
+from lm.metrics.accumulator import peak_flops
 from lm.runtime.world import World
 from model import Transformer
-from tests.support import run_ranks
+from tests.support import run, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
+FLOAT8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+FLOAT8 = FLOAT8 and importlib.util.find_spec("torchao") is not None
+needs_float8 = pytest.mark.skipif(not FLOAT8, reason="float8 needs a GPU of compute capability 8.9 and torchao")
+
+# ---- gradients ------------------------------------------------------------------------------------------
+
 SHAPE: dict[str, Any] = {"d_model": 128, "n_heads": 4, "n_layers": 2, "vocab_size": 512, "max_seq_len": 256}
-LLAMA = SHAPE | {"norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none", "n_kv_heads": 2}
+SHAPE |= {"amp_dtype": None}
+LLAMA_STYLE = {"norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none", "n_kv_heads": 2}
+LLAMA = SHAPE | LLAMA_STYLE
 MODELS = {
     "example": SHAPE,
     "llama": LLAMA,
@@ -27,17 +55,37 @@ MODELS = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"compile": False},
     "compiled": {"compile": True},
+    "bfloat16": {"amp_dtype": "bfloat16"},
+    "float8": {"amp_dtype": "bfloat16", "float8": "tensorwise"},
     "recompute-some": {"activation_checkpointing": "selective"},
     "recompute": {"activation_checkpointing": "full"},
     "offload": {"cpu_offload": True},
     "activation-offload": {"activation_offload": True},
     "recompute-and-offload": {"activation_offload": True, "activation_checkpointing": "selective"},
 }
+TOLERANCES = {"bfloat16": 0.15, "float8": 0.4}
+"""Norm of the difference over the norm, about twice that of a CPU; 0.01 in float32, where TF32 may be in use."""
+
+Gradients = dict[str, np.ndarray]
 
 
-def gradients(world: World | None, settings: dict[str, Any], has_documents: bool) -> dict[str, np.ndarray]:
-    """The loss of a batch and the gradients of all parameters, on the GPU of `world` or on the CPU."""
-    hp = config.read({"hyperparameters": settings}, [], "test")
+def read(settings: dict[str, Any]) -> config.Hyperparameters:
+    return config.Hyperparameters.model_validate(settings)
+
+
+def release() -> None:
+    """Free the memory of the last model, and its compiled code."""
+    torch._dynamo.reset()
+    gc.unfreeze()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def gradients(world: World | None, settings: dict[str, Any], has_documents: bool) -> Gradients:
+    """The loss of a batch and the gradients of all parameters, on the device of `world`, or of a plain model."""
+    hp = read(settings)
     plain = Transformer(hp)
     parallelize.initialize(plain, 7)
     model, device = plain, torch.device("cpu")
@@ -45,7 +93,8 @@ def gradients(world: World | None, settings: dict[str, Any], has_documents: bool
         with torch.device("meta"):
             model = Transformer(hp)
         device = world.device
-        model = parallelize.parallelize(model, hp, world.device_mesh({"replicate": 1, "shard": 1}), None, 7)
+        mesh, dtype = world.device_mesh(parallelize.mesh_dims(hp, 1, 1)), precision.compute_dtype(hp, device)
+        model = parallelize.parallelize(model, hp, mesh, dtype, 7, hp.float8)
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), plain.parameters(), strict=True):
                 assert isinstance(parameter, DTensor)
@@ -62,13 +111,248 @@ def gradients(world: World | None, settings: dict[str, Any], has_documents: bool
     return found
 
 
-@pytest.mark.parametrize("has_documents", [False, True], ids=["causal", "documents"])
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("option", OPTIONS)
-def test_loss_and_gradients_equal_those_of_the_cpu(model: str, option: str, has_documents: bool) -> None:
-    expected = gradients(None, MODELS[model], has_documents)
-    (found,) = run_ranks(1, gradients, MODELS[model] | OPTIONS[option], has_documents)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        difference = np.linalg.norm(found[name] - value)
-        assert difference <= 1e-2 * np.linalg.norm(value), name  # TF32 may be in use
+def all_gradients(world: World, option: dict[str, Any]) -> dict[tuple[str, bool], Gradients]:
+    """`gradients` by model and whether the batch has documents."""
+    found = {}
+    for model, shape in MODELS.items():
+        for has_documents in (False, True):
+            found[model, has_documents] = gradients(world, shape | option, has_documents)
+            release()
+    return found
+
+
+@functools.cache
+def expected_gradients(model: str, has_documents: bool) -> Gradients:
+    return gradients(None, MODELS[model], has_documents)
+
+
+@pytest.mark.parametrize("option", [pytest.param(o, marks=needs_float8 if o == "float8" else ()) for o in OPTIONS])
+def test_loss_and_gradients_equal_those_of_the_cpu(option: str) -> None:
+    (found,) = run_ranks(1, all_gradients, OPTIONS[option])
+    for (model, has_documents), values in found.items():
+        expected = expected_gradients(model, has_documents)
+        assert values.keys() == expected.keys()
+        for name, value in expected.items():
+            difference = np.linalg.norm(values[name] - value) / np.linalg.norm(value)
+            assert difference <= TOLERANCES.get(option, 0.01), (model, has_documents, name)
+
+
+# ---- runs -----------------------------------------------------------------------------------------------
+
+RUN: dict[str, Any] = LLAMA_STYLE | {"d_model": 256, "n_heads": 8, "n_layers": 8, "vocab_size": 512, "lr": 3e-3}
+RUN |= {"max_seq_len": 1024, "batch_size": 8, "validation_batches": 1, "amp_dtype": "bfloat16", "compile": False}
+RUN |= {"report_rate": 1, "max_steps": 10**6, "checkpoint_rate": 10**6, "validation_rate": 10**6}
+STEPS = 12
+
+
+def execute(world: World, settings: dict[str, Any], folder: Path, on_step_start: Callable[[int], None]) -> list[Any]:
+    """The metrics of every step of `fsdp.execute`, which `on_step_start` ends by raising StopIteration."""
+    import fsdp  # changes signals and garbage collection: not in the process of the tests
+
+    reports: list[dict[str, float]] = []
+    distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
+    with core.init(distributed=distributed, checkpoint_storage=str(folder)) as context:
+        report = lambda _group, *, steps_completed, metrics: reports.append({"step": steps_completed} | metrics)  # noqa: E731
+        with patch.object(context.train, "report_metrics", report):
+            try:
+                fsdp.execute(fsdp.Run(read(settings), world, context, on_step_start=on_step_start))
+            except StopIteration:
+                return reports
+    raise AssertionError("the run has ended")
+
+
+def train(world: World, **settings: Any) -> list[dict[str, float]]:
+    """The metrics of `STEPS` steps."""
+
+    def stop(step: int) -> None:
+        if step == STEPS:
+            raise StopIteration
+
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder, "text")
+        text.write_text("".join(f"{number} is the square of {number**0.5:.3f}.\n" for number in range(10_000)))
+        return execute(world, RUN | {"dataset": "text", "train_data": str(text)} | settings, Path(folder), stop)
+
+
+def attention(world: World) -> tuple[str, str, set[str]]:
+    """The announced kernels of causal and windowed attention, and the operators that causal attention calls."""
+    hp = read(RUN)
+    causal, windowed = (
+        parallelize.attention_kernel(read(RUN | {"sliding_window": window}), False, torch.bfloat16, world.device)
+        for window in (None, 128)
+    )
+    with torch.device("meta"):
+        model = Transformer(hp)
+    mesh = world.device_mesh(parallelize.mesh_dims(hp, 1, 1))
+    model = parallelize.parallelize(model, hp, mesh, torch.bfloat16, 7)
+    tokens = torch.zeros(2, hp.max_seq_len, dtype=torch.int64, device=world.device)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(tokens, tokens).backward()
+    return causal, windowed, {event.key for event in profiler.key_averages()}
+
+
+def collectives(world: World) -> tuple[str, list[float]]:
+    """The backend of tensors on the device, and the sum over all ranks of one tensor."""
+    assert dist.group.WORLD is not None
+    tensor = torch.arange(3.0, device=world.device)
+    dist.all_reduce(tensor)
+    return dist.group.WORLD._get_backend(world.device).name(), tensor.tolist()
+
+
+def saves(world: World, n_layers: int = 4, d_model: int = 1024) -> dict[int, dict[str, bool]]:
+    """By step of three checkpoints and tensor, whether it has the bytes that training had at that step."""
+    import fsdp
+
+    build, trainings, expected = fsdp.build, [], {}
+
+    def build_and_keep(*args: Any) -> Any:
+        trainings.append(build(*args))
+        return trainings[0]
+
+    def on_step_start(step: int) -> None:
+        if step in (2, 4, 6):  # cloned on the device, so that the next steps do not wait for the copy to the host
+            parts = trainings[0].state().items()
+            state = {f"{part}.{name}": t for part, holder in parts for name, t in holder.state_dict().items()}
+            expected[step] = {name: local(tensor).clone() for name, tensor in state.items()}
+        if step == 7:
+            deadline = time.monotonic() + 60
+            while len(list(Path(folder).glob("*/manifest.json"))) < 3 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            raise StopIteration
+
+    size = {"n_layers": n_layers, "d_model": d_model, "max_seq_len": 64, "batch_size": 1}
+    with tempfile.TemporaryDirectory() as folder, patch.object(fsdp, "build", build_and_keep):
+        execute(world, RUN | size | {"checkpoint_rate": 2, "keep_checkpoints": None}, Path(folder), on_step_start)
+        same: dict[int, dict[str, bool]] = {}
+        for manifest in Path(folder).glob("*/manifest.json"):
+            step, tensors = json.loads(manifest.read_text())["step"], read_tensors(manifest.parent)
+            assert tensors.keys() == expected[step].keys()
+            same[step] = {name: contents(expected[step][name]) == data for name, data in tensors.items()}
+    return same
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def contents(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def read_tensors(directory: Path) -> dict[str, bytes]:
+    """The bytes of every tensor of a checkpoint of one rank, by part and name."""
+    found = {}
+    for path in directory.glob("*.safetensors"):
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8:start]).items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                found[f"{path.name.partition('-')[0]}.{name}"] = data[start + begin : start + end]
+    return found
+
+
+CASES: dict[str, Callable[[World], Any]] = {
+    "collectives": collectives,
+    "attention": attention,
+    "saves": saves,
+    "plain": train,
+    "selective": functools.partial(train, activation_checkpointing="selective"),
+    "full": functools.partial(train, activation_checkpointing="full"),
+    "activation_offload": functools.partial(train, activation_offload=True),
+    "cpu_offload": functools.partial(train, cpu_offload=True),
+    "compiled": functools.partial(train, compile=True),
+    "float8": functools.partial(train, float8="tensorwise", compile=True),
+}
+
+
+def run_cases(world: World, names: list[str]) -> dict[str, tuple[Any, str]]:
+    """The results of all cases, or what they raised."""
+    found: dict[str, tuple[Any, str]] = {}
+    for name in names:
+        try:
+            found[name] = CASES[name](world), ""
+        except Exception:
+            found[name] = None, traceback.format_exc()
+        release()
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, tuple[Any, str]]:
+    return run_ranks(1, run_cases, [name for name in CASES if FLOAT8 or name != "float8"])[0]
+
+
+@pytest.fixture
+def result(outcomes: dict[str, tuple[Any, str]]) -> Callable[[str], Any]:
+    """Return the result of a case."""
+
+    def get(name: str) -> Any:
+        value, error = outcomes[name]
+        assert not error, error
+        return value
+
+    return get
+
+
+def losses(metrics: list[dict[str, float]]) -> list[float]:
+    return [report["loss"] for report in metrics]
+
+
+@pytest.mark.gpu_quick
+def test_nccl_carries_the_tensors_of_a_single_rank(result: Callable[[str], Any]) -> None:
+    assert result("collectives") == ("nccl", [0.0, 1.0, 2.0])
+
+
+@pytest.mark.gpu_quick
+def test_the_announced_attention_kernel_runs(result: Callable[[str], Any]) -> None:
+    causal, windowed, operators = result("attention")
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert causal == "cudnn attention"
+    assert any(name.startswith(f"aten::_scaled_dot_product_{causal.replace(' ', '_')}") for name in operators), causal
+    assert windowed == "FlexAttention"
+
+
+@pytest.mark.gpu_quick
+def test_three_asynchronous_saves_hold_the_state_of_their_steps(result: Callable[[str], Any]) -> None:
+    same = result("saves")
+    assert sorted(same) == [2, 4, 6]
+    assert [(step, name) for step, tensors in same.items() for name, equal in tensors.items() if not equal] == []
+
+
+@pytest.mark.gpu_quick
+def test_bfloat16_training_learns(result: Callable[[str], Any]) -> None:
+    plain, compiled = result("plain"), result("compiled")
+    assert losses(plain)[0] == pytest.approx(math.log(RUN["vocab_size"]), rel=0.05)
+    assert losses(plain)[-1] < losses(plain)[0] - 1
+    assert losses(compiled) == pytest.approx(losses(plain), rel=0.02)
+    known = peak_flops(torch.device("cuda", 0), torch.bfloat16) is not None
+    assert [known] * STEPS == [0 < report.get("mfu", 0) < 1 for report in compiled]
+
+
+@pytest.mark.gpu_quick
+@needs_float8
+def test_float8_training_follows_bfloat16(result: Callable[[str], Any]) -> None:
+    assert losses(result("float8")) == pytest.approx(losses(result("plain")), rel=0.04)
+
+
+@pytest.mark.gpu_quick
+@pytest.mark.parametrize("option", ["selective", "full", "activation_offload", "cpu_offload"])
+def test_an_option_that_saves_memory_computes_the_same(option: str, result: Callable[[str], Any]) -> None:
+    plain, other = result("plain"), result(option)
+    assert losses(other) == pytest.approx(losses(plain), rel=0.02)
+    assert other[-1]["peak_memory_gib"] < plain[-1]["peak_memory_gib"]
+
+
+@pytest.mark.gpu_quick
+def test_full_recomputation_saves_more_memory_than_selective(result: Callable[[str], Any]) -> None:
+    assert result("full")[-1]["peak_memory_gib"] < result("selective")[-1]["peak_memory_gib"]
+
+
+def test_out_of_memory_names_the_keys_that_help(tmp_path: Path) -> None:
+    limit = "import torch\ntorch.cuda.set_per_process_memory_fraction(0.005)"
+    done = run(tmp_path, "d_model=2048", "n_layers=8", "n_heads=16", script=limit)
+    assert done.returncode == 1
+    assert "out of memory" in done.stderr
+    assert all(key in done.stderr for key in ("batch_size", "activation_checkpointing", "cpu_offload"))
+    assert "Traceback" not in done.stderr
