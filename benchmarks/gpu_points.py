@@ -51,14 +51,15 @@ from lm.runtime.world import World, join_world
 WARMUP = 3
 ROUNDS = 3
 STEPS = 10
-"""most steps per round"""
 ROUND_SECONDS = 8.0
-"""least duration of a round of fewer steps, but at least two"""
+"""A round has fewer steps than `STEPS` if they take longer, but at least two."""
 SAVES = 3
 SAVE_RATE = 8
 """steps between saves: five while the checkpoint is written, and at least two after that"""
-TEST_SECONDS = 90.0
-"""after which the GPU tests are killed"""
+WRITE_SECONDS = 60.0
+"""most time for a checkpoint"""
+TEST_SECONDS = 120.0
+"""most time for the GPU tests"""
 
 RUN = {"max_steps": 10**6, "report_rate": 10**6, "checkpoint_rate": 10**6, "validation_batches": 1}
 TINY = {"model": None, "d_model": 32, "n_heads": 4, "n_layers": 1, "d_ff": 64, "vocab_size": 64, "max_seq_len": 16}
@@ -114,7 +115,7 @@ class Bench:
         """Measure the step of a run, and profile one."""
         return self.train(settings, self._speed)
 
-    def _speed(self, hp: Hyperparameters, _folder: Path) -> Stages:
+    def _rounds(self, _hp: Hyperparameters, _folder: Path) -> Stages:
         start = self.now()
         yield
         first_step = self.now() - start
@@ -132,7 +133,11 @@ class Bench:
             for _ in range(n_steps):
                 yield
             seconds.append((self.now() - start) / n_steps)
-        clocks, peak_gib = self.clocks(), accumulator.peak_memory_gib(self.device)
+        found = {"step_seconds": seconds, "n_steps": n_steps, "first_step": first_step, "clocks": self.clocks()}
+        return found | {"peak_gib": accumulator.peak_memory_gib(self.device)}
+
+    def _speed(self, hp: Hyperparameters, folder: Path) -> Stages:
+        found = yield from self._rounds(hp, folder)
         # The first profiled step pays for the start of the profiler.
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
         with profile(activities=activities) as profiler:
@@ -144,9 +149,8 @@ class Bench:
             step = self.now() - start
         tokens = derive_global_batch_size(hp, 1) * hp.max_seq_len
         peak = accumulator.peak_flops(self.device, precision.compute_dtype(hp, self.device))
-        mfu = peak and tokens * hp.flops_per_token(hp.max_seq_len) / statistics.median(seconds) / peak
-        found = {"tokens": tokens, "step_seconds": seconds, "n_steps": n_steps, "mfu": mfu, "peak_gib": peak_gib}
-        return found | {"first_step": first_step, "shares": self._shares(profiler, step), "clocks": clocks}
+        flops = tokens * hp.flops_per_token(hp.max_seq_len) / statistics.median(found["step_seconds"])
+        return found | {"tokens": tokens, "mfu": peak and flops / peak, "shares": self._shares(profiler, step)}
 
     def _shares(self, profiler: profile, seconds: float) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as folder:
@@ -168,6 +172,8 @@ class Bench:
             if n_saves and n_after == 5:
                 wait_start = self.now()
                 while not (new := set(folder.glob("*/manifest.json")) - written):
+                    if time.perf_counter() > wait_start + WRITE_SECONDS:
+                        raise TimeoutError(f"a checkpoint took {WRITE_SECONDS:g} s: choose TMPDIR on a faster disk")
                     time.sleep(0.01)
                 written |= new
                 n_bytes = sum(path.stat().st_size for path in new.pop().parent.glob("*.safetensors"))
@@ -206,7 +212,7 @@ class Bench:
         optimizer = optim.Optimizer(hp, transformer.named_parameters())
         micro_steps = derive_global_batch_size(hp, 1) // hp.batch_size
         tokens = torch.randint(hp.vocab_size, (2, hp.batch_size, hp.max_seq_len), device=self.device)
-        scale = torch.ones((), device=self.device)
+        scale = precision.LossScaler(dtype, self.device).scale
 
         def step() -> None:
             for micro in range(micro_steps):
@@ -226,7 +232,7 @@ class Bench:
         memory = {}
         for _ in range(2):
             for name, settings in (("a", a), ("b", b)):
-                found = self.speed(settings)
+                found = self.train(settings, self._rounds)
                 self.release()
                 seconds[name] += found["step_seconds"]
                 memory[f"{name}_gib"] = found["peak_gib"]
@@ -259,11 +265,11 @@ class Bench:
 
     def attention(self) -> Row:
         """Measure forward and backward of causal attention (TFLOP/s) by head size and kernel."""
-        batch, length, dtype = (1, 16, torch.bfloat16) if self.tiny else (4, 4096, torch.bfloat16)
+        batch, length = (1, 16) if self.tiny else (4, 4096)
         found: Row = {}
         for size in (64, 128):
             q, k, v = (
-                torch.randn(batch, heads, length, size, dtype=dtype, device=self.device, requires_grad=True)
+                torch.randn(batch, heads, length, size, dtype=torch.bfloat16, device=self.device, requires_grad=True)
                 for heads in (32, 8, 8)
             )
 
@@ -346,7 +352,7 @@ class Bench:
             return
         tests, self._tests = self._tests, None
         try:
-            tests.wait(TEST_SECONDS)
+            tests.wait(max(0.0, self._tests_start + TEST_SECONDS - time.perf_counter()))
         except subprocess.TimeoutExpired:
             tests.kill()
         lines = self._log.with_suffix(".tests.log").read_text().splitlines()
@@ -417,8 +423,8 @@ def pairs(bench: Bench) -> dict[str, Callable[[], Row]]:
         "8B slice full-shard": (part, {"sharding": "full-shard"}),
         "8B slice selective": (part, {"activation_checkpointing": "selective"}),
         "8B slice rowwise over tensorwise": (part | tensorwise, rowwise),
-        "1B activation_offload": (one, {"activation_offload": True}),
         "1B not compiled": (one, {"compile": False}),
+        "1B activation_offload": (one | {"batch_size": 2}, {"activation_offload": True}),
     }
     return {name: partial(bench.pair, a, a | change) for name, (a, change) in changes.items()}
 

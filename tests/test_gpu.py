@@ -106,8 +106,7 @@ def gradients(world: World | None, settings: dict[str, Any], has_documents: bool
     found = {"loss": loss.detach().cpu().numpy()}
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        grad = parameter.grad
-        found[name] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).cpu().numpy()
+        found[name] = local(parameter.grad).cpu().numpy()  # all of it: there is one rank
     return found
 
 
@@ -307,7 +306,7 @@ def test_nccl_carries_the_tensors_of_a_single_rank(result: Callable[[str], Any])
 @pytest.mark.gpu_quick
 def test_the_announced_attention_kernel_runs(result: Callable[[str], Any]) -> None:
     causal, windowed, operators = result("attention")
-    if torch.cuda.get_device_capability() == (9, 0):
+    if torch.cuda.get_device_capability() == (9, 0) and (torch.backends.cudnn.version() or 0) > 91500:
         assert causal == "cudnn attention"
     assert any(name.startswith(f"aten::_scaled_dot_product_{causal.replace(' ', '_')}") for name in operators), causal
     assert windowed == "FlexAttention"
