@@ -21,15 +21,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import SHARES, spread
+from lm.launch.spawn import die_with_parent
 
 Row = dict[str, Any]
 """A line of results: `point`, and what was measured, or `error`; or `started`, before the point runs."""
@@ -60,7 +63,8 @@ def measure(args: argparse.Namespace) -> None:
     with args.out.with_suffix(".log").open("a") as log:
         code: int | None = 1
         while code:
-            start, worker = time.time(), subprocess.Popen(command, stderr=log)
+            start = time.time()
+            worker = subprocess.Popen(command, stderr=log, preexec_fn=partial(die_with_parent, signal.SIGKILL))
             try:
                 code = worker.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
