@@ -1,4 +1,4 @@
-"""JSON Lines: packing loses no token, only the chosen tokens are targets, and errors name the line."""
+"""JSON Lines: packing splits no sample, only the chosen tokens are targets, and errors name the line."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.data.jsonl import JsonlDataset
 from lm.data.tokenizer import FILE, ByteTokenizer, FileTokenizer
 from lm.errors import ConfigError
-from model import IGNORE_INDEX
+from model import IGNORE_INDEX, ModelConfig, Transformer
 from tests.conftest import Message
 from tests.support import CHAT_TEMPLATE, llama_tokenizer
 
@@ -39,25 +40,39 @@ def targets(samples: JsonlDataset) -> list[int]:
 texts = st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=8)
 
 
+def tokens_of(texts: list[str], seq_len: int) -> list[tuple[list[int], list[int]]]:
+    """The inputs and targets of each text, truncated."""
+    ids = [[*BYTES.encode(text), BYTES.eos_id] for text in texts]
+    return [(each[:-1][:seq_len], each[1:][:seq_len]) for each in ids]
+
+
 @settings(deadline=None)
 @given(texts, st.integers(1, 9))
-def test_packed_sequences_hold_every_token_once_and_each_sample_is_a_document(
+def test_packed_sequences_hold_each_sample_in_one_piece_as_a_document(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], seq_len: int
 ) -> None:
     file = write(tmp_path_factory.mktemp("packed") / "a.jsonl", [{"text": text} for text in texts])
     samples = JsonlDataset([file], BYTES, seq_len)
-    expected = [[*BYTES.encode(text), BYTES.eos_id] for text in texts]
-    inputs = [token for ids in expected for token in ids[:-1]]
-    documents = np.repeat(np.arange(len(texts)), [len(ids) - 1 for ids in expected])
-    assert targets(samples) == [token for ids in expected for token in ids[1:]]
-    assert len(samples) == -(-len(inputs) // seq_len)  # only the last is padded
-    for i, start in enumerate(range(0, len(inputs), seq_len)):
-        used = min(seq_len, len(inputs) - start)
-        sample = samples[i]
-        assert sample.inputs[:used].tolist() == inputs[start : start + used]
-        assert sample.document_ids is not None
-        assert sample.document_ids[:used].tolist() == (documents[start : start + used] - documents[start]).tolist()
-        assert samples.n_target_tokens(i) == (sample.targets != IGNORE_INDEX).sum() == used
+    expected = tokens_of(texts, seq_len)
+    found, used = [], []
+    for i in range(len(samples)):
+        inputs, targets, document_ids = samples[i]
+        assert document_ids is not None
+        documents = [document_ids == number for number in range(document_ids[-1] + 1)]
+        pieces = [(inputs[here].tolist(), targets[here].tolist()) for here in documents]
+        if pieces[-1][1][0] == IGNORE_INDEX:  # padding: a document of its own, so that nothing attends to it
+            assert set(pieces.pop()[1]) == {IGNORE_INDEX}
+        found += pieces
+        used.append(sum(len(piece) for piece, _ in pieces))
+        assert samples.n_target_tokens(i) == used[-1]
+    assert sorted(found) == sorted(expected)
+    assert len(used) < 2 or sum(sorted(used)[:2]) > seq_len  # no two of them fit into one
+
+
+def test_packed_sequences_and_their_samples_have_the_order_of_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [{"text": text} for text in ("ab", "efgh", "klm", "c", "de", "ij")])
+    samples = JsonlDataset([file], BYTES, 5)
+    assert [bytes(samples[i].inputs.tolist()) for i in range(len(samples))] == [b"abklm", b"efgh\0", b"cdeij"]
 
 
 @settings(deadline=None)
@@ -67,14 +82,36 @@ def test_without_packing_each_sample_is_a_sequence_truncated_or_padded(
 ) -> None:
     file = write(tmp_path_factory.mktemp("single") / "a.jsonl", [{"text": text} for text in texts])
     samples = JsonlDataset([file], BYTES, seq_len, packing=False)
-    expected = [[*BYTES.encode(text), BYTES.eos_id] for text in texts]
-    for i, ids in enumerate(expected):
-        padding = [IGNORE_INDEX] * (seq_len - len(ids) + 1)
-        assert samples[i].document_ids is None
-        assert samples[i].inputs[: len(ids) - 1].tolist() == ids[:-1][:seq_len]
-        assert samples[i].targets.tolist() == ids[1:][:seq_len] + padding
-    assert (samples.note or "0 ").startswith(f"{sum(len(ids) - 1 > seq_len for ids in expected)} ")
     assert len(samples) == len(texts)
+    for i, (inputs, targets) in enumerate(tokens_of(texts, seq_len)):
+        assert samples[i].document_ids is None
+        assert samples[i].inputs[: len(inputs)].tolist() == inputs
+        assert samples[i].targets.tolist() == targets + [IGNORE_INDEX] * (seq_len - len(targets))
+
+
+def test_packing_does_not_change_the_loss(tmp_path: Path) -> None:
+    lines = [{"prompt": "to be, or"[: i % 7 + 1], "completion": "not to be" * (i % 5)} for i in range(30)]
+    file = write(tmp_path / "a.jsonl", lines)
+    shape = {"d_model": 16, "n_heads": 2, "n_layers": 2, "vocab_size": 257, "max_seq_len": 48}
+    model = Transformer(ModelConfig.model_validate(shape))
+    losses, counts = [], []
+    for packing in (True, False):
+        samples = JsonlDataset([file], BYTES, 48, completion_only=True, packing=packing)
+        rows = [samples[i] for i in range(len(samples))]
+        loss = [model(*(torch.tensor(part)[None] for part in row if part is not None)).item() for row in rows]
+        losses.append(sum(loss))
+        counts.append((len(rows), sum(map(samples.n_target_tokens, range(len(rows))))))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert counts[0][1] == counts[1][1]
+    assert counts[0][0] < counts[1][0] == len(lines)
+
+
+def test_a_thousand_chats_are_packed_with_little_padding(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).lognormal(4, 0.8, 1000).astype(int)
+    file = write(tmp_path / "a.jsonl", [{"text": "x" * (length + 1)} for length in lengths])
+    samples = JsonlDataset([file], BYTES, 512)
+    n_tokens = sum(samples.n_target_tokens(i) for i in range(len(samples)))
+    assert n_tokens > 0.99 * len(samples) * 512
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, LLAMA], ids=["bytes", "llama"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,8 +146,9 @@ def _render_reply(record: Mapping[str, Any], completion_only: bool, tokenizer: T
 class JsonlDataset(Dataset):
     """Samples of JSON Lines files.
 
-    Packed, samples are concatenated and cut into sequences: attention stays inside each sample, and only the last
-    sequence is padded. Otherwise each sample is one sequence, truncated or padded.
+    A sample longer than a sequence is truncated; samples without targets are dropped. Packed, sequences are filled with
+    samples, each in one piece, and attention stays inside each. Otherwise each sample is one sequence. What remains of
+    a sequence is padding.
 
     Raises:
         ConfigError: invalid lines (the first of each file), or no targets at all.
@@ -163,47 +165,57 @@ class JsonlDataset(Dataset):
     ) -> None:
         inputs: list[NDArray[np.int32]] = []
         targets: list[NDArray[np.int32]] = []
+        lengths: list[int] = []  # before truncation
+        dropped: list[int] = []  # samples without targets: the length up to the first one that is cut off, or 0
 
         def read(file: Path) -> None:
             for ids, is_target in _encode(_examples(file, text_field, completion_only, tokenizer), tokenizer):
-                if is_target[1:].any():
-                    inputs.append(ids[:-1].astype(np.int32))
-                    targets.append(np.where(is_target[1:], ids[1:].astype(np.int32), np.int32(IGNORE_INDEX)))
+                if is_target[1 : seq_len + 1].any():
+                    lengths.append(len(ids) - 1)
+                    inputs.append(ids[:-1][:seq_len].astype(np.int32))
+                    labels = np.where(is_target[1:], ids[1:].astype(np.int32), np.int32(IGNORE_INDEX))
+                    targets.append(labels[:seq_len])
+                else:
+                    dropped.append(int(is_target[1:].argmax()) + 1 if is_target[1:].any() else 0)
 
         read_all(files, read)
+        if not inputs and any(dropped):
+            problem = f"max_seq_len {seq_len} cuts off all targets; use {max(dropped)} or more"
+            raise ConfigError(f"{name_files(files)}: {problem}", keys=("max_seq_len",))
         if not inputs:
             problem = f"{name_files(files)}: no line has targets; add completions, or set loss_on: all"
             raise ConfigError(problem, keys=("loss_on",))
-        lengths = list(map(len, inputs))
+        sizes = np.minimum(lengths, seq_len)
+        first = _best_fit(sizes, seq_len) if packing else np.arange(len(sizes))
+        order = np.argsort(first, kind="stable")
         self.seq_len = seq_len
-        self._inputs = np.concatenate(inputs)
-        self._targets = np.concatenate(targets)
-        self._document_starts = np.cumsum([0, *lengths])
         self._packing = packing
-        self._n_documents = len(lengths)
-        starts = np.arange(0, len(self._inputs), seq_len) if packing else self._document_starts[:-1]
-        stops = np.minimum(np.append(starts[1:], len(self._inputs)), starts + seq_len)
-        targets_before = np.cumsum(np.append(0, self._targets != IGNORE_INDEX))
-        counts = targets_before[stops] - targets_before[starts]
-        kept = counts > 0
-        self._starts, self._stops, self._counts = starts[kept], stops[kept], counts[kept]
-        if not packing and (n_truncated := sum(length > seq_len for length in lengths)):
-            n_dropped = len(lengths) - len(self)
-            dropped = f"; {n_dropped} have no targets left and are dropped" if n_dropped else ""
-            self.note = f"{n_truncated} of {len(lengths)} samples truncated to max_seq_len {seq_len}{dropped}"
+        self._inputs = np.concatenate([inputs[i] for i in order.tolist()])
+        self._targets = np.concatenate([targets[i] for i in order.tolist()])
+        self._document_starts = np.cumsum(np.append(0, sizes[order]))
+        self._starts = self._document_starts[np.append(np.diff(first[order], prepend=-1) > 0, True)]
+        self._counts = np.add.reduceat(self._targets != IGNORE_INDEX, self._starts[:-1], dtype=np.int64)
+        padding = 1 - len(self._inputs) / (len(self) * seq_len)
+        self.note = f"{len(lengths)} samples in {len(self)} sequences, {100 * padding:.1f} % padding"
+        if n_truncated := sum(length > seq_len for length in lengths):
+            lost = 100 * (1 - len(self._inputs) / sum(lengths))
+            self.note += f"; {n_truncated} truncated to max_seq_len {seq_len}, {lost:.1f} % of the tokens dropped"
+        if dropped:
+            self.note += f"; {len(dropped)} more dropped, without targets within max_seq_len {seq_len}"
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._starts) - 1
 
     def __getitem__(self, index: int) -> Sample:
-        start, stop = self._starts[index], self._stops[index]
+        start, stop = self._starts[index], self._starts[index + 1]
         inputs = np.zeros(self.seq_len, np.int64)
         targets = np.full(self.seq_len, IGNORE_INDEX, np.int64)
         inputs[: stop - start] = self._inputs[start:stop]
         targets[: stop - start] = self._targets[start:stop]
         if not self._packing:
             return Sample(inputs, targets)
-        document_ids = np.searchsorted(self._document_starts, np.arange(start, start + self.seq_len), side="right")
+        positions = np.minimum(np.arange(start, start + self.seq_len), stop)  # padding is one document
+        document_ids = np.searchsorted(self._document_starts, positions, side="right")
         return Sample(inputs, targets, document_ids - document_ids[0])
 
     def n_target_tokens(self, index: int) -> int:
@@ -211,9 +223,39 @@ class JsonlDataset(Dataset):
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
-        for part in (self._inputs, self._targets, self._starts):
+        for part in (self._inputs, self._targets, self._document_starts, self._starts):
             digest.update(part.tobytes())
-        return f"{self._n_documents} samples in {len(self)} sequences, sha256 {digest.hexdigest()}"
+        return f"{len(self._document_starts) - 1} samples in {len(self)} sequences, sha256 {digest.hexdigest()}"
+
+
+def _best_fit(lengths: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
+    """Assign samples to sequences, longest first, each to the fullest sequence that has space for it.
+
+    Returns:
+        For each sample, the first sample of its sequence.
+    """
+    sequences = np.empty(len(lengths), np.int64)
+    by_space: dict[int, list[int]] = {}  # sequences that are not full, by the space that is left
+    spaces: list[int] = []  # the keys of `by_space`, sorted
+    n_sequences = 0
+    order = np.argsort(-lengths, kind="stable")
+    for i, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        at = bisect_left(spaces, length)
+        if at == len(spaces):
+            sequence, space = n_sequences, seq_len
+            n_sequences += 1
+        else:
+            space = spaces[at]
+            sequence = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[at]
+        sequences[i] = sequence
+        if left := space - length:
+            if left not in by_space:
+                insort(spaces, left)
+            by_space.setdefault(left, []).append(sequence)
+    _, first, sequences = np.unique(sequences, return_index=True, return_inverse=True)
+    return first[sequences]
 
 
 def _examples(file: Path, text_field: str, completion_only: bool, tokenizer: Tokenizer) -> Iterator[_Example]:

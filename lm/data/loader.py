@@ -64,7 +64,7 @@ class DataConfig(BaseModel):
         " (jsonl)",
     )
     packing: bool = Field(
-        True, description="several samples in a sequence; false = one sample, truncated or padded (jsonl)"
+        True, description="several samples in a sequence, each in one piece; false = one sample (jsonl)"
     )
     data_workers: int = Field(1, gt=0, description="processes per rank that read and tokenise (hf)")
     hf_config: str | None = Field(None, description="configuration of the dataset on the hub, e.g. en for C4 (hf)")
@@ -177,7 +177,9 @@ def open_data(
         train, validation, tokenizer = opened
         weights = list(config.train_data.values()) if isinstance(config.train_data, dict) else [1.0]
         source = SampledSource(train, weights, global_batch_size, dp_rank, dp_size, seed, config.shuffle)
-        data = Data(source, validation, tokenizer, [f"train_data: {dataset.note}" for dataset in train if dataset.note])
+        datasets = [*(("train_data", dataset) for dataset in train), ("val_data", validation)]
+        notes = [f"{key}: {dataset.note}" for key, dataset in datasets if dataset.note]
+        data = Data(source, validation, tokenizer, notes)
     tokenizer, n_samples = data.tokenizer, data.samples_per_epoch
     if tokenizer and tokenizer.vocab_size > vocab_size:
         problem = f"vocab_size: {vocab_size} is less than the {tokenizer.vocab_size} ids of tokenizer"
