@@ -132,13 +132,13 @@ def execute(run: Run) -> None:
 def preflight(run: Run) -> tuple[Setup, resuming.ResumePlan]:
     """Find everything that can be wrong, locally on every rank, and agree on it once."""
     hp, world, run_dir = run.hp, run.world, run.run_dir
-    setup = check(hp, world, run.info)
     if run_dir:
         run_dir.lock(world)
     checkpoints, restarted = run_dir and run_dir.checkpoints, is_restart(os.environ)
     if hp.init_from is not None and (hp.lora_rank or weights.is_model(hp.init_from)):
         hp = hp.model_copy(update={"init_from": None})  # not a checkpoint to load: the base of adapters, or a model
-    return setup, world.on_rank0(lambda: resuming.plan_resume(hp, run.info, checkpoints, restarted))
+    plan = world.on_rank0(lambda: resuming.plan_resume(hp, run.info, checkpoints, restarted))
+    return check(run.hp, world, run.info, plan, run.context.checkpoint), plan
 
 
 def build(run: Run, setup: Setup) -> Training:

@@ -380,6 +380,8 @@ def _accepted(schema: Mapping[str, Any]) -> str:
             return f"one of {', '.join(names)}"
         case {"const": name}:
             return name
+        case {"format": "date"}:
+            return "a date"
         case {"items": {"type": kind}}:
             return f"a list of {kind}s"
         case {"prefixItems": items}:

@@ -53,7 +53,7 @@ def load_model(folder: Path, device: torch.device, moved: Path | None = None) ->
         model = Transformer(ModelConfig.model_validate(manifest.model))
     model.to_empty(device=device)
     base.load_checkpoint(folder, model, moved)
-    return model, saved_tokenizer(manifest.tokenizer, folder)
+    return model, saved_tokenizer(manifest.tokenizer, folder, manifest.hyperparameters)
 
 
 def generate_texts(

@@ -8,9 +8,11 @@ from typing import Any
 
 import determined as det
 import torch
+from determined import core
 
 from lm import lora, parallelize, precision
 from lm.checkpoint.manifest import Base, RunInfo
+from lm.checkpoint.resume import ResumePlan, start_date
 from lm.config import DEFAULT_SEED, Hyperparameters
 from lm.data import loader
 from lm.errors import ConfigError
@@ -68,12 +70,17 @@ class Setup:
         )
 
 
-def check(hp: Hyperparameters, world: World, info: det.ClusterInfo | None) -> Setup:
+def check(
+    hp: Hyperparameters, world: World, info: det.ClusterInfo | None, plan: ResumePlan, context: core.CheckpointContext
+) -> Setup:
     """Open the data and derive the setup, on all ranks together.
 
     Raises:
         ConfigError: the hyperparameters, the data and the machines do not fit together.
     """
+    if hp.dataset == "jsonl" and hp.chat_template_date is None:
+        date = world.on_rank0(lambda: start_date(plan, context))
+        hp = hp.model_copy(update={"chat_template_date": date})
     base = find_base(hp.init_from, world) if hp.lora_rank and hp.init_from else None
     setup = world.all_or_none(lambda: _check(hp, world, info, base))
     world.require_equal("ranks", {"device": world.device.type} | setup.facts())

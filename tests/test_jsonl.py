@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import json
-import time
+import re
+import shutil
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,8 +26,16 @@ from tests.conftest import Message
 from tests.support import CHAT_TEMPLATE, llama_tokenizer
 
 BYTES = ByteTokenizer()
-SPECIALS = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
-LLAMA = FileTokenizer({FILE: llama_tokenizer(), "tokenizer_config.json": json.dumps(SPECIALS).encode()}, "llama")
+SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
+LLAMA_FILE = llama_tokenizer()
+
+
+def llama(template: str) -> FileTokenizer:
+    config = json.dumps(SPECIALS | {"chat_template": template}).encode()
+    return FileTokenizer({FILE: LLAMA_FILE, "tokenizer_config.json": config}, "llama")
+
+
+LLAMA = llama(CHAT_TEMPLATE)
 
 
 def write(path: Path, records: Iterable[Any]) -> Path:
@@ -60,7 +71,7 @@ def test_packed_sequences_hold_each_sample_in_one_piece_as_a_document(
         assert document_ids is not None
         documents = [document_ids == number for number in range(document_ids[-1] + 1)]
         pieces = [(inputs[here].tolist(), targets[here].tolist()) for here in documents]
-        if pieces[-1][1][0] == IGNORE_INDEX:  # padding: a document of its own, so that nothing attends to it
+        if pieces[-1][1][0] == IGNORE_INDEX:  # padding is a separate document, so that nothing attends to it
             assert set(pieces.pop()[1]) == {IGNORE_INDEX}
         found += pieces
         used.append(sum(len(piece) for piece, _ in pieces))
@@ -143,9 +154,37 @@ def test_the_assistants_messages_are_the_targets_of_a_chat(tmp_path: Path) -> No
 
 
 def test_a_message_with_a_tool_call_needs_no_content(tmp_path: Path) -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    calls = "<s>{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "question", "arguments": {}}}]}
     file = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hi"}, call]}])
-    assert len(JsonlDataset([file], LLAMA, 64)) == 1
+    assert LLAMA.decode(targets(JsonlDataset([file], llama(calls), 64, completion_only=True))) == "question"
+
+
+def test_content_can_be_parts_of_text(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "or "}, {"type": "text", "text": "not"}]
+    found = []
+    for content in (parts, "or not"):
+        chat = [{"role": "user", "content": "to be"}, {"role": "assistant", "content": content}]
+        file = write(tmp_path / "a.jsonl", [{"messages": chat}])
+        found.append(targets(JsonlDataset([file], LLAMA, 64, completion_only=True)))
+    assert found[0] == found[1]
+    assert LLAMA.decode(found[0]) == "or not\n\n"
+
+
+def test_keys_of_messages_that_the_template_does_not_read_are_refused(tmp_path: Path, message: Message) -> None:
+    user = {"role": "user", "content": "hi", "name": None, "tool_call_id": "1"}  # null says nothing; an ID is no text
+    reply = {"role": "assistant", "content": "ho", "thinking": "hm", "name": "bob"}
+    file = write(tmp_path / "a.jsonl", [{"messages": [user, reply]}])
+    with pytest.raises(ConfigError) as error:
+        JsonlDataset([file], LLAMA, 64)
+    message(error.value)
+    (program,) = re.findall("'(.*)'", str(error.value))
+    if shutil.which("jq"):
+        (tmp_path / "b.jsonl").write_bytes(subprocess.check_output(["jq", "-c", program, file]))
+        assert len(JsonlDataset([tmp_path / "b.jsonl"], LLAMA, 64)) == 1
+    reads = llama(CHAT_TEMPLATE + "{{ messages[1].name }}{{ messages[1].reasoning_content }}")
+    assert "bob" in LLAMA.decode(targets(JsonlDataset([file], reads, 64)))
+    assert "hm" in LLAMA.decode(targets(JsonlDataset([file], reads, 64)))
 
 
 def test_a_message_of_weight_0_is_no_target(tmp_path: Path) -> None:
@@ -176,8 +215,7 @@ def test_a_prompt_and_a_completion_can_be_messages(tmp_path: Path) -> None:
 
 def test_the_tools_of_a_line_are_passed_to_the_template(tmp_path: Path) -> None:
     template = "<s>{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE
-    config = json.dumps(SPECIALS | {"chat_template": template}).encode()
-    tokenizer = FileTokenizer({FILE: llama_tokenizer(), "tokenizer_config.json": config}, "llama")
+    tokenizer = llama(template)
     tools = [{"type": "function", "function": {"name": "question"}}]
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     file = write(tmp_path / "a.jsonl", [{"messages": messages, "tools": tools}])
@@ -187,22 +225,29 @@ def test_the_tools_of_a_line_are_passed_to_the_template(tmp_path: Path) -> None:
         JsonlDataset([file], LLAMA, 256)
 
 
-def test_the_template_gets_its_variables_and_a_date_that_stays(tmp_path: Path, message: Message) -> None:
-    prefix = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+def test_the_template_gets_its_variables_and_the_date_of_the_run() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    file = write(tmp_path / "a.jsonl", [{"messages": messages}])
-    for template in (prefix + "{{ date_string }}{{ mark }}", "{{ strftime_now('%Y') }}{{ mark }}"):
-        config = json.dumps(SPECIALS | {"chat_template": template + CHAT_TEMPLATE}).encode()
-        tokenizer = FileTokenizer({FILE: llama_tokenizer(), "tokenizer_config.json": config}, "llama")
-        assert str(time.localtime().tm_year) in tokenizer.render(messages, add_generation_prompt=False)
-        tokenizer.template_kwargs = {"date_string": "1 of 2", "mark": "abc"}
-        assert tokenizer.render(messages, add_generation_prompt=False).startswith("1 of 2abc<s>")
-        assert len(JsonlDataset([file], tokenizer, 64)) == 1
-        tokenizer.template_kwargs = {}
-        with pytest.raises(ConfigError) as error:
-            JsonlDataset([file], tokenizer, 64)
-        assert error.value.keys == {"tokenizer", "chat_template_kwargs"}
-        message(error.value, mask=r"(?<=date_string: )[^}]*")
+
+    def date(tokenizer: FileTokenizer) -> str:
+        return tokenizer.render(messages, add_generation_prompt=False).partition("<s>")[0]
+
+    prefix = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    first = llama(prefix + "{{ date_string }}" + CHAT_TEMPLATE)
+    second = llama("{{ strftime_now( \"%Y\" ) }}, {{ strftime_now('%d') }}{{ mark }}" + CHAT_TEMPLATE)
+    assert str(datetime.date.today().year) in date(first)
+    first.date = second.date = datetime.date(1996, 2, 29)
+    assert (date(first), date(second)) == ("29 Feb 1996", "1996, 29")
+    first.template_kwargs = second.template_kwargs = {"date_string": "today", "mark": "!"}
+    assert (date(first), date(second)) == ("today", "today, today!")
+
+
+def test_a_date_whose_format_the_template_computes_is_refused_unless_it_is_set() -> None:
+    tokenizer = llama("{{ strftime_now(form) }}")
+    with pytest.raises(ConfigError) as error:
+        tokenizer.render([{"role": "user", "content": "hi"}], add_generation_prompt=False)
+    assert error.value.keys == {"tokenizer"}
+    tokenizer.template_kwargs = {"date_string": "today"}
+    assert tokenizer.render([{"role": "user", "content": "hi"}], add_generation_prompt=False) == "today"
 
 
 def test_generation_tags_of_the_template_mark_the_targets_as_in_transformers(tmp_path: Path) -> None:
@@ -263,7 +308,11 @@ INVALID = {
     "weight": '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}',
     "weight-user": '{"messages": [{"role": "user", "content": "a", "weight": 1}]}',
     "completion-text": '{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}',
+    "parts": '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}]}',
     "template": '{"messages": [{"role": "cat", "content": ""}]}',
+    "tools-text": '{"messages": [{"role": "user", "content": "a"}], "tools": "[]"}',
+    "tools-name": '{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}',
+    "tools-schema": '{"prompt": [], "completion": [], "tools": [{"name": "f", "parameters": [1]}]}',
     "utf8": "\udcff",
     "recursion": "[" * 100_000,
 }
@@ -288,9 +337,15 @@ def test_truncated_files_and_files_without_targets_are_errors(tmp_path: Path, me
     with pytest.raises(ConfigError, match=f"{cut}") as error:
         JsonlDataset([cut], BYTES, 8)
     message(error.value, mask=r"byte \d+")
+    users = write(tmp_path / "users.jsonl", [{"messages": [{"role": "user", "content": "to be"}]}])
+    with pytest.raises(ConfigError, match=f"{users}:1: ") as error:
+        JsonlDataset([users], LLAMA, 8, completion_only=True)
+    assert error.value.keys == {"loss_on"}
+    message(error.value)
+    assert len(JsonlDataset([users], LLAMA, 8)) == 1
     empty = write(tmp_path / "empty.jsonl", [{"prompt": "ab", "completion": ""}])
     assert len(JsonlDataset([empty], BYTES, 8, completion_only=True)) == 1  # its end-of-text token is a target
-    nothing = write(tmp_path / "nothing.jsonl", [{"messages": [{"role": "user", "content": "to be"}]}])
+    nothing = write(tmp_path / "nothing.jsonl", [{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}])
     plain = write(tmp_path / "plain.jsonl", [{"text": "ab"}])
     for file in (nothing, plain):
         with pytest.raises(ConfigError, match=f"{file}") as error:

@@ -10,14 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.multiprocessing import ProcessExitedException
 
-from lm import config
+from lm import config, generate
 from lm.checkpoint.manifest import read_manifest
 from lm.checkpoint.resume import IDENTITY, UNLOGGED
 from lm.data.loader import Loader, MicroBatch
+from lm.data.tokenizer import FILE
 from lm.runtime.world import World
-from tests.support import EXACT, EXACT_RUN, checkpoints, exact, execute, reports, run, run_ranks, start
+from tests.support import (
+    EXACT,
+    EXACT_RUN,
+    TINY,
+    checkpoints,
+    exact,
+    execute,
+    llama_tokenizer,
+    reports,
+    run,
+    run_ranks,
+    start,
+)
 
 RUN = EXACT_RUN | {"total_batch_size": 12, "checkpoint_rate": 5, "max_steps": 10}
 
@@ -190,3 +204,28 @@ def test_a_launchers_restart_resumes_whatever_resume_was_set_to(tmp_path: Path) 
     restarted_early = run(tmp_path, "max_steps=3", f"resume={source}", TORCHELASTIC_RESTART_COUNT="1")
     assert restarted_early.returncode == 0, restarted_early.stderr
     assert f"resumed from checkpoint {source.name}, step 2" in restarted_early.stdout
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_date_of_its_first_start_for_its_chat_template(tmp_path: Path) -> None:
+    template = "{{ bos_token }}[date] {{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / FILE).write_bytes(llama_tokenizer())
+    specials = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(specials))
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": chat}))
+    data = {"dataset": "jsonl", "train_data": "chat.jsonl", "val_data": "chat.jsonl", "tokenizer": FILE}
+    how = {"vocab_size": 200, "max_seq_len": 32, "validation_batches": 1, "report_rate": 1}
+    found = []
+    for day in (1, 2):
+        script = f"import datetime\nclass Day(datetime.date):\n    today = lambda: datetime.date(2026, 1, {day})\n"
+        done = run(tmp_path, f"max_steps={day}", config=TINY | data | how, script=f"{script}datetime.date = Day")
+        assert done.returncode == 0, done.stderr
+        found.append(read_manifest(checkpoints(tmp_path)[day]))
+    assert "step 1\n" in done.stdout
+    assert "changed" not in done.stdout
+    assert found[0].data == found[1].data
+    assert [manifest.hyperparameters["chat_template_date"] for manifest in found] == ["2026-01-01", "2026-01-01"]
+    assert "chat_template_date: '2026-01-01'\n" in (tmp_path / "runs" / "test" / "config.yaml").read_text()
+    _, tokenizer = generate.load_model(checkpoints(tmp_path)[2], torch.device("cpu"))
+    assert tokenizer.render(chat, add_generation_prompt=True) == "<s>[date] 2026-01-01hiho"

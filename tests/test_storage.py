@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.manifest import CheckpointError
+from lm.checkpoint.resume import ResumePlan, start_date
 from lm.determined.context import TorchDistributedContext
 from lm.runtime.world import World
 from tests.support import run_ranks
@@ -103,8 +104,10 @@ def save_and_load(world: World, checkpointer: Checkpointer, context: Reporting, 
     fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
     manifest = checkpointer.load(uuids[3], lambda _: {"model": model})
     shards = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
+    plan = ResumePlan((uuids[3],))
     return {
         "uuids": uuids,
+        "date": world.on_rank0(lambda: start_date(plan, context)),
         "kept": [bool(objects(context._storage_manager, uuid)) for uuid in uuids],
         "reported": [(uuid, files, metadata["steps_completed"]) for uuid, files, metadata in context.reported],
         "step": manifest.step,
@@ -124,6 +127,7 @@ def test_a_checkpoint_is_reported_once_complete_and_loads_on_every_machine(on_tw
         assert rank["kept"] == [False, True, True, True]  # the newest two and the best
         assert (rank["step"], rank["sizes"], rank["equal"]) == (4, [3, 3], True)
         assert rank["left"] == [[], []]
+        assert rank["date"].isoformat() == "1996-02-29"
 
 
 def damage_each_download(

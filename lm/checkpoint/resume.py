@@ -1,21 +1,25 @@
 """Resume a run: find its checkpoint, compare it with the run, and load it.
 
 plan_resume      on rank 0, before the model is built: the checkpoints to load, best first
+start_date       on rank 0, before the data is opened: when the run first started
 completed_step   on rank 0: whether the run is already complete; `is_intact` verifies that on all ranks
 resume           on all ranks: load the first checkpoint of the plan that is intact
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import determined as det
+from determined import core
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer, Stateful
 from lm.checkpoint.manifest import (
@@ -88,6 +92,18 @@ def plan_resume(
     if candidates:
         return ResumePlan(tuple(candidates), may_be_complete=checkpoints is not None and config.resume == "auto")
     return ResumePlan(init_candidates=(locate("init_from", config.init_from),) if config.init_from else ())
+
+
+def start_date(plan: ResumePlan, context: core.CheckpointContext) -> datetime.date:
+    """Return the date on which the run first started, for its chat template: the checkpoint's, or today."""
+    for candidate in plan.resume_candidates:
+        mode = core.DownloadMode.NoSharedDownload
+        stored = context.restore_path(candidate, mode, selector=lambda name: name == MANIFEST)
+        with nullcontext(candidate) if Path(candidate).is_absolute() else stored as path, suppress(CheckpointError):
+            manifest = read_manifest(Path(path), check_files=False)
+            if date := manifest.hyperparameters.get("chat_template_date"):
+                return datetime.date.fromisoformat(date)
+    return datetime.date.today()
 
 
 @oserror_as_config_error

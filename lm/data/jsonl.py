@@ -52,7 +52,7 @@ class _Example(NamedTuple):
 def _render(record: Mapping[str, Any], text_field: str, completion_only: bool, tokenizer: Tokenizer) -> _Example:
     if "messages" in record:
         _refuse_other_keys(record, {"messages", "tools"})
-        return _render_chat(record["messages"], record.get("tools"), completion_only, tokenizer)
+        return _render_chat(record["messages"], _get_tools(record), completion_only, tokenizer)
     if {"prompt", "completion"} <= record.keys():
         if isinstance(record["prompt"], list):
             _refuse_other_keys(record, {"prompt", "completion", "tools"})
@@ -81,10 +81,31 @@ def _refuse_other_keys(record: Mapping[str, Any], known: set[str]) -> None:
         raise ConfigError(problem, keys=("text_field",))
 
 
+def _get_tools(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    tools = record.get("tools") or None
+    for tool in tools if isinstance(tools, list) else [tools] if tools else []:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        match function:
+            case {"name": str(), **rest} if isinstance(rest.get("parameters") or {}, dict):
+                continue
+        problem = f"tools: {json.dumps(tool)[:60]} is not {{function: {{name: NAME, parameters: JSON SCHEMA}}}}"
+        raise ConfigError(f"{problem}; if tools is text: jq -c '.tools |= fromjson' OLD.jsonl > NEW.jsonl")
+    return tools
+
+
+def _join_parts(content: Any) -> Any:
+    """Return content that is a list of parts of text as one text, and other content unchanged."""
+    match content:
+        case [*parts] if all(isinstance(p, dict) and p == {"type": "text", "text": str(p.get("text"))} for p in parts):
+            return "".join(part["text"] for part in parts)
+    return content
+
+
 def _check_messages(messages: Any, key: str, completion_only: bool) -> tuple[list[dict[str, Any]], list[bool]]:
     """Return the messages as the template reads them, and which of them are targets if they are replies."""
     if not (isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)):
         raise ConfigError(f"{key} is {json.dumps(messages)[:60]}, not a list of objects with role and content")
+    messages = [m | {"content": _join_parts(m["content"])} if "content" in m else m for m in messages]
     for i, message in enumerate(messages):
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise ConfigError(f"{key}[{i}]: content is not text: {json.dumps(message)[:60]}")
@@ -100,6 +121,9 @@ def _check_messages(messages: Any, key: str, completion_only: bool) -> tuple[lis
 
 def _render_chat(messages: Any, tools: Any, completion_only: bool, tokenizer: Tokenizer) -> _Example:
     messages, is_target = _check_messages(messages, "messages", completion_only)
+    if completion_only and not any(message["role"] == "assistant" for message in messages):
+        problem = "messages: none of the assistant, and loss_on: completion learns only from these"
+        raise ConfigError(f"{problem}; remove the line, or set loss_on: all", keys=("loss_on",))
     rendered, tagged = tokenizer.render_with_spans(messages, add_generation_prompt=False, tools=tools)
     text = get_text({"messages": rendered}, "messages")
     if not completion_only:
@@ -127,7 +151,7 @@ def _render_chat(messages: Any, tools: Any, completion_only: bool, tokenizer: To
 
 def _render_reply(record: Mapping[str, Any], completion_only: bool, tokenizer: Tokenizer) -> _Example:
     """Render a prompt and a completion that are lists of messages: all of the completion is a target."""
-    tools = record.get("tools")
+    tools = _get_tools(record)
     messages = []
     for key in ("prompt", "completion"):
         if any(isinstance(m, dict) and "weight" in m for m in record[key] if isinstance(record[key], list)):
@@ -146,9 +170,8 @@ def _render_reply(record: Mapping[str, Any], completion_only: bool, tokenizer: T
 class JsonlDataset(Dataset):
     """Samples of JSON Lines files.
 
-    A sample longer than a sequence is truncated; samples without targets are dropped. Packed, sequences are filled with
-    samples, each in one piece, and attention stays inside each. Otherwise each sample is one sequence. What remains of
-    a sequence is padding.
+    Packed, a sequence holds several samples, each in one piece, and attention stays inside each; otherwise one sample.
+    The rest of a sequence is padding. Samples longer than a sequence are truncated, those without targets dropped.
 
     Raises:
         ConfigError: invalid lines (the first of each file), or no targets at all.
@@ -229,31 +252,27 @@ class JsonlDataset(Dataset):
 
 
 def _best_fit(lengths: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
-    """Assign samples to sequences, longest first, each to the fullest sequence that has space for it.
+    """Assign samples to sequences, longest first, each to the fullest sequence with space for it.
 
     Returns:
-        For each sample, the first sample of its sequence.
+        The first sample of each sample's sequence.
     """
-    sequences = np.empty(len(lengths), np.int64)
-    by_space: dict[int, list[int]] = {}  # sequences that are not full, by the space that is left
-    spaces: list[int] = []  # the keys of `by_space`, sorted
-    n_sequences = 0
+    sequences = np.empty(len(lengths), np.int64)  # by their longest sample
+    by_space: list[list[int]] = [[] for _ in range(seq_len + 1)]
+    spaces: list[int] = []  # those that sequences have left, sorted
     order = np.argsort(-lengths, kind="stable")
     for i, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        at = bisect_left(spaces, length)
-        if at == len(spaces):
-            sequence, space = n_sequences, seq_len
-            n_sequences += 1
-        else:
+        sequence, space = i, seq_len
+        if (at := bisect_left(spaces, length)) < len(spaces):
             space = spaces[at]
             sequence = by_space[space].pop()
             if not by_space[space]:
-                del by_space[space], spaces[at]
+                del spaces[at]
         sequences[i] = sequence
-        if left := space - length:
-            if left not in by_space:
-                insort(spaces, left)
-            by_space.setdefault(left, []).append(sequence)
+        left = by_space[space - length]
+        if not left:
+            insort(spaces, space - length)
+        left.append(sequence)
     _, first, sequences = np.unique(sequences, return_index=True, return_inverse=True)
     return first[sequences]
 

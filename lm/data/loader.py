@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,11 @@ class DataConfig(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None,
         description="variables of the chat template, e.g. {enable_thinking: false}; date_string replaces today's date"
+        " (jsonl)",
+    )
+    chat_template_date: datetime.date | None = Field(
+        None,
+        description="today's date (YYYY-MM-DD) for the chat template; null = the day on which the run first starts"
         " (jsonl)",
     )
     packing: bool = Field(
@@ -272,7 +278,7 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Opened:
 
 def _open_jsonl(config: DataConfig, seq_len: int) -> Opened:
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
-    tokenizer.template_kwargs = config.chat_template_kwargs or {}
+    tokenizer.template_kwargs, tokenizer.date = config.chat_template_kwargs or {}, config.chat_template_date
 
     def read(key: str) -> JsonlDataset:
         if (where := getattr(config, key)) is None:

@@ -5,14 +5,15 @@ A tokenizer is defined by its files alone. Every checkpoint holds a copy of them
 
 from __future__ import annotations
 
+import ast
 import codecs
 import contextlib
+import datetime
 import functools
 import hashlib
 import json
 import os
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ END_OF_TEXT = "<|endoftext|>"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _REPLY = "x7q"
 """content that no chat template writes itself"""
-_NOW = re.compile(r"strftime_now\s*\([^()]*\)")
+_NOW = re.compile(r"strftime_now\s*\(([^()]*)\)")
+_REASONING = {"reasoning_content", "thinking", "reasoning"}  # transformers copies one to the others
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EOS_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
 
@@ -50,7 +52,8 @@ class ByteTokenizer:
     eos_id = 256
     stop_ids = frozenset((eos_id,))
     bos_id: int | None = None
-    template_kwargs: Mapping[str, Any] | None = None
+    template_kwargs: Mapping[str, Any] = {}
+    date: datetime.date | None = None
     files: Mapping[str, bytes] = {}
 
     def encode(self, text: str) -> list[int]:
@@ -108,8 +111,10 @@ class FileTokenizer:
         self._encoder.no_truncation()
         self._encoder.no_padding()
         self._name = name
-        self.template_kwargs: Mapping[str, Any] | None = None
-        """variables of the chat template in training, which may not depend on the day; None = outside of training"""
+        self.template_kwargs: Mapping[str, Any] = {}
+        """variables of the chat template; `date_string` replaces today's date"""
+        self.date: datetime.date | None = None
+        """the day that the chat template reads as today's; None = today"""
         self.files = dict(files)
         vocabulary = self._encoder.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=0) + 1
@@ -193,6 +198,21 @@ class FileTokenizer:
                 yield piece
         yield self._encoder.decode(pending)
 
+    @functools.cached_property
+    def _template(self) -> str:
+        template = self.files.get("chat_template.jinja", b"").decode() or self._config.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = next((each.get("template") for each in template if each.get("name") == "default"), None)
+        if not isinstance(template, str):
+            raise _error(self._name, "has no chat template (chat_template in tokenizer_config.json)")
+        return template
+
+    @functools.cached_property
+    def _template_words(self) -> set[str]:
+        """Keys of messages that may be set: those that the template mentions, and a call's ID."""
+        words = {*re.findall(r"\w+", self._template), "role", "content", "tool_call_id"}
+        return words | _REASONING if words & _REASONING else words
+
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Return the text of a chat as the chat template writes it; for `options` see `render_with_spans`."""
         return self.render_with_spans(messages, **options)[0]
@@ -206,39 +226,32 @@ class FileTokenizer:
             add_generation_prompt: append the start of the next reply.
             tools: JSON schemas of the functions that the assistant can call; the template must read them.
         """
-        template = self.files.get("chat_template.jinja", b"").decode() or self._config.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            template = next((each.get("template") for each in template if each.get("name") == "default"), None)
-        if not isinstance(template, str):
-            raise _error(self._name, "has no chat template (chat_template in tokenizer_config.json)")
+        template, words = self._template, self._template_words
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError:
             raise _error(self._name, "chat templates require a package: pip install transformers") from None
-        if tools is not None and "tools" not in template:
+        if tools is not None and "tools" not in words:
             raise _error(self._name, "its chat template does not read tools; remove them from the data")
-        variables = self.template_kwargs or {}
-        if "date_string" in variables:
-            template = _NOW.sub("date_string", template)
-        elif self.template_kwargs is not None and _NOW.search(template):
-            today = time.strftime("%d %b %Y")
-            problem = (
-                "its chat template writes today's date, so that a run resumed on another day would read other data"
-            )
-            raise ConfigError(
-                f"tokenizer: {self._name}: {problem}; set chat_template_kwargs: {{date_string: {today}}}",
-                keys=("tokenizer", "chat_template_kwargs"),
-            )
-        specials: Any = {key: self._special_token(key) for key in _SPECIAL_TOKENS}
+        if unread := sorted({key for message in messages for key in message if message[key] is not None} - words):
+            program = f"del((.messages, .prompt, .completion)[]?{json.dumps(unread)})"
+            problem = f"its chat template does not read {', '.join(unread)} of messages"
+            raise _error(self._name, f"{problem}; remove: jq -c '{program}' OLD.jsonl > NEW.jsonl")
+        variables: Any = {key: self._special_token(key) for key in _SPECIAL_TOKENS} | dict(self.template_kwargs)
         chats, has_tags = [list(map(dict, messages))], bool(_GENERATION_TAG.search(template))
+        date = self.date or datetime.date.today()
+
+        def today(call: re.Match[str]) -> str:
+            return "date_string" if "date_string" in variables else repr(date.strftime(ast.literal_eval(call[1])))
+
         try:
             texts, spans = render_jinja_template(
                 chats,
                 tools,
-                chat_template=template,
+                chat_template=_NOW.sub(today, template),
                 return_assistant_tokens_mask=has_tags,
                 add_generation_prompt=add_generation_prompt,
-                **(specials | variables),
+                **variables,
             )
         except Exception as error:  # a template may raise anything
             raise _error(self._name, f"its chat template rejects the messages: {error}") from None
@@ -283,9 +296,14 @@ def tokenizer_of(folder: Path) -> FileTokenizer:
     return FileTokenizer(files, str(folder))
 
 
-def saved_tokenizer(identity: str, folder: Path) -> Tokenizer:
-    """Load the tokenizer `identity` of the checkpoint in `folder`."""
-    return ByteTokenizer() if identity == ByteTokenizer.identity else tokenizer_of(folder)
+def saved_tokenizer(identity: str, folder: Path, hyperparameters: Mapping[str, Any]) -> Tokenizer:
+    """Load the tokenizer `identity` of the checkpoint in `folder`, for chats as in its run."""
+    if identity == ByteTokenizer.identity:
+        return ByteTokenizer()
+    tokenizer, date = tokenizer_of(folder), hyperparameters.get("chat_template_date")
+    tokenizer.template_kwargs = hyperparameters.get("chat_template_kwargs") or {}
+    tokenizer.date = datetime.date.fromisoformat(date) if date else None
+    return tokenizer
 
 
 def read_files(folder: Path) -> dict[str, bytes]:

@@ -57,7 +57,7 @@ def export_model(where: Path, out: Path, dtype: str = "float32", moved: Path | N
     config = ModelConfig.model_validate(manifest.model)
     family = families.family_of(config)
     verify(folder, manifest)
-    tokenizer = saved_tokenizer(manifest.tokenizer, folder) if manifest.tokenizer else None
+    tokenizer = saved_tokenizer(manifest.tokenizer, folder, {}) if manifest.tokenizer else None
     specials = (tokenizer.eos_id, tokenizer.bos_id) if tokenizer else (None, None)
     raw = families.write_config(config, dtype, *specials)
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id") if raw[key] is not None}
