@@ -252,11 +252,7 @@ class JsonlDataset(Dataset):
 
 
 def _best_fit(lengths: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
-    """Assign samples to sequences, longest first, each to the fullest sequence with space for it.
-
-    Returns:
-        The first sample of each sample's sequence.
-    """
+    """Return the first sample of each sample's sequence: longest first, each in the fullest with space for it."""
     sequences = np.empty(len(lengths), np.int64)  # by their longest sample
     by_space: list[list[int]] = [[] for _ in range(seq_len + 1)]
     spaces: list[int] = []  # those that sequences have left, sorted
