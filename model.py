@@ -18,11 +18,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -100,6 +100,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "olmo2-7b": _llama(4096, 32, 32, **_OLMO2),
 }
 
+VocabSize = Annotated[int, Field(gt=1, le=2**24)]
+
 
 class ModelConfig(BaseModel):
     """Hyperparameters of the architecture. `model` names a preset that supplies the keys that are not set."""
@@ -111,7 +113,11 @@ class ModelConfig(BaseModel):
     d_model: int = Field(512, gt=0, le=2**20, description="width of the residual stream")
     n_heads: int = Field(8, gt=0, le=2**14, description="query heads per layer; divides d_model if head_dim is null")
     n_layers: int = Field(4, gt=0, le=2**12, description="Transformer blocks")
-    vocab_size: int = Field(32000, gt=1, le=2**24, description="token ids, 0 to vocab_size - 1")
+    vocab_size: VocabSize = Field(
+        None,
+        validate_default=True,
+        description="token ids; null = the tokenizer's, rounded up to a multiple of 64; 32000 for synthetic data",
+    )
     max_seq_len: int = Field(2048, gt=0, le=2**24, description="longest sequence; the length in training (tokens)")
     n_kv_heads: int | None = Field(None, gt=0, le=2**14, description="key-value heads; divides n_heads; null = n_heads")
     head_dim: int | None = Field(None, gt=0, le=2**14, description="width of a head; null = d_model / n_heads")
@@ -147,6 +153,11 @@ class ModelConfig(BaseModel):
         if values["model"] not in PRESETS:
             raise ValueError(f"model: unknown preset {values['model']!r}; available: {', '.join(PRESETS)}")
         return PRESETS[values["model"]] | values
+
+    @field_validator("vocab_size", mode="before", json_schema_input_type=VocabSize | None)
+    @classmethod
+    def _default_vocab_size(cls, size: Any) -> Any:
+        return 32000 if size is None else size
 
     @model_validator(mode="after")
     def _check_structure(self) -> ModelConfig:

@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from lm import lora
 from lm.checkpoint.checkpointer import CheckpointConfig
-from lm.data.loader import DataConfig
+from lm.data.loader import DataConfig, default_vocab_size
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError
 from lm.lora import LoraConfig
@@ -201,9 +201,14 @@ def read(
         case {"max_length": {"batches": length}} | {"max_length": length} if length is not None:
             if values.get("max_steps") is None and values.get("max_epochs") is None:
                 values["max_steps"], labels["max_steps"] = length, label("searcher.max_length")
+    if values.get("vocab_size") is None:
+        values.pop("vocab_size", None)
     if defaults and isinstance(values.get("init_from"), str):
         values |= _apply_defaults(defaults(values["init_from"]), values, labels, errors)
-    return _validate(values, labels, errors)
+    hp = _validate(values, labels, errors)
+    if hp.dataset == "synthetic" or "vocab_size" in PRESETS.get(hp.model or "", {}) | values:
+        return hp
+    return hp.model_copy(update={"vocab_size": default_vocab_size(hp)})
 
 
 def _apply_defaults(

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from lm import config, parallelize
 from lm.errors import ConfigError
-from model import PRESETS
+from model import PRESETS, ModelConfig
 from tests.conftest import Message
-from tests.support import TINY, checkpoints, reports, run
+from tests.support import TINY, byte_level_tokenizer, checkpoints, reports, run
 
 Refusal = Callable[..., ConfigError]
 
@@ -406,6 +406,31 @@ def test_a_run_without_write_access_is_refused_before_the_model_is_built(tmp_pat
     assert done.returncode == 2
     assert done.stdout == ""
     message(done.stderr)
+
+
+def test_the_vocabulary_is_the_tokenizers_unless_it_is_set(tmp_path: Path) -> None:
+    def size(*overrides: str, **keys: Any) -> int:
+        return accept(*overrides, **keys).get("vocab_size", 32000)
+
+    (tmp_path / "tokenizer.json").write_bytes(byte_level_tokenizer(300))
+    index = {"format": 1, "tokenizer": None, "tokens": 1, "documents": 1, "dtype": "uint16", "sources": []}
+    for name, ids in (("a", 900), ("b", 1025)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.bin").write_bytes(bytes(2))
+        (tmp_path / name / "train.json").write_text(
+            json.dumps(index | {"vocab_size": ids, "crc32c": 0, "ends_crc32c": 0})
+        )
+    assert size() == size("vocab_size=null") == ModelConfig.model_validate({}).vocab_size == 32000
+    assert size(dataset="text") == size(dataset="jsonl") == size("vocab_size=null", dataset="text", vocab_size=9) == 320
+    assert size(dataset="text", tokenizer=str(tmp_path)) == 320
+    assert size(dataset="text", vocab_size=257) == 257
+    assert accept(dataset="text", model="gpt2") == {"dataset": "text", "model": "gpt2"} | PRESETS["gpt2"]
+    assert size(dataset="text", model="mistral") == 320  # an architecture, without sizes
+    assert size(dataset="tokens", train_data=str(tmp_path / "a")) == 960
+    assert size(dataset="tokens", train_data={str(tmp_path / "a"): 1, str(tmp_path / "b"): 1}) == 1088
+    with pytest.raises(ConfigError) as refused:
+        accept(dataset="tokens", train_data=str(tmp_path))
+    assert refused.value.keys == {"train_data"}
 
 
 def test_hyperparameters_may_be_given_as_flags() -> None:

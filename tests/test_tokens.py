@@ -108,6 +108,9 @@ def test_a_folder_holds_training_and_validation_data(tmp_path: Path) -> None:
     assert (data.samples_per_epoch, len(data.validation), data.tokenizer) == (12, 12, None)
     write(tmp_path, range(30), "validation")
     assert len(opened(str(tmp_path / "train.json")).validation) == 7
+    for val_data in (tmp_path, tmp_path / "train.json", write(tmp_path / "other", range(50)).parent):
+        held_out = opened(str(tmp_path), val_data=str(val_data)).validation
+        assert len(held_out) == (7 if val_data == tmp_path else 12)
 
 
 def test_several_folders_are_mixed_by_weight(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from lm.data.dataset import Dataset, Sample
 from lm.data.jsonl import JsonlDataset
 from lm.data.sampler import SampledSource
 from lm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from lm.data.tokens import SyntheticDataset, TokenFileDataset, TokenWindowDataset, read_tokens
+from lm.data.tokens import SyntheticDataset, TokenFileDataset, TokenWindowDataset, read_index, read_tokens
 from lm.errors import ConfigError, oserror_as_config_error
 from model import IGNORE_INDEX
 
@@ -189,7 +189,7 @@ def open_data(
     tokenizer, n_samples = data.tokenizer, data.samples_per_epoch
     if tokenizer and tokenizer.vocab_size > vocab_size:
         problem = f"vocab_size: {vocab_size} is less than the {tokenizer.vocab_size} ids of tokenizer"
-        raise _error(f"{problem} {tokenizer.identity}; use {tokenizer.vocab_size} or more", "tokenizer")
+        raise _error(f"{problem} {tokenizer.identity}; use {tokenizer.vocab_size} or more, or null", "tokenizer")
     if n_samples is not None and n_samples < global_batch_size:
         raise _too_few("train_data", n_samples, seq_len, global_batch_size)
     if not len(data.validation):
@@ -242,24 +242,40 @@ def _open_text(config: DataConfig, seq_len: int) -> Opened:
     return [TokenWindowDataset(train, seq_len)], TokenWindowDataset(validation, seq_len), tokenizer
 
 
-@oserror_as_config_error
-def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Opened:
+def _train_indexes(config: DataConfig) -> list[Path]:
     if not config.train_data:
         raise _error("train_data: dataset: tokens requires a folder written by python -m lm.prepare", "dataset")
+    folders = config.train_data if isinstance(config.train_data, dict) else [config.train_data]
+    return [path / "train.json" if path.is_dir() else path for path in map(Path, folders)]
 
-    def read(key: str, where: str, name: str) -> TokenFileDataset:
-        path = Path(where)
+
+@oserror_as_config_error
+def default_vocab_size(config: DataConfig) -> int:
+    """Return the number of ids of the tokenizer, or of the token files, rounded up to a multiple of 64."""
+    if config.dataset == "tokens":
+        with _caused_by("train_data"):
+            n_ids = max(read_index(path).vocab_size for path in _train_indexes(config))
+    else:
+        n_ids = load_tokenizer(config.tokenizer or "bytes").vocab_size
+    return 64 * math.ceil(n_ids / 64)
+
+
+@oserror_as_config_error
+def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Opened:
+    def read(key: str, path: Path) -> TokenFileDataset:
         with _caused_by(key):
-            return TokenFileDataset(path / f"{name}.json" if path.is_dir() else path, seq_len, vocab_size)
+            return TokenFileDataset(path, seq_len, vocab_size)
 
-    folders = list(config.train_data) if isinstance(config.train_data, dict) else [config.train_data]
-    train = [read("train_data", where, "train") for where in folders]
-    first = Path(folders[0])
-    folder = str(first if first.is_dir() else first.parent)
-    if config.val_data is None and not (Path(folder) / "validation.json").exists():
+    paths = _train_indexes(config)
+    train = [read("train_data", path) for path in paths]
+    folder = str(paths[0].parent)
+    held_out = Path(config.val_data or folder)
+    if held_out.is_dir():
+        held_out /= "validation.json" if (held_out / "validation.json").exists() else "train.json"
+    if config.val_data is None and held_out.stem == "train":
         problem = f"val_data: {folder} has no validation part; prepare it with --validation-fraction, or set val_data"
         raise _error(problem, "train_data")
-    validation = read("val_data", config.val_data or folder, "validation")
+    validation = read("val_data", held_out)
     identity = train[0].index.tokenizer
     for part in (*train, validation):
         key = "val_data" if part is validation else "train_data"
