@@ -260,7 +260,8 @@ def validate(t: Training, step: int) -> float | None:
     loss = loss_sum / n_targets
     if not math.isfinite(loss):
         raise RunError(f"validation loss is {loss} at step {step}: lower lr or set grad_clip", keys=("lr", "grad_clip"))
-    t.logger.log("validation", step, {"loss": loss, "perplexity": math.exp(min(loss, 700)), "batches": step})
+    metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700)), "batches": step} | t.loader.bits_per_byte(loss_sum)
+    t.logger.log("validation", step, metrics)
     return loss
 
 

@@ -41,7 +41,7 @@ EXACT_RUN: dict[str, Any] = TINY | {
 REQUEUED: dict[str, Any] = EXACT_RUN | {"max_steps": 12, "validation_rate": 50, "checkpoint_rate": 1000}
 """Hyperparameters of a run that a scheduler stops and requeues."""
 
-EXACT = ("loss", "perplexity", "grad_norm", "lr", "skipped_steps")
+EXACT = ("loss", "perplexity", "bits_per_byte", "grad_norm", "lr", "skipped_steps")
 """Metrics that are bit-identical however often a run is stopped and resumed."""
 
 

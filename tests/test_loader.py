@@ -226,6 +226,31 @@ def test_the_fingerprint_depends_only_on_the_data(tmp_path: Path) -> None:
     assert after["train"] == before["train"]
 
 
+def test_one_sequence_is_held_out_of_a_short_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 99)
+    data = open_text(tmp_path)
+    assert (data.samples_per_epoch, len(data.validation)) == (8, 1)
+
+
+def test_bits_per_byte_count_the_text_of_the_validated_targets_on_any_ranks(tmp_path: Path) -> None:
+    texts = ["to be", "or not to be, that is the question", "Größe"]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text)
+    data = open_text(tmp_path, val_data=str(tmp_path))
+    ids = [int(token) for i in range(4) for token in data.validation[i].targets]
+    assert data.tokenizer
+    assert data.tokenizer.eos_id in ids
+    for validated, targets in ((2, ids[:20]), (99, ids)):
+        settings = config(dataset="text", validation_batches=validated)
+        found = {rank: Loader(settings, data, 1, rank, 3, CPU).bits_per_byte(10.0) for rank in range(3)}
+        found[3] = Loader(settings, data, 1, 0, 1, CPU).bits_per_byte(10.0)
+        n_bytes = sum(token < 256 for token in targets)  # the others end a text
+        assert list(found.values()) == [{"bits_per_byte": pytest.approx(10 / math.log(2) / n_bytes)}] * 4
+        assert len({str(value) for value in found.values()}) == 1
+    synthetic = open_data(config(), 9, 4, 1, 0)
+    assert Loader(config(), synthetic, 1, 0, 1, CPU).bits_per_byte(10.0) == {}
+
+
 # ---- JSON lines ------------------------------------------------------------------------------------------------
 
 

@@ -91,6 +91,16 @@ def test_ends_count_characters(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(ids[ends <= 2]) == "a\u65e5"
 
 
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, BYTE_LEVEL, LLAMA2])
+@settings(deadline=None)
+@given(st.text(min_size=1).filter(lambda text: "<" not in text))
+def test_the_bytes_of_tokens_add_up_to_those_of_the_text(tokenizer: Tokenizer, text: str) -> None:
+    space = tokenizer is LLAMA2  # that it puts before a text
+    assert tokenizer.text_bytes[tokenizer.encode(text)].sum() == space + len(text.encode())
+    assert len(tokenizer.text_bytes) == tokenizer.vocab_size
+    assert not tokenizer.text_bytes[[*tokenizer.stop_ids]].any()
+
+
 def test_the_start_of_a_text_is_kept_and_its_end_is_left_to_the_caller() -> None:
     assert LLAMA.encode("to be")[0] == LLAMA.bos_id
     assert LLAMA.eos_id not in LLAMA.encode("to be")

@@ -338,6 +338,10 @@ class Loader:
         self._batch_size = config.batch_size
         self._data = data
         self._n_validation = min(len(data.validation), config.validation_batches * global_batch_size)
+        self._validation_bytes = 0
+        if data.tokenizer:
+            targets = (data.validation[i].targets for i in range(self._n_validation))
+            self._validation_bytes = sum(int(data.tokenizer.text_bytes[ids[ids >= 0]].sum()) for ids in targets)
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._device = device
@@ -373,6 +377,11 @@ class Loader:
                 yield batch
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def bits_per_byte(self, loss_sum: float) -> dict[str, float]:
+        """Return the metric of text for the loss of all validation targets (nats); {} if their text is unknown."""
+        n_bytes = self._validation_bytes
+        return {"bits_per_byte": loss_sum / math.log(2) / n_bytes} if n_bytes else {}
 
     def validation(self) -> Iterator[MicroBatch]:
         """Yield this rank's validation micro-batches, equally many on every rank.

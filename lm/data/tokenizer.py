@@ -55,6 +55,7 @@ class ByteTokenizer:
     template_kwargs: Mapping[str, Any] = {}
     date: datetime.date | None = None
     files: Mapping[str, bytes] = {}
+    text_bytes: NDArray[np.int64] = np.array([1] * 256 + [0])
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -144,6 +145,17 @@ class FileTokenizer:
             encoded = self._encoder.encode(after, add_special_tokens=False).ids
             ids |= set([token for token in encoded if token in special][:1])
         return frozenset(ids)
+
+    @functools.cached_property
+    def text_bytes(self) -> NDArray[np.int64]:
+        """Bytes of UTF-8 that each id adds to a text, (vocab_size,); 0 for special tokens."""
+        before = self._encoder.encode("a", add_special_tokens=False).ids
+        texts = self._encoder.decode_batch([[*before, i] for i in range(self.vocab_size)])
+        sizes = np.array([len(text.encode()) for text in texts]) - len(self._encoder.decode(before).encode())
+        for i, text in enumerate(texts):
+            if "\ufffd" in text and "\ufffd" not in (token := str(self._encoder.id_to_token(i))):
+                sizes[i] = 1 if token.startswith("<0x") else len(token)  # a part of a character, byte by byte
+        return sizes
 
     def _without_eos(self, ids: list[int]) -> list[int]:
         return ids[:-1] if ids[-1:] == [self.eos_id] else ids  # some tokenizers append it to every text

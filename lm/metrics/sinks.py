@@ -130,6 +130,7 @@ class CoreAPI:
 _FORMATS = {
     "loss": ("loss", "7.4f"),
     "perplexity": ("perplexity", "<7.4g"),
+    "bits_per_byte": ("bits per byte", ".3f"),
     "lr": ("lr", ".2e"),
     "grad_norm": ("grad norm", "<6.3g"),
     "tokens_per_second": ("tokens/s", "7,.0f"),
