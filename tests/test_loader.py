@@ -209,9 +209,11 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_an_error(tmp_path: Path, me
 def test_fewer_samples_than_one_batch_are_an_error(tmp_path: Path, message: Message) -> None:
     (tmp_path / "a.txt").write_text("x" * 99)
     assert open_text(tmp_path, val_data=str(tmp_path), total=9).samples_per_epoch == 9
-    for key, total, val_data in (("train_data", 10, str(tmp_path)), ("val_data", 2, None)):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/b.txt").write_text("x")
+    for key, total, val_data in (("train_data", 10, str(tmp_path)), ("val_data", 2, str(tmp_path / "b"))):
         with pytest.raises(ConfigError) as error:
-            open_text(tmp_path, total=total, val_data=val_data)
+            open_text(tmp_path / "a.txt", total=total, val_data=val_data)
         assert {key, "max_seq_len"} < error.value.keys
         message(error.value)
 
@@ -295,9 +297,19 @@ def test_a_batch_counts_the_target_tokens_of_all_ranks(tmp_path: Path) -> None:
     assert batches[0].n_target_tokens == batches[1].n_target_tokens == sum(counts)
 
 
-@pytest.mark.parametrize("missing", ["train_data", "val_data"])
-def test_jsonl_requires_training_and_validation_data(missing: str, tmp_path: Path, message: Message) -> None:
+def test_jsonl_requires_training_data(tmp_path: Path, message: Message) -> None:
     with pytest.raises(ConfigError) as error:
-        open_lines(tmp_path, {"text": "ab"}, without=missing)
-    assert error.value.keys == {missing, "dataset"}
+        open_lines(tmp_path, {"text": "ab"}, without="train_data")
+    assert error.value.keys == {"train_data", "dataset"}
     message(error.value)
+
+
+def test_every_20th_line_is_held_out_unless_val_data_are_given(tmp_path: Path, message: Message) -> None:
+    (tmp_path / "b.jsonl").write_text('{"text": "b"}\n' * 3)
+    lines = [{"text": chr(ord("A") + i)} for i in range(38)]
+    data = open_lines(tmp_path, *lines, train_data=f"{tmp_path}/*.jsonl", without="val_data", packing=False)
+    held_out = [chr(data.validation[i].inputs[0]) for i in range(len(data.validation))]
+    assert held_out == ["A", "U", "b"]
+    assert data.samples_per_epoch == 38
+    message(data.notes)
+    assert len(open_lines(tmp_path, *lines, packing=False).validation) == 38

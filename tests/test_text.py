@@ -32,7 +32,9 @@ def write(folder: Path, *names: str) -> list[Path]:
 
 def test_a_file_a_glob_and_a_folder_without_its_hidden_files_are_found(tmp_path: Path) -> None:
     root = tmp_path / ".root"
-    b, a, deep, other, *_ = write(root, "b.txt", "a.txt", "deep/er/c.txt", "d.md", ".b.txt", ".git/config", "c/.d/e")
+    b, a, deep, other, *_ = write(
+        root, "b.txt", "a.txt", "deep/er/c.txt", "d.md", ".b.txt", ".git/config", "c/.d/e", "c/__pycache__/f"
+    )
     assert find_files(str(a), "train_data") == [a]
     assert find_files(str(root), "train_data") == [a, b, other, deep]
     assert find_files(f"{root}/*.txt", "train_data") == [a, b]

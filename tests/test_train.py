@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 import yaml
 
 from lm import config
+from lm.data.tokenizer import FILE, load_tokenizer
 from tests.conftest import Message
-from tests.support import ROOT, TINY, reports, run
+from tests.support import ROOT, TINY, byte_level_tokenizer, checkpoints, reports, run
 
 
 def test_too_many_consecutive_inf_or_nan_gradients_end_the_run(tmp_path: Path, message: Message) -> None:
@@ -47,6 +49,32 @@ def test_negative_epochs_only_validate_and_generate(tmp_path: Path) -> None:
     assert "training" not in again.stdout
     assert "\nto be" in again.stdout
     assert config.load(tmp_path / "runs" / "test" / "config.yaml", []).max_epochs == -1
+
+
+@pytest.mark.slow
+def test_own_text_needs_only_its_name_and_its_tokenizers(tmp_path: Path, message: Message) -> None:
+    text = "To be, or not to be, that is the question.\n" * 40
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / FILE).write_bytes(byte_level_tokenizer(300))
+    own = {"dataset": "text", "train_data": "a.txt", "tokenizer": FILE}
+    small = {"d_model": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 16, "report_rate": 2}
+    done = run(tmp_path, "max_steps=2", config=own | small)
+    assert done.returncode == 0, done.stderr
+    message(done.stdout.splitlines()[0])
+    manifest = json.loads((checkpoints(tmp_path)[2] / "manifest.json").read_text())
+    assert manifest["model"]["vocab_size"] == manifest["hyperparameters"]["vocab_size"] == 320
+    resumed = run(tmp_path, "max_steps=4", "vocab_size=320", config=own | small)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "step 2\n" in resumed.stdout
+    assert "changed:" not in resumed.stdout
+    tokenizer = load_tokenizer(str(tmp_path))
+    ids = [*tokenizer.encode(text), tokenizer.eos_id]
+    held_out = ids[-round(len(ids) * 0.05) :]
+    targets = held_out[1 : (len(held_out) - 1) // 16 * 16 + 1]
+    bits_per_nat = len(targets) / len(tokenizer.decode(targets).encode()) / math.log(2)
+    lines = reports(tmp_path, "validation")
+    assert sorted(lines) == [2, 4]
+    assert all(line["bits_per_byte"] == pytest.approx(bits_per_nat * line["loss"]) for line in lines.values())
 
 
 @pytest.mark.slow

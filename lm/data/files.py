@@ -30,8 +30,8 @@ def find_files(where: str | None, key: str) -> list[Path]:
     """Return the files that `where` names, sorted.
 
     Args:
-        where: a file, a folder (all files below it that are not hidden) or a glob; None = the source of the Python
-            standard library without its tests.
+        where: a file, a folder (all files below it that are not hidden or in __pycache__) or a glob; None = the
+            source of the Python standard library without its tests.
         key: the hyperparameter that `where` comes from, for errors.
     """
     root = Path(where or sysconfig.get_paths()["stdlib"])
@@ -53,14 +53,14 @@ def find_files(where: str | None, key: str) -> list[Path]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Yield what is below `root` and not hidden; follow links, and enter each folder once."""
+    """Yield what is below `root` and neither hidden nor in __pycache__; follow links, and enter each folder once."""
 
     def fail(error: OSError) -> None:
         raise error
 
     seen = set()
     for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
         path = Path(folder)
         identity = path.stat().st_dev, path.stat().st_ino
         if identity in seen:

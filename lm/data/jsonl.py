@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from model import IGNORE_INDEX
 
 _BATCH = 1024
 """Samples tokenised in one call."""
-
 
 _CONVERSIONS = {
     "conversations": (
@@ -173,6 +172,9 @@ class JsonlDataset(Dataset):
     Packed, a sequence holds several samples, each in one piece, and attention stays inside each; otherwise one sample.
     The rest of a sequence is padding. Samples longer than a sequence are truncated, those without targets dropped.
 
+    Args:
+        held_out: True = only every 20th line, for validation; False = only the others; None = all.
+
     Raises:
         ConfigError: invalid lines (the first of each file), or no targets at all.
     """
@@ -185,14 +187,17 @@ class JsonlDataset(Dataset):
         text_field: str = "text",
         completion_only: bool = False,
         packing: bool = True,
+        held_out: bool | None = None,
     ) -> None:
         inputs: list[NDArray[np.int32]] = []
         targets: list[NDArray[np.int32]] = []
         lengths: list[int] = []  # before truncation
         dropped: list[int] = []  # samples without targets: the length up to the first one that is cut off, or 0
+        numbers = itertools.count()
 
         def read(file: Path) -> None:
-            for ids, is_target in _encode(_examples(file, text_field, completion_only, tokenizer), tokenizer):
+            lines = (x for x in read_jsonl(file) if held_out in (None, next(numbers) % 20 == 0))
+            for ids, is_target in _encode(_examples(lines, text_field, completion_only, tokenizer), tokenizer):
                 if is_target[1 : seq_len + 1].any():
                     lengths.append(len(ids) - 1)
                     inputs.append(ids[:-1][:seq_len].astype(np.int32))
@@ -273,8 +278,10 @@ def _best_fit(lengths: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
     return first[sequences]
 
 
-def _examples(file: Path, text_field: str, completion_only: bool, tokenizer: Tokenizer) -> Iterator[_Example]:
-    for place, record, _ in read_jsonl(file):
+def _examples(
+    lines: Iterable[tuple[str, dict[str, Any], int]], text_field: str, completion_only: bool, tokenizer: Tokenizer
+) -> Iterator[_Example]:
+    for place, record, _ in lines:
         try:
             yield _render(record, text_field, completion_only, tokenizer)
         except ConfigError as error:

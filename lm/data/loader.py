@@ -49,8 +49,8 @@ class DataConfig(BaseModel):
     )
     val_data: str | None = Field(
         None,
-        description="a file, folder or glob; null = the last 5 % (text), the folder's validation part (tokens), or the"
-        " split `validation` (hf, where it may also name a split)",
+        description="a file, folder or glob; null = held out of train_data: the last 5 % (text), every 20th line"
+        " (jsonl), the folder's validation part (tokens); hf: also a split, null = `validation`",
     )
     tokenizer: str | None = Field(
         None,
@@ -185,6 +185,9 @@ def open_data(
         source = SampledSource(train, weights, global_batch_size, dp_rank, dp_size, seed, config.shuffle)
         datasets = [*(("train_data", dataset) for dataset in train), ("val_data", validation)]
         notes = [f"{key}: {dataset.note}" for key, dataset in datasets if dataset.note]
+        if config.val_data is None and config.dataset in ("text", "jsonl"):
+            counts = f"{len(validation):,} of {len(validation) + len(train[0]):,} sequences"
+            notes.append(f"val_data: null: {counts} of train_data are held out for validation")
         data = Data(source, validation, tokenizer, notes)
     tokenizer, n_samples = data.tokenizer, data.samples_per_epoch
     if tokenizer and tokenizer.vocab_size > vocab_size:
@@ -236,7 +239,7 @@ def _open_text(config: DataConfig, seq_len: int) -> Opened:
 
     train = read("train_data")
     if config.val_data is None:
-        train, validation = np.split(train, [-max(1, round(len(train) * VALIDATION_SHARE))])
+        train, validation = np.split(train, [-max(seq_len + 1, round(len(train) * VALIDATION_SHARE))])
     else:
         validation = read("val_data")
     return [TokenWindowDataset(train, seq_len)], TokenWindowDataset(validation, seq_len), tokenizer
@@ -296,14 +299,16 @@ def _open_jsonl(config: DataConfig, seq_len: int) -> Opened:
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
     tokenizer.template_kwargs, tokenizer.date = config.chat_template_kwargs or {}, config.chat_template_date
 
-    def read(key: str) -> JsonlDataset:
+    def read(key: str, held_out: bool) -> JsonlDataset:
         if (where := getattr(config, key)) is None:
             raise _error(f"{key}: dataset: jsonl requires it; give a file, a folder or a glob", "dataset")
         with _caused_by(key):
             found, only = files.find_files(where, key), config.loss_on == "completion"
-            return JsonlDataset(found, tokenizer, seq_len, config.text_field, only, config.packing)
+            part = held_out if config.val_data is None else None
+            return JsonlDataset(found, tokenizer, seq_len, config.text_field, only, config.packing, part)
 
-    return [read("train_data")], read("val_data"), tokenizer
+    validation = read("train_data" if config.val_data is None else "val_data", held_out=True)
+    return [read("train_data", held_out=False)], validation, tokenizer
 
 
 def _open_stream(
