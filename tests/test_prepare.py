@@ -27,6 +27,7 @@ from tokenizers import Tokenizer as Encoder
 from tokenizers import models, pre_tokenizers
 
 from lm.data.files import blocks
+from lm.data.loader import DataConfig, open_data
 from lm.data.tokenizer import FILE, ByteTokenizer, load_tokenizer
 from lm.data.tokens import read_index
 from lm.errors import ConfigError, RunError
@@ -138,6 +139,23 @@ def test_the_tokenizer_files_are_next_to_the_tokens(tmp_path: Path) -> None:
     assert tokenizer.files == load_tokenizer(str(tmp_path)).files
     assert read_index(out / "train.json").tokenizer == tokenizer.identity
     assert dataset(out) == [[*tokenizer.encode(TEXTS[1]), tokenizer.eos_id]]
+
+
+def test_the_tail_of_each_of_few_documents_is_held_out(tmp_path: Path, message: Message) -> None:
+    (tmp_path / "a.txt").write_text("To be, or not to be. " * 50)
+    (tmp_path / "b.txt").write_text("x")
+    out = tmp_path / "out"
+    common = ("--train-tokenizer", 257, "--out", out, "--validation-fraction", 0.1, "--workers", 1)
+    code, output, errors = run(tmp_path / "a.txt", tmp_path / "b.txt", *common)
+    assert code == 0, errors
+    message(output, mask=r"^.*(?=\ntoo few)")
+    (text, other), (tail,) = dataset(out), dataset(out, "validation")
+    tokenizer = load_tokenizer(str(out))
+    assert (len(text), len(tail), other[:-1]) == (946, 106, tokenizer.encode("x"))
+    assert tokenizer.decode([*text[:-1], *tail[:-1]]) == "To be, or not to be. " * 50
+    data = {"dataset": "tokens", "train_data": str(out), "val_data": str(out)}
+    opened = open_data(DataConfig.model_validate(data), 257, 16, 1, 0)
+    assert (opened.samples_per_epoch, len(opened.validation)) == (59, 6)
 
 
 def test_a_vocabulary_that_exceeds_uint16_uses_uint32(tmp_path: Path) -> None:

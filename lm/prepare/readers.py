@@ -52,6 +52,20 @@ def is_held_out(document: bytes, fraction: float) -> bool:
     return fraction > 0 and int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big") < fraction * 2**64
 
 
+def split_document(document: str, fraction: float, from_tail: bool) -> list[tuple[str, bool]]:
+    """Return the parts of a document, and whether each is held out: the last `fraction` of it, or all of it or none."""
+    if not from_tail:
+        return [(document, is_held_out(document.encode(), fraction))]
+    cut = len(document) - round(len(document) * fraction)
+    return [part for part in ((document[:cut], False), (document[cut:], True)) if part[0]]
+
+
+def must_split(documents: Iterable[Document], fraction: float) -> bool:
+    """Return whether `is_held_out` leaves one split without documents; reads no more of them than it needs."""
+    held_out = (is_held_out(document.text.encode(), fraction) for document in documents)
+    return fraction > 0 and len(list(itertools.islice(itertools.groupby(held_out), 2))) < 2
+
+
 def format_of(path: Path, override: str | None) -> str | None:
     """Return the format of `path` by its suffix, or `override`; None if unknown or not readable compressed."""
     suffix = (Path(path.stem) if is_compressed(path) else path).suffix.lower()

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from lm.data.tokenizer import load_tokenizer
-from lm.prepare.readers import CHUNK, Document, TokenChunk, is_held_out
+from lm.prepare.readers import CHUNK, Document, TokenChunk
 from lm.prepare.token_writer import id_dtype
 
+Split = Callable[[str], list[tuple[str, bool]]]
 CHUNKS_PER_WORKER = 3
 """Chunks that are encoded or wait to be written, for each worker."""
 
@@ -42,13 +43,13 @@ class WorkerPool(ProcessPoolExecutor):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
     def encode(
-        self, documents: Iterable[Document], tokenizer: str, fraction: float, folder: Path
+        self, documents: Iterable[Document], tokenizer: str, split: Split, folder: Path
     ) -> Iterator[tuple[int, TokenChunk]]:
         """Yield the tokens of all documents in order, with their bytes of input; `folder` is for temporary files."""
         pending: deque[tuple[int, Path, Future[list[bool]]]] = deque()
         for number, (size, texts) in enumerate(_chunks(documents)):
             path = folder / f"{number}.part"
-            pending.append((size, path, self.submit(_encode_chunk, path, texts, tokenizer, fraction)))
+            pending.append((size, path, self.submit(_encode_chunk, path, texts, tokenizer, split)))
             if len(pending) > self._max_pending:
                 yield from _read_results(*pending.popleft())
         while pending:
@@ -78,28 +79,29 @@ def _start_worker() -> None:
 _tokenizer = functools.cache(load_tokenizer)
 
 
-def _encode_chunk(path: Path, texts: list[str], tokenizer_name: str, fraction: float) -> list[bool]:
+def _encode_chunk(path: Path, texts: list[str], tokenizer_name: str, split: Split) -> list[bool]:
     """Write the tokens of `texts`, each with an end-of-text token, to `path`, by split. Return the splits.
 
     A file, because a worker killed while it writes megabytes to the pool's pipe leaves the reader waiting for the rest.
     """
     tokenizer = _tokenizer(tokenizer_name)
     documents: dict[bool, list[Any]] = {}
-    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+    parts = [part for text in texts for part in split(text)]
+    for (_, held_out), ids in zip(parts, tokenizer.encode_batch([text for text, _ in parts]), strict=True):
         ended = ids if tokenizer.eos_id in ids[-1:] else np.append(ids, np.uint32(tokenizer.eos_id))
-        documents.setdefault(is_held_out(text.encode(), fraction), []).append(ended)
+        documents.setdefault(held_out, []).append(ended)
     content = io.BytesIO()  # np.save to a file does not report a full disk
-    for split in documents.values():
-        np.save(content, np.concatenate(split, dtype=id_dtype(tokenizer.vocab_size), casting="unsafe"))
-        np.save(content, np.cumsum(list(map(len, split))))
+    for ended in documents.values():
+        np.save(content, np.concatenate(ended, dtype=id_dtype(tokenizer.vocab_size), casting="unsafe"))
+        np.save(content, np.cumsum(list(map(len, ended))))
     path.write_bytes(content.getbuffer())
     return list(documents)
 
 
 def _read_results(size: int, path: Path, splits: Future[list[bool]]) -> Iterator[tuple[int, TokenChunk]]:
-    held_out = splits.result()
+    names = splits.result()
     with path.open("rb") as file:
-        for split in held_out:
-            yield size, TokenChunk(np.load(file), np.load(file), split)
+        for held_out in names:
+            yield size, TokenChunk(np.load(file), np.load(file), held_out)
             size = 0
     path.unlink()
