@@ -419,10 +419,13 @@ def page() -> str:
 
 
 def schema() -> str:
-    """Return docs/hyperparameters.schema.json, which leaves Determined's own keys unchecked."""
-    inner = {key: value for key, value in _SCHEMA.items() if key != "$defs"}
-    outer = {"type": "object", "$defs": _SCHEMA["$defs"], "properties": {"hyperparameters": inner}}
-    return json.dumps(outer | {"required": ["hyperparameters"]}, indent=1) + "\n"
+    """Return docs/hyperparameters.schema.json: a value or a search range for each key; Determined's own are free."""
+    types = ["const", "int", "double", "log", "categorical"]
+    search = {"type": "object", "required": ["type"], "properties": {"type": {"enum": types}}}
+    keys = {key: {"anyOf": [value, {"$ref": "#/$defs/Search"}]} for key, value in _SCHEMA["properties"].items()}
+    inner = {"type": "object", "additionalProperties": False, "properties": keys}
+    outer = {"type": "object", "$defs": _SCHEMA["$defs"] | {"Search": search}, "required": ["hyperparameters"]}
+    return json.dumps(outer | {"properties": {"hyperparameters": inner}}, indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import yaml
 
 from lm import config
-from tests.support import ROOT
+from lm.data.tokenizer import FILE
+from tests.support import CHAT_TEMPLATE, ROOT, llama_tokenizer, reports, run
 
 SHIPPED = sorted([ROOT / "config.yaml", ROOT / "distributed.yaml", *(ROOT / "recipes").glob("*.yaml")])
 
@@ -84,6 +86,44 @@ def test_the_hyperparameters_of_a_shipped_file_are_valid(path: Path) -> None:
         assert experiment["searcher"]["max_time"] == hp.max_steps
         rungs = [hp.max_steps // experiment["searcher"]["divisor"] ** n for n in range(3)]
         assert [step % (hp.validation_rate or hp.report_rate) for step in rungs] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_an_editor_finds_the_schema_of_a_shipped_file_and_accepts_it(path: Path) -> None:
+    first = path.read_text().partition("\n")[0]
+    schema = path.parent / first.removeprefix("# yaml-language-server: $schema=")
+    assert schema.resolve() == ROOT / "docs" / "hyperparameters.schema.json"
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.validate(yaml.safe_load(path.read_text()), json.loads(schema.read_text()))
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"hyperparameters": {"lr": {"type": "logarithmic"}}}, json.loads(schema.read_text()))
+
+
+@pytest.mark.slow
+def test_the_recipe_for_own_text_runs_on_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("To be, or not to be, that is the question.\n" * 100)
+    recipe = ["--config", str(ROOT / "recipes" / "own_text.yaml"), "train_data=a.txt", "max_steps=1"]
+    done = run(tmp_path, *recipe, "d_model=32", "n_layers=1", "max_seq_len=32", "num_tokens=1")
+    assert done.returncode == 0, done.stderr
+    assert reports(tmp_path, "validation", name="own_text")[1]["bits_per_byte"] > 0
+
+
+@pytest.mark.slow
+def test_the_chat_recipe_runs_on_a_model_and_chats_in_a_folder(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, vocab_size=256))
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / FILE).write_bytes(llama_tokenizer())
+    specials = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(specials))
+    chat = {"messages": [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not to be"}]}
+    (tmp_path / "chat.jsonl").write_text((json.dumps(chat) + "\n") * 40)
+    recipe = ["--config", str(ROOT / "recipes" / "chat.yaml"), "init_from=model", "train_data=chat.jsonl"]
+    done = run(tmp_path, *recipe, "max_steps=2", "max_seq_len=32")
+    assert done.returncode == 0, done.stderr
+    assert "held out" in done.stdout
+    assert reports(tmp_path, "validation", name="chat")[2]["bits_per_byte"] > 0
 
 
 def test_config_yaml_has_the_hyperparameters_and_defaults_of_the_original_example() -> None:
