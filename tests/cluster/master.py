@@ -1,4 +1,4 @@
-"""A stand-in for Determined's master: the API calls of the CLI and of trials, on 127.0.0.1.
+"""A stand-in for Determined's master: the API calls of the CLI, the SDK and trials, on 127.0.0.1.
 
 It validates every call as the master does (token, path, body, and for checkpoints the files in the storage), records it
 in `calls`, and answers it. It refuses unknown and invalid calls and lists them in `refused`.
@@ -12,13 +12,16 @@ import json
 import math
 import re
 import secrets
+import shutil
 import tarfile
 import threading
 import time
 import uuid
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -52,10 +55,6 @@ class Call:
     route: str
     body: Any
     status: int
-    arrived: float
-    """seconds, `time.monotonic()`"""
-    saved: int
-    """complete checkpoints in the storage when it arrived"""
 
 
 @dataclass
@@ -69,14 +68,39 @@ class Allocation:
     token: str = field(default_factory=lambda: f"secret-{secrets.token_hex(16)}")
     preempt: threading.Event = field(default_factory=threading.Event)
     acknowledged: bool = False
+    kill: Callable[[], None] = lambda: None
     invalid: bool = False
     """the trial reported invalid hyperparameters"""
-    state: str = "STATE_RUNNING"
-    """a search's stop changes it to STATE_STOPPING_COMPLETED, and signals nothing"""
 
     @property
     def task(self) -> str:
         return f"trial.{self.trial}"
+
+
+@dataclass
+class TrialRecord:
+    """What the master knows of a trial."""
+
+    id: int
+    experiment: int
+    hparams: Mapping[str, Any] | None = None
+    """None = the experiment's"""
+    forked_from: str | None = None
+    state: str = "STATE_RUNNING"
+    """a search's stop changes it to STATE_STOPPING_COMPLETED, and signals nothing"""
+    status: str = ""
+    restarts: int = 0
+    logs: list[Path] = field(default_factory=list)
+
+
+@dataclass
+class Experiment:
+    """What the master knows of an experiment."""
+
+    id: int
+    config: dict[str, Any]
+    state: str = "STATE_ACTIVE"
+    halving: Halving | None = None
 
 
 class Master:
@@ -87,6 +111,7 @@ class Master:
         is_away: whether a proxy answers calls with 503, as while the master restarts.
         refuse: status codes to refuse calls with, by route.
         on_metrics: called with (group, steps completed) for every report.
+        on_experiment: called with every experiment that is created or continued.
     """
 
     def __init__(self, storage: Path) -> None:
@@ -97,13 +122,15 @@ class Master:
         self.is_away = False
         self.refuse: dict[str, int] = {}
         self.on_metrics: Callable[[str, int], None] = lambda _group, _step: None
+        self.on_experiment: Callable[[Experiment], None] = lambda _experiment: None
+        self.experiments: list[Experiment] = []
         self.experiment: dict[str, Any] = {}
+        """config of the newest experiment"""
         self.context = ""
         self.allocation: Allocation | None = None
         self.checkpoints: list[dict[str, Any]] = []
         self.metrics: list[dict[str, Any]] = []
-        self.trials: dict[int, str | None] = {}
-        """by trial ID, the checkpoint that the trial was forked from"""
+        self.trials: dict[int, TrialRecord] = {}
         self._runs = 0
         self._lock = threading.Lock()
         self._server = self._start()
@@ -139,8 +166,11 @@ class Master:
         return server
 
     def close(self) -> None:
+        for experiment in self.experiments:
+            experiment.state = "STATE_STOPPING_KILLED"
         if self.allocation:
             self.allocation.preempt.set()  # ends a long poll
+            self.allocation.kill()
         self._server.shutdown()
         self._server.server_close()
 
@@ -149,11 +179,27 @@ class Master:
     def allocate(self, trial: int, latest: str | None = None) -> Allocation:
         """Return a new start of the trial `trial`, from its newest checkpoint; a fork starts from `latest`."""
         self._runs += 1
-        self.trials.setdefault(trial, latest)
-        mine = [c for c in self.checkpoints if c["taskId"] == f"trial.{trial}" and c["state"] == "STATE_COMPLETED"]
-        newest = max(mine, key=lambda c: c["metadata"]["steps_completed"], default=None)
-        self.allocation = Allocation(trial, self._runs, newest["uuid"] if newest else self.trials[trial])
+        record = self.trials.setdefault(trial, TrialRecord(trial, len(self.experiments), forked_from=latest))
+        kept = self.kept(trial)
+        self.allocation = Allocation(trial, self._runs, kept[-1]["uuid"] if kept else record.forked_from)
         return self.allocation
+
+    def kept(self, trial: int) -> list[dict[str, Any]]:
+        """Return the checkpoints of a trial that are not deleted, by step."""
+        mine = [c for c in self.checkpoints if c["taskId"] == f"trial.{trial}" and c["state"] == "STATE_COMPLETED"]
+        return sorted(mine, key=lambda c: c["metadata"]["steps_completed"])
+
+    def collect(self, experiment: Experiment) -> None:
+        """Delete the checkpoints that `checkpoint_storage` does not keep after the experiment's end."""
+        n_latest = experiment.config["checkpoint_storage"]["save_trial_latest"]
+        for trial in (t.id for t in self.trials.values() if t.experiment == experiment.id):
+            validations = [m for m in self.metrics if (m["trial"], m["group"]) == (trial, "validation")]
+            losses = {m["step"]: m["metrics"]["loss"] for m in validations}
+            by_loss = sorted(self.kept(trial), key=lambda c: losses.get(c["metadata"]["steps_completed"], math.inf))
+            for checkpoint in by_loss[1:]:
+                if checkpoint not in self.kept(trial)[-n_latest:]:
+                    shutil.rmtree(self.storage / checkpoint["uuid"])
+                    checkpoint |= {"state": "STATE_DELETED", "resources": {}}
 
     def files(self, checkpoint: str) -> dict[str, int]:
         """Return the files of a checkpoint in the storage and their sizes in bytes."""
@@ -163,8 +209,6 @@ class Master:
     # ---- answering ------------------------------------------------------------------------------------
 
     def _answer(self, handler: BaseHTTPRequestHandler) -> None:
-        arrived = time.monotonic()
-        saved = len(list(self.storage.glob("*/manifest.json")))
         length = int(handler.headers.get("Content-Length", 0))
         text = handler.rfile.read(length)
         if len(text) < length:  # the client was killed while sending
@@ -189,8 +233,8 @@ class Master:
             status, answer = 500, {"error": {"code": 13, "error": repr(error)}}
             self.refused.append(f"{handler.command} {handler.path}: {error!r}, {body}")
         with self._lock:
-            self.calls.append(Call(handler.command, route, body, status, arrived, saved))
-        payload = json.dumps(answer).encode()
+            self.calls.append(Call(handler.command, route, body, status))
+        payload = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         handler.send_response(status)
         handler.send_header("Content-Type", "application/json")
         handler.send_header("Content-Length", str(len(payload)))
@@ -204,7 +248,7 @@ class Master:
         raise RefusalError(404, "no such call")
 
     def _check_token(self, headers: Any, route: str) -> None:
-        if route in WITHOUT_ALLOCATION:
+        if route in PUBLIC or headers.get("Authorization") == f"Bearer {USER_TOKEN}":
             return
         token = headers.get("Grpc-Metadata-x-allocation-token")
         if self.allocation is None or token != f"Bearer {self.allocation.token}":
@@ -219,13 +263,34 @@ class Master:
         require(not wrong, f"not of the current allocation: {wrong}")
         return allocation
 
-    def count(self) -> Counter[str]:
-        """Return how often each call was made."""
-        return Counter(f"{call.method} {call.route}" for call in self.calls)
-
     def bodies(self, route: str, method: str = "POST") -> list[Any]:
         """Return the bodies of the accepted calls of `route`."""
         return [c.body for c in self.calls if (c.method, c.route, c.status) == (method, route, 200)]
+
+
+class Halving:
+    """Asynchronous successive halving as the adaptive ASHA of Determined 0.38.1 does it in `mode: aggressive`."""
+
+    def __init__(self, searcher: Mapping[str, Any]) -> None:
+        self._divisor, length = searcher["divisor"], searcher["max_time"]
+        largest = min(length, searcher["max_trials"])
+        n_rungs = min(searcher["max_rungs"], int(math.log(largest) / math.log(self._divisor)) + 1)
+        self.rungs = [max(int(length / self._divisor**rung), 1) for rung in reversed(range(n_rungs))]
+        self._losses: list[list[float]] = [[] for _ in self.rungs]
+        self._reached: Counter[int] = Counter()
+
+    def stops(self, trial: int, steps: int, loss: float) -> bool:
+        """Return whether the trial stops after a validation: at the last rung, or outside the best 1/divisor."""
+        for rung in range(self._reached[trial], len(self.rungs)):
+            self._reached[trial] = rung
+            if steps < self.rungs[rung]:
+                return False
+            losses = self._losses[rung]
+            place = bisect_left(losses, loss)
+            losses.insert(place, loss)
+            if rung == len(self.rungs) - 1 or place >= max(int(len(losses) / self._divisor), 1):
+                return True
+        return False
 
 
 # ---- calls ----------------------------------------------------------------------------------------------
@@ -234,12 +299,13 @@ Body = Mapping[str, Any]
 
 
 USER = {"id": 1, "username": "tester", "admin": False, "active": True}
+USER_TOKEN = "token-of-a-user"
 MASTER = {"version": VERSION, "masterId": "m", "clusterId": "c", "clusterName": "", "telemetryEnabled": False}
 
 
 def log_in(_master: Master, body: Body, _query: Body) -> dict[str, Any]:
     require(body["username"] == "tester" and body["isHashed"], "no such user")
-    return {"token": "token-of-a-user", "user": USER}
+    return {"token": USER_TOKEN, "user": USER}
 
 
 def create_experiment(master: Master, body: Body, _query: Body) -> dict[str, Any]:
@@ -254,10 +320,90 @@ def create_experiment(master: Master, body: Body, _query: Body) -> dict[str, Any
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
     master.context = base64.b64encode(packed.getvalue()).decode()
+    searcher = master.experiment["searcher"]
+    halving = Halving(searcher) if searcher["name"] == "adaptive_asha" else None
+    experiment = Experiment(len(master.experiments) + 1, master.experiment, halving=halving)
+    master.experiments.append(experiment)
+    master.on_experiment(experiment)
+    return show_experiment(master, None, {}, str(experiment.id)) | {"warnings": []}
+
+
+def show_experiment(master: Master, _body: None, _query: Body, experiment: str) -> dict[str, Any]:
+    found = master.experiments[int(experiment) - 1]
     texts = dict.fromkeys(("originalConfig", "username", "startTime", "jobId", "searcherType"), "")
-    shown = {"id": 1, "name": master.experiment["name"], "state": "STATE_ACTIVE", "archived": False, "config": {}}
-    shown |= texts | {"hyperparameters": {}, "numTrials": 0, "projectId": 1, "projectOwnerId": 1}
-    return {"experiment": shown, "config": {}, "jobSummary": None, "warnings": []}
+    shown = {"id": found.id, "name": found.config["name"], "state": found.state, "archived": False}
+    shown |= texts | {"config": found.config, "hyperparameters": {}, "projectId": 1, "projectOwnerId": 1}
+    return {"experiment": shown | {"numTrials": len(master.trials)}, "config": found.config, "jobSummary": None}
+
+
+def change_experiment(state: str) -> Callable[..., None]:
+    """Return a call that changes an experiment's state."""
+
+    def change(master: Master, _body: None, _query: Body, experiment: str) -> None:
+        master.experiments[int(experiment) - 1].state = state
+        if master.allocation and state == "STATE_PAUSED":
+            master.allocation.preempt.set()
+        if master.allocation and state == "STATE_STOPPING_KILLED":
+            master.allocation.kill()
+
+    return change
+
+
+def continue_experiment(master: Master, body: Body, query: Body) -> dict[str, Any]:
+    change_experiment("STATE_ACTIVE")(master, None, query, body["id"])
+    master.on_experiment(master.experiments[body["id"] - 1])
+    return show_experiment(master, None, query, body["id"])
+
+
+def pages(name: str, items: list[Any]) -> dict[str, Any]:
+    """Return a list that is complete in one page."""
+    return {name: items, "pagination": {"offset": 0, "limit": 0, "endIndex": len(items), "total": len(items)}}
+
+
+def stream(items: Iterable[Any]) -> bytes:
+    return b"".join(json.dumps({"result": item}).encode() + b"\n" for item in items)
+
+
+def show_trials(master: Master, _body: None, query: Body, experiment: str) -> dict[str, Any]:
+    mine = [trial.id for trial in master.trials.values() if trial.experiment == int(experiment)]
+    return pages("trials", [show_trial(master, None, query, str(trial))["trial"] for trial in mine])
+
+
+def show_checkpoints(master: Master, _body: None, _query: Body, trial: str) -> dict[str, Any]:
+    record = master.trials[int(trial)]
+    training = {"trialId": record.id, "experimentId": record.experiment, "hparams": {}}
+    training["experimentConfig"] = master.experiments[record.experiment - 1].config
+    mine = [c | {"training": training} for c in master.checkpoints if c["taskId"] == f"trial.{trial}"]
+    return pages("checkpoints", mine)
+
+
+def stream_metrics(master: Master, _body: None, query: Body) -> bytes:
+    """Answer with a trial's reports; a report is archived once another run of the trial repeats it."""
+    group, trial = query["group"], int(query["trialIds"])
+    mine = {m["step"]: m for m in master.metrics if (m["trial"], m["group"]) == (trial, group)}
+    name = "validation_metrics" if group == "validation" else "avg_metrics"
+    fixed = {"trialId": trial, "group": group, "archived": False, "id": 1}
+    reports = [
+        fixed | {"endTime": m["time"], "totalBatches": step, "trialRunId": m["run"], "metrics": {name: m["metrics"]}}
+        for step, m in mine.items()
+    ]
+    return stream([{"metrics": reports}])
+
+
+def stream_profiler_series(master: Master, _body: None, _query: Body, trial: str) -> bytes:
+    mine = [m["metrics"] for m in master.metrics if m["trial"] == int(trial) and m["group"] in PROFILER_GROUPS]
+    names = {(agent, name) for m in mine for agent, values in m.items() for name in values if "/" not in name}
+    return stream([{"labels": [{"trialId": int(trial), "agentId": agent, "name": name} for agent, name in names]}])
+
+
+def stream_logs(master: Master, _body: None, _query: Body, trial: str) -> bytes:
+    lines = [line for path in master.trials[int(trial)].logs for line in path.read_text(errors="replace").splitlines()]
+    fixed = {"trialId": int(trial), "level": "LOG_LEVEL_INFO", "timestamp": timestamp(), "source": "task"}
+    return stream(fixed | {"id": str(number), "message": line + "\n"} for number, line in enumerate(lines))
+
+
+def timestamp() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def context_directory(master: Master, _body: None, _query: Body, task: str) -> dict[str, Any]:
@@ -295,10 +441,11 @@ def acknowledge_preemption(master: Master, _body: Body | None, _query: Body, all
     found.acknowledged = True
 
 
-def trial_state(master: Master, _body: None, _query: Body, trial: str) -> dict[str, Any]:
-    found = master._require_current(trial=trial)
-    fixed = {"experimentId": 1, "hparams": {}, "restarts": 0, "startTime": "2026-11-21T23:58:16Z"}
-    return {"trial": fixed | {"id": found.trial, "state": found.state, "totalBatchesProcessed": 0}}
+def show_trial(master: Master, _body: None, _query: Body, trial: str) -> dict[str, Any]:
+    found = master.trials[int(trial)]
+    shown = {"id": found.id, "experimentId": found.experiment, "hparams": found.hparams or {}, "state": found.state}
+    shown |= {"restarts": found.restarts, "runnerState": found.status, "totalBatchesProcessed": 0}
+    return {"trial": shown | {"startTime": "2026-11-21T23:58:16Z", "summaryMetrics": {}}}
 
 
 def accept_metrics(master: Master, body: Body, _query: Body, trial: str) -> None:
@@ -320,9 +467,12 @@ def accept_metrics(master: Master, body: Body, _query: Body, trial: str) -> None
             needed = [searcher["metric"], *([searcher["time_metric"]] if "time_metric" in searcher else [])]
             require(all(math.isfinite(values.get(key, math.nan)) for key in needed), f"{needed} must be finite")
     with master._lock:
-        master.metrics.append(
-            {"group": group, "trial": found.trial, "run": found.run, "step": steps, "metrics": values}
-        )
+        fixed = {"trial": found.trial, "run": found.run, "time": timestamp()}
+        master.metrics.append(fixed | {"group": group, "step": steps, "metrics": values})
+        record = master.trials[found.trial]
+        halving = master.experiments[record.experiment - 1].halving
+        if group == "validation" and halving and halving.stops(found.trial, values["batches"], values["loss"]):
+            record.state = "STATE_STOPPING_COMPLETED"
     if steps is not None:
         master.on_metrics(group, steps)
 
@@ -333,8 +483,9 @@ def accept_progress(master: Master, body: Body, _query: Body, trial: str) -> Non
 
 
 def accept_status(master: Master, body: Body, _query: Body, trial: str) -> None:
-    master._require_current(trial=trial)
+    found = master._require_current(trial=trial)
     require(isinstance(body["state"], str) and body["state"], "the status is empty")
+    master.trials[found.trial].status = body["state"]
 
 
 def accept_checkpoint(master: Master, body: Body, _query: Body) -> None:
@@ -373,13 +524,23 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "GET /api/v1/me": lambda *_: {"user": USER},
     "POST /api/v1/auth/login": log_in,
     "POST /api/v1/experiments": create_experiment,
+    "POST /api/v1/experiments/continue": continue_experiment,
+    "GET /api/v1/experiments/{experiment}": show_experiment,
+    "POST /api/v1/experiments/{experiment}/pause": change_experiment("STATE_PAUSED"),
+    "POST /api/v1/experiments/{experiment}/activate": change_experiment("STATE_ACTIVE"),
+    "POST /api/v1/experiments/{experiment}/kill": change_experiment("STATE_STOPPING_KILLED"),
+    "GET /api/v1/experiments/{experiment}/trials": show_trials,
     "GET /api/v1/tasks/{task}/context_directory": context_directory,
     "POST /api/v1/allocations/{allocation}/acceleratorData": accept_accelerators,
     "GET /api/v1/allocations/{allocation}/resources/{resources}/rendezvous": rendezvous,
     "GET /api/v1/allocations/{allocation}/signals/preemption": preemption_signal,
     "POST /api/v1/allocations/{allocation}/signals/ack_preemption": acknowledge_preemption,
     "POST /api/v1/runs/start": start_run,
-    "GET /api/v1/trials/{trial}": trial_state,
+    "GET /api/v1/trials/{trial}": show_trial,
+    "GET /api/v1/trials/{trial}/checkpoints": show_checkpoints,
+    "GET /api/v1/trials/{trial}/logs": stream_logs,
+    "GET /api/v1/trials/{trial}/profiler/available_series": stream_profiler_series,
+    "GET /api/v1/trials/metrics/trial_metrics": stream_metrics,
     "POST /api/v1/trials/{trial}/metrics": accept_metrics,
     "POST /api/v1/trials/{trial}/progress": accept_progress,
     "POST /api/v1/trials/{trial}/runner/metadata": accept_status,
@@ -391,4 +552,4 @@ ROUTES = [
     (*call.split(" "), re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", call.partition(" ")[2]), action)
     for call, action in _CALLS.items()
 ]
-WITHOUT_ALLOCATION = {"/info", "/api/v1/master", "/api/v1/me", "/api/v1/auth/login", "/api/v1/experiments"}
+PUBLIC = {"/info", "/api/v1/master", "/api/v1/me", "/api/v1/auth/login"}

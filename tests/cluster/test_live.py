@@ -1,45 +1,288 @@
-"""A trial on a real cluster: `make test-cluster` with DET_MASTER, and DET_USER and DET_PASS or a `det` login.
+"""What to know of a cluster before training on it, each in one line: `make test-cluster`.
 
-DET_SLOTS is the number of slots (default 1), DET_POOL the resource pool.
+With DET_MASTER, and DET_USER and DET_PASS or a `det` login, the cluster is that one; otherwise it is the stand-in.
+DET_SLOTS is the number of slots per trial (default 1), DET_POOL the resource pool.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
+from determined.common.api import bindings
+from determined.experimental import client
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.cluster import shown, trial
-from tests.support import ROOT
+from lm.checkpoint.manifest import read_manifest
+from tests.cluster import trial
+from tests.cluster.master import PROFILER_GROUPS, Halving, Master
+from tests.support import EXACT, ROOT
 
 MASTER = os.environ.get("DET_MASTER")
-pytestmark = [
-    pytest.mark.skipif(MASTER is None, reason="DET_MASTER is not set"),
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:GitWildMatchPattern:DeprecationWarning"),  # of the SDK
-]
+UNAVAILABLE = None if MASTER else trial.unavailable_reason()
+pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+
+SOMETIMES = {"mfu", "save_stall_seconds"}
+"""Reported only if the device's peak is known, or if a checkpoint was saved since the last report."""
+
+Tell = Callable[[str], None]
 
 
-def test_a_cluster_shows_the_documented_metrics_and_checkpoints() -> None:
-    from determined.experimental import client
+@dataclass
+class Cluster:
+    """A cluster.
 
-    slots = int(os.environ.get("DET_SLOTS", "1"))
-    config = trial.experiment(slots=slots, keep_checkpoints=None, compile=False)
-    hyperparameters = config["hyperparameters"] | {"keep_checkpoints": None}
-    config |= {"hyperparameters": hyperparameters, "name": "fsdp: make test-cluster"}
-    config["checkpoint_storage"] = {"save_trial_latest": 100}  # keeps all until they are compared
-    if pool := os.environ.get("DET_POOL"):
-        config["resources"]["resource_pool"] = pool
-    cluster = client.Determined(MASTER, os.environ.get("DET_USER"), os.environ.get("DET_PASS"))
-    experiment = cluster.create_experiment(config, model_dir=ROOT)
+    Attributes:
+        steps: of a run that is long enough to be paused or killed in between.
+        location: of the checkpoint storage, in an experiment's config; empty = the cluster's default.
+        storage: where this machine sees the checkpoint storage, if it does.
+    """
+
+    sdk: client.Determined
+    steps: int
+    location: dict[str, Any]
+    storage: Path | None = None
+    slots: int = int(os.environ.get("DET_SLOTS", "1"))
+
+    def create(self, config: dict[str, Any], latest: int = 100) -> client.Experiment:
+        """Create an experiment that keeps each trial's best and `latest` last checkpoints after its end."""
+        config |= {"name": "fsdp: make test-cluster", "reproducibility": {"experiment_seed": 14}}
+        config["checkpoint_storage"] = self.location | {"save_trial_latest": latest}
+        config["searcher"].pop("max_length", None)  # which `det experiment continue` refuses
+        if pool := os.environ.get("DET_POOL"):
+            config["resources"]["resource_pool"] = pool
+        return self.sdk.create_experiment(config, model_dir=ROOT)
+
+    def run(self, keep: int | None = None, slots: int | None = None, **hyperparameters: Any) -> dict[str, Any]:
+        """Return a short experiment of the shape of config.yaml."""
+        rates = {"report_rate": self.steps // 20} | dict.fromkeys(
+            ("validation_rate", "checkpoint_rate"), self.steps // 5
+        )
+        shape = rates | {"max_steps": self.steps, "dropout": 0.1, "compile": False}
+        config = trial.experiment(slots=slots or self.slots, **shape | hyperparameters)
+        config["hyperparameters"]["keep_checkpoints"] = keep
+        return config
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if MASTER:
+        yield Cluster(client.Determined(MASTER, os.environ.get("DET_USER"), os.environ.get("DET_PASS")), 2000, {})
+        return
+    folder = tmp_path_factory.mktemp("live")
+    (folder / "storage").mkdir()
+    master = Master(folder / "storage")
+    master.on_experiment = lambda new: Thread(
+        target=trial.run_experiment, args=(master, new, folder), daemon=True
+    ).start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(folder))
+        sdk = client.Determined(master.url, "tester", trial.PASSWORD)
+    yield Cluster(sdk, 160, {"type": "directory", "container_path": str(master.storage)}, master.storage, slots=2)
+    deleted = [c["uuid"] for c in master.checkpoints if c["state"] == "STATE_DELETED"]
+    assert not [uuid for uuid in deleted if (master.storage / uuid).exists()]
+    assert master.refused == []
+    master.close()
+
+
+@pytest.fixture
+def tell(capsys: pytest.CaptureFixture[str]) -> Tell:
+    def tell(line: str) -> None:
+        with capsys.disabled():
+            print(f"\n{line}")
+
+    return tell
+
+
+@pytest.fixture(scope="module")
+def done(cluster: Cluster) -> client.Trial:
+    """A trial that completed without interruption, with both profilers."""
+    return completed(cluster.create(cluster.run(core_api_profiler=True, torch_profiler=True)))
+
+
+def completed(experiment: client.Experiment) -> client.Trial:
+    """Return the trial of an experiment once it has completed."""
     run = experiment.await_first_trial()
-    state = experiment.wait()
-    assert state == client.ExperimentState.COMPLETED, "\n".join(run.logs(tail=50))
-    training, validation = (
-        {report.steps_completed: report.metrics for report in run.iter_metrics(group)}
-        for group in ("training", "validation")
-    )
-    checkpoints = {}
-    for checkpoint in run.list_checkpoints():
+    assert experiment.wait(0.5) == client.ExperimentState.COMPLETED, "".join(run.iter_logs(tail=50))
+    return run
+
+
+def wait_for(answer: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 300
+    while not answer():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def shown_trial(run: client.Trial) -> bindings.trialv1Trial:
+    return bindings.get_GetTrial(run._session, trialId=run.id).trial
+
+
+def curve(run: client.Trial, group: str = "training") -> dict[int, dict[str, float]]:
+    return {report.steps_completed: report.metrics for report in run.iter_metrics(group)}
+
+
+def exact(run: client.Trial) -> list[dict[int, dict[str, float]]]:
+    """Return the metrics `EXACT` of both groups, by step."""
+    curves = curve(run), curve(run, "validation")
+    return [{step: {key: m[key] for key in EXACT if key in m} for step, m in found.items()} for found in curves]
+
+
+def saved(run: client.Trial) -> dict[int, client.Checkpoint]:
+    """Return the checkpoints of a trial that are not deleted, by step."""
+    kept = [c for c in run.list_checkpoints() if c.state == client.CheckpointState.COMPLETED]
+    return {(checkpoint.metadata or {})["steps_completed"]: checkpoint for checkpoint in kept}
+
+
+def documented(group: str) -> set[str]:
+    """Return the metrics that docs/performance.md lists for a group, "training" or "validation"."""
+    section = (ROOT / "docs" / "performance.md").read_text().partition("## Metrics\n")[2].partition("\n## ")[0]
+    training, _, validation = section.partition("Validation:")
+    return set(re.findall(r"`(\w+)`[:.,]", {"training": training, "validation": validation}[group]))
+
+
+def test_a_short_run_shows_the_documented_metrics_and_checkpoints(
+    cluster: Cluster, done: client.Trial, tell: Tell
+) -> None:
+    training, validation, checkpoints = curve(done), curve(done, "validation"), saved(done)
+    rate, last = cluster.steps // 20, cluster.steps
+    assert [*training] == [*range(rate, last + 1, rate)]
+    assert [*validation] == [*sorted(checkpoints)] == [*range(4 * rate, last + 1, 4 * rate)]
+    names = documented("training")
+    for step, metrics in training.items():
+        assert names - SOMETIMES <= metrics.keys() <= names, step
+    for step, metrics in validation.items():
+        assert metrics.keys() == documented("validation")
+        assert metrics["batches"] == step
+        assert metrics["perplexity"] == math.exp(metrics["loss"])
+    assert all(math.isfinite(value) for m in (*training.values(), *validation.values()) for value in m.values())
+    shards = {f"{part}-{rank:05}-00000.safetensors" for rank in range(cluster.slots) for part in ("model", "optim")}
+    for checkpoint in checkpoints.values():
         files = {path: int(size) for path, size in (checkpoint.resources or {}).items() if not path.endswith("/")}
-        checkpoints[(checkpoint.metadata or {})["steps_completed"]] = files
-    shown.check(training, validation, checkpoints, hyperparameters, ranks=slots)
+        assert files.keys() == shards | {"manifest.json", "metadata.json"}
+        assert all(files.values())
+    metadata = checkpoints[last].metadata or {}
+    assert metadata.keys() >= {"validation_loss", "tokens", "world_size", "sharding", "amp_dtype", "parameters"}
+    assert shown_trial(done).runnerState == "completed"
+    before, after = training[rate]["loss"], training[last]["loss"]
+    tell(f"run: {last} steps, training loss {before:.2f} to {after:.2f}, {len(checkpoints)} checkpoints")
+
+
+def test_both_profilers_have_data(cluster: Cluster, done: client.Trial, tell: Tell) -> None:
+    answers = bindings.get_GetTrialProfilerAvailableSeries(done._session, trialId=done.id)
+    series = {label.name for answer in answers for label in answer.labels}
+    assert {name.partition("_")[0].replace("net", "network") for name in series} >= PROFILER_GROUPS - {"gpu"}
+    traces = "the checkpoint storage is not visible from here"
+    if cluster.storage:
+        (board,) = cluster.storage.glob(f"*/tensorboard/experiment/{done.experiment_id}/trial/{done.id}")
+        found = [path.name for path in board.glob("*.pt.trace.json.gz")]
+        assert sorted(name.partition(".")[0] for name in found) == [f"rank{rank}" for rank in range(cluster.slots)]
+        drawn = {event.step: event.value for event in EventAccumulator(str(board)).Reload().Scalars("Determined/loss")}
+        assert drawn == pytest.approx({step: metrics["loss"] for step, metrics in curve(done).items()})
+        traces = ", ".join(found)
+    tell(f"profilers: Determined's {', '.join(sorted(series))}; PyTorch's traces: {traces}")
+
+
+@pytest.mark.slow
+def test_a_paused_run_and_a_killed_one_equal_an_uninterrupted_one(
+    cluster: Cluster, done: client.Trial, tell: Tell, tmp_path: Path
+) -> None:
+    experiment = cluster.create(cluster.run(keep=2))
+    paused = experiment.await_first_trial()
+    wait_for(lambda: curve(paused))
+    experiment.pause()
+    wait_for(lambda: shown_trial(paused).runnerState == "stopped")
+    stop = max(saved(paused))
+    experiment.activate()
+    completed(experiment)
+
+    experiment = cluster.create(cluster.run(keep=2))
+    killed = experiment.await_first_trial()
+    wait_for(lambda: saved(killed))
+    experiment.kill()
+    assert experiment.wait(0.5) == client.ExperimentState.CANCELED
+    left = max(saved(killed))
+    request = bindings.v1ContinueExperimentRequest(id=experiment.id, overrideConfig="{}\n")
+    bindings.post_ContinueExperiment(experiment._session, body=request)
+    completed(experiment)
+
+    assert max(stop, left) < cluster.steps
+    assert exact(done) == exact(paused) == exact(killed)
+    checksums = []
+    for run in (done, paused, killed):
+        manifest = read_manifest(Path(saved(run)[cluster.steps].download(str(tmp_path / str(run.id)))))
+        checksums.append({name: record for name, record in manifest.files.items() if name.endswith(".safetensors")})
+    assert checksums[0] == checksums[1] == checksums[2]
+    assert len(saved(paused)) <= 3  # the last two and the best, also of those before the pause
+    interruptions = f"paused after step {stop} and killed with the checkpoint of step {left}, of {cluster.steps}"
+    tell(f"twins: {interruptions}; reports and the last checkpoint's {len(checksums[0])} files equal bit for bit")
+
+
+@pytest.mark.slow
+def test_a_search_stops_its_losers(cluster: Cluster, tell: Tell) -> None:
+    rate, length = 50, 400
+    shape = {
+        "dataset": "synthetic",
+        "tokenizer": None,
+        "max_steps": length,
+        "report_rate": rate,
+        "validation_rate": rate,
+    }
+    lr = {"type": "log", "base": 10, "minval": -4, "maxval": -1}
+    config = trial.experiment("recipes/search.yaml", lr=lr, **shape)
+    config["searcher"] |= {"mode": "aggressive", "max_trials": 4, "max_concurrent_trials": 4}
+    experiment = cluster.create(config)
+    assert experiment.wait(0.5) == client.ExperimentState.COMPLETED
+    runs = {run.id: run for run in experiment.list_trials()}
+    reports = [report for run in runs.values() for report in run.iter_metrics("validation")]
+    halving, stops = Halving(config["searcher"]), dict[int, int]()
+    for report in sorted(reports, key=lambda report: report.end_time):
+        if halving.stops(report.trial_id, report.steps_completed, report.metrics["loss"]):
+            stops.setdefault(report.trial_id, report.steps_completed)
+    assert stops.keys() == runs.keys()
+    assert min(stops.values()) < length, "every trial was better than the ones before: change experiment_seed"
+    for number, stop in stops.items():
+        assert stop <= max(curve(runs[number])) <= min(stop + rate, length)
+    trained = {number: max(saved(run)) for number, run in runs.items()}
+    each = ", ".join(f"{trained[number]} ({stops[number]})" for number in runs)
+    total = f"{sum(trained.values())} in all, {len(runs) * length} without stops"
+    tell(f"search: steps trained by each trial (stopped at): {each}; {total}")
+
+
+@pytest.mark.slow
+def test_a_fork_starts_with_the_weights_and_its_checkpoints_are_collected(
+    cluster: Cluster, done: client.Trial, tell: Tell
+) -> None:
+    source, rate = saved(done)[cluster.steps].uuid, cluster.steps // 20
+    short = {"slots": 1, "max_steps": 4 * rate, "validation_rate": rate, "checkpoint_rate": rate}
+    forked = cluster.run(**short)
+    forked["searcher"]["source_checkpoint_uuid"] = source
+    fork = completed(cluster.create(forked, latest=1))
+    assert exact(fork) == exact(completed(cluster.create(cluster.run(**short, init_from=source))))
+    before, after = (curve(run)[rate]["loss"] for run in (done, fork))
+    assert after < before
+    tell(f"fork: training loss {after:.2f} at step {rate}, {before:.2f} without the weights; equal to init_from")
+    losses = {step: metrics["loss"] for step, metrics in curve(fork, "validation").items()}
+    kept = {min(losses, key=losses.__getitem__), max(losses)}
+    wait_for(lambda: saved(fork).keys() == kept)
+    tell(f"collection: of {len(losses)} checkpoints, those of steps {sorted(kept)} are left: the best and the latest")
+
+
+@pytest.mark.slow
+def test_a_bad_hyperparameter_ends_the_trial_with_exit_code_2(cluster: Cluster, tell: Tell) -> None:
+    experiment = cluster.create(cluster.run(slots=1, ffn="relux"))
+    refused = experiment.await_first_trial()
+    assert experiment.wait(0.5) == client.ExperimentState.ERROR
+    log = [line.rstrip() for line in refused.iter_logs(sources=["task"])]
+    assert any(re.search(r"\bexitcode *: 2 ", line) for line in log)
+    (*_, last) = [line for line in log[-5:] if 'ffn: "relux"' in line]
+    assert shown_trial(refused).restarts == 0
+    tell(f"refusal: exit code 2, not retried; the log ends with: {last}")

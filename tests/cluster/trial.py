@@ -2,6 +2,7 @@
 
 `submit` sends the package as `det experiment create` does. `Trial` does what an agent does: it runs the container's
 entrypoint (`prep_container`, startup hook, rendezvous, `exec.launch`) in a mount namespace with a private `/run`.
+`run_experiment` does so for all trials of an experiment, as the master's scheduler does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import contextlib
 import copy
 import json
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
@@ -18,11 +21,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from lm.launch.spawn import free_port
-from tests.cluster.master import Allocation, Master
+from tests.cluster.master import Allocation, Experiment, Master, TrialRecord
 from tests.support import ROOT, TINY
 
 UNSHARE = ["unshare", *(["--map-root-user"] if os.getuid() else []), "--mount", "--pid", "--fork", "--kill-child"]
@@ -113,12 +115,15 @@ class Trial:
         self.allocation = master.allocate(number, latest)
         self.started = time.monotonic()
         self._output = folder / f"{self.allocation.id}.log"
+        master.trials[number].logs.append(self._output)
         variables = {name: value for name, value in os.environ.items() if not name.startswith("DET_")}
         variables |= environment(master, self.allocation, hyperparameters) | {"STORAGE_FOLDER": str(master.storage)}
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
                 [*UNSHARE, "bash", "-c", ENTRYPOINT], env=variables | env, stdout=output, stderr=subprocess.STDOUT
             )
+
+        self.allocation.kill = self.process.kill
 
     def __enter__(self) -> Trial:
         return self
@@ -145,21 +150,56 @@ class Trial:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {timeout} s\n{self.log}") from None
 
-    def kill(self) -> None:
-        """Kill rank 0."""
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                variables = process.environ()
-                mine = variables.get("DET_ALLOCATION_ID") == self.allocation.id and variables.get("RANK") == "0"
-                if mine and process.cmdline()[1:2] == ["fsdp.py"]:
-                    process.kill()
-
 
 def run(master: Master, number: int = 1, *, folder: Path, timeout: float = 300, **how: Any) -> Trial:
     """Run a trial to its end."""
     with Trial(master, number, folder=folder, **how) as trial:
         trial.wait(timeout)
     return trial
+
+
+def run_experiment(master: Master, experiment: Experiment, folder: Path) -> None:
+    """Run the trials of an experiment, new or continued, one after another; then collect its checkpoints."""
+    searcher, seed = experiment.config["searcher"], experiment.config["reproducibility"]["experiment_seed"]
+    records = [record for record in master.trials.values() if record.experiment == experiment.id]
+    for number in range(len(records), searcher.get("max_trials", 1)):
+        hyperparameters = dict(experiment.config["hyperparameters"])
+        for key, value in hyperparameters.items():
+            if isinstance(value, dict) and value.get("type") == "log":
+                exponent = random.Random(seed + number).uniform(value["minval"], value["maxval"])
+                hyperparameters[key] = value["base"] ** exponent
+        records.append(
+            TrialRecord(len(master.trials) + 1, experiment.id, hyperparameters, searcher.get("source_checkpoint_uuid"))
+        )
+        master.trials[records[-1].id] = records[-1]
+    ended = "STATE_ERROR"
+    try:
+        for record in records:
+            while experiment.state in ("STATE_ACTIVE", "STATE_PAUSED"):
+                if experiment.state == "STATE_PAUSED":
+                    time.sleep(0.1)
+                elif run_once(master, experiment, record, folder):
+                    break
+        ended = "STATE_CANCELED" if experiment.state == "STATE_STOPPING_KILLED" else records[-1].state
+        master.collect(experiment)
+    finally:
+        experiment.state = ended
+
+
+def run_once(master: Master, experiment: Experiment, record: TrialRecord, folder: Path) -> bool:
+    """Start a trial and wait for its exit. Return whether it has ended: completed, or failed for good."""
+    finished = run(master, record.id, folder=folder, hyperparameters=record.hparams)
+    if finished.allocation.acknowledged:
+        return False
+    policies = [policy for policy in experiment.config["log_policies"] if policy["action"] == "cancel_retries"]
+    is_final = any(re.search(f"^{policy['pattern']}$", finished.log, re.MULTILINE) for policy in policies)
+    if finished.process.returncode == 0:
+        record.state = "STATE_COMPLETED"
+    elif is_final or record.restarts == experiment.config["max_restarts"]:
+        record.state = "STATE_ERROR"
+    else:
+        record.restarts += experiment.state == "STATE_ACTIVE"  # else it was killed
+    return record.state in ("STATE_COMPLETED", "STATE_ERROR")
 
 
 def environment(master: Master, allocation: Allocation, hyperparameters: Mapping[str, Any] | None) -> dict[str, str]:
@@ -176,7 +216,7 @@ def environment(master: Master, allocation: Allocation, hyperparameters: Mapping
         "DET_SESSION_TOKEN": allocation.token,
         "DET_TASK_TYPE": "TRIAL",
         "DET_TRIAL_ID": str(allocation.trial),
-        "DET_EXPERIMENT_ID": "1",
+        "DET_EXPERIMENT_ID": str(master.trials[allocation.trial].experiment),
         "DET_TRIAL_SEED": "7",
         "DET_HPARAMS": json.dumps(hyperparameters or config["hyperparameters"]),
         "DET_EXPERIMENT_CONFIG": json.dumps(config),
