@@ -26,8 +26,8 @@ test: .venv/dev ## Run the quick tests: a smoke test of every promise, under 3 m
 test-all: .venv/dev ## Run all tests, about 20 minutes.
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-cluster: .venv/dev ## Run the Determined tests; with DET_MASTER, DET_USER and DET_PASS also on that cluster.
-	@$(BIN)/python -m pytest tests/cluster $(ARGS)
+test-cluster: .venv/dev ## Run the Determined tests; with DET_MASTER, DET_USER and DET_PASS: try that cluster.
+	@$(BIN)/python -m pytest tests/cluster$(if $(DET_MASTER),/test_live.py) $(ARGS)
 
 check: .venv/dev ## Check formatting, lint, docstrings, types and shell scripts.
 	@$(BIN)/ruff format --check --diff .

@@ -83,8 +83,7 @@ class TrialRecord:
 
     id: int
     experiment: int
-    hparams: Mapping[str, Any] | None = None
-    """None = the experiment's"""
+    hparams: Mapping[str, Any] = field(default_factory=dict)
     forked_from: str | None = None
     state: str = "STATE_RUNNING"
     """a search's stop changes it to STATE_STOPPING_COMPLETED, and signals nothing"""
@@ -337,8 +336,6 @@ def show_experiment(master: Master, _body: None, _query: Body, experiment: str) 
 
 
 def change_experiment(state: str) -> Callable[..., None]:
-    """Return a call that changes an experiment's state."""
-
     def change(master: Master, _body: None, _query: Body, experiment: str) -> None:
         master.experiments[int(experiment) - 1].state = state
         if master.allocation and state == "STATE_PAUSED":
@@ -361,18 +358,17 @@ def pages(name: str, items: list[Any]) -> dict[str, Any]:
 
 
 def stream(items: Iterable[Any]) -> bytes:
-    return b"".join(json.dumps({"result": item}).encode() + b"\n" for item in items)
+    return "".join(json.dumps({"result": item}) + "\n" for item in items).encode()
 
 
 def show_trials(master: Master, _body: None, query: Body, experiment: str) -> dict[str, Any]:
-    mine = [trial.id for trial in master.trials.values() if trial.experiment == int(experiment)]
+    mine = [trial.id for trial in [*master.trials.values()] if trial.experiment == int(experiment)]
     return pages("trials", [show_trial(master, None, query, str(trial))["trial"] for trial in mine])
 
 
 def show_checkpoints(master: Master, _body: None, _query: Body, trial: str) -> dict[str, Any]:
-    record = master.trials[int(trial)]
-    training = {"trialId": record.id, "experimentId": record.experiment, "hparams": {}}
-    training["experimentConfig"] = master.experiments[record.experiment - 1].config
+    experiment = master.experiments[master.trials[int(trial)].experiment - 1]
+    training = {"trialId": int(trial), "experimentId": experiment.id, "experimentConfig": experiment.config}
     mine = [c | {"training": training} for c in master.checkpoints if c["taskId"] == f"trial.{trial}"]
     return pages("checkpoints", mine)
 
@@ -443,7 +439,7 @@ def acknowledge_preemption(master: Master, _body: Body | None, _query: Body, all
 
 def show_trial(master: Master, _body: None, _query: Body, trial: str) -> dict[str, Any]:
     found = master.trials[int(trial)]
-    shown = {"id": found.id, "experimentId": found.experiment, "hparams": found.hparams or {}, "state": found.state}
+    shown = {"id": found.id, "experimentId": found.experiment, "hparams": found.hparams, "state": found.state}
     shown |= {"restarts": found.restarts, "runnerState": found.status, "totalBatchesProcessed": 0}
     return {"trial": shown | {"startTime": "2026-11-21T23:58:16Z", "summaryMetrics": {}}}
 
@@ -469,10 +465,9 @@ def accept_metrics(master: Master, body: Body, _query: Body, trial: str) -> None
     with master._lock:
         fixed = {"trial": found.trial, "run": found.run, "time": timestamp()}
         master.metrics.append(fixed | {"group": group, "step": steps, "metrics": values})
-        record = master.trials[found.trial]
-        halving = master.experiments[record.experiment - 1].halving
+        halving = master.experiments[-1].halving
         if group == "validation" and halving and halving.stops(found.trial, values["batches"], values["loss"]):
-            record.state = "STATE_STOPPING_COMPLETED"
+            master.trials[found.trial].state = "STATE_STOPPING_COMPLETED"
     if steps is not None:
         master.on_metrics(group, steps)
 
