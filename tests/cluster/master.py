@@ -31,6 +31,7 @@ import yaml
 
 PROFILER_GROUPS = {"gpu", "cpu", "memory", "disk", "network"}
 VERSION = "0.38.1"
+STARTED = "2026-11-21T23:58:16Z"
 ON_PURPOSE = "refused on purpose"
 
 
@@ -79,8 +80,6 @@ class Allocation:
 
 @dataclass
 class TrialRecord:
-    """What the master knows of a trial."""
-
     id: int
     experiment: int
     hparams: Mapping[str, Any] = field(default_factory=dict)
@@ -94,8 +93,6 @@ class TrialRecord:
 
 @dataclass
 class Experiment:
-    """What the master knows of an experiment."""
-
     id: int
     config: dict[str, Any]
     state: str = "STATE_ACTIVE"
@@ -394,12 +391,8 @@ def stream_profiler_series(master: Master, _body: None, _query: Body, trial: str
 
 def stream_logs(master: Master, _body: None, _query: Body, trial: str) -> bytes:
     lines = [line for path in master.trials[int(trial)].logs for line in path.read_text(errors="replace").splitlines()]
-    fixed = {"trialId": int(trial), "level": "LOG_LEVEL_INFO", "timestamp": timestamp(), "source": "task"}
+    fixed = {"trialId": int(trial), "level": "LOG_LEVEL_INFO", "timestamp": STARTED, "source": "task"}
     return stream(fixed | {"id": str(number), "message": line + "\n"} for number, line in enumerate(lines))
-
-
-def timestamp() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def context_directory(master: Master, _body: None, _query: Body, task: str) -> dict[str, Any]:
@@ -441,7 +434,7 @@ def show_trial(master: Master, _body: None, _query: Body, trial: str) -> dict[st
     found = master.trials[int(trial)]
     shown = {"id": found.id, "experimentId": found.experiment, "hparams": found.hparams, "state": found.state}
     shown |= {"restarts": found.restarts, "runnerState": found.status, "totalBatchesProcessed": 0}
-    return {"trial": shown | {"startTime": "2026-11-21T23:58:16Z", "summaryMetrics": {}}}
+    return {"trial": shown | {"startTime": STARTED, "summaryMetrics": {}}}
 
 
 def accept_metrics(master: Master, body: Body, _query: Body, trial: str) -> None:
@@ -463,7 +456,7 @@ def accept_metrics(master: Master, body: Body, _query: Body, trial: str) -> None
             needed = [searcher["metric"], *([searcher["time_metric"]] if "time_metric" in searcher else [])]
             require(all(math.isfinite(values.get(key, math.nan)) for key in needed), f"{needed} must be finite")
     with master._lock:
-        fixed = {"trial": found.trial, "run": found.run, "time": timestamp()}
+        fixed = {"trial": found.trial, "run": found.run, "time": f"{datetime.now(UTC):%FT%T.%fZ}"}
         master.metrics.append(fixed | {"group": group, "step": steps, "metrics": values})
         halving = master.experiments[-1].halving
         if group == "validation" and halving and halving.stops(found.trial, values["batches"], values["loss"]):

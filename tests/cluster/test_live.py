@@ -38,18 +38,10 @@ Tell = Callable[[str], None]
 
 @dataclass
 class Cluster:
-    """A cluster.
-
-    Attributes:
-        steps: of a run that is long enough to be paused or killed in between.
-        location: of the checkpoint storage, in an experiment's config; empty = the cluster's default.
-        storage: where this machine sees the checkpoint storage, if it does.
-    """
-
     sdk: client.Determined
-    steps: int
-    location: dict[str, Any]
-    storage: Path | None = None
+    steps: int  # of a run that is long enough to be paused or killed in between
+    location: dict[str, Any]  # of the checkpoint storage, in an experiment's config; empty = the cluster's default
+    storage: Path | None = None  # where this machine sees the checkpoint storage
     slots: int = int(os.environ.get("DET_SLOTS", "1"))
 
     def create(self, config: dict[str, Any], latest: int = 100) -> client.Experiment:
@@ -63,10 +55,9 @@ class Cluster:
 
     def run(self, keep: int | None = None, slots: int | None = None, **hyperparameters: Any) -> dict[str, Any]:
         """Return a short experiment of the shape of config.yaml."""
-        rates = {"report_rate": self.steps // 20} | dict.fromkeys(
-            ("validation_rate", "checkpoint_rate"), self.steps // 5
-        )
-        shape: dict[str, Any] = rates | {"max_steps": self.steps, "dropout": 0.1, "compile": False}
+        rates = {"report_rate": self.steps // 20, "validation_rate": self.steps // 5}
+        shape: dict[str, Any] = {"max_steps": self.steps, "dropout": 0.1, "compile": False, **rates}
+        shape["checkpoint_rate"] = shape["validation_rate"]
         config = trial.experiment(slots=slots or self.slots, **shape | hyperparameters)
         config["hyperparameters"]["keep_checkpoints"] = keep
         return config
@@ -87,10 +78,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         patch.setenv("XDG_CONFIG_HOME", str(folder))
         sdk = client.Determined(master.url, "tester", trial.PASSWORD)
     yield Cluster(sdk, 160, {"type": "directory", "container_path": str(master.storage)}, master.storage, slots=2)
+    master.close()
     deleted = [c["uuid"] for c in master.checkpoints if c["state"] == "STATE_DELETED"]
     assert not [uuid for uuid in deleted if (master.storage / uuid).exists()]
     assert master.refused == []
-    master.close()
 
 
 @pytest.fixture

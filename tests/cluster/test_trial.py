@@ -29,7 +29,6 @@ from tests.support import ROOT, scripted
 UNAVAILABLE = trial.unavailable_reason()
 pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 
-# A step takes longer than a report, so that the master's reaction to a report arrives within the next few steps.
 HYPERPARAMETERS: dict[str, Any] = {
     "max_steps": 24,
     "batch_size": 16,
@@ -37,7 +36,6 @@ HYPERPARAMETERS: dict[str, Any] = {
     "report_rate": 1,
     "validation_rate": 6,
     "checkpoint_rate": 6,
-    "dropout": 0.1,
 }
 
 

@@ -8,7 +8,6 @@ entrypoint (`prep_container`, startup hook, rendezvous, `exec.launch`) in a moun
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import random
@@ -81,17 +80,16 @@ def experiment(file: str = "config.yaml", *, slots: int = 1, **hyperparameters: 
     return config
 
 
-def submit(master: Master, config: Mapping[str, Any], folder: Path, package: Path = ROOT) -> str:
-    """Create an experiment with the CLI, which keeps its files in `folder`; return its output."""
+def submit(master: Master, config: Mapping[str, Any], folder: Path) -> None:
+    """Create an experiment with the CLI, which keeps its files in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "experiment.yaml"
-    file.write_text(yaml.safe_dump(copy.deepcopy(dict(config))))
+    file.write_text(yaml.safe_dump(dict(config)))
     cli = [sys.executable, "-m", "determined.cli", "-m", master.url]
-    command = [*cli, "experiment", "create", str(file), str(package)]
+    command = [*cli, "experiment", "create", str(file), str(ROOT)]
     login = {"DET_USER": "tester", "DET_PASS": PASSWORD, "HOME": str(folder), "XDG_CONFIG_HOME": str(folder)}
     done = subprocess.run(command, env=os.environ | login, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 class Trial:
@@ -113,7 +111,6 @@ class Trial:
     ) -> None:
         self.master = master
         self.allocation = master.allocate(number, latest)
-        self.started = time.monotonic()
         self._output = folder / f"{self.allocation.id}.log"
         master.trials[number].logs.append(self._output)
         variables = {name: value for name, value in os.environ.items() if not name.startswith("DET_")}
@@ -168,9 +165,8 @@ def run_experiment(master: Master, experiment: Experiment, folder: Path) -> None
             if isinstance(value, dict) and value.get("type") == "log":
                 exponent = random.Random(seed + number).uniform(value["minval"], value["maxval"])
                 hyperparameters[key] = value["base"] ** exponent
-        records.append(
-            TrialRecord(len(master.trials) + 1, experiment.id, hyperparameters, searcher.get("source_checkpoint_uuid"))
-        )
+        source = searcher.get("source_checkpoint_uuid")
+        records.append(TrialRecord(len(master.trials) + 1, experiment.id, hyperparameters, source))
         master.trials[records[-1].id] = records[-1]
     ended = "STATE_ERROR"
     try:
