@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -93,7 +94,6 @@ def test_an_editor_finds_the_schema_of_a_shipped_file_and_accepts_it(path: Path)
     first = path.read_text().partition("\n")[0]
     schema = path.parent / first.removeprefix("# yaml-language-server: $schema=")
     assert schema.resolve() == ROOT / "docs" / "hyperparameters.schema.json"
-    jsonschema = pytest.importorskip("jsonschema")
     jsonschema.validate(yaml.safe_load(path.read_text()), json.loads(schema.read_text()))
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"hyperparameters": {"lr": {"type": "logarithmic"}}}, json.loads(schema.read_text()))
