@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+MAX_LINE = 1000
+"""characters of a problem; longer ones contain what others wrote"""
+
+
+def printable(text: str) -> str:
+    """Return `text` cut to `MAX_LINE` characters, without what would change a terminal or cannot be encoded."""
+    if len(text) > MAX_LINE:
+        text = f"{text[: MAX_LINE - 300]} ... {text[-295:]}"
+    return re.sub(r"[^\n ]", lambda match: match[0] if match[0].isprintable() else ascii(match[0])[1:-1], text)
 
 
 class RunError(Exception):
@@ -22,8 +33,8 @@ class RunError(Exception):
     exit_code = 1
 
     def __init__(self, *problems: str, keys: Collection[str] = ()) -> None:
-        super().__init__(*problems)
-        self.problems = problems
+        self.problems = tuple(map(printable, problems))
+        super().__init__(*self.problems)
         self.causes: tuple[frozenset[str], ...] = (frozenset(keys),)
         """hyperparameters that caused each of the errors merged into this one"""
 

@@ -1,22 +1,90 @@
-"""Checksums and crash-safe file writes."""
+"""Files that are not trusted to be files: opened without links, read up to a limit, checked, and written crash-safe.
+
+The limits keep what a stranger's checkpoint, model or dataset can cost below 1 GB of memory and 10 s beyond its real
+tensors. Parsed JSON takes up to 25 times its size.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import stat
 from io import BufferedWriter
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 
+MAX_JSON_BYTES = 8 << 20
+"""Of a manifest, a config.json, an index or a safetensors header: 40,000 tensors, or some 10,000 ranks."""
+MAX_JSON_DEPTH = 32
+"""Of a manifest, a config.json or an index. Ours have 6 levels."""
+MAX_TOKENIZER_BYTES = 40 << 20
+"""Of a tokenizer.json, and of the index of a token file, which lists its sources. The largest in use has 33 MB."""
+MAX_VOCABULARY = 1 << 20
+"""Tokens of a tokenizer. The largest in use has 262,144."""
+MAX_TOKENIZER_GROWTH = 256
+"""By which factor the stages of a tokenizer can lengthen a text. Byte-level BPE has 4 or 8."""
+MAX_SLICES = 1 << 16
+"""Entries in the headers of a checkpoint or a model, in addition to one per KiB of its files."""
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Open the regular file `path` and return its descriptor. No link is followed, and a FIFO does not block.
+
+    It can be the `opener` of `open`.
+
+    Raises:
+        OSError: the file cannot be opened, or is a link, a FIFO or a device.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "a symbolic link, not a regular file", str(path)) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Return the content of the regular file `path`, which has at most `limit` bytes.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or is larger.
+    """
+    with open(path, "rb", opener=open_regular) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, but at most {limit:,} are read", str(path))
+        return file.read(limit)
+
+
+def parse_json(text: bytes) -> Any:
+    """Return the value of the JSON `text`; raise ValueError if it is invalid or too deeply nested."""
+    try:
+        content = level = [json.loads(text)]
+    except RecursionError:
+        raise ValueError(f"more than {MAX_JSON_DEPTH} levels") from None
+    for _ in range(MAX_JSON_DEPTH + 1):
+        containers = [value for value in level if isinstance(value, dict | list)]
+        level = [item for value in containers for item in (value.values() if isinstance(value, dict) else value)]
+    if level:
+        raise ValueError(f"more than {MAX_JSON_DEPTH} levels")
+    return content[0]
+
 
 def crc32c(path: Path) -> int:
-    """Return the CRC-32C of the file at `path`, computed by the processor's own instruction.
+    """Return the CRC-32C of the regular file at `path`, computed by the processor's own instruction.
 
     Raises:
         OSError: the file cannot be read.
     """
     value = 0
-    with path.open("rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         while block := file.read(1 << 22):
             value = google_crc32c.extend(value, block)
     return value
@@ -36,7 +104,8 @@ def sync_folder(path: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write `content` to `path` and flush it to disk."""
-    with path.open("wb") as file:
+    """Write `content` to a new file at `path`, in place of any other, and flush it to disk."""
+    path.unlink(missing_ok=True)  # "xb" does not follow a link that someone makes here
+    with path.open("xb") as file:
         file.write(content)
         sync(file)

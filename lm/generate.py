@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 from lm import sampling
-from lm.checkpoint.manifest import read_manifest
+from lm.checkpoint.manifest import model_of, read_manifest
 from lm.checkpoint.resume import find_checkpoint
 from lm.data.tokenizer import Tokenizer, saved_tokenizer
 from lm.errors import ConfigError, command
 from lm.hf import base
-from model import ModelConfig, Transformer
+from model import Transformer
 
 STDIN = "-"
 MAX_NEW_TOKENS = 200
@@ -50,10 +50,14 @@ def load_model(folder: Path, device: torch.device, moved: Path | None = None) ->
     if manifest.tokenizer is None:
         raise ConfigError(f"{folder}: has no tokenizer (dataset: synthetic), so it cannot generate text")
     with torch.device("meta"):
-        model = Transformer(ModelConfig.model_validate(manifest.model))
+        model = Transformer(model_of(folder, manifest))
+    tokenizer = saved_tokenizer(manifest.tokenizer, folder, manifest.files, manifest.hyperparameters)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}"
+        raise ConfigError(f"{folder}: {problem}; use another checkpoint")
     model.to_empty(device=device)
     base.load_checkpoint(folder, model, moved)
-    return model, saved_tokenizer(manifest.tokenizer, folder, manifest.hyperparameters)
+    return model, tokenizer
 
 
 def generate_texts(

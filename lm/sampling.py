@@ -72,7 +72,7 @@ def generate_batch(
     ends = [n + max_new_tokens for n in prompt_lengths]  # lengths of the complete sequences
     length = min(prompt_lengths)  # of the input so far, `next_input` included
     next_input = [sequence[:length] for sequence in sequences]
-    cache = KVCache(context)
+    cache = KVCache(min(context, max(ends)))
     model.eval()
     while length < max(ends):
         if cache.length + len(next_input[0]) > context:  # all prompts have been read, as none is longer

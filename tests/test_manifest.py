@@ -50,7 +50,7 @@ RUN_INFO = RunInfo(
     hyperparameters={"lr": 1e-4, "chat_template_date": "1996-02-29"},
     model={},
     tokenizer=None,
-    data={"train": "x"},
+    data={"train": "x", "validation": "y"},
     loss_scaled=False,
     trial_id=None,
 )

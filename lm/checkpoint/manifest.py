@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import json
 import re
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,8 +28,9 @@ import google_crc32c
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from lm.errors import RunError
-from lm.fileio import crc32c, sync_folder, write_durably
+from lm.fileio import MAX_JSON_BYTES, crc32c, parse_json, read_bytes, sync_folder, write_durably
 from lm.metrics.accumulator import MetricSums
+from model import ModelConfig
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -65,12 +68,14 @@ class RunInfo(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    sharding: str
+    sharding: str = Field(pattern="^[a-z-]{1,40}$")
     total_batch_size: Count = Field(gt=0, description="sequences per step")
     hyperparameters: dict[str, Any]
     model: dict[str, Any] = Field(description="the fields of ModelConfig: enough to rebuild the model")
-    tokenizer: str | None = Field(description="bytes, or a fingerprint; null = the tokens do not represent text")
-    data: dict[str, str] = Field(description="fingerprints of the training and validation data")
+    tokenizer: str | None = Field(
+        pattern="^[ -~]{1,200}$", description="bytes, or a fingerprint; null = the tokens do not represent text"
+    )
+    data: dict[Literal["train", "validation"], str] = Field(min_length=2, description="fingerprints of the data")
     loss_scaled: bool = Field(description="float16: the tensors include a loss scale")
     trial_id: int | None = Field(description="Determined trial that wrote the checkpoint")
     base: Base | None = Field(default=None, description="the weights are LoRA adapters of these; null = of none")
@@ -102,6 +107,21 @@ class Manifest(RunInfo, TrainingProgress):
     files: dict[str, FileRecord]
 
 
+def model_of(directory: Path, manifest: Manifest) -> ModelConfig:
+    """Return the model of the checkpoint in `directory`, before it is built.
+
+    Raises:
+        CheckpointError: the weights in the files, or in the base of adapters, are fewer than the model's.
+    """
+    config = ModelConfig.model_validate(manifest.model)
+    files, itemsize = (manifest.base.files, 2) if manifest.base else (manifest.files, 4)
+    found = sum(entry.bytes for name, entry in files.items() if manifest.base or name.startswith("model-"))
+    if found < (needed := config.n_parameters * itemsize):
+        problem = f"a model of {config.n_parameters:,} parameters, which are {needed:,} bytes; the files have {found:,}"
+        raise CheckpointError(f"{directory / MANIFEST}: damaged: {problem}")
+    return config
+
+
 def record(path: Path) -> FileRecord:
     """Return the size and checksum of the file at `path`."""
     return FileRecord(bytes=path.stat().st_size, crc32c=crc32c(path))
@@ -109,8 +129,8 @@ def record(path: Path) -> FileRecord:
 
 def _encode(fields: dict[str, Any]) -> bytes:
     """Return `fields` as JSON, with the checksum of that JSON as the last field."""
-    checksum = google_crc32c.value(json.dumps(fields, indent=1).encode())
-    return json.dumps(fields | {"checksum": checksum}, indent=1).encode()
+    text = json.dumps(fields, indent=1).encode()
+    return text.removesuffix(b"\n}") + b',\n "checksum": %d\n}' % google_crc32c.value(text)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
@@ -134,45 +154,52 @@ def read_manifest(directory: Path, *, check_files: bool = True) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        _refuse_symlink(directory)
-        _refuse_symlink(path)
-        manifest = _parse(path, path.read_bytes())
+        _size(directory, stat.S_ISDIR)
+        _size(path, stat.S_ISREG)
+        manifest = _parse(path, read_bytes(path, MAX_JSON_BYTES))
         for name, entry in manifest.files.items() if check_files else ():
             if not FILE_NAME.fullmatch(name):
-                raise CheckpointError(f"{path}: lists {name!r}, which is not a checkpoint file")
-            file = directory / name
-            _refuse_symlink(file)
-            if not file.is_file():
-                raise CheckpointError(f"{file}: missing")
-            if file.stat().st_size != entry.bytes:
-                raise CheckpointError(f"{file}: has {file.stat().st_size} bytes, but {entry.bytes} were written")
+                raise CheckpointError(f"{path}: lists {name!r:.80}, which is not a checkpoint file")
+            try:
+                size = _size(directory / name, stat.S_ISREG)
+            except FileNotFoundError:
+                raise CheckpointError(f"{directory / name}: missing") from None
+            if size != entry.bytes:
+                raise CheckpointError(f"{directory / name}: has {size} bytes, but {entry.bytes} were written")
     except OSError as error:
         raise CheckpointError(f"{directory}: not a complete checkpoint, {MANIFEST}: {error.strerror}") from None
     return manifest
 
 
-def _refuse_symlink(path: Path) -> None:
-    if path.is_symlink():
-        raise CheckpointError(f"{path}: is a symbolic link; a checkpoint is a directory of regular files")
+def _size(path: Path, is_expected: Callable[[int], bool]) -> int:
+    status = path.lstat()
+    if not is_expected(status.st_mode):
+        what = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "of another type"
+        raise CheckpointError(f"{path}: is {what}; a checkpoint is a directory of regular files")
+    return status.st_size
 
 
 def _parse(path: Path, text: bytes) -> Manifest:
     try:
-        fields = json.loads(text)
+        fields = parse_json(text)
         if isinstance(fields, dict):
             if isinstance(fields.get("format"), int) and fields["format"] != FORMAT:
                 raise CheckpointError(
-                    f"{path}: has checkpoint format {fields['format']}, this program reads format {FORMAT}; use the"
-                    " version of this program that wrote it"
+                    f"{path}: has checkpoint format {str(fields['format'])[:20]}, this program reads format {FORMAT};"
+                    " use the version of this program that wrote it"
                 )
             fields.pop("checksum", None)
-            if _encode(fields) == text:
-                return Manifest.model_validate(fields)
+            content, _, checksum = text.rpartition(b',\n "checksum": ')
+            if checksum == b"%d\n}" % google_crc32c.value(content + b"\n}"):
+                manifest = Manifest.model_validate(fields)
+                ModelConfig.model_validate(manifest.model)
+                return manifest
         raise CheckpointError(f"{path}: damaged: its checksum does not match its content")
     except ValidationError as error:
         first = error.errors()[0]
-        raise CheckpointError(f"{path}: damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    except (ValueError, RecursionError) as error:
+        field = ".".join(map(str, first["loc"])) or "model"
+        raise CheckpointError(f"{path}: damaged: {field[:80]}: {first['msg'].removeprefix('Value error, ')}") from None
+    except ValueError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
 
 

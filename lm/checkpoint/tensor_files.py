@@ -15,7 +15,6 @@ import itertools
 import json
 import math
 import os
-import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lm.checkpoint.manifest import CheckpointError
-from lm.fileio import sync
+from lm.fileio import MAX_JSON_BYTES, MAX_SLICES, open_regular, sync
 
 DTYPES = {
     "F64": torch.float64,
@@ -46,8 +45,6 @@ DTYPES = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_FILE_BYTES = 2 << 30
-MAX_HEADER_BYTES = 8 << 20
-"""Some 40,000 tensors. Parsed JSON takes up to 25 times its size."""
 READ_BYTES = 64 << 20
 """Read at a time, so that memory stays near the size of the tensors."""
 
@@ -152,26 +149,20 @@ def read_headers(paths: Iterable[Path]) -> dict[str, list[TensorSlice]]:
         CheckpointError: a file cannot be opened, or its header is damaged or hostile.
     """
     found: dict[str, list[TensorSlice]] = {}
+    room = MAX_SLICES
     for path in paths:
         try:
             for name, piece in _read_header(path):
                 found.setdefault(name, []).append(piece)
+                room -= 1
+            if (room := room + (path.stat().st_size >> 10)) < 0:
+                raise ValueError(f"more than {MAX_SLICES:,} entries, and one per KiB of data, in all files")
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             problem = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
             raise CheckpointError(f"{path}: damaged header: {problem[:200]}") from None
     return found
-
-
-def open_regular(path: Path) -> int:
-    """Open the regular file `path` for reading, without following a link, and return its descriptor."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise CheckpointError(f"{path}: not a regular file")
-    return file
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
@@ -179,8 +170,8 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
     try:
         size = os.fstat(file).st_size
         (length,) = struct.unpack("<Q", os.pread(file, 8, 0).ljust(8, b"\xff"))
-        if length > min(size - 8, MAX_HEADER_BYTES):
-            raise ValueError(f"{length} bytes of header in {size} bytes; at most {MAX_HEADER_BYTES} are read")
+        if length > min(size - 8, MAX_JSON_BYTES):
+            raise ValueError(f"{length} bytes of header in {size} bytes; at most {MAX_JSON_BYTES} are read")
         header = json.loads(os.pread(file, length, 8), object_pairs_hook=_unique)
     finally:
         os.close(file)
@@ -197,7 +188,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
             raise ValueError(f"{name[:80]}: dtype {str(entry['dtype'])[:20]} is not one of {', '.join(DTYPES)}")
         offsets = _sizes(sharding[name]["saved_offsets"], name) if sharding else (0,) * len(shape)
         fits = end - begin == math.prod(shape) * dtype.itemsize and start + end <= size
-        if not fits or len(offsets) != len(shape) or any(offsets[1:]):
+        if not fits or not end > begin or len(offsets) != len(shape) or any(offsets[1:]):
             raise ValueError(f"{name[:80]}: shape and offsets do not fit the file")
         extents.append((begin, end))
         yield name, TensorSlice(path, start + begin, dtype, shape, offsets[0] if shape else 0)
@@ -244,7 +235,7 @@ def read_into(tensor: Tensor, source: Source) -> None:
     """Fill this rank's slice of `tensor` in place, converting the dtype; only the rows needed are read.
 
     Raises:
-        CheckpointError: a file was cut short since its header was read.
+        CheckpointError: a file was cut short since its header was read, or holds inf or NaN.
     """
     local, start = local_rows(tensor)
     if not local.numel():
@@ -257,6 +248,8 @@ def read_into(tensor: Tensor, source: Source) -> None:
     for piece in source.slices:
         first, last = max(start, piece.start), min(start + len(local), piece.start + piece.n_rows)
         for row, values in _read_rows(piece, first - piece.start, last - piece.start):
+            if values.dtype.itemsize > 1 and not torch.isfinite(torch.stack(torch.aminmax(values))).all():
+                raise CheckpointError(f"{piece.path}: contains inf or NaN; use other weights, or download them again")
             at = piece.start + row - start
             local[at : at + len(values)].copy_(values[:, columns] if source.transposed else values)
 
@@ -266,7 +259,10 @@ def _read_rows(piece: TensorSlice, first: int, last: int) -> Iterator[tuple[int,
         return
     row_bytes = math.prod(piece.shape[1:]) * piece.dtype.itemsize
     step = max(1, READ_BYTES // max(1, row_bytes))
-    file = open_regular(piece.path)
+    try:
+        file = open_regular(piece.path)
+    except OSError as error:
+        raise CheckpointError(f"{piece.path}: cannot be opened: {error.strerror}") from None
     try:
         for start in range(first, last, step):
             count = min(step, last - start)

@@ -12,9 +12,10 @@ import datetime
 import functools
 import hashlib
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm.errors import ConfigError, oserror_as_config_error
+from lm.fileio import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, MAX_TOKENIZER_GROWTH, MAX_VOCABULARY, parse_json, read_bytes
 
 FILE = "tokenizer.json"
 GENERATION = "generation_config.json"
@@ -105,10 +107,15 @@ class FileTokenizer:
 
         try:
             self._encoder = tokenizers.Tokenizer.from_buffer(files[FILE])
-            self._config: dict[str, Any] = dict(json.loads(files.get("tokenizer_config.json", b"{}")))
-            self._generation: dict[str, Any] = dict(json.loads(files.get(GENERATION, b"{}")))
+            self._config: dict[str, Any] = dict(parse_json(files.get("tokenizer_config.json", b"{}")))
+            self._generation: dict[str, Any] = dict(parse_json(files.get(GENERATION, b"{}")))
         except Exception as error:  # the library raises nothing narrower
             raise _error(name, f"cannot be read: {error}") from None
+        if (size := self._encoder.get_vocab_size()) > MAX_VOCABULARY:
+            raise _error(name, f"has {size:,} tokens, but at most {MAX_VOCABULARY:,} are read")
+        stages = self._encoder.normalizer, self._encoder.pre_tokenizer, self._encoder.post_processor
+        if math.prod(_growth(json.loads(stage.__getstate__())) for stage in stages if stage) > MAX_TOKENIZER_GROWTH:
+            raise _error(name, f"its stages can lengthen a text more than {MAX_TOKENIZER_GROWTH} times")
         self._encoder.no_truncation()
         self._encoder.no_padding()
         self._name = name
@@ -271,6 +278,20 @@ class FileTokenizer:
         return texts[0], marked[0] if has_tags else None
 
 
+def _growth(stage: Any) -> int:
+    """Return by what factor a stage of a tokenizer, as JSON, can lengthen a text."""
+    children = stage.values() if isinstance(stage, dict) else stage if isinstance(stage, list) else ()
+    growth = math.prod(map(_growth, children))
+    match stage:
+        case {"type": "Replace", "content": str(content)}:
+            return growth * max(1, len(content))
+        case {"type": "ByteLevel"}:
+            return growth * 2
+        case {"type": "TemplateProcessing", "single": list(pieces)}:
+            return growth * max(1, sum("Sequence" in piece for piece in pieces))
+    return growth
+
+
 Tokenizer = ByteTokenizer | FileTokenizer
 
 
@@ -293,7 +314,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         return tokenizer_of(path)
     if path.is_file():
         others = read_files(path.parent) if path.name == FILE else {}
-        return FileTokenizer(others | {FILE: path.read_bytes()}, name)
+        return FileTokenizer(others | {FILE: _read(path.resolve(), FILE)}, name)
     if name.startswith((".", "/", "~")) or name.endswith(".json"):
         raise _error(name, f"no such file or folder in {Path.cwd()}")
     return FileTokenizer(_download(name), name)
@@ -301,26 +322,56 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 @oserror_as_config_error
 def tokenizer_of(folder: Path) -> FileTokenizer:
-    """Load the tokenizer whose files are in `folder`, for example a checkpoint directory."""
+    """Load the tokenizer whose files are in `folder`, for example a Hugging Face model's."""
     files = read_files(folder)
     if FILE not in files:
         raise _error(folder, f"has no {FILE}")
     return FileTokenizer(files, str(folder))
 
 
-def saved_tokenizer(identity: str, folder: Path, hyperparameters: Mapping[str, Any]) -> Tokenizer:
-    """Load the tokenizer `identity` of the checkpoint in `folder`, for chats as in its run."""
+@oserror_as_config_error
+def saved_tokenizer(
+    identity: str, folder: Path, names: Collection[str], hyperparameters: Mapping[str, Any]
+) -> Tokenizer:
+    """Load the tokenizer `identity` of the checkpoint in `folder`, for chats as in its run.
+
+    Args:
+        names: the files that the checkpoint lists.
+    """
     if identity == ByteTokenizer.identity:
         return ByteTokenizer()
-    tokenizer, date = tokenizer_of(folder), hyperparameters.get("chat_template_date")
-    tokenizer.template_kwargs = hyperparameters.get("chat_template_kwargs") or {}
-    tokenizer.date = datetime.date.fromisoformat(date) if date else None
+    if FILE not in names:
+        raise _error(folder, f"the checkpoint lists no {FILE}")
+    files = {name: _read(folder / name, name) for name in FILES if name in names}
+    tokenizer = FileTokenizer(files, str(folder))
+    if tokenizer.identity != identity:
+        raise _error(folder, f"{FILE} has {tokenizer.identity}, the checkpoint was written with {identity}")
+    date = hyperparameters.get("chat_template_date")
+    try:
+        tokenizer.template_kwargs = dict(hyperparameters.get("chat_template_kwargs") or {})
+        tokenizer.date = datetime.date.fromisoformat(date) if date else None
+    except (ValueError, TypeError) as error:
+        raise _error(folder, f"chat_template_date or chat_template_kwargs of the checkpoint: {error}") from None
     return tokenizer
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the contents of the tokenizer files in `folder`, by name."""
-    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+    """Return the contents of the tokenizer files in `folder`, by name. A checkpoint and an export get a copy of them.
+
+    Raises:
+        ConfigError: one is a link that leaves `folder` and is not one of the Hub's cache.
+    """
+    files = {}
+    for path in (folder / name for name in FILES if (folder / name).is_file()):
+        target, root = path.resolve(), folder.resolve()
+        if target.parent not in (root, root.parent.parent / "blobs"):
+            raise _error(path, f"is a link to {target}; copy the file")
+        files[path.name] = _read(target, path.name)
+    return files
+
+
+def _read(path: Path, name: str) -> bytes:
+    return read_bytes(path, MAX_TOKENIZER_BYTES if name == FILE else MAX_JSON_BYTES)
 
 
 def offline() -> str:
@@ -338,7 +389,7 @@ def _download(name: str) -> dict[str, bytes]:
     try:
         for file in FILES:
             with contextlib.nullcontext() if file == FILE else contextlib.suppress(EntryNotFoundError):
-                files[file] = Path(hf_hub_download(name, file)).read_bytes()
+                files[file] = _read(Path(hf_hub_download(name, file)).resolve(), file)
     except GatedRepoError:
         raise _error(name, "is gated; accept its terms on the Hub, then log in: hf auth login") from None
     except (LocalEntryNotFoundError, HFValidationError):

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from lm.checkpoint.checkpointer import load_weights
-from lm.checkpoint.manifest import MANIFEST, Base, FileRecord, Manifest, read_manifest, record, verify
+from lm.checkpoint.manifest import MANIFEST, Base, FileRecord, Manifest, model_of, read_manifest, record, verify
 from lm.checkpoint.resume import find_checkpoint, refuse_adapters
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.hf import weights
 from lm.lora import Adapters, LoraConfig
 from lm.runtime.world import World
-from model import ModelConfig, Transformer
+from model import Transformer
 
 
 def find_base(source: str, world: World) -> Base:
@@ -51,7 +51,7 @@ def checksums(folder: Path, rank: int = 0, n_ranks: int = 1) -> dict[str, FileRe
         manifest = read_manifest(folder)
         verify(folder, manifest, rank, n_ranks)
         return {name: entry for name, entry in manifest.files.items() if name.startswith("model-")}
-    return {path.name: record(path) for path in weights.weight_files(folder)[rank::n_ranks]}
+    return {path.name: record(path.resolve()) for path in weights.weight_files(folder)[rank::n_ranks]}
 
 
 def open_base(base: Base, moved: Path | None = None) -> Path:
@@ -74,7 +74,7 @@ def open_base(base: Base, moved: Path | None = None) -> Path:
 def read_adapters(folder: Path, manifest: Manifest) -> Adapters:
     """Return the adapters in a checkpoint, in a single process."""
     config = LoraConfig.model_validate({key: manifest.hyperparameters[key] for key in LoraConfig.model_fields})
-    adapters = Adapters(config, ModelConfig.model_validate(manifest.model))
+    adapters = Adapters(config, model_of(folder, manifest))
     load_weights(folder, adapters)
     return adapters
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lm.checkpoint.manifest import Base, read_manifest, verify
+from lm.checkpoint.manifest import Base, model_of, read_manifest, verify
 from lm.checkpoint.resume import find_checkpoint
 from lm.checkpoint.tensor_files import Source, group_by_size, read_into, write_tensors
 from lm.data.tokenizer import END_OF_TEXT, FILE, GENERATION, ByteTokenizer, Tokenizer, saved_tokenizer
@@ -54,10 +54,10 @@ def export_model(where: Path, out: Path, dtype: str = "float32", moved: Path | N
     _refuse_existing(out)
     folder = find_checkpoint(where)
     manifest = read_manifest(folder)
-    config = ModelConfig.model_validate(manifest.model)
+    config = model_of(folder, manifest)
     family = families.family_of(config)
     verify(folder, manifest)
-    tokenizer = saved_tokenizer(manifest.tokenizer, folder, {}) if manifest.tokenizer else None
+    tokenizer = saved_tokenizer(manifest.tokenizer, folder, manifest.files, {}) if manifest.tokenizer else None
     specials = (tokenizer.eos_id, tokenizer.bos_id) if tokenizer else (None, None)
     raw = families.write_config(config, dtype, *specials)
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id") if raw[key] is not None}
@@ -133,7 +133,7 @@ def export_adapters(where: Path, out: Path, dtype: str = "float32") -> int:
     manifest = read_manifest(folder)
     if manifest.base is None:
         raise ConfigError(f"{folder}: has no LoRA adapters (lora_rank: null); export it without --adapter")
-    config = ModelConfig.model_validate(manifest.model)
+    config = model_of(folder, manifest)
     family = families.family_of(config)
     places, shapes = families.layout(family, config)
     adapters = read_adapters(folder, manifest)

@@ -5,7 +5,6 @@ Only safetensors files are read: weights in pickles (`.bin`) are refused.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -16,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lm.checkpoint.checkpointer import find_tensors
-from lm.checkpoint.manifest import MANIFEST, read_manifest
+from lm.checkpoint.manifest import MANIFEST, model_of, read_manifest
 from lm.checkpoint.resume import compare_structures
 from lm.checkpoint.tensor_files import Source, TensorSlice, full_shape, local_rows, read_headers, read_into
 from lm.data import tokenizer
-from lm.errors import ConfigError, RunError, oserror_as_config_error
+from lm.errors import ConfigError, oserror_as_config_error
+from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 from lm.hf import families
 from lm.hf.families import Family, Place
 from lm.metrics.accumulator import peak_memory_gib
@@ -182,7 +182,7 @@ def find_weights(folder: Path, config: ModelConfig) -> dict[str, Source]:
     if not (folder / MANIFEST).exists():
         return open_model(folder).sources()
     manifest = read_manifest(folder)
-    compare_structures(ModelConfig.model_validate(manifest.model), config)
+    compare_structures(model_of(folder, manifest), config)
     with torch.device("meta"):
         found = find_tensors(folder, manifest, {"model": Transformer(config)})
     return {name.removeprefix("model."): source for name, (_, source) in found.items()}
@@ -193,13 +193,7 @@ def read_weights(source: HuggingFaceModel, model: nn.Module) -> None:
     """Fill this rank's shards of `model`, except for adapters, with the weights of `source`; see `load_into`."""
     parameters = dict(model.named_parameters())
     for name, where in source.sources().items():
-        parameter = parameters[name]
-        read_into(parameter, where)
-        local, _ = local_rows(parameter)
-        if local.numel() and not torch.isfinite(torch.stack(torch.aminmax(local))).all():
-            raise RunError(
-                f"{source.places[name].name}: contains inf or NaN; download the weights again, or use others"
-            )
+        read_into(parameters[name], where)
     embedding = parameters["embedding.tokens.weight"]
     if source.tied_head and not _equals(embedding, source.tied_head):
         raise ConfigError(
@@ -221,9 +215,9 @@ def _equals(embedding: Tensor, head: list[TensorSlice]) -> bool:
 def _open_tensors(folder: Path, family: Family) -> dict[str, list[TensorSlice]]:
     """Return the tensors in the files of `folder`, by their names in the full model, without old constants."""
     paths = weight_files(folder)
-    if missing := [path for path in paths if not path.is_file()]:
-        raise ConfigError(f"{missing[0]}: missing; download the directory again", keys=("init_from",))
-    found = read_headers(path.resolve() for path in paths)  # the Hub's cache consists of links
+    if missing := next((path for path in paths if not path.is_file()), None):
+        raise ConfigError(f"{missing}: missing; download the directory again", keys=("init_from",))
+    found = read_headers({path.resolve(): None for path in paths})  # the Hub's cache consists of links
     full = {name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name: name for name in found}
     return {name: found[stored] for name, stored in full.items() if not _BUFFERS.fullmatch(name)}
 
@@ -264,10 +258,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(read_bytes(path.resolve(), MAX_JSON_BYTES))
     except OSError as error:
         problem = f"{error.strerror}; a model directory needs one"
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         problem = f"invalid JSON: {error}"
     else:
         if isinstance(content, dict):

@@ -41,7 +41,8 @@ class MetricLogger:
         except OSError as error:
             if self._run_dir is None:
                 raise
-            problem = f"{self._run_dir}: cannot write metrics ({error.strerror}); the last checkpoint is kept"
+            where = error.filename or self._run_dir
+            problem = f"{where}: cannot write metrics ({error.strerror}); the last checkpoint is kept"
             raise RunError(problem) from None
 
     def start(self, step: int, missing: Collection[str] = ()) -> None:

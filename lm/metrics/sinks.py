@@ -18,6 +18,7 @@ from determined import core
 
 from lm.determined import master
 from lm.determined.master import BackgroundReporter
+from lm.fileio import open_regular, write_durably
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -55,15 +56,16 @@ class JSONL:
 
     def __init__(self, path: Path, start: int, missing: Collection[str]) -> None:
         kept = []
-        for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-            with suppress(ValueError, TypeError, KeyError):  # truncated by a kill, or not a record
-                record = json.loads(line)
-                if record["step"] < start or (record["step"] == start and record["group"] not in missing):
-                    kept.append(line + "\n")
+        with suppress(FileNotFoundError), open(path, errors="replace", opener=open_regular) as file:
+            for line in file.read().splitlines():
+                with suppress(ValueError, TypeError, KeyError, RecursionError):  # cut by a kill, or not a record
+                    record = json.loads(line)
+                    if record["step"] < start or (record["step"] == start and record["group"] not in missing):
+                        kept.append(line + "\n")
         draft = path.with_suffix(".draft")
-        draft.write_text("".join(kept))
+        write_durably(draft, "".join(kept).encode())
         draft.replace(path)
-        self._file = path.open("a")
+        self._file = open(path, "a", opener=open_regular)  # noqa: SIM115 - `close` closes it
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
         record = {"group": group, "step": step, "time": round(time.time(), 3), **metrics}

@@ -43,6 +43,8 @@ LOG_SECONDS = 30.0
 def prepare(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
     """Write the dataset, unless DIR already holds it. Return the lines to print."""
     tokenizer = None if args.tokenizer in (None, "none") else load_tokenizer(args.tokenizer)
+    if args.out.is_symlink():
+        raise ConfigError(f"--out: {args.out}: is a symbolic link; pass the folder that it leads to")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         holder = lock_file(args.out / LOCK)

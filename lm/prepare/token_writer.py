@@ -80,7 +80,7 @@ class SplitWriter:
 def install(folder: Path) -> None:
     """Replace the dataset in `folder` by the one in `READY`, if any; finish what a killed process has started."""
     ready = folder / READY
-    if not ready.is_dir():
+    if ready.is_symlink() or not ready.is_dir():
         return
     first, last = f"{TRAIN}.bin", [f"{VALIDATION}.json", f"{TRAIN}.json"]
     names = {path.name for path in ready.iterdir()}
@@ -102,7 +102,7 @@ def describe(path: Path, index: TokenIndex) -> str:
 def source_record(path: Path) -> SourceRecord:
     """Return what identifies the input file `path`."""
     name = os.fsencode(path).decode(errors="backslashreplace")  # file names need not be UTF-8
-    return SourceRecord(name=name, bytes=path.stat().st_size, crc32c=crc32c(path))
+    return SourceRecord(name=name, bytes=path.stat().st_size, crc32c=crc32c(path.resolve()))
 
 
 def verify(folder: Path) -> list[str]:

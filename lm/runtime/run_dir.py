@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from lm.errors import ConfigError, RunError
+from lm.fileio import read_bytes, write_durably
 
 if TYPE_CHECKING:
     from lm.runtime.world import World
@@ -55,7 +56,6 @@ class RunDir:
         try:
             for path in (ROOT, self.path, self.checkpoints, self.tensorboard):
                 path.mkdir(mode=0o775, exist_ok=True)
-            for path in (self.path, self.checkpoints):
                 _require_private(path)
             holder = lock_file(self._lock)
         except OSError as error:
@@ -64,11 +64,11 @@ class RunDir:
         if holder:
             advice = "wait until it ends, stop it, or choose another run_name"
             raise RunError(f"{self.path}: in use by {holder}; {advice}", keys=("run_name",))
-        return self._lock.read_text()
+        return _read(self._lock)
 
     def _require_same_directory(self, holder: str) -> None:
         try:
-            found = self._lock.read_text()
+            found = _read(self._lock)
         except OSError as error:
             found = f"no lock file: {error.strerror}"
         if found != holder:
@@ -86,7 +86,7 @@ class RunDir:
         try:
             if fresh:
                 self._move_aside()
-            draft.write_text(yaml.safe_dump({"hyperparameters": resumable}, sort_keys=False))
+            write_durably(draft, yaml.safe_dump({"hyperparameters": resumable}, sort_keys=False).encode())
             draft.replace(self.config)
         except OSError as error:
             raise RunError(f"{error.filename or self.path}: cannot be written ({error.strerror})") from None
@@ -115,7 +115,7 @@ def lock_file(path: Path) -> str | None:
     try:
         lock.acquire()
     except Timeout:
-        return path.read_text(errors="replace").strip() or "another process"
+        return _read(path).strip() or "another process"
     _locks.append(lock)
     return None
 
@@ -127,10 +127,17 @@ def _write_lock_holder(lock: int) -> None:
     os.fsync(lock)  # other machines read it next
 
 
+def _read(lock: Path) -> str:
+    return read_bytes(lock, 1000).decode(errors="replace")
+
+
 def _require_private(path: Path) -> None:
-    status = path.stat()
-    if status.st_uid != os.getuid():
+    status = path.stat() if path == ROOT else path.lstat()
+    if stat.S_ISLNK(status.st_mode):
+        problem = f"{path}: is a symbolic link, which is not followed; to write elsewhere, make {ROOT} a link"
+        raise ConfigError(problem, keys=("run_name",))
+    if path != ROOT and status.st_uid != os.getuid():
         problem = f"{path}: belongs to user {status.st_uid}, not to you ({os.getuid()}); choose another run_name"
         raise ConfigError(problem, keys=("run_name",))
-    if status.st_mode & stat.S_IWOTH:
+    if status.st_mode & stat.S_IWOTH and not (path == ROOT and status.st_mode & stat.S_ISVTX):
         raise ConfigError(f"{path}: writable by all users; check its contents, then run: chmod o-w {path}")

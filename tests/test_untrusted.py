@@ -1,0 +1,266 @@
+"""Whatever a stranger wrote: refused in one short line, soon, in little memory, without following links."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import resource
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lm import generate
+from lm.checkpoint.manifest import MANIFEST, Manifest, _encode, read_manifest, record, write_manifest
+from lm.checkpoint.resume import find_checkpoint
+from lm.checkpoint.retention import COMMITTED, prune
+from lm.checkpoint.tensor_files import write_tensors
+from lm.data.tokenizer import FILE, FileTokenizer, load_tokenizer
+from lm.errors import ConfigError, RunError
+from lm.fileio import write_durably
+from lm.hf.export import export_model
+from lm.hf.weights import open_model
+from lm.metrics.sinks import JSONL
+from lm.prepare.__main__ import main as prepare
+from lm.runtime.run_dir import RunDir
+from model import ModelConfig, Transformer
+from tests.conftest import Message
+from tests.support import TINY, byte_level_tokenizer, in_world
+
+LLAMA = {"vocab_size": 300, "norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none"}
+WEIGHTS = "model-00000-00000.safetensors"
+EVIL = "\x1b[2J\x1b]0;title\x07" + "x" * 100_000
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of a small model with a tokenizer."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    config = ModelConfig.model_validate(TINY | LLAMA)
+    write_tensors(folder / WEIGHTS, {name: (tensor, 0) for name, tensor in Transformer(config).state_dict().items()})
+    (folder / FILE).write_bytes(byte_level_tokenizer())
+    identity = FileTokenizer({FILE: (folder / FILE).read_bytes()}, "").identity
+    fields: dict[str, Any] = {"sharding": "full-shard", "total_batch_size": 1, "hyperparameters": {}}
+    fields |= {"model": config.model_dump(), "tokenizer": identity, "data": {"train": "", "validation": ""}}
+    fields |= {"loss_scaled": False, "trial_id": None, "format": 2, "time": 1.0, "world_size": 1}
+    files = {name: record(folder / name) for name in (WEIGHTS, FILE)}
+    write_manifest(folder, Manifest.model_validate(fields | {"files": files}))
+    assert load(folder)
+    return folder
+
+
+def forge(folder: Path, **changes: Any) -> None:
+    """Write a manifest with `changes` and with all checksums right."""
+    fields = {key: value for key, value in json.loads((folder / MANIFEST).read_text()).items() if key != "checksum"}
+    fields["files"] = {name: record(folder / name).model_dump() for name in fields["files"]}
+    (folder / MANIFEST).write_bytes(_encode(fields | changes))
+
+
+def forge_tokenizer(folder: Path, size: int = 300, **changes: Any) -> None:
+    content = json.dumps(json.loads((folder / FILE).read_text()) | changes).encode()
+    (folder / FILE).write_bytes(content)
+    forge(folder, tokenizer=f"{size} tokens, sha256 {hashlib.sha256(content).hexdigest()}")
+
+
+def forge_header(folder: Path, entries: dict[str, Any]) -> None:
+    """Give the file of the weights a header with `entries` alone."""
+    content = (folder / WEIGHTS).read_bytes()
+    text = json.dumps(entries).encode()
+    end = 8 + struct.unpack("<Q", content[:8])[0]
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + content[end:])
+    forge(folder)
+
+
+def load(folder: Path) -> object:
+    return generate.load_model(folder, torch.device("cpu"))
+
+
+def nested(levels: int) -> list[Any]:
+    return [] if levels == 0 else [nested(levels - 1)]
+
+
+def structure(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: forge(folder, model=json.loads((folder / MANIFEST).read_text())["model"] | changes)
+
+
+def set_nan(folder: Path) -> None:
+    path = folder / WEIGHTS
+    path.write_bytes(path.read_bytes()[:-4] + struct.pack("<f", float("nan")))
+    forge(folder)
+
+
+def add_token(folder: Path) -> None:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    added = json.loads((folder / FILE).read_text())["added_tokens"]
+    forge_tokenizer(folder, 301, added_tokens=[*added, {"id": 300, "content": "To be", **flags}])
+
+
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+BYTE = {"dtype": "U8", "shape": [1]}
+HOSTILE: dict[str, Callable[[Path], None]] = {
+    "100,000 files": lambda folder: forge(
+        folder, files={f"model-{i:05}-00000.safetensors": {"bytes": 1, "crc32c": 1} for i in range(100_000)}
+    ),
+    "a manifest of 9 MB": lambda folder: forge(folder, hyperparameters={"x": [[]] * 1_500_000}),
+    "a sparse manifest of a terabyte": lambda folder: os.truncate(folder / MANIFEST, 1 << 40),
+    "a nested manifest": lambda folder: forge(folder, dataset_state=[{"a": nested(200)}]),
+    "10^7 layers": structure(n_layers=10**7),
+    "4096 layers": structure(n_layers=4096),
+    "a terabyte of embeddings": structure(d_model=2**17, vocab_size=2**22),
+    "a model that does not exist": structure(n_heads=5),
+    "a preset that does not exist": structure(model=EVIL),
+    "control characters in sharding": lambda folder: forge(folder, sharding=EVIL),
+    "control characters in the tokenizer": lambda folder: forge(folder, tokenizer=EVIL),
+    "control characters in a tensor's name": lambda folder: forge_header(
+        folder, {EVIL: BYTE | {"data_offsets": [0, 1]}}
+    ),
+    "no fingerprint of the data": lambda folder: forge(folder, data={}),
+    "90,000 tensors": lambda folder: forge_header(
+        folder, {f"{i}": BYTE | {"data_offsets": [i, i + 1]} for i in range(90_000)}
+    ),
+    "an empty tensor": lambda folder: forge_header(folder, {"x": BYTE | {"shape": [0], "data_offsets": [0, 0]}}),
+    "NaN": set_nan,
+    "a tokenizer of another identity": lambda folder: forge(folder, tokenizer="300 tokens, sha256 0"),
+    "a tokenizer with more tokens than the model": add_token,
+    "a normalizer that doubles": lambda folder: forge_tokenizer(
+        folder, normalizer={"type": "Sequence", "normalizers": [DOUBLE] * 29}
+    ),
+    "a tokenizer of 44 MB": lambda folder: forge_tokenizer(folder, x=[[]] * 11_000_000),
+    "a nested tokenizer": lambda folder: forge_tokenizer(folder, normalizer=nested(400)),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_checkpoint_with_right_checksums_is_refused(case: str, saved: Path, message: Message) -> None:
+    HOSTILE[case](saved)
+    memory, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with pytest.raises(RunError) as refused:
+        load(saved)
+    assert time.monotonic() - start < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1 << 20  # KiB
+    assert all(len(problem) < 1100 for problem in refused.value.problems)
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", str(refused.value))
+    message(refused.value, mask="x{50,}|[0-9a-f]{64}")
+
+
+def irregular(path: Path, kind: str, target: Path) -> None:
+    """Put a FIFO, a device or a link to `target` at `path`."""
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(target)
+    else:
+        try:
+            os.mknod(path, 0o20666, os.makedev(1, 5))  # /dev/zero
+        except PermissionError:
+            pytest.skip("needs root")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "link"])
+@pytest.mark.parametrize("name", [MANIFEST, WEIGHTS, FILE])
+def test_only_regular_files_of_a_checkpoint_are_opened(kind: str, name: str, saved: Path, tmp_path: Path) -> None:
+    (saved / name).rename(tmp_path / "elsewhere")
+    irregular(saved / name, kind, tmp_path / "elsewhere")
+    for use in (load, read_manifest, lambda folder: export_model(folder, tmp_path / "out")):
+        with pytest.raises(RunError, match=f"^{saved / name}: is .*a checkpoint is a directory of regular files"):
+            use(saved)
+
+
+def test_a_fifo_in_one_checkpoint_does_not_block_the_others(saved: Path, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (checkpoints / "hung").mkdir(parents=True)
+    os.mkfifo(checkpoints / "hung" / MANIFEST)
+    saved.rename(checkpoints / "good")
+    assert find_checkpoint(tmp_path / "run") == checkpoints / "good"
+
+
+@pytest.fixture
+def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file outside of the current folder, which stays as it is."""
+    path = tmp_path / "private"
+    path.write_text("private")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    yield path
+    assert path.read_text() == "private"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+def test_a_run_neither_writes_through_links_nor_waits_for_fifos(kind: str, private: Path) -> None:
+    run_dir = RunDir("x")
+    in_world(run_dir.lock)
+    for path in (run_dir.path / "config.draft", run_dir.path / "metrics.draft", Path("file")):
+        irregular(path, kind, private)
+    run_dir.start({"lr": 1}, fresh=False)
+    JSONL(run_dir.metrics, 0, ()).close()
+    write_durably(Path("file"), b"new")
+    assert Path("file").read_bytes() == b"new"
+    irregular(run_dir.checkpoints / COMMITTED, kind, private)
+    prune(run_dir.checkpoints, 1, ())
+    irregular(run_dir.metrics, kind, private)
+    with pytest.raises(OSError, match="not a regular file"):
+        JSONL(run_dir.metrics, 0, ())
+
+
+@pytest.mark.parametrize("name", ["runs/x", "runs/x/checkpoints", "runs/x/tensorboard"])
+def test_a_folder_of_a_run_is_not_a_link(name: str, private: Path, message: Message) -> None:
+    Path(name).parent.mkdir(parents=True)
+    Path(name).symlink_to(private.parent)
+    with pytest.raises(ConfigError) as refused:
+        in_world(RunDir("x").lock)
+    message(refused.value)
+
+
+@pytest.mark.parametrize("name", ["runs", "runs/x/tensorboard"])
+def test_a_folder_that_all_users_can_write_is_refused(name: str, private: Path) -> None:  # noqa: ARG001
+    Path(name).mkdir(parents=True)
+    Path(name).chmod(0o777)
+    with pytest.raises(ConfigError, match="writable by all users"):
+        in_world(RunDir("x").lock)
+
+
+def test_metrics_survive_a_line_that_no_run_wrote(private: Path) -> None:  # noqa: ARG001
+    good = '{"group": "training", "step": 1}\n'
+    Path("metrics.jsonl").write_text(good + "[" * 200_000 + "\n")
+    JSONL(Path("metrics.jsonl"), 2, ()).close()
+    assert Path("metrics.jsonl").read_text() == good
+
+
+def test_prepare_does_not_write_through_a_link(private: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("out").symlink_to(private.parent)
+    Path("in.txt").write_text("text")
+    assert prepare(["in.txt", "--tokenizer", "bytes", "--out", "out"]) == 2
+    assert "--out: out: is a symbolic link" in capsys.readouterr().err
+
+
+def test_only_listed_tokenizer_files_are_copied(saved: Path, private: Path) -> None:
+    (saved / "chat_template.jinja").symlink_to(private)
+    (saved / "tokenizer_config.json").write_text('{"chat_template": "unlisted"}')
+    export_model(saved, Path("out"))
+    assert not Path("out/chat_template.jinja").exists()
+    assert "unlisted" not in Path("out/tokenizer_config.json").read_text()
+
+
+def test_links_of_a_hugging_face_folder_lead_to_the_cache(saved: Path, private: Path, message: Message) -> None:
+    """The Hub's cache consists of links; what another link leads to would be copied into checkpoints."""
+    export_model(saved, Path("exported"))
+    snapshot = Path("models--x/snapshots/1")
+    (snapshot.parent.parent / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in list(Path("exported").iterdir()):
+        path.rename(f"models--x/blobs/{path.name}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    assert open_model(snapshot).config.d_model == TINY["d_model"]
+    assert load_tokenizer(str(snapshot)).vocab_size == 300
+    (snapshot / "chat_template.jinja").symlink_to(private)
+    with pytest.raises(ConfigError) as refused:
+        load_tokenizer(str(snapshot))
+    message(refused.value)
