@@ -15,6 +15,7 @@ from lm.checkpoint.manifest import Base, RunInfo
 from lm.checkpoint.resume import ResumePlan, start_date
 from lm.config import DEFAULT_SEED, Hyperparameters
 from lm.data import loader
+from lm.data.tokens import check_files
 from lm.errors import ConfigError
 from lm.hf.base import find_base
 from lm.runtime.world import MeshLayout, World
@@ -93,6 +94,7 @@ def _check(hp: Hyperparameters, world: World, info: det.ClusterInfo | None, base
     dtype = precision.compute_dtype(hp, world.device)
     batch_size = loader.derive_global_batch_size(hp, layout.dp_size)
     data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, batch_size, seed, layout.dp_rank, layout.dp_size)
+    check_files(data.datasets, world.launch.local_rank, world.launch.local_size)
     if hp.prompt is not None and not (data.tokenizer and data.tokenizer.encode(hp.prompt)):
         raise ConfigError(f"prompt: {hp.prompt!r} has no token in dataset {hp.dataset}'s tokenizer", keys=("prompt",))
     max_steps = hp.run_length(data.samples_per_epoch and data.samples_per_epoch / batch_size)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,8 +15,9 @@ from hypothesis import strategies as st
 
 from lm.data.loader import Data, DataConfig, open_data
 from lm.data.tokenizer import FILE, ByteTokenizer
-from lm.data.tokens import TokenFileDataset, TokenIndex, TokenWindowDataset
+from lm.data.tokens import TokenFileDataset, TokenIndex, TokenWindowDataset, check_files
 from lm.errors import ConfigError, DataError
+from lm.fileio import crc32c
 from tests.conftest import Message
 from tests.support import byte_level_tokenizer
 
@@ -146,3 +149,63 @@ def test_missing_or_too_few_token_files_are_an_error(keys: dict[str, Any], tmp_p
         opened(**settings)
     assert "train_data" in error.value.keys
     message(error.value)
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TokenFileDataset, TokenFileDataset]:
+    """Training and validation tokens with right checksums; that they are intact is remembered in a new folder."""
+    monkeypatch.setattr("lm.data.tokens.CHECKED", tmp_path / "checked")
+    ids, ends = np.arange(100, dtype="<u2"), np.array([40, 100], "<u8").tobytes()
+    checksums = {"crc32c": google_crc32c.value(ids.tobytes()), "ends_crc32c": google_crc32c.value(ends)}
+    for name in ("train", "validation"):
+        write(tmp_path, ids, name, documents=2, **checksums)
+        (tmp_path / f"{name}.ends").write_bytes(ends)
+    first, second = (TokenFileDataset(tmp_path / f"{name}.json", 4, 300) for name in ("train", "validation"))
+    return first, second
+
+
+def flip(path: Path) -> None:
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+
+
+@pytest.mark.parametrize("name", ["train.bin", "validation.bin", "train.ends", "validation.ends"])
+@pytest.mark.parametrize("damage", [flip, Path.unlink, lambda path: path.write_bytes(bytes(path.stat().st_size))])
+def test_damaged_token_files_are_found_by_one_of_a_machines_ranks(
+    damage: Callable[[Path], None], name: str, prepared: tuple[TokenFileDataset, ...], tmp_path: Path
+) -> None:
+    damage(tmp_path / name)
+    problems = []
+    for rank in range(3):
+        try:
+            check_files(prepared, rank, 3)
+        except DataError as error:
+            problems.append(str(error))
+    assert len(problems) == 1
+    assert problems[0].startswith(f"{tmp_path / name}: ")
+
+
+def test_ends_that_are_not_in_order_are_refused(
+    prepared: tuple[TokenFileDataset, ...], tmp_path: Path, message: Message
+) -> None:
+    for ends in ([100, 40], [40, 101], [40, 99], []):
+        content = np.array(ends, "<u8").tobytes()
+        (tmp_path / "train.ends").write_bytes(content)
+        index = prepared[0].index.model_copy(update={"ends_crc32c": google_crc32c.value(content)})
+        (tmp_path / "train.json").write_text(index.model_dump_json())
+        with pytest.raises(DataError) as error:
+            check_files([TokenFileDataset(tmp_path / "train.json", 4, 300)], 0, 1)
+    message(error.value)
+
+
+def test_an_intact_file_is_read_once_until_it_changes(
+    prepared: tuple[TokenFileDataset, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Path] = []
+    monkeypatch.setattr("lm.data.tokens.crc32c", lambda path: read.append(path) or crc32c(path))
+    check_files(prepared, 0, 1)
+    assert len(read) == 4
+    check_files(prepared, 0, 1)
+    assert len(read) == 4
+    flip(tmp_path / "train.bin")
+    with pytest.raises(DataError, match=r"train.bin: damaged"):
+        check_files(prepared, 0, 1)

@@ -130,6 +130,8 @@ class Data:
     tokenizer: Tokenizer | None
     notes: Sequence[str] = ()
     """for the log"""
+    datasets: Sequence[Dataset] = ()
+    """all, unless they are streamed"""
 
     @property
     def samples_per_epoch(self) -> int | None:
@@ -188,7 +190,7 @@ def open_data(
         if config.val_data is None and config.dataset in ("text", "jsonl"):
             counts = f"{len(validation):,} of {len(validation) + len(train[0]):,} sequences"
             notes.append(f"val_data: null: {counts} of train_data are held out for validation")
-        data = Data(source, validation, tokenizer, notes)
+        data = Data(source, validation, tokenizer, notes, [*train, validation])
     tokenizer, n_samples = data.tokenizer, data.samples_per_epoch
     if tokenizer and tokenizer.vocab_size > vocab_size:
         problem = f"vocab_size: {vocab_size} is less than the {tokenizer.vocab_size} ids of tokenizer"

@@ -7,7 +7,10 @@ each document in it, and NAME.json, written last, describes both.
 from __future__ import annotations
 
 import os
+import socket
 import weakref
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -21,7 +24,11 @@ from lm.data.dataset import Dataset, Sample
 from lm.data.files import blocks, decode, name_files, read_all
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, DataError
+from lm.fileio import MAX_TOKENIZER_BYTES, crc32c, open_regular, read_bytes
 from lm.seeds import derive_seed
+
+CHECKED = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lm" / "checked"
+"""Directory with an empty file for each token file that was intact on this machine."""
 
 
 def window(ids: NDArray[np.int64]) -> Sample:
@@ -115,7 +122,7 @@ def read_index(path: Path) -> TokenIndex:
     """Read NAME.json and check the size of NAME.bin."""
     tokens = path.with_suffix(".bin")
     try:
-        index = TokenIndex.model_validate_json(path.read_bytes())
+        index = TokenIndex.model_validate_json(read_bytes(path, MAX_TOKENIZER_BYTES))
         size = tokens.stat().st_size
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}; write token files with python -m lm.prepare") from None
@@ -144,7 +151,7 @@ class TokenFileDataset(Dataset):
     def __init__(self, path: Path, seq_len: int, vocab_size: int) -> None:
         self.index = read_index(path)
         self.path = path.with_suffix(".bin")
-        self._file = os.open(self.path, os.O_RDONLY)
+        self._file = open_regular(self.path)
         weakref.finalize(self, os.close, self._file)
         self._dtype = np.dtype(self.index.dtype).newbyteorder("<")
         self.seq_len = seq_len
@@ -171,3 +178,40 @@ class TokenFileDataset(Dataset):
 
     def fingerprint(self) -> str:
         return f"{self.index.tokens} tokens, crc32c {self.index.crc32c:08x}"
+
+
+def check_files(datasets: Iterable[Dataset], rank: int, n_ranks: int) -> None:
+    """Compare the token files among `datasets` with their checksums, on each of a machine's ranks a share of them.
+
+    A file is read once: what was intact is remembered in `CHECKED` by name, size, time of change and inode.
+
+    Raises:
+        DataError: a file is damaged or cannot be read.
+    """
+    indices = [(dataset.path, dataset.index) for dataset in datasets if isinstance(dataset, TokenFileDataset)]
+    files = [(path, index.crc32c, None) for path, index in indices]
+    files += [(path.with_suffix(".ends"), index.ends_crc32c, index.tokens) for path, index in indices]
+    for path, checksum, n_tokens in files[rank::n_ranks]:
+        try:
+            status = path.lstat()
+            facts = socket.gethostname(), path.absolute(), status.st_size, status.st_mtime_ns, status.st_ino, checksum
+            marker = CHECKED / sha256(repr(facts).encode()).hexdigest()
+            if not marker.exists() and (crc32c(path) != checksum or (n_tokens and not _in_order(path, n_tokens))):
+                raise DataError(
+                    f"{path}: damaged: differs from {path.stem}.json; write it again with python -m lm.prepare"
+                )
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; write it again with python -m lm.prepare") from None
+        with suppress(OSError):  # a home directory can be read-only
+            CHECKED.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+
+
+def _in_order(path: Path, n_tokens: int) -> bool:
+    last = 0
+    with open(path, "rb", opener=open_regular) as file:
+        while len(ends := np.frombuffer(file.read(1 << 22), "<u8")):
+            if ends[0] < last or (ends[1:] < ends[:-1]).any():
+                return False
+            last = int(ends[-1])
+    return last == n_tokens
