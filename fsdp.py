@@ -172,7 +172,7 @@ def resume(t: Training, plan: resuming.ResumePlan) -> TrainingProgress:
     if note := t.loader.load_state_dict(progress.dataset_state):
         t.logger.info(note)
     if run_dir:
-        fresh = hp.resume == "fresh" and not is_restart(os.environ)
+        fresh = hp.resume != "auto" and not is_restart(os.environ)
         t.run.world.on_rank0(lambda: run_dir.start(setup.resolved(), fresh))
     t.logger.start(progress.step, progress.missing_reports())
     t.accumulator.load_state_dict(progress.metric_sums)

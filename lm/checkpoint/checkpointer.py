@@ -267,7 +267,8 @@ class Checkpointer:
     def add_saved(self, uuid: str, manifest: Manifest) -> None:
         """Count a checkpoint of this run for retention on a cluster, e.g. the one that it resumed from."""
         if self._directory is None and not Path(uuid).is_absolute():
-            self._saved.append(SavedCheckpoint(manifest.time, uuid, manifest.validation_loss))
+            loss, data = manifest.validation_loss, manifest.data["validation"]
+            self._saved.append(SavedCheckpoint(manifest.time, uuid, loss, data))
 
     def load(self, checkpoint: str, select: Callable[[Manifest], Mapping[str, Stateful]]) -> Manifest:
         """Verify a checkpoint, load it into the objects that `select` returns, and return its manifest.
@@ -277,7 +278,8 @@ class Checkpointer:
             select: returns the objects to load for a manifest, or raises to refuse it.
 
         Raises:
-            CheckpointError: the checkpoint is damaged; no state changed, unless a file was changed while it was read.
+            CheckpointError: the checkpoint is damaged; no state changed, unless it holds inf or NaN, or a file was
+                changed while it was read.
             ConfigError: its tensors differ from the objects'; lists every difference, no state changed.
         """
         place = Path(checkpoint) if Path(checkpoint).is_absolute() else self._directory and self._directory / checkpoint
@@ -323,7 +325,7 @@ def find_tensors(
 
     Raises:
         CheckpointError: a file's header is damaged, or slices do not cover their tensor exactly once.
-        ConfigError: lists every tensor that is missing, unexpected, or of another shape or dtype.
+        ConfigError: lists 20 of the tensors that are missing, unexpected, or of another shape or dtype.
     """
     found: dict[str, tuple[Tensor, tensor_files.Source]] = {}
     problems: list[str] = []
@@ -343,7 +345,8 @@ def find_tensors(
                 problems.append(f"{part}.{name}: {list(shape)} {dtype} in the checkpoint, {now}")
             found[f"{part}.{name}"] = tensor, tensor_files.Source(slices)
     if problems:
-        raise ConfigError(f"{directory}: the tensors differ from the model's:", *problems)
+        more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
+        raise ConfigError(f"{directory}: the tensors differ from the model's:", *problems[:20], *more)
     return found
 
 

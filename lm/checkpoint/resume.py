@@ -33,7 +33,7 @@ from lm.checkpoint.manifest import (
     verify,
 )
 from lm.checkpoint.retention import COMMITTED, list_saved
-from lm.errors import ConfigError, oserror_as_config_error
+from lm.errors import ConfigError, oserror_as_config_error, printable
 from lm.lora import LoraConfig
 from lm.metrics.accumulator import MetricsConfig, peak_memory_gib
 from lm.profiling import ProfilingConfig
@@ -129,7 +129,7 @@ def _complete_checkpoints(directory: Path) -> list[Path]:
     """Return the complete checkpoints in `directory`, last written first; raise CheckpointError if all were lost."""
     saved, incomplete = list_saved(directory)
     was_complete = (directory / COMMITTED).exists() or any((path / MANIFEST).exists() for path in incomplete)
-    if incomplete and not saved and was_complete:  # and not merely killed during the first save
+    if not saved and was_complete:  # and not merely killed during the first save
         remedy = f"{directory}: no complete checkpoint to resume from; resume=fresh starts at step 0"
         raise CheckpointError(*map(str, incomplete.values()), remedy)
     for error in incomplete.values():
@@ -195,7 +195,7 @@ def resume(
     def select(manifest: Manifest) -> Mapping[str, Stateful]:
         compare = _compare_runs if is_resumable(manifest) else _compare_models
         for change in compare(manifest, run_info):
-            log(f"changed: {change}")
+            log(f"changed: {printable(change)}")
         _compare_bases(manifest, run_info)
         if not is_resumable(manifest):
             return {"model": state["model"]}
@@ -227,7 +227,8 @@ def _compare_runs(saved: RunInfo, run_info: RunInfo) -> list[str]:
     """Return the changes to log; raise ConfigError if they make a different run."""
     old, new = (
         info.hyperparameters
-        | {"total_batch_size": info.total_batch_size, "tokenizer": info.tokenizer, "train_data": info.data["train"]}
+        | {"total_batch_size": info.total_batch_size, "tokenizer": info.tokenizer}
+        | {"train_data": info.data["train"], "val_data": info.data["validation"]}
         for info in (saved, run_info)
     )
     changes = _changes(old, new, filter(old.__contains__, new))

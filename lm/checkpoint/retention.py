@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,13 +21,19 @@ class SavedCheckpoint(NamedTuple):
     time: float
     name: str
     validation_loss: float | None
+    validation_data: str = ""
+    """fingerprint of the data of `validation_loss`"""
 
 
 def expired(saved: Sequence[SavedCheckpoint], keep: int | None) -> list[SavedCheckpoint]:
-    """Return all of `saved` except the `keep` newest and the one with the lowest validation loss; none if None."""
-    if keep is None:
+    """Return all of `saved` except the `keep` newest and the one with the lowest validation loss; none if None.
+
+    Losses of other validation data than the newest checkpoint's do not count.
+    """
+    if keep is None or not saved:
         return []
-    evaluated = [entry for entry in saved if entry.validation_loss is not None]
+    data = max(saved).validation_data
+    evaluated = [entry for entry in saved if entry.validation_loss is not None and entry.validation_data == data]
     best = min(evaluated, key=lambda entry: (entry.validation_loss, -entry.time), default=None)
     return [entry for entry in sorted(saved)[:-keep] if entry is not best]
 
@@ -42,7 +49,8 @@ def list_saved(directory: Path) -> tuple[list[SavedCheckpoint], dict[Path, Check
         if path.is_dir() and not path.name.startswith("."):
             try:
                 manifest = read_manifest(path)
-                saved.append(SavedCheckpoint(manifest.time, path.name, manifest.validation_loss))
+                loss, data = manifest.validation_loss, manifest.data["validation"]
+                saved.append(SavedCheckpoint(manifest.time, path.name, loss, data))
             except CheckpointError as error:
                 incomplete[path] = error
     return sorted(saved), incomplete
@@ -50,7 +58,8 @@ def list_saved(directory: Path) -> tuple[list[SavedCheckpoint], dict[Path, Check
 
 def prune(directory: Path, keep: int | None, damaged: Collection[str]) -> None:
     """Delete the expired checkpoints in `directory`; those named in `damaged` are neither counted nor deleted."""
-    (directory / COMMITTED).touch()
+    with suppress(FileExistsError):
+        (directory / COMMITTED).open("x").close()
     saved, _ = list_saved(directory)
     for entry in expired([entry for entry in saved if entry.name not in damaged], keep):
         # After the rename it is no longer a checkpoint, even if deleting it is interrupted.
