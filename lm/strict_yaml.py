@@ -5,6 +5,7 @@ Keys are strings, duplicate keys are errors, 1e-4 is a number, and tags that wou
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Hashable
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any
 import yaml
 
 from lm.errors import ConfigError
+
+MAX_VALUES = 100_000
+"""in a file; a few lines of aliases of aliases are gigabytes"""
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
@@ -34,6 +38,8 @@ def parse(source: str, name: str) -> tuple[Any, dict[str, int]]:
     try:
         loader = _StrictLoader(source)
         node = loader.get_single_node()
+        if node and _n_values(node, {}) > MAX_VALUES:
+            raise ConfigError(f"{name}: aliases make it more than {MAX_VALUES:,} values; write them out")
         value = None if node is None else loader.construct_document(node)
     except yaml.reader.ReaderError as error:
         line = source.count("\n", 0, error.position) + 1
@@ -50,6 +56,15 @@ def parse(source: str, name: str) -> tuple[Any, dict[str, int]]:
         if isinstance(section, yaml.MappingNode):
             lines |= {f"{outer.value}.{inner.value}": inner.start_mark.line + 1 for inner, _ in section.value}
     return value, lines
+
+
+def _n_values(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return the number of values in `node`, those of an alias each time that it is used."""
+    if id(node) not in known:
+        children = node.value if isinstance(node, yaml.CollectionNode) else ()
+        flat = itertools.chain.from_iterable(child if isinstance(child, tuple) else (child,) for child in children)
+        known[id(node)] = 1 + sum(_n_values(child, known) for child in flat)
+    return known[id(node)]
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -34,7 +34,7 @@ from lm.checkpoint.manifest import (
     write_manifest,
 )
 from lm.checkpoint.resume import ResumePlan, completed_step, find_checkpoint, plan_resume
-from lm.checkpoint.retention import COMMITTED
+from lm.checkpoint.retention import COMMITTED, SavedCheckpoint, expired
 from lm.determined.context import TorchDistributedContext
 from lm.errors import ConfigError
 from lm.runtime.world import World
@@ -217,6 +217,17 @@ def test_only_partial_checkpoints_are_an_error_unless_none_was_ever_complete(
     with pytest.raises(CheckpointError) as refused:
         plan_resume(CheckpointConfig.model_validate({}), None, tmp_path, restarted=False)
     message(refused.value)
+    for name in ("a", "b"):
+        (tmp_path / name).rmdir()
+    with pytest.raises(CheckpointError):  # all deleted: not silently a new run
+        plan_resume(CheckpointConfig.model_validate({}), None, tmp_path, restarted=False)
+
+
+def test_losses_of_other_validation_data_are_not_the_best() -> None:
+    losses = [(1.0, "old"), (2.0, "new"), (1.5, "new"), (3.0, "new")]
+    saved = [SavedCheckpoint(time, str(time), *entry) for time, entry in enumerate(losses)]
+    assert [entry.name for entry in expired(saved, 1)] == ["0", "1"]
+    assert [entry.name for entry in expired(saved[:1], 1)] == []
 
 
 def test_tokenizers_are_compared_by_content_and_not_by_path(victim: Path, message: Message) -> None:

@@ -201,6 +201,14 @@ def test_a_launchers_restart_resumes_whatever_resume_was_set_to(tmp_path: Path) 
             assert done.returncode == 0, done.stderr
         assert ", step 3\n" in done.stdout
     assert not list((tmp_path / "runs" / "fresh").glob("before-*"))
+    later = reports(tmp_path, name="from")
+    again = run(tmp_path, "max_steps=3", "run_name=from", f"resume={source}")
+    assert again.returncode == 0, again.stderr
+    assert list(checkpoints(tmp_path, "from")) == [3]
+    (before,) = (tmp_path / "runs" / "from").glob("before-*")
+    before.rename(tmp_path / "runs" / "before")
+    assert reports(tmp_path, name="before") == later, "step 4 is not made again"
+    assert sorted(checkpoints(tmp_path, "before")) == [3, 4]
     restarted_early = run(tmp_path, "max_steps=3", f"resume={source}", TORCHELASTIC_RESTART_COUNT="1")
     assert restarted_early.returncode == 0, restarted_early.stderr
     assert f"resumed from checkpoint {source.name}, step 2" in restarted_early.stdout

@@ -8,15 +8,18 @@ import os
 import re
 import resource
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lm import generate
+from lm import generate, strict_yaml
 from lm.checkpoint.manifest import MANIFEST, Manifest, _encode, read_manifest, record, write_manifest
 from lm.checkpoint.resume import find_checkpoint
 from lm.checkpoint.retention import COMMITTED, prune
@@ -26,7 +29,7 @@ from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.hf.export import export_model
 from lm.hf.weights import open_model
-from lm.metrics.sinks import JSONL
+from lm.metrics.sinks import JSONL, Console
 from lm.prepare.__main__ import main as prepare
 from lm.runtime.run_dir import RunDir
 from model import ModelConfig, Transformer
@@ -264,3 +267,19 @@ def test_links_of_a_hugging_face_folder_lead_to_the_cache(saved: Path, private: 
     with pytest.raises(ConfigError) as refused:
         load_tokenizer(str(snapshot))
     message(refused.value)
+
+
+def test_aliases_of_aliases_are_refused_before_they_are_expanded(message: Message) -> None:
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"{name}: &{name} [{', '.join([f'*{last}'] * 10)}]" for last, name in pairwise("abcdefghi")]
+    with pytest.raises(ConfigError) as refused:
+        strict_yaml.parse("\n".join(lines), "test.yaml")
+    message(refused.value)
+
+
+def test_a_full_disk_under_the_log_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
+    monkeypatch.setattr(sys, "stdout", full)
+    Console(1).info("training goes on")
+    with suppress(OSError):
+        full.close()

@@ -9,6 +9,7 @@ code of the first rank that failed (2 = bad configuration), without a traceback.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import os
 import signal
@@ -33,7 +34,8 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     except Exception:
         traceback.print_exc()
         code = 1
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # a full disk, or a closed pipe
+        sys.stdout.flush()
     os._exit(code)
 
 

@@ -160,7 +160,8 @@ class Console:
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)
         else:
-            print(line, flush=True)
+            with suppress(OSError):  # a full disk, or head has closed the pipe: training continues
+                print(line, flush=True)
 
     def on_step_end(self) -> None:
         if self._bar is not None:
