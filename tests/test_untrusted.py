@@ -280,6 +280,6 @@ def test_aliases_of_aliases_are_refused_before_they_are_expanded(message: Messag
 def test_a_full_disk_under_the_log_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     full = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
     monkeypatch.setattr(sys, "stdout", full)
-    Console(1).info("training goes on")
+    Console(1).info("training continues")
     with suppress(OSError):
         full.close()

@@ -99,7 +99,10 @@ def start_date(plan: ResumePlan, context: core.CheckpointContext) -> datetime.da
     for candidate in plan.resume_candidates:
         mode = core.DownloadMode.NoSharedDownload
         stored = context.restore_path(candidate, mode, selector=lambda name: name == MANIFEST)
-        with nullcontext(candidate) if Path(candidate).is_absolute() else stored as path, suppress(CheckpointError):
+        with (
+            nullcontext(candidate) if Path(candidate).is_absolute() else stored as path,
+            suppress(CheckpointError, ValueError, TypeError),
+        ):
             manifest = read_manifest(Path(path), check_files=False)
             if date := manifest.hyperparameters.get("chat_template_date"):
                 return datetime.date.fromisoformat(date)
