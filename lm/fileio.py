@@ -21,7 +21,9 @@ MAX_JSON_BYTES = 8 << 20
 MAX_JSON_DEPTH = 32
 """Of a manifest, a config.json or an index. Ours have 6 levels."""
 MAX_TOKENIZER_BYTES = 40 << 20
-"""Of a tokenizer.json, and of the index of a token file, which lists its sources. The largest in use has 33 MB."""
+"""Of a tokenizer.json. The largest in use has 33 MB."""
+MAX_INDEX_BYTES = 512 << 20
+"""Of the index of a token file, which lists its sources: some 3 million."""
 MAX_VOCABULARY = 1 << 20
 """Tokens of a tokenizer. The largest in use has 262,144."""
 MAX_TOKENIZER_GROWTH = 256

@@ -24,10 +24,10 @@ from lm.data.dataset import Dataset, Sample
 from lm.data.files import blocks, decode, name_files, read_all
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, DataError
-from lm.fileio import MAX_TOKENIZER_BYTES, crc32c, open_regular, read_bytes
+from lm.fileio import MAX_INDEX_BYTES, crc32c, open_regular, read_bytes
 from lm.seeds import derive_seed
 
-CHECKED = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lm" / "checked"
+CHECKED = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "lm" / "checked"  # noqa: PTH111
 """Directory with an empty file for each token file that was intact on this machine."""
 
 
@@ -122,7 +122,7 @@ def read_index(path: Path) -> TokenIndex:
     """Read NAME.json and check the size of NAME.bin."""
     tokens = path.with_suffix(".bin")
     try:
-        index = TokenIndex.model_validate_json(read_bytes(path, MAX_TOKENIZER_BYTES))
+        index = TokenIndex.model_validate_json(read_bytes(path, MAX_INDEX_BYTES))
         size = tokens.stat().st_size
     except OSError as error:
         raise ConfigError(f"{error.filename}: {error.strerror}; write token files with python -m lm.prepare") from None
@@ -202,9 +202,10 @@ def check_files(datasets: Iterable[Dataset], rank: int, n_ranks: int) -> None:
                 )
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}; write it again with python -m lm.prepare") from None
-        with suppress(OSError):  # a home directory can be read-only
-            CHECKED.mkdir(parents=True, exist_ok=True)
-            marker.touch()
+        if CHECKED.is_absolute():  # otherwise this user has no home directory
+            with suppress(OSError):  # or it is read-only
+                CHECKED.mkdir(parents=True, exist_ok=True)
+                marker.touch()
 
 
 def _in_order(path: Path, n_tokens: int) -> bool:
