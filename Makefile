@@ -11,7 +11,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-cluster check soak bench board docs clean
+.PHONY: help train test test-all test-cluster check soak fuzz bench board docs clean
 
 help: ## List the targets.
 	@echo "usage: make TARGET [VARIABLE=VALUE ...]"
@@ -37,6 +37,9 @@ check: .venv/dev ## Check formatting, lint, docstrings, types and shell scripts.
 
 soak: .venv/dev ## Kill runs COUNT=500 times and compare what they end with.
 	@$(BIN)/python -m tests.soak $(COUNT) $(ARGS)
+
+fuzz: .venv/dev ## Load COUNT=2000 checkpoints changed at random, with matching checksums.
+	@$(BIN)/python -m tests.fuzz $(COUNT) $(ARGS)
 
 bench: .venv/dev ## Measure speed and memory next to reference loops. ARGS="--sweep ... key=value ..."
 	@$(BIN)/python -m benchmarks.throughput $(ARGS)

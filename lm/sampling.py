@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lm.errors import RunError
 from model import KVCache, Transformer
 
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -27,6 +28,8 @@ def choose(
     vocab_size = logits.shape[-1]
     top_logits, ids = logits.float().cpu().topk(min(top_k or vocab_size, vocab_size))  # descending
     probabilities = ((top_logits - top_logits[:, :1]) / temperature).softmax(dim=-1)  # finite for any temperature
+    if not probabilities.isfinite().all():
+        raise RunError("generation: the model computes inf or NaN; use another checkpoint")
     if top_p is not None:
         before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities.masked_fill(before >= top_p, 0.0)

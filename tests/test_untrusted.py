@@ -41,10 +41,8 @@ WEIGHTS = "model-00000-00000.safetensors"
 EVIL = "\x1b[2J\x1b]0;title\x07" + "x" * 100_000
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Path:
-    """A checkpoint of a small model with a tokenizer."""
-    folder = tmp_path / "checkpoint"
+def make_checkpoint(folder: Path) -> Path:
+    """Write a checkpoint of a small model with a tokenizer to `folder`."""
     folder.mkdir()
     config = ModelConfig.model_validate(TINY | LLAMA)
     write_tensors(folder / WEIGHTS, {name: (tensor, 0) for name, tensor in Transformer(config).state_dict().items()})
@@ -55,6 +53,13 @@ def saved(tmp_path: Path) -> Path:
     fields |= {"loss_scaled": False, "trial_id": None, "format": 2, "time": 1.0, "world_size": 1}
     files = {name: record(folder / name) for name in (WEIGHTS, FILE)}
     write_manifest(folder, Manifest.model_validate(fields | {"files": files}))
+    return folder
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint."""
+    folder = make_checkpoint(tmp_path / "checkpoint")
     assert load(folder)
     return folder
 
@@ -283,3 +288,10 @@ def test_a_full_disk_under_the_log_does_not_end_a_run(monkeypatch: pytest.Monkey
     Console(1).info("training continues")
     with suppress(OSError):
         full.close()
+
+
+@pytest.mark.slow
+def test_random_changes_with_right_checksums_are_refused_or_harmless() -> None:
+    from tests import fuzz  # which imports this module
+
+    assert fuzz.main(["100"]) == 0
