@@ -148,14 +148,14 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_checkpoint_with_right_checksums_is_refused(case: str, saved: Path, message: Message) -> None:
     HOSTILE[case](saved)
-    memory, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    memory, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(RunError) as refused:
         load(saved)
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1 << 20  # KiB
     assert all(len(problem) < 1100 for problem in refused.value.problems)
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", str(refused.value))
-    message(refused.value, mask="x{50,}|[0-9a-f]{64}")
+    message(refused.value, mask=r"x{50,}|[0-9a-f]{64}|10,501,\d+")
 
 
 def irregular(path: Path, kind: str, target: Path) -> None:
