@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hp = config.load(args.config, args.overrides, weights.model_defaults, experiment)
         run_dir = None if info else RunDir(hp.run_name or args.config.stem)
         with (
-            join_world(launch, hp.collective_timeout) as world,
+            join_world(launch, hp.collective_timeout, hp.cpu_offload) as world,
             master.retrying(),
             core.init(
                 distributed=TorchDistributedContext(launch, world.control, world.saver, world.node),
@@ -166,6 +166,8 @@ def build(run: Run, setup: Setup) -> Training:
 def resume(t: Training, plan: resuming.ResumePlan) -> TrainingProgress:
     """Load the checkpoint of `plan`, if any, and start the run's files. Return the progress so far."""
     hp, setup, run_dir, base = t.run.hp, t.setup, t.run.run_dir, t.setup.run_info.base
+    if setup.max_steps:
+        t.checkpointer.allocate(t.state(), t.logger.info)
     if hp.init_from is not None and (base or not (plan.resume_candidates or plan.init_candidates)):
         weights.load_into(t.model, base.source if base else hp.init_from, t.run.world, t.logger.info)
     progress = resuming.resume(plan, t.checkpointer, t.state(), setup.run_info, t.run.info, t.logger.info)
@@ -192,6 +194,7 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
         t.run.on_step_start(step)
         with t.accumulator.waiting_for_data():
             batch = next(batches)
+        agreement = t.preemption.start_agreement(t.checkpointer.is_writing)
         torch.manual_seed(seeds.derive_seed(setup.seed, "dropout", step, layout.dp_rank))
         loss_sum = torch.zeros((), device=t.run.world.device)
         for micro_batch in batch.micro_batches:
@@ -200,10 +203,9 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
             # FSDP averages gradients over data-parallel ranks; scaled like this, that is the mean over all targets.
             (loss * (t.scaler.scale * (layout.dp_size / batch.n_target_tokens))).backward()
             loss_sum += loss.detach()
-        agreement = t.preemption.start_agreement(t.checkpointer.is_writing)
         grad_norm, skipped = t.optimizer.clip_grad_norm(t.scaler.scale)
-        lr = optim.learning_rate(hp, step, setup.max_steps)
-        t.optimizer.step(lr)
+        t.checkpointer.protect_copy()
+        t.optimizer.step(optim.learning_rate(hp, step, setup.max_steps))
         t.optimizer.zero_grad()
         t.scaler.update(skipped)
         t.accumulator.add(loss_sum, batch.n_target_tokens, setup.tokens_per_step, grad_norm, skipped)
@@ -256,7 +258,7 @@ def validate(t: Training, step: int) -> float | None:
             if t.preemption.is_requested():
                 return None
         t.model.train()
-        loss_sum, n_targets = map(math.fsum, zip(*t.run.world.all_gather_object(sums.tolist()), strict=True))
+        loss_sum, n_targets = map(math.fsum, zip(*t.run.world.all_gather(sums).tolist(), strict=True))
     loss = loss_sum / n_targets
     if not math.isfinite(loss):
         raise RunError(f"validation loss is {loss} at step {step}: lower lr or set grad_clip", keys=("lr", "grad_clip"))

@@ -139,7 +139,7 @@ def parallelize(
     """Transform `model`, on the meta device, in place, and initialize this rank's shard of the weights.
 
     Args:
-        mesh: with dimensions "replicate" and "shard", see `mesh_dims`; others are not used.
+        mesh: with the dimension "shard" and, if there are several replicas, "replicate"; others are not used.
         seed: of the initial weights, which depend neither on the world size nor on the strategy.
         float8: torchao's recipe for the blocks' matrix products.
     """
@@ -169,7 +169,7 @@ def parallelize(
     # 5. FSDP, unit by unit, then the root with the remaining parameters.
     shard: Any = partial(
         fully_shard,
-        mesh=mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"],
+        mesh=mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["shard"],
         mp_policy=mixed_precision_policy(dtype),
         reshard_after_forward=config.reshard_after_forward,
         offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if config.cpu_offload else OffloadPolicy(),

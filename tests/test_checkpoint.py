@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from lm import lora
 from lm.checkpoint.__main__ import main
 from lm.checkpoint.checkpointer import CheckpointConfig, load_weights
 from lm.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
@@ -187,22 +188,46 @@ def test_asynchronous_and_synchronous_checkpoints_are_equal(reference: Path, tmp
 
 
 def large(value: float) -> nn.ParameterDict:
-    return nn.ParameterDict({"weight": torch.full((30_000_000,), value)})
+    state = nn.ParameterDict({"weight": torch.full((30_000_000,), value), "scalar": torch.tensor(value)})
+    state["odd"] = torch.full((3, 7), value, dtype=torch.bfloat16)
+    return state
 
 
 def test_training_may_change_the_state_while_it_is_written(tmp_path: Path) -> None:
-    def change_meanwhile(world: World) -> tuple[bool, str]:
-        with opened(world, tmp_path) as checkpointer:
+    def change_meanwhile(world: World) -> list[tuple[bool, str]]:
+        saved = []
+        with opened(world, tmp_path, keep_checkpoints=None) as checkpointer:
             state = large(1.0)
-            checkpointer.save({"model": state}, RUN_INFO, progress(1))
-            state["weight"].data.fill_(2)
-            return checkpointer.is_writing, checkpointer.commit()[1]
+            checkpointer.allocate({"model": state})
+            for step in (1, 2, 3):
+                checkpointer.save({"model": state}, RUN_INFO, progress(step))
+                checkpointer.protect_copy()
+                for tensor in state.values():
+                    tensor.data.fill_(step + 1)
+                saved.append((checkpointer.is_writing, checkpointer.commit()[1]))
+        return saved
 
-    was_writing, name = in_world(change_meanwhile)
-    assert was_writing
-    loaded = large(0.0)
-    load_weights(tmp_path / name, loaded)
-    assert bool((loaded["weight"] == 1).all())
+    saved = in_world(change_meanwhile)
+    assert any(was_writing for was_writing, _ in saved)
+    for step, (_, name) in enumerate(saved, start=1):
+        loaded = large(0.0)
+        load_weights(tmp_path / name, loaded)
+        assert all(bool((tensor == step).all()) for tensor in loaded.values())
+
+
+def test_copies_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path: Path, message: Message) -> None:
+    state = {"model": lora.Tensors(weight=torch.zeros(1).expand(1 << 40))}
+
+    def refusal(world: World) -> ConfigError:
+        with opened(world, tmp_path, async_checkpoint=False) as checkpointer:
+            checkpointer.allocate(state)
+        with opened(world, tmp_path) as checkpointer, pytest.raises(ConfigError) as refused:
+            checkpointer.allocate(state)
+        return refused.value
+
+    error = in_world(refusal)
+    assert error.keys == {"async_checkpoint"}
+    message(error, mask=r"(?<= on ).*(?= GiB are)")
 
 
 def save_with_a_limit_on_one_rank(world: World, folder: Path) -> tuple[str | None, float, list[str], str]:

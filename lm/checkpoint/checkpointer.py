@@ -1,7 +1,7 @@
 """Asynchronous sharded checkpointing inside Determined's checkpoint context.
 
-`Checkpointer.save` copies the state to host memory and returns; a thread writes it while training continues. At a
-later step, once the threads of all ranks are done, `commit` waits for the checkpoint and raises on every rank what
+`Checkpointer.save` starts to copy the state to host memory; a thread writes it while training continues. At a later
+step, once the threads of all ranks are done, `commit` waits for the checkpoint and raises on every rank what
 failed on one. The thread's collectives use a separate process group.
 """
 
@@ -23,7 +23,7 @@ from determined import core
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from lm.checkpoint import tensor_files
+from lm.checkpoint import staging, tensor_files
 from lm.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
@@ -47,9 +47,6 @@ POLL_SECONDS = 1.0
 """Interval at which a rank that waits for its thread asks whether another rank failed."""
 
 SHARED = "checkpoints need a directory that all machines share"
-
-Staged = dict[str, dict[str, tuple[Tensor, int]]]
-"""The slices that this rank writes, in host memory, and their first rows: by object, e.g. "model", and tensor name."""
 
 
 class CheckpointConfig(BaseModel):
@@ -105,13 +102,46 @@ class Checkpointer:
         self._extra_files = extra_files
         self._thread_init = thread_init
         self._writes_in_place = context._storage_manager.store_path_is_direct_access()
-        self._buffers: dict[str, Tensor] = {}
+        self._starts: dict[str, dict[str, int]] = {}  # first rows of the slices that this rank writes
+        self._stager: staging.Stager | None = None
         self._writing: tuple[threading.Thread, Future[tuple[int, str]]] | None = None
         self._saved: list[SavedCheckpoint] = []  # on a cluster: by this process, and the one it resumed from
         self._damaged: set[str] = set()
 
+    def allocate(self, state: Mapping[str, Stateful], log: Callable[[str], None] = lambda _: None) -> None:
+        """Choose the slices that this rank writes and, for asynchronous saves, start to allocate memory for a copy.
+
+        Raises:
+            ConfigError: the copies of this machine's ranks do not fit into its memory.
+        """
+        rank, size, node = self.world.rank, self.world.size, self.world.launch.node_rank
+        slices = {part: tensor_files.owned_rows(holder.state_dict(), rank, size) for part, holder in state.items()}
+        self._starts = {part: {name: start for name, (_, start) in owned.items()} for part, owned in slices.items()}
+        if not self._config.async_checkpoint:
+            return
+        n_bytes = staging.buffer_size(slices)
+        needed = sum(size for its_node, size in self.world.all_gather_object((node, n_bytes)) if its_node == node)
+
+        def check() -> None:
+            available = staging.available_memory()
+            if available is not None and needed > available:
+                memory = (
+                    f"{needed / 2**30:.2f} GiB of memory on {socket.gethostname()}, {available / 2**30:.2f} GiB are"
+                )
+                problem = f"async_checkpoint: a copy of the state needs {memory} available"
+                raise ConfigError(
+                    f"{problem}; use async_checkpoint: false or more machines", keys=("async_checkpoint",)
+                )
+
+        self.world.all_or_none(check)
+        log(f"asynchronous checkpoints: {needed / 2**30:.2f} GiB of host memory per node")
+        self._stager = staging.Stager(n_bytes, self.world.device)
+
     def save(self, state: Mapping[str, Stateful], run_info: RunInfo, progress: TrainingProgress) -> None:
-        """Copy `state` to host memory and start to write it; `is_pending` until `commit`."""
+        """Start to copy `state` to host memory and to write it; `is_pending` until `commit`.
+
+        Until `protect_copy`, or without `async_checkpoint` until `commit`, the state must not change.
+        """
         assert self._writing is None, "commit the previous checkpoint first"
         staged = self._stage(state)
         result: Future[tuple[int, str]] = Future()
@@ -119,6 +149,8 @@ class Checkpointer:
         def write() -> None:
             try:
                 self._thread_init()
+                if self._stager is not None:
+                    self._stager.synchronize()
                 result.set_result(self._write(staged, run_info, progress))
             except BaseException as error:
                 result.set_exception(error)
@@ -128,21 +160,20 @@ class Checkpointer:
         thread.start()
         self._writing = thread, result
 
-    def _stage(self, state: Mapping[str, Stateful]) -> Staged:
-        """Copy the slices that this rank writes into host buffers, which every save reuses."""
-        staged: Staged = {part: {} for part in state}
-        for part, holder in state.items():
-            owned = tensor_files.owned_rows(holder.state_dict(), self.world.rank, self.world.size)
-            for name, (tensor, start) in owned.items():
-                buffer = self._buffers.get(f"{part}.{name}")
-                if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-                    buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                    self._buffers[f"{part}.{name}"] = buffer
-                buffer.copy_(tensor, non_blocking=True)
-                staged[part][name] = buffer, start
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        return staged
+    def _stage(self, state: Mapping[str, Stateful]) -> staging.Slices:
+        """Return the slices that this rank writes: copies of them, or without `async_checkpoint` the live ones."""
+        if not self._starts:
+            self.allocate(state)
+        slices: staging.Slices = {}
+        for part, starts in self._starts.items():
+            tensors = state[part].state_dict()
+            slices[part] = {name: (tensor_files.to_local(tensors[name]), start) for name, start in starts.items()}
+        return slices if self._stager is None else self._stager.copy(slices)
+
+    def protect_copy(self) -> None:
+        """Make the device complete the copies of the last `save` before what follows, e.g. an optimizer step."""
+        if self._stager is not None:
+            self._stager.protect_copies()
 
     @property
     def is_pending(self) -> bool:
@@ -175,7 +206,7 @@ class Checkpointer:
             pass
         return result.result()
 
-    def _write(self, staged: Staged, run_info: RunInfo, progress: TrainingProgress) -> tuple[int, str]:
+    def _write(self, staged: staging.Slices, run_info: RunInfo, progress: TrainingProgress) -> tuple[int, str]:
         metadata = self._metadata(run_info, progress)
         written = {"time": self._next_time() if self.world.rank == 0 else 0.0, "world_size": self.world.size}
         fields = dict(run_info) | dict(progress) | written | {"format": FORMAT, "files": {}}
@@ -210,7 +241,7 @@ class Checkpointer:
         saved = list_saved(self._directory)[0] if self._directory else self._saved
         return max([time.time(), *(entry.time + 1e-3 for entry in saved)])
 
-    def _write_files(self, path: Path, staged: Staged, manifest: Manifest) -> None:
+    def _write_files(self, path: Path, staged: staging.Slices, manifest: Manifest) -> None:
         """Write all files of a checkpoint to `path`; if a rank fails, remove them and fail on all ranks."""
         world, group, node = self.world, self.world.saver, self.world.launch.node_rank
         own = sum(tensor.nbytes for slices in staged.values() for tensor, _ in slices.values())

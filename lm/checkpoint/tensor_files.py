@@ -68,12 +68,17 @@ class TensorSlice(NamedTuple):
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
+def to_local(tensor: Tensor) -> Tensor:
+    """Return this rank's rows of `tensor`, in the same memory."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """Return this rank's rows of `tensor`, and which row of the full tensor is the first of them."""
     if not isinstance(tensor, DTensor):
-        return tensor, 0
+        return to_local(tensor), 0
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local(), offsets[0]
+    return to_local(tensor), offsets[0]
 
 
 def owned_rows(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, tuple[Tensor, int]]:
@@ -91,7 +96,7 @@ def owned_rows(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dic
                     replica, replicas = replica * size + coordinate[dim], replicas * size
         local, start = local_rows(tensor)
         if index % replicas == replica and local.numel():
-            owned[name] = local.detach(), start
+            owned[name] = local, start
     return owned
 
 
@@ -109,7 +114,7 @@ def group_by_size(slices: Mapping[str, tuple[Tensor, Any]]) -> list[list[str]]:
 
 
 def write_tensors(path: Path, slices: Mapping[str, tuple[Tensor, int]]) -> int:
-    """Write slices (tensor in host memory, its first row in the full tensor) to the new file `path`, durably.
+    """Write slices (tensor, its first row in the full tensor) to the new file `path`, durably.
 
     Returns:
         The file's CRC-32C.
@@ -131,7 +136,7 @@ def write_tensors(path: Path, slices: Mapping[str, tuple[Tensor, int]]) -> int:
         file.write(prefix)
         checksum = google_crc32c.value(prefix)
         for tensor, _ in slices.values():
-            for block in tensor.contiguous().reshape(-1).view(torch.uint8).split(1 << 22):
+            for block in tensor.cpu().contiguous().reshape(-1).view(torch.uint8).split(1 << 22):
                 content = block.numpy().data
                 file.write(content)
                 checksum = google_crc32c.extend(checksum, bytes(content))

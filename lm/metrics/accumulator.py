@@ -135,11 +135,15 @@ class MetricsAccumulator:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Exclude the time of the block from training time, and report it as `save_stall_seconds`."""
-        with self.paused():
-            start = time.perf_counter()
-            yield
-            self._save_seconds = (self._save_seconds or 0.0) + time.perf_counter() - start
+        """Exclude the time of the block from training time, and report it as `save_stall_seconds`.
+
+        The block does not wait for what it starts on the device, such as the copy of an asynchronous checkpoint.
+        """
+        start = self._now()
+        yield
+        seconds = time.perf_counter() - start
+        self._start_time += seconds
+        self._save_seconds = (self._save_seconds or 0.0) + seconds
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -170,8 +174,9 @@ class MetricsAccumulator:
         `loss` and `grad_norm` are missing if all steps were skipped.
         """
         sums = self.state_dict()
-        ranks = self._world.all_gather_object([sums.loss_sum, sums.data_seconds, peak_memory_gib(self._device)])
-        loss_sums, data_seconds, memory = zip(*ranks, strict=True)
+        own = [sums.loss_sum, sums.data_seconds, peak_memory_gib(self._device)]
+        ranks = self._world.all_gather(torch.tensor(own, dtype=torch.float64, device=self._device))
+        loss_sums, data_seconds, memory = zip(*ranks.tolist(), strict=True)
         tokens_per_second = sums.n_tokens / sums.seconds
         metrics = {
             "peak_memory_gib": max(memory),

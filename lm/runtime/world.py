@@ -1,7 +1,7 @@
 """Process groups, device, device mesh and collectives of Python objects.
 
-The default process group carries tensors (NCCL on GPUs, gloo on CPUs). `World.control`, always gloo, carries Python
-objects, so that neither waits in the other's queue.
+The default process group carries tensors (NCCL on GPUs, gloo on CPUs, both for `cpu_offload`). `World.control`, always
+gloo, carries Python objects, so that neither waits in the other's queue.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -108,11 +109,22 @@ class World:
         return self.launch.world_size
 
     def device_mesh(self, dims: Mapping[str, int]) -> DeviceMesh:
-        """Return a mesh of all ranks with the named dimensions `dims`, outermost first."""
+        """Return a mesh of all ranks with the named dimensions `dims`, outermost first.
+
+        It has no dimension "replicate" of size 1, for which every rank would create a process group.
+        """
+        dims = {name: size for name, size in dims.items() if (name, size) != ("replicate", 1)}
         mesh = init_device_mesh(self.device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
         for group in mesh.get_all_groups():  # init_device_mesh sets PyTorch's default timeout of 30 minutes
             _set_timeout(self.timeout, group)
         return mesh
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """Return every rank's `values`, a tensor on the device, by rank: `(size, *shape)`."""
+        gathered = values.new_zeros(self.size, *values.shape)
+        gathered[self.rank] = values
+        dist.all_reduce(gathered)  # an all-gather into one tensor has another name in PyTorch 2.11 than in 2.13
+        return gathered
 
     def all_gather_object(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
         """Return every rank's `value`, any picklable object, by rank; `group` is `saver` in a thread that saves."""
@@ -160,11 +172,12 @@ class World:
 
 
 @contextmanager
-def join_world(launch: Launch, timeout: float) -> Iterator[World]:
+def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Iterator[World]:
     """Join the process groups of the run on entry and leave them on exit.
 
     Args:
         timeout: seconds of the rendezvous and of every collective.
+        cpu_offload: on GPUs, also reduce tensors in host memory, with gloo.
 
     Raises:
         RankError: the rendezvous failed, or the body ran out of memory.
@@ -175,7 +188,7 @@ def join_world(launch: Launch, timeout: float) -> Iterator[World]:
     if launch.local_size == launch.world_size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     wait = timedelta(seconds=timeout)
-    _init_process_group(launch, device, wait)
+    _init_process_group(launch, device, wait, cpu_offload)
     completed = False
     try:
         control, saver = (_gloo_group(range(launch.world_size), wait) for _ in range(2))
@@ -202,18 +215,20 @@ def join_world(launch: Launch, timeout: float) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta) -> None:
+def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta, cpu_offload: bool) -> None:
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
     where = f"rank {launch.rank} of {launch.world_size}, rendezvous at {launch.address}:{launch.port}"
     try:
         store = _local_store(launch, timeout)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            backend,
             init_method=None if store else f"tcp://{launch.address}:{launch.port}",
             store=store,
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+            # Groups of a mesh are then split from this one, which PyTorch 2.11 cannot do with two backends.
+            device_id=device if backend == "nccl" else None,
         )
     except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
