@@ -279,7 +279,7 @@ class KVCache:
 class AttentionInputs(NamedTuple):
     """Inputs of attention that all layers share."""
 
-    rope: tuple[Tensor, Tensor] | None  # cos and sin, (T, K/2) or (B, 1, T, K/2) float32
+    rope: tuple[Tensor, Tensor] | None  # cos and sin, (T, 1, K/2) or (B, T, 1, K/2) float32
     mask: Tensor | BlockMask | None  # (T, S) or (B, 1, T, T), true = attend; None = every key, or causal
     causal: bool
     repeat_kv: bool  # see `ModelConfig.needs_kv_repeat`
@@ -304,7 +304,7 @@ def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair (x[i], x[i + K/2]) of `x` `(B, heads, T, K)` by its position's angle, in float32."""
+    """Rotate each pair (x[i], x[i + K/2]) of `x` `(B, T, heads, K)` by its position's angle, in float32."""
     cos, sin = rope
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
@@ -346,13 +346,14 @@ class Attention(nn.Module):
         q, k = self.q_proj(x), self.k_proj(x)
         if c.qk_norm == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
-        q = q.view(batch, length, c.n_heads, c.head_width).transpose(1, 2)  # B H T K
-        k = k.view(batch, length, c.kv_heads, c.head_width).transpose(1, 2)  # B G T K
-        v = self.v_proj(x).view(batch, length, c.kv_heads, c.head_width).transpose(1, 2)
+        q = q.view(batch, length, c.n_heads, c.head_width)  # B T H K
+        k = k.view(batch, length, c.kv_heads, c.head_width)  # B T G K
+        v = self.v_proj(x).view(batch, length, c.kv_heads, c.head_width)
         if c.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        if inputs.rope is not None:
+        if inputs.rope is not None:  # before the transposition: attention returns the layout of q, and needs no copy
             q, k = rotate(q, inputs.rope), rotate(k, inputs.rope)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # B H T K and B G T K
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)  # B G S K
         grouped = c.kv_heads != c.n_heads
@@ -426,8 +427,16 @@ class Embedding(nn.Module):
         return F.dropout(x, self.dropout, self.training)
 
 
-LOSS_CHUNK = {"cpu": 2**24, "cuda": 2**29}
-"""Most logits in memory at once by device type: few enough for a CPU's cache, enough for a GPU's large products."""
+LOSS_CHUNK = {"cpu": 2**24, "cuda": 2**31 - 1}
+"""Most logits in memory at once by device type: few enough for a CPU's cache, or for 32-bit indices on a GPU."""
+
+
+def loss_chunk(device: torch.device) -> int:
+    """Return the most logits in memory at once; with their gradients, at most a sixteenth of a GPU's memory."""
+    if device.type != "cuda":
+        return LOSS_CHUNK["cpu"]
+    return min(LOSS_CHUNK["cuda"], torch.cuda.get_device_properties(device).total_memory // 64)
+
 
 ChunkCrossEntropy = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
 
@@ -516,7 +525,7 @@ class Head(nn.Module):
         x, targets = x.flatten(0, 1), targets.flatten()
         # float16 cannot hold a chunk's gradients before the loss scale is applied to them.
         if (x.is_cuda or self.chunk_cross_entropy is not chunk_cross_entropy) and x.dtype != torch.float16:
-            size = even_chunk_size(len(x), max(1, LOSS_CHUNK["cuda" if x.is_cuda else "cpu"] // len(weight)))
+            size = even_chunk_size(len(x), max(1, loss_chunk(x.device) // len(weight)))
             arguments = (x, weight, targets, size, torch.is_grad_enabled(), self.chunk_cross_entropy)
             return cast(Tensor, LinearCrossEntropy.apply(*arguments))
         logits = F.linear(x, weight).float()
@@ -621,10 +630,8 @@ class Transformer(nn.Module):
     def _rope(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:  # (T,) or (B, T)
         if self.config.positions != "rope":
             return None
-        angles = position_ids.float()[..., None] * rope_frequencies(self.config, position_ids.device)
-        if position_ids.dim() == 2:
-            angles = angles[:, None]  # the same for all heads
-        return angles.cos(), angles.sin()
+        angles = position_ids.float()[..., None, None] * rope_frequencies(self.config, position_ids.device)
+        return angles.cos(), angles.sin()  # the same for all heads
 
     def fsdp_units(self) -> list[nn.Module]:
         """Return the modules to shard separately, in forward order; the root holds all other parameters.

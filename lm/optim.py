@@ -10,6 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from lm.errors import RunError
 
@@ -29,6 +30,9 @@ class OptimConfig(BaseModel):
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's mean of gradients")
     beta2: float = Field(0.999, ge=0, lt=1, description="decay of AdamW's mean of squared gradients")
     grad_clip: float | None = Field(None, gt=0, description="maximum gradient norm; larger gradients are scaled down")
+    optim_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="dtype of AdamW's two moments; bfloat16 saves 4 bytes per parameter, for beta2 <= 0.99"
+    )
     skip_nonfinite: int = Field(
         10, gt=0, description="abort after this many consecutive steps with inf or NaN gradients (checked at reports)"
     )
@@ -37,6 +41,9 @@ class OptimConfig(BaseModel):
     def _check_warmup(self) -> OptimConfig:
         if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
             raise ValueError(f"warmup_steps: {self.warmup_steps} is neither an integer nor a fraction below 1")
+        if self.optim_dtype == "bfloat16" and self.beta2 > 0.99:
+            problem = f"bfloat16 cannot hold changes as small as those of beta2 {self.beta2:g}"
+            raise ValueError(f"optim_dtype: {problem}; use beta2 up to 0.99, e.g. 0.95, or float32")
         return self
 
 
@@ -80,12 +87,34 @@ MakeOptimizer = Callable[[OptimConfig, ParamGroups], torch.optim.Optimizer]
 
 
 def fused_adamw(config: OptimConfig, groups: ParamGroups) -> torch.optim.Optimizer:
-    """Return PyTorch's fused AdamW with its state, so that no step has to create it."""
-    adamw = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    """Return PyTorch's fused AdamW, or `MixedAdamW`, with its state, so that no step has to create it."""
+    dtype = getattr(torch, config.optim_dtype)
+    is_supported = dtype == torch.float32 or (groups[0]["params"][0].is_cuda and torch.__version__ >= "2.13")
+    make = torch.optim.AdamW if is_supported else MixedAdamW
+    optimizer = make(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
     for p in (p for group in groups for p in group["params"]):
-        moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        adamw.state[p] = {"step": torch.zeros((), device=p.device), **moments}
-    return adamw
+        moments = {key: torch.zeros_like(p, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+    return optimizer
+
+
+class MixedAdamW(torch.optim.AdamW):
+    """Fused AdamW with moments in bfloat16, of which it converts those of one parameter at a time to float32."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update the parameters that have gradients."""
+        assert closure is None
+        scales = {"grad_scale": self.grad_scale, "found_inf": self.found_inf}  # type: ignore[attr-defined]
+        for group in self.param_groups:
+            factors = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")} | scales
+            factors |= zip(("beta1", "beta2"), group["betas"], strict=True)
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                mean, mean_sq = state["exp_avg"].float(), state["exp_avg_sq"].float()
+                adamw([p], [p.grad], [mean], [mean_sq], [], [state["step"]], fused=True, has_complex=False, **factors)
+                state["exp_avg"].copy_(mean)
+                state["exp_avg_sq"].copy_(mean_sq)
 
 
 class Optimizer:
@@ -125,8 +154,11 @@ class Optimizer:
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._parameters.values() if p.grad is not None]
 
-    def clip_grad_norm(self, loss_scale: Tensor) -> tuple[Tensor, Tensor]:
+    def clip_grad_norm(self, loss_scale: Tensor | float) -> tuple[Tensor, Tensor]:
         """Compute the gradient norm over all ranks, and from it how the next `step` scales the gradients.
+
+        Args:
+            loss_scale: a tensor on the device, or 1.0 if the loss is not scaled.
 
         Returns:
             The norm before clipping, without the loss scale; and 1.0 if it is inf or NaN, which skips the next `step`,
@@ -135,11 +167,12 @@ class Optimizer:
         norm = torch.nn.utils.get_total_norm(self._gradients())
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        self._divisor = loss_scale.to(norm.device)
-        norm = norm / self._divisor
+        self._divisor = loss_scale.to(norm.device) if isinstance(loss_scale, Tensor) else None
+        norm = norm if self._divisor is None else norm / self._divisor
         self._skipped = (~torch.isfinite(norm)).float()
         if self._grad_clip is not None:
-            self._divisor = self._divisor * torch.clamp(norm / self._grad_clip, min=1.0)
+            clip = torch.clamp(norm / self._grad_clip, min=1.0)
+            self._divisor = clip if self._divisor is None else self._divisor * clip
         return norm, self._skipped
 
     def step(self, lr: float) -> None:
@@ -147,12 +180,12 @@ class Optimizer:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if getattr(self._optimizer, "_step_supports_amp_scaling", False):
-            # The attributes that torch.amp.GradScaler sets on fused optimizers.
+            # The attributes that torch.amp.GradScaler sets. With `grad_scale`, the kernel also writes the gradients.
             self._optimizer.grad_scale = self._divisor  # type: ignore[attr-defined]
             self._optimizer.found_inf = self._skipped  # type: ignore[attr-defined]
         elif self._skipped.item():
             return
-        else:
+        elif self._divisor is not None:
             for gradient in self._gradients():
                 (gradient.to_local() if isinstance(gradient, DTensor) else gradient).div_(self._divisor)
         self._optimizer.step()

@@ -11,11 +11,13 @@ All sharding strategies are `fully_shard` over a mesh of R replicas ("replicate"
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch._functorch import config as partitioner
@@ -30,21 +32,26 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lm import lora, seeds
 from lm.errors import ConfigError
 from lm.precision import mixed_precision_policy
-from model import LOSS_CHUNK, ModelConfig, Transformer
+from model import ModelConfig, Transformer
 
 
 class ParallelConfig(BaseModel):
-    """Sharding, recomputation, offload and compilation."""
+    """Sharding, recomputation, offload, compilation and determinism."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     sharding: Literal["full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"] = Field(
-        "full-shard", description="sharding of parameters, gradients and optimizer state over ranks"
+        "full-shard",
+        description="sharding of parameters, gradients and optimizer state over ranks; grad-shard if not set and there"
+        " is one rank",
     )
     shard_group_size: int | None = Field(
         None, gt=0, description="ranks per replica for hybrid strategies; null = the ranks of a node"
     )
     layer_wrap: bool = Field(True, description="all-gather layer by layer; false = the model as one FSDP unit")
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="dtype in which ranks reduce gradients; with bfloat16 also of accumulated gradients"
+    )
     cpu_offload: bool = Field(False, description="keep parameters, gradients and optimizer state in host memory")
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         "none", description="recompute in backward: nothing, all but attention and matrix products, or full blocks"
@@ -56,6 +63,13 @@ class ParallelConfig(BaseModel):
     compile: Literal["auto"] | bool = Field(
         "auto", description="compile the blocks and the loss; auto = on GPUs and for float8"
     )
+    deterministic: bool = Field(
+        False, description="use only deterministic kernels, so that runs on GPUs are bit-identical; slower attention"
+    )
+
+    def strategy(self, world_size: int) -> str:
+        """Return `sharding`, or its default on so many ranks."""
+        return "grad-shard" if world_size == 1 and "sharding" not in self.model_fields_set else self.sharding
 
     @property
     def reshard_after_forward(self) -> bool:
@@ -88,7 +102,7 @@ def memory_bytes(
         of all parameters; and the gradients of a unit's trained parameters, in 16 bits and in float32 for the
         reduction.
     activations: the input of every block, and the larger of what one block saves while it is recomputed and a chunk
-        of the logits with its loss (16-bit, and twice float32).
+        of the logits with its loss (16-bit, and twice float32), which takes at most 5 GiB, a sixteenth of 80 GiB.
     """
     counts = model.parameter_counts()
     unit = max(counts["blocks"] // model.n_layers, counts["embedding"] + counts["positions"], counts["head"])
@@ -97,10 +111,9 @@ def memory_bytes(
     d, f, q, kv = model.d_model, model.ffn_width, model.n_heads * model.head_width, model.kv_heads * model.head_width
     block = 2 * (2 * d + 2 * q + 2 * kv + {"swiglu": 4, "gelu": 2, "relu": 1}[model.ffn] * f)
     block += (16 if model.norm == "rmsnorm" else 4) * d  # PyTorch's RMSNorm saves its input and output in float32
-    block += 2 * q if model.positions == "rope" else 0  # the rotated queries make the attention's output a copy
     block += 8 * (q + kv) if model.qk_norm != "none" else 0
     tokens = batch_size * seq_len
-    logits = 10 * min(tokens * model.vocab_size, LOSS_CHUNK["cuda"])
+    logits = min(10 * tokens * model.vocab_size, 5 << 30)
     return {
         "state": (16 * model.n_parameters if adapters is None else 2 * model.n_parameters + 16 * adapters) // shards,
         "gathered": 2 * copies + 6 * n_reduced,
@@ -144,13 +157,15 @@ def parallelize(
         float8: torchao's recipe for the blocks' matrix products.
     """
     on_gpu = mesh.device_type == "cuda"
+    if config.deterministic:
+        _use_deterministic_kernels()
     units = model.fsdp_units() if config.layer_wrap else []
 
     # Each transform wraps the one before. They replace `forward` and not the module, so that parameter names stay
     # those of model.py.
     # 1. Float8 matrix products: other modules with the same parameters.
     if float8:
-        _use_float8(model.blocks, float8)
+        _use_float8(model.blocks, float8, on_gpu)
     for block in model.blocks:
         # 2. Activation checkpointing, inside the compiled region.
         if config.activation_checkpointing != "none":
@@ -170,8 +185,8 @@ def parallelize(
     shard: Any = partial(
         fully_shard,
         mesh=mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["shard"],
-        mp_policy=mixed_precision_policy(dtype),
-        reshard_after_forward=config.reshard_after_forward,
+        mp_policy=mixed_precision_policy(dtype, getattr(torch, config.reduce_dtype)),
+        reshard_after_forward=config.strategy(dist.get_world_size()).endswith("full-shard"),
         offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if config.cpu_offload else OffloadPolicy(),
     )
     for unit in units:
@@ -198,31 +213,49 @@ def start_micro_step(model: nn.Module, config: ParallelConfig, is_last: bool) ->
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(is_last or config.sync_each_micro_step)
     model.set_requires_all_reduce(is_last)
-    if not config.reshard_after_forward:
+    if not config.strategy(dist.get_world_size()).endswith("full-shard"):
         model.set_reshard_after_backward(is_last)
 
 
-def _use_float8(blocks: nn.Module, recipe: str) -> None:
+def _use_deterministic_kernels() -> None:
+    from torch._inductor import config as inductor  # an import of 1.5 s
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads at its first product
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore  # nothing reads it
+    inductor.deterministic = True  # does not choose among kernels by their speed, which varies
+
+
+def _use_float8(blocks: nn.Module, recipe: str, on_gpu: bool) -> None:
+    from torch._inductor import config as inductor
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
     def is_supported(module: nn.Module, _name: str) -> bool:  # float8 kernels need multiples of 16
         return isinstance(module, nn.Linear) and module.in_features % 16 == 0 == module.out_features % 16
 
+    is_used = is_supported
+    if recipe == "rowwise" and on_gpu:
+        is_used = _auto_filter_for_recipe(recipe, [])  # small layers would be slower than in bfloat16
+        inductor.emulate_precision_casts = True  # otherwise RMSNorm before such a layer can give NaN (pytorch#150859)
     config = Float8LinearConfig.from_recipe_name(recipe)
-    convert_to_float8_training(blocks, config=config, module_filter_fn=is_supported)
+    convert_to_float8_training(blocks, config=config, module_filter_fn=is_used)
 
 
 _SAVE_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_mm.default,
+    torch.ops.aten.max.default,
+    torch.ops.aten.amax.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
 }
-"""Operators whose outputs selective activation checkpointing saves, because they take most of the time."""
+"""Operators whose outputs selective activation checkpointing saves: they take most of the time, or, as the maxima for
+the scales of float8, little memory."""
 
 
 def _save_policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

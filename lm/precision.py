@@ -1,7 +1,7 @@
 """Mixed precision: the compute dtype on this device, FSDP's policy for it, and loss scaling for float16.
 
 Parameters are always float32, as the optimizer updates them; FSDP all-gathers a copy in the compute dtype and reduces
-gradients in float32.
+gradients in `reduce_dtype`.
 """
 
 from __future__ import annotations
@@ -70,26 +70,26 @@ def _cpu_has_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def mixed_precision_policy(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Return FSDP's policy for compute in `dtype`.
+def mixed_precision_policy(dtype: torch.dtype | None, reduce_dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Return FSDP's policy for compute in `dtype` and the reduction of gradients in `reduce_dtype`.
 
     It does not cast inputs: embeddings already have `dtype`, and the rotary angles have to stay float32.
     """
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
 
 class LossScaler:
     """Dynamic loss scaling for float16 (Micikevicius et al., 2018), without synchronizing with the device.
 
     The scale halves after a skipped step and doubles after `GROWTH_INTERVAL` consecutive optimizer steps. It follows
-    from the gradient norm over all ranks, so it is the same on every rank. For other dtypes it is always 1.
+    from the gradient norm over all ranks, so it is the same on every rank. For other dtypes it is the number 1.
     """
 
     GROWTH_INTERVAL = 2000
 
     def __init__(self, dtype: torch.dtype | None, device: torch.device) -> None:
         self.enabled = dtype == torch.float16
-        self.scale = torch.full((), 2.0**16 if self.enabled else 1.0, device=device)
+        self.scale: Tensor | float = torch.full((), 2.0**16, device=device) if self.enabled else 1.0
         self._steps_since_change = torch.zeros((), device=device)
 
     def update(self, skipped: Tensor) -> None:
@@ -103,4 +103,6 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the live state tensors; none for dtypes that are not scaled."""
-        return {"scale": self.scale, "good_steps": self._steps_since_change} if self.enabled else {}
+        if not isinstance(self.scale, Tensor):
+            return {}
+        return {"scale": self.scale, "good_steps": self._steps_since_change}

@@ -93,6 +93,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(setting: str, refusal: Refus
         ("n_kv_heads: 3", {"n_kv_heads", "n_heads"}),
         ("rope_scaling: {factor: 1, low_freq_factor: 4, high_freq_factor: 1, original_max_position_embeddings: 8}", 0),
         ("{float8: rowwise, max_seq_len: 1000}", {"float8", "batch_size", "max_seq_len"}),
+        ("optim_dtype: bfloat16", {"optim_dtype", "beta2"}),
     ],
 )
 def test_a_relation_between_keys_carries_all_of_them(

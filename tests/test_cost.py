@@ -133,6 +133,7 @@ TWO: dict[str, dict[str, Any]] = {  # runs of two ranks
     "one-unit": {"layer_wrap": False},
     "tied": {"tie_embeddings": True},
     "bfloat16": {"amp_dtype": "bfloat16"},
+    "reduced-in-bfloat16": {"amp_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
     "float16": {"amp_dtype": "float16"},
 }
 FOUR: dict[str, dict[str, Any]] = {  # runs of four ranks, two groups of two
@@ -167,16 +168,17 @@ def expected(ranks: int, changes: dict[str, Any]) -> Counter[Collective]:
     units = [*blocks, *([sum(ends)] if hp.tie_embeddings else ends)] if hp.layer_wrap else [hp.n_parameters]
     gathered = units
     micro_steps = (hp.total_batch_size or ranks) // ranks
-    if hp.sharding.endswith("full-shard"):  # in every micro-step, and blocks, which are resharded after forward, twice
+    if hp.reshard_after_forward:  # in every micro-step, and blocks, which are resharded after forward, twice
         gathered = (units + blocks) * micro_steps
     reduced = units * (micro_steps if hp.sync_each_micro_step else 1)
     replicas = ranks if hp.sharding == "no-shard" else ranks // (hp.shard_group_size or ranks)
     shards = ranks // replicas
-    width = 4 if hp.amp_dtype is None else 2  # bytes per gathered value; gradients are reduced in float32
+    width = 4 if hp.amp_dtype is None else 2  # bytes per gathered value
+    reduced_width = 4 if hp.reduce_dtype == "float32" else 2
     step: Counter[Collective] = Counter({("all-reduce", "control", 8): 1})  # the preemption agreement, two int32
     if shards > 1:
         step.update(("all-gather", shards, width * size) for size in gathered)
-        step.update(("reduce-scatter", shards, 4 * size) for size in reduced)
+        step.update(("reduce-scatter", shards, reduced_width * size) for size in reduced)
         step["all-reduce", shards, 4 * len(list(Transformer(hp).parameters()))] += 1  # gradient norms
     if replicas > 1:
         step.update(("all-reduce", replicas, 4 * size // shards) for size in units)

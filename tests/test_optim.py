@@ -88,7 +88,11 @@ def adamw(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Opti
     return torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), foreach=True)
 
 
-each_optimizer = pytest.mark.parametrize("make", [fused_adamw, adamw, sgd], ids=lambda make: make.__name__)
+def mixed_adamw(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return fused_adamw(config.model_copy(update={"optim_dtype": "bfloat16"}), groups)
+
+
+each_optimizer = pytest.mark.parametrize("make", [fused_adamw, mixed_adamw, adamw, sgd], ids=lambda make: make.__name__)
 
 
 def network(frozen: str | None = None) -> nn.Module:
@@ -107,7 +111,7 @@ def fill_gradients(model: nn.Module, seed: int, scale: float = 1.0) -> None:
 
 
 def take_step(optimizer: Optimizer, lr: float = 0.1, loss_scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    grad_norm, skipped = optimizer.clip_grad_norm(torch.tensor(loss_scale))
+    grad_norm, skipped = optimizer.clip_grad_norm(torch.tensor(loss_scale) if loss_scale != 1 else 1.0)
     optimizer.step(lr)
     optimizer.zero_grad()
     return grad_norm, skipped
@@ -134,7 +138,8 @@ def test_a_step_equals_clip_grad_norm_and_pytorchs_optimizer(
     groups = [
         {"params": [p for p in trained if p.ndim == n], "weight_decay": decay} for n, decay in ((2, 0.1), (1, 0.0))
     ]
-    reference = (adamw if make is fused_adamw else make)(settings, groups)
+    reference = (sgd if make is sgd else adamw)(settings, groups)
+    tolerance = 2e-3 if make is mixed_adamw else 1e-6  # of updates of up to 0.05 in five steps
     for step in range(5):
         lr = 0.01 * (step + 1)
         fill_gradients(model, step, scale)
@@ -148,7 +153,7 @@ def test_a_step_equals_clip_grad_norm_and_pytorchs_optimizer(
         assert skipped == 0
         assert all(p.grad is None for p in model.parameters())
         for mine, other in zip(model.parameters(), reference_model.parameters(), strict=True):
-            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=tolerance)
     assert torch.equal(model.get_parameter("2.weight"), network().get_parameter("2.weight"))
     assert not [name for name in optimizer.state_dict() if name.startswith("2.weight")]
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor import config as inductor
 
 from lm import config, optim, parallelize
 from lm.checkpoint.tensor_files import read_headers
@@ -19,7 +20,7 @@ from lm.data import loader
 from lm.data.sampler import SampledSource
 from lm.runtime.world import World
 from model import IGNORE_INDEX, ModelConfig, Transformer
-from tests.support import TINY, execute, run_ranks
+from tests.support import TINY, execute, in_world, run_ranks
 
 STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
 STEPS = 5
@@ -218,6 +219,21 @@ def test_the_attention_kernel_is_reported(
 ) -> None:
     model = ModelConfig.model_validate({"d_model": 64, "n_heads": 4, "max_seq_len": 32} | settings)
     assert parallelize.attention_kernel(model, document_ids, torch.bfloat16, torch.device(device)) == kernel
+
+
+def test_deterministic_kernels_are_used_if_asked_for() -> None:
+    def build(world: World) -> bool:
+        hp = config.read({"hyperparameters": BASE | {"deterministic": True}}, [], "test")
+        with torch.device("meta"):
+            model = Transformer(hp)
+        parallelize.parallelize(model, hp, world.device_mesh({"replicate": 1, "shard": 1}), None, 7)
+        return torch.are_deterministic_algorithms_enabled()
+
+    try:
+        assert in_world(build)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        inductor.deterministic = False
 
 
 def initial_weights(world: World, shardings: list[str], changes: dict[str, Any]) -> list[dict[str, Any]]:

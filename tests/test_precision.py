@@ -23,7 +23,7 @@ def dtype_of(**settings: Any) -> torch.dtype | None:
 def scale_after(scaler: LossScaler, *skipped: int) -> float:
     for value in skipped:
         scaler.update(torch.tensor(float(value)))
-    return scaler.scale.item()
+    return float(scaler.scale)
 
 
 def test_a_named_dtype_is_used() -> None:
@@ -52,7 +52,7 @@ def test_float8_needs_bfloat16_and_torchao(monkeypatch: pytest.MonkeyPatch, mess
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 def test_gradients_are_reduced_in_float32(dtype: torch.dtype | None) -> None:
-    policy = mixed_precision_policy(dtype)
+    policy = mixed_precision_policy(dtype, torch.float32)
     assert (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs) == (dtype, torch.float32, False)
 
 

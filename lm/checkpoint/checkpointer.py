@@ -119,19 +119,16 @@ class Checkpointer:
         self._starts = {part: {name: start for name, (_, start) in owned.items()} for part, owned in slices.items()}
         if not self._config.async_checkpoint:
             return
-        n_bytes = staging.buffer_size(slices)
+        n_bytes = staging.buffer_size(tensor for owned in slices.values() for tensor, _ in owned.values())
         needed = sum(size for its_node, size in self.world.all_gather_object((node, n_bytes)) if its_node == node)
 
         def check() -> None:
             available = staging.available_memory()
             if available is not None and needed > available:
-                memory = (
-                    f"{needed / 2**30:.2f} GiB of memory on {socket.gethostname()}, {available / 2**30:.2f} GiB are"
-                )
-                problem = f"async_checkpoint: a copy of the state needs {memory} available"
-                raise ConfigError(
-                    f"{problem}; use async_checkpoint: false or more machines", keys=("async_checkpoint",)
-                )
+                need, free = (f"{size / 2**30:.2f} GiB" for size in (needed, available))
+                problem = f"a copy of the state needs {need} of memory on {socket.gethostname()}, {free} are available"
+                remedy = "use async_checkpoint: false or more machines"
+                raise ConfigError(f"async_checkpoint: {problem}; {remedy}", keys=("async_checkpoint",))
 
         self.world.all_or_none(check)
         log(f"asynchronous checkpoints: {needed / 2**30:.2f} GiB of host memory per node")

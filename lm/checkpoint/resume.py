@@ -40,7 +40,7 @@ from lm.profiling import ProfilingConfig
 from lm.runtime.world import World
 from model import ModelConfig
 
-IDENTITY = {"dataset", "seed", "shuffle", "tokenizer", "total_batch_size", "train_data"}
+IDENTITY = {"dataset", "optim_dtype", "seed", "shuffle", "tokenizer", "total_batch_size", "train_data"}
 IDENTITY |= (ModelConfig.model_fields | LoraConfig.model_fields).keys() - {"model"}
 """Hyperparameters whose change makes a different run; tokenizer and train_data are compared by content."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
+import weakref
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -17,31 +19,18 @@ ALIGNMENT = 64
 """Slices start at multiples of this many bytes of the buffer."""
 
 
-def buffer_size(slices: Slices) -> int:
-    """Return the bytes of host memory for a copy of `slices`."""
-    return sum(_aligned(tensor) for part in slices.values() for tensor, _ in part.values())
-
-
-def _aligned(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+def buffer_size(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of host memory for copies of `tensors`."""
+    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this machine, or its container, can still allocate; None if unknown."""
+    """Return the bytes that this machine can still allocate, or None if unknown."""
     try:
-        meminfo = Path("/proc/meminfo").read_text()
+        found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
     except OSError:
         return None
-    found = re.search(r"MemAvailable: +(\d+) kB", meminfo)
-    available = int(found[1]) * 1024 if found else None
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
-        cache = re.search(r"^inactive_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        left = int(limit) - int(used) + int(cache[1] if cache else 0)
-    except (OSError, ValueError):  # no limit, which is the word "max"
-        return available
-    return left if available is None else min(left, available)
+    return int(found[1]) * 1024 if found else None
 
 
 class Stager:
@@ -68,6 +57,7 @@ class Stager:
                 status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), n_bytes, 0))  # type: ignore
                 if status:
                     raise RuntimeError(f"cudaHostRegister of {n_bytes:,} bytes failed with error {status}")
+                weakref.finalize(buffer, torch.cuda.cudart().cudaHostUnregister, buffer.data_ptr())  # type: ignore
             self._buffer.set_result(buffer)
         except BaseException as error:
             self._buffer.set_exception(error)
@@ -82,7 +72,7 @@ class Stager:
                 for name, (tensor, start) in owned.items():
                     view = buffer[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                     copies[part][name] = view.copy_(tensor, non_blocking=True), start
-                    end += _aligned(tensor)
+                    end += buffer_size([tensor])
         if self._stream is not None:
             self._copied = torch.cuda.Event(blocking=True)
             self._copied.record(self._stream)
