@@ -340,11 +340,13 @@ class Bench:
     def start_tests(self) -> None:
         """Start the quick GPU tests, which end while the first point compiles."""
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu_quick", "-p", "no:cacheprovider", "-W", "default"]
+        command.append("tests/test_gpu.py")
         env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         self._tests_start = time.perf_counter()
         with self._log.with_suffix(".tests.log").open("w") as log:
-            how: dict[str, Any] = {"env": env, "stdout": log, "stderr": log, "preexec_fn": die_with_parent}
-            self._tests = subprocess.Popen([*command, "tests/test_gpu.py"], cwd=ROOT, **how)
+            self._tests = subprocess.Popen(
+                command, cwd=ROOT, env=env, stdout=log, stderr=log, preexec_fn=die_with_parent
+            )
 
     def finish_tests(self) -> None:
         """Wait for the GPU tests and write their result."""
