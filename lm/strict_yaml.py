@@ -62,6 +62,7 @@ def _n_values(node: yaml.Node, known: dict[int, int]) -> int:
     """Return the number of values in `node`, those of an alias each time that it is used."""
     if id(node) not in known:
         children = node.value if isinstance(node, yaml.CollectionNode) else ()
+        known[id(node)] = 0  # of an alias inside of the value that it names, which the constructor refuses
         flat = itertools.chain.from_iterable(child if isinstance(child, tuple) else (child,) for child in children)
         known[id(node)] = 1 + sum(_n_values(child, known) for child in flat)
     return known[id(node)]
