@@ -55,7 +55,7 @@ clean: ## Delete .venv.
 	rm -rf .venv
 
 .venv/run: requirements.txt constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and f"$(PYTHON) is {v}, but Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	@echo "setting up .venv (once; PyTorch is large)"
 	@$(PYTHON) -m venv .venv
 	@$(PIP) --requirement requirements.txt

@@ -8,17 +8,14 @@ The same file runs alone, under any launcher, and as a Determined trial. `execut
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from pathlib import Path
 
-from lm.launch.environment import Launch, is_restart, setup_environment
+from lm.launch.environment import Launch, announce, is_restart, setup_environment
 from lm.launch.spawn import run_and_exit
 
 setup_environment()  # before torch is imported
@@ -30,7 +27,7 @@ from determined import core  # noqa: E402
 from lm import config, lora, optim, parallelize, precision, sampling, seeds  # noqa: E402
 from lm.checkpoint import resume as resuming  # noqa: E402
 from lm.checkpoint.checkpointer import Checkpointer, Stateful  # noqa: E402
-from lm.checkpoint.manifest import TrainingProgress  # noqa: E402
+from lm.checkpoint.manifest import Evaluation, TrainingProgress  # noqa: E402
 from lm.data.loader import Loader  # noqa: E402
 from lm.determined import master  # noqa: E402
 from lm.determined.context import TorchDistributedContext  # noqa: E402
@@ -38,8 +35,9 @@ from lm.errors import RankError, RunError  # noqa: E402
 from lm.hf import weights  # noqa: E402
 from lm.metrics.accumulator import MetricsAccumulator, peak_flops  # noqa: E402
 from lm.metrics.logger import MetricLogger  # noqa: E402
-from lm.preflight import Setup, check  # noqa: E402
+from lm.preflight import Setup, preflight  # noqa: E402
 from lm.profiling import profiling  # noqa: E402
+from lm.report import write_report  # noqa: E402
 from lm.runtime.preemption import PreemptionHandler  # noqa: E402
 from lm.runtime.run_dir import RunDir  # noqa: E402
 from lm.runtime.watchdog import Watchdog  # noqa: E402
@@ -77,21 +75,17 @@ class Training:
     def state(self) -> dict[str, Stateful]:  # of a checkpoint
         return {"model": lora.trained(self.model), "optim": self.optimizer, "scaler": self.scaler}
 
-    def is_due(self, step: int, rate: int) -> bool:
-        return step >= self.setup.max_steps or (step > 0 and step % rate == 0)
+    def is_due(self, step: int, rate: int | None) -> bool:
+        return rate is not None and (step >= self.setup.max_steps or (step > 0 and step % rate == 0))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the configuration, join the other ranks, open the Core API context and run. Return the exit code."""
-    parser = argparse.ArgumentParser(description="Train a language model with PyTorch FSDP.", epilog=config.HELP)
-    parser.add_argument("--config", type=Path, default=Path("config.yaml"), help="experiment file (%(default)s)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
-    args = parser.parse_intermixed_args(config.as_overrides(sys.argv[1:] if arguments is None else arguments))
+    args = config.parse(arguments)
     launch, info, watchdog = Launch(), None, None
     try:
         launch, info = Launch.from_env(os.environ), det.get_cluster_info()
-        experiment = info and {**info.trial._config, "hyperparameters": info.trial.hparams}
-        hp = config.load(args.config, args.overrides, weights.model_defaults, experiment)
+        hp = config.load(args.config, args.overrides, weights.model_defaults, info and info.trial)
         run_dir = None if info else RunDir(hp.run_name or args.config.stem)
         with (
             join_world(launch, hp.collective_timeout, hp.cpu_offload) as world,
@@ -113,15 +107,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def execute(run: Run) -> None:
     """Run from the first check to the last message."""
-    setup, plan = preflight(run)
-    step = run.world.on_rank0(lambda: resuming.completed_step(plan, setup.run_info, setup.max_steps))
-    if run.run_dir and step and resuming.is_intact(plan, run.world):
-        if run.world.rank == 0:
-            print(f"{run.run_dir.path} is complete: {step} steps; extend: max_steps={2 * step}, restart: resume=fresh")
+    setup, plan = preflight(run.hp, run.world, run.info, run.run_dir, run.context.checkpoint)
+    if resuming.is_complete(plan, setup.run_info, setup.max_steps, setup.sample_rate is not None, run.world):
         return
     t = build(run, setup)
     start = resume(t, plan)
-    traces = run.run_dir.tensorboard if run.run_dir else run.context.train.get_tensorboard_path()
+    traces = run.run_dir.traces if run.run_dir else run.context.train.get_tensorboard_path()
     rank, left = run.world.rank, setup.max_steps - start.step
     with t.logger, profiling(run.hp, run.context.profiler, traces, rank, left, t.logger.info) as profiler_step:
         step, stopped = train(t, start, profiler_step)
@@ -129,34 +120,22 @@ def execute(run: Run) -> None:
     finish(t, step, stopped)
 
 
-def preflight(run: Run) -> tuple[Setup, resuming.ResumePlan]:
-    """Find everything that can be wrong, locally on every rank, and agree on it once."""
-    hp, world, run_dir = run.hp, run.world, run.run_dir
-    if run_dir:
-        run_dir.lock(world)
-    checkpoints, restarted = run_dir and run_dir.checkpoints, is_restart(os.environ)
-    if hp.init_from is not None and (hp.lora_rank or weights.is_model(hp.init_from)):
-        hp = hp.model_copy(update={"init_from": None})  # not a checkpoint to load: the base of adapters, or a model
-    plan = world.on_rank0(lambda: resuming.plan_resume(hp, run.info, checkpoints, restarted))
-    return check(run.hp, world, run.info, plan, run.context.checkpoint), plan
-
-
 def build(run: Run, setup: Setup) -> Training:
     """Build the sharded model, then the parts that work on it."""
     hp, world, context, layout, data = run.hp, run.world, run.context, setup.layout, setup.data
     device, run_dir, distributed = world.device, run.run_dir, context.distributed
     assert isinstance(distributed, TorchDistributedContext)
+    announce("building the model")
     with torch.device("meta"):
         model = lora.add_adapters(Transformer(hp), hp, setup.dtype)
-    mesh = world.device_mesh(layout.dims)
-    model = parallelize.parallelize(model, hp, mesh, setup.dtype, setup.seed, hp.float8)
+    model = parallelize.parallelize(model, hp, world.device_mesh(layout.dims), setup.dtype, setup.seed, hp.float8)
     logger = MetricLogger(world.rank, run_dir and run_dir.path, context.train, setup.max_steps, run.info)
     logger.info("\n".join([*setup.notes(hp), setup.summary(hp, world)]))
     optimizer = optim.Optimizer(hp, model.named_parameters())
     scaler = precision.LossScaler(setup.dtype, device)
     loader = Loader(hp, data, setup.global_batch_size, layout.dp_rank, layout.dp_size, device)
-    directory, thread_init = run_dir and run_dir.checkpoints, distributed.use_saver_group
-    checkpointer = Checkpointer(hp, context.checkpoint, world, directory, data.tokenizer_files(), thread_init)
+    where, thread_init = run_dir and run_dir.checkpoints, distributed.use_saver_group
+    checkpointer = Checkpointer(hp, context.checkpoint, world, where, data.tokenizer_files(), thread_init)
     accumulator = MetricsAccumulator(device, world, lora.flops_per_token(hp, hp), peak_flops(device, setup.dtype))
     asked = lambda: logger.stopped_by_search or master.should_preempt(context.preempt, run.info, world.rank)  # noqa: E731
     preemption = PreemptionHandler(world, asked)
@@ -175,8 +154,9 @@ def resume(t: Training, plan: resuming.ResumePlan) -> TrainingProgress:
         t.logger.info(note)
     if run_dir:
         fresh = hp.resume != "auto" and not is_restart(os.environ)
-        t.run.world.on_rank0(lambda: run_dir.start(setup.resolved(), fresh))
-    t.logger.start(progress.step, progress.missing_reports())
+        session = setup.session(t.run.world, progress.step)
+        t.run.world.on_rank0(lambda: run_dir.start(setup.run_info.hyperparameters, session, fresh))
+    t.logger.start(progress.step, progress.missing_reports(), setup.run_info.hyperparameters)
     t.accumulator.load_state_dict(progress.metric_sums)
     return progress
 
@@ -185,8 +165,7 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
     """Train to the last step, or until asked to stop. Return the number of completed steps and whether asked."""
     hp, model, setup, layout = t.run.hp, t.model, t.setup, t.setup.layout
     batches, step = t.loader.training(start.step), start.step
-    gc.disable()  # it runs at reports, on all ranks at the same time
-    gc.freeze()
+    gc.freeze()  # collection is disabled but at reports, on all ranks at the same time
     t.preemption.install()  # before this, there is nothing to save
     stopping = make_up(t, start)
     model.train()
@@ -212,40 +191,47 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
         profiler_step()
         step += 1
         t.logger.on_step_end()
-
         stopping, is_writing = t.preemption.decision(agreement)
         if t.checkpointer.is_pending and not is_writing:
             commit(t)
-        validation_loss = None
+        evaluation = Evaluation()
         if not stopping and t.is_due(step, hp.report_rate):
-            gc.collect()
             report(t, step)
-        if not stopping and t.is_due(step, t.setup.validation_rate):
-            validation_loss = validate(t, step)
-            stopping = validation_loss is None
+        if not stopping:
+            evaluation, stopping = evaluate(t, step, evaluation)
         if stopping or t.is_due(step, hp.checkpoint_rate):
-            save(t, step, validation_loss, wait=stopping or step == setup.max_steps or not hp.async_checkpoint)
+            save(t, step, evaluation, wait=stopping or step == setup.max_steps or not hp.async_checkpoint)
     return step, stopping
 
 
 def make_up(t: Training, start: TrainingProgress) -> bool:
-    """Report and validate after the resumed step if a stop came first. Return whether asked to stop again."""
+    """Report and evaluate after the resumed step if a stop came first. Return whether asked to stop again."""
     step, max_steps = start.step, t.setup.max_steps
     if t.accumulator.n_steps and step <= max_steps and t.is_due(step, t.run.hp.report_rate):
         report(t, step)
-    if max_steps and (start.validation_loss is not None or not t.is_due(step, t.setup.validation_rate)):
-        return False
-    loss = validate(t, step)
-    if max_steps and loss is not None and t.is_due(step, t.run.hp.checkpoint_rate):
-        save(t, step, loss, wait=True)
-    return loss is None
+    known = Evaluation(start.validation_loss, start.sampled) if max_steps else Evaluation()
+    evaluation, stopping = evaluate(t, step, known)
+    if max_steps and evaluation != known and not stopping and t.is_due(step, t.run.hp.checkpoint_rate):
+        save(t, step, evaluation, wait=True)
+    return stopping
 
 
 def report(t: Training, step: int) -> None:
     """Log the training metrics since the last report; raise RunError after too many consecutive skipped steps."""
+    gc.collect()
     metrics, n_skipped = t.accumulator.report()
     t.logger.log("training", step, metrics | {"lr": optim.learning_rate(t.run.hp, step - 1, t.setup.max_steps)})
     optim.check_skipped(t.run.hp, step, n_skipped)
+
+
+def evaluate(t: Training, step: int, known: Evaluation) -> tuple[Evaluation, bool]:
+    """Validate and sample where due and not yet `known`. Return the results and whether asked to stop."""
+    loss, sampled = known
+    if loss is None and t.is_due(step, t.setup.validation_rate) and (loss := validate(t, step)) is None:
+        return known, True
+    if not sampled and t.is_due(step, t.setup.sample_rate) and not (sampled := sample(t, step)):
+        return Evaluation(loss), True
+    return Evaluation(loss, sampled), False
 
 
 def validate(t: Training, step: int) -> float | None:
@@ -267,16 +253,31 @@ def validate(t: Training, step: int) -> float | None:
     return loss
 
 
-def save(t: Training, step: int, validation_loss: float | None, wait: bool) -> None:
+def sample(t: Training, step: int) -> bool:
+    """Log a continuation of the prompt. Return False if asked to stop before its end."""
+    tokenizer, prompt, tokens = t.setup.data.tokenizer, t.setup.prompt, list[int]()
+    assert tokenizer is not None
+    options = {"device": t.run.world.device, "seed": t.setup.seed, "temperature": 0.8, "top_k": 50}
+    with t.accumulator.paused(), t.logger.status("sampling"):
+        for token in sampling.generate(t.model, prompt, t.run.hp.num_tokens, **options):
+            if t.preemption.is_requested():
+                return False
+            tokens.append(token)  # past its end, as ranks that disagreed on the end would wait for each other
+        t.model.train()
+    tokens = takewhile(lambda token: token not in tokenizer.stop_ids, tokens)
+    t.logger.log_sample(step, tokenizer.decode(prompt), tokenizer.decode(tokens, after=prompt))
+    return True
+
+
+def save(t: Training, step: int, evaluation: Evaluation, wait: bool) -> None:
     """Start to save a checkpoint once the one before it is committed; `wait` commits this one too."""
     state = t.loader.state_dict(), t.accumulator.state_dict()
     with t.accumulator.saving(), t.logger.status("saving"):
         if t.checkpointer.is_pending:
             commit(t)
-        states = t.run.world.all_gather_object(state)
-        dataset, sums = map(list, zip(*states, strict=True))
-        progress = {"tokens": step * t.setup.tokens_per_step, "validation_loss": validation_loss, "metric_sums": sums}
-        progress = TrainingProgress(step=step, dataset_state=None if None in dataset else dataset, **progress)
+        dataset, sums = map(list, zip(*t.run.world.all_gather_object(state), strict=True))
+        progress = {"step": step, "tokens": step * t.setup.tokens_per_step, "metric_sums": sums} | evaluation._asdict()
+        progress = TrainingProgress(dataset_state=None if None in dataset else dataset, **progress)
         t.checkpointer.save(t.state(), t.setup.run_info, progress)
         if wait:
             commit(t)
@@ -289,19 +290,13 @@ def commit(t: Training) -> None:
 
 
 def finish(t: Training, step: int, stopped: bool) -> None:
-    """Acknowledge a preemption, or generate from `prompt`; print where the files are."""
-    hp, setup, world, tokenizer = t.run.hp, t.setup, t.run.world, t.setup.data.tokenizer
+    """Acknowledge a preemption, and write the report."""
     if stopped:
-        if world.rank == 0 and not t.logger.stopped_by_search:  # otherwise exit code 0 means that the trial is complete
+        if t.run.world.rank == 0 and not t.logger.stopped_by_search:  # otherwise exit code 0 means: trial complete
             t.run.context.preempt.acknowledge_preemption_signal()
-        t.logger.info(f"stopped after step {step}/{setup.max_steps} as requested; rerun the same command to resume")
-    elif hp.prompt is not None and tokenizer is not None:
-        prompt, options = tokenizer.encode(hp.prompt), {"temperature": 0.8, "top_k": 50}
-        tokens = sampling.generate(t.model, prompt, hp.num_tokens, device=world.device, seed=setup.seed, **options)
-        tokens = takewhile(lambda _: not t.preemption.is_requested(), tokens)
-        t.logger.info(f"\n{hp.prompt}{tokenizer.decode(tokens, after=prompt)}\n")
-    if t.run.run_dir:
-        t.logger.info(f"files: {t.run.run_dir.path}/; curves and traces: make board")
+        t.logger.info(f"stopped after step {step}/{t.setup.max_steps} as requested; rerun the same command to resume")
+    if t.run.run_dir and t.run.world.rank == 0:
+        t.logger.info(f"curves and traces: make board; report: {write_report(t.run.run_dir.path)}")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,27 @@
 """All hyperparameters as one flat mapping: read, validated and documented.
 
-`python -m lm.config` prints docs/hyperparameters.md; `--write` writes it, and hyperparameters.schema.json for editors.
+    python -m lm.config [KEY ...] [--presets]
+
+Lists all hyperparameters, describes each KEY, or lists the presets. `--write` writes docs/hyperparameters.md and its
+JSON Schema for editors.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import inspect
 import json
 import math
 import re
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+import determined as det
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -22,7 +29,8 @@ from lm import lora
 from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.data.loader import DataConfig, default_vocab_size
 from lm.data.tokenizer import load_tokenizer
-from lm.errors import ConfigError
+from lm.errors import ConfigError, command
+from lm.launch.environment import announce
 from lm.lora import LoraConfig
 from lm.metrics.accumulator import MetricsConfig
 from lm.optim import OptimConfig
@@ -37,7 +45,7 @@ DEFAULT_SEED = 42
 
 
 class RunConfig(BaseModel):
-    """Length, seed and name of the run, and the text it generates at the end."""
+    """Length, seed and name of the run, and its samples."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -47,8 +55,8 @@ class RunConfig(BaseModel):
     )
     seed: int | None = Field(None, ge=0, description="of weights, data order and dropout; null = the trial's, else 42")
     run_name: str | None = Field(None, description="directory under runs/; null = the config file's name")
-    prompt: str | None = Field(None, description="text to continue at the end of the run")
-    num_tokens: int = Field(100, ge=0, description="tokens to generate from prompt")
+    prompt: str | None = Field(None, description="text that samples continue; null = the start of the validation data")
+    num_tokens: int = Field(100, ge=0, description="tokens per sample, each a forward pass; 0 = no samples")
     collective_timeout: float = Field(600.0, ge=1, le=604800, description="longest wait for another rank (seconds)")
 
     @field_validator("max_epochs")
@@ -122,7 +130,7 @@ _TYPES = {"integer": "an integer", "boolean": "true or false", "object": "a mapp
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
-HELP = "python -m lm.config lists all hyperparameters with their defaults; docs/hyperparameters.md is the same page."
+HELP = "python -m lm.config lists all hyperparameters, python -m lm.config KEY describes one."
 
 Defaults = Callable[[str], Mapping[str, Any]]
 """Maps `init_from` to the hyperparameters that its model sets, and its tokenizer (None = it has none)."""
@@ -140,15 +148,23 @@ def as_overrides(arguments: Sequence[str]) -> list[str]:
     return rewritten
 
 
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line of fsdp.py (default: that of this process) into `config` and `overrides`."""
+    parser = argparse.ArgumentParser(description="Train a language model with PyTorch FSDP.", epilog=HELP)
+    parser.add_argument("--config", type=Path, default=Path("config.yaml"), help="experiment file (%(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
+    return parser.parse_intermixed_args(as_overrides(sys.argv[1:] if arguments is None else arguments))
+
+
 def load(
     path: Path,
     overrides: Sequence[str],
     defaults: Defaults | None = None,
-    trial: Mapping[str, Any] | None = None,
+    trial: det.TrialInfo | None = None,
 ) -> Hyperparameters:
     """Read the config of a Determined `trial`, or without one the experiment file at `path`; see `read`."""
     if trial is not None:
-        return read(trial, overrides, "trial", defaults=defaults)
+        return read({**trial._config, "hyperparameters": trial.hparams}, overrides, "trial", defaults=defaults)
     from lm import strict_yaml
 
     contents, lines = strict_yaml.load(path)
@@ -190,6 +206,10 @@ def read(
             values[key], labels[key] = _parse_override(key, text), f"argument {key}"
         else:
             errors[(override,)] = ConfigError(f"argument {_show(override)}: is not key=value")
+    # A preset on the command line replaces what shapes the model in the file.
+    preset = PRESETS.get(str(values.get("model")), {}) if labels.get("model") == "argument model" else {}
+    shape = preset.keys() | (ModelConfig.model_fields.keys() - {"dropout"} if "d_model" in preset else set())
+    replaced = {key: values.pop(key) for key in raw if key in shape and labels[key] != f"argument {key}"}
     for key, value in values.items():
         match value:  # how Determined writes what a search varies
             case {"type": "const", "val": constant}:
@@ -205,6 +225,9 @@ def read(
         values.pop("vocab_size", None)
     if defaults and isinstance(values.get("init_from"), str):
         values |= _apply_defaults(defaults(values["init_from"]), values, labels, errors)
+    if replaced:
+        shown = ", ".join(f"{key}: {_show(value)}" for key, value in replaced.items())
+        announce(f"model={values['model']} replaces {shown} of {name}")
     hp = _validate(values, labels, errors)
     if hp.dataset == "synthetic" or "vocab_size" in PRESETS.get(hp.model or "", {}) | values:
         return hp
@@ -404,18 +427,34 @@ def page() -> str:
         summary = (part.__doc__ or "").partition("\n")[0]
         lines += [f"\n## {Path(inspect.getfile(part)).relative_to(ROOT)}\n\n{summary}\n"]
         lines += ["| key | default | accepted values | meaning |\n|---|---|---|---|"]
-        for key, field in part.model_fields.items():
-            schema = _SCHEMA["properties"][key]
-            rows = {key: (json.dumps(field.default), schema)}
-            rows |= {f"{key}.{name}": ("required", inner) for name, inner in _nested(schema).items() if name != "*"}
-            for name, (default, inner) in rows.items():
-                lines.append(f"| `{name}` | `{default}` | {_accepted(inner)} | {inner['description']} |")
+        lines += [f"| `{name}` | `{default}` | {accepted} | {text} |" for name, default, accepted, text in _rows(part)]
     lines += ["\n## Presets\n\nValues of `model`. A key that is set in the file overrides the preset's.\n"]
     lines += ["| model | parameters | keys |\n|---|---|---|"]
-    for name, preset in PRESETS.items():
-        keys = ", ".join(f"{key}: {json.dumps(value)}" for key, value in preset.items())
-        lines.append(f"| `{name}` | {ModelConfig.model_validate({'model': name}).n_parameters / 1e6:,.0f}M | {keys} |")
+    lines += [f"| `{name}` | {size} | {keys} |" for name, size, keys in _presets()]
     return "\n".join(lines) + "\n"
+
+
+def _presets() -> list[tuple[str, str, str]]:
+    sizes = {name: ModelConfig.model_validate({"model": name}).n_parameters / 1e6 for name in PRESETS}
+    keys = {name: ", ".join(f"{key}: {json.dumps(value)}" for key, value in PRESETS[name].items()) for name in PRESETS}
+    return [(name, f"{sizes[name]:,.0f}M", keys[name]) for name in PRESETS]
+
+
+def _rows(part: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield name, default, accepted values and meaning of the keys of `part`, including those inside of a mapping."""
+    for key, field in part.model_fields.items():
+        schema = _SCHEMA["properties"][key]
+        nested = {f"{key}.{name}": ("required", inner) for name, inner in _nested(schema).items() if name != "*"}
+        for name, (default, inner) in ({key: (json.dumps(field.default), schema)} | nested).items():
+            yield name, default, _accepted(inner), inner["description"]
+
+
+def _fit(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Align `rows` in columns, the last of which is wrapped at the width of the terminal."""
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    indent, width = " " * (first + second + 4), max(first + second + 24, shutil.get_terminal_size().columns)
+    texts = [f"{name:<{first}}  {value:<{second}}  {text}" for name, value, text in rows]
+    return "\n".join(textwrap.fill(text, width, subsequent_indent=indent) for text in texts)
 
 
 def schema() -> str:
@@ -428,9 +467,29 @@ def schema() -> str:
     return json.dumps(outer | {"properties": {"hyperparameters": inner}}, indent=1) + "\n"
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] == ["--write"]:
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m lm.config", description="List and describe hyperparameters.")
+    parser.add_argument("keys", nargs="*", metavar="KEY", help="hyperparameters to describe (default: list all)")
+    parser.add_argument("--presets", action="store_true", help="list the presets of `model`")
+    parser.add_argument("--write", action="store_true", help="write docs/hyperparameters.md and the JSON Schema")
+    args = parser.parse_args(arguments)
+    if args.write:
         (ROOT / "docs" / "hyperparameters.md").write_text(page())
         (ROOT / "docs" / "hyperparameters.schema.json").write_text(schema())
-    else:
-        print(page(), end="")
+        return 0
+    if unknown := [key for key in args.keys if key not in Hyperparameters.model_fields]:
+        known = Hyperparameters.model_fields
+        raise ConfigError(*(f"{key}: no such hyperparameter{_nearest(key, known)}" for key in unknown))
+    rows = [row for part in PARTS for row in _rows(part)]
+    shown = [(key, default, text) for key, default, _, text in rows if default != "required"]
+    if args.keys:
+        rows = [row for row in rows if row[0].partition(".")[0] in args.keys]
+        shown = [(key, default, f"{text} ({accepted})") for key, default, accepted, text in rows]
+    print(_fit(_presets() if args.presets else shown))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -36,7 +35,6 @@ from model import Transformer
 
 STDIN = "-"
 MAX_NEW_TOKENS = 200
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def load_model(folder: Path, device: torch.device, moved: Path | None = None) -> tuple[Transformer, Tokenizer]:
@@ -169,10 +167,8 @@ def read_line() -> str | None:
 
 
 def show(text: str) -> None:
-    """Print `text` at once, on a terminal with its control characters escaped, as they could change the terminal."""
-    if sys.stdout.isatty():
-        text = _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
-    print(text, end="", flush=True)
+    """Print `text` at once, on a terminal with its control characters escaped."""
+    print(sampling.escape_control(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def is_utf8(text: str) -> bool:

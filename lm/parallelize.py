@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lm import lora, seeds
 from lm.errors import ConfigError
+from lm.launch.environment import announce
 from lm.precision import mixed_precision_policy
 from model import ModelConfig, Transformer
 
@@ -172,6 +173,7 @@ def parallelize(
             block.forward = partial(_checkpoint(config.activation_checkpointing), block.forward)
     # 3. Compilation: all blocks share one graph, all chunks of the loss another. FSDP's hooks stay eager.
     if config.compile is True or (config.compile == "auto" and (on_gpu or float8)):
+        announce("compiling in the first step")
         # By default the partitioner saves a ReLU's mask in addition to its output, because of the view between them.
         partitioner.recompute_views = True
         for block in model.blocks:

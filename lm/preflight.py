@@ -1,8 +1,13 @@
-"""What follows from the hyperparameters, the data and the machine, before anything large is allocated."""
+"""What follows from the hyperparameters, the data, the machine and the checkpoints, before the model is built."""
 
 from __future__ import annotations
 
 import math
+import os
+import platform
+import shlex
+import socket
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +17,15 @@ from determined import core
 
 from lm import lora, parallelize, precision
 from lm.checkpoint.manifest import Base, RunInfo
-from lm.checkpoint.resume import ResumePlan, start_date
+from lm.checkpoint.resume import ResumePlan, plan_resume, start_date
 from lm.config import DEFAULT_SEED, Hyperparameters
 from lm.data import loader
 from lm.data.tokens import check_files
 from lm.errors import ConfigError
+from lm.hf import weights
 from lm.hf.base import find_base
+from lm.launch.environment import announce, is_restart
+from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshLayout, World
 from model import ModelConfig
 
@@ -37,6 +45,10 @@ class Setup:
     max_steps: int
     validation_rate: int
     """steps between validations"""
+    sample_rate: int | None
+    """steps between samples; None = no samples"""
+    prompt: list[int]
+    """tokens that samples continue"""
     run_info: RunInfo
 
     def facts(self) -> dict[str, Any]:
@@ -45,9 +57,14 @@ class Setup:
         same = {"mesh": dict(self.layout.dims), "compute dtype": str(self.dtype), "max_steps": self.max_steps}
         return same | info.pop("hyperparameters") | info.pop("data") | info
 
-    def resolved(self) -> dict[str, Any]:
-        """Return the hyperparameters with which another start resumes the run."""
-        return self.run_info.hyperparameters | {"max_steps": self.max_steps or None}
+    def session(self, world: World, step: int) -> dict[str, Any]:
+        """Return what the report says about a start after `step` steps: command, versions and hardware."""
+        n_gpus = world.size if world.device.type == "cuda" else 0
+        device = torch.cuda.get_device_name(world.device) if n_gpus else f"CPU of {os.cpu_count()} cores"
+        versions = f"Python {platform.python_version()}, PyTorch {torch.__version__}, Determined {det.__version__}"
+        hardware = {"ranks": world.size, "gpus": n_gpus, "device": device, "host": socket.gethostname()}
+        command = {"command": shlex.join(sys.argv), "versions": versions}
+        return {"step": step, "tokens_per_step": self.tokens_per_step} | hardware | command
 
     def notes(self, hp: Hyperparameters) -> list[str]:
         """Return lines on what the user may not expect of the data and the rates."""
@@ -71,21 +88,35 @@ class Setup:
         )
 
 
-def check(
-    hp: Hyperparameters, world: World, info: det.ClusterInfo | None, plan: ResumePlan, context: core.CheckpointContext
-) -> Setup:
-    """Open the data and derive the setup, on all ranks together.
+def preflight(
+    hp: Hyperparameters,
+    world: World,
+    info: det.ClusterInfo | None,
+    run_dir: RunDir | None,
+    context: core.CheckpointContext,
+) -> tuple[Setup, ResumePlan]:
+    """Find everything that can be wrong, locally on every rank, and agree on it once; lock the run directory.
 
     Raises:
-        ConfigError: the hyperparameters, the data and the machines do not fit together.
+        ConfigError: the hyperparameters, the data, the machines and the checkpoints do not fit together.
     """
+    announce("reading the data")
+    if run_dir:
+        run_dir.lock(world)
+    checkpoints, restarted = run_dir and run_dir.checkpoints, is_restart(os.environ)
+    checkpoint_config = hp
+    if hp.init_from is not None and (hp.lora_rank or weights.is_model(hp.init_from)):
+        checkpoint_config = hp.model_copy(
+            update={"init_from": None}
+        )  # not a checkpoint: the base of adapters, or a model
+    plan = world.on_rank0(lambda: plan_resume(checkpoint_config, info, checkpoints, restarted))
     if hp.dataset == "jsonl" and hp.chat_template_date is None:
         date = world.on_rank0(lambda: start_date(plan, context))
         hp = hp.model_copy(update={"chat_template_date": date})
     base = find_base(hp.init_from, world) if hp.lora_rank and hp.init_from else None
     setup = world.all_or_none(lambda: _check(hp, world, info, base))
     world.require_equal("ranks", {"device": world.device.type} | setup.facts())
-    return setup
+    return setup, plan
 
 
 def _check(hp: Hyperparameters, world: World, info: det.ClusterInfo | None, base: Base | None) -> Setup:
@@ -97,8 +128,11 @@ def _check(hp: Hyperparameters, world: World, info: det.ClusterInfo | None, base
     check_files(data.datasets, world.launch.local_rank, world.launch.local_size)
     if hp.prompt is not None and not (data.tokenizer and data.tokenizer.encode(hp.prompt)):
         raise ConfigError(f"prompt: {hp.prompt!r} has no token in dataset {hp.dataset}'s tokenizer", keys=("prompt",))
+    if hp.sample_rate and not data.tokenizer:
+        problem = f"sample_rate: {hp.sample_rate}, but dataset {hp.dataset} has no tokenizer; remove sample_rate"
+        raise ConfigError(problem, keys=("sample_rate", "dataset"))
     max_steps = hp.run_length(data.samples_per_epoch and data.samples_per_epoch / batch_size)
-    hyperparameters = hp.model_dump(mode="json") | {"seed": seed}
+    hyperparameters = hp.model_dump(mode="json") | {"seed": seed, "max_steps": max_steps or None}
     run_info = RunInfo(
         sharding=hp.strategy(world.size),
         total_batch_size=batch_size,
@@ -110,4 +144,6 @@ def _check(hp: Hyperparameters, world: World, info: det.ClusterInfo | None, base
         **data.fingerprints(),
     )
     tokens, validation_rate = batch_size * hp.max_seq_len, hp.validation_rate or hp.report_rate
-    return Setup(seed, layout, dtype, data, batch_size, tokens, max_steps, validation_rate, run_info)
+    rates = validation_rate, (hp.sample_rate or validation_rate) if data.tokenizer and hp.num_tokens else None
+    prompt = data.tokenizer.encode(hp.prompt) if data.tokenizer and hp.prompt is not None else data.prompt()
+    return Setup(seed, layout, dtype, data, batch_size, tokens, max_steps, *rates, prompt, run_info)

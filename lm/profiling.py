@@ -63,6 +63,8 @@ def profiling(
         raise ConfigError(problem, keys=("memory_snapshot",))
     with ExitStack() as stack:
         if config.core_api_profiler:
+            if isinstance(core_profiler, core.DummyProfilerContext):
+                log("core_api_profiler: does nothing outside a Determined cluster; torch_profiler works everywhere")
             core_profiler.on()
             stack.callback(_stop, core_profiler)
         if config.memory_snapshot:
@@ -74,12 +76,18 @@ def profiling(
         wait, warmup, active = config.torch_profiler_steps
         if wait + warmup >= n_steps:
             log(f"torch_profiler: no step is traced: torch_profiler_steps skips {wait + warmup}, {n_steps} are left")
+        write_trace = tensorboard_trace_handler(str(directory), worker_name=f"rank{rank}", use_gzip=True)
+
+        def on_trace_ready(torch_profiler: profile) -> None:
+            write_trace(torch_profiler)
+            log(f"traces: {directory}/rank*.pt.trace.json.gz")
+
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         torch_profiler = stack.enter_context(
             profile(
                 activities=activities,
                 schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),
-                on_trace_ready=tensorboard_trace_handler(str(directory), worker_name=f"rank{rank}", use_gzip=True),
+                on_trace_ready=on_trace_ready,
                 record_shapes=True,
                 profile_memory=True,
             )

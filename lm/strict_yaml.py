@@ -24,7 +24,7 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         source = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; --config accepts a file such as config.yaml") from None
+        raise ConfigError(f"{path.absolute()}: {error.strerror}; --config accepts a file such as config.yaml") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     experiment, lines = parse(source, str(path))

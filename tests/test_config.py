@@ -334,7 +334,6 @@ def test_every_hyperparameter_belongs_to_one_part_and_has_a_description() -> Non
 def test_every_rank_exits_with_2_and_one_prints_the_problems(tmp_path: Path, message: Message) -> None:
     done = run(tmp_path, "n_heads=5", ranks=2, config=TINY | {"lr": "fast"})
     assert done.returncode == 2
-    assert done.stdout == ""
     assert len(done.stderr.splitlines()) == 2
     message(done.stderr)
 
@@ -397,6 +396,7 @@ def test_a_longer_run_with_other_reports_resumes(two_steps: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(r"lr: .*0\.0001.*0\.001", done.stdout)
     assert "report_rate" not in done.stdout
+    assert "learning rate: 1.00e-04 in step 2, now 1.00e-03 in step 3" in done.stdout
     assert sorted(reports(two_steps)) == [2, 3, 4]
 
 
@@ -405,7 +405,7 @@ def test_a_run_without_write_access_is_refused_before_the_model_is_built(tmp_pat
     (tmp_path / "runs").write_text("in the way")
     done = run(tmp_path)
     assert done.returncode == 2
-    assert done.stdout == ""
+    assert "building" not in done.stdout
     message(done.stderr)
 
 
@@ -438,6 +438,37 @@ def test_hyperparameters_may_be_given_as_flags() -> None:
     arguments = ["--config", "a.yaml", "--lr=1e-3", "--max-steps", "5", "seed=1", "--prompt", "a b", "--", "--help"]
     expected = ["--config", "a.yaml", "lr=1e-3", "max_steps=5", "seed=1", "prompt=a b", "--", "--help"]
     assert config.as_overrides(arguments) == expected
+
+
+def test_a_preset_on_the_command_line_replaces_the_shape_in_the_file(
+    capsys: pytest.CaptureFixture[str], message: Message
+) -> None:
+    def read(*overrides: str) -> config.Hyperparameters:
+        shape = {"d_model": 64, "n_kv_heads": 2, "dropout": 0.1, "lr": 1e-3}
+        return config.read({"hyperparameters": shape}, overrides, "exp.yaml")
+
+    small = read("model=gpt2", "n_layers=2")
+    message(capsys.readouterr().out, mask=r" *\d+\.\d s")
+    assert (small.d_model, small.n_kv_heads, small.n_layers, small.dropout, small.lr) == (768, None, 2, 0.1, 1e-3)
+    assert read("model=mistral").d_model == 64  # a preset without sizes
+    assert read("model=gpt2", "d_model=96").d_model == 96
+    capsys.readouterr()
+    read("n_layers=2")
+    assert capsys.readouterr().out == ""
+
+
+def test_the_command_lists_and_describes_keys_and_presets_in_lines_that_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], message: Message
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    for arguments in ([], ["--presets"], ["lr", "rope_scaling"]):
+        assert config.main(arguments) == 0
+        output = capsys.readouterr().out
+        assert max(map(len, output.splitlines())) <= 100
+        assert all(key in output for key in (PRESETS if "--presets" in arguments else arguments or TINY))
+    message(output)
+    assert config.main(["learning_rate"]) == 2
+    message(capsys.readouterr().err)
 
 
 def test_names_of_other_trainers_are_answered(message: Message) -> None:

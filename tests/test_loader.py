@@ -313,3 +313,11 @@ def test_every_20th_line_is_held_out_unless_val_data_are_given(tmp_path: Path, m
     assert data.samples_per_epoch == 38
     message(data.notes)
     assert len(open_lines(tmp_path, *lines, packing=False).validation) == 38
+
+
+def test_samples_continue_the_start_of_the_validation_data(tmp_path: Path) -> None:
+    answer = {"prompt": "What?", "completion": "That."}
+    data = open_lines(tmp_path, answer, answer, seq_len=12, loss_on="completion")
+    assert bytes(data.prompt()) == b"What?"
+    data = open_lines(tmp_path, {"text": "ab"}, {"text": "ab"}, packing=False)
+    assert bytes(data.prompt()) == b"ab"

@@ -235,9 +235,12 @@ def test_tokenizers_are_compared_by_content_and_not_by_path(victim: Path, messag
     forge_manifest(victim, hyperparameters={"tokenizer": "a/tokenizer.json"}, **same)
     plan = ResumePlan((str(victim),), may_be_complete=True)
     path = {"hyperparameters": {"tokenizer": "b/tokenizer.json"}}
-    assert completed_step(plan, RUN_INFO.model_copy(update=path | {"tokenizer": "9 tokens, sha256 0"}), 10) == 10
+    assert (
+        completed_step(plan, RUN_INFO.model_copy(update=path | {"tokenizer": "9 tokens, sha256 0"}), 10, samples=False)
+        == 10
+    )
     with pytest.raises(ConfigError) as refused:
-        completed_step(plan, RUN_INFO.model_copy(update=path | {"tokenizer": "9 tokens, sha256 1"}), 10)
+        completed_step(plan, RUN_INFO.model_copy(update=path | {"tokenizer": "9 tokens, sha256 1"}), 10, samples=False)
     assert refused.value.keys == {"tokenizer"}
     message(refused.value)
 

@@ -170,8 +170,8 @@ def test_the_peak_of_cpus_and_of_float32_is_unknown(device: str, dtype: torch.dt
 class Cluster(DummyTrainContext):
     """Core API's train context; records its calls."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, board: Path | None = None) -> None:
+        super().__init__(board)
         self.metrics: list[tuple[str, int, dict[str, Any]]] = []
         self.progress: list[float] = []
         self.statuses: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -203,10 +203,9 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def scalars(run_dir: Path, tag: str) -> dict[int, float]:
-    events = EventAccumulator(str(run_dir / "tensorboard"))
-    events.Reload()
-    return {event.step: event.value for event in events.Scalars(tag)}
+def scalars(run_dir: Path, group: str, key: str) -> dict[int, float]:
+    events = EventAccumulator(str(run_dir / group)).Reload()
+    return {event.step: event.value for event in events.Scalars(key if key == "loss" else f"{group}/{key}")}
 
 
 def test_reports_are_lines_written_at_once_and_scalars(tmp_path: Path) -> None:
@@ -219,7 +218,7 @@ def test_reports_are_lines_written_at_once_and_scalars(tmp_path: Path) -> None:
     for line, (group, metrics) in zip(lines(tmp_path), reports.items(), strict=True):
         assert line == {"group": group, "step": 10, "time": line["time"]} | metrics
         for key, value in metrics.items():
-            assert scalars(tmp_path, f"{group}/{key}") == {10: pytest.approx(value)}
+            assert scalars(tmp_path, group, key) == {10: pytest.approx(value)}
 
 
 @pytest.mark.parametrize("start", [0, 20])
@@ -236,7 +235,7 @@ def test_repeated_steps_are_logged_once(tmp_path: Path, start: int) -> None:
     expected = {step: float(step) for step in (10, 20) if step <= start} | {30: 31.0}
     written = [line for line in lines(tmp_path) if "loss" in line]
     assert [(line["step"], line["loss"]) for line in written] == list(expected.items())
-    assert scalars(tmp_path, "training/loss") == expected
+    assert scalars(tmp_path, "training", "loss") == expected
 
 
 def test_files_that_cannot_be_written_end_the_run_with_one_line(tmp_path: Path, message: Message) -> None:
@@ -265,11 +264,12 @@ def test_errors_of_tensorboards_thread_end_the_run_with_one_line(
 
     before = set(threading.enumerate())
     logger = started(tmp_path)
-    (thread,) = set(threading.enumerate()) - before
+    threads = set(threading.enumerate()) - before
     monkeypatch.setattr(RecordWriter, "write", fail)
     with pytest.raises(RunError) as error:  # noqa: PT012  # in either call
         logger.log("training", 1, {"loss": 1.0})
-        thread.join(30)
+        for thread in threads:
+            thread.join(1)
         logger.log("training", 2, {"loss": 1.0})
     message(error.value)
     with pytest.raises(RunError, match="the first error"), logger:
@@ -291,7 +291,23 @@ def test_the_cluster_receives_metrics_progress_and_status(capsys: pytest.Capture
     assert cluster.metrics == reports
     assert cluster.progress in ([0.25, 1.0], [1.0])  # reported in the background, the newest only
     assert cluster.statuses.empty()
-    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_a_sample_is_a_line_of_its_file_a_text_in_tensorboard_and_harmless_on_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], message: Message
+) -> None:
+    cluster = Cluster(tmp_path / "cluster")
+    for run_dir in (tmp_path, None):
+        logger = started(run_dir, cluster=cluster)
+        logger.log_sample(10, "to be", " or\n\x1b[2Jnot")
+        logger.close()
+    message(capsys.readouterr().out, mask=r" +\d+\.\d s")
+    (line,) = (json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines())
+    assert line == {"group": "sample", "step": 10, "time": line["time"], "prompt": "to be", "text": " or\n\x1b[2Jnot"}
+    for folder in (tmp_path / "validation", tmp_path / "cluster"):
+        (text,) = EventAccumulator(str(folder)).Reload().Tensors("sample/text_summary")
+        assert (text.step, text.tensor_proto.string_val[0]) == (10, b"    to be or\n    \x1b[2Jnot")
 
 
 def test_other_ranks_log_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,8 +334,8 @@ def test_without_a_terminal_a_report_is_a_line(
     logger.close()
     logger.info("after the end")
     output = capsys.readouterr().out
-    assert len(output.splitlines()) == 3
-    message(output, mask=r"\d\d:\d\d")
+    assert len(output.splitlines()) == 4
+    message(output, mask=r"\d\d:\d\d| +\d+\.\d s")
 
 
 def test_on_a_terminal_a_progress_bar_is_below_the_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

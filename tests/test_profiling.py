@@ -13,6 +13,7 @@ import urllib.request
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -65,15 +66,19 @@ def steps_in(trace: Path) -> list[int]:
 
 
 def traces(folder: Path) -> list[Path]:
-    return sorted((folder / "runs" / "test" / "tensorboard").glob("*.pt.trace.json.gz"))
+    return sorted((folder / "runs" / "test" / "traces").glob("*.pt.trace.json.gz"))
 
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of two ranks with traces."""
+    """The directory of a run of two ranks with traces and samples; what it printed is in `output`."""
     folder = tmp_path_factory.mktemp("profiled")
-    done = support.run(folder, "max_steps=20", "report_rate=2", "torch_profiler=true", ranks=2)
+    (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
+    text = support.TINY | {"dataset": "text", "train_data": "text.txt", "vocab_size": 264, "num_tokens": 5}
+    overrides = ("max_steps=20", "report_rate=2", "validation_rate=10", "torch_profiler=true", "core_api_profiler=true")
+    done = support.run(folder, *overrides, ranks=2, config=text | {"prompt": "to be"})
     assert done.returncode == 0, done.stderr
+    (folder / "output").write_text(done.stdout)
     return folder
 
 
@@ -90,7 +95,7 @@ def test_every_rank_writes_a_trace_with_shapes_memory_and_module_names(profiled:
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torch_tb_profiler") is None, reason="torch-tb-profiler is missing")
-def test_tensorboard_serves_the_loss_curve_and_the_traces_of_both_ranks(profiled: Path) -> None:
+def test_tensorboard_serves_curves_hyperparameters_samples_and_the_traces_of_both_ranks(profiled: Path) -> None:
     """As `make board` starts it; the answers are those that the pages in a browser draw."""
     url = f"http://127.0.0.1:{free_port()}/data/plugin"
     command = ["--logdir", "runs", "--host", "127.0.0.1", "--port"]
@@ -119,16 +124,37 @@ def test_tensorboard_serves_the_loss_curve_and_the_traces_of_both_ranks(profiled
             env=os.environ | {"NO_PROXY": "*"},
         )
     try:
-        (run,) = get("scalars/tags", "training/loss")
-        drawn = {step: loss for _, step, loss in get(f"scalars/scalars?run={run}&tag=training/loss", "20,")}
-        reported = {step: line["loss"] for step, line in support.reports(profiled).items()}
-        assert drawn == pytest.approx(reported)
+        assert get("scalars/tags", "validation/perplexity").keys() == {"test/training", "test/validation"}
+        for group in ("training", "validation"):  # two lines in the chart of one tag, which is the first
+            assert min(get("scalars/tags", "validation/perplexity")[f"test/{group}"]) == "loss"
+            drawn = {step: loss for _, step, loss in get(f"scalars/scalars?run=test/{group}&tag=loss", "20,")}
+            reported = {step: line["loss"] for step, line in support.reports(profiled, group).items()}
+            assert drawn == pytest.approx(reported)
+        samples = [json.loads(line) for line in (profiled / "runs/test/samples.jsonl").read_text().splitlines()]
+        assert [sample["step"] for sample in samples] == [10, 20]
+        texts = get("text/text?run=test/validation&tag=sample/text_summary", '"step": 20')
+        assert "to be" in texts[0]["text"]
+        asked = {"allowedStatuses": ["STATUS_SUCCESS"], "colParams": [{"metric": {"tag": "loss"}}], "sliceSize": 9}
+        (row,) = get(f"hparams/session_groups?request={quote(json.dumps(asked))}", "d_model")["sessionGroups"]
+        assert row["hparams"].items() >= {"d_model": 32, "sharding": "full-shard", "prompt": "to be"}.items()
+        (metric,) = row["metricValues"]
+        assert metric["value"] == pytest.approx(support.reports(profiled, "validation")[20]["loss"])
         (run,) = get("pytorch_profiler/runs", "test")["runs"]
         assert {"Overview", "Operator", "Trace"} <= set(get(f"pytorch_profiler/views?run={run}", "Trace"))
         assert get(f"pytorch_profiler/workers?run={run}&view=Trace", "rank1") == ["rank0", "rank1"]
     finally:
         process.terminate()
         process.wait(30)
+
+
+@pytest.mark.slow
+def test_the_console_shows_phases_samples_where_traces_are_and_the_report(profiled: Path, message: Message) -> None:
+    output = (profiled / "output").read_text()
+    first = next(line for line in output.splitlines() if line)
+    assert float(first.split()[0]) < 1, "something appears within a second"
+    message(output, mask=r" +\d+\.\d s  |(?<=loss).*|(?<=to be)[^:]*?(?=\n\n)|[-0-9a-f]{36}|tokens per step.*")
+    assert (profiled / "runs/test/report.png").read_bytes().startswith(b"\x89PNG")
+    assert "20 of 20" in (profiled / "runs/test/report.md").read_text()
 
 
 @pytest.mark.slow

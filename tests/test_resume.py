@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException
 
-from lm import config, generate
+from lm import config, generate, sampling
 from lm.checkpoint.manifest import read_manifest
 from lm.checkpoint.resume import IDENTITY, UNLOGGED
 from lm.data.loader import Loader, MicroBatch
@@ -124,10 +124,11 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(reference: Path, tmp
 
 INTERRUPTED = RUN | {"report_rate": 3, "validation_rate": 4, "checkpoint_rate": 4, "max_steps": 12}
 INTERRUPTED |= {"total_batch_size": 2, "validation_batches": 4, "keep_checkpoints": None}
+INTERRUPTED |= {"dataset": "text", "train_data": "../text.txt", "vocab_size": 264, "sample_rate": 6, "num_tokens": 8}
 
 
 def interrupt(world: World, step: int, how: str) -> None:
-    """Run until a signal arrives in step `step`, or in the validation after it, or the process is killed there."""
+    """Run until a signal arrives in step `step`, in the validation or the sample after it, or a kill in it."""
 
     def on_step_start(completed: int) -> None:
         if completed == step - 1 and how == "signal":
@@ -141,6 +142,14 @@ def interrupt(world: World, step: int, how: str) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
             yield batch
 
+    def generate(*args: Any, **options: Any) -> Iterator[int]:
+        for number, token in enumerate(tokens(*args, **options)):
+            assert how != "sample" or number < 2, "the stop is answered at once"
+            if how == "sample" and number == 1 and list(reports(Path()))[-1] >= step - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield token
+
+    tokens, sampling.generate = sampling.generate, generate
     batches, Loader.validation = Loader.validation, validation
     execute(world, INTERRUPTED, on_step_start)
 
@@ -150,31 +159,40 @@ def test_an_interrupted_run_reports_the_curve_of_an_uninterrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def curve(folder: Path) -> list[tuple[Any, ...]]:
-        lines = (folder / "runs" / "test" / "metrics.jsonl").read_text().splitlines()
-        keys = ("group", "step", *EXACT)
-        return [tuple(json.loads(line).get(key) for key in keys) for line in lines]
+        files = (folder / "runs" / "test" / f"{name}.jsonl" for name in ("metrics", "samples"))
+        keys = ("group", "step", "prompt", "text", *EXACT)
+        return [
+            tuple(json.loads(line).get(key) for key in keys) for file in files for line in file.read_text().splitlines()
+        ]
 
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
     assert run(tmp_path / "reference", config=INTERRUPTED).returncode == 0
     expected = curve(tmp_path / "reference")
     assert [(group, step) for group, step, *_ in expected] == [
         ("training", 3), ("validation", 4), ("training", 6), ("validation", 8), ("training", 9),
-        ("training", 12), ("validation", 12),
+        ("training", 12), ("validation", 12), ("sample", 6), ("sample", 12),
     ]  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    # Before a report; in a validation; again in that validation; between reports; killed after a saved checkpoint;
-    # before the last report.
-    stops = [(3, "signal"), (4, "validation"), (4, "validation"), (5, "signal"), (11, "kill"), (12, "signal")]
+    assert all(text for group, _, _, text, *_ in expected if group == "sample")
+    folder = tmp_path / "interrupted"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    # Before a report; in a validation; again in that validation; before a report and a sample; in that sample; killed
+    # after a saved checkpoint; before the last report; in the last sample.
+    stops = [(3, "signal"), (4, "validation"), (4, "validation"), (6, "signal"), (6, "sample")]
+    stops += [(11, "kill"), (12, "signal"), (12, "sample")]
     for step, how in stops:
         if how == "kill":
             with pytest.raises(ProcessExitedException):
                 run_ranks(1, interrupt, step, how)
         else:
             run_ranks(1, interrupt, step, how)
-            assert max(checkpoints(tmp_path)) == step
+            assert max(checkpoints(folder)) == step
     run_ranks(1, interrupt, 100, "signal")
-    assert curve(tmp_path) == expected
-    saved = map(read_manifest, (tmp_path / "runs" / "test" / "checkpoints").glob("*-*"))
-    assert sorted(manifest.step for manifest in saved if manifest.validation_loss is not None) == [4, 8, 12]
+    assert curve(folder) == expected
+    complete = [path.parent for path in (folder / "runs" / "test" / "checkpoints").glob("*-*/manifest.json")]
+    saved = list(map(read_manifest, complete))
+    assert {manifest.step for manifest in saved if manifest.validation_loss is not None} == {4, 8, 12}
+    assert {manifest.step for manifest in saved if manifest.sampled} == {12}
 
 
 @pytest.mark.slow

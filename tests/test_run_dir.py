@@ -63,7 +63,7 @@ def test_the_modes_are_those_of_the_umask_but_never_writable_by_all(umask: int, 
         run_dir = started()
     finally:
         os.umask(before)
-    for path in (run_dir.path, run_dir.checkpoints, run_dir.tensorboard):
+    for path in (run_dir.path, run_dir.checkpoints, run_dir.traces):
         assert stat.S_IMODE(path.stat().st_mode) == directory
     assert stat.S_IMODE((run_dir.path / "lock").stat().st_mode) == file
 
@@ -120,7 +120,7 @@ def test_the_lock_of_a_killed_process_is_waited_for() -> None:
         assert locked.result() is None
 
 
-@pytest.mark.parametrize("in_the_way", ["runs", "runs/x", "runs/x/tensorboard"])
+@pytest.mark.parametrize("in_the_way", ["runs", "runs/x", "runs/x/traces"])
 def test_a_directory_that_cannot_be_created_is_named(in_the_way: str, message: Message) -> None:
     Path(in_the_way).parent.mkdir(parents=True, exist_ok=True)
     Path(in_the_way).write_text("")
@@ -131,19 +131,20 @@ def test_a_directory_that_cannot_be_created_is_named(in_the_way: str, message: M
 
 def test_fresh_moves_the_files_of_every_previous_run_aside() -> None:
     run_dir = started()
-    run_dir.start({"lr": 0}, fresh=True)
+    run_dir.start({"lr": 0}, {"step": 0}, fresh=True)
     assert not list(run_dir.path.glob("before-*")), "nothing to move"
     for lr in (1, 2):  # within a second
         (run_dir.checkpoints / f"of-{lr - 1}").mkdir()
         run_dir.metrics.write_text(str(lr - 1))
-        run_dir.start({"lr": lr}, fresh=True)
+        run_dir.start({"lr": lr}, {"step": lr}, fresh=True)
         assert f"lr: {lr}\n" in run_dir.config.read_text()
         assert not list(run_dir.checkpoints.iterdir())
         assert not run_dir.metrics.exists()
     moved = {(path / "metrics.jsonl").read_text(): path for path in run_dir.path.glob("before-*")}
     assert sorted(moved) == ["0", "1"]
     for lr, path in moved.items():
-        assert {each.name for each in path.iterdir()} == {"checkpoints", "config.yaml", "metrics.jsonl", "tensorboard"}
+        files = {"config.yaml", "metrics.jsonl", "sessions.jsonl"}
+        assert {each.name for each in path.iterdir()} == {"checkpoints", "traces"} | files
         assert f"lr: {lr}\n" in (path / "config.yaml").read_text()
         assert (path / "checkpoints" / f"of-{lr}").is_dir()
 
@@ -151,6 +152,6 @@ def test_fresh_moves_the_files_of_every_previous_run_aside() -> None:
 def test_config_yaml_resumes_the_same_run() -> None:
     run_dir = started()
     hp = config.read({"hyperparameters": {"model": "llama3.2-1b", "lr": "1e-4", "prompt": "é: #"}}, [], "test")
-    run_dir.start(hp.model_dump(mode="json") | {"resume": "fresh"}, fresh=True)
+    run_dir.start(hp.model_dump(mode="json") | {"resume": "fresh"}, {"step": 0}, fresh=True)
     assert config.load(run_dir.config, []) == hp.model_copy(update={"run_name": "x"})
     assert yaml.safe_load(run_dir.config.read_text())["hyperparameters"]["d_model"] == 2048

@@ -11,8 +11,19 @@ import yaml
 
 from lm import config
 from lm.data.tokenizer import FILE, load_tokenizer
+from lm.runtime.world import World
 from tests.conftest import Message
-from tests.support import ROOT, TINY, byte_level_tokenizer, checkpoints, reports, run
+from tests.support import (
+    EXACT_RUN,
+    ROOT,
+    TINY,
+    byte_level_tokenizer,
+    checkpoints,
+    execute,
+    reports,
+    run,
+    run_ranks,
+)
 
 
 def test_too_many_consecutive_inf_or_nan_gradients_end_the_run(tmp_path: Path, message: Message) -> None:
@@ -37,6 +48,38 @@ def test_a_prompt_without_a_token_is_refused_before_training(tmp_path: Path, mes
     message(done.stderr)
 
 
+TEXT = EXACT_RUN | {"dataset": "text", "train_data": "text.txt", "vocab_size": 264, "max_steps": 4, "num_tokens": 8}
+TEXT |= {"validation_rate": 2}
+
+
+def sample_by_sharding(world: World) -> list[Path]:
+    hybrid = {"shard_group_size": 1}
+    settings = [{"sharding": sharding} for sharding in ("full-shard", "grad-shard", "no-shard")]
+    settings += [{"sharding": sharding} | hybrid for sharding in ("hybrid-full-shard", "hybrid-grad-shard")]
+    settings += [{"num_tokens": 0}, {"sample_rate": 3, "cpu_offload": True}]
+    return [execute(world, TEXT | each | {"run_name": f"run{i}"}) for i, each in enumerate(settings)]
+
+
+@pytest.mark.slow
+def test_samples_are_the_same_in_every_strategy_and_do_not_change_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
+    monkeypatch.chdir(tmp_path)
+    runs = run_ranks(2, sample_by_sharding)[0]
+    samples = [[json.loads(line) for line in (path / "samples.jsonl").read_text().splitlines()] for path in runs]
+    first, *others, silent, offloaded = ([(each["step"], each["prompt"], each["text"]) for each in s] for s in samples)
+    assert [step for step, *_ in first] == [2, 4]
+    assert all(prompt.isprintable() and len(prompt) == 16 and text for _, prompt, text in first)
+    assert others == [first] * 4
+    assert silent == []
+    assert [step for step, *_ in offloaded] == [3, 4]
+    losses = [
+        [json.loads(line).get("loss") for line in (path / "metrics.jsonl").read_text().splitlines()] for path in runs
+    ]
+    assert losses[5] == losses[0]
+
+
 @pytest.mark.slow
 def test_negative_epochs_only_validate_and_generate(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
@@ -47,7 +90,8 @@ def test_negative_epochs_only_validate_and_generate(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert "validation  step 3" in again.stdout
     assert "training" not in again.stdout
-    assert "\nto be" in again.stdout
+    assert "sample      step 3\nto be" in again.stdout
+    assert run(tmp_path, "sample_rate=1", "run_name=other", config=TINY).returncode == 2  # no text
     assert config.load(tmp_path / "runs" / "test" / "config.yaml", []).max_epochs == -1
 
 

@@ -207,18 +207,18 @@ def test_a_run_neither_writes_through_links_nor_waits_for_fifos(kind: str, priva
     in_world(run_dir.lock)
     for path in (run_dir.path / "config.draft", run_dir.path / "metrics.draft", Path("file")):
         irregular(path, kind, private)
-    run_dir.start({"lr": 1}, fresh=False)
-    JSONL(run_dir.metrics, 0, ()).close()
+    run_dir.start({"lr": 1}, {"step": 0}, fresh=False)
+    JSONL(run_dir.path, 0, ()).close()
     write_durably(Path("file"), b"new")
     assert Path("file").read_bytes() == b"new"
     irregular(run_dir.checkpoints / COMMITTED, kind, private)
     prune(run_dir.checkpoints, 1, ())
     irregular(run_dir.metrics, kind, private)
     with pytest.raises(OSError, match="not a regular file"):
-        JSONL(run_dir.metrics, 0, ())
+        JSONL(run_dir.path, 0, ())
 
 
-@pytest.mark.parametrize("name", ["runs/x", "runs/x/checkpoints", "runs/x/tensorboard"])
+@pytest.mark.parametrize("name", ["runs/x", "runs/x/checkpoints", "runs/x/traces"])
 def test_a_folder_of_a_run_is_not_a_link(name: str, private: Path, message: Message) -> None:
     Path(name).parent.mkdir(parents=True)
     Path(name).symlink_to(private.parent)
@@ -227,7 +227,7 @@ def test_a_folder_of_a_run_is_not_a_link(name: str, private: Path, message: Mess
     message(refused.value)
 
 
-@pytest.mark.parametrize("name", ["runs", "runs/x/tensorboard"])
+@pytest.mark.parametrize("name", ["runs", "runs/x/traces"])
 def test_a_folder_that_all_users_can_write_is_refused(name: str, private: Path) -> None:  # noqa: ARG001
     Path(name).mkdir(parents=True)
     Path(name).chmod(0o777)
@@ -238,7 +238,7 @@ def test_a_folder_that_all_users_can_write_is_refused(name: str, private: Path) 
 def test_metrics_survive_a_line_that_no_run_wrote(private: Path) -> None:  # noqa: ARG001
     good = '{"group": "training", "step": 1}\n'
     Path("metrics.jsonl").write_text(good + "[" * 200_000 + "\n")
-    JSONL(Path("metrics.jsonl"), 2, ()).close()
+    JSONL(Path(), 2, ()).close()
     assert Path("metrics.jsonl").read_text() == good
 
 

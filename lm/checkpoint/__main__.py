@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lm.checkpoint.manifest import CheckpointError, read_manifest, verify
 from lm.checkpoint.resume import find_checkpoint
-from lm.checkpoint.retention import list_saved
+from lm.checkpoint.retention import SavedCheckpoint, find_best, list_saved
 from lm.errors import ConfigError, command, oserror_as_config_error
 
 
@@ -36,13 +36,17 @@ def list_run(run: Path) -> bool:
     """Print a line for each checkpoint of a run directory; return whether all are complete."""
     checkpoints = run / "checkpoints"
     if not checkpoints.is_dir():
-        raise ConfigError(f"{run}: is not a run directory: it has no checkpoints/")
+        raise ConfigError(f"{run.absolute()}: is not a run directory: it has no checkpoints/")
     saved, errors = list_saved(checkpoints)
-    for path in [checkpoints / entry.name for entry in saved]:
+    lines: dict[SavedCheckpoint, str] = {}
+    for entry in saved:
         try:
-            print(describe(path))
+            lines[entry] = describe(checkpoints / entry.name)
         except CheckpointError as error:
-            errors[path] = error
+            errors[checkpoints / entry.name] = error
+    best = find_best(list(lines))
+    for entry, line in lines.items():
+        print(line + "  best" * (entry is best))
     for path, error in errors.items():
         print(f"{path.name}  not complete: {error}")
     return not errors

@@ -22,7 +22,7 @@ import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import google_crc32c
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -81,6 +81,13 @@ class RunInfo(BaseModel):
     base: Base | None = Field(default=None, description="the weights are LoRA adapters of these; null = of none")
 
 
+class Evaluation(NamedTuple):
+    """What was done after a step."""
+
+    validation_loss: float | None = None
+    sampled: bool = False
+
+
 class TrainingProgress(BaseModel):
     """How far a run has come."""
 
@@ -89,13 +96,15 @@ class TrainingProgress(BaseModel):
     step: Count = Field(default=0, description="completed steps")
     tokens: Count = Field(default=0, description="tokens seen so far")
     validation_loss: float | None = Field(default=None, description="at this step, in nats per token")
+    sampled: bool = Field(default=False, description="whether the sample that is due at this step was logged")
     dataset_state: list[dict[str, Any]] | None = Field(default=None, description="streamed dataset: its state, by rank")
     metric_sums: list[MetricSums] | None = Field(default=None, description="since the last report, by rank")
 
     def missing_reports(self) -> list[str]:
-        """Return the groups of metrics that were not reported at this step when the checkpoint was written."""
-        training = ["training"] if self.metric_sums and self.metric_sums[0].n_steps else []
-        return training + (["validation"] if self.validation_loss is None else [])
+        """Return which groups of metrics, and whether the sample, were not logged at this step when it was saved."""
+        training = bool(self.metric_sums and self.metric_sums[0].n_steps)
+        missing = {"training": training, "validation": self.validation_loss is None, "sample": not self.sampled}
+        return [group for group, is_missing in missing.items() if is_missing]
 
 
 class Manifest(RunInfo, TrainingProgress):

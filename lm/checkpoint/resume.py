@@ -2,7 +2,7 @@
 
 plan_resume      on rank 0, before the model is built: the checkpoints to load, best first
 start_date       on rank 0, before the data is opened: when the run first started
-completed_step   on rank 0: whether the run is already complete; `is_intact` verifies that on all ranks
+is_complete      on all ranks: whether the run is already complete
 resume           on all ranks: load the first checkpoint of the plan that is intact
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -36,6 +38,7 @@ from lm.checkpoint.retention import COMMITTED, list_saved
 from lm.errors import ConfigError, oserror_as_config_error, printable
 from lm.lora import LoraConfig
 from lm.metrics.accumulator import MetricsConfig, peak_memory_gib
+from lm.optim import OptimConfig, extension, learning_rate
 from lm.profiling import ProfilingConfig
 from lm.runtime.world import World
 from model import ModelConfig
@@ -118,7 +121,7 @@ def find_checkpoint(path: Path) -> Path:
         CheckpointError: the run has checkpoints, but none is complete.
     """
     if not path.is_dir():
-        raise ConfigError(f"{path}: no such directory; pass a checkpoint or run directory")
+        raise ConfigError(f"{path.absolute()}: no such directory; pass a checkpoint or run directory")
     if (path / "checkpoints").is_dir():
         for newest in _complete_checkpoints(path / "checkpoints"):
             return newest
@@ -142,8 +145,27 @@ def _complete_checkpoints(directory: Path) -> list[Path]:
     return [directory / entry.name for entry in reversed(saved)]
 
 
-def completed_step(plan: ResumePlan, run_info: RunInfo, max_steps: int) -> int:
-    """Return the step of the run's newest checkpoint if the run is complete, its last validation included, else 0.
+def is_complete(plan: ResumePlan, run_info: RunInfo, max_steps: int, samples: bool, world: World) -> bool:
+    """Return whether the run's newest checkpoint completes the run and is intact; if so, print how to extend it.
+
+    Raises:
+        ConfigError: the checkpoint belongs to a different run.
+    """
+    step = world.on_rank0(lambda: completed_step(plan, run_info, max_steps, samples))
+    if not step or not _is_intact(plan, world):
+        return False
+    if world.rank == 0:
+        run = os.path.relpath(Path(plan.resume_candidates[0]).parent.parent)
+        longer = extension(_optim_config(run_info.hyperparameters), step)
+        print(f"{run} is complete: {step} steps; extend: {longer}; restart: resume=fresh")
+    return True
+
+
+def completed_step(plan: ResumePlan, run_info: RunInfo, max_steps: int, samples: bool) -> int:
+    """Return the step of the run's newest checkpoint if nothing is left to do, else 0.
+
+    Args:
+        samples: the run draws samples, so one is due after the last step.
 
     Raises:
         ConfigError: the checkpoint belongs to a different run.
@@ -153,12 +175,12 @@ def completed_step(plan: ResumePlan, run_info: RunInfo, max_steps: int) -> int:
     manifest = read_manifest(Path(plan.resume_candidates[0]))
     _compare_runs(manifest, run_info)
     _compare_bases(manifest, run_info)
-    is_complete = manifest.step > max_steps or (manifest.step == max_steps and manifest.validation_loss is not None)
-    return manifest.step if is_complete else 0
+    is_evaluated = manifest.validation_loss is not None and (manifest.sampled or not samples)
+    return manifest.step if manifest.step > max_steps or (manifest.step == max_steps and is_evaluated) else 0
 
 
-def is_intact(plan: ResumePlan, world: World) -> bool:
-    """Return whether all files of the newest checkpoint are intact; every rank verifies its share of them."""
+def _is_intact(plan: ResumePlan, world: World) -> bool:
+    """Verify all files of the newest checkpoint; every rank verifies its share of them."""
     path = Path(plan.resume_candidates[0])
     try:
         world.all_or_none(lambda: verify(path, read_manifest(path), world.rank, world.size))
@@ -215,6 +237,8 @@ def resume(
         if is_resumable(manifest):
             checkpointer.add_saved(candidate, manifest)
             log(f"resumed from checkpoint {Path(candidate).name}, step {manifest.step}")
+            for line in _compare_learning_rates(manifest, run_info):
+                log(line)
             return manifest
         peak = max(checkpointer.world.all_gather_object(peak_memory_gib(checkpointer.world.device)))
         seconds = time.monotonic() - started
@@ -241,6 +265,25 @@ def _compare_runs(saved: RunInfo, run_info: RunInfo) -> list[str]:
         remedy = f"undo the change{hint}, or start it with another run_name or resume=fresh"
         raise ConfigError(*different.values(), f"this would be a different run: {remedy}", keys=different)
     return [change for key, change in changes.items() if key not in UNLOGGED]
+
+
+def _optim_config(hyperparameters: Mapping[str, Any]) -> OptimConfig:
+    return OptimConfig.model_validate({key: hyperparameters[key] for key in OptimConfig.model_fields})
+
+
+def _compare_learning_rates(saved: Manifest, run_info: RunInfo) -> list[str]:
+    """Return the line to log if the learning rate of the next step is not the one that the saved run would have."""
+    step, old, new = saved.step, saved.hyperparameters, run_info.hyperparameters
+    if not (step and old.get("max_steps") and step < (new.get("max_steps") or 0)):
+        return []
+
+    def rate(hyperparameters: Mapping[str, Any], step: int) -> float:
+        max_steps = hyperparameters["max_steps"]
+        return learning_rate(_optim_config(hyperparameters), min(step, max_steps - 1), max_steps)
+
+    if math.isclose(rate(old, step), rate(new, step), rel_tol=0.01):
+        return []
+    return [f"learning rate: {rate(old, step - 1):.2e} in step {step}, now {rate(new, step):.2e} in step {step + 1}"]
 
 
 def _compare_models(saved: RunInfo, run_info: RunInfo) -> list[str]:

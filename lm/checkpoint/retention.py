@@ -25,16 +25,18 @@ class SavedCheckpoint(NamedTuple):
     """fingerprint of the data of `validation_loss`"""
 
 
-def expired(saved: Sequence[SavedCheckpoint], keep: int | None) -> list[SavedCheckpoint]:
-    """Return all of `saved` except the `keep` newest and the one with the lowest validation loss; none if None.
-
-    Losses of other validation data than the newest checkpoint's do not count.
-    """
-    if keep is None or not saved:
-        return []
-    data = max(saved).validation_data
+def find_best(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
+    """Return the newest of `saved` with the lowest validation loss on the newest's validation data, if any has one."""
+    data = max(saved).validation_data if saved else ""
     evaluated = [entry for entry in saved if entry.validation_loss is not None and entry.validation_data == data]
-    best = min(evaluated, key=lambda entry: (entry.validation_loss, -entry.time), default=None)
+    return min(evaluated, key=lambda entry: (entry.validation_loss, -entry.time), default=None)
+
+
+def expired(saved: Sequence[SavedCheckpoint], keep: int | None) -> list[SavedCheckpoint]:
+    """Return all of `saved` except the `keep` newest and the best; none if None."""
+    if keep is None:
+        return []
+    best = find_best(saved)
     return [entry for entry in sorted(saved)[:-keep] if entry is not best]
 
 

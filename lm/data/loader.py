@@ -31,6 +31,8 @@ VALIDATION_SHARE = 0.05
 """Fraction of the text that is held out if no validation data are given."""
 MAX_BATCH_SIZE = 2**24
 """Sequences; the order of a global batch is drawn in memory."""
+PROMPT_TOKENS = 32
+"""Tokens of the validation data that samples continue if no prompt is given."""
 
 
 class DataConfig(BaseModel):
@@ -142,6 +144,13 @@ class Data:
     def has_document_ids(self) -> bool:
         """Whether attention is restricted to documents."""
         return self.validation[0].document_ids is not None
+
+    def prompt(self) -> list[int]:
+        """Return the start of the validation data: all before its first completion, or at most `PROMPT_TOKENS`."""
+        inputs, targets, _ = self.validation[0]
+        is_target = targets != IGNORE_INDEX
+        n_tokens = int(is_target.argmax()) + 1
+        return inputs[: n_tokens if n_tokens > 1 else max(1, min(is_target.sum(), PROMPT_TOKENS))].tolist()
 
     def fingerprints(self) -> dict[str, Any]:
         """Return what a resumed run compares with its checkpoint: identities of tokenizer and data."""

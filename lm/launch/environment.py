@@ -25,7 +25,9 @@ from pathlib import Path
 
 from lm.errors import ConfigError
 
+OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
+START = time.monotonic()
 
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _VARIABLES = {
@@ -43,7 +45,11 @@ _FIRST_PORT, _N_PORTS = 20000, 12763  # below Linux's ephemeral ports; a prime n
 
 
 def require_torch() -> None:
-    """Exit with code 2 if PyTorch is missing or older than `OLDEST_TORCH`. Call before importing torch."""
+    """Exit with code 2 if Python is too old, or PyTorch missing or too old. Call before importing torch."""
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        sys.exit(
+            f"Python: {sys.executable} is {sys.version.split()[0]}; use {'.'.join(map(str, OLDEST_PYTHON))} or newer"
+        )
     try:
         found = importlib.metadata.version("torch")
         problem = f"version {found} is too old"
@@ -51,10 +57,25 @@ def require_torch() -> None:
             return
     except importlib.metadata.PackageNotFoundError:
         problem = f"not installed for {sys.executable}"
-    if all(os.environ.get(name, "0") == "0" for name, *_ in _VARIABLES.values()):
+    if _is_rank0():
         install = f"install {'.'.join(map(str, OLDEST_TORCH))} or newer"
         print(f"torch: {problem}; {install}: pip install -r requirements.txt -c constraints.txt", file=sys.stderr)
     sys.exit(ConfigError.exit_code)
+
+
+def _is_rank0() -> bool:
+    return all(os.environ.get(name, "0") == "0" for name, *_ in _VARIABLES.values())
+
+
+def elapsed() -> str:
+    """Return the seconds since the command started, as the start of a line."""
+    return f"{time.monotonic() - START:6.1f} s"
+
+
+def announce(what: str) -> None:
+    """Print on rank 0 what starts now, and when."""
+    if _is_rank0():
+        print(f"{elapsed()}  {what}", flush=True)
 
 
 def keep_freed_memory() -> None:
@@ -76,6 +97,7 @@ def setup_environment() -> None:
     """Set up what must precede the import of torch: its version, allocators, logging, limits and signals."""
     gc.disable()  # training collects garbage at its reports, on all ranks at once
     require_torch()
+    announce("importing PyTorch")
     keep_freed_memory()
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the newer one would override
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation

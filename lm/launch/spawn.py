@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from lm.launch.environment import has_gpu, require_torch
+from lm.launch.environment import announce, has_gpu, require_torch
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
@@ -43,6 +43,7 @@ def default_processes() -> int:
     """Return the number of GPUs, or 2 without GPUs."""
     if not has_gpu():
         return 2
+    announce("importing PyTorch to count the GPUs")
     import torch
 
     return torch.cuda.device_count() or 2

@@ -32,6 +32,9 @@ class MetricsConfig(BaseModel):
 
     report_rate: int = Field(10, gt=0, description="steps between training reports")
     validation_rate: int | None = Field(None, gt=0, description="steps between validations; null = report_rate")
+    sample_rate: int | None = Field(
+        None, gt=0, description="steps between samples; null = validation_rate if the data are text, else no samples"
+    )
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype | None) -> float | None:

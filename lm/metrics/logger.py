@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import determined as det
 from determined import core
 
 from lm.determined import master
 from lm.errors import RunError
-from lm.metrics.sinks import Console, CoreAPI, Sink, make_sinks
+from lm.metrics.sinks import JSONL, Console, CoreAPI, Sink, TensorBoard
 
 
 class MetricLogger:
@@ -45,12 +47,18 @@ class MetricLogger:
             problem = f"{where}: cannot write metrics ({error.strerror}); the last checkpoint is kept"
             raise RunError(problem) from None
 
-    def start(self, step: int, missing: Collection[str] = ()) -> None:
+    def start(
+        self, step: int, missing: Collection[str] = (), hyperparameters: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         """Open the sinks after `step` completed steps, without records of later steps, or of `missing` groups at it."""
         self.set_status("training")
         if self._console:
             with self._oserror_as_run_error():
-                self._sinks = make_sinks(self._run_dir, self._core_api, self._console, step, missing)
+                sinks: list[Sink] = [self._core_api] if self._core_api else []
+                if self._run_dir:
+                    sinks += [JSONL(self._run_dir, step, missing)]
+                    sinks += [TensorBoard(self._run_dir, step, missing, hyperparameters)]
+                self._sinks = [*sinks, self._console]
             self._console.start(step)
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -58,6 +66,12 @@ class MetricLogger:
         with self._oserror_as_run_error():
             for sink in self._sinks:
                 sink.log(group, step, metrics)
+
+    def log_sample(self, step: int, prompt: str, text: str) -> None:
+        """Log `text`, the continuation of `prompt` after `step` completed steps."""
+        with self._oserror_as_run_error():
+            for sink in self._sinks:
+                sink.log_sample(step, prompt, text)
 
     def info(self, line: str) -> None:
         """Print `line`, above the progress bar if there is one."""

@@ -1,6 +1,6 @@
-"""Destinations of metrics: metrics.jsonl, TensorBoard, Core API and the console.
+"""Destinations of metrics and samples: JSON lines, TensorBoard, Core API and the console.
 
-To add a sink, write a class with the methods of `Sink` and add it to the list in `make_sinks`.
+To add a sink, write a class with the methods of `Sink` and create it in `MetricLogger.start`.
 """
 
 from __future__ import annotations
@@ -12,49 +12,48 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from determined import core
 
 from lm.determined import master
 from lm.determined.master import BackgroundReporter
 from lm.fileio import open_regular, write_durably
+from lm.launch.environment import announce, elapsed
+from lm.sampling import escape_control
 
 if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
     from tqdm import tqdm
 
 
 class Sink(Protocol):
-    """A destination of metrics, on rank 0."""
+    """A destination of metrics and samples, on rank 0."""
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of `group`, "training" or "validation", after `step` completed steps."""
+
+    def log_sample(self, step: int, prompt: str, text: str) -> None:
+        """Write `text`, the continuation of `prompt` after `step` completed steps."""
 
     def close(self) -> None:
         """Write what is buffered, and release files and threads."""
 
 
-def make_sinks(
-    run_dir: Path | None, core_api: CoreAPI | None, console: Console, start: int, missing: Collection[str]
-) -> list[Sink]:
-    """Return the sinks of a run that starts after `start` completed steps, without records of the groups `missing`."""
-    sinks: list[Sink] = [core_api] if core_api else []
-    if run_dir:
-        sinks += [JSONL(run_dir / "metrics.jsonl", start, missing)]
-        sinks += [
-            TensorBoard(run_dir / "tensorboard", start if {"training", "validation"} <= set(missing) else start + 1)
-        ]
-    return [*sinks, console]
-
-
 class JSONL:
-    """A file with a line of JSON per report.
+    """metrics.jsonl and samples.jsonl, with a line of JSON per report and per sample.
 
     Lines from before a restart are removed if they are of a step after `start`, or of step `start` and of a group that
     is `missing` in the checkpoint of that step.
     """
 
-    def __init__(self, path: Path, start: int, missing: Collection[str]) -> None:
+    def __init__(self, run_dir: Path, start: int, missing: Collection[str]) -> None:
+        self._metrics, self._samples = (
+            self._open(run_dir / name, start, missing) for name in ("metrics.jsonl", "samples.jsonl")
+        )
+
+    @staticmethod
+    def _open(path: Path, start: int, missing: Collection[str]) -> TextIO:
         kept = []
         with suppress(FileNotFoundError), open(path, errors="replace", opener=open_regular) as file:
             for line in file.read().splitlines():
@@ -65,25 +64,44 @@ class JSONL:
         draft = path.with_suffix(".draft")
         write_durably(draft, "".join(kept).encode())
         draft.replace(path)
-        self._file = open(path, "a", opener=open_regular)  # noqa: SIM115 - `close` closes it
+        return open(path, "a", opener=open_regular)
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
-        record = {"group": group, "step": step, "time": round(time.time(), 3), **metrics}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._write(self._metrics, group, step, metrics)
+
+    def log_sample(self, step: int, prompt: str, text: str) -> None:
+        self._write(self._samples, "sample", step, {"prompt": prompt, "text": text})
+
+    def _write(self, file: TextIO, group: str, step: int, fields: Mapping[str, Any]) -> None:
+        file.write(json.dumps({"group": group, "step": step, "time": round(time.time(), 3), **fields}) + "\n")
+        file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        self._metrics.close()
+        self._samples.close()
 
 
 class TensorBoard:
-    """Scalars `<group>/<metric>` for TensorBoard. Those of step `purge_step` and later are removed."""
+    """Event files of two runs, `training` and `validation`, which share the chart `loss`.
 
-    def __init__(self, directory: Path, purge_step: int) -> None:
+    All other scalars are named `<group>/<metric>`, which comes after `loss`. The run `validation` also has the samples
+    as text, and the hyperparameters with its last loss. What is not before `start`, or is `missing` at it, is removed.
+    """
+
+    def __init__(self, run_dir: Path, start: int, missing: Collection[str], hyperparameters: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
         self._excepthook, threading.excepthook = threading.excepthook, self._print_exception
-        self._writer = SummaryWriter(directory, purge_step=purge_step, flush_secs=10)
+        self._writers = {
+            group: SummaryWriter(run_dir / group, purge_step=start + (group not in missing), flush_secs=10)
+            for group in ("training", "validation")
+        }
+        shown = {key: value for key, value in hyperparameters.items() if value is not None}
+        shown = {key: value if isinstance(value, str | int | float) else str(value) for key, value in shown.items()}
+        *session_start, self._session_end = hparams(shown, {"loss": 0.0})
+        for summary in session_start:
+            self._writers["validation"]._get_file_writer().add_summary(summary)
 
     def _print_exception(self, exception: threading.ExceptHookArgs) -> None:
         # The exception of the writer's thread is raised by the next `log` or `close`.
@@ -92,11 +110,20 @@ class TensorBoard:
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():
-            self._writer.add_scalar(f"{group}/{key}", value, step)
+            self._writers[group].add_scalar(key if key == "loss" else f"{group}/{key}", value, step)
+
+    def log_sample(self, step: int, prompt: str, text: str) -> None:
+        _add_text(self._writers["validation"], step, prompt + text)
 
     def close(self) -> None:
         threading.excepthook = self._excepthook
-        self._writer.close()
+        self._writers["validation"]._get_file_writer().add_summary(self._session_end)
+        for writer in self._writers.values():
+            writer.close()
+
+
+def _add_text(writer: SummaryWriter, step: int, text: str) -> None:
+    writer.add_text("sample", "\n".join(f"    {line}" for line in text.splitlines()), step)  # code in Markdown
 
 
 class CoreAPI:
@@ -110,6 +137,7 @@ class CoreAPI:
         self._max_steps = max_steps
         self._in_search = in_search
         self._background = BackgroundReporter()
+        self._samples: SummaryWriter | None = None
         self.stopped_by_search = False
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -119,6 +147,14 @@ class CoreAPI:
         if self._in_search:
             self._background.submit(self._ask, self._train_context)
 
+    def log_sample(self, step: int, prompt: str, text: str) -> None:
+        if self._samples is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._samples = SummaryWriter(self._train_context.get_tensorboard_path())
+        _add_text(self._samples, step, prompt + text)
+        self._samples.flush()
+
     def _ask(self, train_context: core.TrainContext) -> None:
         self.stopped_by_search |= master.is_stopped(train_context)
 
@@ -126,6 +162,8 @@ class CoreAPI:
         self._background.submit(self._train_context.set_status, status)
 
     def close(self) -> None:
+        if self._samples is not None:
+            self._samples.close()
         self._background.close()
 
 
@@ -148,9 +186,12 @@ class Console:
     def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
         self._bar: tqdm[Any] | None = None
+        self._has_stepped = False
 
     def start(self, step: int) -> None:
         self._start_step, self._start_time = step, time.monotonic()
+        if step < self._max_steps:
+            announce("running the first step")
         if sys.stderr.isatty():
             from tqdm import tqdm
 
@@ -164,6 +205,9 @@ class Console:
                 print(line, flush=True)
 
     def on_step_end(self) -> None:
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.info(f"{elapsed()}  first step completed")
         if self._bar is not None:
             self._bar.update()
 
@@ -174,8 +218,14 @@ class Console:
 
             step_seconds = (time.monotonic() - self._start_time) / (step - self._start_step)
             shown.append(f"left {tqdm.format_interval(step_seconds * (self._max_steps - step))}")
+        self.info(f"{self._label(group, step)}  {'  '.join(shown)}".rstrip())
+
+    def log_sample(self, step: int, prompt: str, text: str) -> None:
+        self.info(f"{self._label('sample', step)}\n{escape_control(prompt + text)}\n")
+
+    def _label(self, group: str, step: int) -> str:
         end = f"/{self._max_steps}" if self._max_steps else ""
-        self.info(f"{group:<10}  step {step:>{max(len(end) - 1, 1)}}{end}  {'  '.join(shown)}".rstrip())
+        return f"{group:<10}  step {step:>{max(len(end) - 1, 1)}}{end}"
 
     def close(self) -> None:
         if self._bar is not None:

@@ -1,14 +1,19 @@
 """Directory of a run off the cluster, `runs/<run_name>/`, used by one run at a time.
 
-config.yaml     all hyperparameters of the run
-metrics.jsonl   one line per report
-tensorboard/    scalars and traces
-checkpoints/    one directory per checkpoint
-lock            names the process that uses the directory
+config.yaml               all hyperparameters of the run
+metrics.jsonl             one line per report
+samples.jsonl             one line per sample
+sessions.jsonl            one line per start
+report.md, report.png     the run in a table and curves, written when it ends or stops
+training/, validation/    event files of TensorBoard
+traces/                   of the profilers
+checkpoints/              one directory per checkpoint
+lock                      names the process that uses the directory
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -21,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from lm.errors import ConfigError, RunError
-from lm.fileio import read_bytes, write_durably
+from lm.fileio import open_regular, read_bytes, write_durably
 
 if TYPE_CHECKING:
     from lm.runtime.world import World
@@ -42,9 +47,10 @@ class RunDir:
             raise ConfigError(f"run_name: {name!r} is not a directory name; {advice}", keys=("run_name",))
         self.path = ROOT / name
         self.checkpoints = self.path / "checkpoints"
-        self.tensorboard = self.path / "tensorboard"
+        self.traces = self.path / "traces"
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
+        self.sessions = self.path / "sessions.jsonl"
         self._lock = self.path / "lock"
 
     def lock(self, world: World) -> None:
@@ -54,7 +60,7 @@ class RunDir:
 
     def _create_and_lock(self) -> str:
         try:
-            for path in (ROOT, self.path, self.checkpoints, self.tensorboard):
+            for path in (ROOT, self.path, self.checkpoints, self.traces):
                 path.mkdir(mode=0o775, exist_ok=True)
                 _require_private(path)
             holder = lock_file(self._lock)
@@ -77,8 +83,12 @@ class RunDir:
                 f" {socket.gethostname()} sees {found.strip()}; start in a directory that all machines share"
             )
 
-    def start(self, hyperparameters: Mapping[str, Any], fresh: bool) -> None:
-        """Write config.yaml, which resumes the run; if `fresh`, first move its old files to `before-<time>/`."""
+    def start(self, hyperparameters: Mapping[str, Any], session: Mapping[str, Any], fresh: bool) -> None:
+        """Write config.yaml, which resumes the run, and add `session` to sessions.jsonl.
+
+        Args:
+            fresh: first move all old files to `before-<time>/`.
+        """
         import yaml
 
         resumable = dict(hyperparameters) | {"run_name": self.path.name, "resume": "auto"}
@@ -88,11 +98,14 @@ class RunDir:
                 self._move_aside()
             write_durably(draft, yaml.safe_dump({"hyperparameters": resumable}, sort_keys=False).encode())
             draft.replace(self.config)
+            last_write = self.metrics.stat().st_mtime if self.metrics.exists() else None  # by the session before
+            with open(self.sessions, "a", opener=open_regular) as file:
+                file.write(json.dumps({"time": time.time(), "last_write": last_write, **session}) + "\n")
         except OSError as error:
             raise RunError(f"{error.filename or self.path}: cannot be written ({error.strerror})") from None
 
     def _move_aside(self) -> None:
-        old = [path for path in (self.checkpoints, self.tensorboard, self.config, self.metrics) if path.exists()]
+        old = [path for path in self.path.iterdir() if path != self._lock and not path.name.startswith("before-")]
         if not any(path.is_file() or any(path.iterdir()) for path in old):
             return
         aside = self.path / time.strftime("before-%Y%m%d-%H%M%S")
@@ -102,7 +115,7 @@ class RunDir:
         for path in old:
             path.rename(aside / path.name)
         self.checkpoints.mkdir(mode=0o775)
-        self.tensorboard.mkdir(mode=0o775)
+        self.traces.mkdir(mode=0o775)
 
 
 def lock_file(path: Path) -> str | None:

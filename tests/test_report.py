@@ -1,0 +1,107 @@
+"""A report says what the files of runs say, and never ends a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lm import report
+from lm.runtime.run_dir import RunDir
+from tests.conftest import Message
+
+
+@pytest.fixture(autouse=True)
+def _chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def make_run(name: str, **hyperparameters: object) -> Path:
+    """The directory of a run that was killed once: 100 s until its last report, then 50 s."""
+    path = Path("runs") / name
+    path.mkdir(parents=True)
+    settings = {"run_name": name, "max_steps": 30, "lr": 0.001} | hyperparameters
+    (path / "config.yaml").write_text(yaml.safe_dump({"hyperparameters": settings}))
+    session = {"tokens_per_step": 1000, "ranks": 8, "gpus": 8, "device": "H100", "host": "a|b", "versions": "PyTorch 3"}
+    sessions = [{"time": 1000.0, "last_write": None}, {"time": 2000.0, "last_write": 1100.0}]
+    metrics = {"mfu": 0.5, "peak_memory_gib": 3.5, "save_stall_seconds": 1.5, "skipped_steps": 1.0, "lr": 1e-3}
+    reports = [
+        {"group": "training", "step": 10, "time": 1050.0, "loss": 3.0, "tokens_per_second": 100.0, **metrics},
+        {"group": "validation", "step": 10, "time": 1060.0, "loss": 2.5},
+        {"group": "training", "step": 20, "time": 2040.0, "loss": 2.0, "tokens_per_second": 120.0, **metrics},
+        {"group": "validation", "step": 20, "time": 2050.0, "loss": 2.7},
+    ]
+    samples = [{"group": "sample", "step": 20, "time": 2050.0, "prompt": "to be", "text": " or\nnot"}]
+    sessions = [each | session | {"command": "fsdp.py lr=1"} for each in sessions]
+    for file, records in (("metrics", reports), ("samples", samples), ("sessions", sessions)):
+        (path / f"{file}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"trunc')
+    return path
+
+
+def test_the_table_counts_every_session_and_names_the_best_validation() -> None:
+    facts = report.RunRecords(make_run("a")).facts()
+    assert facts["validation loss"] == "2.7000, best 2.5000 (step 10)"
+    assert (facts["steps"], facts["tokens"], facts["skipped steps"]) == ("20 of 30", "20,000", "2")
+    assert facts["wall time"].startswith("0:02:30")
+    assert facts["GPU-hours"] == f"{150 * 8 / 3600:.2f}"
+    assert (facts["tokens/s (median)"], facts["MFU (median)"]) == ("110", "50.0%")
+    assert facts["training blocked by saving (s)"] == "3.0"
+
+
+def test_the_command_writes_the_report_of_a_run_again(capsys: pytest.CaptureFixture[str], message: Message) -> None:
+    run = make_run("a")
+    assert report.main([str(run)]) == 0
+    message(capsys.readouterr().out)
+    message((run / "report.md").read_text())
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_runs_are_side_by_side_with_the_hyperparameters_that_differ(message: Message) -> None:
+    assert report.main([str(make_run("a")), str(make_run("b", lr=0.01, seed=1))]) == 0
+    text = Path("runs/report.md").read_text()
+    assert "| `lr` | 0.001 | 0.01 |\n" in text
+    assert "`max_steps`" not in text
+    message(text)
+    assert Path("runs/report.png").stat().st_size > 10_000
+
+
+def test_the_report_of_a_run_without_reports_or_of_an_older_version_says_what_is_known() -> None:
+    run = make_run("a")
+    for file in ("samples.jsonl", "sessions.jsonl", "config.yaml"):
+        (run / file).unlink()
+    assert report.write_report(run) == "runs/a/report.md and report.png"
+    assert "wall time" not in (run / "report.md").read_text()
+    shutil.rmtree(run)
+    run.mkdir()
+    (run / "metrics.jsonl").touch()
+    assert report.write_report(run) == "runs/a/report.md"
+
+
+def test_what_prevents_a_report_is_said_and_ends_no_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], message: Message
+) -> None:
+    run = make_run("a")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    message(report.write_report(run))
+    assert "report.png" not in (run / "report.md").read_text()
+    (run / "report.md").unlink()
+    (run / "report.md").mkdir()
+    message(report.write_report(run))
+    assert report.main([str(run)]) == 2
+    assert report.main(["runs"]) == 2
+    message(capsys.readouterr().err)
+
+
+def test_a_session_knows_when_the_one_before_it_wrote_last() -> None:
+    run_dir = RunDir("x")
+    run_dir.path.mkdir(parents=True)
+    run_dir.start({}, {"step": 0}, fresh=False)
+    run_dir.metrics.write_text("")
+    run_dir.start({}, {"step": 5}, fresh=False)
+    first, second = (json.loads(line) for line in run_dir.sessions.read_text().splitlines())
+    assert (first["step"], first["last_write"], second["step"]) == (0, None, 5)
+    assert second["last_write"] == run_dir.metrics.stat().st_mtime
