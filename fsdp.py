@@ -144,19 +144,18 @@ def build(run: Run, setup: Setup) -> Training:
 
 def resume(t: Training, plan: resuming.ResumePlan) -> TrainingProgress:
     """Load the checkpoint of `plan`, if any, and start the run's files. Return the progress so far."""
-    hp, setup, run_dir, base = t.run.hp, t.setup, t.run.run_dir, t.setup.run_info.base
+    hp, world, run_dir, setup, run_info = t.run.hp, t.run.world, t.run.run_dir, t.setup, t.setup.run_info
     if setup.max_steps:
         t.checkpointer.allocate(t.state(), t.logger.info)
-    if hp.init_from is not None and (base or not (plan.resume_candidates or plan.init_candidates)):
-        weights.load_into(t.model, base.source if base else hp.init_from, t.run.world, t.logger.info)
-    progress = resuming.resume(plan, t.checkpointer, t.state(), setup.run_info, t.run.info, t.logger.info)
+    if hp.init_from is not None and (run_info.base or not (plan.resume_candidates or plan.init_candidates)):
+        weights.load_into(t.model, run_info.base.source if run_info.base else hp.init_from, world, t.logger.info)
+    progress = resuming.resume(plan, t.checkpointer, t.state(), run_info, t.run.info, t.logger.info)
     if note := t.loader.load_state_dict(progress.dataset_state):
         t.logger.info(note)
     if run_dir:
         fresh = hp.resume != "auto" and not is_restart(os.environ)
-        session = setup.session(t.run.world, progress.step)
-        t.run.world.on_rank0(lambda: run_dir.start(setup.run_info.hyperparameters, session, fresh))
-    t.logger.start(progress.step, progress.missing_reports(), setup.run_info.hyperparameters)
+        world.on_rank0(lambda: run_dir.start(run_info.hyperparameters, setup.session(world, progress.step), fresh))
+    t.logger.start(progress.step, progress.missing_reports(), run_info.hyperparameters)
     t.accumulator.load_state_dict(progress.metric_sums)
     return progress
 
@@ -194,11 +193,9 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
         stopping, is_writing = t.preemption.decision(agreement)
         if t.checkpointer.is_pending and not is_writing:
             commit(t)
-        evaluation = Evaluation()
         if not stopping and t.is_due(step, hp.report_rate):
             report(t, step)
-        if not stopping:
-            evaluation, stopping = evaluate(t, step, evaluation)
+        evaluation, stopping = (Evaluation(), True) if stopping else evaluate(t, step, Evaluation())
         if stopping or t.is_due(step, hp.checkpoint_rate):
             save(t, step, evaluation, wait=stopping or step == setup.max_steps or not hp.async_checkpoint)
     return step, stopping
