@@ -62,6 +62,7 @@ TEST_SECONDS = 120.0
 """most time for the GPU tests"""
 
 RUN = {"max_steps": 10**6, "report_rate": 10**6, "checkpoint_rate": 10**6, "validation_batches": 1}
+RUN |= {"async_checkpoint": False}  # no host copy of the state, except where saves are measured
 TINY = {"model": None, "d_model": 32, "n_heads": 4, "n_layers": 1, "d_ff": 64, "vocab_size": 64, "max_seq_len": 16}
 TINY |= {"n_kv_heads": 2, "batch_size": 1, "compile": False, "rope_scaling": None}
 
@@ -160,7 +161,8 @@ class Bench:
 
     def saves(self, settings: Settings) -> Row:
         """Measure steps with a save, after it, and without one, and a copy of as many bytes to pinned memory."""
-        found = self.train(settings | {"checkpoint_rate": SAVE_RATE, "keep_checkpoints": 1}, self._saves)
+        saving = {"checkpoint_rate": SAVE_RATE, "keep_checkpoints": 1, "async_checkpoint": True}
+        found = self.train(settings | saving, self._saves)
         return found | {"copy_seconds": self._copy_seconds(found["bytes"])}
 
     def _saves(self, _hp: Hyperparameters, folder: Path) -> Stages:
@@ -394,7 +396,7 @@ def points(bench: Bench) -> dict[str, Callable[[], Row]]:
     one, part = sizes(bench)
     layers = f"8B, {part['n_layers']} layers"
     full = EIGHT_B | {"sharding": "full-shard"}
-    tensorwise = {"float8": "tensorwise"}
+    tensorwise, moments = {"float8": "tensorwise"}, {"optim_dtype": "bfloat16", "beta2": 0.95}
     return {
         "machine": bench.machine,
         "1B": partial(bench.speed, one),
@@ -404,6 +406,7 @@ def points(bench: Bench) -> dict[str, Callable[[], Row]]:
         layers: partial(bench.speed, part),
         f"{layers}, tensorwise": partial(bench.speed, part | tensorwise),
         "8B": partial(bench.speed, full),
+        "8B, bfloat16 moments": partial(bench.speed, EIGHT_B | moments | {"total_batch_size": 8}),
         "8B selective": partial(bench.speed, full | {"batch_size": 2, "activation_checkpointing": "selective"}),
         "attention TFLOP/s": bench.attention,
         "matrix products TFLOP/s": bench.products,
@@ -418,11 +421,12 @@ def pairs(bench: Bench) -> dict[str, Callable[[], Row]]:
     tensorwise, rowwise = ({"float8": recipe} for recipe in ("tensorwise", "rowwise"))
     changes = {
         "1B full-shard": (one, {"sharding": "full-shard"}),
-        "1B loss chunk 2**31": (one, {"loss_chunk": 2**31}),
+        "1B loss chunk 2**29": (one, {"loss_chunk": 2**29}),
         "1B selective": (one, {"activation_checkpointing": "selective"}),
         "1B rowwise over tensorwise": (one | tensorwise, rowwise),
         "1B coordinate-descent tuning": (one, tuned),
         "8B slice full-shard": (part, {"sharding": "full-shard"}),
+        "8B slice bfloat16 moments": (part | {"beta2": 0.95}, {"optim_dtype": "bfloat16"}),
         "8B slice selective": (part, {"activation_checkpointing": "selective"}),
         "8B slice rowwise over tensorwise": (part | tensorwise, rowwise),
         "1B not compiled": (one, {"compile": False}),

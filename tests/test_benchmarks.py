@@ -151,7 +151,7 @@ def test_the_gpu_benchmark_measures_every_point_with_little_more_than_pytorch(tm
     assert found["1B tensorwise"]["error"] == "crashed with exit code -9"
     assert found["tests"]["exit_code"] == 0, found["tests"]
     steps = [row for row in found.values() if "step_seconds" in row]
-    assert len(steps) == 5
+    assert len(steps) == 6
     for row in steps:
         assert len(row["step_seconds"]) == 3
         assert row["tokens"] > 0
@@ -162,7 +162,7 @@ def test_the_gpu_benchmark_measures_every_point_with_little_more_than_pytorch(tm
     assert found["1B bare"]["loop_adds"] > -1
     for point in ("attention TFLOP/s", "matrix products TFLOP/s", "GB/s"):
         assert any(value for key, value in found[point].items() if key != "point"), point
-    assert len(re.findall(r"^\| (1B|8B)", printed, re.MULTILINE)) == 5
+    assert len(re.findall(r"^\| (1B|8B)", printed, re.MULTILINE)) == 6
     assert "- 1B tensorwise: failed: crashed with exit code -9" in printed
 
     before = out.read_bytes()
