@@ -7,8 +7,8 @@ Every point is a call of `fsdp.execute` in bfloat16 on ranks of one thread each,
 `steps` steps each. Times are elapsed and CPU seconds, which other processes affect less. Memory is that of tensors
 (benchmarks/tensors.py), not of the process.
 
-The formulas are `ModelConfig.flops_per_token` over the FLOP/s of a CPU at `BASE`, and `lm.parallelize.memory_bytes`
-without recomputation. Writes growth.png, sharding.png and growth.json.
+The formulas are `ModelConfig.flops_per_token` over the FLOP/s of a CPU at `BASE`, and the memory of `lm.plan`. Writes
+growth.png, sharding.png and growth.json.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from typing import Any
 import torch
 
 from benchmarks.common import ROOT, environment, launched, spread
-from lm import parallelize
+from lm import parallelize, precision
 from lm.config import Hyperparameters
+from lm.plan import fit
 
 SHAPE = {"d_model": 256, "n_heads": 8, "n_layers": 4, "vocab_size": 2048, "max_seq_len": 256}
 BASE: dict[str, Any] = SHAPE | {"batch_size": 2, "amp_dtype": "bfloat16"}
@@ -65,16 +66,14 @@ def flops_per_step(hp: Hyperparameters) -> float:
     return hp.flops_per_token(hp.max_seq_len) * hp.max_seq_len * hp.batch_size
 
 
-def memory_bytes(hp: Hyperparameters, shards: int) -> dict[str, int]:
-    """Return `lm.parallelize.memory_bytes` without recomputation: every block saves its activations."""
-    size = hp.batch_size, hp.max_seq_len
-    tokens = hp.batch_size * hp.max_seq_len
-    shallow = hp.model_copy(update={"n_layers": 1, "vocab_size": 1})
-    one = parallelize.memory_bytes(shallow, shards, *size)["activations"]
-    block = one - 2 * hp.d_model * tokens
-    last_norm = 4 * hp.d_model  # its input and output
-    activations = hp.n_layers * block + (last_norm + 10 * hp.vocab_size) * tokens
-    return parallelize.memory_bytes(hp, shards, *size, reshard=shards > 1) | {"activations": activations}
+def memory_bytes(hp: Hyperparameters) -> dict[str, int]:
+    """Return the predicted peak of a rank of `RANKS` by part, see `lm.plan.memory`."""
+    return fit.need(hp, precision.compute_dtype(hp, torch.device("cpu")), "cpu", RANKS, RANKS)
+
+
+def state_bytes(hp: Hyperparameters, shards: int) -> int:
+    """Return the bytes of parameters, gradients and moments."""
+    return fit.state_bytes(hp, None, shards)
 
 
 def gathered_bytes(hp: Hyperparameters, shards: int) -> int:
@@ -96,7 +95,7 @@ def growth(steps: int, rounds: int) -> list[Sample]:
     for number, (size, value) in enumerate(points):
         hp = Hyperparameters.model_validate(BASE | {size: value})
         samples = results[number :: len(points)]
-        row = {"size": size, "value": value, "flops": flops_per_step(hp), "expected": memory_bytes(hp, RANKS)}
+        row = {"size": size, "value": value, "flops": flops_per_step(hp), "expected": memory_bytes(hp)}
         row["peak"] = min(sample["parameters"] + sample["moments"] + min(sample["transient"]) for sample in samples)
         rows.append(
             row | {key: sorted(s for sample in samples for s in sample[key]) for key in ("seconds", "cpu_seconds")}
@@ -113,7 +112,7 @@ def sharding() -> list[Sample]:
         for point, found in zip(points, run_ranks(ranks, points, 0), strict=True):
             hp = Hyperparameters.model_validate(point)
             shards = parallelize.mesh_dims(hp, ranks, ranks)["shard"]
-            expected = {"state": memory_bytes(hp, shards)["state"], "gathered": gathered_bytes(hp, shards)}
+            expected = {"state": state_bytes(hp, shards), "gathered": gathered_bytes(hp, shards)}
             rows.append({"sharding": hp.sharding, "ranks": ranks, "shards": shards, "expected": expected} | found)
     return rows
 
@@ -154,8 +153,9 @@ def plot(grown: list[Sample], sharded: list[Sample], out: Path) -> None:
         time.plot(values, [row["expected_seconds"] for row in rows], "k--", label="FLOPs / (FLOP/s)")
         memory.plot(values, [row["peak"] / MIB for row in rows], "o", label="peak")
         total = [sum(row["expected"].values()) / MIB for row in rows]
-        memory.plot(values, total, "k--", label="state + gathered + activations")
-        memory.plot(values, [row["expected"]["state"] / MIB for row in rows], "k:", label="state: 16 P / S")
+        memory.plot(values, total, "k--", label="lm.plan")
+        between = [row["expected"]["parameters"] + row["expected"]["moments"] for row in rows]
+        memory.plot(values, [n_bytes / MIB for n_bytes in between], "k:", label="parameters and moments")
         for axis in (time, memory):
             axis.set(xscale="log", yscale="log")
             axis.minorticks_off()

@@ -1,7 +1,8 @@
 """The parts of the trainer, floor by floor: imports go down only, and parts on one floor do not import each other.
 
-6  fsdp.py                                                       the run, top to bottom
-5  lm.preflight, lm.generate, lm.prepare, lm.report              what a run needs; commands
+7  fsdp.py                                                       the run, top to bottom
+6  lm.preflight                                                  what a run needs
+5  lm.plan, lm.generate, lm.prepare, lm.report                   commands
 4  lm.config, lm.hf                                              all hyperparameters; Hugging Face models in and out
 3  lm.checkpoint                                                 save, verify, retain, resume
 2  lm.parallelize, lm.metrics, lm.data, lm.profiling             what a step is made of

@@ -92,36 +92,6 @@ def mesh_dims(config: ParallelConfig, world_size: int, ranks_per_node: int) -> d
     return {"replicate": world_size // group, "shard": group}
 
 
-def memory_bytes(
-    model: ModelConfig, shards: int, batch_size: int, seq_len: int, *, adapters: int | None = None, reshard: bool = True
-) -> dict[str, int]:
-    """Estimate the GPU memory to train in a 16-bit dtype with activation_checkpointing: full, in bytes by part.
-
-    state: parameters, gradients and AdamW's two moments in float32, 16 bytes per trained parameter over all `shards`:
-        those of the model, or with LoRA those in `adapters`, and 2 bytes per parameter of the frozen base.
-    gathered: 16-bit copies of two FSDP units, the current and the prefetched one, or without `reshard` after forward
-        of all parameters; and the gradients of a unit's trained parameters, in 16 bits and in float32 for the
-        reduction.
-    activations: the input of every block, and the larger of what one block saves while it is recomputed and a chunk
-        of the logits with its loss (16-bit, and twice float32), which takes at most 5 GiB, a sixteenth of 80 GiB.
-    """
-    counts = model.parameter_counts()
-    unit = max(counts["blocks"] // model.n_layers, counts["embedding"] + counts["positions"], counts["head"])
-    copies = 2 * unit if reshard else model.n_parameters
-    n_reduced = unit if adapters is None else adapters // model.n_layers
-    d, f, q, kv = model.d_model, model.ffn_width, model.n_heads * model.head_width, model.kv_heads * model.head_width
-    block = 2 * (2 * d + 2 * q + 2 * kv + {"swiglu": 4, "gelu": 2, "relu": 1}[model.ffn] * f)
-    block += (16 if model.norm == "rmsnorm" else 4) * d  # PyTorch's RMSNorm saves its input and output in float32
-    block += 8 * (q + kv) if model.qk_norm != "none" else 0
-    tokens = batch_size * seq_len
-    logits = min(10 * tokens * model.vocab_size, 5 << 30)
-    return {
-        "state": (16 * model.n_parameters if adapters is None else 2 * model.n_parameters + 16 * adapters) // shards,
-        "gathered": 2 * copies + 6 * n_reduced,
-        "activations": 2 * d * model.n_layers * tokens + max(block * tokens, logits),
-    }
-
-
 def attention_kernel(
     model: ModelConfig, has_document_ids: bool, dtype: torch.dtype | None, device: torch.device
 ) -> str:
@@ -170,7 +140,7 @@ def parallelize(
     for block in model.blocks:
         # 2. Activation checkpointing, inside the compiled region.
         if config.activation_checkpointing != "none":
-            block.forward = partial(_checkpoint(config.activation_checkpointing), block.forward)
+            block.forward = partial(checkpointing(config.activation_checkpointing), block.forward)
     # 3. Compilation: all blocks share one graph, all chunks of the loss another. FSDP's hooks stay eager.
     if config.compile is True or (config.compile == "auto" and (on_gpu or float8)):
         announce("compiling in the first step")
@@ -244,7 +214,7 @@ def _use_float8(blocks: nn.Module, recipe: str, on_gpu: bool) -> None:
     convert_to_float8_training(blocks, config=config, module_filter_fn=is_used)
 
 
-_SAVE_OPS = {
+SAVE_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_mm.default,
@@ -261,10 +231,11 @@ the scales of float8, little memory."""
 
 
 def _save_policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _SAVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in SAVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _checkpoint(mode: Literal["selective", "full"]) -> Callable[..., Tensor]:
+def checkpointing(mode: Literal["selective", "full"]) -> Callable[..., Tensor]:
+    """Return a function that calls its first argument with the others and recomputes in backward what `mode` says."""
     if mode == "full":
         return partial(checkpoint, use_reentrant=False)
     context_fn = partial(create_selective_checkpoint_contexts, _save_policy)

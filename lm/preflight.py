@@ -25,6 +25,7 @@ from lm.errors import ConfigError
 from lm.hf import weights
 from lm.hf.base import find_base
 from lm.launch.environment import announce, is_restart
+from lm.plan import fit
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshLayout, World
 from model import ModelConfig
@@ -50,6 +51,8 @@ class Setup:
     prompt: list[int]
     """tokens that samples continue"""
     run_info: RunInfo
+    memory: str | None
+    """a line on what the run needs"""
 
     def facts(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, by name."""
@@ -68,7 +71,7 @@ class Setup:
 
     def notes(self, hp: Hyperparameters) -> list[str]:
         """Return lines on what the user may not expect of the data and the rates."""
-        notes = list(self.data.notes)
+        notes = [*self.data.notes, *([self.memory] if self.memory else [])]
         if hp.checkpoint_rate < self.max_steps <= math.lcm(hp.checkpoint_rate, self.validation_rate):
             rates = f"checkpoint_rate {hp.checkpoint_rate} and validation_rate {self.validation_rate}"
             notes.append(f"{rates} meet at no step: only the last checkpoint has a validation loss and can be the best")
@@ -121,6 +124,7 @@ def preflight(
 
 def _check(hp: Hyperparameters, world: World, info: det.ClusterInfo | None, base: Base | None) -> Setup:
     seed = hp.seed if hp.seed is not None else info.trial.trial_seed if info else DEFAULT_SEED
+    memory = fit.check(hp, world)
     layout = MeshLayout(parallelize.mesh_dims(hp, world.size, world.launch.local_size), world.rank)
     dtype = precision.compute_dtype(hp, world.device)
     batch_size = loader.derive_global_batch_size(hp, layout.dp_size)
@@ -146,4 +150,4 @@ def _check(hp: Hyperparameters, world: World, info: det.ClusterInfo | None, base
     tokens, validation_rate = batch_size * hp.max_seq_len, hp.validation_rate or hp.report_rate
     rates = validation_rate, (hp.sample_rate or validation_rate) if data.tokenizer and hp.num_tokens else None
     prompt = data.tokenizer.encode(hp.prompt) if data.tokenizer and hp.prompt is not None else data.prompt()
-    return Setup(seed, layout, dtype, data, batch_size, tokens, max_steps, *rates, prompt, run_info)
+    return Setup(seed, layout, dtype, data, batch_size, tokens, max_steps, *rates, prompt, run_info, memory)

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.common import SHARES, STEP, shares
 from benchmarks.curves import deviations
-from benchmarks.growth import PARTS, STRATEGIES, gathered_bytes, memory_bytes, run_ranks
+from benchmarks.growth import PARTS, STRATEGIES, gathered_bytes, memory_bytes, run_ranks, state_bytes
 from lm.config import Hyperparameters
 from lm.parallelize import mesh_dims
 from tests.support import ROOT, TINY
@@ -91,12 +91,11 @@ def test_the_memory_of_a_rank_equals_the_formulas() -> None:
     for point, found in zip(points, run_ranks(2, points, 1), strict=True):
         hp = Hyperparameters.model_validate(point)
         shards = mesh_dims(hp, 2, 2)["shard"]
-        expected = memory_bytes(hp, shards)
         assert [found[part] for part in PARTS] == [4 * hp.n_parameters // shards * times for times in (1, 1, 2)]
-        assert sum(found[part] for part in PARTS) == expected["state"]
+        assert sum(found[part] for part in PARTS) == state_bytes(hp, shards)
         assert found["gathered"] == gathered_bytes(hp, shards), hp.sharding
         peak = found["parameters"] + found["moments"] + min(found["transient"])
-        assert 0.75 < peak / sum(expected.values()) < 1.05, hp.sharding
+        assert peak == pytest.approx(sum(memory_bytes(hp).values()), rel=0.05), hp.sharding
         assert len(found["seconds"]) == 1
 
 

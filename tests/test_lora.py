@@ -27,6 +27,7 @@ from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import base as hf_base
 from lm.hf import export, families, weights
+from lm.plan import fit
 from lm.runtime.world import World
 from model import ModelConfig, Transformer
 from tests import support
@@ -259,7 +260,7 @@ def test_the_base_is_frozen_in_the_compute_dtype_and_sharded(bases: dict[str, Pa
     hyperparameters = settings(bases["llama"], lora_rank=4)
     hp = read(hyperparameters)
     adapters = lora.n_trained(hp, hp)
-    state = parallelize.memory_bytes(hp, 2, 1, 1, adapters=adapters)["state"]
+    state = fit.state_bytes(hp, torch.bfloat16, 2)
     for found in run_ranks(2, sizes, hyperparameters):
         assert found == {"base": hp.n_parameters, "adapters": 2 * adapters} | {
             "gradients": 2 * adapters,

@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -99,6 +99,8 @@ class World:
     """key-value store of all ranks"""
     timeout: timedelta
     """of every collective"""
+    memory_notes: list[str] = field(default_factory=list)
+    """what the run needs, which an out-of-memory error repeats"""
 
     @property
     def rank(self) -> int:
@@ -190,6 +192,7 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
     wait = timedelta(seconds=timeout)
     _init_process_group(launch, device, wait, cpu_offload)
     completed = False
+    notes: list[str] = []
     try:
         control, saver = (_gloo_group(range(launch.world_size), wait) for _ in range(2))
         nodes: list[Any] = [None] * launch.world_size
@@ -199,13 +202,14 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
             for node in sorted(set(nodes))
         }
         _set_threads(groups[launch.node_rank])
-        yield World(launch, device, control, saver, groups[launch.node_rank], _get_default_store(), wait)
+        yield World(launch, device, control, saver, groups[launch.node_rank], _get_default_store(), wait, notes)
         completed = True
     except (RuntimeError, MemoryError) as error:
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
             raise
+        cause = "; ".join([str(error).splitlines()[0], *notes])
         raise RankError(
-            f"rank {launch.rank}: out of memory ({str(error).splitlines()[0]}); reduce memory with a smaller batch_size"
+            f"rank {launch.rank}: out of memory ({cause}); reduce memory with a smaller batch_size"
             " (total_batch_size can stay), activation_checkpointing: full, activation_offload: true, cpu_offload: true,"
             " more ranks with sharding: full-shard, or a smaller d_model or n_layers",
             keys=_MEMORY_KEYS,

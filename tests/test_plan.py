@@ -1,0 +1,208 @@
+"""A plan's memory is that of FSDP's step on fake tensors and on CPUs; a run says what it needs before it starts."""
+
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lm import lora, optim, parallelize, precision
+from lm.config import Hyperparameters
+from lm.plan import fit, speed
+from lm.plan.__main__ import DTYPES, main, make_plan
+from lm.plan.trace import LiveBytes, trace
+from model import Transformer
+from tests.conftest import Message
+from tests.support import ROOT, run
+
+GIB = 2**30
+
+
+class StorageBytes(LiveBytes):
+    """Also counts what FSDP frees and allocates in place, by resizing storages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, Any] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.storages[storage._cdata] = weakref.ref(storage)
+        super().add(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.see_resized()
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.see_resized()
+        return result
+
+    def see_resized(self) -> None:
+        for key, size in list(self.sizes.items()):
+            storage = self.storages[key]()
+            if storage is not None and storage.nbytes() != size:
+                self.sizes[key] = storage.nbytes()
+                self.now += self.sizes[key] - size
+        self.peak = max(self.peak, self.now)
+
+
+def step_on_fake_tensors(hp: Hyperparameters, ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Peak bytes of a step of rank 0, as `fsdp.train` makes it, with a process group that does not communicate."""
+    dtype, cpu = DTYPES[hp.amp_dtype], torch.device("cpu")
+    dims = parallelize.mesh_dims(hp, ranks, 4)
+    n_micro_batches = (hp.total_batch_size or hp.batch_size * ranks) // (hp.batch_size * ranks)
+    monkeypatch.setattr(parallelize, "initialize", lambda *_: None)  # reads values
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+        with torch.device("meta"):
+            model = lora.add_adapters(Transformer(hp), hp, dtype)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model = parallelize.parallelize(model, hp, mesh, dtype, 0)
+            optimizer = optim.Optimizer(hp, model.named_parameters())
+            with StorageBytes() as live:
+                for tensor in (*model.parameters(), *optimizer.state_dict().values()):
+                    live.add(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+                scaler = precision.LossScaler(dtype, cpu)
+                tokens = torch.zeros(hp.batch_size, hp.max_seq_len, dtype=torch.int64)
+                for micro_batch in range(n_micro_batches):
+                    parallelize.start_micro_step(model, hp, micro_batch == n_micro_batches - 1)
+                    loss = model(tokens, tokens)
+                    (loss * (scaler.scale * 2)).backward()
+                    del loss
+                optimizer.clip_grad_norm(scaler.scale)
+                optimizer.step(1e-3)
+        return live.peak
+    finally:
+        dist.destroy_process_group()
+
+
+LLAMA = {"model": "mistral", "d_model": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 2048, "max_seq_len": 256}
+GPT2 = {"model": "gpt2", "d_model": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 2048, "max_seq_len": 256}
+DEFAULT = {"d_model": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 4096, "max_seq_len": 256}
+QWEN3 = LLAMA | {"n_kv_heads": 2, "head_dim": 48, "qk_norm": "head", "tie_embeddings": True}
+OLMO2 = LLAMA | {"norm_placement": "post", "qk_norm": "projection"}
+LORA = LLAMA | {"lora_rank": 8, "init_from": "base", "lora_targets": ["q_proj", "up_proj"]}
+ACCUMULATED = {"total_batch_size": 24}
+
+STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (LLAMA, {"sharding": "full-shard", "activation_checkpointing": "full"}),
+    (LLAMA, {"sharding": "grad-shard", "activation_checkpointing": "selective"}),
+    (LLAMA, {"sharding": "no-shard"}),
+    (LLAMA, {"sharding": "full-shard", "amp_dtype": None} | ACCUMULATED),
+    (LLAMA, {"sharding": "grad-shard", "sync_each_micro_step": True} | ACCUMULATED),
+    (DEFAULT, {"sharding": "hybrid-full-shard"} | ACCUMULATED),
+    (DEFAULT, {"sharding": "hybrid-grad-shard", "activation_checkpointing": "full", "batch_size": 5}),
+    (GPT2, {"sharding": "full-shard", "activation_checkpointing": "selective"}),
+    (GPT2, {"sharding": "grad-shard", "layer_wrap": False}),
+    (QWEN3, {"sharding": "grad-shard"}),
+    (OLMO2, {"sharding": "full-shard", "activation_checkpointing": "selective"}),
+    (LORA, {"sharding": "grad-shard", "activation_checkpointing": "full"} | ACCUMULATED),
+    (LORA, {"sharding": "full-shard"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "changes"), STEPS, ids=str)
+def test_memory_is_that_of_a_step_on_fake_tensors(
+    model: dict[str, Any], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hp = Hyperparameters.model_validate({"amp_dtype": "bfloat16", "compile": False} | model | changes)
+    predicted = sum(fit.need(hp, DTYPES[hp.amp_dtype], "cpu", 8, 4).values())
+    assert predicted == pytest.approx(step_on_fake_tensors(hp, 8, monkeypatch), rel=0.02)
+
+
+def test_memory_is_that_of_measured_steps_on_cpus() -> None:
+    """The measurements are those of `benchmarks.growth`."""
+    record = json.loads((ROOT / "docs" / "growth.json").read_text())
+    for row in record["growth"]:
+        if (row["size"], row["value"]) in (("n_layers", 16), ("d_model", 512), ("max_seq_len", 64), ("batch_size", 16)):
+            hp = Hyperparameters.model_validate(record["base"] | {row["size"]: row["value"]})
+            assert sum(fit.need(hp, torch.bfloat16, "cpu", 2, 2).values()) == pytest.approx(row["peak"], rel=0.05)
+
+
+def test_a_compiled_block_saves_what_the_partitioner_decides() -> None:
+    d, q, kv, f = 128, 128, 64, 512
+    shape = LLAMA | {"d_model": d, "n_heads": 4, "n_kv_heads": 2, "d_ff": f}
+    saved = {"none": 4 * d + 3 * q + 2 * kv + 3 * f, "selective": 2 * d + 2 * q + 2 * kv + 2 * f, "full": d}
+    for mode, values in saved.items():
+        hp = Hyperparameters.model_validate(shape | {"activation_checkpointing": mode})
+        held = trace(hp, torch.bfloat16, "cuda", compiles=True).block.held
+        assert held == pytest.approx(2 * values * hp.max_seq_len, rel=0.02, abs=6000), mode  # 5 kB: the RNG's state
+
+
+def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["--config", str(ROOT / "recipes" / "chess_codellama.yaml"), "--gpus", "8", "--json", "compile=false"])
+        == 0
+    )
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"]
+    assert plan["mesh"] == {"replicate": 1, "shard": 8}
+    assert plan["memory"]["parameters"] == plan["memory"]["moments"] // 2 == plan["parameters"] * 4 // 8
+    assert plan["peak"] == sum(plan["memory"].values())
+    assert plan["tokens_per_step"] == 64 * 1024
+    assert plan["tokens_per_second"] == pytest.approx(plan["tokens_per_step"] / plan["step"])
+    hp = Hyperparameters.model_validate({"model": "codellama-7b", "max_seq_len": 1024, "compile": False})
+    hp = hp.model_copy(update={"activation_checkpointing": "full"})
+    for size, fits in ((plan["largest_batch_size"], True), (plan["largest_batch_size"] + 1, False)):
+        larger = make_plan(hp.model_copy(update={"batch_size": size}), 8, 1, speed.CARDS["h100"].gib, None)
+        assert larger["fits"] is fits
+    hybrid = {"sharding": "hybrid-full-shard"}
+    full, grouped = (make_plan(hp.model_copy(update=c), 64, 8, 80, speed.CARDS["h100"]) for c in ({}, hybrid))
+    assert full["links"]["network"] > 5 * grouped["links"]["network"] > 0 == full["links"]["nvlink"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--gpu", "h110"], ["--gpus", "0"], ["--gpus", "12", "--nodes", "5"], ["--memory", "0"]],
+    ids=str,
+)
+def test_wrong_arguments_are_refused(
+    arguments: list[str], message: Message, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(ROOT / "config.yaml"), *arguments]) == 2
+    message(capsys.readouterr().err)
+
+
+def test_gpus_that_no_mesh_takes_are_refused(message: Message, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["sharding=hybrid-full-shard", "shard_group_size=3"]
+    assert main(["--config", str(ROOT / "config.yaml"), "--gpus", "8", *sizes]) == 2
+    message(capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_fit_is_refused_with_what_fits(tmp_path: Path, message: Message) -> None:
+    config = {"d_model": 32768, "n_layers": 80, "n_heads": 8}
+    done = run(tmp_path, config=config, timeout=60)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    suggestion = re.findall(r"d_model=\d+", done.stderr)
+    message(done.stderr, r"(?<= of )[\d.]+ GiB|\d+(?= ranks)|(?<=d_model=)\d+")
+    done = run(tmp_path, *suggestion, "n_layers=1", "max_steps=1", "vocab_size=64", "max_seq_len=8", timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_says_what_it_needs(tmp_path: Path, message: Message) -> None:
+    config = {
+        "d_model": 512,
+        "n_layers": 2,
+        "vocab_size": 30000,
+        "max_seq_len": 16,
+        "max_steps": 1,
+        "checkpoint_rate": 9,
+    }
+    done = run(tmp_path, config=config)
+    assert done.returncode == 0, done.stderr
+    (line,) = re.findall(r"needs about .*", done.stdout)
+    message(line, r"(?<= of )[\d.]+ GiB")
