@@ -206,3 +206,26 @@ def test_a_run_says_what_it_needs(tmp_path: Path, message: Message) -> None:
     assert done.returncode == 0, done.stderr
     (line,) = re.findall(r"needs about .*", done.stdout)
     message(line, r"(?<= of )[\d.]+ GiB")
+
+
+def table_row(name: str, hp: Hyperparameters, places: list[tuple[int, float]]) -> str:
+    """A row of docs/performance.md: the largest batch sizes by number of GPUs and memory of each in GiB."""
+    dtype = torch.bfloat16
+    sizes = [fit.largest_batch_size(hp, dtype, n, min(n, 8), fit.USABLE * gib * GIB) for n, gib in places]
+    return f"| {name} | {' | '.join(str(size or '-') for size in sizes)} |"
+
+
+@pytest.mark.slow
+def test_the_documentation_shows_the_largest_batch_sizes() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text().splitlines()
+    common = {"activation_checkpointing": "full", "init_from": "base"}
+    for sharding in ("no-shard", "grad-shard", "full-shard"):
+        hp = Hyperparameters.model_validate(common | {"model": "llama2-7b", "sharding": sharding})
+        assert table_row(sharding, hp, [(n, 80) for n in (1, 2, 4, 8)]) in text
+    hp = Hyperparameters.model_validate(common | {"model": "codellama-7b", "max_seq_len": 1024})
+    adapted = hp.model_copy(update={"lora_rank": 16})
+    for name, tuned, n in (("all weights | 1", hp, 1), ("all weights | 8", hp, 8), ("LoRA, rank 16 | 1", adapted, 1)):
+        assert table_row(name, tuned, [(n, gib) for gib in (24, 40, 80, 141)]) in text
+    hp = Hyperparameters.model_validate(common | {"model": "llama3-70b"})
+    for gib in (80, 141):
+        assert table_row(f"{gib} GiB", hp, [(n, gib) for n in (8, 16, 32, 64)]) in text
