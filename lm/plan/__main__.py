@@ -159,7 +159,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         f"--gpus: {args.gpus} GPUs cannot be divided among {args.nodes} nodes": args.gpus % args.nodes == 0,
         f"--memory: {args.memory or 0:g} must be above 0": args.memory is None or args.memory > 0,
         f"--network: {args.network:g} must be above 0": args.network > 0,
-        "--search: needs --gpu instead of --memory": not (args.search and args.memory),
+        "--memory: --search and --calibrate need --gpu": not (args.memory and (args.search or args.calibrate)),
     }
     if not all(is_valid.values()):
         raise ConfigError(*(problem for problem, valid in is_valid.items() if not valid))
