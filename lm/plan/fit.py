@@ -41,7 +41,8 @@ def largest_batch_size(hp: Hyperparameters, dtype: torch.dtype | None, ranks: in
         changed = hp.model_copy(update={"batch_size": size, "total_batch_size": None})
         return sum(need(changed, dtype, "cuda", ranks, node).values()) > limit
 
-    return bisect_left(range(1, 4097), True, key=exceeds)
+    bound = next((size for size in (2**power for power in range(12)) if exceeds(size)), 4096)
+    return bisect_left(range(1, bound + 1), True, key=exceeds)
 
 
 def nearest(hp: Hyperparameters, dtype: torch.dtype | None, ranks: int, node: int, limit: float) -> list[str]:
