@@ -92,7 +92,7 @@ GPT2 = {"model": "gpt2", "d_model": 512, "n_layers": 4, "n_heads": 8, "vocab_siz
 DEFAULT = {"d_model": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 4096, "max_seq_len": 256}
 QWEN3 = LLAMA | {"n_kv_heads": 2, "head_dim": 48, "qk_norm": "head", "tie_embeddings": True}
 OLMO2 = LLAMA | {"norm_placement": "post", "qk_norm": "projection"}
-LORA = LLAMA | {"lora_rank": 8, "init_from": "base", "lora_targets": ["q_proj", "up_proj"]}
+LORA = LLAMA | {"lora_rank": 8, "init_from": "base"}
 ACCUMULATED = {"total_batch_size": 24}
 
 STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
