@@ -119,7 +119,8 @@ def test_memory_is_that_of_a_step_on_fake_tensors(
 ) -> None:
     hp = Hyperparameters.model_validate({"amp_dtype": "bfloat16", "compile": False} | model | changes)
     predicted = sum(fit.need(hp, DTYPES[hp.amp_dtype], "cpu", 8, 4).values())
-    assert predicted == pytest.approx(step_on_fake_tensors(hp, 8, monkeypatch), rel=0.02)
+    tolerance = 0.05 if hp.lora_rank and hp.activation_checkpointing == "none" else 0.02
+    assert predicted == pytest.approx(step_on_fake_tensors(hp, 8, monkeypatch), rel=tolerance)
 
 
 def test_memory_is_that_of_measured_steps_on_cpus() -> None:
