@@ -73,7 +73,7 @@ def nearest(hp: Hyperparameters, dtype: torch.dtype | None, ranks: int, node: in
 
 def state_bytes(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> int:
     """Return the bytes of parameters, moments and reduced gradients on one of `shards` ranks."""
-    gradients = memory.REDUCED * memory.count(hp, dtype).trained // shards
+    gradients = memory.MASTER * memory.count(hp, dtype).trained // shards
     return sum(memory.state(hp, dtype, shards).values()) + gradients
 
 

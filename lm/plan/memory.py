@@ -22,11 +22,7 @@ Parts = dict[str, int]
 """bytes by part"""
 
 MASTER = 4
-"""bytes of a trained parameter"""
-REDUCED = 4
-"""bytes of a gradient while it is reduced and afterwards"""
-MOMENTS = 8
-"""bytes of AdamW's moments of a parameter"""
+"""bytes of a trained parameter, and of its gradient after the reduction"""
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,8 @@ def state(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> Parts:
     """Return the bytes of what exists between steps on one of `shards` ranks, by part."""
     total = count(hp, dtype)
     parameters = MASTER * total.trained + (dtype or torch.float32).itemsize * (total.n - total.trained)
-    return {"parameters": parameters // shards, "moments": MOMENTS * total.trained // shards}
+    moment = getattr(torch, hp.optim_dtype).itemsize
+    return {"parameters": parameters // shards, "moments": 2 * moment * total.trained // shards}
 
 
 def peak(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str, shards: int, n_micro_batches: int) -> Parts:
@@ -100,6 +97,7 @@ def moments(
     stays_all = accumulates_shards and not reshard  # until the backward pass of the last micro-step
     stays = not reshard or shards == 1  # no all-gather buffers in backward
     blocks = 0 if reshard else e.n + layers * b.n  # kept from forward to backward
+    reduced_size = getattr(torch, hp.reduce_dtype).itemsize
     kept = {} if on_gpu and hp.cpu_offload else state(hp, dtype, shards)
 
     def moment(
@@ -122,11 +120,11 @@ def moments(
             first: in the first micro-step, before any gradients are accumulated.
         """
         sharded = (trained if accumulates_shards and not first else done) // shards if kept else 0
-        reduced = REDUCED * (sharded + reducing + grads)
+        reduced = MASTER * sharded + reduced_size * (reducing + grads)
         if accumulates_all and not first:
-            reduced += REDUCED * (trained - done)
+            reduced += reduced_size * (trained - done)
         else:  # the buffer for the result is allocated once the gradients are freed
-            reduced += max(compute * grads, REDUCED * grads // shards)
+            reduced += max(compute * grads, reduced_size * grads // shards)
         gathered = compute * (units + (0 if shards == 1 else buffer))
         return kept | {"gradients": reduced, "gathered": gathered, "activations": activations}
 

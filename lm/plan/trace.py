@@ -96,6 +96,8 @@ class Trace:
     head: Piece
 
 
+CHUNK = 80 * 2**30 // 64
+"""Most logits in memory at once on a GPU of 80 GiB, see `model.loss_chunk`."""
 _KEYS = {*ModelConfig.model_fields, *lora.LoraConfig.model_fields, "activation_checkpointing"} - {"model"}
 """hyperparameters that activations depend on"""
 
@@ -134,7 +136,7 @@ def _measure(
             block.forward = partial(parallelize.checkpointing(hp.activation_checkpointing), block.forward)
     if (on_gpu or compiles) and dtype != torch.float16:
         function = _fused_cross_entropy if compiles else chunk_cross_entropy
-        model.head.forward = partial(_chunked_loss, model.head, LOSS_CHUNK[device_type], function)
+        model.head.forward = partial(_chunked_loss, model.head, CHUNK if on_gpu else LOSS_CHUNK["cpu"], function)
     phases: list[list[int]] = []  # live bytes at the start, and the peak
 
     def mark(*_: Any) -> None:
