@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch._functorch import config as partitioner
@@ -42,9 +41,7 @@ class ParallelConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     sharding: Literal["full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"] = Field(
-        "full-shard",
-        description="sharding of parameters, gradients and optimizer state over ranks; grad-shard if not set and there"
-        " is one rank",
+        "full-shard", description="sharding of parameters, gradients and optimizer state over ranks"
     )
     shard_group_size: int | None = Field(
         None, gt=0, description="ranks per replica for hybrid strategies; null = the ranks of a node"
@@ -67,10 +64,6 @@ class ParallelConfig(BaseModel):
     deterministic: bool = Field(
         False, description="use only deterministic kernels, so that runs on GPUs are bit-identical; slower attention"
     )
-
-    def strategy(self, world_size: int) -> str:
-        """Return `sharding`, or its default on so many ranks."""
-        return "grad-shard" if world_size == 1 and "sharding" not in self.model_fields_set else self.sharding
 
     @property
     def reshard_after_forward(self) -> bool:
@@ -158,7 +151,7 @@ def parallelize(
         fully_shard,
         mesh=mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["shard"],
         mp_policy=mixed_precision_policy(dtype, getattr(torch, config.reduce_dtype)),
-        reshard_after_forward=config.strategy(dist.get_world_size()).endswith("full-shard"),
+        reshard_after_forward=config.reshard_after_forward,
         offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if config.cpu_offload else OffloadPolicy(),
     )
     for unit in units:
@@ -185,7 +178,7 @@ def start_micro_step(model: nn.Module, config: ParallelConfig, is_last: bool) ->
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(is_last or config.sync_each_micro_step)
     model.set_requires_all_reduce(is_last)
-    if not config.strategy(dist.get_world_size()).endswith("full-shard"):
+    if not config.reshard_after_forward:
         model.set_reshard_after_backward(is_last)
 
 

@@ -85,7 +85,7 @@ class Setup:
         epoch = f"{samples / self.global_batch_size:,.0f} steps per epoch" if samples else "streamed"
         adapters = f" and {lora.n_trained(hp, hp) / 1e6:,.1f}M in adapters" if hp.lora_rank else ""
         return (
-            f"{hp.n_parameters / 1e6:,.1f}M parameters{adapters}, {hp.strategy(world.size)} over {world.size} x"
+            f"{hp.n_parameters / 1e6:,.1f}M parameters{adapters}, {hp.sharding} over {world.size} x"
             f" {world.device.type}, {dtype}, {attention}; {self.global_batch_size} x {hp.max_seq_len} tokens per step,"
             f" {epoch}"
         )
@@ -138,7 +138,7 @@ def _check(hp: Hyperparameters, world: World, info: det.ClusterInfo | None, base
     max_steps = hp.run_length(data.samples_per_epoch and data.samples_per_epoch / batch_size)
     hyperparameters = hp.model_dump(mode="json") | {"seed": seed, "max_steps": max_steps or None}
     run_info = RunInfo(
-        sharding=hp.strategy(world.size),
+        sharding=hp.sharding,
         total_batch_size=batch_size,
         hyperparameters=hyperparameters,
         model={key: hyperparameters[key] for key in ModelConfig.model_fields},

@@ -411,7 +411,7 @@ def test_list_describes_each_complete_checkpoint_and_why_another_is_not(
     manifest = read_manifest(third)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
     assert lines[third.name].startswith(f"{third.name}  step 6  {when}  0.")
-    assert lines[third.name].endswith(f"grad-shard x 1  validation loss {manifest.validation_loss:.4f}  complete  best")
+    assert lines[third.name].endswith(f"full-shard x 1  validation loss {manifest.validation_loss:.4f}  complete  best")
 
 
 def test_verify_prints_complete_or_the_damaged_file(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:

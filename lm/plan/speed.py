@@ -1,6 +1,6 @@
 """Time of a training step: FLOPs, memory traffic and collectives over what a GPU and its links achieve.
 
-The fractions of peaks are assumptions. With them, Llama 3 8B on one H200 runs as fast as the best published trainers.
+The fractions of peaks are assumptions.
 """
 
 from __future__ import annotations
