@@ -5,9 +5,11 @@ NPROC ?=
 ARGS ?=
 PYTHON ?= python3
 COUNT ?= 500
+WORKERS ?= 2
 PORT ?= 6006
 
 BIN := .venv/bin
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
@@ -20,11 +22,11 @@ help: ## List the targets.
 train: .venv/run ## Train. CONFIG=recipes/quickstart.yaml NPROC=processes ARGS="key=value ..."
 	@$(BIN)/python -m lm.launch $(if $(NPROC),--nproc $(NPROC)) fsdp.py --config $(CONFIG) $(ARGS)
 
-test: .venv/dev ## Run the quick tests: a smoke test of every promise, under 3 minutes. ARGS="-k name"
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+test: .venv/dev ## Run the quick tests: a smoke test of every promise, under 3 minutes. WORKERS=2 ARGS="-k name"
+	@$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: .venv/dev ## Run all tests, about 20 minutes.
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-cluster: .venv/dev ## Run the Determined tests; with DET_MASTER, DET_USER and DET_PASS: try that cluster.
 	@$(BIN)/python -m pytest tests/cluster$(if $(DET_MASTER),/test_live.py) $(ARGS)
