@@ -8,7 +8,8 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from lm.data.tokenizer import FILE, ByteTokenizer, FileTokenizer
 from lm.errors import ConfigError
 from model import IGNORE_INDEX, ModelConfig, Transformer
 from tests.conftest import Message
-from tests.support import CHAT_TEMPLATE, llama_tokenizer
+from tests.support import CHAT_TEMPLATE, byte_level_tokenizer, llama_tokenizer
 
 BYTES = ByteTokenizer()
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -250,29 +251,54 @@ def test_a_date_whose_format_the_template_computes_is_refused_unless_it_is_set()
     assert tokenizer.render([{"role": "user", "content": "hi"}], add_generation_prompt=False) == "today"
 
 
+def masked_by_transformers(files: Mapping[str, bytes], chat: list[dict[str, Any]], folder: Path) -> list[int]:
+    """Return the tokens that transformers marks as the assistant's."""
+    import transformers
+
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    masked = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        chat, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return [t for t, kept in zip(masked["input_ids"], masked["assistant_masks"], strict=True) if kept]
+
+
 def test_generation_tags_of_the_template_mark_the_targets_as_in_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
     template = (
         "<s>{% for m in messages %}[{{ m.role }}] {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
         "{% if loop.last %}</s>{% endif %}{% endgeneration %}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
     )
     config = SPECIALS | {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
     files = {FILE: llama_tokenizer(), "tokenizer_config.json": json.dumps(config).encode()}
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
     contents = ["to be", "or not", "that is", "the question"]
-    chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
-        chat, return_dict=True, return_assistant_tokens_mask=True
-    )
-    expected = [t for t, kept in zip(theirs["input_ids"], theirs["assistant_masks"], strict=True) if kept]
+    chat: list[dict[str, Any]] = [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(contents)]
+    expected = masked_by_transformers(files, chat, tmp_path)
     tokenizer = FileTokenizer(files, "llama")
     file = write(tmp_path / "a.jsonl", [{"messages": chat}])
     assert targets(JsonlDataset([file], tokenizer, 256, completion_only=True)) == expected
-    chat[1]["weight"] = 0  # type: ignore[assignment]
+    chat[1]["weight"] = 0
     file = write(tmp_path / "b.jsonl", [{"messages": chat}])
     only_last = tokenizer.decode(targets(JsonlDataset([file], tokenizer, 256, completion_only=True)))
     assert only_last == "the question\n\n"
+
+
+def test_the_templates_of_trl_mark_the_targets_as_in_transformers(tmp_path: Path) -> None:
+    (package,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr]
+    config = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    contents = ["What is 2 + 2?", "It is 4.", "And 3 + 3?", "  Six,\nof them. "]
+    chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    file, compared = write(tmp_path / "a.jsonl", [{"messages": chat}]), []
+    for path in sorted(Path(package, "chat_templates").glob("*.jinja")):
+        template = path.read_text()
+        if "{% generation %}" not in template.replace("-", "") or path.name.startswith("llava"):  # which needs images
+            continue
+        settings = json.dumps(config | {"chat_template": template}).encode()
+        files = {FILE: byte_level_tokenizer(), "tokenizer_config.json": settings}
+        found = targets(JsonlDataset([file], FileTokenizer(files, path.name), 8192, completion_only=True))
+        assert found == masked_by_transformers(files, chat, tmp_path), path.name
+        assert found
+        compared.append(path.name)
+    assert len(compared) > 30
 
 
 def test_text_field_names_the_field_of_the_text(tmp_path: Path) -> None:

@@ -37,7 +37,10 @@ _CONVERSIONS = {
     ),
 }
 """other formats by one of their keys: their name, and the jq program that converts a line"""
-_CHANGES_EARLIER = "the chat template changes earlier messages, so replies cannot be located; set loss_on: all"
+_CHANGES_EARLIER = (
+    "the chat template changes earlier messages, so replies cannot be located; use one that marks them with"
+    " {% generation %}, as TRL has for most models, or set loss_on: all"
+)
 
 
 class _Example(NamedTuple):
