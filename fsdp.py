@@ -172,7 +172,6 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
         t.run.on_step_start(step)
         with t.accumulator.waiting_for_data():
             batch = next(batches)
-        agreement = t.preemption.start_agreement(t.checkpointer.is_writing)
         torch.manual_seed(seeds.derive_seed(setup.seed, "dropout", step, layout.dp_rank))
         loss_sum = torch.zeros((), device=t.run.world.device)
         for micro_batch in batch.micro_batches:
@@ -181,6 +180,7 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
             # FSDP averages gradients over data-parallel ranks; scaled like this, that is the mean over all targets.
             (loss * (t.scaler.scale * (layout.dp_size / batch.n_target_tokens))).backward()
             loss_sum += loss.detach()
+        agreement = t.preemption.start_agreement(t.checkpointer.is_writing)
         grad_norm, skipped = t.optimizer.clip_grad_norm(t.scaler.scale)
         t.checkpointer.protect_copy()
         t.optimizer.step(optim.learning_rate(hp, step, setup.max_steps))

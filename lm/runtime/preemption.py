@@ -21,10 +21,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 class PreemptionHandler:
     """Agreement of all ranks, in every step, on whether to stop after it.
 
-    The all-reduce starts before the forward pass and is waited for after the optimizer step, so it overlaps with a
-    whole step; a signal that arrives in between stops the run after the next step. Between steps, e.g. after a batch
-    of validation, `is_requested` asks. `should_preempt` returns whether Determined wants the run to stop, without
-    blocking.
+    The all-reduce starts before the optimizer step and is waited for after it, so it overlaps with the computation:
+    a GPU still runs the step that the host has launched. Between steps, e.g. after a batch of validation,
+    `is_requested` asks. `should_preempt` returns whether Determined wants the run to stop, without blocking.
     """
 
     def __init__(self, world: World, should_preempt: Callable[[], bool]) -> None:
