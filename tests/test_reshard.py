@@ -43,8 +43,8 @@ def build(world: World, sharding: str, seed: int) -> tuple[Transformer, optim.Op
 def write(world: World, folder: Path) -> list[str]:
     """Save a model under every strategy; return the UUIDs."""
     uuids = []
-    with opened(world, folder, keep_checkpoints=None) as saver:
-        for sharding in STRATEGIES:
+    for sharding in STRATEGIES:
+        with opened(world, folder, keep_checkpoints=None) as saver:
             model, optimizer = build(world, sharding, seed=7)
             saver.save({"model": model, "optim": optimizer}, RUN_INFO, progress(1))
             uuids.append(saver.commit()[1])

@@ -104,7 +104,7 @@ def test_own_text_needs_only_its_name_and_its_tokenizers(tmp_path: Path, message
     small = {"d_model": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 16, "report_rate": 2}
     done = run(tmp_path, "max_steps=2", config=own | small)
     assert done.returncode == 0, done.stderr
-    message(done.stdout.splitlines()[0])
+    message(next(line for line in done.stdout.splitlines() if line.startswith("val_data")))
     manifest = json.loads((checkpoints(tmp_path)[2] / "manifest.json").read_text())
     assert manifest["model"]["vocab_size"] == manifest["hyperparameters"]["vocab_size"] == 320
     resumed = run(tmp_path, "max_steps=4", "vocab_size=320", config=own | small)

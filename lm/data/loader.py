@@ -384,15 +384,17 @@ class Loader:
             return Batch(micro_batches, n_target_tokens), state
 
         pool = ThreadPoolExecutor(1, "loader")
+        ahead = pool.submit(assemble)
         try:
-            ahead = pool.submit(assemble)
             while True:
                 batch, state = ahead.result()
                 ahead = pool.submit(assemble)
                 self._state = state
                 yield batch
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            ahead.cancel()
+            pool.submit(batches.close)  # stops data workers, which are killed when the thread that started them ends
+            pool.shutdown(wait=False)
 
     def bits_per_byte(self, loss_sum: float) -> dict[str, float]:
         """Return the metric of text for the loss of all validation targets (nats); {} if their text is unknown."""

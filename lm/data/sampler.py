@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,7 +109,7 @@ class SampledSource:
         order = (self._order[position] for position in range(step * size, (step + 1) * size))
         return [(self._datasets[dataset], index) for dataset, index in order]
 
-    def batches(self, start_step: int) -> Iterator[SampleBatch]:
+    def batches(self, start_step: int) -> Generator[SampleBatch]:
         for step in itertools.count(start_step):
             batch = self.global_batch(step)
             samples = [dataset[index] for dataset, index in batch[self._slice]]

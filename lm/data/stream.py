@@ -16,7 +16,7 @@ import json
 import os
 import signal
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -289,7 +289,7 @@ class StreamingDataset:
         change = f"{len(saved)} over all ranks in the checkpoint, {self._n_streams} now"
         return f"data_workers: {change}: each worker resumes after {skip} documents of its share"
 
-    def batches(self, start_step: int) -> Iterator[SampleBatch]:  # noqa: ARG002 - the position is in the state
+    def batches(self, start_step: int) -> Generator[SampleBatch]:  # noqa: ARG002 - the position is in the state
         """Yield batches from the current position."""
         streams = zip(self._streams, self._states, strict=True)
         readers = [self._read(replace(stream, state=state)) for stream, state in streams]

@@ -151,7 +151,7 @@ def test_a_short_run_shows_the_documented_metrics_and_checkpoints(
     for step, metrics in training.items():
         assert names - SOMETIMES <= metrics.keys() <= names, step
     for step, metrics in validation.items():
-        assert metrics.keys() == documented("validation")
+        assert metrics.keys() == documented("validation") - {"bits_per_byte"}  # the data are no text
         assert metrics["batches"] == step
         assert metrics["perplexity"] == math.exp(metrics["loss"])
     assert all(math.isfinite(value) for m in (*training.values(), *validation.values()) for value in m.values())
