@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from lm import generate
-from lm.checkpoint.manifest import read_manifest, record, write_manifest
+from lm.checkpoint.manifest import read_manifest, write_manifest
 from lm.checkpoint.resume import find_checkpoint
 from lm.data.tokenizer import FILE
 from tests import support
