@@ -108,10 +108,8 @@ def preflight(
         run_dir.lock(world)
     checkpoints, restarted = run_dir and run_dir.checkpoints, is_restart(os.environ)
     checkpoint_config = hp
-    if hp.init_from is not None and (hp.lora_rank or weights.is_model(hp.init_from)):
-        checkpoint_config = hp.model_copy(
-            update={"init_from": None}
-        )  # not a checkpoint: the base of adapters, or a model
+    if hp.init_from is not None and (hp.lora_rank or weights.is_model(hp.init_from)):  # a base of adapters, or a model
+        checkpoint_config = hp.model_copy(update={"init_from": None})
     plan = world.on_rank0(lambda: plan_resume(checkpoint_config, info, checkpoints, restarted))
     if hp.dataset == "jsonl" and hp.chat_template_date is None:
         date = world.on_rank0(lambda: start_date(plan, context))
