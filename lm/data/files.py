@@ -11,7 +11,7 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+_NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
 BLOCK = 1 << 20
 
 
@@ -37,7 +37,7 @@ def find_files(where: str | None, key: str) -> list[Path]:
     root = Path(where or sysconfig.get_paths()["stdlib"])
     try:
         if where is None:
-            found = (path for path in root.rglob("*.py") if not _NOT_SOURCE & set(path.relative_to(root).parts))
+            found = (path for path in _walk(root, _NOT_SOURCE) if path.suffix == ".py")
         elif root.is_dir():
             found = _walk(root)
         elif root.is_file():
@@ -52,15 +52,18 @@ def find_files(where: str | None, key: str) -> list[Path]:
     raise ConfigError(f"{key}: no file found at {where or root}; {advice}", keys=(key,))
 
 
-def _walk(root: Path) -> Iterator[Path]:
-    """Yield what is below `root` and neither hidden nor in __pycache__; follow links, and enter each folder once."""
+def _walk(root: Path, excluded: Collection[str] = ()) -> Iterator[Path]:
+    """Yield what is below `root`, but in no folder that is hidden, `__pycache__` or `excluded`; follow links.
+
+    Each folder is entered once.
+    """
 
     def fail(error: OSError) -> None:
         raise error
 
     seen = set()
     for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
+        folders[:] = sorted(name for name in folders if not (name.startswith((".", "__pycache__")) or name in excluded))
         path = Path(folder)
         identity = path.stat().st_dev, path.stat().st_ino
         if identity in seen:
