@@ -20,7 +20,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch._functorch import config as partitioner
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -31,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lm import lora, seeds
 from lm.errors import ConfigError
 from lm.launch.environment import announce
+from lm.offload import ActivationOffload
 from lm.precision import mixed_precision_policy
 from model import ModelConfig, Transformer
 
@@ -144,8 +144,7 @@ def parallelize(
         model.head.chunk_cross_entropy = torch.compile(model.head.chunk_cross_entropy, fullgraph=True, dynamic=False)
     # 4. Activation offloading, outside the compiled region, to see the tensors that it saves.
     if config.activation_offload:
-        for block in model.blocks:
-            block.forward = _offload_activations(block)
+        ActivationOffload(list(model.blocks), mesh.device_type)
     # 5. FSDP, unit by unit, then the root with the remaining parameters.
     shard: Any = partial(
         fully_shard,
@@ -233,33 +232,6 @@ def checkpointing(mode: Literal["selective", "full"]) -> Callable[..., Tensor]:
         return partial(checkpoint, use_reentrant=False)
     context_fn = partial(create_selective_checkpoint_contexts, _save_policy)
     return partial(checkpoint, use_reentrant=False, context_fn=context_fn)
-
-
-def _offload_activations(block: nn.Module) -> Callable[..., Tensor]:
-    forward = block.forward
-
-    def forward_with_offload(*args: Any, **kwargs: Any) -> Tensor:
-        weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
-
-        def pack(saved: Tensor) -> Tensor | tuple[Tensor, torch.device, tuple[int, ...]]:
-            # FSDP frees and refills the storage of weights; expanded tensors are small.
-            if saved.untyped_storage().data_ptr() in weights or 0 in saved.stride():
-                return saved
-            host = torch.empty_like(saved, device="cpu", pin_memory=saved.is_cuda)
-            return host.copy_(saved, non_blocking=True), saved.device, saved.stride()
-
-        def unpack(packed: Tensor | tuple[Tensor, torch.device, tuple[int, ...]]) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            host, device, strides = packed
-            # Compiled code asserts the strides of saved tensors, and the copy of a view with gaps has none.
-            restored = torch.empty_strided(host.shape, strides, dtype=host.dtype, device=device)
-            return restored.copy_(host, non_blocking=True)
-
-        with saved_tensors_hooks(pack, unpack):
-            return forward(*args, **kwargs)
-
-    return forward_with_offload
 
 
 _CHUNK_SIZE = 1 << 20

@@ -42,7 +42,7 @@ needs_float8 = pytest.mark.skipif(not FLOAT8, reason="float8 needs a GPU of comp
 
 # ---- gradients ------------------------------------------------------------------------------------------
 
-SHAPE: dict[str, Any] = {"d_model": 128, "n_heads": 4, "n_layers": 2, "vocab_size": 512, "max_seq_len": 256}
+SHAPE: dict[str, Any] = {"d_model": 128, "n_heads": 4, "n_layers": 4, "vocab_size": 512, "max_seq_len": 256}
 SHAPE |= {"amp_dtype": None}
 LLAMA_STYLE = {"norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none", "n_kv_heads": 2}
 LLAMA = SHAPE | LLAMA_STYLE
@@ -62,6 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offload": {"cpu_offload": True},
     "activation-offload": {"activation_offload": True},
     "recompute-and-offload": {"activation_offload": True, "activation_checkpointing": "selective"},
+    "recompute-all-and-offload": {"activation_offload": True, "activation_checkpointing": "full"},
 }
 TOLERANCES = {"bfloat16": 0.15, "float8": 0.4}
 """Norm of the difference over the norm, about twice that of a CPU; 0.01 in float32, where TF32 may be in use."""

@@ -159,7 +159,6 @@ EQUAL: dict[str, dict[str, Any]] = {
     "one-unit": {"layer_wrap": False},
     "recompute": {"activation_checkpointing": "full"},
     "recompute-some": {"activation_checkpointing": "selective"},
-    "offload-activations": {"activation_offload": True},
     "offload": {"cpu_offload": True},
 }
 LOWER = {dtype: {"amp_dtype": dtype} for dtype in ("bfloat16", "float16")}

@@ -15,6 +15,7 @@ from torch import nn
 
 from lm import lora
 from lm.config import Hyperparameters
+from lm.offload import RESIDENT
 from lm.plan.trace import Trace, trace
 from model import Transformer
 
@@ -129,7 +130,8 @@ def moments(
         return kept | {"gradients": reduced, "gathered": gathered, "activations": activations}
 
     def level(layer: int) -> int:  # activations before the forward pass of a block
-        return pieces.embedding.held + (0 if on_gpu and hp.activation_offload else layer * pieces.block.held)
+        resident = RESIDENT - (layer < layers) if on_gpu and hp.activation_offload else layer
+        return pieces.embedding.held + min(layer, resident) * pieces.block.held
 
     for first in {True, n_micro_batches == 1}:
         is_kept = not first and not reshard  # later micro-steps find all parameters gathered
