@@ -11,6 +11,7 @@ All sharding strategies are `fully_shard` over a mesh of R replicas ("replicate"
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from functools import partial
@@ -129,7 +130,7 @@ def parallelize(
     # those of model.py.
     # 1. Float8 matrix products: other modules with the same parameters.
     if float8:
-        _use_float8(model.blocks, float8, on_gpu)
+        _use_float8(model.blocks, float8, on_gpu, 1 if config.cpu_offload else mesh["shard"].size())
     for block in model.blocks:
         # 2. Activation checkpointing, inside the compiled region.
         if config.activation_checkpointing != "none":
@@ -156,6 +157,8 @@ def parallelize(
     for unit in units:
         shard(unit)
     shard(model)
+    if float8 == "tensorwise":  # before FSDP's hook, in which the streams of its all-gathers wait for the scales
+        model.register_forward_pre_hook(_compute_scales, prepend=True)
     for last in (model, model.head):  # backward starts with them
         if isinstance(last, FSDPModule):
             last.set_reshard_after_forward(False, recurse=False)
@@ -190,7 +193,7 @@ def _use_deterministic_kernels() -> None:
     inductor.deterministic = True  # does not choose among kernels by their speed, which varies
 
 
-def _use_float8(blocks: nn.Module, recipe: str, on_gpu: bool) -> None:
+def _use_float8(blocks: nn.Module, recipe: str, on_gpu: bool, shards: int) -> None:
     from torch._inductor import config as inductor
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
@@ -203,7 +206,17 @@ def _use_float8(blocks: nn.Module, recipe: str, on_gpu: bool) -> None:
         is_used = _auto_filter_for_recipe(recipe, [])  # small layers would be slower than in bfloat16
         inductor.emulate_precision_casts = True  # otherwise RMSNorm before such a layer can give NaN (pytorch#150859)
     config = Float8LinearConfig.from_recipe_name(recipe)
+    is_even = all(layer.out_features % shards == 0 for layer in blocks.modules() if isinstance(layer, nn.Linear))
+    if recipe == "tensorwise" and shards > 1 and is_even:
+        config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)  # converts shards, then gathers them
     convert_to_float8_training(blocks, config=config, module_filter_fn=is_used)
+
+
+def _compute_scales(model: nn.Module, _inputs: Any) -> None:
+    """Compute the scales of all weights that are all-gathered in float8, with one all-reduce."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 SAVE_OPS = {

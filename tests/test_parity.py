@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch._inductor import config as inductor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from lm import config, optim, parallelize
 from lm.checkpoint.tensor_files import read_headers
@@ -189,19 +192,68 @@ def test_compiled_blocks_train_the_same(tmp_path: Path) -> None:
     assert run_ranks(1, run_each, str(tmp_path), runs)[0]["compiled"] == pytest.approx(plain_losses({}), rel=1e-5)
 
 
+class CountedAllGather(DefaultAllGather):
+    """An all-gather that counts the bytes of its inputs."""
+
+    n_bytes = 0
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
+        self.n_bytes += input_tensor.nbytes
+        return super().__call__(output_tensor, input_tensor, *args, **options)
+
+
+def all_gathered_bytes(world: World, changes: dict[str, Any]) -> int:
+    """The bytes that this rank sends to every other one in a forward pass of the first block."""
+    hp = config.read({"hyperparameters": BASE | changes}, [], "test")
+    with torch.device("meta"):
+        model = Transformer(hp)
+    mesh = world.device_mesh(parallelize.mesh_dims(hp, world.size, world.size))
+    parallelize.parallelize(model, hp, mesh, torch.bfloat16, 7, hp.float8)
+    comm, block = CountedAllGather(), model.blocks[0]
+    assert isinstance(block, FSDPModule)
+    block.set_custom_all_gather(comm)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    with torch.no_grad():
+        model(tokens, tokens)
+    return comm.n_bytes
+
+
+FLOAT8: dict[str, Any] = {"amp_dtype": "bfloat16", "compile": False, "ffn": "gelu", "bias": "none"}
+RECIPES: dict[str, dict[str, Any]] = {
+    "bfloat16": FLOAT8,
+    "rowwise": FLOAT8 | {"float8": "rowwise"},
+    "tensorwise": FLOAT8 | {"float8": "tensorwise"},
+    "gathered-in-bfloat16": FLOAT8 | {"float8": "tensorwise", "cpu_offload": True},
+    "stopped": FLOAT8 | {"float8": "tensorwise", "max_steps": 3},
+}
+
+
+def run_float8(world: World, directory: str) -> tuple[dict[str, list[float]], list[int]]:
+    """The training losses of the runs above and of one that resumes "stopped", and `all_gathered_bytes`."""
+    losses = run_each(world, directory, RECIPES)
+    (manifest,) = Path(directory, "runs", "stopped", "checkpoints").glob("*/manifest.json")
+    losses |= run_each(world, directory, {"resumed": RECIPES["tensorwise"] | {"resume": str(manifest.parent)}})
+    recipes = ("bfloat16", "tensorwise", "gathered-in-bfloat16")
+    return losses, [all_gathered_bytes(world, RECIPES[recipe]) for recipe in recipes]
+
+
 @pytest.mark.slow
-def test_float8_trains_close_to_bfloat16_with_the_same_parameter_names(tmp_path: Path) -> None:
-    base: dict[str, Any] = {"d_model": 32, "n_heads": 4, "amp_dtype": "bfloat16", "compile": False}
-    recipes: list[str | None] = [None, "tensorwise", "rowwise"]
-    losses = run_ranks(2, run_each, str(tmp_path), {str(recipe): base | {"float8": recipe} for recipe in recipes})[0]
-    for recipe in ("tensorwise", "rowwise"):
-        assert losses[recipe] != losses["None"]
-        assert losses[recipe] == pytest.approx(losses["None"], rel=0.02)
-    folders = (
-        next((tmp_path / "runs" / str(recipe) / "checkpoints").glob("*/manifest.json")).parent for recipe in recipes
-    )
-    names = [read_headers(folder.glob("*.safetensors")).keys() for folder in folders]
-    assert names[0] == names[1] == names[2]
+def test_float8_trains_close_to_bfloat16_with_the_same_checkpoints(tmp_path: Path) -> None:
+    losses, n_bytes = run_ranks(2, run_float8, str(tmp_path))[0]
+    for recipe in ("rowwise", "tensorwise"):
+        assert losses[recipe] != losses["bfloat16"]
+        assert losses[recipe] == pytest.approx(losses["bfloat16"], rel=0.02)
+    assert losses["tensorwise"] == pytest.approx(losses["gathered-in-bfloat16"], rel=0.01)
+    assert losses["stopped"] + losses["resumed"] == losses["tensorwise"]
+    block = TINY["d_model"] ** 2 * 12 // 2  # weights of a rank; its two norms have 2 x 32 values, gathered in bfloat16
+    assert n_bytes == [2 * (block + 32), block + 2 * 32, 2 * (block + 32)]
+    headers = []
+    for recipe in RECIPES:
+        for manifest in (tmp_path / "runs" / recipe / "checkpoints").glob("*/manifest.json"):
+            slices = read_headers(manifest.parent.glob("*.safetensors"))
+            headers.append({name: [(s.dtype, s.shape, s.start) for s in pieces] for name, pieces in slices.items()})
+    assert len(headers) >= len(RECIPES)
+    assert all(header == headers[0] for header in headers)
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,8 @@ class TensorSlice(NamedTuple):
 
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's rows of `tensor`, in the same memory."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return getattr(local, "_tensor", local)  # torchao wraps weights that are all-gathered in float8
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
