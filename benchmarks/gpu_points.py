@@ -63,7 +63,7 @@ TEST_SECONDS = 120.0
 
 RUN = {"max_steps": 10**6, "report_rate": 10**6, "checkpoint_rate": 10**6, "validation_batches": 1}
 RUN |= {"async_checkpoint": False}  # no host copy of the state, except where saves are measured
-TINY = {"model": None, "d_model": 32, "n_heads": 4, "n_layers": 1, "d_ff": 64, "vocab_size": 64, "max_seq_len": 16}
+TINY = {"model": None, "d_model": 32, "n_heads": 4, "n_layers": 3, "d_ff": 64, "vocab_size": 64, "max_seq_len": 64}
 TINY |= {"n_kv_heads": 2, "batch_size": 1, "compile": False, "rope_scaling": None}
 
 Settings = dict[str, Any]
@@ -417,7 +417,7 @@ def points(bench: Bench) -> dict[str, Callable[[], Row]]:
 def pairs(bench: Bench) -> dict[str, Callable[[], Row]]:
     """Return the pairs of settings to compare by name; A is the model's, B changes it."""
     one, part = sizes(bench)
-    tuned = {"inductor": {"coordinate_descent_tuning": True}}
+    tuned, recomputed = {"inductor": {"coordinate_descent_tuning": True}}, {"activation_checkpointing": "full"}
     tensorwise, rowwise = ({"float8": recipe} for recipe in ("tensorwise", "rowwise"))
     changes = {
         "1B full-shard": (one, {"sharding": "full-shard"}),
@@ -431,6 +431,8 @@ def pairs(bench: Bench) -> dict[str, Callable[[], Row]]:
         "8B slice rowwise over tensorwise": (part | tensorwise, rowwise),
         "1B not compiled": (one, {"compile": False}),
         "1B activation_offload": (one | {"batch_size": 2}, {"activation_offload": True}),
+        "8B slice recomputed, activation_offload": (part | recomputed, {"activation_offload": True}),
+        "1B max-autotune": (one, {"inductor": {"max_autotune": True}}),
     }
     return {name: partial(bench.pair, a, a | change) for name, (a, change) in changes.items()}
 

@@ -143,6 +143,8 @@ RUN: dict[str, Any] = LLAMA_STYLE | {"d_model": 256, "n_heads": 8, "n_layers": 8
 RUN |= {"max_seq_len": 1024, "batch_size": 8, "validation_batches": 1, "amp_dtype": "bfloat16", "compile": False}
 RUN |= {"report_rate": 1, "max_steps": 10**6, "checkpoint_rate": 10**6, "validation_rate": 10**6}
 STEPS = 12
+COPIES = ("kernel", "gpu_memcpy")
+"""Categories of events in a trace of PyTorch's profiler."""
 
 
 def execute(world: World, settings: dict[str, Any], folder: Path, on_step_start: Callable[[int], None]) -> list[Any]:
@@ -231,6 +233,32 @@ def saves(world: World, n_layers: int = 4, d_model: int = 1024) -> dict[int, dic
     return same
 
 
+def copies(world: World) -> dict[str, float]:
+    """By direction, the share of the time of copies to and from the host in which kernels run, with offloading."""
+    hp = read(RUN | {"activation_offload": True})
+    with torch.device("meta"):
+        model = Transformer(hp)
+    mesh = world.device_mesh(parallelize.mesh_dims(hp, 1, 1))
+    model = parallelize.parallelize(model, hp, mesh, torch.bfloat16, 7)
+    tokens = torch.zeros(hp.batch_size, hp.max_seq_len, dtype=torch.int64, device=world.device)
+    for _ in range(2):
+        model(tokens, tokens).backward()
+    with tempfile.TemporaryDirectory() as folder:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            model(tokens, tokens).backward()
+            torch.cuda.synchronize()
+        profiler.export_chrome_trace(str(Path(folder, "trace.json")))
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    spans = [(e["cat"], e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat", "") in COPIES]
+    kernels = [(start, end) for cat, _, start, end in spans if cat == "kernel"]
+    found = {}
+    for direction in ("DtoH", "HtoD"):
+        moved = [(start, end) for _, name, start, end in spans if direction in name]
+        busy = sum(max(0, min(end, b) - max(start, a)) for start, end in moved for a, b in kernels)
+        found[direction] = busy / sum(end - start for start, end in moved)
+    return found
+
+
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -260,6 +288,8 @@ CASES: dict[str, Callable[[World], Any]] = {
     "selective": functools.partial(train, activation_checkpointing="selective"),
     "full": functools.partial(train, activation_checkpointing="full"),
     "activation_offload": functools.partial(train, activation_offload=True),
+    "full, activation_offload": functools.partial(train, activation_checkpointing="full", activation_offload=True),
+    "copies": copies,
     "cpu_offload": functools.partial(train, cpu_offload=True),
     "compiled": functools.partial(train, compile=True),
     "float8": functools.partial(train, float8="tensorwise", compile=True),
@@ -337,7 +367,9 @@ def test_float8_training_follows_bfloat16(result: Callable[[str], Any]) -> None:
 
 
 @pytest.mark.gpu_quick
-@pytest.mark.parametrize("option", ["selective", "full", "activation_offload", "cpu_offload"])
+@pytest.mark.parametrize(
+    "option", ["selective", "full", "activation_offload", "full, activation_offload", "cpu_offload"]
+)
 def test_an_option_that_saves_memory_computes_the_same(option: str, result: Callable[[str], Any]) -> None:
     plain, other = result("plain"), result(option)
     assert losses(other) == pytest.approx(losses(plain), rel=0.02)
@@ -345,8 +377,26 @@ def test_an_option_that_saves_memory_computes_the_same(option: str, result: Call
 
 
 @pytest.mark.gpu_quick
-def test_full_recomputation_saves_more_memory_than_selective(result: Callable[[str], Any]) -> None:
-    assert result("full")[-1]["peak_memory_gib"] < result("selective")[-1]["peak_memory_gib"]
+def test_full_recomputation_saves_more_memory_than_selective_and_less_than_with_offloading(
+    result: Callable[[str], Any],
+) -> None:
+    order = ("full, activation_offload", "full", "selective")
+    peaks = [result(name)[-1]["peak_memory_gib"] for name in order]
+    assert peaks == sorted(set(peaks))
+
+
+@pytest.mark.gpu_quick
+def test_offloaded_activations_are_copied_while_kernels_run(result: Callable[[str], Any]) -> None:
+    for direction in ("DtoH", "HtoD"):
+        assert result("copies")[direction] > 0, direction
+
+
+@needs_float8
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_float8_weights_gathered_over_two_gpus_train_as_bfloat16_ones() -> None:
+    found = run_ranks(2, run_cases, ["compiled", "float8"])[0]
+    assert [error for _, error in found.values()] == ["", ""]
+    assert losses(found["float8"][0]) == pytest.approx(losses(found["compiled"][0]), rel=0.04)
 
 
 def test_out_of_memory_names_the_keys_that_help(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ DATA_PARALLEL = ("replicate", "shard")
 
 _MEMORY_KEYS = ("batch_size", "activation_checkpointing", "activation_offload", "cpu_offload")
 _MEMORY_KEYS += ("sharding", "d_model", "n_layers")
+_NO_HOST_MEMORY = ("can't allocate memory", "CUDA error: out of memory")
+"""parts of PyTorch's messages: in memory that is not pinned, and in pinned memory"""
 
 
 def choose_device(launch: Launch) -> torch.device:
@@ -205,7 +207,8 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
         yield World(launch, device, control, saver, groups[launch.node_rank], _get_default_store(), wait, notes)
         completed = True
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in str(error):
+        is_out = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not is_out and not any(text in str(error) for text in _NO_HOST_MEMORY):
             raise
         cause = "; ".join([str(error).splitlines()[0], *notes])
         raise RankError(
