@@ -282,8 +282,7 @@ def save(t: Training, step: int, evaluation: Evaluation, wait: bool) -> None:
 
 def commit(t: Training) -> None:
     """Wait until the checkpoint that is being written is complete on all ranks."""
-    step, uuid = t.checkpointer.commit()
-    t.logger.info(f"checkpoint  step {step}  {uuid}")
+    t.logger.log_checkpoint(*t.checkpointer.commit())
 
 
 def finish(t: Training, step: int, stopped: bool) -> None:

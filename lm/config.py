@@ -410,6 +410,8 @@ def _accepted(schema: Mapping[str, Any]) -> str:
             return name
         case {"format": "date"}:
             return "a date"
+        case {"items": {"enum": _}}:
+            return "a list of these"
         case {"items": {"type": kind}}:
             return f"a list of {kind}s"
         case {"prefixItems": items}:

@@ -133,6 +133,9 @@ def _check(hp: Hyperparameters, world: World, info: det.ClusterInfo | None, base
     if hp.sample_rate and not data.tokenizer:
         problem = f"sample_rate: {hp.sample_rate}, but dataset {hp.dataset} has no tokenizer; remove sample_rate"
         raise ConfigError(problem, keys=("sample_rate", "dataset"))
+    if info and "determined" in (hp.tracker or ()):
+        problem = "tracker: determined is for runs outside of Determined, and this is a trial of it; remove it"
+        raise ConfigError(problem, keys=("tracker",))
     max_steps = hp.run_length(data.samples_per_epoch and data.samples_per_epoch / batch_size)
     hyperparameters = hp.model_dump(mode="json") | {"seed": seed, "max_steps": max_steps or None}
     run_info = RunInfo(

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +18,7 @@ from torch import Tensor
 from lm.runtime.world import World
 
 GIB = 2**30
+TrackerName = Literal["wandb", "mlflow", "determined"]
 
 PEAK_TFLOPS = {"B200": 2250, "H200 NVL": 835, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "A100": 312}
 PEAK_TFLOPS |= {"GB200": 2500, "H800": 989, "H20": 148, "L40S": 362, "L4": 121, "RTX 5090": 209.5, "RTX 4090": 165.2}
@@ -34,6 +36,9 @@ class MetricsConfig(BaseModel):
     validation_rate: int | None = Field(None, gt=0, description="steps between validations; null = report_rate")
     sample_rate: int | None = Field(
         None, gt=0, description="steps between samples; null = validation_rate if the data are text, else no samples"
+    )
+    tracker: TrackerName | list[TrackerName] | None = Field(
+        None, description="services that are sent metrics, samples and status; a failure of theirs never ends the run"
     )
 
 

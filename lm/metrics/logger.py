@@ -14,6 +14,7 @@ from determined import core
 from lm.determined import master
 from lm.errors import RunError
 from lm.metrics.sinks import JSONL, Console, CoreAPI, Sink, TensorBoard
+from lm.metrics.trackers import Tracker, open_trackers
 
 
 class MetricLogger:
@@ -32,8 +33,10 @@ class MetricLogger:
     ) -> None:
         self._run_dir = run_dir
         self._console = Console(max_steps) if rank == 0 else None
+        self._cluster_info, self._status = info, ""
         in_search = info is not None and master.in_search(info)
         self._core_api = CoreAPI(train_context, max_steps, in_search) if rank == 0 and run_dir is None else None
+        self._trackers: list[Tracker] = []
         self._sinks: list[Sink] = []
 
     @contextmanager
@@ -58,7 +61,8 @@ class MetricLogger:
                 if self._run_dir:
                     sinks += [JSONL(self._run_dir, step, missing)]
                     sinks += [TensorBoard(self._run_dir, step, missing, hyperparameters)]
-                self._sinks = [*sinks, self._console]
+                self._trackers = open_trackers(hyperparameters, self._run_dir, self._cluster_info, self.info)
+                self._sinks = [*self._trackers, *sinks, self._console]
             self._console.start(step)
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -72,6 +76,12 @@ class MetricLogger:
         with self._oserror_as_run_error():
             for sink in self._sinks:
                 sink.log_sample(step, prompt, text)
+
+    def log_checkpoint(self, step: int, uuid: str) -> None:
+        """Log that the checkpoint `uuid` of `step` is complete."""
+        self.info(f"checkpoint  step {step}  {uuid}")
+        for tracker in self._trackers:
+            tracker.log("checkpoint", step, {"uuid": uuid})
 
     def info(self, line: str) -> None:
         """Print `line`, above the progress bar if there is one."""
@@ -87,6 +97,7 @@ class MetricLogger:
 
     def set_status(self, what: str) -> None:
         """Show the status `what` in the Web UI."""
+        self._status = what
         if self._core_api:
             self._core_api.set_status(what)
 
@@ -110,8 +121,10 @@ class MetricLogger:
             self.close()
 
     def close(self) -> None:
-        """Close all sinks; `info` still prints."""
+        """Close all sinks; `info` still prints. The last status is the run's in the trackers."""
+        for tracker in self._trackers:
+            tracker.end(self._status)
         with self._oserror_as_run_error(), ExitStack() as stack:
             for sink in self._sinks:
                 stack.callback(sink.close)
-            self._sinks = []
+            self._sinks, self._trackers = [], []

@@ -8,6 +8,7 @@ report.md, report.png     the run in a table and curves, written when it ends or
 training/, validation/    event files of TensorBoard
 traces/                   of the profilers
 checkpoints/              one directory per checkpoint
+tracker_id                names the run to trackers
 lock                      names the process that uses the directory
 """
 

@@ -89,6 +89,14 @@ class TrialRecord:
     status: str = ""
     restarts: int = 0
     logs: list[Path] = field(default_factory=list)
+    external: str = ""
+    """ID that an unmanaged trial was created with"""
+    runs: int = 0
+    """starts of an unmanaged trial"""
+
+    @property
+    def task(self) -> str:
+        return f"{self.experiment}.{self.external}" if self.external else f"trial.{self.id}"
 
 
 @dataclass
@@ -97,6 +105,7 @@ class Experiment:
     config: dict[str, Any]
     state: str = "STATE_ACTIVE"
     halving: Halving | None = None
+    external: str = ""
 
 
 class Master:
@@ -127,6 +136,8 @@ class Master:
         self.checkpoints: list[dict[str, Any]] = []
         self.metrics: list[dict[str, Any]] = []
         self.trials: dict[int, TrialRecord] = {}
+        self.logs: list[dict[str, Any]] = []
+        """lines that unmanaged trials sent"""
         self._runs = 0
         self._lock = threading.Lock()
         self._server = self._start()
@@ -146,7 +157,7 @@ class Master:
             def answer(self) -> None:
                 master._answer(self)
 
-            do_GET = do_POST = do_PATCH = answer  # noqa: N815
+            do_GET = do_POST = do_PUT = do_PATCH = answer  # noqa: N815
 
             def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
                 pass
@@ -358,15 +369,68 @@ def stream(items: Iterable[Any]) -> bytes:
     return "".join(json.dumps({"result": item}) + "\n" for item in items).encode()
 
 
+def put_experiment(master: Master, body: Body, query: Body, external: str) -> dict[str, Any]:
+    """Create an unmanaged experiment, or return the one with this external ID."""
+    config = yaml.safe_load(body["config"])
+    require(body["unmanaged"] is True and config["checkpoint_storage"], "not an unmanaged experiment")
+    require(config["searcher"]["name"] == "single" and config["searcher"]["metric"] == "loss", "charts need a metric")
+    known = next((e for e in master.experiments if e.external == external), None)
+    if known is None:
+        known = Experiment(len(master.experiments) + 1, config, "STATE_PAUSED", external=external)
+        master.experiments.append(known)
+    return show_experiment(master, None, query, str(known.id))
+
+
+def put_trial(master: Master, body: Body, query: Body) -> dict[str, Any]:
+    """Create an unmanaged trial, or return the one with this external ID."""
+    created, external = body["createTrialRequest"], body["externalTrialId"]
+    require(created["unmanaged"] is True and external, "not an unmanaged trial")
+    known = next((t for t in master.trials.values() if t.external == external), None)
+    if known is None:
+        number = len(master.trials) + 1
+        known = TrialRecord(
+            number, created["experimentId"], created["hparams"], state="STATE_PAUSED", external=external
+        )
+        master.trials[number] = known
+    return {"trial": show_trial(master, None, query, str(known.id))["trial"] | {"taskId": known.task}}
+
+
+def start_trial(master: Master, body: Body, _query: Body, trial: str) -> dict[str, Any]:
+    found = master.trials[int(trial)]
+    require(found.external and body == {"trialId": found.id, "resume": True}, "not a start of an unmanaged trial")
+    found.runs += 1
+    steps = [m["step"] for m in master.metrics if m["trial"] == found.id]
+    return {"trialRunId": found.runs, "stepsCompleted": max(steps, default=0)}
+
+
+def change_trial(master: Master, body: Body, query: Body, trial: str) -> dict[str, Any]:
+    """Accept a heartbeat of an unmanaged trial, with or without a state."""
+    found = master.trials[int(trial)]
+    require(found.runs and body["trialId"] == found.id, "not a started unmanaged trial")
+    states = {"STATE_RUNNING", "STATE_PAUSED", "STATE_COMPLETED", "STATE_ERROR"}
+    require(body.get("state", found.state) in states, "not a state")
+    found.state = body.get("state", found.state)
+    return show_trial(master, None, query, trial)
+
+
+def accept_logs(master: Master, body: list[Body], _query: Body) -> bytes:
+    tasks = {t.task for t in master.trials.values() if t.external}
+    known = {"task_id", "timestamp", "rank", "log"}
+    require(all(entry["task_id"] in tasks and entry.keys() == known for entry in body), "not of an unmanaged trial")
+    master.logs += [dict(entry) for entry in body]
+    return b""
+
+
 def show_trials(master: Master, _body: None, query: Body, experiment: str) -> dict[str, Any]:
     mine = [trial.id for trial in [*master.trials.values()] if trial.experiment == int(experiment)]
     return pages("trials", [show_trial(master, None, query, str(trial))["trial"] for trial in mine])
 
 
-def show_checkpoints(master: Master, _body: None, _query: Body, trial: str) -> dict[str, Any]:
+def show_checkpoints(master: Master, _body: None, query: Body, trial: str) -> dict[str, Any]:
     experiment = master.experiments[master.trials[int(trial)].experiment - 1]
     training = {"trialId": int(trial), "experimentId": experiment.id, "experimentConfig": experiment.config}
-    mine = [c | {"training": training} for c in master.checkpoints if c["taskId"] == f"trial.{trial}"]
+    mine = [c | {"training": training} for c in master.checkpoints if c["taskId"] == master.trials[int(trial)].task]
+    mine = [c for c in mine if c["state"] == query.get("states", c["state"])]
     return pages("checkpoints", mine)
 
 
@@ -439,7 +503,12 @@ def show_trial(master: Master, _body: None, _query: Body, trial: str) -> dict[st
 
 def accept_metrics(master: Master, body: Body, _query: Body, trial: str) -> None:
     report, group = body["metrics"], body["group"]
-    found = master._require_current(trial=trial)
+    record = master.trials.get(int(trial))
+    if record and record.external:
+        found, searcher = Allocation(record.id, record.runs, None), master.experiments[record.experiment - 1].config
+    else:
+        found, searcher = master._require_current(trial=trial), master.experiment
+    searcher = searcher["searcher"]
     require(report["trialId"] == found.trial and report["trialRunId"] == found.run, "not of this run of the trial")
     require("." not in group, "a group name contains a dot")
     values = report["metrics"]["avgMetrics"]
@@ -451,7 +520,6 @@ def accept_metrics(master: Master, body: Body, _query: Body, trial: str) -> None
         of_run = [m for m in master.metrics if (m["group"], m["run"], m["step"]) == (group, found.run, steps)]
         require(not any(m["metrics"].keys() & values.keys() for m in of_run), "reported twice")
         require(all(isinstance(value, int | float) for value in values.values()), "a metric is not a number")
-        searcher = master.experiment["searcher"]
         if group == "validation":  # otherwise the experiment fails
             needed = [searcher["metric"], *([searcher["time_metric"]] if "time_metric" in searcher else [])]
             require(all(math.isfinite(values.get(key, math.nan)) for key in needed), f"{needed} must be finite")
@@ -478,10 +546,17 @@ def accept_status(master: Master, body: Body, _query: Body, trial: str) -> None:
 
 def accept_checkpoint(master: Master, body: Body, _query: Body) -> None:
     """Accept a checkpoint if the storage contains exactly the reported files."""
-    master._require_current(allocation=body["allocationId"], task=body["taskId"])
+    is_unmanaged = any(t.external and t.task == body["taskId"] for t in master.trials.values())
+    if not is_unmanaged:
+        master._require_current(allocation=body["allocationId"], task=body["taskId"])
     uuid.UUID(body["uuid"])
-    require(body["state"] == "STATE_COMPLETED" and body["storageId"] == 1, "not completed")
+    require(body["state"] == "STATE_COMPLETED", "not completed")
     require(isinstance(body["metadata"]["steps_completed"], int), "no steps_completed")
+    if is_unmanaged:
+        require(body["resources"] and body["reportTime"], "no files, or no time")
+        master.checkpoints.append(dict(body))
+        return
+    require(body["storageId"] == 1, "not in the storage")
     stored = master.files(body["uuid"])
     reported = {path: int(size) for path, size in body["resources"].items() if not path.endswith("/")}
     if "metadata.json" not in reported:  # Core API reports it only for file system storage
@@ -497,6 +572,7 @@ def change_checkpoints(master: Master, body: Body, _query: Body) -> None:
         require(known, f"no such checkpoint: {change['uuid']}")
         assert known is not None
         known["state"] = "STATE_DELETED"
+        known["resources"] = {}
 
 
 def exit_early(master: Master, body: Body, _query: Body, trial: str) -> None:
@@ -518,6 +594,11 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "POST /api/v1/experiments/{experiment}/activate": change_experiment("STATE_ACTIVE"),
     "POST /api/v1/experiments/{experiment}/kill": change_experiment("STATE_STOPPING_KILLED"),
     "GET /api/v1/experiments/{experiment}/trials": show_trials,
+    "PUT /api/v1/experiments/by-external-id/{external}": put_experiment,
+    "PUT /api/v1/trials": put_trial,
+    "POST /api/v1/trials/{trial}/start": start_trial,
+    "PATCH /api/v1/trials/{trial}": change_trial,
+    "POST /task-logs": accept_logs,
     "GET /api/v1/tasks/{task}/context_directory": context_directory,
     "POST /api/v1/allocations/{allocation}/acceleratorData": accept_accelerators,
     "GET /api/v1/allocations/{allocation}/resources/{resources}/rendezvous": rendezvous,
