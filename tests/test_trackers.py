@@ -276,24 +276,36 @@ def test_a_tracker_that_cannot_start_is_one_line(
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.slow
-def test_packages_that_fail_are_one_line(tmp_path: Path, message: Message) -> None:
-    """Without a login of W&B or a server of MLflow; in another process, as the packages change theirs."""
+def log_in_another_process(folder: Path, setup: str, run_dir: str, info: str, **env: str) -> list[str]:
+    """Report once to W&B and MLflow, which change their process; return the lines about them."""
     script = (
-        "from pathlib import Path\nfrom determined.core import DummyTrainContext\n"
-        "from lm.metrics.logger import MetricLogger\n"
-        "opened = MetricLogger(0, Path('.'), DummyTrainContext(), 100)\n"
-        "opened.start(0, hyperparameters={'tracker': ['wandb', 'mlflow']})\nopened.log('training', 1, {'loss': 1.0})\n"
-        "opened.close()\nimport os, sys\nsys.stdout.flush()\nos._exit(0)"
+        "import os, sys\nfrom pathlib import Path\nfrom types import SimpleNamespace\n"
+        "from determined.core import DummyTrainContext\nfrom lm.metrics.logger import MetricLogger\n"
+        f"{setup}\nopened = MetricLogger(0, {run_dir}, DummyTrainContext(), 100, {info})\n"
+        "opened.start(0, hyperparameters={'tracker': ['wandb', 'mlflow']})\n"
+        "opened.log('training', 1, {'loss': 1.0})\nopened.close()\nsys.stdout.flush()\nos._exit(0)"
     )
-    env = os.environ | {"MLFLOW_TRACKING_URI": "http://user:secret@127.0.0.1:1", "PYTHONPATH": str(ROOT)}
+    env = {"MLFLOW_TRACKING_URI": "http://user:secret@127.0.0.1:1", "PYTHONPATH": str(ROOT)} | env
     command = [sys.executable, "-c", script]
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, cwd=folder, env=os.environ | env, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
-    lines = [line for line in result.stdout.splitlines() if line.startswith("tracker")]
-    assert len(lines) == 2
     assert "secret" not in result.stdout + result.stderr
-    message("\n".join(sorted(lines)), mask=THEIR_WORDS)
+    return sorted(line for line in result.stdout.splitlines() if line.startswith("tracker"))
+
+
+@pytest.mark.slow
+def test_a_missing_login_and_a_server_that_is_away_are_a_line_each(tmp_path: Path, message: Message) -> None:
+    lines = log_in_another_process(tmp_path, "", "Path('.')", "None")
+    assert len(lines) == 2
+    message("\n".join(lines), mask=THEIR_WORDS)
+
+
+@pytest.mark.slow
+def test_on_a_cluster_the_trial_identifies_the_run(tmp_path: Path) -> None:
+    info = "SimpleNamespace(cluster_id='c-1', trial=SimpleNamespace(trial_id=7, _config={}))"
+    log_in_another_process(tmp_path, "sys.modules['mlflow'] = None", "None", info, WANDB_MODE="offline")
+    (directory,) = (tmp_path / "wandb").glob("offline-run-*-c-1-7")
+    assert [row["training/loss"] for row in wandb_history(directory)] == [1.0]
 
 
 def test_a_server_that_never_answers_delays_neither_reports_nor_the_end(

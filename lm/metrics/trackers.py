@@ -259,7 +259,8 @@ class Tracker:
         self.log("end", 0, {"status": status})
 
     def close(self) -> None:
-        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        while self._thread.is_alive() and not self._is_off and time.monotonic() < self._deadline:
+            self._thread.join(0.1)
         if self._thread.is_alive():
             self._turn_off(f"no answer for {CLOSE_TIMEOUT:.0f} s at the end")
 
