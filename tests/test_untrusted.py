@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -285,7 +286,7 @@ def test_aliases_of_aliases_are_refused_before_they_are_expanded(message: Messag
 def test_a_full_disk_under_the_log_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     full = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
     monkeypatch.setattr(sys, "stdout", full)
-    Console(1).info("training continues")
+    Console(1, partial(print, flush=True)).info("training continues")
     with suppress(OSError):
         full.close()
 

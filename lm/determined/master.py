@@ -1,7 +1,7 @@
 """Retries and error reporting for the Determined master.
 
 Core API sends metrics and checkpoints from its own threads. Progress and status, which Core API sends from the
-calling thread, go through `BackgroundReporter`.
+calling thread, go through `BackgroundReporter`, and the lines of the log through `LogSender`.
 """
 
 from __future__ import annotations
@@ -9,25 +9,29 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from typing import Any
 
 import determined as det
 from determined import core
-from determined.common.api.bindings import APIHttpError, get_GetTrial
+from determined.common.api import Session, bindings
+from determined.common.api.bindings import APIHttpError
 from determined.common.api.errors import BadRequestException
 
 from lm.errors import RankError, RunError
 from lm.launch.environment import record_error
 
-MASTER_TIMEOUT = 1800
+MASTER_TIMEOUT = 24 * 3600
 """longest time that calls to an unreachable master are retried (seconds)"""
 CLOSE_TIMEOUT = 30.0
-"""longest wait for the last progress report at the end of a run (seconds)"""
+"""longest wait for the last progress report and the last lines of the log at the end of a run (seconds)"""
 
 _RETRY_INTERVAL = 2
+_LOG_INTERVAL = 1.0
 _RANGES = {"int", "double", "log", "categorical"}
 _REFUSALS = (BadRequestException, APIHttpError)
 
@@ -36,11 +40,11 @@ _REFUSALS = (BadRequestException, APIHttpError)
 def retrying() -> Iterator[None]:
     """Retry calls to an unreachable master every two seconds for `MASTER_TIMEOUT`; enter it before `core.init`.
 
-    Core API's own intervals grow to two minutes, and it treats a proxy's 502 or 503 as a refusal. A
+    Core API's own intervals grow to two minutes, and it treats a proxy's 502, 503 or 504 as a refusal. A
     `DET_RETRY_CONFIG` in the environment overrides this. Raises RankError for a refusal, also after `MASTER_TIMEOUT`.
     """
     retries = {"total": MASTER_TIMEOUT // _RETRY_INTERVAL, "backoff_factor": 0.5, "backoff_max": _RETRY_INTERVAL}
-    retries |= {"allowed_methods": False, "status_forcelist": [502, 503]}
+    retries |= {"allowed_methods": False, "status_forcelist": [502, 503, 504]}
     os.environ.setdefault("DET_RETRY_CONFIG", json.dumps(retries))
     try:
         yield
@@ -94,7 +98,7 @@ def should_preempt(preempt: core.PreemptContext, info: det.ClusterInfo | None, r
 
 def is_stopped(train: core.TrainContext) -> bool:
     """Ask the master whether the search has stopped this trial. Determined 0.38 marks the trial and signals nothing."""
-    state = get_GetTrial(train._session, trialId=train._trial_id).trial.state
+    state = bindings.get_GetTrial(train._session, trialId=train._trial_id).trial.state
     return state.value.startswith("STATE_STOPPING")
 
 
@@ -122,3 +126,43 @@ class BackgroundReporter:
         if self._last is not None:
             wait([self._last], CLOSE_TIMEOUT)
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class LogSender:
+    """Lines of the trial's log that go to the master instead of the standard output, in a background thread.
+
+    Determined's log shipper ends a container whose output it cannot upload for 11 minutes. These lines wait for the
+    master. Lines that it refuses, and all lines after `close`, are printed.
+    """
+
+    def __init__(self, session: Session, info: det.ClusterInfo) -> None:
+        self._session, self._waiting = session, list[bindings.v1TaskLog]()
+        container = os.environ.get("DET_CONTAINER_ID", "")
+        self._fields: dict[str, Any] = {"taskId": info.task_id, "allocationId": info.allocation_id, "rankId": 0}
+        self._fields |= {"agentId": info.agent_id, "containerId": container, "source": "task", "stdtype": "stdout"}
+        self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "log-sender")
+
+    def print(self, text: str) -> None:
+        """Add `text` to the log."""
+        if self._pool is None:
+            print(text, flush=True)
+            return
+        fields = self._fields | {"timestamp": datetime.now(UTC).isoformat()}
+        self._waiting += [bindings.v1TaskLog(log=f"{line}\n", **fields) for line in text.split("\n")]
+        self._pool.submit(self._send)
+
+    def _send(self) -> None:
+        if logs := self._waiting.copy():
+            time.sleep(_LOG_INTERVAL)  # the log shipper sends first what was printed before
+            try:
+                bindings.post_PostTaskLogs(self._session, body=bindings.v1PostTaskLogsRequest(logs=logs))
+            except _REFUSALS:
+                print(*(line.log for line in logs), sep="", end="", flush=True)
+            del self._waiting[: len(logs)]
+
+    def close(self) -> None:
+        """Send the last lines, or after `CLOSE_TIMEOUT` print them."""
+        if self._pool is not None:
+            wait([self._pool.submit(self._send)], CLOSE_TIMEOUT)
+            self._pool = self._pool.shutdown(wait=False, cancel_futures=True)
+            print(*(line.log for line in self._waiting), sep="", end="", flush=True)

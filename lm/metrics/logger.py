@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -32,7 +33,9 @@ class MetricLogger:
         info: det.ClusterInfo | None = None,
     ) -> None:
         self._run_dir = run_dir
-        self._console = Console(max_steps) if rank == 0 else None
+        self._log_sender = master.LogSender(train_context._session, info) if rank == 0 and info else None
+        write = self._log_sender.print if self._log_sender else partial(print, flush=True)
+        self._console = Console(max_steps, write) if rank == 0 else None
         self._cluster_info, self._status = info, ""
         in_search = info is not None and master.in_search(info)
         self._core_api = CoreAPI(train_context, max_steps, in_search) if rank == 0 and run_dir is None else None
@@ -125,6 +128,8 @@ class MetricLogger:
         for tracker in self._trackers:
             tracker.end(self._status)
         with self._oserror_as_run_error(), ExitStack() as stack:
+            if self._log_sender:
+                stack.callback(self._log_sender.close)
             for sink in self._sinks:
                 stack.callback(sink.close)
             self._sinks, self._trackers = [], []

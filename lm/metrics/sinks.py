@@ -9,7 +9,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
@@ -183,8 +183,9 @@ _FORMATS = {
 class Console:
     """A line per report, on a terminal above a progress bar."""
 
-    def __init__(self, max_steps: int) -> None:
+    def __init__(self, max_steps: int, write: Callable[[str], None]) -> None:
         self._max_steps = max_steps
+        self._write = write
         self._bar: tqdm[Any] | None = None
         self._has_stepped = False
 
@@ -202,7 +203,7 @@ class Console:
             self._bar.write(line, file=sys.stderr)
         else:
             with suppress(OSError):  # a full disk, or head has closed the pipe: training continues
-                print(line, flush=True)
+                self._write(line)
 
     def on_step_end(self) -> None:
         if not self._has_stepped:

@@ -575,6 +575,18 @@ def change_checkpoints(master: Master, body: Body, _query: Body) -> None:
         known["resources"] = {}
 
 
+def accept_task_logs(master: Master, body: Body, _query: Body) -> None:
+    """Add lines to the log of the current allocation, as of `det trial logs`."""
+    for line in body["logs"]:
+        found = master._require_current(allocation=line["allocationId"], task=line["taskId"])
+        datetime.fromisoformat(line["timestamp"])
+        require(
+            (line["source"], line["stdtype"]) == ("task", "stdout") and line["log"].endswith("\n"), "not a log line"
+        )
+        with master.trials[found.trial].logs[-1].open("a") as log:
+            log.write(f"[rank={line['rankId']}] {line['log']}")
+
+
 def exit_early(master: Master, body: Body, _query: Body, trial: str) -> None:
     found = master._require_current(trial=trial)
     require(body["reason"] == "EXITED_REASON_INVALID_HP", "not a reason")
@@ -614,6 +626,7 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "POST /api/v1/trials/{trial}/progress": accept_progress,
     "POST /api/v1/trials/{trial}/runner/metadata": accept_status,
     "POST /api/v1/trials/{trial}/early_exit": exit_early,
+    "POST /api/v1/task/logs": accept_task_logs,
     "POST /api/v1/checkpoints": accept_checkpoint,
     "PATCH /api/v1/checkpoints": change_checkpoints,
 }

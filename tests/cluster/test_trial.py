@@ -116,7 +116,10 @@ def saved(master: Master) -> set[int]:
 
 
 @pytest.mark.slow
-def test_a_trial_trains_through_an_outage_of_the_master(master: Master, tmp_path: Path) -> None:
+def test_a_trial_trains_through_an_outage_of_the_master_and_prints_nothing_meanwhile(
+    master: Master, tmp_path: Path
+) -> None:
+    """Determined's log shipper would end a container that prints, once the master has been away for 11 minutes."""
     trial.submit(master, trial.experiment(**HYPERPARAMETERS), tmp_path / "cli")
     master.experiment["hyperparameters"]["checkpoint_rate"] = 100
     away = threading.Event()
@@ -130,19 +133,24 @@ def test_a_trial_trains_through_an_outage_of_the_master(master: Master, tmp_path
     master.on_metrics = leave
     with trial.Trial(master, folder=tmp_path) as running:
         assert away.wait(240), running.log
-        began = time.monotonic()
-        while "training    step 24/24" not in running.log or time.monotonic() < began + 20:
+        began, printed = time.monotonic(), running.log
+        while not [*master.storage.glob("*/manifest.json")] or time.monotonic() < began + 20:
             assert time.monotonic() < began + 240, running.log
             assert running.process.poll() is None, running.log
             time.sleep(0.1)
         assert len(losses(master)) < 6
+        assert running.log == printed
         master.on_metrics = lambda _group, _step: None
         master.delay = 0
         master.is_away = False
         assert running.wait() == 0, running.log
     assert sorted(losses(master)) == list(range(1, 25))
+    assert [int(step) for step in re.findall(r"^\[rank=0\] training +step +(\d+)", running.log, re.MULTILINE)] == [
+        *range(1, 25)
+    ]
     assert master.bodies("/api/v1/trials/{trial}/progress")[-1]["progress"] == 1.0
     assert saved(master) == {24}
+    assert master.refused == []
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ class Trial:
         master.trials[number].logs.append(self._output)
         variables = {name: value for name, value in os.environ.items() if not name.startswith("DET_")}
         variables |= environment(master, self.allocation, hyperparameters) | {"STORAGE_FOLDER": str(master.storage)}
-        with self._output.open("wb") as output:
+        with self._output.open("ab") as output:
             self.process = subprocess.Popen(
                 [*UNSHARE, "bash", "-c", ENTRYPOINT], env=variables | env, stdout=output, stderr=subprocess.STDOUT
             )
