@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from lm.launch.environment import Launch, announce, is_restart, setup_environment
+from lm.launch.environment import Launch, announce, exit_code_of_stop, is_restart, setup_environment
 from lm.launch.spawn import run_and_exit
 
 setup_environment()  # before torch is imported
@@ -97,19 +97,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ) as context,
             Watchdog(world.store, launch.rank, world.size, hp.collective_timeout) as watchdog,
         ):
-            execute(Run(hp, world, context, info, run_dir, watchdog.on_step_start))
-        return 0
+            return execute(Run(hp, world, context, info, run_dir, watchdog.on_step_start))
     except RunError as error:
         # Until the ranks have joined, each machine prints its own errors.
         is_reporter = isinstance(error, RankError) or (launch.rank if watchdog else launch.local_rank) == 0
         return master.exit_code(error, info, is_reporter, watchdog and watchdog.explain)
 
 
-def execute(run: Run) -> None:
-    """Run from the first check to the last message."""
+def execute(run: Run) -> int:
+    """Run from the first check to the last message. Return the exit code."""
     setup, plan = preflight(run.hp, run.world, run.info, run.run_dir, run.context.checkpoint)
     if resuming.is_complete(plan, setup.run_info, setup.max_steps, setup.sample_rate is not None, run.world):
-        return
+        return 0
     t = build(run, setup)
     start = resume(t, plan)
     traces = run.run_dir.traces if run.run_dir else run.context.train.get_tensorboard_path()
@@ -117,7 +116,7 @@ def execute(run: Run) -> None:
     with t.logger, profiling(run.hp, run.context.profiler, traces, rank, left, t.logger.info) as profiler_step:
         step, stopped = train(t, start, profiler_step)
         t.logger.set_status("stopped" if stopped else "completed")
-    finish(t, step, stopped)
+    return finish(t, step, stopped)
 
 
 def build(run: Run, setup: Setup) -> Training:
@@ -285,14 +284,15 @@ def commit(t: Training) -> None:
     t.logger.log_checkpoint(*t.checkpointer.commit())
 
 
-def finish(t: Training, step: int, stopped: bool) -> None:
-    """Acknowledge a preemption, and write the report."""
+def finish(t: Training, step: int, stopped: bool) -> int:
+    """Acknowledge a preemption, and write the report. Return the exit code."""
     if stopped:
         if t.run.world.rank == 0 and not t.logger.stopped_by_search:  # otherwise exit code 0 means: trial complete
             t.run.context.preempt.acknowledge_preemption_signal()
         t.logger.info(f"stopped after step {step}/{t.setup.max_steps} as requested; rerun the same command to resume")
     if t.run.run_dir and t.run.world.rank == 0:
         t.logger.info(f"curves and traces: make board; report: {write_report(t.run.run_dir.path)}")
+    return exit_code_of_stop(os.environ) if stopped else 0
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Message
-from tests.support import ROOT, TINY, checkpoints, exact, run
+from tests.support import ROOT, TINY, checkpoints, exact, reports, run
+from tests.test_manifests import container, manifest
 
 RUN = TINY | {
     "dropout": 0.1,
@@ -70,16 +72,20 @@ class Hosts:
         else:
             env |= {"RANK": str(host), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
             env |= {"GROUP_RANK": str(host), "MASTER_ADDR": self.addresses[0], "MASTER_PORT": "29500"}
-        return subprocess.Popen(
-            # A working directory set outside of the namespace would be on the mounts outside.
-            self.inside(
-                host, "env", f"--chdir={folder}", *command, str(ROOT / "fsdp.py"), "--config", "test.yaml", *overrides
-            ),
-            env=os.environ | env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        return self.run(host, folder, [*command, str(ROOT / "fsdp.py"), "--config", "test.yaml", *overrides], env)
+
+    def run(self, host: int, folder: Path, command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+        """Start a command in `folder`."""
+        # A working directory set outside of the namespace would be on the mounts outside.
+        inside = self.inside(host, "env", f"--chdir={folder}", *command)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(inside, env=os.environ | env, text=True, stdout=pipe, stderr=pipe)
+
+    def names(self, folder: Path, first: str) -> None:
+        """Make `first` the name of the first host, and resolve each host's own name as a pod does."""
+        for host, address in enumerate(self.addresses):
+            (folder / f"hosts{host}").write_text(f"{self.addresses[0]} {first}\n{address} {os.uname().nodename}\n")
+            self.on(host, "mount", "--bind", str(folder / f"hosts{host}"), "/etc/hosts")
 
     def close(self) -> None:
         for keeper in self.keepers:
@@ -171,3 +177,72 @@ def test_a_host_that_sees_older_checkpoints_is_refused(hosts: Hosts, tmp_path: P
     assert "rank 1" in stderr
     assert "training" not in results[0][1]
     assert checkpoints(tmp_path) == saved
+
+
+# ---- Kubernetes and SkyPilot ------------------------------------------------------------------------------
+
+PROGRAMS = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+"""What a container's image sets."""
+
+
+@pytest.mark.slow
+def test_pods_of_a_trainjob_stop_when_one_is_evicted_and_machines_of_a_sky_job_complete_the_run(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    """Each with exactly the variables that Kubeflow Trainer 2.3 and SkyPilot 0.14 set."""
+    (tmp_path / "fsdp.py").symlink_to(ROOT / "fsdp.py")
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / "config.yaml").write_text(json.dumps({"hyperparameters": RUN | {"max_steps": 100000}}))
+    job = manifest("trainjob.yaml")[1]
+    name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
+    hosts.names(tmp_path, f"{name}-node-0-0.{name}")
+    env = PROGRAMS | {"PYTHONPATH": str(ROOT)}
+    pods = []
+    for host in (0, 1):
+        injected = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(host)}
+        injected |= {"PET_MASTER_ADDR": f"{name}-node-0-0.{name}", "PET_MASTER_PORT": "29500"}
+        injected |= {variable["name"]: variable["value"] for variable in trainer["env"]}
+        pods.append(hosts.run(host, tmp_path, [*trainer["command"], *trainer["args"]], env | injected))
+    assert pods[0].stdout is not None
+    for line in pods[0].stdout:
+        if line.startswith("training"):
+            break
+    pods[1].terminate()
+    evicted = finish(pods)
+    assert all(code != 0 for code, _, _ in evicted), "they start again"
+    stopped = re.search(r"^stopped after step (\d+)/", evicted[0][1], re.MULTILINE)
+    assert stopped, evicted
+    step = int(stopped[1])
+    assert step in checkpoints(tmp_path, "config")
+
+    task, arguments = manifest("sky.yaml")[0], f"--config config.yaml max_steps={step + 4}"
+    machines = []
+    for host in (0, 1):
+        injected = {"SKYPILOT_NODE_IPS": "\n".join(hosts.addresses), "SKYPILOT_NODE_RANK": str(host), "ARGS": arguments}
+        injected |= {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1"}
+        machines.append(hosts.run(host, tmp_path, ["bash", "-c", task["run"]], env | injected))
+    completed = finish(machines)
+    assert [code for code, _, _ in completed] == [0, 0], completed
+    assert list(reports(tmp_path, name="config")) == [*range(1, step + 5)]
+
+
+@pytest.mark.slow
+def test_pods_of_a_pytorchjob_are_ranks_of_one_run(hosts: Hosts, tmp_path: Path) -> None:
+    """With exactly the variables that version 1.9 of the training operator sets, also RANK and WORLD_SIZE of pods."""
+    program = "import os; from lm.launch.environment import Launch; print(Launch.from_env(os.environ))"
+    (tmp_path / "fsdp.py").write_text(program)
+    (job,) = manifest("pytorchjob.yaml")
+    first = f"{job['metadata']['name']}-master-0"
+    hosts.names(tmp_path, first)
+    pods = []
+    for host, replica in enumerate(job["spec"]["pytorchReplicaSpecs"].values()):
+        injected = {"MASTER_ADDR": first, "MASTER_PORT": "23456", "PET_MASTER_ADDR": first, "PET_MASTER_PORT": "23456"}
+        injected |= {"WORLD_SIZE": "4", "RANK": str(host), "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2"}
+        injected |= {"PET_NODE_RANK": str(host), "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+        pod = container(replica["template"])
+        injected |= {variable["name"]: variable["value"] for variable in pod["env"]}
+        pods.append(hosts.run(host, tmp_path, [*pod["command"], *pod["args"]], PROGRAMS | injected))
+    for host, (code, output, errors) in enumerate(finish(pods)):
+        assert code == 0, errors
+        places = [f"rank={2 * host + r}, world_size=4, local_rank={r}, local_size=2, node_rank={host}" for r in (0, 1)]
+        assert [line.split("(")[1].split(", address")[0] for line in sorted(output.splitlines())] == places

@@ -158,14 +158,17 @@ def test_arguments_are_not_expanded_by_a_shell(tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-@needs(MPICH)
-def test_the_ranks_of_each_mpiexec_agree_on_a_different_port_even_inside_of_shells(tmp_path: Path) -> None:
+@pytest.mark.parametrize("job", [{}, {"PBS_JOBID": "1.pbs"}, {"SLURM_JOB_ID": "1"}], ids=lambda job: "".join(job))
+@pytest.mark.parametrize("command", [pytest.param([m], marks=needs(m), id=m) for m in (MPICH, OPEN_MPI)])
+def test_the_ranks_of_each_mpiexec_agree_on_a_different_port_even_in_one_job_and_inside_of_shells(
+    command: list[str], job: dict[str, str], tmp_path: Path
+) -> None:
     code = "import os; from lm.launch.environment import Launch; print(Launch.from_env(os.environ).port)"
     (tmp_path / "rank.sh").write_text(f'{sys.executable} -c "{code}"\nexit 0\n')
-    ports = []
-    for _ in range(2):
-        command = [MPICH, "-n", "2", "bash", str(tmp_path / "rank.sh")]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
-        ports.append(done.stdout.split())
+    env = os.environ | job | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    words = [*command, "-n", "2", "bash", str(tmp_path / "rank.sh")]
+    two = [subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    ports = [mpiexec.communicate(timeout=60)[0].split() for mpiexec in two]
+    assert [len(both) for both in ports] == [2, 2]
     assert [len(set(both)) for both in ports] == [1, 1]
     assert ports[0] != ports[1]

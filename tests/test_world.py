@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,6 +29,19 @@ def launch(rank: int, size: int, port: int, nodes: int = 1) -> Launch:
 
 
 # ---- rendezvous -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_host_of_rank_0_that_does_not_resolve_is_named_within_ten_seconds(
+    message: Message, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    unknown = Launch(1, 2, 0, 1, 1, "no-such-host.invalid", 29500)
+    with pytest.raises(RunError) as failed, join_world(unknown, timeout=600):
+        pass
+    assert time.monotonic() - began < 10
+    message(failed.value, mask=r"\[Errno.*?\] [\w ]+")
+    assert capfd.readouterr().err == "", "no lines of PyTorch"
 
 
 @pytest.mark.slow

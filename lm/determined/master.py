@@ -147,8 +147,8 @@ class LogSender:
         if self._pool is None:
             print(text, flush=True)
             return
-        fields = self._fields | {"timestamp": datetime.now(UTC).isoformat()}
-        self._waiting += [bindings.v1TaskLog(log=f"{line}\n", **fields) for line in text.split("\n")]
+        now, lines = datetime.now(UTC).isoformat(), text.split("\n")
+        self._waiting += [bindings.v1TaskLog(log=f"{line}\n", timestamp=now, **self._fields) for line in lines]
         self._pool.submit(self._send)
 
     def _send(self) -> None:

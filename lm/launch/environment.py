@@ -193,6 +193,14 @@ def is_restart(env: Mapping[str, str]) -> bool:
     return any(env.get(name, "").isdigit() and int(env[name]) > count for name, count in first.items())
 
 
+def exit_code_of_stop(env: Mapping[str, str]) -> int:
+    """Return the exit code of a run that stopped before its last step: 0, or 75 if RESTART_WHEN_STOPPED is set.
+
+    Kubernetes and SkyPilot start a job again only if it failed.
+    """
+    return 75 if env.get("RESTART_WHEN_STOPPED") else 0
+
+
 def _is_set(launcher: str, env: Mapping[str, str]) -> bool:
     rank, _, local_rank, local_size = _VARIABLES[launcher][:4]
     if launcher == "srun":  # shells of sbatch and salloc have variables of the job, but are not started by srun
@@ -279,12 +287,22 @@ def _rendezvous(launch: Launch, env: Mapping[str, str]) -> tuple[str, int] | tup
         )
     if "MASTER_PORT" in env:
         return address, _port(env)
-    job = env.get("PMIX_NAMESPACE") if launch.launcher == "Open MPI" else None
-    job = job or env.get("PBS_JOBID") or env.get("SLURM_JOB_ID") or (str(launcher_pid()) if one_node else "0")
+    mpiexec = {"Open MPI": env.get("PMIX_NAMESPACE"), "PALS": env.get("PALS_APID"), "Hydra": _hydra_port()}
+    job = mpiexec.get(launch.launcher or "") or env.get("PBS_JOBID") or env.get("SLURM_JOB_ID")
+    job = job or (str(launcher_pid()) if one_node else "0")
     number = int("".join(re.findall(r"[0-9]", job)[:18]) or 0) * 16
     if launch.launcher == "srun":
         number += _numbers(env, "SLURM_STEP_ID")[0] % 16
     return address, _FIRST_PORT + number % _N_PORTS
+
+
+def _hydra_port() -> str:
+    """Return the port of this mpiexec, which Hydra passes to its process on every host; "" under other launchers."""
+    with suppress(OSError):
+        arguments = Path(f"/proc/{launcher_pid()}/cmdline").read_text(errors="replace").split("\0")
+        if "--control-port" in arguments:
+            return arguments[arguments.index("--control-port") + 1].rpartition(":")[2]
+    return ""
 
 
 def _require_agreement(launch: Launch, env: Mapping[str, str]) -> None:

@@ -11,6 +11,7 @@ import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -225,6 +226,8 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
 def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta, cpu_offload: bool) -> None:
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
     where = f"rank {launch.rank} of {launch.world_size}, rendezvous at {launch.address}:{launch.port}"
+    if launch.world_size > launch.local_size:
+        _require_resolvable(launch, where)
     try:
         store = _local_store(launch, timeout)
         dist.init_process_group(
@@ -253,6 +256,19 @@ def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta
             f"{where}: another rank uses the same GPU; start at most one rank per GPU, and make visible to each rank"
             " its own GPU (srun: --gpus-per-task=1) or all GPUs of the node (--gpus-per-node)"
         ) from None
+
+
+def _require_resolvable(launch: Launch, where: str) -> None:
+    """Raise RunError if no address of rank 0's host is found in 5 s; PyTorch would look for it until the timeout."""
+    for seconds_left in reversed(range(6)):
+        try:
+            socket.getaddrinfo(launch.address, launch.port)
+            return
+        except (OSError, UnicodeError) as error:
+            if not seconds_left:
+                problem = f"{where}: this machine cannot resolve {launch.address} ({error})"
+                raise RunError(f"{problem}; set MASTER_ADDR to the name or address of rank 0's host") from None
+        time.sleep(1)
 
 
 def _local_store(launch: Launch, timeout: timedelta) -> dist.Store | None:

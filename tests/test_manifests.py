@@ -1,0 +1,94 @@
+"""launch/*.yaml against the schemas of Kubeflow and SkyPilot. tests/test_hosts.py starts what they describe."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import kubeflow_trainer_api.models
+import pytest
+import yaml
+
+from tests.support import ROOT
+
+Document = dict[str, Any]
+
+
+def manifest(name: str) -> list[Document]:
+    """Return the documents of a file in launch/."""
+    return list(yaml.safe_load_all((ROOT / "launch" / name).read_text()))
+
+
+def container(pod: Document) -> Document:
+    """Return the only container of a pod template."""
+    (found,) = pod["spec"]["containers"]
+    return found
+
+
+def read_by_trainer(document: Document) -> Any:
+    return getattr(kubeflow_trainer_api.models, f"TrainerV1alpha1{document['kind']}").from_dict(document).to_dict()
+
+
+def read_by_operator(document: Document) -> Any:
+    client = pytest.importorskip("kubeflow.training").ApiClient()
+    model = client.deserialize(SimpleNamespace(data=json.dumps(document)), "KubeflowOrgV1PyTorchJob")
+    return client.sanitize_for_serialization(model)
+
+
+READERS = {"trainjob.yaml": read_by_trainer, "pytorchjob.yaml": read_by_operator}
+
+
+def mappings(value: Any) -> list[Document]:
+    """Return all mappings inside of `value`."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [*([value] if isinstance(value, dict) else []), *(found for item in inner for found in mappings(item))]
+
+
+@pytest.mark.parametrize("file", READERS)
+def test_kubeflows_models_know_every_field(file: str) -> None:
+    """The models drop a field that they do not know, or refuse it."""
+    read: Callable[[Document], Any] = READERS[file]
+    for document in manifest(file):
+        assert read(document) == document
+        for number, where in enumerate(mappings(document)):
+            changed = copy.deepcopy(document)
+            mappings(changed)[number]["unknown"] = {}
+            with suppress(ValueError):
+                assert read(changed) != changed or where.keys() == {"Master", "Worker"}, where
+
+
+def test_a_run_has_time_to_save_before_torchrun_or_kubernetes_kills_it() -> None:
+    runtime, job = manifest("trainjob.yaml")
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    pods = [(node["template"]["spec"]["template"], job["spec"]["trainer"]["env"])]
+    (job,) = manifest("pytorchjob.yaml")
+    pods += [
+        (each["template"], container(each["template"])["env"]) for each in job["spec"]["pytorchReplicaSpecs"].values()
+    ]
+    for pod, env in pods:
+        (patience,) = (e["value"] for e in env if e["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+        assert 30 < int(patience) < pod["spec"]["terminationGracePeriodSeconds"]
+
+
+SKYPILOT = """
+import sys, sky
+task = sky.Task.from_yaml(sys.argv[1])
+(resources,) = task.resources
+assert resources.use_spot and resources.job_recovery, resources
+"""
+
+
+def test_skypilot_reads_its_task(tmp_path: Path) -> None:
+    command = shutil.which("sky")
+    if command is None:
+        pytest.skip("sky is not installed (pip install skypilot, in an environment of its own)")
+    python = Path(command).read_text().partition("\n")[0].removeprefix("#!")
+    env = {"HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    subprocess.run([python, "-c", SKYPILOT, str(ROOT / "launch" / "sky.yaml")], env=env, cwd=ROOT, check=True)
