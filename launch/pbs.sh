@@ -73,7 +73,11 @@ step=$!
     exit
   fi
   seconds=$((10#$hours * 3600 + 10#$minutes * 60 + 10#$seconds - lead))
-  sleep "$((seconds > 0 ? seconds : 0))" &
+  if [[ "$seconds" -le 0 ]]; then
+    echo "job $PBS_JOBID: the run stops after its first step, because it stops $lead s (lead) before the walltime limit; increase walltime" >&2
+    seconds=0
+  fi
+  sleep "$seconds" &
   wait $! && kill -USR2 $$
 ) &
 limit=$!

@@ -83,7 +83,7 @@ def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_e
     job = tmp_path / "job"
     job.mkdir()
     queue = Queue(job)
-    queue.walltime("00:05:00", after="^0: training")
+    queue.walltime("00:05:01", after="^0: training")
     env = {"TOTAL_BATCH_SIZE": "8", "BATCH_SIZE": "2"}
     code, log = queue.job(1, MPICH, ENDLESS, **env)
     assert code == 0, log
@@ -112,7 +112,8 @@ def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_e
 def test_a_signal_before_the_ranks_handle_it_stops_them_later(tmp_path: Path) -> None:
     queue = Queue(tmp_path)
     queue.walltime("00:00:30")
-    code, log = queue.job(1, MPICH, ENDLESS)
+    errors = "job 1.pbs: the run stops after its first step, because it stops 300 s (lead) before the walltime limit;"
+    code, log = queue.job(1, MPICH, ENDLESS, f"{errors} increase walltime\n")
     assert code == 0, log
     assert (tmp_path / "submitted").exists()
     assert checkpoints(tmp_path)
