@@ -1,7 +1,7 @@
 """Experiment trackers: Weights & Biases, MLflow, and Determined for runs outside of its clusters.
 
-A run has one run there, however often it resumes. The files of its directory are the truth: after a start, trackers are
-told what these hold, so that a step that is trained again does not appear twice, and gaps are filled.
+A run has one run in each, however often it resumes. The files of its directory are the truth: a start sends trackers
+what these hold, so that steps that are trained again do not appear twice, and gaps are filled.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Client(Protocol):
 
 
 class WandB(Client):
-    """A run of Weights & Biases: written again at every start, or on a cluster, which has no files of it, resumed."""
+    """A run of Weights & Biases, written again at every start; on a cluster, which keeps no files of it, resumed."""
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
@@ -93,7 +93,7 @@ class WandB(Client):
 
 
 class MLflow(Client):
-    """A run of MLflow, found by its tag `run_id`. A report that is there with the same loss is not sent again."""
+    """A run of MLflow, found by its tag `run_id`. A report that MLflow has with the same loss is not sent."""
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
