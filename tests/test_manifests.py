@@ -88,7 +88,7 @@ assert resources.use_spot and resources.job_recovery, resources
 def test_skypilot_reads_its_task(tmp_path: Path) -> None:
     command = shutil.which("sky")
     if command is None:
-        pytest.skip("sky is not installed (pip install skypilot, in an environment of its own)")
+        pytest.skip("sky is not installed (pip install skypilot in a separate environment)")
     python = Path(command).read_text().partition("\n")[0].removeprefix("#!")
     env = {"HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
     subprocess.run([python, "-c", SKYPILOT, str(ROOT / "launch" / "sky.yaml")], env=env, cwd=ROOT, check=True)
