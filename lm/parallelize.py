@@ -55,7 +55,9 @@ class ParallelConfig(BaseModel):
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
         "none", description="recompute in backward: nothing, all but attention and matrix products, or full blocks"
     )
-    activation_offload: bool = Field(False, description="keep activations that blocks save for backward in host memory")
+    activation_offload: bool = Field(
+        False, description="keep what blocks save for backward in host memory, except for the last two blocks"
+    )
     sync_each_micro_step: bool = Field(
         False, description="reduce-scatter in every micro-step, so that a rank accumulates gradients of its shard only"
     )
