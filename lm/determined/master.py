@@ -25,12 +25,12 @@ from determined.common.api.errors import BadRequestException
 from lm.errors import RankError, RunError
 from lm.launch.environment import record_error
 
-MASTER_TIMEOUT = 24 * 3600
+MASTER_TIMEOUT = 3 * 3600
 """longest time that calls to an unreachable master are retried (seconds)"""
 CLOSE_TIMEOUT = 30.0
 """longest wait for the last progress report and the last lines of the log at the end of a run (seconds)"""
 
-_RETRY_INTERVAL = 2
+_RETRY_INTERVAL = 15  # each retry of urllib3 is a recursive call, of which Python allows less than 1,000
 _LOG_INTERVAL = 1.0
 _RANGES = {"int", "double", "log", "categorical"}
 _REFUSALS = (BadRequestException, APIHttpError)
@@ -38,7 +38,7 @@ _REFUSALS = (BadRequestException, APIHttpError)
 
 @contextmanager
 def retrying() -> Iterator[None]:
-    """Retry calls to an unreachable master every two seconds for `MASTER_TIMEOUT`; enter it before `core.init`.
+    """Retry calls to an unreachable master, at last every 15 seconds, for `MASTER_TIMEOUT`; enter it before `core.init`.
 
     Core API's own intervals grow to two minutes, and it treats a proxy's 502, 503 or 504 as a refusal. A
     `DET_RETRY_CONFIG` in the environment overrides this. Raises RankError for a refusal, also after `MASTER_TIMEOUT`.

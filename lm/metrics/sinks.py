@@ -19,7 +19,7 @@ from determined import core
 from lm.determined import master
 from lm.determined.master import BackgroundReporter
 from lm.fileio import open_regular, write_durably
-from lm.launch.environment import announce, elapsed
+from lm.launch.environment import elapsed
 from lm.sampling import escape_control
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class Console:
     def start(self, step: int) -> None:
         self._start_step, self._start_time = step, time.monotonic()
         if step < self._max_steps:
-            announce("running the first step")
+            self.info(f"{elapsed()}  running the first step")
         if sys.stderr.isatty():
             from tqdm import tqdm
 
