@@ -1,6 +1,6 @@
 """Train a language model with PyTorch FSDP through Determined's Core API.
 
-    python fsdp.py --config FILE [key=value ...]
+    python fsdp.py --config FILE [key=value ...] [--dry-run]
 
 The same file runs alone, under any launcher, and as a Determined trial. `execute` is the order of a run: `preflight`,
 `build`, `resume`, `train`, `finish`. The loop in `train` shows every part of a step; what the parts do is in lm/.
@@ -97,17 +97,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ) as context,
             Watchdog(world.store, launch.rank, world.size, hp.collective_timeout) as watchdog,
         ):
-            return execute(Run(hp, world, context, info, run_dir, watchdog.on_step_start))
+            return execute(Run(hp, world, context, info, run_dir, watchdog.on_step_start), args.dry_run)
     except RunError as error:
         # Until the ranks have joined, each machine prints its own errors.
         is_reporter = isinstance(error, RankError) or (launch.rank if watchdog else launch.local_rank) == 0
         return master.exit_code(error, info, is_reporter, watchdog and watchdog.explain)
 
 
-def execute(run: Run) -> int:
+def execute(run: Run, dry_run: bool = False) -> int:
     """Run from the first check to the last message. Return the exit code."""
-    setup, plan = preflight(run.hp, run.world, run.info, run.run_dir, run.context.checkpoint)
-    if resuming.is_complete(plan, setup.run_info, setup.max_steps, setup.sample_rate is not None, run.world):
+    setup, plan = preflight(run.hp, run.world, run.info, run.run_dir, run.context.checkpoint, dry_run)
+    if resuming.is_complete(plan, setup.run_info, setup.max_steps, bool(setup.sample_rate), run.world) or dry_run:
         return 0
     t = build(run, setup)
     start = resume(t, plan)

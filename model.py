@@ -431,11 +431,11 @@ LOSS_CHUNK = {"cpu": 2**24, "cuda": 2**31 - 1}
 """Most logits in memory at once by device type: few enough for a CPU's cache, or for 32-bit indices on a GPU."""
 
 
-def loss_chunk(device: torch.device) -> int:
-    """Return the most logits in memory at once; with their gradients, at most a sixteenth of a GPU's memory."""
+def loss_chunk(device: torch.device, memory: int | None = None) -> int:
+    """Return the most logits in memory at once; with their gradients, at most a sixteenth of a GPU's `memory`."""
     if device.type != "cuda":
         return LOSS_CHUNK["cpu"]
-    return min(LOSS_CHUNK["cuda"], torch.cuda.get_device_properties(device).total_memory // 64)
+    return min(LOSS_CHUNK["cuda"], (memory or torch.cuda.get_device_properties(device).total_memory) // 64)
 
 
 ChunkCrossEntropy = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
@@ -514,6 +514,7 @@ class Head(nn.Module):
         self.output = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.chunk_cross_entropy: ChunkCrossEntropy = chunk_cross_entropy
         """Can be replaced by its compiled form."""
+        self.loss_chunk = loss_chunk
 
     def forward(self, x: Tensor, targets: Tensor | None, tied: Tensor | None) -> Tensor:
         """Return the logits, or with `targets` the loss; `tied` is the output matrix if embeddings are tied."""
@@ -525,7 +526,7 @@ class Head(nn.Module):
         x, targets = x.flatten(0, 1), targets.flatten()
         # float16 cannot hold a chunk's gradients before the loss scale is applied to them.
         if (x.is_cuda or self.chunk_cross_entropy is not chunk_cross_entropy) and x.dtype != torch.float16:
-            size = even_chunk_size(len(x), max(1, loss_chunk(x.device) // len(weight)))
+            size = even_chunk_size(len(x), max(1, self.loss_chunk(x.device) // len(weight)))
             arguments = (x, weight, targets, size, torch.is_grad_enabled(), self.chunk_cross_entropy)
             return cast(Tensor, LinearCrossEntropy.apply(*arguments))
         logits = F.linear(x, weight).float()

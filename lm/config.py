@@ -141,7 +141,7 @@ def as_overrides(arguments: Sequence[str]) -> list[str]:
     rewritten, rest = [], iter(arguments)
     for argument in rest:
         key, equals, value = argument.removeprefix("--").partition("=")
-        if argument.startswith("--") and key not in ("", "config", "help"):
+        if argument.startswith("--") and key not in ("", "config", "dry-run", "help"):
             rewritten.append(f"{key.replace('-', '_')}={value if equals else next(rest, '')}")
         else:
             rewritten.append(argument)
@@ -149,10 +149,11 @@ def as_overrides(arguments: Sequence[str]) -> list[str]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line of fsdp.py (default: that of this process) into `config` and `overrides`."""
+    """Parse the command line of fsdp.py (default: that of this process): `config`, `overrides`, `dry_run`."""
     parser = argparse.ArgumentParser(description="Train a language model with PyTorch FSDP.", epilog=HELP)
     parser.add_argument("--config", type=Path, default=Path("config.yaml"), help="experiment file (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the memory of a step, and end")
     return parser.parse_intermixed_args(as_overrides(sys.argv[1:] if arguments is None else arguments))
 
 

@@ -97,14 +97,17 @@ def preflight(
     info: det.ClusterInfo | None,
     run_dir: RunDir | None,
     context: core.CheckpointContext,
+    dry_run: bool = False,
 ) -> tuple[Setup, ResumePlan]:
-    """Find everything that can be wrong, locally on every rank, and agree on it once; lock the run directory.
+    """Find everything that can be wrong, locally on every rank, and agree on it once.
+
+    Locks the run directory, or in a dry run writes nothing and prints what the run needs.
 
     Raises:
         ConfigError: the hyperparameters, the data, the machines and the checkpoints do not fit together.
     """
     announce("reading the data")
-    if run_dir:
+    if run_dir and not dry_run:
         run_dir.lock(world)
     checkpoints, restarted = run_dir and run_dir.checkpoints, is_restart(os.environ)
     checkpoint_config = hp
@@ -115,14 +118,18 @@ def preflight(
         date = world.on_rank0(lambda: start_date(plan, context))
         hp = hp.model_copy(update={"chat_template_date": date})
     base = find_base(hp.init_from, world) if hp.lora_rank and hp.init_from else None
-    setup = world.all_or_none(lambda: _check(hp, world, info, base))
+    memory = fit.check(hp, world, dry_run)
+    setup = world.all_or_none(lambda: _check(hp, world, info, base, memory))
     world.require_equal("ranks", {"device": world.device.type} | setup.facts())
+    if dry_run and world.rank == 0:
+        print("\n".join([setup.summary(hp, world), *setup.notes(hp)]))
     return setup, plan
 
 
-def _check(hp: Hyperparameters, world: World, info: det.ClusterInfo | None, base: Base | None) -> Setup:
+def _check(
+    hp: Hyperparameters, world: World, info: det.ClusterInfo | None, base: Base | None, memory: str | None
+) -> Setup:
     seed = hp.seed if hp.seed is not None else info.trial.trial_seed if info else DEFAULT_SEED
-    memory = fit.check(hp, world)
     layout = MeshLayout(parallelize.mesh_dims(hp, world.size, world.launch.local_size), world.rank)
     dtype = precision.compute_dtype(hp, world.device)
     batch_size = loader.derive_global_batch_size(hp, layout.dp_size)

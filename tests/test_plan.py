@@ -188,10 +188,20 @@ def test_a_run_that_cannot_fit_is_refused_with_what_fits(tmp_path: Path, message
     done = run(tmp_path, config=config, timeout=60)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    suggestion = re.findall(r"d_model=\d+", done.stderr)
+    suggestions = done.stderr.partition("what fits: ")[2].strip().split("; ")
+    assert len(suggestions) == 3
     message(done.stderr, r"(?<= of )[\d.]+ GiB|\d+(?= ranks)|(?<=d_model=)\d+")
-    done = run(tmp_path, *suggestion, "n_layers=1", "max_steps=1", "vocab_size=64", "max_seq_len=8", timeout=60)
+    done = run(tmp_path, *suggestions[0].split(), "--dry-run", timeout=60)
     assert done.returncode == 0, done.stderr
+    assert "what needs at most" not in done.stdout
+
+
+def test_a_dry_run_says_what_a_run_needs_and_writes_nothing(tmp_path: Path, message: Message) -> None:
+    config = {"d_model": 64, "n_layers": 1, "vocab_size": 30000, "max_seq_len": 16, "max_steps": 1}
+    done = run(tmp_path, "--dry-run", config=config)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["test.yaml"]
+    message(done.stdout[done.stdout.index("needs about") :], r"(?<= of )[\d.]+ GiB")
 
 
 def test_a_run_says_what_it_needs(tmp_path: Path, message: Message) -> None:

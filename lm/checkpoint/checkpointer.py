@@ -40,6 +40,7 @@ from lm.checkpoint.manifest import (
 from lm.checkpoint.retention import SavedCheckpoint, expired, list_saved, prune
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
+from lm.launch.environment import host_memory
 from lm.runtime.world import World
 from model import ModelConfig
 
@@ -123,8 +124,8 @@ class Checkpointer:
         needed = sum(size for its_node, size in self.world.all_gather_object((node, n_bytes)) if its_node == node)
 
         def check() -> None:
-            available = staging.available_memory()
-            if available is not None and needed > available:
+            _, available = host_memory()
+            if needed > available:
                 need, free = (f"{size / 2**30:.2f} GiB" for size in (needed, available))
                 problem = f"a copy of the state needs {need} of memory on {socket.gethostname()}, {free} are available"
                 remedy = "use async_checkpoint: false or more machines"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import weakref
 from collections.abc import Iterable
 from concurrent.futures import Future
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,15 +20,6 @@ ALIGNMENT = 64
 def buffer_size(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of host memory for copies of `tensors`."""
     return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
-
-
-def available_memory() -> int | None:
-    """Return the bytes that this machine can still allocate, or None if unknown."""
-    try:
-        found = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
-    except OSError:
-        return None
-    return int(found[1]) * 1024 if found else None
 
 
 class Stager:

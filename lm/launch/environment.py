@@ -94,6 +94,16 @@ def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
+def host_memory() -> tuple[int, int]:
+    """Return the bytes of memory of this machine, or of its container, and how many of them are available."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cgroup, meminfo = Path("/sys/fs/cgroup/memory.max"), Path("/proc/meminfo")
+    if cgroup.exists() and (limit := cgroup.read_text().strip()).isdigit():
+        total = min(total, int(limit))
+    found = re.search(r"MemAvailable: +(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
+    return total, min(total, int(found[1]) * 1024) if found else total
+
+
 def setup_environment() -> None:
     """Set up what must precede the import of torch: its version, allocators, logging, limits and signals."""
     gc.disable()  # training collects garbage at its reports, on all ranks at once

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from lm import parallelize, precision
 from lm.config import Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.errors import ConfigError
+from lm.launch.environment import host_memory
 from lm.plan import memory
 from lm.runtime.world import World
 from model import PRESETS, ModelConfig
@@ -45,30 +45,50 @@ def largest_batch_size(hp: Hyperparameters, dtype: torch.dtype | None, ranks: in
     return bisect_left(range(1, bound + 1), True, key=exceeds)
 
 
-def nearest(hp: Hyperparameters, dtype: torch.dtype | None, ranks: int, node: int, limit: float) -> list[str]:
-    """Return at most three settings whose state, i.e. parameters, moments and gradients, fits into `limit` bytes."""
+def nearest(
+    hp: Hyperparameters, dtype: torch.dtype | None, device_type: str, ranks: int, node: int, limit: float
+) -> str:
+    """Return the three changes of `hp`, the smallest first, that each make a rank need at most `limit` bytes."""
 
-    def fits(n_ranks: int, **changes: Any) -> bool:
-        changed = hp.model_copy(update=changes)
-        shards = parallelize.mesh_dims(changed, n_ranks, min(node, n_ranks))["shard"]
-        return state_bytes(changed, dtype, shards) <= limit
+    def fits(changes: dict[str, Any], ranks: int) -> bool:
+        changed, per_node = hp.model_copy(update=changes), min(node, ranks)
+        with suppress(ConfigError):  # the ranks or the global batch cannot be divided
+            run = dtype, device_type, ranks, per_node
+            return state_on_device(changed, *run) <= limit and sum(need(changed, *run).values()) <= limit
+        return False
 
-    def largest(key: str, values: range) -> list[str]:
-        count = bisect_left(values, True, key=lambda value: not fits(ranks, **{key: value}))
-        return [f"{key}={values[count - 1]}"] if count else []
-
-    more = (ranks * 2**power for power in range(1, 15))
-    presets = {name: ModelConfig.model_validate({"model": name}) for name in PRESETS}
-    smaller = sorted(presets, key=lambda name: -presets[name].n_parameters)
-    found = ["sharding=full-shard"] if ranks > 1 and fits(ranks, sharding="full-shard") else []
-    found += [f"{n} ranks with sharding=full-shard" for n in more if fits(n, sharding="full-shard")][:1]
-    if hp.init_from is None and hp.model is not None:
-        found += [f"model={name}" for name in smaller if fits(ranks, **presets[name].model_dump())][:1]
-    elif hp.init_from is None:
-        found += largest("n_layers", range(1, hp.n_layers))
+    sizes = [hp.batch_size >> power for power in range(1, hp.batch_size.bit_length())]
+    full = {"sharding": "full-shard"}
+    least = full | {"activation_checkpointing": "full", "batch_size": 1}
+    kinds: list[list[tuple[dict[str, Any], int]]] = [  # of each, the first that fits counts
+        [({"activation_checkpointing": mode}, ranks) for mode in ("selective", "full")],
+        [({"batch_size": size}, ranks) for size in sizes],
+        [(full, ranks), (least, ranks)],
+        [({"cpu_offload": True}, ranks), (least | {"cpu_offload": True}, ranks)] if device_type == "cuda" else [],
+        [(changes, ranks << power) for changes in (full, least) for power in range(1, 15)],
+    ]
+    if hp.init_from is not None:
+        kinds.append([(changes | {"lora_rank": 16}, ranks) for changes in ({}, least)])
+    elif hp.model is not None:
+        presets = [ModelConfig.model_validate({"model": name}) for name in PRESETS]
+        presets.sort(key=lambda preset: -preset.n_parameters)
+        kinds.append([(preset.model_dump(exclude={"max_seq_len"}), ranks) for preset in presets])
+    else:
         step = 2 * hp.n_heads
-        found += [] if hp.head_dim else largest("d_model", range(step, hp.d_model, step))
-    return found[:3]
+        widths = [int(hp.d_model * 0.85**power) // step * step for power in range(1, 40)]
+        few = {"n_layers": max(1, hp.n_layers // 4)}
+        kinds.append([({"n_layers": n}, ranks) for n in range(hp.n_layers - 1, 0, -1)])
+        for others, n in (({}, ranks), (few, ranks), (full, 8 * ranks)):
+            kinds.append([(others | {"d_model": width}, n) for width in widths if width and not hp.head_dim])
+    found = []
+    for kind in kinds:
+        for changes, n in kind:
+            changed = {key: value for key, value in changes.items() if getattr(hp, key) != value}
+            if (changed or n > ranks) and len(found) < 3 and fits(changes, n):
+                shown = {"model": changes["model"]} if "model" in changes else changed
+                found.append(" ".join([f"{n} ranks" * (n > ranks), *(f"{k}={v}" for k, v in shown.items())]).strip())
+                break
+    return "; ".join(found) or "a smaller model"
 
 
 def state_bytes(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> int:
@@ -77,36 +97,51 @@ def state_bytes(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> 
     return sum(memory.state(hp, dtype, shards).values()) + gradients
 
 
-def device_bytes(world: World) -> int:
-    """Return the memory of this rank's GPU, or this rank's share of the machine's or its container's."""
-    if world.device.type == "cuda":
-        return torch.cuda.get_device_properties(world.device).total_memory
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cgroup = Path("/sys/fs/cgroup/memory.max")
-    text = cgroup.read_text().strip() if cgroup.exists() else "max"
-    return min(total, int(text) if text.isdigit() else total) // world.launch.local_size
+def state_on_device(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str, ranks: int, node: int) -> int:
+    """Return the bytes of `state_bytes` that are not offloaded to host memory; raise ConfigError as `need`."""
+    shards = parallelize.mesh_dims(hp, ranks, node)["shard"]
+    return 0 if hp.cpu_offload and device_type == "cuda" else state_bytes(hp, dtype, shards)
 
 
-def check(hp: Hyperparameters, world: World) -> str | None:
-    """Return a line about the memory that a run needs, None on a CPU if its state is below 0.25 GiB.
+def table(parts: memory.Parts) -> list[str]:
+    """Return a line for each part."""
+    return [f"{part:<14}{n_bytes / GIB:8.2f} GiB" for part, n_bytes in parts.items()]
+
+
+def check(hp: Hyperparameters, world: World, dry_run: bool) -> str | None:
+    """Return what the run needs, in a dry run by part; else None on a CPU if its state is below 0.25 GiB.
 
     Raises:
         ConfigError: its state alone exceeds the memory.
     """
-    dtype, node = precision.compute_dtype(hp, world.device), world.launch.local_size
-    available, what = device_bytes(world), "GPU" if world.device.type == "cuda" else "rank"
-    shards = parallelize.mesh_dims(hp, world.size, node)["shard"]
-    state = 0 if what == "GPU" and hp.cpu_offload else state_bytes(hp, dtype, shards)
-    if state > available:
-        near = "; ".join(nearest(hp, dtype, world.size, node, USABLE * available))
-        raise ConfigError(
-            f"out of memory: parameters, moments and gradients take {state / GIB:.1f} of {available / GIB:.1f} GiB per"
-            f" {what}; what fits: {near}",
-            keys=KEYS,
-        )
-    if what == "rank" and state < GIB // 4:
-        return None
-    needed = sum(need(hp, dtype, world.device.type, world.size, node).values())
-    line = f"needs about {needed / GIB:.1f} of {available / GIB:.1f} GiB per {what}"
-    world.memory_notes.append(line)
-    return line
+    node, on_gpu = world.launch.local_size, world.device.type == "cuda"
+    own = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else host_memory()[0] // node
+    available, what = min(world.all_gather_object(own)), "GPU" if on_gpu else "rank"
+    run = precision.compute_dtype(hp, world.device), world.device.type, world.size, node
+
+    def line(needed: int, limit: float) -> str:
+        text = f"needs about {needed / GIB:.1f} of {available / GIB:.1f} GiB per {what}"
+        if needed <= limit:
+            return text
+        return f"{text}; what needs at most {limit / GIB:.1f} GiB: {nearest(hp, *run, limit)}"
+
+    def explain() -> str:
+        needed = sum(need(hp, *run).values())
+        return line(needed, USABLE * min(available, needed))
+
+    def find() -> str | None:
+        state = state_on_device(hp, *run)
+        if state > available:
+            near = nearest(hp.model_copy(update={"compile": False}), *run, USABLE * available)  # fast to trace
+            raise ConfigError(
+                f"out of memory: parameters, moments and gradients take {state / GIB:.1f} of {available / GIB:.1f} GiB"
+                f" per {what}; what fits: {near}",
+                keys=KEYS,
+            )
+        if not (on_gpu or dry_run) and state < GIB // 4:
+            return None
+        parts = need(hp, *run)
+        return "\n".join([line(sum(parts.values()), USABLE * available), *(table(parts) if dry_run else [])])
+
+    world.memory_notes.append(explain)
+    return world.on_rank0(find)

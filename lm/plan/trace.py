@@ -23,16 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lm import lora, parallelize
 from lm.config import Hyperparameters
-from model import (
-    LOSS_CHUNK,
-    AttentionInputs,
-    Head,
-    LinearCrossEntropy,
-    ModelConfig,
-    Transformer,
-    chunk_cross_entropy,
-    even_chunk_size,
-)
+from model import AttentionInputs, ModelConfig, Transformer, chunk_cross_entropy, loss_chunk
 
 
 class LiveBytes(TorchDispatchMode):
@@ -96,8 +87,8 @@ class Trace:
     head: Piece
 
 
-CHUNK = 80 * 2**30 // 64
-"""Most logits in memory at once on a GPU of 80 GiB, see `model.loss_chunk`."""
+GPU_MEMORY = 80 * 2**30
+"""bytes that `model.loss_chunk` is taken to see"""
 _KEYS = {*ModelConfig.model_fields, *lora.LoraConfig.model_fields, "activation_checkpointing"} - {"model"}
 """hyperparameters that activations depend on"""
 
@@ -134,9 +125,9 @@ def _measure(
     elif hp.activation_checkpointing != "none":
         for block in model.blocks:
             block.forward = partial(parallelize.checkpointing(hp.activation_checkpointing), block.forward)
-    if (on_gpu or compiles) and dtype != torch.float16:
-        function = _fused_cross_entropy if compiles else chunk_cross_entropy
-        model.head.forward = partial(_chunked_loss, model.head, CHUNK if on_gpu else LOSS_CHUNK["cpu"], function)
+    if on_gpu or compiles:
+        model.head.chunk_cross_entropy = _fused_cross_entropy if compiles else partial(chunk_cross_entropy)
+        model.head.loss_chunk = lambda *_: loss_chunk(torch.device(device_type), GPU_MEMORY)
     phases: list[list[int]] = []  # live bytes at the start, and the peak
 
     def mark(*_: Any) -> None:
@@ -173,19 +164,9 @@ def _measure(
     return [measured(i) for i in range(len(pieces))]
 
 
-def _chunked_loss(
-    head: Head, limit: int, function: Callable[..., Any], x: Tensor, targets: Tensor | None, tied: Tensor | None
-) -> Tensor:
-    weight = tied if head.output is None else head.output.weight
-    assert weight is not None
-    assert targets is not None
-    x, targets = head.norm(x).flatten(0, 1), targets.flatten()
-    size = even_chunk_size(len(x), max(1, limit // len(weight)))
-    loss: Any = LinearCrossEntropy.apply(x, weight, targets, size, True, function)
-    return loss
-
-
-def _fused_cross_entropy(x: Tensor, weight: Tensor, _targets: Tensor, _needs_grad: bool) -> tuple[Tensor, ...]:
+def _fused_cross_entropy(
+    x: Tensor, weight: Tensor, _targets: Tensor, _needs_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate what `chunk_cross_entropy` does when compiled: the logits and their gradients in the compute dtype."""
     logits = F.linear(x, weight)
     grad = torch.empty_like(logits)

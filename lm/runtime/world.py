@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -102,8 +102,8 @@ class World:
     """key-value store of all ranks"""
     timeout: timedelta
     """of every collective"""
-    memory_notes: list[str] = field(default_factory=list)
-    """what the run needs, which an out-of-memory error repeats"""
+    memory_notes: list[Callable[[], str]] = field(default_factory=list)
+    """return what an out-of-memory error says about the run's need"""
 
     @property
     def rank(self) -> int:
@@ -195,7 +195,7 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
     wait = timedelta(seconds=timeout)
     _init_process_group(launch, device, wait, cpu_offload)
     completed = False
-    notes: list[str] = []
+    notes: list[Callable[[], str]] = []
     try:
         control, saver = (_gloo_group(range(launch.world_size), wait) for _ in range(2))
         nodes: list[Any] = [None] * launch.world_size
@@ -211,7 +211,9 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
         is_out = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not is_out and not any(text in str(error) for text in _NO_HOST_MEMORY):
             raise
-        cause = "; ".join([str(error).splitlines()[0], *notes])
+        cause = str(error).splitlines()[0]
+        with suppress(RuntimeError, MemoryError):  # where even that is too much
+            cause = "; ".join([cause, *(note() for note in notes)])
         raise RankError(
             f"rank {launch.rank}: out of memory ({cause}); reduce memory with a smaller batch_size"
             " (total_batch_size can stay), activation_checkpointing: full, activation_offload: true, cpu_offload: true,"
