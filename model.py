@@ -514,7 +514,7 @@ class Head(nn.Module):
         self.output = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.chunk_cross_entropy: ChunkCrossEntropy = chunk_cross_entropy
         """Can be replaced by its compiled form."""
-        self.loss_chunk = loss_chunk
+        self.loss_chunk: Callable[[torch.device], int] = loss_chunk
 
     def forward(self, x: Tensor, targets: Tensor | None, tied: Tensor | None) -> Tensor:
         """Return the logits, or with `targets` the loss; `tied` is the output matrix if embeddings are tied."""

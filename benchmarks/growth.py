@@ -3,12 +3,12 @@
     python -m benchmarks.growth [--out FOLDER] [--steps 3] [--rounds 2]
 
 Every point is a call of `fsdp.execute` in bfloat16 on ranks of one thread each, with config.yaml's model scaled down to
-`BASE`. Growth changes one size at a time, on two ranks with full-shard; each of `rounds` measures all points with
-`steps` steps each. Times are elapsed and CPU seconds, which other processes affect less. Memory is that of tensors
-(benchmarks/tensors.py), not of the process.
+`BASE`. Growth changes one size at a time, on two ranks with full-shard; `VARIED` changes strategies, models and ranks.
+Each of `rounds` measures all points with `steps` steps each. Times are elapsed and CPU seconds, which other processes
+affect less. Memory is that of tensors (benchmarks/tensors.py), not of the process.
 
-The formulas are `ModelConfig.flops_per_token` over the FLOP/s of a CPU at `BASE`, and the memory of `lm.plan`. Writes
-growth.png, sharding.png and growth.json.
+The formulas are the memory and the time of `lm.plan`, whose time is scaled by that of `BASE`: for `VARIED`, measured
+before and after each point. Writes growth.png, planned.png, sharding.png and growth.json.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.common import ROOT, environment, launched, spread
-from lm import parallelize, precision
+from lm import parallelize
 from lm.config import Hyperparameters
-from lm.plan import fit
+from lm.plan import fit, speed
+from lm.plan.__main__ import make_plan
 
 SHAPE = {"d_model": 256, "n_heads": 8, "n_layers": 4, "vocab_size": 2048, "max_seq_len": 256}
 BASE: dict[str, Any] = SHAPE | {"batch_size": 2, "amp_dtype": "bfloat16"}
@@ -41,6 +43,30 @@ SIZES = {
     "batch_size": (1, 2, 4, 8, 16),
 }
 SHARDED = BASE | {"n_layers": 8, "max_seq_len": 64, "batch_size": 1}
+LLAMA = {"ffn": "swiglu", "norm": "rmsnorm", "positions": "rope", "bias": "none", "n_kv_heads": 2}
+VARIED: tuple[tuple[int, dict[str, Any]], ...] = (
+    (2, {"sharding": "grad-shard"}),
+    (2, {"sharding": "no-shard"}),
+    (2, {"activation_checkpointing": "selective"}),
+    (2, {"activation_checkpointing": "full"}),
+    (2, {"total_batch_size": 8}),
+    (2, {"total_batch_size": 16}),
+    (2, {"total_batch_size": 8, "sync_each_micro_step": True}),
+    (2, {"amp_dtype": None}),
+    (2, LLAMA),
+    (2, {"tie_embeddings": True, "vocab_size": 8192}),
+    (2, {"vocab_size": 8192}),
+    (2, {"sharding": "grad-shard", "activation_checkpointing": "full", "total_batch_size": 8}),
+    (1, {"d_model": 512}),
+    (1, {"n_layers": 8}),
+    (1, {"activation_checkpointing": "selective"}),
+    (1, {"max_seq_len": 1024}),
+    (1, {"batch_size": 8}),
+    (1, {"activation_checkpointing": "full", "batch_size": 4}),
+    (1, {"sharding": "grad-shard", "total_batch_size": 4}),
+    (1, {"d_model": 512, "n_layers": 8, "n_heads": 16}),
+)
+"""Number of ranks, and what differs from `BASE`."""
 STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
 PARTS = ("parameters", "gradients", "moments")
 MIB = 2**20
@@ -61,14 +87,9 @@ def run_ranks(ranks: int, points: list[dict[str, Any]], steps: int) -> list[Samp
         return json.loads(Path(folder, "found.json").read_text())
 
 
-def flops_per_step(hp: Hyperparameters) -> float:
-    """Return the FLOPs of a step of one rank."""
-    return hp.flops_per_token(hp.max_seq_len) * hp.max_seq_len * hp.batch_size
-
-
-def memory_bytes(hp: Hyperparameters) -> dict[str, int]:
-    """Return the predicted peak of a rank of `RANKS` by part, see `lm.plan.memory`."""
-    return fit.need(hp, precision.compute_dtype(hp, torch.device("cpu")), "cpu", RANKS, RANKS)
+def plan(point: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Return `lm.plan`'s prediction for a rank of `ranks` CPU threads: "memory" by part, "step" in seconds."""
+    return make_plan(Hyperparameters.model_validate(BASE | point), ranks, 1, 1.0, speed.CARDS["cpu"])
 
 
 def state_bytes(hp: Hyperparameters, shards: int) -> int:
@@ -91,18 +112,34 @@ def gathered_bytes(hp: Hyperparameters, shards: int) -> int:
 def growth(steps: int, rounds: int) -> list[Sample]:
     points = [(size, value) for size, values in SIZES.items() for value in values]
     results = run_ranks(RANKS, [BASE | {size: value} for size, value in points] * rounds, steps)
-    rows = []
-    for number, (size, value) in enumerate(points):
-        hp = Hyperparameters.model_validate(BASE | {size: value})
-        samples = results[number :: len(points)]
-        row = {"size": size, "value": value, "flops": flops_per_step(hp), "expected": memory_bytes(hp)}
-        row["peak"] = min(sample["parameters"] + sample["moments"] + min(sample["transient"]) for sample in samples)
-        rows.append(
-            row | {key: sorted(s for sample in samples for s in sample[key]) for key in ("seconds", "cpu_seconds")}
-        )
+    rows = [
+        {"size": size, "value": value} | summarize({size: value}, RANKS, results[number :: len(points)])
+        for number, (size, value) in enumerate(points)
+    ]
     at_base = [s for row in rows if row["value"] == BASE[row["size"]] for s in row["cpu_seconds"]]
-    rate = flops_per_step(Hyperparameters.model_validate(BASE)) / statistics.median(at_base)
-    return [row | {"expected_seconds": row["flops"] / rate} for row in rows]
+    scale = statistics.median(at_base) / plan({}, RANKS)["step"]
+    return [row | {"expected_seconds": scale * plan({row["size"]: row["value"]}, RANKS)["step"]} for row in rows]
+
+
+def varied(steps: int, rounds: int) -> list[Sample]:
+    rows = []
+    for ranks in (1, RANKS):
+        points = [point for n, point in VARIED if n == ranks]
+        mixed = [BASE | changes for point in points for changes in ({}, point)] * rounds
+        samples = run_ranks(ranks, [*mixed, BASE], steps)
+        for number, point in enumerate(points):
+            places = range(2 * number + 1, len(samples), 2 * len(points))
+            row = {"ranks": ranks, "changes": point} | summarize(point, ranks, [samples[i] for i in places])
+            around = [s for i in places for sample in (samples[i - 1], samples[i + 1]) for s in sample["cpu_seconds"]]
+            scale = statistics.median(around) / plan({}, ranks)["step"]
+            rows.append(row | {"expected_seconds": scale * plan(point, ranks)["step"]})
+    return rows
+
+
+def summarize(point: dict[str, Any], ranks: int, samples: list[Sample]) -> Sample:
+    times = {key: sorted(s for sample in samples for s in sample[key]) for key in ("seconds", "cpu_seconds")}
+    peak = min(sample["parameters"] + sample["moments"] + min(sample["transient"]) for sample in samples)
+    return {"expected": plan(point, ranks)["memory"], "peak": peak} | times
 
 
 def sharding() -> list[Sample]:
@@ -117,15 +154,17 @@ def sharding() -> list[Sample]:
     return rows
 
 
-def print_tables(grown: list[Sample], sharded: list[Sample]) -> None:
-    print("| size | value | seconds per step | CPU seconds | formula | ratio | MiB per rank | formula | ratio |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for row in grown:
-        expected, bytes_ = row["expected_seconds"], sum(row["expected"].values())
-        time = f"{spread(row['seconds'], 3)} | {spread(row['cpu_seconds'], 3)} | {expected:.3f}"
-        ratio = statistics.median(row["cpu_seconds"]) / expected
-        memory = f"{row['peak'] / MIB:.1f} | {bytes_ / MIB:.1f} | {row['peak'] / bytes_:.2f}"
-        print(f"| {row['size']} | {row['value']} | {time} | {ratio:.2f} | {memory} |")
+def print_tables(grown: list[Sample], changed: list[Sample], sharded: list[Sample]) -> None:
+    print("| ranks | changes | CPU seconds per step | planned | ratio | MiB per rank | planned | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in grown + changed:
+        expected, planned = row["expected_seconds"], sum(row["expected"].values())
+        changes = row.get("changes") or {row["size"]: row["value"]}
+        shown = " ".join(f"{key}={value}" for key, value in changes.items())
+        ratio = expected / statistics.median(row["cpu_seconds"])
+        memory = f"{row['peak'] / MIB:.1f} | {planned / MIB:.1f} | {planned / row['peak']:.2f}"
+        time = f"{spread(row['cpu_seconds'], 3)} | {expected:.3f} | {ratio:.2f}"
+        print(f"| {row.get('ranks', RANKS)} | {shown} | {time} | {memory} |")
     print("\n| sharding | ranks | shards | parameters | gradients | moments | all | 16 P / S | gathered | formula |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for row in sharded:
@@ -135,7 +174,7 @@ def print_tables(grown: list[Sample], sharded: list[Sample]) -> None:
         print(f"| {row['sharding']} | {row['ranks']} | {row['shards']} | {cells} |")
 
 
-def plot(grown: list[Sample], sharded: list[Sample], out: Path) -> None:
+def plot(grown: list[Sample], changed: list[Sample], sharded: list[Sample], out: Path) -> None:
     import matplotlib as mpl  # a dependency of determined
 
     mpl.use("Agg")
@@ -150,7 +189,7 @@ def plot(grown: list[Sample], sharded: list[Sample], out: Path) -> None:
             below = [median - row[key][0] for median, row in zip(medians, rows, strict=True)]
             above = [row[key][-1] - median for median, row in zip(medians, rows, strict=True)]
             time.errorbar(values, medians, [below, above], fmt=style, markersize=4, capsize=3, label=label)
-        time.plot(values, [row["expected_seconds"] for row in rows], "k--", label="FLOPs / (FLOP/s)")
+        time.plot(values, [row["expected_seconds"] for row in rows], "k--", label="lm.plan")
         memory.plot(values, [row["peak"] / MIB for row in rows], "o", label="peak")
         total = [sum(row["expected"].values()) / MIB for row in rows]
         memory.plot(values, total, "k--", label="lm.plan")
@@ -166,6 +205,21 @@ def plot(grown: list[Sample], sharded: list[Sample], out: Path) -> None:
         row[0].set_ylabel(label)
         row[-1].legend(loc="lower right")
     figure.savefig(out / "growth.png", dpi=80)
+
+    figure, (time, memory) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    for rows, label in ((grown, "growth"), (changed, "varied")):
+        measured = [statistics.median(row["cpu_seconds"]) for row in rows]
+        time.plot([row["expected_seconds"] for row in rows], measured, "o", label=label)
+        planned = [sum(row["expected"].values()) / MIB for row in rows]
+        memory.plot(planned, [row["peak"] / MIB for row in rows], "o", label=label)
+    for axis, name, margin in ((time, "CPU seconds per step", 0.15), (memory, "MiB per rank", 0.05)):
+        ends = np.array(axis.get_xlim()).clip(min=axis.dataLim.x0 * 0.8)
+        axis.plot(ends, ends, "k-", linewidth=0.8)
+        axis.fill_between(ends, ends * (1 - margin), ends * (1 + margin), color="k", alpha=0.1, label=f"{margin:.0%}")
+        axis.set(xlabel=f"{name}, planned", ylabel=f"{name}, measured")
+        axis.loglog(base=2)
+        axis.legend(loc="upper left")
+    figure.savefig(out / "planned.png", dpi=80)
 
     figure, (state, gathered) = plt.subplots(1, 2, figsize=(14, 4.5), layout="constrained")
     bars = [STRATEGIES.index(row["sharding"]) + (row["ranks"].bit_length() - 2) * 0.28 for row in sharded]
@@ -191,12 +245,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    grown, sharded = growth(args.steps, args.rounds), sharding()
+    grown, changed, sharded = growth(args.steps, args.rounds), varied(args.steps, args.rounds), sharding()
     machine = {"torch": torch.__version__, "cores": os.cpu_count(), "machine": platform.machine()}
-    record = machine | {"base": BASE, "growth": grown, "sharded": SHARDED, "sharding": sharded}
+    record = machine | {"base": BASE, "growth": grown, "varied": changed}
+    record |= {"sharded": SHARDED, "sharding": sharded}
     (args.out / "growth.json").write_text(json.dumps(record))
-    print_tables(grown, sharded)
-    plot(grown, sharded, args.out)
+    print_tables(grown, changed, sharded)
+    plot(grown, changed, sharded, args.out)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.common import SHARES, STEP, shares
 from benchmarks.curves import deviations
-from benchmarks.growth import PARTS, STRATEGIES, gathered_bytes, memory_bytes, run_ranks, state_bytes
+from benchmarks.growth import PARTS, STRATEGIES, gathered_bytes, plan, run_ranks, state_bytes
 from lm.config import Hyperparameters
 from lm.parallelize import mesh_dims
 from tests.support import ROOT, TINY
@@ -95,7 +95,7 @@ def test_the_memory_of_a_rank_equals_the_formulas() -> None:
         assert sum(found[part] for part in PARTS) == state_bytes(hp, shards)
         assert found["gathered"] == gathered_bytes(hp, shards), hp.sharding
         peak = found["parameters"] + found["moments"] + min(found["transient"])
-        assert peak == pytest.approx(sum(memory_bytes(hp).values()), rel=0.05), hp.sharding
+        assert peak == pytest.approx(sum(plan(point, 2)["memory"].values()), rel=0.05), hp.sharding
         assert len(found["seconds"]) == 1
 
 

@@ -3,9 +3,9 @@
     python -m lm.plan --config FILE [key=value ...] [--gpu NAME | --memory GIB] [--gpus N] [--nodes M] [--search]
 
 Prints what a GPU holds at the moment of a step that needs most, whether that fits, the largest batch size, and how fast
-the run is. --search prints the fastest sharding, recomputation and batch size on 1, 2, 4, ... N GPUs. --calibrate RUN
-scales times by those of a run with this configuration. Memory is tested against FSDP on fake tensors and on CPUs;
-neither memory nor time was measured on a GPU.
+the run is. --search prints the fastest settings on 1, 2, 4, ... N GPUs and the cheapest of all. --plot draws memory by
+strategy, and the speed of up to 10,000 GPUs. --gpu cpu plans for ranks on this machine. --calibrate RUN scales times by
+those of a run. Memory is tested against FSDP on fake tensors and on CPUs, time on CPUs; nothing was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,18 @@ import torch
 from lm import config, parallelize
 from lm.config import Hyperparameters
 from lm.data.loader import derive_global_batch_size
-from lm.errors import ConfigError, command
+from lm.errors import ConfigError, command, oserror_as_config_error
 from lm.hf import weights
+from lm.launch.environment import host_memory
 from lm.plan import fit, memory, speed
 from lm.plan.fit import GIB
-from lm.plan.trace import trace
 
 DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, None: None}
-"""Compute dtype on a GPU that has bfloat16, by `amp_dtype`; None = float32."""
+"""Compute dtype on a device that has bfloat16, by `amp_dtype`; None = float32."""
 SHARDINGS = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
-RECOMPUTATION = ("none", "selective", "full")
+GRID: dict[str, Sequence[Any]] = {"activation_checkpointing": ("none", "selective", "full")}
+GRID |= {"activation_offload": (False, True), "cpu_offload": (False, True)}
+"""What --search combines with sharding, batch size, `optim_dtype` and adapters."""
 
 Plan = dict[str, Any]
 
@@ -51,25 +54,24 @@ def make_plan(
     Raises:
         ConfigError: the GPUs cannot be divided into shard groups, or the global batch into micro-batches.
     """
-    dtype, node = DTYPES[hp.amp_dtype], gpus // nodes
+    dtype, node, device_type = DTYPES[hp.amp_dtype], gpus // nodes, card.device_type if card else "cuda"
     mesh = parallelize.mesh_dims(hp, gpus, node)
     global_batch_size = derive_global_batch_size(hp, gpus)
     n_micro_batches = global_batch_size // (hp.batch_size * gpus)
-    parts, total = fit.need(hp, dtype, "cuda", gpus, node), memory.count(hp, dtype)
+    parts, total = fit.need(hp, dtype, device_type, gpus, node), memory.count(hp, dtype)
     host = 12 * total.trained // mesh["shard"] if hp.async_checkpoint else 0
     host += fit.state_bytes(hp, dtype, mesh["shard"]) if hp.cpu_offload else 0
     plan: Plan = {"parameters": total.n, "trained": total.trained, "gpus": gpus, "nodes": nodes, "mesh": mesh}
     plan |= {"sharding": hp.sharding, "activation_checkpointing": hp.activation_checkpointing}
     plan |= {"batch_size": hp.batch_size, "micro_batches": n_micro_batches, "memory": parts, "host": host}
-    plan |= {"peak": sum(parts.values()), "available": round(gib * GIB)}
+    plan |= {"peak": sum(parts.values()), "available": round(gib * GIB), "caveats": fit.caveats(hp)}
     plan["fits"] = plan["peak"] <= fit.USABLE * plan["available"]
-    tokens = plan["tokens_per_step"] = global_batch_size * hp.max_seq_len
+    plan["tokens_per_step"] = global_batch_size * hp.max_seq_len
     if card:
-        without = hp.model_copy(update={"activation_checkpointing": "none"})
-        saved = hp.n_layers * trace(without, dtype, "cuda", hp.compile is not False).block.held
-        shape = mesh["shard"], mesh["replicate"], node, network, n_micro_batches
-        plan |= speed.step_time(hp, dtype, card, *shape, saved)
-        plan |= {"tokens_per_second": tokens / plan["step"], "mfu": plan["flops"] / plan["step"] / card.flops}
+        plan |= speed.step_time(hp, dtype, card, mesh, node, network, n_micro_batches)
+        plan |= {"tokens_per_second": plan["tokens_per_step"] / plan["step"]}
+        plan |= {"mfu": plan["flops"] / plan["step"] / card.flops}
+        plan |= {"gpu_hours_per_billion_tokens": gpus / plan["tokens_per_second"] / 3.6e-6}
         if hp.max_epochs is None:
             plan["hours"] = plan["step"] * hp.run_length(None) / 3600
     return plan
@@ -78,58 +80,114 @@ def make_plan(
 def search(
     hp: Hyperparameters, gpus: int, per_node: int, gib: float, card: speed.Card, network: float
 ) -> Iterator[Plan]:
-    """Yield for 1, 2, 4, ... `gpus` GPUs the fastest plan that fits, if any."""
-    for count in (2**power for power in range(gpus.bit_length())):
+    """Yield for 1, 2, 4, ... `gpus` GPUs the fastest plan that fits, if any; given weights, another with adapters.
+
+    A plan's "settings" are those that differ from `hp`.
+    """
+    moments = ("float32", "bfloat16") if hp.beta2 <= 0.99 else (hp.optim_dtype,)
+    adapters = (None, 16) if hp.init_from is not None and hp.lora_rank is None else (hp.lora_rank,)
+    for count, lora_rank in itertools.product((2**power for power in range(gpus.bit_length())), adapters):
         nodes, found = max(1, count // per_node), []
-        shardings = SHARDINGS if nodes > 1 else SHARDINGS[:3] if count > 1 else SHARDINGS[:1]
-        for sharding, mode in itertools.product(shardings, RECOMPUTATION):
+        shardings = SHARDINGS if nodes > 1 else SHARDINGS[: min(count + 1, 3)]
+        grid = {"lora_rank": (lora_rank,), "sharding": shardings, "optim_dtype": moments} | GRID
+        for values in itertools.product(*grid.values()):
             for size in (1, 2, 4, 8, 16, 32, 64):
-                changes = {"sharding": sharding, "activation_checkpointing": mode, "batch_size": size}
+                changes = dict(zip(grid, values, strict=True)) | {"batch_size": size}
                 if hp.total_batch_size and hp.total_batch_size % (size * count):
                     continue
                 plan = make_plan(hp.model_copy(update=changes), count, nodes, gib, card, network)
                 if not plan["fits"]:
                     break
+                plan["settings"] = {key: value for key, value in changes.items() if value != getattr(hp, key)}
                 found.append(plan)
         yield from sorted(found, key=lambda plan: -plan["tokens_per_second"])[:1]
+
+
+def search_table(plans: Sequence[Plan]) -> str:
+    """Return a row for each of `plans`, and the cheapest, for a person to read."""
+    rows = ["| GPUs | settings | GiB | tokens/s | MFU | GPU-hours per 10⁹ tokens |", "|---|---|---|---|---|---|"]
+    for plan in plans:
+        settings = " ".join(f"{key}={value}" for key, value in plan["settings"].items()) or "as in the file"
+        rate = f"{plan['tokens_per_second']:,.0f} | {plan['mfu']:.0%} | {plan['gpu_hours_per_billion_tokens']:,.1f}"
+        rows.append(f"| {plan['gpus']} | {settings} | {plan['peak'] / GIB:.1f} | {rate} |")
+    best = min(range(len(plans)), key=lambda row: plans[row]["gpu_hours_per_billion_tokens"])
+    return "\n".join([*rows, "", f"cheapest: {rows[best + 2]}"])
+
+
+def plot(hp: Hyperparameters, gpus: int, gib: float, card: speed.Card, network: float, path: Path) -> None:
+    """Draw memory by part over GPUs and strategies, and tokens/s per GPU of up to 10,000 GPUs in nodes of 8."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot requires a package: pip install matplotlib") from None
+    hp = hp.model_copy(update={"total_batch_size": None})
+    counts = [2**power for power in range(14)]
+    figure = Figure(figsize=(14, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    names = []
+    for count, sharding in itertools.product((n for n in counts if n <= gpus), SHARDINGS):
+        if count > 8 or not sharding.startswith("hybrid"):  # otherwise a hybrid is the same as full- or grad-shard
+            changed = hp.model_copy(update={"sharding": sharding})
+            parts = make_plan(changed, count, max(1, count // 8), gib, None)["memory"]
+            bottom = 0.0
+            for color, (part, n_bytes) in enumerate(parts.items()):
+                left.bar(len(names), n_bytes / GIB, 0.8, bottom, color=f"C{color}", label="" if names else part)
+                bottom += n_bytes / GIB
+            names.append(f"{count} {sharding}")
+    left.axhline(gib, color="k", linestyle="--", label=f"{card.name}: {gib:g} GiB")
+    left.set_xticks(range(len(names)), names, rotation=90)
+    left.set_ylabel("GiB per GPU")
+    left.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+    for sharding in ("full-shard", "hybrid-full-shard"):
+        changed = hp.model_copy(update={"sharding": sharding})
+        plans = [make_plan(changed, n, max(1, n // 8), gib, card, network) for n in (*counts, 10000)]
+        rates = [plan["tokens_per_second"] / plan["gpus"] for plan in plans]
+        right.plot([*counts, 10000], rates, "o-", label=sharding)
+    right.set(xscale="log", xlabel="GPUs", ylabel="tokens/s per GPU (not measured)", ylim=0)
+    right.legend()
+    figure.savefig(path, dpi=80)
 
 
 def text(plan: Plan, hp: Hyperparameters) -> str:
     """Return the plan for a person to read."""
     adapters = f", {plan['trained'] / 1e6:,.1f}M trained" if plan["trained"] < plan["parameters"] else ""
     mesh = f"{plan['mesh']['replicate']} replicas x {plan['mesh']['shard']} shards"
-    lines = [f"{plan['parameters'] / 1e6:,.1f}M parameters{adapters}; {plan['sharding']} over {mesh}"]
     size = f"{plan['batch_size']} x {hp.max_seq_len} tokens, {plan['micro_batches']} micro-steps"
-    lines += [f"per GPU and step: {size}; {plan['tokens_per_step']:,} tokens per step in all", ""]
-    lines += [f"{part:<14}{n_bytes / GIB:8.2f} GiB" for part, n_bytes in plan["memory"].items()]
-    verdict = "fits" if plan["fits"] else "does not fit"
-    limit = f"{fit.USABLE:.0%} of {plan['available'] / GIB:.1f} GiB can be used"
-    lines += [f"{'peak':<14}{plan['peak'] / GIB:8.2f} GiB: {verdict}, {limit}"]
-    lines += [f"{'host':<14}{plan['host'] / GIB:8.2f} GiB of the node's memory", ""]
-    lines += [f"largest batch_size without accumulation: {plan['largest_batch_size']}"]
+    verdict = f"{'fits' if plan['fits'] else 'does not fit'}, {fit.USABLE:.0%} of {plan['available'] / GIB:.1f} GiB"
+    lines = [
+        f"{plan['parameters'] / 1e6:,.1f}M parameters{adapters}; {plan['sharding']} over {mesh}",
+        f"per GPU and step: {size}; {plan['tokens_per_step']:,} tokens per step in all\n",
+        *fit.table(plan["memory"]),
+        f"{fit.table({'peak': plan['peak']})[0]}: {verdict} can be used",
+        f"{fit.table({'host': plan['host']})[0]} of the node's memory",
+        f"\nlargest batch_size without accumulation: {plan['largest_batch_size']}",
+    ]
     if "step" in plan:
-        links = " and ".join(
-            f"{n_bytes / 1e9:.1f} GB over {link}" for link, n_bytes in plan["links"].items() if n_bytes
-        )
-        lines += [f"{plan['flops'] / 1e12:,.1f} TFLOP per GPU and step{links and '; '}{links}"]
+        links = [f"{n_bytes / 1e9:.1f} GB over {link}" for link, n_bytes in plan["links"].items() if n_bytes]
         parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in plan["seconds"].items())
-        lines += [f"{plan['step']:.3f} s per step ({parts}), not measured on a GPU"]
-        lines += [f"{plan['tokens_per_second']:,.0f} tokens/s, MFU {plan['mfu']:.1%}"]
+        lines += [
+            "; ".join([f"{plan['flops'] / 1e12:,.1f} TFLOP per GPU and step", *links]),
+            f"{plan['step']:.3f} s per step ({parts}), not measured on a GPU",
+            f"{plan['tokens_per_second']:,.0f} tokens/s, MFU {plan['mfu']:.1%}",
+        ]
     if "hours" in plan:
         lines += [f"{plan['hours']:,.2f} hours, {plan['hours'] * plan['gpus']:,.1f} GPU-hours"]
-    return "\n".join(lines)
+    return "\n".join(lines + plan["caveats"])
 
 
-def measured_seconds(run: Path) -> float:
-    """Return the median step time of a run, without its first report; raise ConfigError if it has no other."""
-    path = run / "metrics.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"--calibrate: {path} does not exist; name the directory of a run")
-    reports = [json.loads(line) for line in path.read_text().splitlines()]
-    seconds = [report["step_seconds"] for report in reports if report["group"] == "training"][1:]
+@oserror_as_config_error
+def calibration(run: Path, card: speed.Card, network: float) -> float:
+    """Return by which factor the steps of a run take longer than predicted; raise ConfigError if it has no reports."""
+    metrics, sessions = ((run / f"{name}.jsonl").read_text().splitlines() for name in ("metrics", "sessions"))
+    reports, session = [json.loads(line) for line in metrics], json.loads(sessions[-1])
+    seconds = [report["step_seconds"] for report in reports if report["group"] == "training"][1:]  # first: start-up
     if not seconds:
-        raise ConfigError(f"--calibrate: {path} has fewer than two training reports; train longer")
-    return statistics.median(seconds)
+        raise ConfigError(f"--calibrate: {run} has fewer than two training reports; train longer")
+    if (session["gpus"] == 0) != (card.device_type == "cpu"):
+        raise ConfigError(f"--calibrate: {run} ran on {session['device']}; set --gpu to its kind (cpu for a CPU)")
+    nodes = -(-session["gpus"] // 8) or 1
+    plan = make_plan(config.load(run / "config.yaml", []), session["ranks"], nodes, card.gib, card, network)
+    return statistics.median(seconds) / plan["step"]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -147,19 +205,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--gpus", type=int, default=1, metavar="N", help="number of GPUs (%(default)s)")
     add("--nodes", type=int, metavar="M", help="number of nodes (8 GPUs per node)")
     add("--network", type=float, default=50.0, metavar="GBPS", help="GB/s per GPU to other nodes (%(default)s)")
-    add("--search", action="store_true", help="find the fastest settings on 1, 2, 4, ... N GPUs")
-    add("--calibrate", type=Path, metavar="RUN", help="scale times by those of a run with this configuration")
+    add("--search", action="store_true", help="find the fastest settings on 1, 2, 4, ... N GPUs, and the cheapest")
+    add("--plot", type=Path, metavar="FILE.png", help="draw memory by strategy and the speed of up to 10,000 GPUs")
+    add("--calibrate", type=Path, metavar="RUN", help="scale times by those of the run in the directory RUN")
     add("--json", action="store_true", help="print JSON")
     args = parser.parse_intermixed_args(arguments)
     args.nodes = args.nodes or max(1, -(-args.gpus // 8))
     near = difflib.get_close_matches(args.gpu, speed.CARDS, n=3, cutoff=0.3) or speed.CARDS
+    is_timed = args.search or args.plot or args.calibrate
     is_valid = {
         f"--gpu: {args.gpu} is unknown; did you mean {', '.join(near)}? Or use --memory GIB": args.gpu in speed.CARDS,
         f"--gpus: {args.gpus} must be 1 or more": args.gpus >= 1,
         f"--gpus: {args.gpus} GPUs cannot be divided among {args.nodes} nodes": args.gpus % args.nodes == 0,
         f"--memory: {args.memory or 0:g} must be above 0": args.memory is None or args.memory > 0,
         f"--network: {args.network:g} must be above 0": args.network > 0,
-        "--memory: --search and --calibrate need --gpu": not (args.memory and (args.search or args.calibrate)),
+        "--memory: --search, --plot and --calibrate need --gpu": not (args.memory and is_timed),
     }
     if not all(is_valid.values()):
         raise ConfigError(*(problem for problem, valid in is_valid.items() if not valid))
@@ -181,31 +241,21 @@ def load(args: argparse.Namespace) -> Hyperparameters:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     args = parse(arguments)
-    hp, card = load(args), None if args.memory else speed.CARDS[args.gpu]
-    gib = args.memory or speed.CARDS[args.gpu].gib
+    hp, card, per_node = load(args), speed.CARDS[args.gpu], args.gpus // args.nodes
+    gib = args.memory or card.gib or host_memory()[0] / per_node / GIB
+    if args.calibrate:
+        card = replace(card, slowdown=calibration(args.calibrate, card, args.network))
+    if args.plot:
+        plot(hp, args.gpus, gib, card, args.network, args.plot)
     if args.search:
-        assert card
-        plans = list(search(hp, args.gpus, max(1, args.gpus // args.nodes), gib, card, args.network))
+        plans = list(search(hp, args.gpus, per_node, gib, card, args.network))
         if not plans:
             raise ConfigError(f"--search: nothing fits on up to {args.gpus} GPUs; use more, or lora_rank")
-        rows = [
-            "| GPUs | sharding | recomputation | batch_size | GiB | tokens/s | MFU |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for plan in plans:
-            settings = (str(plan[key]) for key in ("gpus", "sharding", "activation_checkpointing", "batch_size"))
-            rate = f"{plan['peak'] / GIB:.1f} | {plan['tokens_per_second']:,.0f} | {plan['mfu']:.0%}"
-            rows.append(f"| {' | '.join(settings)} | {rate} |")
-        print(json.dumps(plans) if args.json else "\n".join(rows))
+        print(json.dumps(plans) if args.json else search_table(plans))
         return 0
-    plan = make_plan(hp, args.gpus, args.nodes, gib, card, args.network)
-    if args.calibrate:
-        factor = measured_seconds(args.calibrate) / plan["step"]
-        plan |= {"step": plan["step"] * factor, "mfu": plan["mfu"] / factor, "hours": plan.get("hours", 0.0) * factor}
-        plan["tokens_per_second"] /= factor
-    limit = fit.USABLE * plan["available"]
-    size = fit.largest_batch_size(hp, DTYPES[hp.amp_dtype], args.gpus, args.gpus // args.nodes, limit)
-    plan["largest_batch_size"] = size
+    plan = make_plan(hp, args.gpus, args.nodes, gib, None if args.memory else card, args.network)
+    run = DTYPES[hp.amp_dtype], card.device_type, args.gpus, per_node
+    plan["largest_batch_size"] = fit.largest_batch_size(hp, *run, fit.USABLE * plan["available"])
     print(json.dumps(plan) if args.json else text(plan, hp))
     return 0
 

@@ -34,12 +34,14 @@ def need(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str, ranks
     return memory.peak(hp, dtype, device_type, shards, n_micro_batches)
 
 
-def largest_batch_size(hp: Hyperparameters, dtype: torch.dtype | None, ranks: int, node: int, limit: float) -> int:
-    """Return the largest `batch_size` (at most 4096) on GPUs without accumulation that needs at most `limit` bytes."""
+def largest_batch_size(
+    hp: Hyperparameters, dtype: torch.dtype | None, device_type: str, ranks: int, node: int, limit: float
+) -> int:
+    """Return the largest `batch_size` (at most 4096) without accumulation that needs at most `limit` bytes."""
 
     def exceeds(size: int) -> bool:
         changed = hp.model_copy(update={"batch_size": size, "total_batch_size": None})
-        return sum(need(changed, dtype, "cuda", ranks, node).values()) > limit
+        return sum(need(changed, dtype, device_type, ranks, node).values()) > limit
 
     bound = next((size for size in (2**power for power in range(12)) if exceeds(size)), 4096)
     return bisect_left(range(1, bound + 1), True, key=exceeds)
@@ -57,12 +59,11 @@ def nearest(
             return state_on_device(changed, *run) <= limit and sum(need(changed, *run).values()) <= limit
         return False
 
-    sizes = [hp.batch_size >> power for power in range(1, hp.batch_size.bit_length())]
     full = {"sharding": "full-shard"}
     least = full | {"activation_checkpointing": "full", "batch_size": 1}
     kinds: list[list[tuple[dict[str, Any], int]]] = [  # of each, the first that fits counts
         [({"activation_checkpointing": mode}, ranks) for mode in ("selective", "full")],
-        [({"batch_size": size}, ranks) for size in sizes],
+        [({"batch_size": hp.batch_size >> power}, ranks) for power in range(1, hp.batch_size.bit_length())],
         [(full, ranks), (least, ranks)],
         [({"cpu_offload": True}, ranks), (least | {"cpu_offload": True}, ranks)] if device_type == "cuda" else [],
         [(changes, ranks << power) for changes in (full, least) for power in range(1, 15)],
@@ -76,9 +77,8 @@ def nearest(
     else:
         step = 2 * hp.n_heads
         widths = [int(hp.d_model * 0.85**power) // step * step for power in range(1, 40)]
-        few = {"n_layers": max(1, hp.n_layers // 4)}
         kinds.append([({"n_layers": n}, ranks) for n in range(hp.n_layers - 1, 0, -1)])
-        for others, n in (({}, ranks), (few, ranks), (full, 8 * ranks)):
+        for others, n in (({}, ranks), ({"n_layers": -(-hp.n_layers // 4)}, ranks), (full, 8 * ranks)):
             kinds.append([(others | {"d_model": width}, n) for width in widths if width and not hp.head_dim])
     found = []
     for kind in kinds:
@@ -101,6 +101,11 @@ def state_on_device(hp: Hyperparameters, dtype: torch.dtype | None, device_type:
     """Return the bytes of `state_bytes` that are not offloaded to host memory; raise ConfigError as `need`."""
     shards = parallelize.mesh_dims(hp, ranks, node)["shard"]
     return 0 if hp.cpu_offload and device_type == "cuda" else state_bytes(hp, dtype, shards)
+
+
+def caveats(hp: Hyperparameters) -> list[str]:
+    """Return a line about what of `hp` is not modelled, if anything."""
+    return [f"float8: {hp.float8} is not modelled: memory and time are those of bfloat16"] if hp.float8 else []
 
 
 def table(parts: memory.Parts) -> list[str]:
@@ -141,7 +146,8 @@ def check(hp: Hyperparameters, world: World, dry_run: bool) -> str | None:
         if not (on_gpu or dry_run) and state < GIB // 4:
             return None
         parts = need(hp, *run)
-        return "\n".join([line(sum(parts.values()), USABLE * available), *(table(parts) if dry_run else [])])
+        lines = [line(sum(parts.values()), USABLE * available), *caveats(hp)]
+        return "\n".join(lines + (table(parts) if dry_run else []))
 
     world.memory_notes.append(explain)
     return world.on_rank0(find)

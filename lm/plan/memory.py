@@ -7,6 +7,7 @@ runs next, and the gradients that the unit before is reducing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from torch import nn
 from lm import lora
 from lm.config import Hyperparameters
 from lm.offload import RESIDENT
-from lm.plan.trace import Trace, trace
+from lm.plan.trace import SHAPE_KEYS, Trace, trace
 from model import Transformer
 
 Parts = dict[str, int]
@@ -36,6 +37,12 @@ class Unit:
 
 def count_units(hp: Hyperparameters, dtype: torch.dtype | None) -> tuple[Unit, Unit, Unit, Unit]:
     """Return the FSDP units of the embedding, of a block, of the head, and of the root."""
+    return _count_units(hp.model_dump_json(include=SHAPE_KEYS), dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _count_units(shape: str, dtype: torch.dtype | None) -> tuple[Unit, Unit, Unit, Unit]:
+    hp = Hyperparameters.model_validate_json(shape)
     with torch.device("meta"):
         model = lora.add_adapters(Transformer(hp.model_copy(update={"n_layers": 1})), hp, dtype)
     wrapped = set(model.fsdp_units()) if hp.layer_wrap else set()
@@ -53,9 +60,7 @@ def count_units(hp: Hyperparameters, dtype: torch.dtype | None) -> tuple[Unit, U
 def count(hp: Hyperparameters, dtype: torch.dtype | None) -> Unit:
     """Return the parameters of the model with its adapters."""
     e, b, h, root = count_units(hp, dtype)
-    numbers = ((e.n, e.trained), (h.n, h.trained), (root.n, root.trained))
-    blocks = hp.n_layers * b.n, hp.n_layers * b.trained
-    return Unit(*map(sum, zip(blocks, *numbers, strict=True)))
+    return Unit(e.n + hp.n_layers * b.n + h.n + root.n, e.trained + hp.n_layers * b.trained + h.trained + root.trained)
 
 
 def state(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> Parts:
@@ -68,19 +73,12 @@ def state(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> Parts:
 
 def peak(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str, shards: int, n_micro_batches: int) -> Parts:
     """Return the bytes at the moment of a step that has the most, see `moments`."""
-    compiles = hp.compile is True or (hp.compile == "auto" and (device_type == "cuda" or hp.float8 is not None))
-    pieces = trace(hp, dtype, device_type, compiles)
-    found = moments(hp, dtype, pieces, shards, n_micro_batches, device_type == "cuda")
+    found = moments(hp, dtype, trace(hp, dtype, device_type), shards, n_micro_batches, device_type == "cuda")
     return max(found, key=lambda parts: sum(parts.values()))
 
 
 def moments(
-    hp: Hyperparameters,
-    dtype: torch.dtype | None,
-    pieces: Trace,
-    shards: int,
-    n_micro_batches: int,
-    on_gpu: bool,
+    hp: Hyperparameters, dtype: torch.dtype | None, pieces: Trace, shards: int, n_micro_batches: int, on_gpu: bool
 ) -> Iterator[Parts]:
     """Yield the moments of a step that can have the most bytes, each by part, for one of `shards` ranks.
 
@@ -102,13 +100,7 @@ def moments(
     kept = {} if on_gpu and hp.cpu_offload else state(hp, dtype, shards)
 
     def moment(
-        activations: int,
-        units: int,
-        buffer: int,
-        done: int = 0,
-        reducing: int = 0,
-        grads: int = 0,
-        first: bool = False,
+        activations: int, units: int, buffer: int, done: int = 0, reducing: int = 0, grads: int = 0, first: bool = False
     ) -> Parts:
         """Return the bytes by part.
 

@@ -1,6 +1,6 @@
-"""Time of a training step: FLOPs, memory traffic and collectives over what a GPU and its links achieve.
+"""Time of a training step: FLOPs, memory traffic and collectives over what a device and its links achieve.
 
-The fractions of peaks are assumptions.
+The fractions of a GPU's peaks are assumptions; a CPU's rates are fitted to measured steps.
 """
 
 from __future__ import annotations
@@ -14,35 +14,43 @@ from lm import lora
 from lm.config import Hyperparameters
 from lm.metrics.accumulator import peak_flops_by_name
 from lm.plan.memory import count
+from lm.plan.trace import trace
 
 GB = 1e9
-MATMUL, COPY, LINK = 0.65, 0.85, 0.8
-"""fractions of the peak that matrix products, memory-bound operators and collectives achieve"""
-ATTENTION = 0.45
-"""fraction of the peak that fused attention achieves, forward and backward"""
-TRAFFIC = 3.0
-"""bytes read and written by memory-bound operators, by byte that a block saves: once in forward, twice in backward"""
+COPY, LINK = 0.85, 0.8
+"""fractions of the peak that memory-bound operators and collectives achieve"""
 NVLINK_LATENCY, NETWORK_LATENCY = 2e-6, 6e-6
 """seconds of a hop of a ring"""
+HOST_LINK, HOST_MEMORY = 25.0, 20.0
+"""GB/s between a GPU and its host, and of host memory per GPU"""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU: its name, memory (GiB), memory bandwidth and bandwidth to a GPU of its node (GB/s, one direction)."""
+    """A GPU, or a CPU with one thread per rank: memory (GiB), bandwidths (GB/s, one direction) and what it achieves."""
 
     name: str
     gib: float
     bandwidth: float
-    link: float
+    link: float  # to another rank of the node
+    matmul: float = 0.65  # fraction of the peak that matrix products achieve
+    attention: float = 0.45  # the same for fused attention, forward and backward
+    traffic: float = 3.0  # bytes moved per byte that a block saves: written once, read twice; more without fusion
+    overhead: float = 0.0  # seconds per block and micro-step
+    slowdown: float = 1.0  # seconds per predicted second, see --calibrate
+
+    @property
+    def device_type(self) -> str:
+        return "cpu" if self.name == "CPU" else "cuda"
 
     @property
     def flops(self) -> float:
         """Dense 16-bit peak (FLOP/s)."""
-        peak = peak_flops_by_name(self.name)
-        assert peak
-        return peak
+        return peak_flops_by_name(self.name) or CPU_FLOPS
 
 
+CPU_FLOPS = 480e9
+"""peak of a thread with AVX512-BF16 (FLOP/s)"""
 CARDS = {
     "h100": Card("H100", 79.2, 3350, 450),
     "h200": Card("H200", 139.8, 4800, 450),
@@ -53,73 +61,70 @@ CARDS = {
     "l4": Card("L4", 22.0, 300, 25),
     "4090": Card("RTX 4090", 23.5, 1008, 25),
     "5090": Card("RTX 5090", 31.3, 1792, 50),
+    "cpu": Card("CPU", 0.0, 20, 0.6, matmul=0.6, attention=0.16, traffic=50, overhead=0.008),
 }
-"""By the name on the command line, from the vendors' data sheets; memory as PyTorch reports it."""
-NETWORKS = {"800g": 100.0, "400g": 50.0, "200g": 25.0, "100g": 12.5, "25g": 3.1}
-"""GB/s per GPU to other nodes, by the speed of its network adapter"""
+"""By the name on the command line, from the vendors' data sheets; memory as PyTorch reports it, of a CPU this machine's
+per rank."""
 
 
 def step_time(
-    hp: Hyperparameters,
-    dtype: torch.dtype | None,
-    card: Card,
-    shards: int,
-    replicas: int,
-    node: int,
-    network: float,
-    n_micro_batches: int,
-    saved: int,
+    hp: Hyperparameters, dtype: torch.dtype | None, card: Card, mesh: dict[str, int], node: int, network: float, n: int
 ) -> dict[str, Any]:
-    """Predict a step.
+    """Predict a step of `n` micro-steps.
 
     Args:
         node: GPUs per node; ranks of a shard group are neighbours.
         network: GB/s per GPU to other nodes.
-        saved: bytes that the blocks save for backward in a micro-step, without recomputation.
 
     Returns:
-        seconds by part ("compute", "memory", "optimizer", "exposed communication") and in all ("step"); FLOPs of a GPU
-        without recomputation; bytes of a GPU over "nvlink" and "network".
+        seconds by part and in all ("step"); FLOPs of a GPU without recomputation; bytes of a GPU by link.
     """
-    total, tokens = count(hp, dtype), hp.batch_size * hp.max_seq_len
+    shards, replicas = mesh["shard"], mesh["replicate"]
+    total, tokens, on_gpu = count(hp, dtype), hp.batch_size * hp.max_seq_len, card.device_type == "cuda"
     model_flops = lora.flops_per_token(hp, hp) * tokens
     window = min(hp.sliding_window or hp.max_seq_len, hp.max_seq_len)
     attended = window - window**2 / (2 * hp.max_seq_len)
     attention = 12 * hp.n_layers * hp.n_heads * hp.head_width * attended * tokens
     blocks = model_flops - 6 * hp.vocab_size * hp.d_model * tokens
-    recomputed = blocks / 3 if hp.activation_checkpointing == "full" else 0.0
-    compute = (model_flops - attention + recomputed) / MATMUL + attention / ATTENTION
+    recomputes = hp.activation_checkpointing == "full"
+    products = model_flops - attention + recomputes * (blocks - attention) / 3
+    compute = products / card.matmul + (4 / 3 if recomputes else 1) * attention / card.attention
     compute /= card.flops * (1 if dtype else 0.5)
-    repeated = {"none": 1.0, "selective": 1.2, "full": 1.33}[hp.activation_checkpointing]
-    memory = TRAFFIC * saved * repeated / (card.bandwidth * GB * COPY)
+    width, bandwidth = (dtype or torch.float32).itemsize, card.bandwidth * GB * COPY
+    block = trace(hp.model_copy(update={"activation_checkpointing": "none"}), dtype, card.device_type).block.held
+    repeated = hp.n_layers * {"none": 1.0, "selective": 1.2, "full": 1.33}[hp.activation_checkpointing]
+    logits = tokens * hp.vocab_size * width
+    memory = card.traffic * (block * repeated + logits) / bandwidth + card.overhead * repeated
 
     # Bytes per parameter and GPU: cast, gather and copy out; copy in and reduce; AdamW.
-    gathers = (2 if hp.reshard_after_forward else 1 / n_micro_batches) * n_micro_batches
-    reductions = n_micro_batches if hp.sync_each_micro_step else 1
+    gathers = (2 if hp.reshard_after_forward else 1 / n) * n
+    reductions = n if hp.sync_each_micro_step else 1
     local = gathers * (6 + 6 / shards) * total.n + reductions * (10 + 4 / shards) * total.trained
-    local += 36 * total.trained / shards
-    optimizer = local / (card.bandwidth * GB * COPY)
+    optimizer, offload = (local + 36 * total.trained / shards) / bandwidth, 0.0
+    if on_gpu and hp.cpu_offload:  # parameters to the GPU, gradients back, AdamW in host memory
+        moved = (gathers * total.n + reductions * total.trained) * 4 / shards
+        optimizer = local / bandwidth + 36 * total.trained / shards / (HOST_MEMORY * GB)
+        offload += moved / (HOST_LINK * GB * LINK)
+    if on_gpu and hp.activation_offload:  # to the host and back
+        kept = trace(hp, dtype, card.device_type).block.held
+        offload += 2 * n * hp.n_layers * kept / (HOST_LINK * GB * LINK)
 
-    is_local = shards <= node
-    rate = (card.link if is_local else network) * GB * LINK
-    units, hop = hp.n_layers + 2, NVLINK_LATENCY if is_local else NETWORK_LATENCY
-    width = (dtype or torch.float32).itemsize
+    # A ring crosses each node once in and once out: all GPUs of a node share their network.
+    per_node, peers = min(shards, node), max(1, node // shards)  # ranks in a node of a shard group, and replicas
+    nodes, crosses = -(-shards // node), replicas > peers
+    rate = (card.link if nodes == 1 else min(card.link, network * per_node)) * GB * LINK
+    replica_rate = (min(card.link, network * peers) if crosses else card.link) * GB * LINK
+    units = hp.n_layers + 2
     sent = (shards - 1) / shards * (gathers * width * total.n + reductions * 4 * total.trained)
-    latency = (gathers + reductions) * units * (shards - 1) * hop
-    across = replicas * min(shards, node) > node or not is_local
     reduced = 2 * 4 * total.trained / shards * (replicas - 1) / replicas
-    replica_rate = (network if across else card.link) * GB * LINK
-    communication = sent / rate + latency + reduced / replica_rate
-    communication += 2 * units * (replicas - 1) ** 0.5 * NETWORK_LATENCY if replicas > 1 else 0.0  # a tree's hops
+    ring = (nodes - 1) * NETWORK_LATENCY + (shards - nodes) * NVLINK_LATENCY
+    tree = 2 * units * (replicas - 1) ** 0.5 * NETWORK_LATENCY
+    communication = sent / rate + (gathers + reductions) * units * ring + reduced / replica_rate + tree
     # FSDP overlaps a unit's collectives with the compute of the unit before: the first and the last are exposed.
-    busy = n_micro_batches * (compute + memory)
-    exposed = max(communication - busy, 0.0) + communication / (units * max(1.0, gathers + reductions)) * 2
-    if shards * replicas == 1:
-        exposed = sent = reduced = 0.0
-    links = {"nvlink": 0.0, "network": 0.0}
-    links["nvlink" if is_local else "network"] += sent
-    links["network" if across else "nvlink"] += reduced
-    seconds = {"compute": n_micro_batches * compute, "memory": n_micro_batches * memory, "optimizer": optimizer}
-    seconds |= {"exposed communication": exposed}
-    flops = model_flops * n_micro_batches
-    return {"seconds": seconds, "step": sum(seconds.values()), "flops": flops, "links": links}
+    busy = n * (compute + memory) if on_gpu else 0.0
+    exposed = max(communication - busy, 0.0) + 2 * communication / (units * max(1.0, gathers + reductions)) * on_gpu
+    remote = sent / per_node * (nodes > 1) + reduced / peers * crosses
+    seconds = {"compute": n * compute, "memory": n * memory, "optimizer": optimizer, "exposed communication": exposed}
+    seconds = {part: card.slowdown * value for part, value in (seconds | {"offload": offload}).items() if value}
+    links = {"nvlink": sent + reduced - remote, "network": remote}
+    return {"seconds": seconds, "step": sum(seconds.values()), "flops": model_flops * n, "links": links}

@@ -6,8 +6,7 @@ import copy
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
@@ -35,11 +34,11 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.sizes: dict[int, int] = {}
         self.now = self.peak = 0
-        self._counts = True
+        self.counts = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._counts:
+        if self.counts:
             pytree.tree_map_only(Tensor, self.add, result)
         return result
 
@@ -55,13 +54,6 @@ class LiveBytes(TorchDispatchMode):
 
     def _remove(self, key: int) -> None:
         self.now -= self.sizes.pop(key)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not count the tensors that are made in this context."""
-        counts, self._counts = self._counts, False
-        yield
-        self._counts = counts
 
 
 @dataclass(frozen=True)
@@ -87,21 +79,22 @@ class Trace:
     head: Piece
 
 
-GPU_MEMORY = 80 * 2**30
-"""bytes that `model.loss_chunk` is taken to see"""
-_KEYS = {*ModelConfig.model_fields, *lora.LoraConfig.model_fields, "activation_checkpointing"} - {"model"}
-"""hyperparameters that activations depend on"""
+SHAPE_KEYS = {*ModelConfig.model_fields, *lora.LoraConfig.model_fields, "layer_wrap"} - {"model"}
+"""hyperparameters that the parameters and FSDP units depend on"""
 
 
-def trace(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str, compiles: bool) -> Trace:
+def trace(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str) -> Trace:
     """Measure a forward and a backward pass of the embedding, a block and the head, with unsharded parameters.
 
     A block is measured with one and two sequences: its bytes are linear in their number. On a GPU, attention is taken
     to be a fused kernel that saves no mask, and dropout to save none either.
     """
-    key, how = hp.model_copy(update={"n_layers": 1}).model_dump_json(include=_KEYS), (dtype, device_type, compiles)
-    embedding, head = _measure(key, hp.batch_size, 0, *how)
-    one, two = (_measure(key, batch_size, 2, *how)[2] for batch_size in (1, 2))
+    compiles = hp.compile is True or (hp.compile == "auto" and (device_type == "cuda" or hp.float8 is not None))
+    block = hp.model_copy(update={"n_layers": 1, "layer_wrap": True})
+    ends = block.model_copy(update={"activation_checkpointing": "none"})
+    keys = [each.model_dump_json(include=SHAPE_KEYS | {"activation_checkpointing"}) for each in (block, ends)]
+    embedding, head = _measure(keys[1], hp.batch_size, 0, dtype, device_type, compiles)
+    one, two = (_measure(keys[0], size, 2, dtype, device_type, compiles)[2] for size in (1, 2))
     pairs = zip(astuple(one), astuple(two), strict=True)
     return Trace(embedding, Piece(*(a + (hp.batch_size - 1) * (b - a) for a, b in pairs)), head)
 
@@ -126,8 +119,8 @@ def _measure(
         for block in model.blocks:
             block.forward = partial(parallelize.checkpointing(hp.activation_checkpointing), block.forward)
     if on_gpu or compiles:
-        model.head.chunk_cross_entropy = _fused_cross_entropy if compiles else partial(chunk_cross_entropy)
-        model.head.loss_chunk = lambda *_: loss_chunk(torch.device(device_type), GPU_MEMORY)
+        model.head.chunk_cross_entropy = _fused_loss if compiles else partial(chunk_cross_entropy)
+        model.head.loss_chunk = lambda _: loss_chunk(torch.device(device_type), 80 * 2**30)  # of a GPU of 80 GiB
     phases: list[list[int]] = []  # live bytes at the start, and the peak
 
     def mark(*_: Any) -> None:
@@ -164,9 +157,7 @@ def _measure(
     return [measured(i) for i in range(len(pieces))]
 
 
-def _fused_cross_entropy(
-    x: Tensor, weight: Tensor, _targets: Tensor, _needs_grad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fused_loss(x: Tensor, weight: Tensor, _targets: Tensor, _needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate what `chunk_cross_entropy` does when compiled: the logits and their gradients in the compute dtype."""
     logits = F.linear(x, weight)
     grad = torch.empty_like(logits)
@@ -228,8 +219,9 @@ class _FusedGraph(fx.Interpreter):
         self._live = live
 
     def run_node(self, n: fx.Node) -> Any:
-        with self._live.paused():
-            result = super().run_node(n)
+        self._live.counts = False
+        result = super().run_node(n)
+        self._live.counts = True
         if n.op == "call_function" and not (_is_elementwise(n) and all(map(_fuses, n.users))):
             pytree.tree_map_only(Tensor, self._live.add, result)
         return result
