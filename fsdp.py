@@ -13,9 +13,8 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
-from lm.launch.environment import Launch, announce, exit_code_of_stop, is_restart, setup_environment
+from lm.launch.environment import Launch, announce, exit_code_of_stop, setup_environment
 from lm.launch.spawn import run_and_exit
 
 setup_environment()  # before torch is imported
@@ -28,6 +27,7 @@ from lm import config, lora, optim, parallelize, precision, sampling, seeds  # n
 from lm.checkpoint import resume as resuming  # noqa: E402
 from lm.checkpoint.checkpointer import Checkpointer, Stateful  # noqa: E402
 from lm.checkpoint.manifest import Evaluation, TrainingProgress  # noqa: E402
+from lm.checkpoint.object_storage import stored  # noqa: E402
 from lm.data.loader import Loader  # noqa: E402
 from lm.determined import master  # noqa: E402
 from lm.determined.context import TorchDistributedContext  # noqa: E402
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         launch, info = Launch.from_env(os.environ), det.get_cluster_info()
         hp = config.load(args.config, args.overrides, weights.model_defaults, info and info.trial)
-        run_dir = None if info else RunDir(hp.run_name or args.config.stem)
+        run_dir = None if info else RunDir(hp.run_name or args.config.stem, hp.checkpoint_storage)
         with (
             join_world(launch, hp.collective_timeout, hp.cpu_offload) as world,
             master.retrying(),
@@ -95,6 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 checkpoint_storage=str(run_dir.checkpoints.absolute()) if run_dir else None,
                 preempt_mode=core.PreemptMode.ChiefOnly,
             ) as context,
+            stored(run_dir, context, world),
             Watchdog(world.store, launch.rank, world.size, hp.collective_timeout) as watchdog,
         ):
             return execute(Run(hp, world, context, info, run_dir, watchdog.on_step_start), args.dry_run)
@@ -152,8 +153,7 @@ def resume(t: Training, plan: resuming.ResumePlan) -> TrainingProgress:
     if note := t.loader.load_state_dict(progress.dataset_state):
         t.logger.info(note)
     if run_dir:
-        fresh = hp.resume != "auto" and not is_restart(os.environ)
-        world.on_rank0(lambda: run_dir.start(run_info.hyperparameters, setup.session(world, progress.step), fresh))
+        world.on_rank0(lambda: run_dir.start(run_info.hyperparameters, setup.session(world, progress.step), plan.fresh))
     t.logger.start(progress.step, progress.missing_reports(), run_info.hyperparameters)
     t.accumulator.load_state_dict(progress.metric_sums)
     return progress
@@ -260,8 +260,8 @@ def sample(t: Training, step: int) -> bool:
                 return False
             tokens.append(token)  # past its end, as ranks that disagreed on the end would wait for each other
         t.model.train()
-    tokens = takewhile(lambda token: token not in tokenizer.stop_ids, tokens)
-    t.logger.log_sample(step, tokenizer.decode(prompt), tokenizer.decode(tokens, after=prompt))
+    end = next((i for i, token in enumerate(tokens) if token in tokenizer.stop_ids), None)
+    t.logger.log_sample(step, tokenizer.decode(prompt), tokenizer.decode(tokens[:end], after=prompt))
     return True
 
 

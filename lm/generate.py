@@ -7,9 +7,9 @@ Both accept [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] [--se
 
 If --prompt is -, prompts are read from standard input, one per line, and continued in batches with the same results as
 one by one. --chat answers each line of standard input with the tokenizer's chat template: Ctrl-C ends an answer, the
-end of the input ends the chat. A text ends at the tokenizer's `stop_ids` or before the TEXT of --stop. CHECKPOINT is a
-checkpoint directory, or a run directory for its newest checkpoint, written by any number of ranks. It is loaded into
-one process, on a GPU if one is available. LoRA adapters are merged into their base, which is read from where it was in
+end of the input ends the chat. A text ends at the tokenizer's `stop_ids` or before the TEXT of --stop. CHECKPOINT is
+the directory or URL of a checkpoint, or of a run for its newest, written by any number of ranks. It is loaded into one
+process, on a GPU if one is available. LoRA adapters are merged into their base, which is read from where it was in
 training, or from DIRECTORY.
 """
 
@@ -204,7 +204,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(prog="python -m lm.generate", description="Generate text from a checkpoint.")
     add = parser.add_argument
-    add("checkpoint", type=Path, help="checkpoint or run directory")
+    add("checkpoint", help="directory or URL of a checkpoint or run")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="text to continue; - = standard input, one prompt per line")
     what.add_argument("--chat", action="store_true", help="answer each line of standard input")

@@ -17,7 +17,9 @@ from determined import core
 
 from lm import lora, parallelize, precision
 from lm.checkpoint.manifest import Base, RunInfo
+from lm.checkpoint.object_storage import ObjectStorage
 from lm.checkpoint.resume import ResumePlan, plan_resume, start_date
+from lm.checkpoint.retention import Directory
 from lm.config import DEFAULT_SEED, Hyperparameters
 from lm.data import loader
 from lm.data.tokens import check_files
@@ -107,9 +109,17 @@ def preflight(
         ConfigError: the hyperparameters, the data, the machines and the checkpoints do not fit together.
     """
     announce("reading the data")
+    if info and hp.checkpoint_storage:
+        remedy = "set checkpoint_storage of the experiment config instead, next to hyperparameters"
+        raise ConfigError(f"checkpoint_storage: not for a cluster; {remedy}", keys=("checkpoint_storage",))
+    checkpoints, manager, restarted = None, context._storage_manager, is_restart(os.environ)
+    if run_dir:
+        checkpoints = manager if isinstance(manager, ObjectStorage) else Directory(run_dir.checkpoints)
     if run_dir and not dry_run:
         run_dir.lock(world)
-    checkpoints, restarted = run_dir and run_dir.checkpoints, is_restart(os.environ)
+        if isinstance(manager, ObjectStorage):
+            path = run_dir.path
+            world.on_rank0(lambda: manager.start(path))
     checkpoint_config = hp
     if hp.init_from is not None and (hp.lora_rank or weights.is_model(hp.init_from)):  # a base of adapters, or a model
         checkpoint_config = hp.model_copy(update={"init_from": None})

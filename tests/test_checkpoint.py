@@ -116,9 +116,7 @@ def test_if_all_are_spoilt_all_are_named_and_the_run_does_not_start(
 def test_resume_refuses_a_directory_that_is_not_a_checkpoint(tmp_path: Path, message: Message) -> None:
     (tmp_path / "runs").mkdir()
     with pytest.raises(ConfigError) as refused:
-        plan_resume(
-            CheckpointConfig.model_validate({"resume": str(tmp_path / "runs")}), None, tmp_path, restarted=False
-        )
+        plan_resume(CheckpointConfig.model_validate({"resume": str(tmp_path / "runs")}), None, None, restarted=False)
     message(refused.value)
 
 

@@ -36,7 +36,7 @@ def test_a_hyperparameter_with_an_invalid_file_name_is_refused(hyperparameters: 
     def use() -> object:
         if "dataset" in hyperparameters:
             return open_data(DataConfig.model_validate(hyperparameters), 300, 8, 1, 0)
-        return plan_resume(CheckpointConfig.model_validate(hyperparameters), None, Path(), restarted=False)
+        return plan_resume(CheckpointConfig.model_validate(hyperparameters), None, None, restarted=False)
 
     with pytest.raises(ConfigError, match="File name too long") as refused:
         use()

@@ -34,7 +34,7 @@ from lm.checkpoint.manifest import (
     write_manifest,
 )
 from lm.checkpoint.resume import ResumePlan, completed_step, find_checkpoint, plan_resume
-from lm.checkpoint.retention import COMMITTED, SavedCheckpoint, expired
+from lm.checkpoint.retention import COMMITTED, Directory, SavedCheckpoint, expired
 from lm.determined.context import TorchDistributedContext
 from lm.errors import ConfigError
 from lm.runtime.world import World
@@ -210,17 +210,19 @@ def test_only_partial_checkpoints_are_an_error_unless_none_was_ever_complete(
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     if not was_complete:
-        assert plan_resume(CheckpointConfig.model_validate({}), None, tmp_path, restarted=False) == ResumePlan()
+        assert (
+            plan_resume(CheckpointConfig.model_validate({}), None, Directory(tmp_path), restarted=False) == ResumePlan()
+        )
         message(capsys.readouterr().err)
         return
     (tmp_path / COMMITTED).touch()
     with pytest.raises(CheckpointError) as refused:
-        plan_resume(CheckpointConfig.model_validate({}), None, tmp_path, restarted=False)
+        plan_resume(CheckpointConfig.model_validate({}), None, Directory(tmp_path), restarted=False)
     message(refused.value)
     for name in ("a", "b"):
         (tmp_path / name).rmdir()
     with pytest.raises(CheckpointError):  # all deleted: not silently a new run
-        plan_resume(CheckpointConfig.model_validate({}), None, tmp_path, restarted=False)
+        plan_resume(CheckpointConfig.model_validate({}), None, Directory(tmp_path), restarted=False)
 
 
 def test_losses_of_other_validation_data_are_not_the_best() -> None:
@@ -247,7 +249,10 @@ def test_tokenizers_are_compared_by_content_and_not_by_path(victim: Path, messag
 
 def test_without_checkpoints_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "none"):
-        assert plan_resume(CheckpointConfig.model_validate({}), None, directory, restarted=False) == ResumePlan()
+        assert (
+            plan_resume(CheckpointConfig.model_validate({}), None, Directory(directory), restarted=False)
+            == ResumePlan()
+        )
 
 
 class Payload:

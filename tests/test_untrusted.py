@@ -23,7 +23,7 @@ import torch
 from lm import generate, strict_yaml
 from lm.checkpoint.manifest import MANIFEST, Manifest, _encode, read_manifest, record, write_manifest
 from lm.checkpoint.resume import find_checkpoint
-from lm.checkpoint.retention import COMMITTED, prune
+from lm.checkpoint.retention import COMMITTED, Directory
 from lm.checkpoint.tensor_files import write_tensors
 from lm.data.tokenizer import FILE, FileTokenizer, load_tokenizer
 from lm.errors import ConfigError, RunError
@@ -213,7 +213,7 @@ def test_a_run_neither_writes_through_links_nor_waits_for_fifos(kind: str, priva
     write_durably(Path("file"), b"new")
     assert Path("file").read_bytes() == b"new"
     irregular(run_dir.checkpoints / COMMITTED, kind, private)
-    prune(run_dir.checkpoints, 1, ())
+    Directory(run_dir.checkpoints).prune(1, ())
     irregular(run_dir.metrics, kind, private)
     with pytest.raises(OSError, match="not a regular file"):
         JSONL(run_dir.path, 0, ())

@@ -3,6 +3,7 @@
     python -m lm.checkpoint list RUN
     python -m lm.checkpoint verify CHECKPOINT
 
+RUN and CHECKPOINT are directories or URLs. Of a run in object storage, `list` compares the sizes of the files only.
 Exit code 1 if a checkpoint is incomplete or damaged.
 """
 
@@ -14,41 +15,45 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm.checkpoint.manifest import CheckpointError, read_manifest, verify
-from lm.checkpoint.resume import find_checkpoint
-from lm.checkpoint.retention import SavedCheckpoint, find_best, list_saved
+from lm.checkpoint.manifest import CheckpointError, verify
+from lm.checkpoint.object_storage import is_url
+from lm.checkpoint.resume import find_checkpoint, locate_checkpoint, read_manifest_at, run_at
+from lm.checkpoint.retention import SavedCheckpoint, find_best
 from lm.errors import ConfigError, command, oserror_as_config_error
 
 
-def describe(directory: Path) -> str:
-    """Return a line about the checkpoint in `directory`; raise CheckpointError if a file is missing or damaged."""
-    manifest = read_manifest(directory)
-    verify(directory, manifest)
+def describe(location: str, *, compare: bool = True) -> str:
+    """Return a line about a checkpoint; raise CheckpointError if a file is missing or, with `compare`, damaged."""
+    manifest = read_manifest_at(location)
+    if compare:
+        verify(find_checkpoint(location), manifest)
     size = sum(entry.bytes for entry in manifest.files.values())
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
     loss = "" if manifest.validation_loss is None else f"  validation loss {manifest.validation_loss:.4f}"
     world = f"{manifest.sharding} x {manifest.world_size}"
-    return f"{directory.name}  step {manifest.step}  {when}  {size / 1e6:,.1f} MB  {world}{loss}  complete"
+    return f"{Path(location).name}  step {manifest.step}  {when}  {size / 1e6:,.1f} MB  {world}{loss}  complete"
 
 
 @oserror_as_config_error
-def list_run(run: Path) -> bool:
-    """Print a line for each checkpoint of a run directory; return whether all are complete."""
-    checkpoints = run / "checkpoints"
-    if not checkpoints.is_dir():
-        raise ConfigError(f"{run.absolute()}: is not a run directory: it has no checkpoints/")
-    saved, errors = list_saved(checkpoints)
+def list_run(run: str) -> bool:
+    """Print a line for each checkpoint of the run at a path or URL; return whether all are complete."""
+    place = run_at(run)
+    if place is None:
+        where = run if is_url(run) else Path(run).absolute()
+        raise ConfigError(f"{where}: is not a run directory: it has no checkpoints/")
+    saved, errors = place.list_saved()
     lines: dict[SavedCheckpoint, str] = {}
     for entry in saved:
+        location = place.locate(entry.name)
         try:
-            lines[entry] = describe(checkpoints / entry.name)
+            lines[entry] = describe(location, compare=not is_url(run))
         except CheckpointError as error:
-            errors[checkpoints / entry.name] = error
+            errors[location] = error
     best = find_best(list(lines))
     for entry, line in lines.items():
         print(line + "  best" * (entry is best))
-    for path, error in errors.items():
-        print(f"{path.name}  not complete: {error}")
+    for location, error in errors.items():
+        print(f"{Path(location).name}  not complete: {error}")
     return not errors
 
 
@@ -57,11 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m lm.checkpoint", description="List and verify checkpoints.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="list a run's checkpoints").add_argument("path", type=Path, metavar="RUN")
-    commands.add_parser("verify", help="verify all checksums").add_argument("path", type=Path, metavar="CHECKPOINT")
+    commands.add_parser("list", help="list a run's checkpoints").add_argument("path", metavar="RUN")
+    commands.add_parser("verify", help="verify all checksums").add_argument("path", metavar="CHECKPOINT")
     args = parser.parse_args(arguments)
     if args.command == "verify":
-        print(describe(find_checkpoint(args.path)))
+        print(describe(locate_checkpoint(args.path)))
         return 0
     return 0 if list_run(args.path) else CheckpointError.exit_code
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +37,8 @@ from lm.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from lm.checkpoint.retention import SavedCheckpoint, expired, list_saved, prune
+from lm.checkpoint.object_storage import ObjectStorage, downloaded, is_url
+from lm.checkpoint.retention import Directory, Place, SavedCheckpoint, expired, saved_checkpoint
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.launch.environment import host_memory
@@ -60,13 +61,19 @@ class CheckpointConfig(BaseModel):
         2, gt=0, description="newest checkpoints to keep, in addition to the one of lowest validation loss; null = all"
     )
     async_checkpoint: bool = Field(True, description="continue training while a checkpoint is written")
+    checkpoint_storage: str | None = Field(
+        None,
+        description="URL under which everything that the run keeps is stored, off a cluster, e.g. s3://bucket/prefix"
+        " (also gs://, az://); null = in runs/",
+    )
     resume: str = Field(
-        "auto", description="auto = newest complete checkpoint; fresh = start at step 0; or the path of a checkpoint"
+        "auto",
+        description="auto = newest complete checkpoint; fresh = start at step 0; or the path or URL of a checkpoint",
     )
     init_from: str | None = Field(
         None,
         description="weights to start with: a Hugging Face folder or OWNER/MODEL[@REVISION], which also supplies the"
-        " model's keys and the tokenizer; or a checkpoint: its or its run's directory, or on a cluster a UUID",
+        " model's keys and the tokenizer; or a checkpoint: its or its run's directory or URL, or on a cluster a UUID",
     )
 
 
@@ -82,7 +89,7 @@ class Checkpointer:
     """Saves and loads the tensors of named stateful objects, on all ranks together.
 
     Args:
-        directory: the run's checkpoints off a cluster; None on a cluster, where Determined's storage holds them.
+        directory: the run's checkpoints off a cluster, unless `context` stores them elsewhere; None on a cluster.
         extra_files: further files of every checkpoint, by name.
         thread_init: called first in every writing thread, to select its process group.
     """
@@ -99,10 +106,12 @@ class Checkpointer:
         self._config = config
         self._context = context
         self.world = world
-        self._directory = directory
+        manager = context._storage_manager
+        on_disk = Directory(directory) if directory else None
+        self._place: Place | None = manager if isinstance(manager, ObjectStorage) else on_disk
         self._extra_files = extra_files
         self._thread_init = thread_init
-        self._writes_in_place = context._storage_manager.store_path_is_direct_access()
+        self._writes_in_place = manager.store_path_is_direct_access()
         self._starts: dict[str, dict[str, int]] = {}  # first rows of the slices that this rank writes
         self._stager: staging.Stager | None = None
         self._writing: tuple[threading.Thread, Future[tuple[int, str]]] | None = None
@@ -220,8 +229,8 @@ class Checkpointer:
                 uuid = self._context.upload(path, metadata, shard=True, selector=lambda _: True)
         if self.world.rank == 0:
             self.add_saved(uuid, manifest)
-            if self._directory is not None:
-                prune(self._directory, self._config.keep_checkpoints, self._damaged)
+            if self._place is not None:
+                self._place.prune(self._config.keep_checkpoints, self._damaged)
             for entry in expired(self._saved, self._config.keep_checkpoints):
                 self._context.delete(entry.name)
                 self._saved.remove(entry)
@@ -236,7 +245,7 @@ class Checkpointer:
 
     def _next_time(self) -> float:
         """Return the time, or a later one than that of every checkpoint: clocks differ, and are set back."""
-        saved = list_saved(self._directory)[0] if self._directory else self._saved
+        saved = self._place.list_saved()[0] if self._place else self._saved
         return max([time.time(), *(entry.time + 1e-3 for entry in saved)])
 
     def _write_files(self, path: Path, staged: staging.Slices, manifest: Manifest) -> None:
@@ -295,15 +304,28 @@ class Checkpointer:
 
     def add_saved(self, uuid: str, manifest: Manifest) -> None:
         """Count a checkpoint of this run for retention on a cluster, e.g. the one that it resumed from."""
-        if self._directory is None and not Path(uuid).is_absolute():
-            loss, data = manifest.validation_loss, manifest.data["validation"]
-            self._saved.append(SavedCheckpoint(manifest.time, uuid, loss, data))
+        if self._place is None and "/" not in uuid:
+            self._saved.append(saved_checkpoint(uuid, manifest))
+
+    def move_aside(self) -> None:
+        """Move the files of the run out of the way of a new start; on a disk, `RunDir.start` does."""
+        if isinstance(self._place, ObjectStorage):
+            self.world.on_rank0(self._place.move_aside)
+
+    def _open(self, checkpoint: str) -> AbstractContextManager[Path]:
+        if self._place is not None and "/" not in checkpoint:
+            checkpoint = self._place.locate(checkpoint)
+        if is_url(checkpoint):
+            return downloaded(checkpoint, self.world)
+        if Path(checkpoint).is_absolute():
+            return nullcontext(Path(checkpoint))
+        return self._context.restore_path(checkpoint)
 
     def load(self, checkpoint: str, select: Callable[[Manifest], Mapping[str, Stateful]]) -> Manifest:
         """Verify a checkpoint, load it into the objects that `select` returns, and return its manifest.
 
         Args:
-            checkpoint: UUID from `commit`, or the absolute path of a directory.
+            checkpoint: UUID from `commit`, or the absolute path of a directory, or a URL.
             select: returns the objects to load for a manifest, or raises to refuse it.
 
         Raises:
@@ -311,9 +333,7 @@ class Checkpointer:
                 changed while it was read.
             ConfigError: its tensors differ from the objects'; lists every difference, no state changed.
         """
-        place = Path(checkpoint) if Path(checkpoint).is_absolute() else self._directory and self._directory / checkpoint
-        with nullcontext(place) if place else self._context.restore_path(checkpoint) as where:
-            path = Path(where)
+        with self._open(checkpoint) as path:
             seen = self.world.all_gather_object((path / MANIFEST).is_file())
             if any(seen) and not all(seen):
                 problem = f"rank {seen.index(True)} can see this checkpoint, but rank {seen.index(False)} cannot"
@@ -323,9 +343,10 @@ class Checkpointer:
                 state = select(manifest)
                 sources = self.world.all_or_none(lambda: find_tensors(path, manifest, state))
                 self.world.all_or_none(lambda: _read_tensors(sources))
-            except CheckpointError:
+            except CheckpointError as error:
                 self._damaged.add(path.name)
-                raise
+                shown = checkpoint if is_url(checkpoint) else str(path)
+                raise CheckpointError(*(problem.replace(str(path), shown) for problem in error.problems)) from None
         return manifest
 
     def _verify(self, path: Path) -> Manifest:

@@ -165,19 +165,32 @@ def read_manifest(directory: Path, *, check_files: bool = True) -> Manifest:
     try:
         _size(directory, stat.S_ISDIR)
         _size(path, stat.S_ISREG)
-        manifest = _parse(path, read_bytes(path, MAX_JSON_BYTES))
-        for name, entry in manifest.files.items() if check_files else ():
-            if not FILE_NAME.fullmatch(name):
-                raise CheckpointError(f"{path}: lists {name!r:.80}, which is not a checkpoint file")
-            try:
-                size = _size(directory / name, stat.S_ISREG)
-            except FileNotFoundError:
-                raise CheckpointError(f"{directory / name}: missing") from None
-            if size != entry.bytes:
-                raise CheckpointError(f"{directory / name}: has {size} bytes, but {entry.bytes} were written")
+        manifest = parse_manifest(path, read_bytes(path, MAX_JSON_BYTES))
+        if check_files:
+            check_sizes(directory, manifest, lambda name: _size(directory / name, stat.S_ISREG))
     except OSError as error:
         raise CheckpointError(f"{directory}: not a complete checkpoint, {MANIFEST}: {error.strerror}") from None
     return manifest
+
+
+def check_sizes(where: Path | str, manifest: Manifest, size_of: Callable[[str], int]) -> None:
+    """Compare the files of the checkpoint at `where` with its manifest.
+
+    Args:
+        size_of: returns a file's size by name; raises FileNotFoundError or KeyError.
+
+    Raises:
+        CheckpointError: a file is missing or has another size, or its name is not one of a checkpoint's.
+    """
+    for name, entry in manifest.files.items():
+        if not FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{where}/{MANIFEST}: lists {name!r:.80}, which is not a checkpoint file")
+        try:
+            size = size_of(name)
+        except (FileNotFoundError, KeyError):
+            raise CheckpointError(f"{where}/{name}: missing") from None
+        if size != entry.bytes:
+            raise CheckpointError(f"{where}/{name}: has {size} bytes, but {entry.bytes} were written")
 
 
 def _size(path: Path, is_expected: Callable[[int], bool]) -> int:
@@ -188,7 +201,8 @@ def _size(path: Path, is_expected: Callable[[int], bool]) -> int:
     return status.st_size
 
 
-def _parse(path: Path, text: bytes) -> Manifest:
+def parse_manifest(path: Path | str, text: bytes) -> Manifest:
+    """Return the manifest whose file at `path` has the content `text`; raise CheckpointError if it is damaged."""
     try:
         fields = parse_json(text)
         if isinstance(fields, dict):

@@ -8,11 +8,14 @@ resume           on all ranks: load the first checkpoint of the plan that is int
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import json
 import math
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
@@ -34,7 +37,8 @@ from lm.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from lm.checkpoint.retention import COMMITTED, list_saved
+from lm.checkpoint.object_storage import ObjectStorage, is_url
+from lm.checkpoint.retention import Directory, Place
 from lm.errors import ConfigError, oserror_as_config_error, printable
 from lm.lora import LoraConfig
 from lm.metrics.accumulator import MetricsConfig, peak_memory_gib
@@ -54,21 +58,23 @@ UNLOGGED |= MetricsConfig.model_fields.keys() | ProfilingConfig.model_fields.key
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """Checkpoints to load, best first: absolute paths, or UUIDs on a cluster; from `init_candidates` only weights."""
+    """Checkpoints to load, best first: absolute paths, URLs, UUIDs on a cluster; of `init_candidates` only weights."""
 
     resume_candidates: tuple[str, ...] = ()
     init_candidates: tuple[str, ...] = ()
     may_be_complete: bool = False
+    fresh: bool = False
+    """what the run has written before is moved aside"""
 
 
 @oserror_as_config_error
 def plan_resume(
-    config: CheckpointConfig, cluster_info: det.ClusterInfo | None, checkpoints: Path | None, restarted: bool
+    config: CheckpointConfig, cluster_info: det.ClusterInfo | None, checkpoints: Place | None, restarted: bool
 ) -> ResumePlan:
     """Find the checkpoints to resume from, or else the one to load weights from; print to stderr what is skipped.
 
     Args:
-        checkpoints: directory of the run's checkpoints; None on a cluster.
+        checkpoints: where the run's checkpoints are; None on a cluster.
         restarted: a launcher restarts the run, so its own checkpoints precede the one that `resume` names.
 
     Raises:
@@ -80,21 +86,22 @@ def plan_resume(
         if cluster_info is not None and "/" not in where:
             return where
         try:
-            return str(find_checkpoint(Path(where)).absolute())
+            return locate_checkpoint(where)
         except ConfigError as error:
             remedy = "; or use auto or fresh" if key == "resume" else ""
             raise ConfigError(f"{key}: {error}{remedy}", keys=(key,)) from None
 
     candidates: list[str] = []
-    if (config.resume == "auto" or restarted) and checkpoints is not None:
-        candidates = [str(path.absolute()) for path in _complete_checkpoints(checkpoints)]
-    elif (config.resume == "auto" or restarted) and cluster_info is not None and cluster_info.latest_checkpoint:
+    fresh = config.resume != "auto" and not restarted
+    if not fresh and checkpoints is not None:
+        candidates = _complete_checkpoints(checkpoints)
+    elif not fresh and cluster_info is not None and cluster_info.latest_checkpoint:
         candidates = [cluster_info.latest_checkpoint]
     if config.resume not in ("auto", "fresh"):
         candidates.append(locate("resume", config.resume))
     if candidates:
-        return ResumePlan(tuple(candidates), may_be_complete=checkpoints is not None and config.resume == "auto")
-    return ResumePlan(init_candidates=(locate("init_from", config.init_from),) if config.init_from else ())
+        return ResumePlan(tuple(candidates), (), checkpoints is not None and config.resume == "auto", fresh)
+    return ResumePlan((), (locate("init_from", config.init_from),) if config.init_from else (), fresh=fresh)
 
 
 def start_date(plan: ResumePlan, context: core.CheckpointContext) -> datetime.date:
@@ -103,46 +110,77 @@ def start_date(plan: ResumePlan, context: core.CheckpointContext) -> datetime.da
         mode = core.DownloadMode.NoSharedDownload
         stored = context.restore_path(candidate, mode, selector=lambda name: name == MANIFEST)
         with (
-            nullcontext(candidate) if Path(candidate).is_absolute() else stored as path,
+            nullcontext(candidate) if "/" in candidate else stored as path,
             suppress(CheckpointError, ValueError, TypeError),
         ):
-            manifest = read_manifest(Path(path), check_files=False)
+            manifest = read_manifest_at(str(path), check_files=False)
             if date := manifest.hyperparameters.get("chat_template_date"):
                 return datetime.date.fromisoformat(date)
     return datetime.date.today()
 
 
 @oserror_as_config_error
-def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint directory at `path`, or the newest complete checkpoint of the run directory at `path`.
+def find_checkpoint(where: Path | str) -> Path:
+    """Return the directory of the checkpoint that `locate_checkpoint` finds; one at a URL is downloaded."""
+    location = locate_checkpoint(where)
+    if not is_url(location):
+        return Path(location)
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return ObjectStorage(location).fetch_checkpoint(folder / Path(location).name)
+
+
+@oserror_as_config_error
+def locate_checkpoint(where: Path | str) -> str:
+    """Return the absolute path or URL of the checkpoint at `where`, or of the newest complete one of the run there.
 
     Raises:
-        ConfigError: `path` is neither, or the run has no checkpoint yet.
+        ConfigError: `where` is neither, or the run has no checkpoint yet.
         CheckpointError: the run has checkpoints, but none is complete.
     """
+    place = run_at(where)
+    if place is not None:
+        for newest in _complete_checkpoints(place):
+            return newest
+        raise ConfigError(f"{where}: this run has no checkpoint yet")
+    if is_url(where):
+        ObjectStorage(str(where)).read_manifest()
+        return str(where).rstrip("/")
+    path = Path(where)
     if not path.is_dir():
         raise ConfigError(f"{path.absolute()}: no such directory; pass a checkpoint or run directory")
-    if (path / "checkpoints").is_dir():
-        for newest in _complete_checkpoints(path / "checkpoints"):
-            return newest
-        raise ConfigError(f"{path}: this run has no checkpoint yet")
     if not any(file.name == MANIFEST or FILE_NAME.fullmatch(file.name) for file in path.iterdir()):
         raise ConfigError(f"{path}: is neither a checkpoint nor a run directory")
-    return path
+    return str(path.absolute())
 
 
-def _complete_checkpoints(directory: Path) -> list[Path]:
-    """Return the complete checkpoints in `directory`, last written first; raise CheckpointError if all were lost."""
-    saved, incomplete = list_saved(directory)
-    was_complete = (directory / COMMITTED).exists() or any((path / MANIFEST).exists() for path in incomplete)
-    if not saved and was_complete:  # and not merely killed during the first save
-        remedy = f"{directory}: no complete checkpoint to resume from; resume=fresh starts at step 0"
+def run_at(where: Path | str) -> Place | None:
+    """Return the place of the checkpoints of the run at `where`, a path or URL; None if it is not a run."""
+    if is_url(where):
+        place = ObjectStorage(str(where))
+        return place if place.has_checkpoints() else None
+    checkpoints = Path(where) / "checkpoints"
+    return Directory(checkpoints) if checkpoints.is_dir() else None
+
+
+def _complete_checkpoints(place: Place) -> list[str]:
+    """Return where the complete checkpoints are, last written first; raise CheckpointError if all were lost."""
+    saved, incomplete = place.list_saved()
+    if not saved and place.was_committed():  # and not merely killed during the first save
+        remedy = f"{place}: no complete checkpoint to resume from; resume=fresh starts at step 0"
         raise CheckpointError(*map(str, incomplete.values()), remedy)
     for error in incomplete.values():
         print(f"skipping {error}", file=sys.stderr)
     if incomplete and not saved:
-        print(f"{directory}: no checkpoint was ever completed, starting at step 0", file=sys.stderr)
-    return [directory / entry.name for entry in reversed(saved)]
+        print(f"{place}: no checkpoint was ever completed, starting at step 0", file=sys.stderr)
+    return [place.locate(entry.name) for entry in reversed(saved)]
+
+
+def read_manifest_at(location: str, *, check_files: bool = True) -> Manifest:
+    """Return the manifest of the checkpoint at a path or URL; see `read_manifest`."""
+    if is_url(location):
+        return ObjectStorage(location).read_manifest()
+    return read_manifest(Path(location), check_files=check_files)
 
 
 def is_complete(plan: ResumePlan, run_info: RunInfo, max_steps: int, samples: bool, world: World) -> bool:
@@ -155,7 +193,8 @@ def is_complete(plan: ResumePlan, run_info: RunInfo, max_steps: int, samples: bo
     if not step or not _is_intact(plan, world):
         return False
     if world.rank == 0:
-        run = os.path.relpath(Path(plan.resume_candidates[0]).parent.parent)
+        run = plan.resume_candidates[0].rpartition("/checkpoints/")[0]
+        run = run if is_url(run) else os.path.relpath(run)
         longer = extension(_optim_config(run_info.hyperparameters), step)
         print(f"{run} is complete: {step} steps; extend: {longer}; restart: resume=fresh")
     return True
@@ -172,7 +211,7 @@ def completed_step(plan: ResumePlan, run_info: RunInfo, max_steps: int, samples:
     """
     if not (plan.may_be_complete and max_steps):
         return 0
-    manifest = read_manifest(Path(plan.resume_candidates[0]))
+    manifest = read_manifest_at(plan.resume_candidates[0])
     _compare_runs(manifest, run_info)
     _compare_bases(manifest, run_info)
     is_evaluated = manifest.validation_loss is not None and (manifest.sampled or not samples)
@@ -180,7 +219,9 @@ def completed_step(plan: ResumePlan, run_info: RunInfo, max_steps: int, samples:
 
 
 def _is_intact(plan: ResumePlan, world: World) -> bool:
-    """Verify all files of the newest checkpoint; every rank verifies its share of them."""
+    """Verify all files of the newest checkpoint, on a disk; every rank verifies its share of them."""
+    if is_url(plan.resume_candidates[0]):
+        return True  # sizes were compared; the download of all files would take long
     path = Path(plan.resume_candidates[0])
     try:
         world.all_or_none(lambda: verify(path, read_manifest(path), world.rank, world.size))
@@ -190,6 +231,21 @@ def _is_intact(plan: ResumePlan, world: World) -> bool:
 
 
 def resume(
+    plan: ResumePlan,
+    checkpointer: Checkpointer,
+    state: Mapping[str, Stateful],
+    run_info: RunInfo,
+    cluster_info: det.ClusterInfo | None,
+    log: Callable[[str], None],
+) -> TrainingProgress:
+    """Load the checkpoint of `plan` as `_load` says, then make room in the run's storage if it starts anew."""
+    progress = _load(plan, checkpointer, state, run_info, cluster_info, log)
+    if plan.fresh:
+        checkpointer.move_aside()
+    return progress
+
+
+def _load(
     plan: ResumePlan,
     checkpointer: Checkpointer,
     state: Mapping[str, Stateful],

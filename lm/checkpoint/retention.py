@@ -1,4 +1,4 @@
-"""Checkpoint retention: which checkpoints of a run are kept, and which are deleted."""
+"""Where the checkpoints of a run are, which are kept, and which are deleted."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from lm.checkpoint.manifest import CheckpointError, read_manifest
+from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
 
 DELETED = ".deleted-"
 COMMITTED = ".committed"
@@ -40,31 +40,66 @@ def expired(saved: Sequence[SavedCheckpoint], keep: int | None) -> list[SavedChe
     return [entry for entry in sorted(saved)[:-keep] if entry is not best]
 
 
-def list_saved(directory: Path) -> tuple[list[SavedCheckpoint], dict[Path, CheckpointError]]:
-    """Return the complete checkpoints in `directory`, oldest first, and the error of each incomplete one.
-
-    Files are checked by size only; `verify` compares checksums.
-    """
-    saved: list[SavedCheckpoint] = []
-    incomplete: dict[Path, CheckpointError] = {}
-    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
-        if path.is_dir() and not path.name.startswith("."):
-            try:
-                manifest = read_manifest(path)
-                loss, data = manifest.validation_loss, manifest.data["validation"]
-                saved.append(SavedCheckpoint(manifest.time, path.name, loss, data))
-            except CheckpointError as error:
-                incomplete[path] = error
-    return sorted(saved), incomplete
+def saved_checkpoint(name: str, manifest: Manifest) -> SavedCheckpoint:
+    """Return what retention knows of the checkpoint `name`."""
+    return SavedCheckpoint(manifest.time, name, manifest.validation_loss, manifest.data["validation"])
 
 
-def prune(directory: Path, keep: int | None, damaged: Collection[str]) -> None:
-    """Delete the expired checkpoints in `directory`; those named in `damaged` are neither counted nor deleted."""
-    with suppress(FileExistsError):
-        (directory / COMMITTED).open("x").close()
-    saved, _ = list_saved(directory)
-    for entry in expired([entry for entry in saved if entry.name not in damaged], keep):
-        # After the rename it is no longer a checkpoint, even if deleting it is interrupted.
-        (directory / entry.name).rename(directory / f"{DELETED}{entry.name}")
-    for path in directory.glob(f"{DELETED}*"):  # includes what an interrupted deletion left
-        shutil.rmtree(path, ignore_errors=True)
+class Place(Protocol):
+    """Where the checkpoints of a run are, off a cluster: a directory or object storage."""
+
+    def locate(self, name: str) -> str:
+        """Return the absolute path or the URL of a checkpoint."""
+        ...
+
+    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[str, CheckpointError]]:
+        """Return the complete checkpoints, oldest first, and the error of each incomplete one, by its location.
+
+        Files are checked by size only; `verify` compares checksums.
+        """
+        ...
+
+    def was_committed(self) -> bool:
+        """Return whether a checkpoint was ever complete here."""
+        ...
+
+    def prune(self, keep: int | None, damaged: Collection[str]) -> None:
+        """Delete the expired checkpoints; those named in `damaged` are neither counted nor deleted."""
+        ...
+
+
+class Directory:
+    """A directory on a disk that all machines share."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def locate(self, name: str) -> str:
+        return str((self.path / name).absolute())
+
+    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[str, CheckpointError]]:
+        saved: list[SavedCheckpoint] = []
+        incomplete: dict[str, CheckpointError] = {}
+        for path in sorted(self.path.iterdir()) if self.path.is_dir() else []:
+            if path.is_dir() and not path.name.startswith("."):
+                try:
+                    saved.append(saved_checkpoint(path.name, read_manifest(path)))
+                except CheckpointError as error:
+                    incomplete[str(path)] = error
+        return sorted(saved), incomplete
+
+    def was_committed(self) -> bool:
+        return (self.path / COMMITTED).exists() or any(self.path.glob(f"[!.]*/{MANIFEST}"))
+
+    def prune(self, keep: int | None, damaged: Collection[str]) -> None:
+        with suppress(FileExistsError):
+            (self.path / COMMITTED).open("x").close()
+        saved, _ = self.list_saved()
+        for entry in expired([entry for entry in saved if entry.name not in damaged], keep):
+            # After the rename it is no longer a checkpoint, even if deleting it is interrupted.
+            (self.path / entry.name).rename(self.path / f"{DELETED}{entry.name}")
+        for path in self.path.glob(f"{DELETED}*"):  # includes what an interrupted deletion left
+            shutil.rmtree(path, ignore_errors=True)

@@ -3,9 +3,9 @@
     python -m lm.hf export RUN OUT [--dtype float32|bfloat16|float16] [--base DIRECTORY | --adapter]
     python -m lm.hf inspect MODEL
 
-RUN is a checkpoint or run directory. LoRA adapters are merged into their base, which is read from where it was in
-training, or from DIRECTORY; with --adapter they are written alone, in PEFT's format. MODEL is what `init_from` accepts:
-a Hugging Face directory, or a name on the Hub.
+RUN is the directory or URL of a checkpoint or run. LoRA adapters are merged into their base, which is read from where
+it was in training, or from DIRECTORY; with --adapter they are written alone, in PEFT's format. MODEL is what
+`init_from` accepts: a Hugging Face directory, or a name on the Hub.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lm.hf", description="Export to, and inspect, Hugging Face models.")
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="convert a checkpoint to a Hugging Face model")
-    export.add_argument("checkpoint", type=Path, metavar="RUN", help="checkpoint or run directory")
+    export.add_argument("checkpoint", metavar="RUN", help="directory or URL of a checkpoint or run")
     export.add_argument("out", type=Path, metavar="OUT", help="directory to create")
     export.add_argument("--dtype", choices=weights.DTYPES, default="float32", help="of the weights (%(default)s)")
     lora = export.add_mutually_exclusive_group()

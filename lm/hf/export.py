@@ -35,8 +35,8 @@ from model import ModelConfig, Transformer
 
 
 @oserror_as_config_error
-def export_model(where: Path, out: Path, dtype: str = "float32", moved: Path | None = None) -> int:
-    """Convert the checkpoint or run directory `where` to the directory `out`; adapters are merged into their base.
+def export_model(where: Path | str, out: Path, dtype: str = "float32", moved: Path | None = None) -> int:
+    """Convert the checkpoint or run `where`, a path or URL, to the directory `out`, with adapters merged.
 
     Args:
         dtype: a key of `DTYPES`.
@@ -114,8 +114,8 @@ def _write_weights(
 
 
 @oserror_as_config_error
-def export_adapters(where: Path, out: Path, dtype: str = "float32") -> int:
-    """Convert the adapters in the checkpoint or run directory `where` to PEFT's format in the directory `out`.
+def export_adapters(where: Path | str, out: Path, dtype: str = "float32") -> int:
+    """Convert the adapters in the checkpoint or run `where`, a path or URL, to PEFT's format in the directory `out`.
 
     Adapters of matrices that the family stores as one become one adapter of the sum of their ranks: A is theirs below
     one another, and B has theirs as blocks.

@@ -1,5 +1,7 @@
 """Directory of a run off the cluster, `runs/<run_name>/`, used by one run at a time.
 
+For a run in object storage, each machine has its own, and that of rank 0 has the files.
+
 config.yaml               all hyperparameters of the run
 metrics.jsonl             one line per report
 samples.jsonl             one line per sample
@@ -10,6 +12,7 @@ traces/                   of the profilers
 checkpoints/              one directory per checkpoint
 tracker_id                names the run to trackers
 lock                      names the process that uses the directory
+lease                     identifies the process that used the directory, in object storage
 """
 
 from __future__ import annotations
@@ -40,13 +43,14 @@ _locks: list[FileLock] = []  # a lock without a reference would be released
 
 
 class RunDir:
-    """Paths of the run `name`. The constructor changes nothing on disk."""
+    """Paths of the run `name`, and its URL below that of `storage`. The constructor changes nothing on disk."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, storage: str | None = None) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,199}", name):  # could point outside of runs/
             advice = "use letters, digits, '.', '_' and '-', starting with a letter or digit: run_name=NAME"
             raise ConfigError(f"run_name: {name!r} is not a directory name; {advice}", keys=("run_name",))
         self.path = ROOT / name
+        self.url = storage and f"{storage.rstrip('/')}/{name}"
         self.checkpoints = self.path / "checkpoints"
         self.traces = self.path / "traces"
         self.config = self.path / "config.yaml"
@@ -57,7 +61,10 @@ class RunDir:
     def lock(self, world: World) -> None:
         """Create the directory on rank 0, lock it until the process ends, and check that all ranks see this lock."""
         holder = world.on_rank0(self._create_and_lock)
-        world.all_or_none(lambda: self._require_same_directory(holder))
+        if self.url:
+            world.all_or_none(lambda: self.traces.mkdir(parents=True, exist_ok=True))
+        else:
+            world.all_or_none(lambda: self._require_same_directory(holder))
 
     def _create_and_lock(self) -> str:
         try:
@@ -106,7 +113,8 @@ class RunDir:
             raise RunError(f"{error.filename or self.path}: cannot be written ({error.strerror})") from None
 
     def _move_aside(self) -> None:
-        old = [path for path in self.path.iterdir() if path != self._lock and not path.name.startswith("before-")]
+        stays = re.compile("lock|lease|before-.*")
+        old = [path for path in self.path.iterdir() if not stays.fullmatch(path.name)]
         if not any(path.is_file() or any(path.iterdir()) for path in old):
             return
         aside = self.path / time.strftime("before-%Y%m%d-%H%M%S")
