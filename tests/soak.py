@@ -1,12 +1,13 @@
 """Interrupt training again and again, and compare it with an uninterrupted run.
 
-    python -m tests.soak [COUNT] [--seed S] [--ranks N]
+    python -m tests.soak [COUNT] [--seed S] [--ranks N] [--storage URL]
 
 A small run with dropout and shuffled data is made once without interruption. The same run is then started in a new
 directory, killed or stopped at a random moment and rerun with the same command until it is complete; and so on until
 COUNT interruptions. After every start all losses so far must equal the uninterrupted ones bit for bit and every
 checkpoint must be intact, and at the end the checksums of the last checkpoint's files must be equal. Runs save
-synchronously and asynchronously in turn.
+synchronously and asynchronously in turn. With --storage, e.g. s3://bucket/soak, the runs are in object storage, whose
+server and credentials the environment names, and every other start is on an empty machine.
 
 Exit code 1 if a loss or a file differs, a start does not resume by itself, or a process is left running.
 """
@@ -30,8 +31,10 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from lm.checkpoint.manifest import CheckpointError, read_manifest, verify
-from tests.support import EXACT, EXACT_RUN, checkpoints, start
+from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
+from lm.checkpoint.object_storage import ObjectStorage
+from lm.checkpoint.retention import Directory, Place
+from tests.support import EXACT, EXACT_RUN, start
 
 STEPS = 30
 RATE = 3
@@ -51,6 +54,7 @@ STARTUP = 5
 TO_ALL, TO_ONE, STOP, FREEZE = "SIGKILL to all", "SIGKILL to one rank", "SIGTERM", "SIGSTOP, then SIGKILL"
 KINDS = {TO_ALL: 4, TO_ONE: 2, STOP: 1, FREEZE: 1}
 """Relative frequency of each kind."""
+SHORT_LEASE = "from lm.checkpoint import object_storage\nobject_storage.LEASE_SECONDS = 2.0"
 TIMEOUT = 60
 """Seconds until a start must reach its next save or its end."""
 
@@ -76,10 +80,36 @@ def last_step(folder: Path) -> int:
     return max((step for group, step in lines(folder) if group == "training"), default=0)
 
 
-def unfinished(folder: Path) -> set[Path]:
-    """Checkpoint directories without a manifest: being written, or abandoned."""
+def place(folder: Path, storage: str | None) -> Place:
+    """Where the checkpoints of the run in `folder` are."""
+    if storage:
+        return ObjectStorage(f"{storage}/{folder.name}/test")
+    return Directory(folder / "runs" / "test" / "checkpoints")
+
+
+def checkpoints(folder: Path, storage: str | None) -> dict[int, Manifest]:
+    """Verify the complete checkpoints of a run and return their manifests by step."""
+    found, where = {}, place(folder, storage)
+    for entry in where.list_saved()[0]:
+        with tempfile.TemporaryDirectory() as copy:
+            path = Path(where.locate(entry.name))
+            if storage:
+                path = ObjectStorage(where.locate(entry.name)).fetch_checkpoint(Path(copy) / entry.name)
+            manifest = read_manifest(path)
+            verify(path, manifest)
+            found[manifest.step] = manifest
+    return found
+
+
+def unfinished(folder: Path, storage: str | None) -> set[str]:
+    """Checkpoints without a manifest: being written, or abandoned."""
+    if storage:
+        where = place(folder, storage)
+        assert isinstance(where, ObjectStorage)
+        time.sleep(0.01)
+        return {name for name, files in where.checkpoints().items() if "manifest.json" not in files}
     paths = (folder / "runs" / "test" / "checkpoints").glob("[!.]*")
-    return {path for path in paths if not (path / "manifest.json").exists() and path.exists()}
+    return {path.name for path in paths if not (path / "manifest.json").exists() and path.exists()}
 
 
 def alive(process: psutil.Process) -> bool:
@@ -91,11 +121,14 @@ def alive(process: psutil.Process) -> bool:
 class Job:
     """A launcher and its ranks that run in `folder`."""
 
-    def __init__(self, folder: Path, ranks: int, *overrides: str) -> None:
-        self.folder = folder
-        self.launcher = start(folder, *overrides, ranks=ranks, config=RUN)
-        self.ranks: list[psutil.Process] = []
+    def __init__(self, folder: Path, ranks: int, storage: str | None, *overrides: str) -> None:
+        self.folder, self.storage = folder, storage
+        if storage:
+            overrides = (*overrides, f"checkpoint_storage={storage}/{folder.name}")
+        script = SHORT_LEASE if storage else ""
+        self.launcher = start(folder, *overrides, ranks=ranks, config=RUN, script=script)
         process = psutil.Process(self.launcher.pid)
+        self.ranks: list[psutil.Process] = [process] if ranks == 1 else []
         while len(self.ranks) < ranks and self.launcher.poll() is None:
             self.ranks = process.children()
             time.sleep(0.005)
@@ -133,9 +166,9 @@ class Job:
 
 
 @contextmanager
-def started(folder: Path, ranks: int, *overrides: str) -> Iterator[Job]:
+def started(folder: Path, ranks: int, storage: str | None, *overrides: str) -> Iterator[Job]:
     """Start the run in `folder` as its user would; kill what is left of it at the end."""
-    job = Job(folder, ranks, *overrides)
+    job = Job(folder, ranks, storage, *overrides)
     try:
         yield job
     finally:
@@ -156,10 +189,10 @@ def interrupt(job: Job, draw: random.Random, length: float) -> Interruption | No
         length: seconds from the first step of a run to its last.
     """
     kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
-    known = unfinished(job.folder)
+    known = unfinished(job.folder, job.storage)
 
-    def saving() -> set[Path]:
-        return unfinished(job.folder) - known
+    def saving() -> set[str]:
+        return unfinished(job.folder, job.storage) - known
 
     if draw.random() < AIMED:
         for _ in range(draw.randint(1, 2)):
@@ -187,9 +220,7 @@ def interrupt(job: Job, draw: random.Random, length: float) -> Interruption | No
             time.sleep(draw.uniform(0, 0.5))
         job.kill()
     code = job.finish()
-    for path in checkpoints(job.folder).values():
-        verify(path, read_manifest(path))
-    saved = max(checkpoints(job.folder), default=0)  # a stop saves a step before it is reported
+    saved = max(checkpoints(job.folder, job.storage), default=0)  # a stop saves a step before it is reported
     lost = max(0, last_step(job.folder) - saved)
     if kind == STOP and (code or lost) and code != 128 + signal.SIGTERM:  # before its first step
         raise SoakError(f"SIGTERM ended the run with {code} and lost {lost} steps:\n{job.output}")
@@ -197,24 +228,26 @@ def interrupt(job: Job, draw: random.Random, length: float) -> Interruption | No
     return Interruption(kind, moment, lost)
 
 
-def compare(reference: Path, folder: Path, complete: bool) -> None:
+def compare(reference: Path, folder: Path, storage: str | None, complete: bool) -> None:
     """Raise `SoakError` if a loss of `folder` differs from that of `reference`, or the last checkpoint of both."""
     expected, found = lines(reference), lines(folder)
     differing = sorted(key for key in expected.keys() & found.keys() if expected[key] != found[key])
     if complete:  # a stopped run also validates after its last step
         differing += sorted(expected.keys() - found.keys())
-        last, other = (read_manifest(checkpoints(path)[STEPS]).files for path in (reference, folder))
+        last, other = (checkpoints(path, storage)[STEPS].files for path in (reference, folder))
         if last != other:
             raise SoakError("the last checkpoint's files differ")
     if differing:
         raise SoakError(f"missing or different: {differing[:20]}")
 
 
-def soak(root: Path, count: int, seed: int, ranks: int) -> dict[tuple[str, str, str], list[int]]:
+def soak(
+    root: Path, count: int, seed: int, ranks: int, storage: str | None = None
+) -> dict[tuple[str, str, str], list[int]]:
     """Interrupt runs under `root` `count` times; return the steps lost by kind, moment and way of saving."""
     draw = random.Random(seed)
     reference = root / "reference"
-    with started(reference, ranks) as job:
+    with started(reference, ranks, storage) as job:
         job.wait_until(lambda: last_step(reference))
         started_at = time.monotonic()
         if job.finish():
@@ -225,7 +258,9 @@ def soak(root: Path, count: int, seed: int, ranks: int) -> dict[tuple[str, str, 
     while made < count:
         folder, saves, complete = root / f"run-{number}", ("sync", "async")[number % 2], False
         while not complete:
-            with started(folder, ranks, f"async_checkpoint={str(saves == 'async').lower()}") as job:
+            if storage and draw.random() < 0.5:
+                shutil.rmtree(folder, ignore_errors=True)
+            with started(folder, ranks, storage, f"async_checkpoint={str(saves == 'async').lower()}") as job:
                 found = interrupt(job, draw, length) if made < count else None
                 if found:
                     made += 1
@@ -233,7 +268,7 @@ def soak(root: Path, count: int, seed: int, ranks: int) -> dict[tuple[str, str, 
                 elif job.finish():
                     raise SoakError(job.output)
             complete = found is None
-            compare(reference, folder, complete)
+            compare(reference, folder, storage, complete)
             if sys.stderr.isatty():
                 print(f"\r{made}/{count}", end="\r", file=sys.stderr, flush=True)
         shutil.rmtree(folder)
@@ -246,10 +281,11 @@ def main() -> int:
     parser.add_argument("count", nargs="?", type=int, default=500, help="interruptions (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--storage", metavar="URL", help="object storage for the checkpoints (none: on disk)")
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="soak-"))
     try:
-        lost = soak(root, args.count, args.seed, args.ranks)
+        lost = soak(root, args.count, args.seed, args.ranks, args.storage)
     except (SoakError, CheckpointError) as error:
         print(f"{root}: {error}")
         return 1

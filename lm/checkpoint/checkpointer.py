@@ -7,6 +7,7 @@ failed on one. The thread's collectives use a separate process group.
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import tempfile
@@ -116,6 +117,7 @@ class Checkpointer:
         self._stager: staging.Stager | None = None
         self._writing: tuple[threading.Thread, Future[tuple[int, str]]] | None = None
         self._saved: list[SavedCheckpoint] = []  # on a cluster: by this process, and the one it resumed from
+        self._newest: str | None = None  # complete checkpoint of this run
         self._damaged: set[str] = set()
 
     def allocate(self, state: Mapping[str, Stateful], log: Callable[[str], None] = lambda _: None) -> None:
@@ -226,7 +228,12 @@ class Checkpointer:
                 path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint-")))
                 self._write_files(path, staged, manifest)
                 # Without a selector, directories on two nodes with equal device and inode are taken for the same one.
-                uuid = self._context.upload(path, metadata, shard=True, selector=lambda _: True)
+                try:
+                    uuid = self._context.upload(path, metadata, shard=True, selector=lambda _: True)
+                except RunError as error:
+                    kept = f"; checkpoint {self._newest} is kept" if self._newest else "; there is no checkpoint yet"
+                    raise type(error)(f"{error}{kept}", keys=error.keys) from None
+        self._newest = uuid
         if self.world.rank == 0:
             self.add_saved(uuid, manifest)
             if self._place is not None:
@@ -303,7 +310,8 @@ class Checkpointer:
             raise
 
     def add_saved(self, uuid: str, manifest: Manifest) -> None:
-        """Count a checkpoint of this run for retention on a cluster, e.g. the one that it resumed from."""
+        """Count a complete checkpoint of this run, e.g. the one that it resumed from, for retention on a cluster."""
+        self._newest = uuid.rpartition("/")[2]
         if self._place is None and "/" not in uuid:
             self._saved.append(saved_checkpoint(uuid, manifest))
 
@@ -345,8 +353,10 @@ class Checkpointer:
                 self.world.all_or_none(lambda: _read_tensors(sources))
             except CheckpointError as error:
                 self._damaged.add(path.name)
-                shown = checkpoint if is_url(checkpoint) else str(path)
-                raise CheckpointError(*(problem.replace(str(path), shown) for problem in error.problems)) from None
+                if not is_url(checkpoint):
+                    raise
+                copy = rf"\S*/{re.escape(path.name)}"  # on any machine
+                raise CheckpointError(*(re.sub(copy, checkpoint, problem) for problem in error.problems)) from None
         return manifest
 
     def _verify(self, path: Path) -> Manifest:

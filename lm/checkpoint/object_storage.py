@@ -41,6 +41,10 @@ from lm.runtime.world import World
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 RETRY_SECONDS = 120.0
 """How long a failing request is repeated."""
+REQUEST_SECONDS = 30.0
+"""Longest wait for an answer."""
+SLOWEST = 1 << 20
+"""Bytes per second below which the upload of a file is given up."""
 LEASE_SECONDS = 60.0
 """After this time without a renewal, the holder of a lease counts as dead."""
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "sessions.jsonl", "report.md", "report.png")
@@ -99,6 +103,9 @@ class ObjectStorage(storage.CloudStorageManager):
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of fsspec's file system; if the server fails, again."""
         deadline, pause = time.monotonic() + self.patience, 1.0
+        if method not in ("get_file", "cp_file"):  # libraries wait without end for an answer to "Expect: 100-continue"
+            size = Path(args[0]).stat().st_size if method == "put_file" else 0
+            options["timeout"] = REQUEST_SECONDS + size / SLOWEST
         while True:
             try:
                 return getattr(self._fs, method)(*args, **options)
@@ -142,7 +149,7 @@ class ObjectStorage(storage.CloudStorageManager):
         """Return the URL of a checkpoint of this run."""
         return f"{self.url}/checkpoints/{name}"
 
-    def _checkpoints(self) -> dict[str, dict[str, int]]:
+    def checkpoints(self) -> dict[str, dict[str, int]]:
         """Return the sizes of the files of each checkpoint."""
         found: dict[str, dict[str, int]] = {}
         for path, size in self._list("checkpoints").items():
@@ -155,7 +162,7 @@ class ObjectStorage(storage.CloudStorageManager):
         """Return the complete checkpoints, oldest first, and the error of each incomplete one, by URL."""
         saved: list[SavedCheckpoint] = []
         incomplete: dict[str, CheckpointError] = {}
-        for name, sizes in sorted(self._checkpoints().items()):
+        for name, sizes in sorted(self.checkpoints().items()):
             try:
                 saved.append(saved_checkpoint(name, self._read(f"checkpoints/{name}", sizes)))
             except CheckpointError as error:
@@ -207,7 +214,7 @@ class ObjectStorage(storage.CloudStorageManager):
         """Delete the expired checkpoints and those that were never completed, but none of those named in `damaged`."""
         saved, _ = self.list_saved()
         gone = [entry.name for entry in expired([entry for entry in saved if entry.name not in damaged], keep)]
-        for name, sizes in self._checkpoints().items():
+        for name, sizes in self.checkpoints().items():
             if name in gone or MANIFEST not in sizes:
                 files = [self._at(f"checkpoints/{name}/{file}") for file in sizes if file != MANIFEST]
                 if name in gone:  # from now on it is no checkpoint, even if deleting it is interrupted

@@ -1,0 +1,435 @@
+"""A run in object storage is as safe as one on a disk, and needs nothing of the machines that made it.
+
+The servers are real: moto's for S3, gcp-storage-emulator for Google's. A proxy in front of them fails on request.
+"""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from determined import core
+from torch.distributed.fsdp import fully_shard
+
+from lm.checkpoint import __main__ as command
+from lm.checkpoint import object_storage
+from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.checkpoint.manifest import CheckpointError, read_manifest, verify
+from lm.checkpoint.object_storage import LEASE_SECONDS, ObjectStorage, stored
+from lm.checkpoint.resume import find_checkpoint, plan_resume
+from lm.determined.context import TorchDistributedContext
+from lm.errors import ConfigError, RunError
+from lm.launch.spawn import free_port
+from lm.runtime.run_dir import RunDir
+from lm.runtime.world import World
+from tests.conftest import Message
+from tests.soak import soak
+from tests.support import TINY, in_world, run, run_ranks
+from tests.test_manifest import SHARDS, save, toy
+
+pytest.importorskip("s3fs", reason="needs s3fs")
+pytest.importorskip("moto.server", reason="needs moto[server]")
+pytestmark = pytest.mark.filterwarnings("ignore:You are using a Python version:FutureWarning")
+
+UUID = r"[0-9a-f]{8}-[0-9a-f-]{27}"
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+ISOLATED = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": "none", "AWS_SHARED_CREDENTIALS_FILE": "none"}
+
+
+@contextmanager
+def serving(*arguments: str, port: int) -> Iterator[str]:
+    """The address of a server in a separate process."""
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(200):
+            try:
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+                connection.request("GET", "/")
+                connection.getresponse()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def s3_server() -> Iterator[str]:
+    port = free_port()
+    with serving("-m", "moto.server", "-H", "127.0.0.1", "-p", str(port), port=port) as address:
+        yield address
+
+
+@pytest.fixture
+def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """URL below which nothing is stored yet."""
+    for name, value in (CREDENTIALS | ISOLATED | {"AWS_ENDPOINT_URL": s3_server}).items():
+        monkeypatch.setenv(name, value)
+    fresh_sessions()
+    import fsspec
+
+    fsspec.filesystem("s3").makedirs("bucket", exist_ok=True)
+    return f"s3://bucket/{tmp_path.name}"
+
+
+@pytest.fixture(scope="module")
+def gs_server() -> Iterator[str]:
+    pytest.importorskip("gcp_storage_emulator", reason="needs gcp-storage-emulator")
+    port = free_port()
+    arguments = ("start", "--host=127.0.0.1", f"--port={port}", "--in-memory", "--default-bucket=bucket")
+    with serving("-m", "gcp_storage_emulator", *arguments, port=port) as address:
+        yield address
+
+
+@pytest.fixture
+def gs(gs_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", gs_server)
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    importlib.invalidate_caches()
+    fresh_sessions()
+    return f"gs://bucket/{tmp_path.name}"
+
+
+def fresh_sessions() -> None:
+    """Forget the file systems of other servers and credentials, which fsspec keeps."""
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@contextmanager
+def machine(world: World, url: str, folder: Path, keep: int | None = 2) -> Iterator[tuple[Checkpointer, ObjectStorage]]:
+    """The run "test" under `url` on a machine with the working directory `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chdir(folder)
+    os.umask(0o077)
+    tempfile.tempdir = str(folder)
+    run_dir = RunDir("test", url)
+    run_dir.lock(world)
+    distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
+    with core.init(distributed=distributed) as context, stored(run_dir, context, world):
+        place = context.checkpoint._storage_manager
+        assert isinstance(place, ObjectStorage)
+        world.on_rank0(lambda: place.start(run_dir.path))
+        config = CheckpointConfig.model_validate({"keep_checkpoints": keep})
+        yield Checkpointer(config, context.checkpoint, world, None, {}, distributed.use_saver_group), place
+    tempfile.tempdir = None
+
+
+def load(checkpointer: Checkpointer, world: World, checkpoint: str) -> tuple[int, bool]:
+    """The step of a checkpoint, and whether the loaded model is the one that was saved."""
+    model = toy(-1)
+    fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
+    step = checkpointer.load(checkpoint, lambda _: {"model": model}).step
+    return step, all(bool((parameter.to_local() == step).all()) for parameter in model.parameters())  # type: ignore[attr-defined]
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def damage(place: ObjectStorage, uuid: str, name: str) -> None:
+    path = f"{place.url.partition('://')[2]}/checkpoints/{uuid}/{name}"
+    content = place._fs.cat_file(path)
+    place._fs.pipe_file(path, content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def use_two_machines(world: World, url: str, root: Path) -> dict[str, Any]:
+    folder = root / f"machine-{world.rank}"
+    with machine(world, url, folder) as (checkpointer, place):
+        (folder / "runs" / "test" / "metrics.jsonl").write_text("1\n")
+        uuids = [save(checkpointer, world, step, loss=loss) for step, loss in enumerate([3.0, 1.0, 4.0, 5.0], start=1)]
+        left = [name for name in files_in(folder) if "safetensors" in name]
+        saved = [entry.name for entry in place.list_saved()[0]]
+        found = load(checkpointer, world, uuids[3])
+        world.on_rank0(lambda: damage(place, uuids[3], SHARDS[1]))
+        with pytest.raises(CheckpointError) as refused:
+            load(checkpointer, world, place.locate(uuids[3]))
+        again = load(checkpointer, world, uuids[2])
+    return {"uuids": uuids, "left": left, "saved": saved, "loaded": [found, again], "error": str(refused.value)}
+
+
+@pytest.mark.slow
+def test_machines_that_share_no_disk_save_load_and_refuse_damage_together(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    url = f"{s3}/test"
+    first, second = run_ranks(2, use_two_machines, s3, tmp_path, nodes=2)
+    for rank in (first, second):
+        assert rank["uuids"] == first["uuids"]
+        assert rank["left"] == []
+        assert rank["saved"] == rank["uuids"][1:]  # the newest two and the best
+        assert rank["loaded"] == [(4, True), (3, True)]
+        assert rank["error"].startswith(f"{url}/checkpoints/{rank['uuids'][3]}/{SHARDS[1]}: damaged")
+    # From elsewhere, without a lease.
+    assert command.main(["list", url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == first["uuids"][1:]
+    assert lines[0].endswith("best")
+    third = f"{url}/checkpoints/{first['uuids'][2]}"
+    assert command.main(["verify", third]) == 0
+    assert command.main(["verify", url]) == CheckpointError.exit_code  # the newest is damaged
+    folder = find_checkpoint(third)
+    verify(folder, read_manifest(folder))
+    for key in ("resume", "init_from"):
+        plan = plan_resume(CheckpointConfig.model_validate({key: third}), None, None, restarted=False)
+        assert (plan.resume_candidates or plan.init_candidates) == (third,)
+
+
+def test_the_run_moves_to_an_empty_machine_with_its_metrics(s3: str, tmp_path: Path) -> None:
+    everything(s3, tmp_path)
+
+
+@pytest.mark.slow
+def test_google_storage_keeps_a_run_likewise(gs: str, tmp_path: Path) -> None:
+    everything(gs, tmp_path)
+
+
+def everything(url: str, root: Path) -> None:
+    """Save on one machine, continue on another, be killed in a save there, start anew on a third."""
+    metrics, here = Path("runs/test/metrics.jsonl"), Path.cwd()
+
+    def first(world: World) -> str:
+        with machine(world, url, root / "1") as (checkpointer, _):
+            metrics.write_text("1\n")
+            uuid = save(checkpointer, world, 1)
+            metrics.write_text("1\n2\n")  # put at the end
+            return uuid
+
+    def second(world: World) -> list[str]:
+        with machine(world, url, root / "2", keep=1) as (checkpointer, place):
+            assert metrics.read_text() == "1\n2\n"
+            assert load(checkpointer, world, uuid) == (1, True)
+            commit, place.commit = place.commit, fail
+            with pytest.raises(RunError):
+                save(checkpointer, world, 2)
+            place.commit = commit
+            saved, incomplete = place.list_saved()
+            assert ([entry.name for entry in saved], len(incomplete)) == ([uuid], 1)
+            newer = save(checkpointer, world, 3)
+            assert list(place.checkpoints()) == [newer]  # neither the expired nor the abandoned one
+            return [newer]
+
+    def fail(name: str) -> None:
+        raise RunError(name)
+
+    def third(world: World) -> None:
+        with machine(world, url, root / "3") as (checkpointer, place):
+            checkpointer.move_aside()
+            assert not place.list_saved()[0]
+            assert not place.was_committed()
+            (aside,) = {path.partition("/")[0] for path in place._list() if path.startswith("before-")}
+            moved = f"{place.url}/{aside}/checkpoints/{newest[0]}"
+            assert load(checkpointer, world, moved) == (3, True)
+
+    try:
+        uuid = in_world(first)
+        newest = in_world(second)
+        in_world(third)
+    finally:
+        os.chdir(here)
+        tempfile.tempdir = None
+
+
+def test_one_run_at_a_time_writes_and_a_dead_one_is_replaced(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Message
+) -> None:
+    monkeypatch.setattr(object_storage, "LEASE_SECONDS", 1.2)
+    folders = [tmp_path / name for name in ("a", "b", "c")]
+    for folder in folders:
+        folder.mkdir()
+    a, b, c = (ObjectStorage(f"{s3}/test") for _ in range(3))
+    a.start(folders[0])
+    with pytest.raises(RunError) as refused:
+        b.start(folders[1])
+    message(refused.value, mask=r"process .*? since [-\d]+ [:\d]+|s3://[^:]*/test")
+    a._closed.set()  # as if killed: nothing is renewed nor released
+    again = ObjectStorage(f"{s3}/test")
+    started = time.monotonic()
+    again.start(folders[0])  # on the same machine, at once
+    assert time.monotonic() - started < 1
+    again._closed.set()
+    b.start(folders[1])  # on another, after the lease has run out
+    for late in (a.require_lease, lambda: again.commit("late")):
+        with pytest.raises(RunError, match="in use by process"):
+            late()
+    b.close()
+    c.start(folders[2])  # released: at once
+    c.close()
+    assert LEASE_SECONDS == 60
+
+
+def test_of_many_that_start_at_once_one_gets_the_lease(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_storage, "LEASE_SECONDS", 1.2)
+    holders: list[ObjectStorage] = []
+
+    def compete(number: int) -> None:
+        place, folder = ObjectStorage(f"{s3}/test"), tmp_path / str(number)
+        folder.mkdir()
+        try:
+            place.start(folder)
+            holders.append(place)
+        except RunError:
+            pass
+
+    threads = [threading.Thread(target=compete, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (holder,) = holders
+    holder.close()
+
+
+class Proxy(http.server.ThreadingHTTPServer):
+    """Forwards requests to `address`, or treats them as `fault` says: a status and a body, or "stall"."""
+
+    daemon_threads = True
+
+    def __init__(self, address: str) -> None:
+        self.fault: Callable[[str], tuple[int, str] | str | None] = lambda _: None
+        host = address.removeprefix("http://")
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # answers "Expect: 100-continue"
+
+            def forward(handler) -> None:  # noqa: N805 # pyright: ignore[reportSelfClsParameterName]
+                body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+                match self.fault(handler.command):
+                    case (status, text):
+                        handler.send_response(status)
+                        content = f"<Error><Code>{text}</Code><Message>{text}</Message></Error>".encode()
+                        headers = {"Content-Length": str(len(content))}
+                    case "stall":
+                        handler.close_connection = True
+                        time.sleep(5)
+                        return
+                    case _:
+                        connection = http.client.HTTPConnection(host, timeout=20)
+                        connection.request(handler.command, handler.path, body, dict(handler.headers))
+                        response = connection.getresponse()
+                        content = response.read()
+                        handler.send_response(response.status)
+                        headers = {k: v for k, v in response.getheaders() if k.lower() not in ("connection", "server")}
+                for name, value in headers.items():
+                    handler.send_header(name, value)
+                handler.end_headers()
+                if handler.command != "HEAD":
+                    handler.wfile.write(content)
+
+            do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward  # noqa: N815
+
+            def log_message(self, format: str, *_: object) -> None:  # noqa: A002, ARG002
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+@pytest.fixture
+def proxy(s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:  # noqa: ARG001
+    server = Proxy(s3_server)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_address[1]}")
+    settings = {"connect_timeout": 1, "read_timeout": 1, "retries": {"total_max_attempts": 1}}
+    monkeypatch.setitem(object_storage._OPTIONS, "s3", {"config_kwargs": settings})
+    monkeypatch.setattr(object_storage, "REQUEST_SECONDS", 2)
+    fresh_sessions()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("fault", [(500, "InternalError"), (503, "SlowDown"), "stall"], ids=["500", "503", "stall"])
+def test_a_server_that_fails_for_a_while_costs_nothing_but_time(
+    fault: Any, s3: str, proxy: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ObjectStorage(f"{s3}/test")
+    place.patience = 30
+    until = time.monotonic() + 1.5
+    proxy.fault = lambda _: fault if time.monotonic() < until else None
+    place.start(tmp_path)
+    place.close()
+    assert "retrying for" in capsys.readouterr().err or fault != (500, "InternalError")
+
+
+@pytest.mark.slow
+def test_a_server_away_for_too_long_ends_the_run_with_the_checkpoint_that_is_kept(
+    s3: str, proxy: Proxy, tmp_path: Path, message: Message
+) -> None:
+    def lose_server(world: World) -> str:
+        with machine(world, s3, tmp_path / "1") as (checkpointer, place):
+            kept = save(checkpointer, world, 1)
+            place.patience = 2
+            proxy.fault = lambda method: (500, "InternalError") if method == "PUT" else None
+            with pytest.raises(RunError) as failed:
+                save(checkpointer, world, 2)
+            proxy.fault = lambda _: None
+            assert kept in str(failed.value)
+            assert [entry.name for entry in place.list_saved()[0]] == [kept]
+            return str(failed.value)
+
+    here = Path.cwd()
+    try:
+        message(in_world(lose_server), mask=f"s3://[^:]*/test|{UUID}")
+    finally:
+        os.chdir(here)
+        tempfile.tempdir = None
+
+
+REFUSED: dict[str, tuple[str, dict[str, str], Any]] = {
+    "scheme": ("azure://bucket/runs", {}, None),
+    "password": ("s3://key:secret@bucket/runs", {}, None),
+    "package": ("az://bucket/runs", {}, None),
+    "bucket": ("s3://no-such-bucket/runs", {}, None),
+    "no credentials": ("s3://bucket/runs", {"AWS_ACCESS_KEY_ID": ""}, None),
+    "expired": ("s3://bucket/runs", {}, (403, "ExpiredToken")),
+    "not writable": ("s3://bucket/runs", {}, (403, "AccessDenied")),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_storage_that_cannot_be_used_is_one_line(
+    case: str, s3: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, message: Message
+) -> None:
+    assert s3
+    url, variables, fault = REFUSED[case]
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "adlfs", None)
+    proxy.fault = lambda method: fault if method == "PUT" or case == "expired" else None
+    with pytest.raises(ConfigError) as refused:
+        ObjectStorage(f"{url}/test").start(tmp_path)
+    assert "\n" not in str(refused.value)
+    assert "secret" not in str(refused.value)
+    message(refused.value)
+
+
+@pytest.mark.slow
+def test_a_run_says_what_is_wrong_with_its_storage_and_ends_with_2(s3: str, tmp_path: Path) -> None:
+    assert s3
+    done = run(tmp_path, "checkpoint_storage=s3://no-such-bucket", config=TINY)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "secret" not in (tmp_path / "test.yaml").read_text() + done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_killed_three_times_on_changing_machines_equals_an_uninterrupted_one(s3: str, tmp_path: Path) -> None:
+    lost = soak(tmp_path, 3, seed=2, ranks=1, storage=s3)
+    assert sum(map(len, lost.values())) == 3
