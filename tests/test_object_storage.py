@@ -336,7 +336,7 @@ class Proxy(http.server.ThreadingHTTPServer):
 
             do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward  # noqa: N815
 
-            def log_message(self, format: str, *_: object) -> None:  # noqa: A002, ARG002
+            def log_message(self, format: str, *_: object) -> None:  # noqa: A002
                 pass
 
         super().__init__(("127.0.0.1", 0), Handler)
