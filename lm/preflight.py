@@ -119,6 +119,7 @@ def preflight(
         run_dir.lock(world)
         if isinstance(manager, ObjectStorage):
             path = run_dir.path
+            world.all_or_none(manager.has_checkpoints)  # every machine can read
             world.on_rank0(lambda: manager.start(path))
     checkpoint_config = hp
     if hp.init_from is not None and (hp.lora_rank or weights.is_model(hp.init_from)):  # a base of adapters, or a model

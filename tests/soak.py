@@ -32,8 +32,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
-from lm.checkpoint.object_storage import ObjectStorage
-from lm.checkpoint.retention import Directory, Place
+from lm.checkpoint.object_storage import ObjectStorage, Place
+from lm.checkpoint.retention import Directory
 from tests.support import EXACT, EXACT_RUN, start
 
 STEPS = 30

@@ -23,6 +23,7 @@ import pytest
 from determined import core
 from torch.distributed.fsdp import fully_shard
 
+from lm import config
 from lm.checkpoint import __main__ as command
 from lm.checkpoint import object_storage
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
@@ -32,6 +33,7 @@ from lm.checkpoint.resume import find_checkpoint, plan_resume
 from lm.determined.context import TorchDistributedContext
 from lm.errors import ConfigError, RunError
 from lm.launch.spawn import free_port
+from lm.preflight import preflight
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
 from tests.conftest import Message
@@ -418,6 +420,16 @@ def test_storage_that_cannot_be_used_is_one_line(
         ObjectStorage(f"{url}/test").start(tmp_path)
     assert "\n" not in str(refused.value)
     assert "secret" not in str(refused.value)
+    message(refused.value)
+
+
+def test_on_a_cluster_the_platforms_storage_is_the_one(message: Message) -> None:
+    hp = config.read({"hyperparameters": TINY | {"checkpoint_storage": "s3://bucket"}}, [], "test")
+    nothing: Any = None
+    cluster: Any = object()
+    with pytest.raises(ConfigError) as refused:
+        preflight(hp, nothing, cluster, nothing, nothing)
+    assert refused.value.keys == {"checkpoint_storage"}
     message(refused.value)
 
 

@@ -38,8 +38,8 @@ from lm.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from lm.checkpoint.object_storage import ObjectStorage, downloaded, is_url
-from lm.checkpoint.retention import Directory, Place, SavedCheckpoint, expired, saved_checkpoint
+from lm.checkpoint.object_storage import ObjectStorage, Place, downloaded, is_url
+from lm.checkpoint.retention import Directory, SavedCheckpoint, expired, saved_checkpoint
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.launch.environment import host_memory

@@ -32,7 +32,7 @@ from determined import core
 from determined.common import storage
 
 from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, check_sizes, parse_manifest
-from lm.checkpoint.retention import COMMITTED, SavedCheckpoint, expired, saved_checkpoint
+from lm.checkpoint.retention import COMMITTED, Directory, SavedCheckpoint, expired, saved_checkpoint
 from lm.errors import ConfigError, RunError
 from lm.fileio import MAX_JSON_BYTES, write_durably
 from lm.runtime.run_dir import RunDir
@@ -159,7 +159,7 @@ class ObjectStorage(storage.CloudStorageManager):
         return found
 
     def list_saved(self) -> tuple[list[SavedCheckpoint], dict[str, CheckpointError]]:
-        """Return the complete checkpoints, oldest first, and the error of each incomplete one, by URL."""
+        """Return the complete checkpoints, oldest first, and the error of each incomplete one, by its URL."""
         saved: list[SavedCheckpoint] = []
         incomplete: dict[str, CheckpointError] = {}
         for name, sizes in sorted(self.checkpoints().items()):
@@ -173,7 +173,7 @@ class ObjectStorage(storage.CloudStorageManager):
         return f"{self.url}/checkpoints"
 
     def has_checkpoints(self) -> bool:
-        """Return whether `url` is that of a run."""
+        """Return whether `url` is that of a run, and thereby that it can be read."""
         return bool(self._list("checkpoints"))
 
     def was_committed(self) -> bool:
@@ -334,6 +334,10 @@ class ObjectStorage(storage.CloudStorageManager):
         self._closed.set()
         self._content["holder"] = ""
         self._call("pipe_file", self._lease, self._encode(0))
+
+
+Place = Directory | ObjectStorage
+"""Where the checkpoints of a run are, off a cluster."""
 
 
 class ObjectStorageContext(core.DummyCheckpointContext):

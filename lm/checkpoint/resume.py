@@ -37,8 +37,8 @@ from lm.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from lm.checkpoint.object_storage import ObjectStorage, is_url
-from lm.checkpoint.retention import Directory, Place
+from lm.checkpoint.object_storage import ObjectStorage, Place, is_url
+from lm.checkpoint.retention import Directory
 from lm.errors import ConfigError, oserror_as_config_error, printable
 from lm.lora import LoraConfig
 from lm.metrics.accumulator import MetricsConfig, peak_memory_gib
@@ -238,21 +238,6 @@ def resume(
     cluster_info: det.ClusterInfo | None,
     log: Callable[[str], None],
 ) -> TrainingProgress:
-    """Load the checkpoint of `plan` as `_load` says, then make room in the run's storage if it starts anew."""
-    progress = _load(plan, checkpointer, state, run_info, cluster_info, log)
-    if plan.fresh:
-        checkpointer.move_aside()
-    return progress
-
-
-def _load(
-    plan: ResumePlan,
-    checkpointer: Checkpointer,
-    state: Mapping[str, Stateful],
-    run_info: RunInfo,
-    cluster_info: det.ClusterInfo | None,
-    log: Callable[[str], None],
-) -> TrainingProgress:
     """Load the first intact checkpoint of `plan` into `state`, on all ranks together.
 
     Args:
@@ -282,6 +267,11 @@ def _load(
             return {"model": state["model"]}
         return {name: part for name, part in state.items() if name != "scaler" or manifest.loss_scaled}
 
+    def ready(progress: TrainingProgress) -> TrainingProgress:
+        if plan.fresh:
+            checkpointer.move_aside()
+        return progress
+
     problems: list[str] = []
     for candidate in plan.resume_candidates or plan.init_candidates:
         try:
@@ -295,15 +285,15 @@ def _load(
             log(f"resumed from checkpoint {Path(candidate).name}, step {manifest.step}")
             for line in _compare_learning_rates(manifest, run_info):
                 log(line)
-            return manifest
+            return ready(manifest)
         peak = max(checkpointer.world.all_gather_object(peak_memory_gib(checkpointer.world.device)))
         seconds = time.monotonic() - started
         log(f"loaded the weights of checkpoint {candidate} in {seconds:.1f} s, {peak:.2f} GiB per rank")
-        return TrainingProgress()
+        return ready(TrainingProgress())
     if problems:
         remedy = "resume to another one or to fresh" if plan.resume_candidates else "init_from to another one"
         raise CheckpointError(*problems, f"no intact checkpoint is left; set {remedy}")
-    return TrainingProgress()
+    return ready(TrainingProgress())
 
 
 def _compare_runs(saved: RunInfo, run_info: RunInfo) -> list[str]:

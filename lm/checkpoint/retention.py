@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
 
@@ -45,31 +45,8 @@ def saved_checkpoint(name: str, manifest: Manifest) -> SavedCheckpoint:
     return SavedCheckpoint(manifest.time, name, manifest.validation_loss, manifest.data["validation"])
 
 
-class Place(Protocol):
-    """Where the checkpoints of a run are, off a cluster: a directory or object storage."""
-
-    def locate(self, name: str) -> str:
-        """Return the absolute path or the URL of a checkpoint."""
-        ...
-
-    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[str, CheckpointError]]:
-        """Return the complete checkpoints, oldest first, and the error of each incomplete one, by its location.
-
-        Files are checked by size only; `verify` compares checksums.
-        """
-        ...
-
-    def was_committed(self) -> bool:
-        """Return whether a checkpoint was ever complete here."""
-        ...
-
-    def prune(self, keep: int | None, damaged: Collection[str]) -> None:
-        """Delete the expired checkpoints; those named in `damaged` are neither counted nor deleted."""
-        ...
-
-
 class Directory:
-    """A directory on a disk that all machines share."""
+    """The checkpoints of a run on a disk that all machines share."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,9 +55,14 @@ class Directory:
         return str(self.path)
 
     def locate(self, name: str) -> str:
+        """Return the absolute path of a checkpoint."""
         return str((self.path / name).absolute())
 
     def list_saved(self) -> tuple[list[SavedCheckpoint], dict[str, CheckpointError]]:
+        """Return the complete checkpoints, oldest first, and the error of each incomplete one, by its path.
+
+        Files are checked by size only; `verify` compares checksums.
+        """
         saved: list[SavedCheckpoint] = []
         incomplete: dict[str, CheckpointError] = {}
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else []:
@@ -92,9 +74,11 @@ class Directory:
         return sorted(saved), incomplete
 
     def was_committed(self) -> bool:
+        """Return whether a checkpoint was ever complete here."""
         return (self.path / COMMITTED).exists() or any(self.path.glob(f"[!.]*/{MANIFEST}"))
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
+        """Delete the expired checkpoints; those named in `damaged` are neither counted nor deleted."""
         with suppress(FileExistsError):
             (self.path / COMMITTED).open("x").close()
         saved, _ = self.list_saved()
