@@ -38,7 +38,7 @@ _REFUSALS = (BadRequestException, APIHttpError)
 
 @contextmanager
 def retrying() -> Iterator[None]:
-    """Retry calls to an unreachable master, at last every 15 seconds, for `MASTER_TIMEOUT`; enter it before `core.init`.
+    """Retry calls to an unreachable master for `MASTER_TIMEOUT`, at most 15 seconds apart; enter it before `core.init`.
 
     Core API's own intervals grow to two minutes, and it treats a proxy's 502, 503 or 504 as a refusal. A
     `DET_RETRY_CONFIG` in the environment overrides this. Raises RankError for a refusal, also after `MASTER_TIMEOUT`.
