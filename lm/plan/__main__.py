@@ -69,9 +69,8 @@ def make_plan(
     plan["tokens_per_step"] = global_batch_size * hp.max_seq_len
     if card:
         plan |= speed.step_time(hp, dtype, card, mesh, node, network, n_micro_batches)
-        plan |= {"tokens_per_second": plan["tokens_per_step"] / plan["step"]}
-        plan |= {"mfu": plan["flops"] / plan["step"] / card.flops}
-        plan |= {"gpu_hours_per_billion_tokens": gpus / plan["tokens_per_second"] / 3.6e-6}
+        rate = plan["tokens_per_second"] = plan["tokens_per_step"] / plan["step"]
+        plan |= {"mfu": plan["flops"] / plan["step"] / card.flops, "gpu_hours_per_billion_tokens": gpus / rate / 3.6e-6}
         if hp.max_epochs is None:
             plan["hours"] = plan["step"] * hp.run_length(None) / 3600
     return plan
@@ -85,7 +84,7 @@ def search(
     A plan's "settings" are those that differ from `hp`.
     """
     moments = ("float32", "bfloat16") if hp.beta2 <= 0.99 else (hp.optim_dtype,)
-    adapters = (None, 16) if hp.init_from is not None and hp.lora_rank is None else (hp.lora_rank,)
+    adapters = (None, 16) if hp.init_from and not (hp.lora_rank or hp.float8) else (hp.lora_rank,)
     for count, lora_rank in itertools.product((2**power for power in range(gpus.bit_length())), adapters):
         nodes, found = max(1, count // per_node), []
         shardings = SHARDINGS if nodes > 1 else SHARDINGS[: min(count + 1, 3)]
@@ -121,7 +120,7 @@ def plot(hp: Hyperparameters, gpus: int, gib: float, card: speed.Card, network: 
     except ImportError:
         raise ConfigError("--plot requires a package: pip install matplotlib") from None
     hp = hp.model_copy(update={"total_batch_size": None})
-    counts = [2**power for power in range(14)]
+    counts = [*(2**power for power in range(14)), 10000]
     figure = Figure(figsize=(14, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     names = []
@@ -140,9 +139,8 @@ def plot(hp: Hyperparameters, gpus: int, gib: float, card: speed.Card, network: 
     left.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
     for sharding in ("full-shard", "hybrid-full-shard"):
         changed = hp.model_copy(update={"sharding": sharding})
-        plans = [make_plan(changed, n, max(1, n // 8), gib, card, network) for n in (*counts, 10000)]
-        rates = [plan["tokens_per_second"] / plan["gpus"] for plan in plans]
-        right.plot([*counts, 10000], rates, "o-", label=sharding)
+        plans = [make_plan(changed, n, max(1, n // 8), gib, card, network) for n in counts]
+        right.plot(counts, [plan["tokens_per_second"] / plan["gpus"] for plan in plans], "o-", label=sharding)
     right.set(xscale="log", xlabel="GPUs", ylabel="tokens/s per GPU (not measured)", ylim=0)
     right.legend()
     figure.savefig(path, dpi=80)

@@ -59,36 +59,40 @@ def nearest(
             return state_on_device(changed, *run) <= limit and sum(need(changed, *run).values()) <= limit
         return False
 
-    full = {"sharding": "full-shard"}
+    full, offload = {"sharding": "full-shard"}, {"cpu_offload": True}
     least = full | {"activation_checkpointing": "full", "batch_size": 1}
     kinds: list[list[tuple[dict[str, Any], int]]] = [  # of each, the first that fits counts
         [({"activation_checkpointing": mode}, ranks) for mode in ("selective", "full")],
         [({"batch_size": hp.batch_size >> power}, ranks) for power in range(1, hp.batch_size.bit_length())],
         [(full, ranks), (least, ranks)],
-        [({"cpu_offload": True}, ranks), (least | {"cpu_offload": True}, ranks)] if device_type == "cuda" else [],
+        [(c, ranks) for c in ({"activation_offload": True}, offload, least | offload)] if device_type == "cuda" else [],
         [(changes, ranks << power) for changes in (full, least) for power in range(1, 15)],
+        [({"max_seq_len": hp.max_seq_len >> power}, ranks) for power in (1, 2, 3)],
     ]
+    is_large = state_on_device(hp, dtype, device_type, ranks, node) > limit / 2  # else activations are
     if hp.init_from is not None:
-        kinds.append([(changes | {"lora_rank": 16}, ranks) for changes in ({}, least)])
-    elif hp.model is not None:
+        kinds.append([] if hp.float8 else [(changes | {"lora_rank": 16}, ranks) for changes in ({}, least)])
+    elif hp.model is not None and is_large:
         presets = [ModelConfig.model_validate({"model": name}) for name in PRESETS]
         presets.sort(key=lambda preset: -preset.n_parameters)
-        kinds.append([(preset.model_dump(exclude={"max_seq_len"}), ranks) for preset in presets])
-    else:
+        keys = ModelConfig.model_fields.keys() - {"max_seq_len"}
+        kinds.append([({key: getattr(preset, key) for key in keys}, ranks) for preset in presets])
+    elif is_large:
         step = 2 * hp.n_heads
         widths = [int(hp.d_model * 0.85**power) // step * step for power in range(1, 40)]
         kinds.append([({"n_layers": n}, ranks) for n in range(hp.n_layers - 1, 0, -1)])
         for others, n in (({}, ranks), ({"n_layers": -(-hp.n_layers // 4)}, ranks), (full, 8 * ranks)):
             kinds.append([(others | {"d_model": width}, n) for width in widths if width and not hp.head_dim])
-    found = []
+    found: list[list[str]] = []
     for kind in kinds:
         for changes, n in kind:
-            changed = {key: value for key, value in changes.items() if getattr(hp, key) != value}
-            if (changed or n > ranks) and len(found) < 3 and fits(changes, n):
-                shown = {"model": changes["model"]} if "model" in changes else changed
-                found.append(" ".join([f"{n} ranks" * (n > ranks), *(f"{k}={v}" for k, v in shown.items())]).strip())
+            shown = {"model": changes["model"]} if "model" in changes else changes
+            words = [*[f"{n} ranks"] * (n > ranks), *(f"{k}={v}" for k, v in shown.items() if getattr(hp, k) != v)]
+            is_new = words and not any(set(others) <= set(words) for others in found)
+            if is_new and len(found) < 3 and fits(changes, n):
+                found.append(words)
                 break
-    return "; ".join(found) or "a smaller model"
+    return "; ".join(map(" ".join, found)) or "a smaller model"
 
 
 def state_bytes(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> int:
@@ -122,17 +126,16 @@ def check(hp: Hyperparameters, world: World, dry_run: bool) -> str | None:
     node, on_gpu = world.launch.local_size, world.device.type == "cuda"
     own = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else host_memory()[0] // node
     available, what = min(world.all_gather_object(own)), "GPU" if on_gpu else "rank"
-    run = precision.compute_dtype(hp, world.device), world.device.type, world.size, node
+    dtype = world.all_or_none(lambda: precision.compute_dtype(hp, world.device))
+    run = dtype, world.device.type, world.size, node
 
-    def line(needed: int, limit: float) -> str:
+    def line(ran_out: bool) -> str:
+        needed = sum(need(hp, *run).values())
+        limit = USABLE * (min(available, needed) if ran_out else available)
         text = f"needs about {needed / GIB:.1f} of {available / GIB:.1f} GiB per {what}"
         if needed <= limit:
             return text
         return f"{text}; what needs at most {limit / GIB:.1f} GiB: {nearest(hp, *run, limit)}"
-
-    def explain() -> str:
-        needed = sum(need(hp, *run).values())
-        return line(needed, USABLE * min(available, needed))
 
     def find() -> str | None:
         state = state_on_device(hp, *run)
@@ -145,9 +148,7 @@ def check(hp: Hyperparameters, world: World, dry_run: bool) -> str | None:
             )
         if not (on_gpu or dry_run) and state < GIB // 4:
             return None
-        parts = need(hp, *run)
-        lines = [line(sum(parts.values()), USABLE * available), *caveats(hp)]
-        return "\n".join(lines + (table(parts) if dry_run else []))
+        return "\n".join([line(False), *caveats(hp), *(table(need(hp, *run)) if dry_run else [])])
 
-    world.memory_notes.append(explain)
+    world.memory_notes.append(lambda: line(True))
     return world.on_rank0(find)
