@@ -126,10 +126,9 @@ def plot(hp: Hyperparameters, gpus: int, gib: float, card: speed.Card, network: 
     names = []
     for count, sharding in itertools.product((n for n in counts if n <= gpus), SHARDINGS):
         if count > 8 or not sharding.startswith("hybrid"):  # otherwise a hybrid is the same as full- or grad-shard
-            changed = hp.model_copy(update={"sharding": sharding})
-            parts = make_plan(changed, count, max(1, count // 8), gib, None)["memory"]
+            plan = make_plan(hp.model_copy(update={"sharding": sharding}), count, max(1, count // 8), gib, None)
             bottom = 0.0
-            for color, (part, n_bytes) in enumerate(parts.items()):
+            for color, (part, n_bytes) in enumerate(plan["memory"].items()):
                 left.bar(len(names), n_bytes / GIB, 0.8, bottom, color=f"C{color}", label="" if names else part)
                 bottom += n_bytes / GIB
             names.append(f"{count} {sharding}")

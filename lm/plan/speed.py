@@ -13,6 +13,7 @@ import torch
 from lm import lora
 from lm.config import Hyperparameters
 from lm.metrics.accumulator import peak_flops_by_name
+from lm.offload import RESIDENT
 from lm.plan.memory import count
 from lm.plan.trace import trace
 
@@ -105,9 +106,9 @@ def step_time(
         moved = (gathers * total.n + reductions * total.trained) * 4 / shards
         optimizer = local / bandwidth + 36 * total.trained / shards / (HOST_MEMORY * GB)
         offload += moved / (HOST_LINK * GB * LINK)
-    if on_gpu and hp.activation_offload:  # to the host and back
-        kept = trace(hp, dtype, card.device_type).block.held
-        offload += 2 * n * hp.n_layers * kept / (HOST_LINK * GB * LINK)
+    if on_gpu and hp.activation_offload:  # to the host and back, while other blocks run
+        moved = 2 * max(hp.n_layers - RESIDENT, 0) * trace(hp, dtype, card.device_type).block.held
+        offload += n * max(moved / (HOST_LINK * GB * LINK) - compute - memory, 0.0)
 
     # A ring crosses each node once in and once out: all GPUs of a node share their network.
     per_node, peers = min(shards, node), max(1, node // shards)  # ranks in a node of a shard group, and replicas
