@@ -30,6 +30,7 @@ from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.manifest import CheckpointError, read_manifest, verify
 from lm.checkpoint.object_storage import LEASE_SECONDS, ObjectStorage, stored
 from lm.checkpoint.resume import find_checkpoint, plan_resume
+from lm.checkpoint.retention import COMMITTED
 from lm.determined.context import TorchDistributedContext
 from lm.errors import ConfigError, RunError
 from lm.launch.spawn import free_port
@@ -128,7 +129,10 @@ def machine(world: World, url: str, folder: Path, keep: int | None = 2) -> Itera
         assert isinstance(place, ObjectStorage)
         world.on_rank0(lambda: place.start(run_dir.path))
         config = CheckpointConfig.model_validate({"keep_checkpoints": keep})
-        yield Checkpointer(config, context.checkpoint, world, None, {}, distributed.use_saver_group), place
+        yield (
+            Checkpointer(config, context.checkpoint, world, run_dir.checkpoints, {}, distributed.use_saver_group),
+            place,
+        )
     tempfile.tempdir = None
 
 
@@ -273,6 +277,11 @@ def test_one_run_at_a_time_writes_and_a_dead_one_is_replaced(
     b.close()
     c.start(folders[2])  # released: at once
     c.close()
+    (folders[2] / "checkpoints").mkdir()
+    (folders[2] / "checkpoints" / COMMITTED).touch()  # a run on this disk, which would seem to be lost
+    with pytest.raises(ConfigError) as refused:
+        c.start(folders[2])
+    message(refused.value)
     assert LEASE_SECONDS == 60
 
 

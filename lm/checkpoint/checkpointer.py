@@ -43,6 +43,7 @@ from lm.checkpoint.retention import Directory, SavedCheckpoint, expired, saved_c
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.launch.environment import host_memory
+from lm.runtime.run_dir import TRANSFER
 from lm.runtime.world import World
 from model import ModelConfig
 
@@ -90,7 +91,8 @@ class Checkpointer:
     """Saves and loads the tensors of named stateful objects, on all ranks together.
 
     Args:
-        directory: the run's checkpoints off a cluster, unless `context` stores them elsewhere; None on a cluster.
+        directory: the run's checkpoints off a cluster, or what is on its way to where `context` stores them; None on a
+            cluster.
         extra_files: further files of every checkpoint, by name.
         thread_init: called first in every writing thread, to select its process group.
     """
@@ -110,6 +112,7 @@ class Checkpointer:
         manager = context._storage_manager
         on_disk = Directory(directory) if directory else None
         self._place: Place | None = manager if isinstance(manager, ObjectStorage) else on_disk
+        self._directory = directory
         self._extra_files = extra_files
         self._thread_init = thread_init
         self._writes_in_place = manager.store_path_is_direct_access()
@@ -225,7 +228,7 @@ class Checkpointer:
                 path, uuid = stack.enter_context(self._context.store_path(metadata, shard=True))
                 self._write_files(path, staged, manifest)
             else:
-                path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint-")))
+                path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=TRANSFER, dir=self._directory)))
                 self._write_files(path, staged, manifest)
                 # Without a selector, directories on two nodes with equal device and inode are taken for the same one.
                 try:
@@ -324,7 +327,7 @@ class Checkpointer:
         if self._place is not None and "/" not in checkpoint:
             checkpoint = self._place.locate(checkpoint)
         if is_url(checkpoint):
-            return downloaded(checkpoint, self.world)
+            return downloaded(checkpoint, self.world, self._directory)
         if Path(checkpoint).is_absolute():
             return nullcontext(Path(checkpoint))
         return self._context.restore_path(checkpoint)

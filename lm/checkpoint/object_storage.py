@@ -35,7 +35,7 @@ from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, check_si
 from lm.checkpoint.retention import COMMITTED, Directory, SavedCheckpoint, expired, saved_checkpoint
 from lm.errors import ConfigError, RunError
 from lm.fileio import MAX_JSON_BYTES, write_durably
-from lm.runtime.run_dir import RunDir
+from lm.runtime.run_dir import TRANSFER, RunDir
 from lm.runtime.world import World
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
@@ -266,6 +266,9 @@ class ObjectStorage(storage.CloudStorageManager):
         Raises:
             RunError: another run has the lease.
         """
+        if Directory(run_dir / "checkpoints").was_committed():
+            remedy = f"use another run_name, with resume={run_dir} to continue from the newest"
+            raise ConfigError(f"{run_dir}: has checkpoints on this disk; {remedy}", keys=("checkpoint_storage",))
         token_file = run_dir / "lease"
         former = token_file.read_text() if token_file.is_file() else None
         since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -368,9 +371,9 @@ def stored(run_dir: RunDir | None, context: core.Context, world: World) -> Itera
 
 
 @contextmanager
-def downloaded(url: str, world: World) -> Iterator[Path]:
-    """Yield a directory with the checkpoint at `url`, downloaded once by each machine."""
-    with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
+def downloaded(url: str, world: World, parent: Path | None) -> Iterator[Path]:
+    """Yield a directory in `parent` with the checkpoint at `url`, downloaded once by each machine."""
+    with tempfile.TemporaryDirectory(prefix=TRANSFER, dir=parent) as folder:
         path = Path(folder) / url.rpartition("/")[2]
         is_first = world.launch.local_rank == 0
         world.all_or_none(lambda: ObjectStorage(url).fetch_checkpoint(path) if is_first else None)

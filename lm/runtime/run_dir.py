@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import stat
 import time
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from lm.runtime.world import World
 
 ROOT = Path("runs")
+TRANSFER = ".transfer-"
+"""Start of the names of temporary directories, on their way to or from object storage."""
 LOCK_TIMEOUT = 5.0
 """seconds; the kernel releases the lock of a killed process only after the last write of that process"""
 
@@ -62,7 +65,7 @@ class RunDir:
         """Create the directory on rank 0, lock it until the process ends, and check that all ranks see this lock."""
         holder = world.on_rank0(self._create_and_lock)
         if self.url:
-            world.all_or_none(lambda: self.traces.mkdir(parents=True, exist_ok=True))
+            world.all_or_none(self._create_on_this_machine)
         else:
             world.all_or_none(lambda: self._require_same_directory(holder))
 
@@ -79,6 +82,12 @@ class RunDir:
             advice = "wait until it ends, stop it, or choose another run_name"
             raise RunError(f"{self.path}: in use by {holder}; {advice}", keys=("run_name",))
         return _read(self._lock)
+
+    def _create_on_this_machine(self) -> None:
+        for path in (self.checkpoints, self.traces):
+            path.mkdir(parents=True, exist_ok=True)
+        for path in self.checkpoints.glob(f"{TRANSFER}*"):  # left by a kill
+            shutil.rmtree(path, ignore_errors=True)
 
     def _require_same_directory(self, holder: str) -> None:
         try:
