@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import http.client
 import http.server
-import importlib
 import os
 import subprocess
 import sys
@@ -91,7 +90,8 @@ def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def gs_server() -> Iterator[str]:
-    pytest.importorskip("gcp_storage_emulator", reason="needs gcp-storage-emulator")
+    for package in ("gcsfs", "gcp_storage_emulator"):
+        pytest.importorskip(package, reason="needs gcsfs and gcp-storage-emulator")
     port = free_port()
     arguments = ("start", "--host=127.0.0.1", f"--port={port}", "--in-memory", "--default-bucket=bucket")
     with serving("-m", "gcp_storage_emulator", *arguments, port=port) as address:
@@ -102,8 +102,6 @@ def gs_server() -> Iterator[str]:
 def gs(gs_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", gs_server)
     monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
-    importlib.invalidate_caches()
-    fresh_sessions()
     return f"gs://bucket/{tmp_path.name}"
 
 
