@@ -210,6 +210,7 @@ def test_pods_of_a_trainjob_stop_when_one_is_evicted_and_machines_of_a_sky_job_c
     pods[1].terminate()
     evicted = finish(pods)
     assert all(code != 0 for code, _, _ in evicted), "they start again"
+    assert re.search(r"exitcode *: 75", evicted[0][2]), "torchrun's report of the pod that was not evicted"
     stopped = re.search(r"^stopped after step (\d+)/", evicted[0][1], re.MULTILINE)
     assert stopped, evicted
     step = int(stopped[1])
@@ -229,7 +230,8 @@ def test_pods_of_a_trainjob_stop_when_one_is_evicted_and_machines_of_a_sky_job_c
 @pytest.mark.slow
 def test_pods_of_a_pytorchjob_are_ranks_of_one_run(hosts: Hosts, tmp_path: Path) -> None:
     """With exactly the variables that version 1.9 of the training operator sets, also RANK and WORLD_SIZE of pods."""
-    program = "import os; from lm.launch.environment import Launch; print(Launch.from_env(os.environ))"
+    program = "import os\nfrom lm.launch.environment import Launch\n"
+    program += "os.write(1, f'{Launch.from_env(os.environ)}\\n'.encode())"  # one write: lines of two ranks do not mix
     (tmp_path / "fsdp.py").write_text(program)
     (job,) = manifest("pytorchjob.yaml")
     first = f"{job['metadata']['name']}-master-0"

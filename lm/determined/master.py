@@ -164,5 +164,6 @@ class LogSender:
         """Send the last lines, or after `CLOSE_TIMEOUT` print them."""
         if self._pool is not None:
             wait([self._pool.submit(self._send)], CLOSE_TIMEOUT)
-            self._pool = self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = None
             print(*(line.log for line in self._waiting), sep="", end="", flush=True)

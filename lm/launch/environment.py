@@ -204,11 +204,8 @@ def is_restart(env: Mapping[str, str]) -> bool:
 
 
 def exit_code_of_stop(env: Mapping[str, str]) -> int:
-    """Return the exit code of a run that stopped before its last step: 0, or 75 if RESTART_WHEN_STOPPED is set.
-
-    Kubernetes and SkyPilot start a job again only if it failed.
-    """
-    return 75 if env.get("RESTART_WHEN_STOPPED") else 0
+    """Return the exit code of a run that stopped before its last step: 0, or 75 if RESTART_WHEN_STOPPED is set."""
+    return 75 if env.get("RESTART_WHEN_STOPPED") else 0  # Kubernetes and SkyPilot start a job again only if it failed
 
 
 def _is_set(launcher: str, env: Mapping[str, str]) -> bool:

@@ -158,10 +158,12 @@ def test_a_refused_report_ends_the_run_with_one_line(master: Master, tmp_path: P
     trial.submit(master, trial.experiment(async_checkpoint=False, **HYPERPARAMETERS), tmp_path / "cli")
     refusal = {"/api/v1/trials/{trial}/metrics": 500}
     master.on_metrics = lambda _group, step: master.refuse.update(refusal) if step == 7 else None
+    master.refuse = {"/api/v1/task/logs": 404}
     refused = trial.run(master, folder=tmp_path)
     assert refused.process.returncode == 1
     ours = [line for line in refused.log.splitlines() if line.startswith("[rank=0]")]
     assert "refused on purpose" in ours[-1]
+    assert [line for line in ours if "training    step  6/24" in line], "lines that the master refuses are printed"
     assert not [line for line in ours if "Traceback" in line]
     assert max(losses(master)) == 7
     assert 6 in saved(master)  # to resume from
