@@ -185,46 +185,71 @@ PROGRAMS = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_
 """What a container's image sets."""
 
 
+CREATE_BUCKET = """
+import sys, time, urllib.request
+for attempt in range(300):
+    try:
+        urllib.request.urlopen(urllib.request.Request(sys.argv[1], method="PUT"))
+        break
+    except OSError:  # the server is starting
+        time.sleep(0.1)
+"""
+
+
+def package(folder: Path) -> Path:
+    """Make a machine's copy of the package, with a small run in config.yaml."""
+    folder.mkdir()
+    (folder / "fsdp.py").symlink_to(ROOT / "fsdp.py")
+    (folder / ".venv").symlink_to(sys.prefix)
+    (folder / "config.yaml").write_text(json.dumps({"hyperparameters": RUN | {"max_steps": 100000}}))
+    return folder
+
+
 @pytest.mark.slow
 def test_pods_of_a_trainjob_stop_when_one_is_evicted_and_machines_of_a_sky_job_complete_the_run(
     hosts: Hosts, tmp_path: Path
 ) -> None:
-    """Each with exactly the variables that Kubeflow Trainer 2.3 and SkyPilot 0.14 set."""
-    (tmp_path / "fsdp.py").symlink_to(ROOT / "fsdp.py")
-    (tmp_path / ".venv").symlink_to(sys.prefix)
-    (tmp_path / "config.yaml").write_text(json.dumps({"hyperparameters": RUN | {"max_steps": 100000}}))
+    """With exactly the variables that Kubeflow Trainer 2.3 and SkyPilot 0.14 set; the machines share only S3."""
+    env = PROGRAMS | {"PYTHONPATH": str(ROOT), "AWS_ENDPOINT_URL": f"http://{hosts.addresses[0]}:5555"}
+    env |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    server = [sys.executable, "-m", "moto.server", "-H", hosts.addresses[0], "-p", "5555"]
     job = manifest("trainjob.yaml")[1]
     name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
     hosts.names(tmp_path, f"{name}-node-0-0.{name}")
-    env = PROGRAMS | {"PYTHONPATH": str(ROOT)}
-    pods = []
-    for host in (0, 1):
-        injected = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(host)}
-        injected |= {"PET_MASTER_ADDR": f"{name}-node-0-0.{name}", "PET_MASTER_PORT": "29500"}
-        injected |= {variable["name"]: variable["value"] for variable in trainer["env"]}
-        pods.append(hosts.run(host, tmp_path, [*trainer["command"], *trainer["args"]], env | injected))
-    assert pods[0].stdout is not None
-    for line in pods[0].stdout:
-        if line.startswith("training"):
-            break
-    pods[1].terminate()
-    evicted = finish(pods)
-    assert all(code != 0 for code, _, _ in evicted), "they start again"
-    assert re.search(r"exitcode *: 75", evicted[0][2]), "torchrun's report of the pod that was not evicted"
-    stopped = re.search(r"^stopped after step (\d+)/", evicted[0][1], re.MULTILINE)
-    assert stopped, evicted
-    step = int(stopped[1])
-    assert step in checkpoints(tmp_path, "config")
+    with (tmp_path / "moto.log").open("w") as log, subprocess.Popen(hosts.inside(0, *server), stderr=log) as moto:
+        try:
+            hosts.on(0, sys.executable, "-c", CREATE_BUCKET, f"{env['AWS_ENDPOINT_URL']}/bucket")
+            pods = []
+            for host in (0, 1):
+                injected = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(host)}
+                injected |= {"PET_MASTER_ADDR": f"{name}-node-0-0.{name}", "PET_MASTER_PORT": "29500"}
+                injected |= {variable["name"]: variable["value"] for variable in trainer["env"]}
+                command = [*trainer["command"], *trainer["args"], "checkpoint_storage=s3://bucket/runs"]
+                pods.append(hosts.run(host, package(tmp_path / f"pod{host}"), command, env | injected))
+            assert pods[0].stdout is not None
+            for line in pods[0].stdout:
+                if line.startswith("training"):
+                    break
+            pods[1].terminate()
+            evicted = finish(pods)
+            assert all(code != 0 for code, _, _ in evicted), "they start again"
+            assert re.search(r"exitcode *: 75", evicted[0][2]), "torchrun's report of the pod that was not evicted"
+            stopped = re.search(r"^stopped after step (\d+)/", evicted[0][1], re.MULTILINE)
+            assert stopped, evicted
+            step = int(stopped[1])
 
-    task, arguments = manifest("sky.yaml")[0], f"--config config.yaml max_steps={step + 4}"
-    machines = []
-    for host in (0, 1):
-        injected = {"SKYPILOT_NODE_IPS": "\n".join(hosts.addresses), "SKYPILOT_NODE_RANK": str(host), "ARGS": arguments}
-        injected |= {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1"}
-        machines.append(hosts.run(host, tmp_path, ["bash", "-c", task["run"]], env | injected))
-    completed = finish(machines)
+            task, machines = manifest("sky.yaml")[0], []
+            arguments = f"--config config.yaml checkpoint_storage=s3://bucket/runs max_steps={step + 4}"
+            for host in (0, 1):
+                injected = {"SKYPILOT_NODE_IPS": "\n".join(hosts.addresses), "SKYPILOT_NODE_RANK": str(host)}
+                injected |= {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "ARGS": arguments}
+                folder = package(tmp_path / f"machine{host}")
+                machines.append(hosts.run(host, folder, ["bash", "-c", task["run"]], env | injected))
+            completed = finish(machines)
+        finally:
+            moto.kill()
     assert [code for code, _, _ in completed] == [0, 0], completed
-    assert list(reports(tmp_path, name="config")) == [*range(1, step + 5)]
+    assert list(reports(tmp_path / "machine0", name="config")) == [*range(1, step + 5)]
 
 
 @pytest.mark.slow
