@@ -13,7 +13,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-cluster check soak fuzz bench board docs clean
+.PHONY: help train test test-all test-cluster check soak fuzz sweep bench board docs clean
 
 help: ## List the targets.
 	@echo "usage: make TARGET [VARIABLE=VALUE ...]"
@@ -42,6 +42,9 @@ soak: .venv/dev ## Kill runs COUNT=500 times and compare what they end with.
 
 fuzz: .venv/dev ## Load COUNT=2000 checkpoints changed at random, with matching checksums.
 	@$(BIN)/python -m tests.fuzz $(COUNT) $(ARGS)
+
+sweep: .venv/dev ## Fail up to COUNT=500 file operations of each command with each error, then rerun it.
+	@$(BIN)/python -m tests.sweep --count $(COUNT) $(ARGS)
 
 bench: .venv/dev ## Measure speed and memory next to reference loops. ARGS="--sweep ... key=value ..."
 	@$(BIN)/python -m benchmarks.throughput $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable
@@ -76,15 +77,21 @@ class DataError(RankError):
 
 
 def command(main: Callable[P, int]) -> Callable[P, int]:
-    """Make the `main` of a command print a RunError and return its exit code, or 130 after Ctrl-C."""
+    """Make the `main` of a command print a RunError or OSError and return its exit code, or 130 after Ctrl-C."""
 
     @functools.wraps(main)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> int:
         try:
-            return main(*args, **kwargs)
+            code = main(*args, **kwargs)
+            sys.stdout.flush()
+            return code
         except RunError as error:
             print(error, file=sys.stderr)
             return error.exit_code
+        except OSError as error:  # most likely of stdout: a full disk, or head has closed the pipe
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which Python flushes when it exits
+            print(f"{error.filename or 'stdout'}: {error.strerror}", file=sys.stderr)
+            return RunError.exit_code
         except KeyboardInterrupt:
             return 130
 

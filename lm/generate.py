@@ -47,6 +47,7 @@ def load_model(folder: Path, device: torch.device, moved: Path | None = None) ->
     manifest = read_manifest(folder)
     if manifest.tokenizer is None:
         raise ConfigError(f"{folder}: has no tokenizer (dataset: synthetic), so it cannot generate text")
+    opened = base.open_base(manifest.base, moved) if manifest.base else None  # as large as the manifest says
     with torch.device("meta"):
         model = Transformer(model_of(folder, manifest))
     tokenizer = saved_tokenizer(manifest.tokenizer, folder, manifest.files, manifest.hyperparameters)
@@ -54,7 +55,7 @@ def load_model(folder: Path, device: torch.device, moved: Path | None = None) ->
         problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}"
         raise ConfigError(f"{folder}: {problem}; use another checkpoint")
     model.to_empty(device=device)
-    base.load_checkpoint(folder, model, moved)
+    base.load_checkpoint(folder, model, opened)
     return model, tokenizer
 
 

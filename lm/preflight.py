@@ -7,8 +7,11 @@ import os
 import platform
 import shlex
 import socket
+import stat
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import determined as det
@@ -23,7 +26,7 @@ from lm.checkpoint.retention import Directory
 from lm.config import DEFAULT_SEED, Hyperparameters
 from lm.data import loader
 from lm.data.tokens import check_files
-from lm.errors import ConfigError
+from lm.errors import ConfigError, oserror_as_config_error
 from lm.hf import weights
 from lm.hf.base import find_base
 from lm.launch.environment import announce, is_restart
@@ -108,6 +111,7 @@ def preflight(
     Raises:
         ConfigError: the hyperparameters, the data, the machines and the checkpoints do not fit together.
     """
+    world.all_or_none(choose_cache)
     announce("reading the data")
     if info and hp.checkpoint_storage:
         remedy = "set checkpoint_storage of the experiment config instead, next to hyperparameters"
@@ -135,6 +139,19 @@ def preflight(
     if dry_run and world.rank == 0:
         print("\n".join([setup.summary(hp, world), *setup.notes(hp)]))
     return setup, plan
+
+
+@oserror_as_config_error
+def choose_cache() -> None:
+    """Let PyTorch cache compiled code, which it executes, where no other user can write; its default is in /tmp."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+        cache.mkdir(mode=0o700, exist_ok=True)
+        status = cache.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+            problem = "a link, or other users can write to it; set TORCHINDUCTOR_CACHE_DIR to a directory of yours"
+            raise ConfigError(f"{cache}: {problem}")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
 
 
 def _check(

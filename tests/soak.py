@@ -3,11 +3,12 @@
     python -m tests.soak [COUNT] [--seed S] [--ranks N] [--storage URL]
 
 A small run with dropout and shuffled data is made once without interruption. The same run is then started in a new
-directory, killed or stopped at a random moment and rerun with the same command until it is complete; and so on until
-COUNT interruptions. After every start all losses so far must equal the uninterrupted ones bit for bit and every
-checkpoint must be intact, and at the end the checksums of the last checkpoint's files must be equal. Runs save
-synchronously and asynchronously in turn. With --storage, e.g. s3://bucket/soak, the runs are in object storage, whose
-server and credentials the environment names, and every other start is on an empty machine.
+directory, killed or stopped at a random moment or inside of a random file operation, and rerun with the same command
+until it is complete; and so on until COUNT interruptions. After every start all losses so far must equal the
+uninterrupted ones bit for bit and every checkpoint must be intact, and at the end the checksums of the last
+checkpoint's files must be equal. Runs save synchronously and asynchronously in turn. With --storage, e.g.
+s3://bucket/soak, the runs are in object storage, whose server and credentials the environment names, and every other
+start is on an empty machine.
 
 Exit code 1 if a loss or a file differs, a start does not resume by itself, or a process is left running.
 """
@@ -35,6 +36,7 @@ from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest, ver
 from lm.checkpoint.object_storage import ObjectStorage, Place
 from lm.checkpoint.retention import Directory
 from tests.support import EXACT, EXACT_RUN, start
+from tests.sweep import operations, preload
 
 STEPS = 30
 RATE = 3
@@ -51,6 +53,8 @@ AIMED = 0.6
 """Share of interruptions that are aimed at a save."""
 STARTUP = 5
 """Seconds from a start to its first step, about."""
+AT_OPERATION, OPERATIONS = "SIGKILL in a file operation", 0.3
+"""An interruption inside of the n-th file operation of all ranks, and the share of these."""
 TO_ALL, TO_ONE, STOP, FREEZE = "SIGKILL to all", "SIGKILL to one rank", "SIGTERM", "SIGSTOP, then SIGKILL"
 KINDS = {TO_ALL: 4, TO_ONE: 2, STOP: 1, FREEZE: 1}
 """Relative frequency of each kind."""
@@ -121,12 +125,12 @@ def alive(process: psutil.Process) -> bool:
 class Job:
     """A launcher and its ranks that run in `folder`."""
 
-    def __init__(self, folder: Path, ranks: int, storage: str | None, *overrides: str) -> None:
-        self.folder, self.storage = folder, storage
+    def __init__(self, folder: Path, ranks: int, storage: str | None, *overrides: str, **env: str) -> None:
+        self.folder, self.storage, self.at_operation = folder, storage, env.get("FAULT_AT", "0") != "0"
         if storage:
             overrides = (*overrides, f"checkpoint_storage={storage}/{folder.name}")
         script = SHORT_LEASE if storage else ""
-        self.launcher = start(folder, *overrides, ranks=ranks, config=RUN, script=script)
+        self.launcher = start(folder, *overrides, ranks=ranks, config=RUN, script=script, **env)
         process = psutil.Process(self.launcher.pid)
         self.ranks: list[psutil.Process] = [process] if ranks == 1 else []
         while len(self.ranks) < ranks and self.launcher.poll() is None:
@@ -166,9 +170,9 @@ class Job:
 
 
 @contextmanager
-def started(folder: Path, ranks: int, storage: str | None, *overrides: str) -> Iterator[Job]:
+def started(folder: Path, ranks: int, storage: str | None, *overrides: str, **env: str) -> Iterator[Job]:
     """Start the run in `folder` as its user would; kill what is left of it at the end."""
-    job = Job(folder, ranks, storage, *overrides)
+    job = Job(folder, ranks, storage, *overrides, **env)
     try:
         yield job
     finally:
@@ -188,12 +192,30 @@ def interrupt(job: Job, draw: random.Random, length: float) -> Interruption | No
     Args:
         length: seconds from the first step of a run to its last.
     """
-    kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
     known = unfinished(job.folder, job.storage)
 
     def saving() -> set[str]:
         return unfinished(job.folder, job.storage) - known
 
+    kind = AT_OPERATION if job.at_operation else disturb(job, draw, length, saving, known)
+    code = job.finish() if kind else 0
+    if kind is None or (kind == AT_OPERATION and code == 0):
+        return None
+    saved = max(checkpoints(job.folder, job.storage), default=0)  # a stop saves a step before it is reported
+    lost = max(0, last_step(job.folder) - saved)
+    if kind == STOP and (code or lost) and code != 128 + signal.SIGTERM:  # before its first step
+        raise SoakError(f"SIGTERM ended the run with {code} and lost {lost} steps:\n{job.output}")
+    if kind == AT_OPERATION and code not in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        raise SoakError(f"a killed rank ended the run with {code}:\n{job.output}")
+    moment = "during a save" if saving() else "random"
+    return Interruption(kind, moment, lost)
+
+
+def disturb(
+    job: Job, draw: random.Random, length: float, saving: Callable[[], set[str]], known: set[str]
+) -> str | None:
+    """Send signals of a random kind at a random moment; return the kind, or None if the run ends before."""
+    kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
     if draw.random() < AIMED:
         for _ in range(draw.randint(1, 2)):
             known.update(saving())
@@ -219,13 +241,7 @@ def interrupt(job: Job, draw: random.Random, length: float) -> Interruption | No
             victim.suspend()
             time.sleep(draw.uniform(0, 0.5))
         job.kill()
-    code = job.finish()
-    saved = max(checkpoints(job.folder, job.storage), default=0)  # a stop saves a step before it is reported
-    lost = max(0, last_step(job.folder) - saved)
-    if kind == STOP and (code or lost) and code != 128 + signal.SIGTERM:  # before its first step
-        raise SoakError(f"SIGTERM ended the run with {code} and lost {lost} steps:\n{job.output}")
-    moment = "during a save" if saving() else "random"
-    return Interruption(kind, moment, lost)
+    return kind
 
 
 def compare(reference: Path, folder: Path, storage: str | None, complete: bool) -> None:
@@ -246,13 +262,14 @@ def soak(
 ) -> dict[tuple[str, str, str], list[int]]:
     """Interrupt runs under `root` `count` times; return the steps lost by kind, moment and way of saving."""
     draw = random.Random(seed)
-    reference = root / "reference"
-    with started(reference, ranks, storage) as job:
+    reference, faults = root / "reference", preload(root) | {"FAULT_WITH": "kill"}
+    counter = Path(faults["FAULT_COUNTER"])
+    with started(reference, ranks, storage, FAULT_BELOW=f"{reference}/runs/", FAULT_AT="0", **faults) as job:
         job.wait_until(lambda: last_step(reference))
         started_at = time.monotonic()
         if job.finish():
             raise SoakError(job.output)
-    length = time.monotonic() - started_at
+    length, n_operations = time.monotonic() - started_at, operations(counter)
     made, number = 0, 0
     lost: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
     while made < count:
@@ -260,7 +277,12 @@ def soak(
         while not complete:
             if storage and draw.random() < 0.5:
                 shutil.rmtree(folder, ignore_errors=True)
-            with started(folder, ranks, storage, f"async_checkpoint={str(saves == 'async').lower()}") as job:
+            env = {}
+            if made < count and draw.random() < OPERATIONS:
+                counter.write_bytes(bytes(8192))
+                at = str(draw.randint(1, n_operations))
+                env = faults | {"FAULT_AT": at, "FAULT_BELOW": f"{folder}/runs/"}
+            with started(folder, ranks, storage, f"async_checkpoint={str(saves == 'async').lower()}", **env) as job:
                 found = interrupt(job, draw, length) if made < count else None
                 if found:
                     made += 1
@@ -290,11 +312,11 @@ def main() -> int:
         print(f"{root}: {error}")
         return 1
     shutil.rmtree(root)
-    print(f"{'interruption':<22} {'moment':<13} {'saves':<6} {'count':>6} {'most steps lost':>16}")
+    print(f"{'interruption':<27} {'moment':<13} {'saves':<6} {'count':>6} {'most steps lost':>16}")
     for (kind, moment, saves), steps in sorted(lost.items()):
-        print(f"{kind:<22} {moment:<13} {saves:<6} {len(steps):>6} {max(steps):>16}")
+        print(f"{kind:<27} {moment:<13} {saves:<6} {len(steps):>6} {max(steps):>16}")
     every = [step for steps in lost.values() for step in steps]
-    print(f"{'all':<43} {len(every):>6} {max(every, default=0):>16}")
+    print(f"{'all':<48} {len(every):>6} {max(every, default=0):>16}")
     return 0
 
 

@@ -301,6 +301,17 @@ def test_a_killed_rank_ends_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_killed_torchrun_makes_its_ranks_save_and_end(tmp_path: Path) -> None:
+    with started(tmp_path, "checkpoint_rate=1000", launcher=TORCHRUN) as job:
+        job.wait_for("training")
+        ranks = list(job.ranks().values())
+        job.process.kill()
+        assert not psutil.wait_procs(ranks, timeout=15)[1]
+        job.finish()
+    assert list(verified(tmp_path)) == [max(reports(tmp_path))]
+
+
+@pytest.mark.slow
 def test_a_run_that_torchrun_restarts_ends_with_the_same_losses(tmp_path: Path) -> None:
     uninterrupted = run(tmp_path / "uninterrupted", "max_steps=8", ranks=2, config=RUN)
     assert uninterrupted.returncode == 0, uninterrupted.stderr

@@ -307,6 +307,23 @@ def test_an_hdf5_file_without_samples_of_ids_is_rejected(
     message(caught.value, mask="(?<=HDF5: ).*")
 
 
+def test_ids_of_an_hdf5_file_are_in_this_file_and_as_many_as_it_claims(tmp_path: Path) -> None:
+    secret = hdf5(tmp_path / "secret.h5", [[1, 2]])
+    linked, virtual, raw, empty, wide = (h5py.File(tmp_path / f"{i}.h5", "w") for i in range(5))
+    linked["input_ids"] = h5py.ExternalLink(str(secret), "input_ids")
+    layout = h5py.VirtualLayout((1, 2), "uint16")
+    layout[:] = h5py.VirtualSource(str(secret), "input_ids", (1, 2))
+    virtual.create_virtual_dataset("input_ids", layout)
+    raw.create_dataset("input_ids", (1, 2), "uint16", external=[(str(secret), 0, 4)])
+    empty.create_dataset("input_ids", (1 << 20, 1 << 20), "uint16", chunks=(1, 1 << 20))
+    wide.create_dataset("input_ids", (1, 1 << 40), "uint16", chunks=(1, 1 << 20))
+    for file in (linked, virtual, raw, empty, wide):
+        path = Path(file.filename)
+        file.close()
+        with pytest.raises(ConfigError, match="in another file" if path.stem < "3" else "the file is incomplete"):
+            list(read_ids(path, 257, 256, 0.0))
+
+
 # ---- invalid input -------------------------------------------------------------------------------------------
 
 JSONL = b'{"text": "to be"}\n\n'

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import re
 import resource
 import struct
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,21 +24,24 @@ import pytest
 import torch
 
 from lm import generate, strict_yaml
-from lm.checkpoint.manifest import MANIFEST, Manifest, _encode, read_manifest, record, write_manifest
+from lm.checkpoint.__main__ import list_run
+from lm.checkpoint.manifest import DRAFT, MANIFEST, Manifest, _encode, read_manifest, record, write_manifest
 from lm.checkpoint.resume import find_checkpoint
 from lm.checkpoint.retention import COMMITTED, Directory
 from lm.checkpoint.tensor_files import write_tensors
 from lm.data.tokenizer import FILE, FileTokenizer, load_tokenizer
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
-from lm.hf.export import export_model
+from lm.hf.export import export_model, locked
 from lm.hf.weights import open_model
+from lm.launch.environment import announce
 from lm.metrics.sinks import JSONL, Console
+from lm.preflight import choose_cache
 from lm.prepare.__main__ import main as prepare
 from lm.runtime.run_dir import RunDir
 from model import ModelConfig, Transformer
 from tests.conftest import Message
-from tests.support import TINY, byte_level_tokenizer, in_world
+from tests.support import ROOT, TINY, byte_level_tokenizer, in_world
 
 LLAMA = {"vocab_size": 300, "norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none"}
 WEIGHTS = "model-00000-00000.safetensors"
@@ -125,6 +131,11 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "a terabyte of embeddings": structure(d_model=2**17, vocab_size=2**22),
     "a model that does not exist": structure(n_heads=5),
     "a preset that does not exist": structure(model=EVIL),
+    "adapters of a base of a terabyte": lambda folder: forge(
+        folder,
+        base={"source": str(folder), "files": {"model.safetensors": {"bytes": 1 << 50, "crc32c": 1}}},
+        model=json.loads((folder / MANIFEST).read_text())["model"] | {"n_layers": 10**7},
+    ),
     "control characters in sharding": lambda folder: forge(folder, sharding=EVIL),
     "control characters in the tokenizer": lambda folder: forge(folder, tokenizer=EVIL),
     "control characters in a tensor's name": lambda folder: forge_header(
@@ -219,7 +230,7 @@ def test_a_run_neither_writes_through_links_nor_waits_for_fifos(kind: str, priva
         JSONL(run_dir.path, 0, ())
 
 
-@pytest.mark.parametrize("name", ["runs/x", "runs/x/checkpoints", "runs/x/traces"])
+@pytest.mark.parametrize("name", ["runs/x", "runs/x/checkpoints", "runs/x/traces", "runs/x/training"])
 def test_a_folder_of_a_run_is_not_a_link(name: str, private: Path, message: Message) -> None:
     Path(name).parent.mkdir(parents=True)
     Path(name).symlink_to(private.parent)
@@ -234,6 +245,60 @@ def test_a_folder_that_all_users_can_write_is_refused(name: str, private: Path) 
     Path(name).chmod(0o777)
     with pytest.raises(ConfigError, match="writable by all users"):
         in_world(RunDir("x").lock)
+
+
+def test_checkpoints_behind_a_link_are_neither_listed_nor_used(private: Path, saved: Path) -> None:
+    (private.parent / "others").mkdir()
+    saved.rename(private.parent / "others" / "good")
+    Path("run").mkdir()
+    Path("run/checkpoints").symlink_to(private.parent / "others")
+    for use in (lambda: find_checkpoint(Path("run")), lambda: list_run("run")):
+        with pytest.raises(RunError, match="run/checkpoints: is a symbolic link"):
+            use()
+
+
+@pytest.mark.parametrize("kind", ["private", "link", "writable"])
+def test_compiled_code_is_not_cached_where_other_users_can_write(
+    kind: str, private: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Path(f"torchinductor_{os.getuid()}").absolute()
+    if kind == "link":
+        cache.symlink_to(private.parent)
+    elif kind == "writable":
+        cache.mkdir()
+        cache.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(cache.parent))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # restored at the end
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    if kind != "private":
+        with pytest.raises(ConfigError, match="set TORCHINDUCTOR_CACHE_DIR"):
+            choose_cache()
+        return
+    choose_cache()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache)
+    assert cache.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_command_removes_what_a_killed_one_left_and_nothing_that_is_in_use(private: Path, saved: Path) -> None:  # noqa: ARG001
+    for name in (".out.draft-dead", ".out.draft-live", ".out.mine", ".outer.draft-x"):
+        Path(name).mkdir()
+    with locked(Path(".out.draft-live")):
+        export_model(saved, Path("out"))
+    assert sorted(path.name for path in Path().iterdir()) == [".out.draft-live", ".out.mine", ".outer.draft-x", "out"]
+    checkpoints = Path("run/checkpoints")
+    for name in ("killed", "damaged"):
+        (checkpoints / name).mkdir(parents=True)
+        (checkpoints / name / WEIGHTS).touch()
+    (checkpoints / "killed" / DRAFT).touch()
+    Directory(checkpoints).prune(1, ())
+    assert sorted(path.name for path in checkpoints.iterdir()) == [COMMITTED, "damaged"]
+
+
+def test_a_tokenizer_that_makes_the_library_panic_is_an_error(saved: Path) -> None:
+    forge_tokenizer(saved, pre_tokenizer={"type": "FixedLength", "length": 0})
+    with pytest.raises(ConfigError, match=r"tokenizer: .*: the tokenizers library fails on it: ") as failed:
+        load_tokenizer(str(saved)).encode("text")
+    assert str(pickle.loads(pickle.dumps(failed.value))) == str(failed.value)  # as from a worker process
 
 
 def test_metrics_survive_a_line_that_no_run_wrote(private: Path) -> None:  # noqa: ARG001
@@ -283,12 +348,31 @@ def test_aliases_of_aliases_are_refused_before_they_are_expanded(message: Messag
     message(refused.value)
 
 
+@pytest.mark.parametrize("stdout", ["/dev/full", "pipe"])
+def test_a_command_whose_output_is_not_read_ends_in_a_line(stdout: str, saved: Path) -> None:
+    reading, pipe = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "lm.checkpoint", "verify", saved]
+    with Path(stdout).open("wb") if stdout != "pipe" else os.fdopen(pipe, "wb") as out:
+        done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(r"stdout: .*\n", done.stderr)
+
+
 def test_a_full_disk_under_the_log_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     full = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
     monkeypatch.setattr(sys, "stdout", full)
     Console(1, partial(print, flush=True)).info("training continues")
+    announce("compiling in the first step")
     with suppress(OSError):
         full.close()
+
+
+@pytest.mark.slow
+def test_failed_file_operations_lose_nothing_and_end_in_a_line() -> None:
+    command = [sys.executable, "-m", "tests.sweep", "resume", "replace", "export", "--count", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lm.checkpoint import staging, tensor_files
 from lm.checkpoint.manifest import (
+    DRAFT,
     FORMAT,
     MANIFEST,
     CheckpointError,
@@ -164,6 +165,9 @@ class Checkpointer:
                 if self._stager is not None:
                     self._stager.synchronize()
                 result.set_result(self._write(staged, run_info, progress))
+            except OSError as error:  # of the directory itself, of Determined's metadata, or of retention
+                where, problem = error.filename or self._place, error.strerror or error
+                result.set_exception(RunError(f"{where}: checkpoint of step {progress.step}: {problem}"))
             except BaseException as error:
                 result.set_exception(error)
 
@@ -279,6 +283,8 @@ class Checkpointer:
         def write() -> dict[str, FileRecord]:
             files = {}
             with _explained(path, world.rank, needed):
+                if world.rank == 0:
+                    (path / DRAFT).touch()
                 for part, slices in staged.items():
                     for number, names in enumerate(tensor_files.group_by_size(slices)):
                         file = path / f"{part}-{world.rank:05}-{number:05}.safetensors"

@@ -34,6 +34,8 @@ from model import ModelConfig
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+DRAFT = "manifest.json.draft"
+"""File in a directory that is not a complete checkpoint yet."""
 FILE_NAME = re.compile(
     r"(model|optim|scaler)-\d{5}-\d{5}\.safetensors|(tokenizer|(tokenizer|generation)_config)\.json|chat_template\.jinja"
 )
@@ -144,7 +146,7 @@ def _encode(fields: dict[str, Any]) -> bytes:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Turn `directory` into a complete checkpoint, atomically and crash-safe."""
-    draft = directory / f"{MANIFEST}.draft"
+    draft = directory / DRAFT
     write_durably(draft, _encode(manifest.model_dump(mode="json")))
     draft.rename(directory / MANIFEST)
     for path in (directory, directory.parent):

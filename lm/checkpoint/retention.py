@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
+from lm.checkpoint.manifest import DRAFT, MANIFEST, CheckpointError, Manifest, read_manifest
 
 DELETED = ".deleted-"
 COMMITTED = ".committed"
@@ -63,6 +63,8 @@ class Directory:
 
         Files are checked by size only; `verify` compares checksums.
         """
+        if self.path.is_symlink():
+            raise CheckpointError(f"{self.path}: is a symbolic link, which is not followed")
         saved: list[SavedCheckpoint] = []
         incomplete: dict[str, CheckpointError] = {}
         for path in sorted(self.path.iterdir()) if self.path.is_dir() else []:
@@ -78,12 +80,17 @@ class Directory:
         return (self.path / COMMITTED).exists() or any(self.path.glob(f"[!.]*/{MANIFEST}"))
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
-        """Delete the expired checkpoints; those named in `damaged` are neither counted nor deleted."""
+        """Delete expired checkpoints and what killed saves left; those in `damaged` are neither counted nor deleted."""
         with suppress(FileExistsError):
             (self.path / COMMITTED).open("x").close()
         saved, _ = self.list_saved()
         for entry in expired([entry for entry in saved if entry.name not in damaged], keep):
             # After the rename it is no longer a checkpoint, even if deleting it is interrupted.
             (self.path / entry.name).rename(self.path / f"{DELETED}{entry.name}")
+        for draft in self.path.glob(
+            f"[!.]*/{DRAFT}"
+        ):  # of a save that was killed: this run has the lock and saves none
+            if not draft.parent.is_symlink():
+                draft.parent.rename(self.path / f"{DELETED}{draft.parent.name}")
         for path in self.path.glob(f"{DELETED}*"):  # includes what an interrupted deletion left
             shutil.rmtree(path, ignore_errors=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lm.errors import ConfigError
+from lm.fileio import parse_json
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -125,11 +126,24 @@ def _read_zst(path: Path) -> Iterator[bytes]:
 
 def open_table(builder: str, files: Sequence[Path]) -> IterableDataset:
     """Open files for streaming with `datasets`; `builder` is one of its formats, e.g. "parquet"."""
-    from datasets import load_dataset
+    from datasets import IterableDataset, load_dataset
 
+    if builder == "json":  # the library's parser names no line, and deep nesting crashes it
+        return IterableDataset.from_generator(_json_records, gen_kwargs={"files": [str(file) for file in files]})
     options: Any = {"batch_size": 1024} if builder == "parquet" else {}  # by default, a file without rows is an error
     names = [glob.escape(str(file)) for file in files]
     return load_dataset(builder, data_files=names, split="train", streaming=True, **options)
+
+
+def _json_records(files: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for path in map(Path, files):
+        if not next(blocks(path), b"").lstrip().startswith(b"["):
+            yield from (record for _, record, _ in read_jsonl(path))
+            continue
+        try:
+            yield from parse_json(b"".join(blocks(path)))
+        except ValueError as error:
+            raise ConfigError(f"{path}: not valid JSON: {error}") from None
 
 
 def decode(path: Path, content: bytes, offset: int = 0) -> str:

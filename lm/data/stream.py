@@ -40,6 +40,8 @@ BLOCK = 8192
 """Documents that are shuffled together."""
 _BATCH = 64
 """Documents tokenised in one call."""
+_TAIL = 1 << 16
+"""Bytes at the end of a file that identify it: there, Parquet has statistics of all columns, and gzip a checksum."""
 _GRACE = 30
 """Seconds that a worker runs after SIGTERM."""
 
@@ -74,9 +76,14 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
         if len(formats) > 1 or not formats <= BUILDERS.keys():
             problem = f"{key}: {where}: files must have one format of {', '.join(BUILDERS)}"
             raise ConfigError(f"{problem}; found {', '.join(sorted(formats))}", keys=(key,))
-        sizes = json.dumps([(file.name, file.stat().st_size) for file in files])
-        digest = hashlib.sha256(sizes.encode()).hexdigest()
-        return open_table(BUILDERS[formats.pop()], files), f"{len(files)} files, sha256 of names and sizes {digest}"
+        digest = hashlib.sha256()
+        for file in files:
+            with file.open("rb") as content:
+                size = content.seek(0, os.SEEK_END)
+                content.seek(max(0, size - _TAIL))
+                digest.update(json.dumps([file.name, size]).encode() + content.read())
+        fingerprint = f"{len(files)} files, sha256 of names, sizes and ends {digest.hexdigest()}"
+        return open_table(BUILDERS[formats.pop()], files), fingerprint
     except ConfigError:
         raise
     except Exception as error:  # each format and each file system raises its own

@@ -106,7 +106,8 @@ class FileTokenizer:
         import tokenizers
 
         try:
-            self._encoder = tokenizers.Tokenizer.from_buffer(files[FILE])
+            encoder = tokenizers.Tokenizer.from_buffer(files[FILE])
+            self._encoder: Any = _Panicless(encoder, name)
             self._config: dict[str, Any] = dict(parse_json(files.get("tokenizer_config.json", b"{}")))
             self._generation: dict[str, Any] = dict(parse_json(files.get(GENERATION, b"{}")))
         except Exception as error:  # the library raises nothing narrower
@@ -209,7 +210,7 @@ class FileTokenizer:
                 continue
             pending.append(token)
             try:
-                piece = decoder.step(self._encoder, token)
+                piece = decoder.step(self._encoder.encoder, token)
             except Exception:  # invalid UTF-8 after valid bytes; the library raises nothing narrower
                 piece, decoder = self._encoder.decode(pending), DecodeStream(ids=pending, skip_special_tokens=True)
             if piece is not None:
@@ -290,6 +291,27 @@ def _growth(stage: Any) -> int:
         case {"type": "TemplateProcessing", "single": list(pieces)}:
             return growth * max(1, sum("Sequence" in piece for piece in pieces))
     return growth
+
+
+class _Panicless:
+    """A `tokenizers.Tokenizer` whose panics in Rust, which are not an `Exception`, are ConfigErrors."""
+
+    def __init__(self, encoder: Any, name: str) -> None:
+        self.encoder = encoder
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        value = getattr(self.encoder, attribute)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return value(*args, **kwargs)
+            except BaseException as error:
+                if type(error).__name__ != "PanicException":
+                    raise
+                raise _error(self._name, f"the tokenizers library fails on it: {error}") from None
+
+        return call if callable(value) else value
 
 
 Tokenizer = ByteTokenizer | FileTokenizer

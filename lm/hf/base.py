@@ -11,7 +11,7 @@ from lm.checkpoint.manifest import MANIFEST, Base, FileRecord, Manifest, model_o
 from lm.checkpoint.resume import find_checkpoint, refuse_adapters
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.hf import weights
-from lm.lora import Adapters, LoraConfig
+from lm.lora import Adapters, LoraConfig, n_trained
 from lm.runtime.world import World
 from model import Transformer
 
@@ -72,19 +72,26 @@ def open_base(base: Base, moved: Path | None = None) -> Path:
 
 
 def read_adapters(folder: Path, manifest: Manifest) -> Adapters:
-    """Return the adapters in a checkpoint, in a single process."""
-    config = LoraConfig.model_validate({key: manifest.hyperparameters[key] for key in LoraConfig.model_fields})
-    adapters = Adapters(config, model_of(folder, manifest))
+    """Return the adapters in a checkpoint, in a single process; raise ConfigError if they are not those it claims."""
+    try:
+        config = LoraConfig.model_validate({key: manifest.hyperparameters[key] for key in LoraConfig.model_fields})
+    except (KeyError, ValueError):
+        raise ConfigError(f"{folder / MANIFEST}: damaged: no adapters in its hyperparameters") from None
+    model = model_of(folder, manifest)
+    found = sum(entry.bytes for name, entry in manifest.files.items() if name.startswith("model-"))
+    if found < (needed := 4 * n_trained(config, model)):
+        raise ConfigError(f"{folder / MANIFEST}: damaged: adapters of {needed:,} bytes; the files have {found:,}")
+    adapters = Adapters(config, model)
     load_weights(folder, adapters)
     return adapters
 
 
 @torch.no_grad()
-def load_checkpoint(folder: Path, model: Transformer, moved: Path | None = None) -> None:
+def load_checkpoint(folder: Path, model: Transformer, opened: Path | None = None) -> None:
     """Load the weights of a checkpoint into `model` in a single process; adapters are merged into their base.
 
     Args:
-        moved: see `open_base`.
+        opened: what `open_base` returned, if it was called.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -94,7 +101,7 @@ def load_checkpoint(folder: Path, model: Transformer, moved: Path | None = None)
     if manifest.base is None:
         load_weights(folder, model)
         return
-    weights.read_folder(open_base(manifest.base, moved), model)
+    weights.read_folder(opened or open_base(manifest.base), model)
     adapters = read_adapters(folder, manifest)
     for name, parameter in model.named_parameters():
         adapters.merge(name, parameter)

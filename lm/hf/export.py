@@ -6,13 +6,16 @@ directory that is renamed when it is complete.
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import json
 import math
+import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +67,9 @@ def export_model(where: Path | str, out: Path, dtype: str = "float32", moved: Pa
     files = _tokenizer_files(tokenizer) if tokenizer else {}
     files[CONFIG] = _to_json(raw)
     files[GENERATION] = _to_json(generation | json.loads(files.get(GENERATION, b"{}")))
+    opened = open_base(manifest.base, moved) if manifest.base else folder
     adapters = read_adapters(folder, manifest) if manifest.base else None
-    sources = find_weights(open_base(manifest.base, moved) if manifest.base else folder, config)
+    sources = find_weights(opened, config)
     places, shapes = families.layout(family, config)
     size = DTYPES[dtype].itemsize * sum(map(math.prod, shapes.values()))
     with _drafted(out, size) as draft:
@@ -200,19 +204,34 @@ def _drafted(out: Path, needed: int) -> Iterator[Path]:
     """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        for left in out.parent.glob(f".{glob.escape(out.name)}.draft-*"):  # by a command that was killed
+            with suppress(OSError), locked(left):
+                shutil.rmtree(left, ignore_errors=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.draft-", dir=out.parent))
     except OSError as error:
         raise ConfigError(f"{out}: cannot be created: {error.strerror}") from None
     try:
         free = shutil.disk_usage(draft).free
         if free < needed:
             raise RunError(f"{out}: disk full: {needed:,} bytes are needed, {free:,} are free")
-        yield draft
+        with locked(draft):
+            yield draft
         draft.rename(out)
     except OSError as error:
         raise RunError(f"{out}: cannot be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Lock `directory` until this process ends or leaves; raise OSError if another one has."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:

@@ -75,8 +75,9 @@ def elapsed() -> str:
 def announce(what: str) -> None:
     """Print on rank 0 what starts now, and when."""
     if _is_rank0():
-        sys.stdout.write(f"{elapsed()}  {what}\n")  # one write: srun labels every write of an unbuffered stream
-        sys.stdout.flush()
+        with suppress(OSError):  # a full disk, or head has closed the pipe
+            sys.stdout.write(f"{elapsed()}  {what}\n")  # one write: srun labels every write of an unbuffered stream
+            sys.stdout.flush()
 
 
 def keep_freed_memory() -> None:

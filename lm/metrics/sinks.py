@@ -116,10 +116,10 @@ class TensorBoard:
         _add_text(self._writers["validation"], step, prompt + text)
 
     def close(self) -> None:
-        threading.excepthook = self._excepthook
         self._writers["validation"]._get_file_writer().add_summary(self._session_end)
         for writer in self._writers.values():
             writer.close()
+        threading.excepthook = self._excepthook  # after an error, the thread of another writer may still fail
 
 
 def _add_text(writer: SummaryWriter, step: int, text: str) -> None:

@@ -20,6 +20,10 @@ from lm.errors import ConfigError
 CHUNK = 1 << 20
 """Minimum size of the chunks that workers encode, each of complete documents (bytes of input)."""
 
+MAX_COMPRESSION = 1100
+"""By which factor HDF5's filters can compress. Deflate, the strongest, has 1032."""
+MAX_SAMPLE_BYTES = 1 << 30
+
 FORMATS = {
     "text": (".txt", ".md", ".py"),
     "jsonl": (".jsonl", ".ndjson"),
@@ -165,6 +169,12 @@ def read_ids(path: Path, vocab_size: int, eos_id: int | None, fraction: float) -
                 found = ", ".join(f"{key} {getattr(item, 'shape', '')}".strip() for key, item in file.items())
                 problem = "has no input_ids, integers of shape (samples, tokens), only"
                 raise ConfigError(f"{path}: {problem}: {found or 'nothing'}")
+            stored, row = data.id.get_storage_size(), data.shape[1] * data.dtype.itemsize
+            if not isinstance(file.get("input_ids", getlink=True), h5py.HardLink) or data.is_virtual or data.external:
+                raise ConfigError(f"{path}: input_ids is in another file; copy it into this one with h5repack")
+            if row > MAX_SAMPLE_BYTES or data.nbytes > stored * MAX_COMPRESSION:
+                problem = f"input_ids has {data.nbytes:,} bytes, {row:,} a sample, of which {stored:,} are stored"
+                raise ConfigError(f"{path}: {problem}; the file is incomplete")
             yield from _join_samples(_read_samples(path, data, vocab_size, fraction), eos_id, fraction)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as HDF5: {error}") from None

@@ -71,7 +71,8 @@ class RunDir:
 
     def _create_and_lock(self) -> str:
         try:
-            for path in (ROOT, self.path, self.checkpoints, self.traces):
+            events = self.path / "training", self.path / "validation"
+            for path in (ROOT, self.path, self.checkpoints, self.traces, *events):
                 path.mkdir(mode=0o775, exist_ok=True)
                 _require_private(path)
             holder = lock_file(self._lock)

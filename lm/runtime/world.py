@@ -185,7 +185,7 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
         cpu_offload: on GPUs, also reduce tensors in host memory, with gloo.
 
     Raises:
-        RankError: the rendezvous failed, or the body ran out of memory.
+        RankError: the rendezvous failed, or the body ran out of memory or could not use a file.
     """
     device = choose_device(launch)
     if device.type == "cuda":
@@ -193,10 +193,10 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
     if launch.local_size == launch.world_size:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     wait = timedelta(seconds=timeout)
-    _init_process_group(launch, device, wait, cpu_offload)
     completed = False
     notes: list[Callable[[], str]] = []
     try:
+        _init_process_group(launch, device, wait, cpu_offload)
         control, saver = (_gloo_group(range(launch.world_size), wait) for _ in range(2))
         nodes: list[Any] = [None] * launch.world_size
         dist.all_gather_object(nodes, launch.node_rank, group=control)
@@ -207,7 +207,11 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
         _set_threads(groups[launch.node_rank])
         yield World(launch, device, control, saver, groups[launch.node_rank], _get_default_store(), wait, notes)
         completed = True
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
+        if (text := os.strerror(errno.EMFILE)) in str(error):
+            raise RankError(f"rank {launch.rank}: {text}; raise the limit of this shell: ulimit -n 65536") from error
+        if isinstance(error, OSError):
+            raise RankError(f"rank {launch.rank}: {error}; the last checkpoint is kept") from error
         is_out = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not is_out and not any(text in str(error) for text in _NO_HOST_MEMORY):
             raise
@@ -221,7 +225,8 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
             keys=_MEMORY_KEYS,
         ) from error
     finally:
-        if completed or device.type == "cpu":  # after a failure, NCCL would wait for collectives of lost ranks
+        # After a failure, NCCL would wait for collectives of lost ranks.
+        if dist.is_initialized() and (completed or device.type == "cpu"):
             dist.destroy_process_group()
 
 

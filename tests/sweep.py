@@ -1,0 +1,245 @@
+"""Fail the n-th file operation of a run, of `lm.prepare` and of an export, then do the same again without a failure.
+
+    python -m tests.sweep [run|resume|prepare|replace|export ...] [--count N] [--seed S] [--fault kill|ENOSPC|...]
+
+N operations of each are chosen at random (default: all), and a fault for each. A killed process leaves every complete
+checkpoint or dataset intact. An error ends the command with at most three lines on stderr and exit code 1 or 2, or does
+not matter: then the result is complete. The same command again ends with the files of one that nothing disturbed.
+
+Exit code 1 after anything else, or more than 30 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FAULTS = {"kill": "kill"} | {name: str(getattr(errno, name)) for name in ("ENOSPC", "EIO", "EROFS", "EMFILE")}
+SOURCE = Path(__file__).parent / "faults.c"
+TIMEOUT = 30
+
+
+def preload(folder: Path) -> dict[str, str]:
+    """Compile the library that fails operations below `folder`; return the environment variables that load it."""
+    library, counter = folder / "faults.so", folder / "counter"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, SOURCE, "-ldl"], check=True)
+    counter.write_bytes(bytes(8192))
+    return {"LD_PRELOAD": str(library), "FAULT_COUNTER": str(counter)}
+
+
+def operations(counter: Path) -> int:
+    return struct.unpack("<q", counter.read_bytes()[:8])[0]
+
+
+# ---- what is disturbed: a command, run in a folder, and its result -------------------------------------------------
+
+
+class Scenario(NamedTuple):
+    prepare: Callable[[], int]
+    command: Callable[[], int]
+    result: Callable[[Path], Any]
+    intact: Callable[[Path], bool]
+    """whether what was complete before is still complete"""
+
+
+def train(*overrides: str) -> int:
+    import fsdp
+
+    return fsdp.main(["--config", "test.yaml", *overrides])
+
+
+def write_config() -> int:
+    from tests.support import EXACT_RUN
+
+    run = EXACT_RUN | {"n_layers": 1, "checkpoint_rate": 1, "keep_checkpoints": 1, "validation_rate": 1}
+    Path("test.yaml").write_text(json.dumps({"hyperparameters": run}))
+    return 0
+
+
+def trained(folder: Path) -> Any:
+    from lm.checkpoint.manifest import read_manifest
+    from tests.support import checkpoints, exact
+
+    last = read_manifest(checkpoints(folder)[max(checkpoints(folder))])
+    return last.step, last.files, exact(folder), exact(folder, "validation")
+
+
+def verified(folder: Path) -> bool:
+    """Whether there is an intact checkpoint."""
+    from lm.checkpoint.manifest import CheckpointError, read_manifest, verify
+    from tests.support import checkpoints
+
+    for path in checkpoints(folder).values():
+        with suppress(CheckpointError):
+            verify(path, read_manifest(path))
+            return True
+    return False
+
+
+def prepare(*options: str) -> int:
+    from lm.prepare.__main__ import main
+
+    return main(["in.txt", "--tokenizer", "bytes", "--out", "out", "--workers", "1", *options])
+
+
+def write_text(*lines: str) -> int:
+    Path("in.txt").write_text("\n".join(lines) * 50)
+    return 0
+
+
+def export() -> int:
+    from lm.hf.__main__ import main
+
+    return main(["export", "checkpoint", "out"])
+
+
+def make_checkpoint() -> int:
+    from tests.test_untrusted import make_checkpoint
+
+    return not make_checkpoint(Path("checkpoint"))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {name: content for name, content in found.items() if Path(name).name != "lock"}
+
+
+def dataset(folder: Path) -> bool:
+    from lm.errors import RunError
+    from lm.prepare.token_writer import verify
+
+    with suppress(RunError):
+        return bool(verify(folder / "out"))
+    return not (folder / "out" / "train.json").exists()
+
+
+SPLIT = ("--validation-fraction", "0.3")
+SCENARIOS = {
+    "run": Scenario(write_config, lambda: train("max_steps=3", "async_checkpoint=false"), trained, lambda _: True),
+    "resume": Scenario(lambda: write_config() or train("max_steps=1"), lambda: train("max_steps=3"), trained, verified),
+    "prepare": Scenario(lambda: write_text("To be", "or not"), lambda: prepare(*SPLIT), files, dataset),
+    "replace": Scenario(
+        lambda: write_text("old") or prepare() or write_text("new", "text"),
+        lambda: prepare("--overwrite", *SPLIT),
+        files,
+        dataset,
+    ),
+    "export": Scenario(make_checkpoint, export, files, lambda _: True),
+}
+
+
+# ---- one case ------------------------------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    code: int
+    """minus the signal that killed it"""
+    stderr: str
+
+
+def call(folder: Path, action: Callable[[], int], **variables: str) -> Outcome:
+    """Run `action` in `folder`, in a child process: a start of Python that imports PyTorch takes far longer."""
+    from lm.launch.spawn import run_and_exit
+
+    errors = folder.with_suffix(".stderr")
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        os.chdir(folder)
+        os.environ.update(variables)
+        for number, path in ((1, folder.with_suffix(".stdout")), (2, errors)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        run_and_exit(action)
+    deadline = time.monotonic() + TIMEOUT
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        time.sleep(0.01)
+        if time.monotonic() > deadline:
+            os.killpg(pid, signal.SIGKILL)
+            deadline = float("inf")
+    return Outcome(os.waitstatus_to_exitcode(ended[1]), errors.read_text() + "TIMEOUT" * (deadline == float("inf")))
+
+
+def problem(scenario: Scenario, expected: Any, folder: Path, fault: str, outcome: Outcome) -> str:
+    """Return what is wrong after a fault, or "", and run the command again."""
+    code, stderr = outcome
+    if code not in ((-signal.SIGKILL, 0, 1, 2) if fault == "kill" else (0, 1, 2)):
+        return f"exit code {code}"
+    if "Traceback" in stderr or "TIMEOUT" in stderr or (code > 0 and not 1 <= stderr.count("\n") <= 3):
+        return "not an error of one line"
+    if not scenario.intact(folder):
+        return "the last complete result was lost"
+    if code == 0 and scenario.result(folder) != expected:
+        return "exit code 0, but another result"
+    again = call(folder, scenario.command)
+    if again.code and not (code == 0 and "already exists" in again.stderr):
+        return f"the rerun ended with {again.code}: {again.stderr}"
+    return "" if scenario.result(folder) == expected else "the rerun has another result"
+
+
+def sweep(name: str, root: Path, faults: Sequence[str], count: int | None, draw: random.Random) -> Counter[str]:
+    """Disturb a scenario; return the outcomes."""
+    scenario, outcomes = SCENARIOS[name], Counter[str]()
+    base, folder = root / f"{name}-base", root / name
+    variables = {"FAULT_BELOW": f"{folder}/", "FAULT_COUNTER": str(root / "counter")}
+    base.mkdir()
+    assert call(base, scenario.prepare).code == 0, base.with_suffix(".stderr").read_text()
+
+    def disturb(at: str, fault: str) -> Outcome:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(base, folder)
+        (root / "counter").write_bytes(bytes(8192))
+        return call(folder, scenario.command, FAULT_AT=at, FAULT_WITH=FAULTS[fault], **variables)
+
+    for fault in faults:
+        outcome = disturb("0", fault)
+        assert outcome.code == 0, outcome.stderr
+        expected, total = scenario.result(folder), operations(root / "counter")
+        chosen = [(n, last) for n in range(1, total + 1) for last in (("", "+") if fault != "kill" else ("",))]
+        for n, last in draw.sample(chosen, min(count or len(chosen), len(chosen))):
+            outcome = disturb(f"{n}{last}", fault)
+            what = (root / "counter").read_bytes()[8:].rstrip(b"\0").decode().replace(f"{folder}/", "")
+            if found := problem(scenario, expected, folder, fault, outcome):
+                print(f"{name}, {fault} at {n}{last} of {total} ({what}): {found}\n{outcome.stderr}", flush=True)
+            outcomes[f"{fault}: {'failed' if found else f'exit code {outcome.code}'}"] += 1
+    return outcomes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.sweep", description="Fail file operations.")
+    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(SCENARIOS))
+    parser.add_argument("--count", type=int, metavar="N", help="operations of each scenario and fault (all)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="(%(default)s)")
+    parser.add_argument("--fault", choices=FAULTS, action="append", help="default: each")
+    args = parser.parse_args(arguments)
+    if "LD_PRELOAD" not in os.environ:
+        with tempfile.TemporaryDirectory() as root:
+            command = [sys.executable, "-m", "tests.sweep", *sys.argv[1:]]
+            return subprocess.call(command, env=os.environ | preload(Path(root)) | {"OMP_NUM_THREADS": "1"})
+    import fsdp  # noqa: F401 - once, for all children
+
+    root, draw, failed = Path(os.environ["FAULT_COUNTER"]).parent, random.Random(args.seed), 0
+    for name in args.scenarios or SCENARIOS:
+        outcomes = sweep(name, root, args.fault or list(FAULTS), args.count, draw)
+        failed += sum(number for what, number in outcomes.items() if "failed" in what)
+        print(f"{name}: " + ", ".join(f"{number} {what}" for what, number in sorted(outcomes.items())), flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
