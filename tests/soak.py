@@ -7,8 +7,8 @@ directory, killed or stopped at a random moment or inside of a random file opera
 until it is complete; and so on until COUNT interruptions. After every start all losses so far must equal the
 uninterrupted ones bit for bit and every checkpoint must be intact, and at the end the checksums of the last
 checkpoint's files must be equal. Runs save synchronously and asynchronously in turn. With --storage, e.g.
-s3://bucket/soak, the runs are in object storage, whose server and credentials the environment names, and every other
-start is on an empty machine.
+s3://bucket/soak, the runs are in object storage, whose server and credentials the environment names, and about half
+of the starts are on an empty machine.
 
 Exit code 1 if a loss or a file differs, a start does not resume by itself, or a process is left running.
 """

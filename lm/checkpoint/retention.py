@@ -87,9 +87,7 @@ class Directory:
         for entry in expired([entry for entry in saved if entry.name not in damaged], keep):
             # After the rename it is no longer a checkpoint, even if deleting it is interrupted.
             (self.path / entry.name).rename(self.path / f"{DELETED}{entry.name}")
-        for draft in self.path.glob(
-            f"[!.]*/{DRAFT}"
-        ):  # of a save that was killed: this run has the lock and saves none
+        for draft in self.path.glob(f"[!.]*/{DRAFT}"):  # this run, which has the lock, is not saving
             if not draft.parent.is_symlink():
                 draft.parent.rename(self.path / f"{DELETED}{draft.parent.name}")
         for path in self.path.glob(f"{DELETED}*"):  # includes what an interrupted deletion left
