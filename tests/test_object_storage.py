@@ -42,7 +42,7 @@ from tests.support import TINY, in_world, run, run_ranks
 from tests.test_manifest import SHARDS, save, toy
 
 pytest.importorskip("s3fs", reason="needs s3fs")
-pytest.importorskip("moto.server", reason="needs moto[server]")
+pytest.importorskip("moto.server", reason="needs moto's server")
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Python version:FutureWarning")
 
 UUID = r"[0-9a-f]{8}-[0-9a-f-]{27}"
@@ -206,18 +206,19 @@ def test_google_storage_keeps_a_run_likewise(gs: str, tmp_path: Path) -> None:
 
 def everything(url: str, root: Path) -> None:
     """Save on one machine, continue on another, be killed in a save there, start anew on a third."""
-    metrics, here = Path("runs/test/metrics.jsonl"), Path.cwd()
+    metrics, tracker, here = Path("runs/test/metrics.jsonl"), Path("runs/test/tracker_id"), Path.cwd()
 
     def first(world: World) -> str:
         with machine(world, url, root / "1") as (checkpointer, _):
             metrics.write_text("1\n")
+            tracker.write_text("id")
             uuid = save(checkpointer, world, 1)
             metrics.write_text("1\n2\n")  # put at the end
             return uuid
 
     def second(world: World) -> list[str]:
         with machine(world, url, root / "2", keep=1) as (checkpointer, place):
-            assert metrics.read_text() == "1\n2\n"
+            assert (metrics.read_text(), tracker.read_text()) == ("1\n2\n", "id")
             assert load(checkpointer, world, uuid) == (1, True)
             commit, place.commit = place.commit, fail
             with pytest.raises(RunError):

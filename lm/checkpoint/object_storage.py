@@ -47,7 +47,7 @@ SLOWEST = 1 << 20
 """Bytes per second below which the upload of a file is given up."""
 LEASE_SECONDS = 60.0
 """After this time without a renewal, the holder of a lease counts as dead."""
-FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "sessions.jsonl", "report.md", "report.png")
+FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "sessions.jsonl", "tracker_id", "report.md", "report.png")
 TRANSFERS = 4
 """Files that a process transfers at the same time, each in parts."""
 
