@@ -111,7 +111,6 @@ def preflight(
     Raises:
         ConfigError: the hyperparameters, the data, the machines and the checkpoints do not fit together.
     """
-    world.all_or_none(choose_cache)
     announce("reading the data")
     if info and hp.checkpoint_storage:
         remedy = "set checkpoint_storage of the experiment config instead, next to hyperparameters"
@@ -157,6 +156,7 @@ def choose_cache() -> None:
 def _check(
     hp: Hyperparameters, world: World, info: det.ClusterInfo | None, base: Base | None, memory: str | None
 ) -> Setup:
+    choose_cache()
     seed = hp.seed if hp.seed is not None else info.trial.trial_seed if info else DEFAULT_SEED
     layout = MeshLayout(parallelize.mesh_dims(hp, world.size, world.launch.local_size), world.rank)
     dtype = precision.compute_dtype(hp, world.device)
