@@ -40,7 +40,7 @@ check: .venv/dev ## Check formatting, lint, docstrings, types and shell scripts.
 soak: .venv/dev ## Kill runs COUNT=500 times and compare what they end with.
 	@$(BIN)/python -m tests.soak $(COUNT) $(ARGS)
 
-fuzz: .venv/dev ## Load COUNT=2000 checkpoints changed at random, with matching checksums.
+fuzz: .venv/dev ## Load COUNT=500 checkpoints changed at random, with matching checksums.
 	@$(BIN)/python -m tests.fuzz $(COUNT) $(ARGS)
 
 sweep: .venv/dev ## Fail up to COUNT=500 file operations of each command with each error, then rerun it.

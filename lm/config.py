@@ -153,7 +153,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a language model with PyTorch FSDP.", epilog=HELP)
     parser.add_argument("--config", type=Path, default=Path("config.yaml"), help="experiment file (%(default)s)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the memory of a step, and end")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, print the memory of a step, then exit"
+    )
     return parser.parse_intermixed_args(as_overrides(sys.argv[1:] if arguments is None else arguments))
 
 

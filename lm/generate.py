@@ -8,9 +8,9 @@ Both accept [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] [--se
 If --prompt is -, prompts are read from standard input, one per line, and continued in batches with the same results as
 one by one. --chat answers each line of standard input with the tokenizer's chat template: Ctrl-C ends an answer, the
 end of the input ends the chat. A text ends at the tokenizer's `stop_ids` or before the TEXT of --stop. CHECKPOINT is
-the directory or URL of a checkpoint, or of a run for its newest, written by any number of ranks. It is loaded into one
-process, on a GPU if one is available. LoRA adapters are merged into their base, which is read from where it was in
-training, or from DIRECTORY.
+the directory or URL of a checkpoint, written by any number of ranks, or of a run, which means its newest. It is loaded
+into one process, on a GPU if one is available. LoRA adapters are merged into their base, which is read from where it
+was in training, or from DIRECTORY.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class _Saved:
 
 
 class ActivationOffload:
-    """Replaces `forward` of consecutive `blocks` by functions that offload what it saves for backward."""
+    """Activation offloading for consecutive `blocks`, whose `forward` it replaces."""
 
     def __init__(self, blocks: Sequence[nn.Module], device_type: str) -> None:
         self._device_type = device_type

@@ -57,7 +57,7 @@ class Setup:
     """tokens that samples continue"""
     run_info: RunInfo
     memory: str | None
-    """a line on what the run needs"""
+    """what the run needs, in a dry run by part; None = not worth a line"""
 
     def facts(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, by name."""
@@ -113,8 +113,8 @@ def preflight(
     """
     announce("reading the data")
     if info and hp.checkpoint_storage:
-        remedy = "set checkpoint_storage of the experiment config instead, next to hyperparameters"
-        raise ConfigError(f"checkpoint_storage: not for a cluster; {remedy}", keys=("checkpoint_storage",))
+        problem = "not a hyperparameter of trials; set checkpoint_storage at the top level of the experiment config"
+        raise ConfigError(f"checkpoint_storage: {problem}", keys=("checkpoint_storage",))
     checkpoints, manager, restarted = None, context._storage_manager, is_restart(os.environ)
     if run_dir:
         checkpoints = manager if isinstance(manager, ObjectStorage) else Directory(run_dir.checkpoints)
@@ -169,7 +169,7 @@ def _check(
         problem = f"sample_rate: {hp.sample_rate}, but dataset {hp.dataset} has no tokenizer; remove sample_rate"
         raise ConfigError(problem, keys=("sample_rate", "dataset"))
     if info and "determined" in (hp.tracker or ()):
-        problem = "tracker: determined is for runs outside of Determined, and this is a trial of it; remove it"
+        problem = "tracker: determined is for runs outside Determined, and this is a trial; remove determined"
         raise ConfigError(problem, keys=("tracker",))
     max_steps = hp.run_length(data.samples_per_epoch and data.samples_per_epoch / batch_size)
     hyperparameters = hp.model_dump(mode="json") | {"seed": seed, "max_steps": max_steps or None}

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
+from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest, verify
 from lm.checkpoint.object_storage import ObjectStorage, Place
 from lm.checkpoint.retention import Directory
 from tests.support import EXACT, EXACT_RUN, start
@@ -107,13 +107,11 @@ def checkpoints(folder: Path, storage: str | None) -> dict[int, Manifest]:
 
 def unfinished(folder: Path, storage: str | None) -> set[str]:
     """Checkpoints without a manifest: being written, or abandoned."""
-    if storage:
-        where = place(folder, storage)
-        assert isinstance(where, ObjectStorage)
-        time.sleep(0.01)
-        return {name for name, files in where.checkpoints().items() if "manifest.json" not in files}
-    paths = (folder / "runs" / "test" / "checkpoints").glob("[!.]*")
-    return {path.name for path in paths if not (path / "manifest.json").exists() and path.exists()}
+    where = place(folder, storage)
+    if isinstance(where, ObjectStorage):
+        time.sleep(0.01)  # callers poll
+        return {name for name, files in where.checkpoints().items() if MANIFEST not in files}
+    return {path.name for path in where.path.glob("[!.]*") if not (path / MANIFEST).exists() and path.exists()}
 
 
 def alive(process: psutil.Process) -> bool:

@@ -180,7 +180,7 @@ def problem(scenario: Scenario, expected: Any, folder: Path, fault: str, outcome
     if code not in ((-signal.SIGKILL, 0, 1, 2) if fault == "kill" else (0, 1, 2)):
         return f"exit code {code}"
     if "Traceback" in stderr or "TIMEOUT" in stderr or (code > 0 and not 1 <= stderr.count("\n") <= 3):
-        return "not an error of one line"
+        return "a traceback, a timeout, or not one to three lines on stderr"
     if not scenario.intact(folder):
         return "the last complete result was lost"
     if code == 0 and scenario.result(folder) != expected:

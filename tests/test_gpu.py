@@ -143,7 +143,7 @@ RUN: dict[str, Any] = LLAMA_STYLE | {"d_model": 256, "n_heads": 8, "n_layers": 8
 RUN |= {"max_seq_len": 1024, "batch_size": 8, "validation_batches": 1, "amp_dtype": "bfloat16", "compile": False}
 RUN |= {"report_rate": 1, "max_steps": 10**6, "checkpoint_rate": 10**6, "validation_rate": 10**6}
 STEPS = 12
-COPIES = ("kernel", "gpu_memcpy")
+EVENT_CATEGORIES = ("kernel", "gpu_memcpy")
 """Categories of events in a trace of PyTorch's profiler."""
 
 
@@ -249,7 +249,7 @@ def copies(world: World) -> dict[str, float]:
             torch.cuda.synchronize()
         profiler.export_chrome_trace(str(Path(folder, "trace.json")))
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    spans = [(e["cat"], e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat", "") in COPIES]
+    spans = [(e["cat"], e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat", "") in EVENT_CATEGORIES]
     kernels = [(start, end) for cat, _, start, end in spans if cat == "kernel"]
     found = {}
     for direction in ("DtoH", "HtoD"):

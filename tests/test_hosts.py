@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import Message
 from tests.support import ROOT, TINY, checkpoints, exact, reports, run
-from tests.test_manifests import container, manifest
+from tests.test_launch_files import container, documents
 
 RUN = TINY | {
     "dropout": 0.1,
@@ -213,7 +213,7 @@ def test_pods_of_a_trainjob_stop_when_one_is_evicted_and_machines_of_a_sky_job_c
     env = PROGRAMS | {"PYTHONPATH": str(ROOT), "AWS_ENDPOINT_URL": f"http://{hosts.addresses[0]}:5555"}
     env |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
     server = [sys.executable, "-m", "moto.server", "-H", hosts.addresses[0], "-p", "5555"]
-    job = manifest("trainjob.yaml")[1]
+    job = documents("trainjob.yaml")[1]
     name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
     hosts.names(tmp_path, f"{name}-node-0-0.{name}")
     with (tmp_path / "moto.log").open("w") as log, subprocess.Popen(hosts.inside(0, *server), stderr=log) as moto:
@@ -238,7 +238,7 @@ def test_pods_of_a_trainjob_stop_when_one_is_evicted_and_machines_of_a_sky_job_c
             assert stopped, evicted
             step = int(stopped[1])
 
-            task, machines = manifest("sky.yaml")[0], []
+            task, machines = documents("sky.yaml")[0], []
             arguments = f"--config config.yaml checkpoint_storage=s3://bucket/runs max_steps={step + 4}"
             for host in (0, 1):
                 injected = {"SKYPILOT_NODE_IPS": "\n".join(hosts.addresses), "SKYPILOT_NODE_RANK": str(host)}
@@ -258,7 +258,7 @@ def test_pods_of_a_pytorchjob_are_ranks_of_one_run(hosts: Hosts, tmp_path: Path)
     program = "import os\nfrom lm.launch.environment import Launch\n"
     program += "os.write(1, f'{Launch.from_env(os.environ)}\\n'.encode())"  # one write: lines of two ranks do not mix
     (tmp_path / "fsdp.py").write_text(program)
-    (job,) = manifest("pytorchjob.yaml")
+    (job,) = documents("pytorchjob.yaml")
     first = f"{job['metadata']['name']}-master-0"
     hosts.names(tmp_path, first)
     pods = []

@@ -27,7 +27,7 @@ from lm.checkpoint import __main__ as command
 from lm.checkpoint import object_storage
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.manifest import CheckpointError, read_manifest, verify
-from lm.checkpoint.object_storage import LEASE_SECONDS, ObjectStorage, stored
+from lm.checkpoint.object_storage import ObjectStorage, stored
 from lm.checkpoint.resume import find_checkpoint, plan_resume
 from lm.checkpoint.retention import COMMITTED
 from lm.determined.context import TorchDistributedContext
@@ -281,7 +281,6 @@ def test_one_run_at_a_time_writes_and_a_dead_one_is_replaced(
     with pytest.raises(ConfigError) as refused:
         c.start(folders[2])
     message(refused.value)
-    assert LEASE_SECONDS == 60
 
 
 def test_of_many_that_start_at_once_one_gets_the_lease(
@@ -371,7 +370,7 @@ def test_a_server_that_fails_for_a_while_costs_nothing_but_time(
     fault: Any, s3: str, proxy: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = ObjectStorage(f"{s3}/test")
-    place.patience = 30
+    place.retry_seconds = 30
     until = time.monotonic() + 1.5
     proxy.fault = lambda _: fault if time.monotonic() < until else None
     place.start(tmp_path)
@@ -386,7 +385,7 @@ def test_a_server_away_for_too_long_ends_the_run_with_the_checkpoint_that_is_kep
     def lose_server(world: World) -> str:
         with machine(world, s3, tmp_path / "1") as (checkpointer, place):
             kept = save(checkpointer, world, 1)
-            place.patience = 2
+            place.retry_seconds = 2
             proxy.fault = lambda method: (500, "InternalError") if method == "PUT" else None
             with pytest.raises(RunError) as failed:
                 save(checkpointer, world, 2)
@@ -416,9 +415,8 @@ REFUSED: dict[str, tuple[str, dict[str, str], Any]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_storage_that_cannot_be_used_is_one_line(
-    case: str, s3: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, message: Message
+    case: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, message: Message
 ) -> None:
-    assert s3
     url, variables, fault = REFUSED[case]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -442,8 +440,8 @@ def test_on_a_cluster_the_platforms_storage_is_the_one(message: Message) -> None
 
 
 @pytest.mark.slow
-def test_a_run_says_what_is_wrong_with_its_storage_and_ends_with_2(s3: str, tmp_path: Path) -> None:
-    assert s3
+@pytest.mark.usefixtures("s3")
+def test_a_run_says_what_is_wrong_with_its_storage_and_ends_with_2(tmp_path: Path) -> None:
     done = run(tmp_path, "checkpoint_storage=s3://no-such-bucket", config=TINY)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert "secret" not in (tmp_path / "test.yaml").read_text() + done.stdout + done.stderr

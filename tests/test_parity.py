@@ -91,7 +91,8 @@ def run_each(world: World, directory: str, runs: dict[str, dict[str, Any]]) -> d
 
 
 LLAMA = {"norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none", "n_kv_heads": 2}
-EQUAL: dict[str, dict[str, Any]] = {  # options that do not change the losses
+DEEP = {"n_layers": 4, "max_seq_len": 32, "activation_offload": True}  # so that blocks save enough to be offloaded
+EQUAL: dict[str, dict[str, Any]] = {  # options that train as one process does without them
     **{name: {"sharding": name} for name in STRATEGIES},
     "4x1": {"batch_size": 4},
     "2x2": {"batch_size": 2},
@@ -103,9 +104,6 @@ EQUAL: dict[str, dict[str, Any]] = {  # options that do not change the losses
     "recompute": {"activation_checkpointing": "full"},
     "recompute-some": {"activation_checkpointing": "selective"},
     "offload": {"cpu_offload": True},
-}
-DEEP = {"n_layers": 4, "max_seq_len": 32, "activation_offload": True}  # so that blocks save enough to be offloaded
-EQUAL |= {
     "offload-activations": DEEP,
     "recompute-and-offload": DEEP | {"activation_checkpointing": "full"},
     "compiled-offload": DEEP | {"compile": True},

@@ -134,7 +134,7 @@ HOSTILE: dict[str, Callable[[Path], None]] = {
     "adapters of a base of a terabyte": lambda folder: forge(
         folder,
         base={"source": str(folder), "files": {"model.safetensors": {"bytes": 1 << 50, "crc32c": 1}}},
-        model=json.loads((folder / MANIFEST).read_text())["model"] | {"n_layers": 10**7},
+        model=json.loads((folder / MANIFEST).read_text())["model"] | {"n_layers": 2**12},
     ),
     "control characters in sharding": lambda folder: forge(folder, sharding=EVIL),
     "control characters in the tokenizer": lambda folder: forge(folder, tokenizer=EVIL),

@@ -44,7 +44,7 @@ from lm.checkpoint.retention import Directory, SavedCheckpoint, expired, saved_c
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.launch.environment import host_memory
-from lm.runtime.run_dir import TRANSFER
+from lm.runtime.run_dir import TRANSFER_PREFIX
 from lm.runtime.world import World
 from model import ModelConfig
 
@@ -66,12 +66,13 @@ class CheckpointConfig(BaseModel):
     async_checkpoint: bool = Field(True, description="continue training while a checkpoint is written")
     checkpoint_storage: str | None = Field(
         None,
-        description="URL under which everything that the run keeps is stored, off a cluster, e.g. s3://bucket/prefix"
-        " (also gs://, az://); null = in runs/",
+        description="URL under which the run's checkpoints, metrics and report are stored, outside Determined, e.g."
+        " s3://bucket/prefix (also gs://, az://); null = in runs/",
     )
     resume: str = Field(
         "auto",
-        description="auto = newest complete checkpoint; fresh = start at step 0; or the path or URL of a checkpoint",
+        description="auto = newest complete checkpoint; fresh = start at step 0; or the path or URL of a checkpoint or"
+        " run",
     )
     init_from: str | None = Field(
         None,
@@ -232,13 +233,15 @@ class Checkpointer:
                 path, uuid = stack.enter_context(self._context.store_path(metadata, shard=True))
                 self._write_files(path, staged, manifest)
             else:
-                path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=TRANSFER, dir=self._directory)))
+                path = Path(
+                    stack.enter_context(tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX, dir=self._directory))
+                )
                 self._write_files(path, staged, manifest)
                 # Without a selector, directories on two nodes with equal device and inode are taken for the same one.
                 try:
                     uuid = self._context.upload(path, metadata, shard=True, selector=lambda _: True)
                 except RunError as error:
-                    kept = f"; checkpoint {self._newest} is kept" if self._newest else "; there is no checkpoint yet"
+                    kept = f"; checkpoint {self._newest} is kept" if self._newest else "; no checkpoint exists yet"
                     raise type(error)(f"{error}{kept}", keys=error.keys) from None
         self._newest = uuid
         if self.world.rank == 0:

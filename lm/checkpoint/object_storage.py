@@ -1,11 +1,11 @@
-"""Runs in object storage: everything that a run keeps is under one URL, and one run at a time writes there.
+"""Runs in object storage: checkpoints, metrics and the report are under one URL, to which one run at a time writes.
 
 URL/checkpoints/UUID/       as on a disk; manifest.json is put last, once all ranks have put their files
 URL/metrics.jsonl etc.      the files of runs/<run_name>/, put before every manifest and at the end
 URL/lease/NNNNNN            says which process writes; the highest number counts
 
 Lists, transfers and conditional puts are fsspec's, with s3fs, gcsfs or adlfs. `ObjectStorage` is one of Determined's
-storage managers, so that its checkpoint context does off a cluster what it does on one.
+storage managers, so that its checkpoint context works here as on a cluster.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, check_si
 from lm.checkpoint.retention import COMMITTED, Directory, SavedCheckpoint, expired, saved_checkpoint
 from lm.errors import ConfigError, RunError
 from lm.fileio import MAX_JSON_BYTES, write_durably
-from lm.runtime.run_dir import TRANSFER, RunDir
+from lm.runtime.run_dir import TRANSFER_PREFIX, RunDir
 from lm.runtime.world import World
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
@@ -43,12 +43,12 @@ RETRY_SECONDS = 120.0
 """How long a failing request is repeated."""
 REQUEST_SECONDS = 30.0
 """Longest wait for an answer."""
-SLOWEST = 1 << 20
-"""Bytes per second below which the upload of a file is given up."""
+MIN_UPLOAD_RATE = 1 << 20
+"""Bytes per second; the slower upload of a file is repeated."""
 LEASE_SECONDS = 60.0
 """After this time without a renewal, the holder of a lease counts as dead."""
 FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "sessions.jsonl", "tracker_id", "report.md", "report.png")
-TRANSFERS = 4
+MAX_TRANSFERS = 4
 """Files that a process transfers at the same time, each in parts."""
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -64,7 +64,7 @@ def is_url(where: str | Path) -> bool:
 
 
 class ObjectStorage(storage.CloudStorageManager):
-    """What is under `url`, that of a run or of a checkpoint. Paths are relative to it.
+    """A run or a checkpoint in object storage, at `url`. Paths are relative to it.
 
     Methods raise ConfigError if access is denied or the bucket is missing, RunError if the server fails for too long.
     """
@@ -76,8 +76,8 @@ class ObjectStorage(storage.CloudStorageManager):
         if scheme not in PACKAGES or not re.fullmatch(r"[\w.-]+(/[\w.=+-]+)*", self._root):
             near = difflib.get_close_matches(scheme.lower(), PACKAGES, 1, 0.5)
             hint = f"; did you mean {near[0]}://?" if near and near[0] != scheme else ""
-            kinds = ", ".join(f"{known}://BUCKET/PREFIX" for known in PACKAGES)
-            problem = f"{scheme}://... is not a URL of object storage: use {kinds}{hint}"
+            kinds = " or ".join(f"{known}://BUCKET/PREFIX" for known in PACKAGES)
+            problem = f"{scheme}://... is not of the form {kinds} with only letters, digits and . _ - = +{hint}"
             raise ConfigError(f"checkpoint_storage: {problem}", keys=("checkpoint_storage",))
         import fsspec
 
@@ -87,7 +87,7 @@ class ObjectStorage(storage.CloudStorageManager):
             raise ConfigError(f"{self.url}: requires a package: pip install {PACKAGES[scheme]}") from None
         except Exception as error:
             raise self._denied(error) from None
-        self.patience = RETRY_SECONDS
+        self.retry_seconds = RETRY_SECONDS
         self._manifests: dict[str, bytes] = {}
         self._manifest = b""
         self._lease = ""  # its path, once held
@@ -102,10 +102,11 @@ class ObjectStorage(storage.CloudStorageManager):
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of fsspec's file system; if the server fails, again."""
-        deadline, pause = time.monotonic() + self.patience, 1.0
-        if method not in ("get_file", "cp_file"):  # libraries wait without end for an answer to "Expect: 100-continue"
+        deadline, pause = time.monotonic() + self.retry_seconds, 1.0
+        # Without a timeout, some requests wait without end for an answer to "Expect: 100-continue".
+        if method not in ("get_file", "cp_file"):  # how long these take is unknown
             size = Path(args[0]).stat().st_size if method == "put_file" else 0
-            options["timeout"] = REQUEST_SECONDS + size / SLOWEST
+            options["timeout"] = REQUEST_SECONDS + size / MIN_UPLOAD_RATE
         while True:
             try:
                 return getattr(self._fs, method)(*args, **options)
@@ -125,16 +126,16 @@ class ObjectStorage(storage.CloudStorageManager):
                 if getattr(error, "errno", None) in _PERMANENT:
                     raise ConfigError(f"{self.url}: {method} failed ({_first_line(error)})") from None
                 if time.monotonic() + pause > deadline:
-                    problem = f"{method} failed for {self.patience:g} s ({_first_line(error)})"
+                    problem = f"{method} failed for {self.retry_seconds:g} s ({_first_line(error)})"
                     raise RunError(f"{self.url}: {problem}; check the network and the server") from None
                 if pause == 1:
-                    line = f"{self.url}: {method} failed ({_first_line(error)}), retrying for {self.patience:g} s"
+                    line = f"{self.url}: {method} failed ({_first_line(error)}), retrying for {self.retry_seconds:g} s"
                     print(line, file=sys.stderr, flush=True)
             time.sleep(pause)
             pause = min(2 * pause, 15)
 
     def _transfer(self, method: str, pairs: Iterable[tuple[str, str]]) -> None:
-        with ThreadPoolExecutor(TRANSFERS) as pool:
+        with ThreadPoolExecutor(MAX_TRANSFERS) as pool:
             list(pool.map(lambda pair: self._call(method, *pair), pairs))
 
     def _list(self, path: str = "") -> dict[str, int]:
@@ -173,7 +174,7 @@ class ObjectStorage(storage.CloudStorageManager):
         return f"{self.url}/checkpoints"
 
     def has_checkpoints(self) -> bool:
-        """Return whether `url` is that of a run, and thereby that it can be read."""
+        """Return whether a run with checkpoints is at `url`; raise if the storage cannot be read."""
         return bool(self._list("checkpoints"))
 
     def was_committed(self) -> bool:
@@ -211,9 +212,9 @@ class ObjectStorage(storage.CloudStorageManager):
         return folder
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
-        """Delete the expired checkpoints and those that were never completed, but none of those named in `damaged`."""
+        """Delete the checkpoints that are `expired`, and those that were never completed."""
         saved, _ = self.list_saved()
-        gone = [entry.name for entry in expired([entry for entry in saved if entry.name not in damaged], keep)]
+        gone = [entry.name for entry in expired(saved, keep, damaged)]
         for name, sizes in self.checkpoints().items():
             if name in gone or MANIFEST not in sizes:
                 files = [self._at(f"checkpoints/{name}/{file}") for file in sizes if file != MANIFEST]
@@ -260,8 +261,9 @@ class ObjectStorage(storage.CloudStorageManager):
     def start(self, run_dir: Path) -> None:
         """Acquire the lease and download the run's files to `run_dir`, the working copy of this machine.
 
-        The holder of a lease renews it. One that is not renewed for `LEASE_SECONDS`, or was that of an earlier process
-        in `run_dir`, which the caller has locked, is replaced: a conditional put creates that of the next number.
+        The holder of a lease renews it. A lease is replaced if it is not renewed for `LEASE_SECONDS`, or if an earlier
+        process in `run_dir`, which the caller has locked, held it: a conditional put creates the lease with the next
+        number.
 
         Raises:
             RunError: another run has the lease.
@@ -340,11 +342,11 @@ class ObjectStorage(storage.CloudStorageManager):
 
 
 Place = Directory | ObjectStorage
-"""Where the checkpoints of a run are, off a cluster."""
+"""Where the checkpoints of a run are, outside Determined."""
 
 
 class ObjectStorageContext(core.DummyCheckpointContext):
-    """Core API checkpoint context off a cluster: a checkpoint is complete when it is reported, with its manifest."""
+    """Core API's checkpoint context outside Determined: reporting a checkpoint puts its manifest."""
 
     def _report_checkpoint(self, storage_id: str, resources: Any = None, metadata: Any = None) -> None:  # noqa: ARG002
         assert isinstance(self._storage_manager, ObjectStorage)
@@ -364,7 +366,7 @@ def stored(run_dir: RunDir | None, context: core.Context, world: World) -> Itera
         yield
         place.close()
     except BaseException:
-        place.patience = 0
+        place.retry_seconds = 0
         with suppress(RunError):  # the first error is the cause
             place.close()
         raise
@@ -373,7 +375,7 @@ def stored(run_dir: RunDir | None, context: core.Context, world: World) -> Itera
 @contextmanager
 def downloaded(url: str, world: World, parent: Path | None) -> Iterator[Path]:
     """Yield a directory in `parent` with the checkpoint at `url`, downloaded once by each machine."""
-    with tempfile.TemporaryDirectory(prefix=TRANSFER, dir=parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX, dir=parent) as folder:
         path = Path(folder) / url.rpartition("/")[2]
         is_first = world.launch.local_rank == 0
         world.all_or_none(lambda: ObjectStorage(url).fetch_checkpoint(path) if is_first else None)

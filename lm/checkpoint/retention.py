@@ -32,10 +32,14 @@ def find_best(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
     return min(evaluated, key=lambda entry: (entry.validation_loss, -entry.time), default=None)
 
 
-def expired(saved: Sequence[SavedCheckpoint], keep: int | None) -> list[SavedCheckpoint]:
-    """Return all of `saved` except the `keep` newest and the best; none if None."""
+def expired(saved: Sequence[SavedCheckpoint], keep: int | None, damaged: Collection[str] = ()) -> list[SavedCheckpoint]:
+    """Return all of `saved` except the `keep` newest and the best; an empty list if `keep` is None.
+
+    Those named in `damaged` are neither counted nor returned.
+    """
     if keep is None:
         return []
+    saved = [entry for entry in saved if entry.name not in damaged]
     best = find_best(saved)
     return [entry for entry in sorted(saved)[:-keep] if entry is not best]
 
@@ -80,11 +84,11 @@ class Directory:
         return (self.path / COMMITTED).exists() or any(self.path.glob(f"[!.]*/{MANIFEST}"))
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
-        """Delete expired checkpoints and what killed saves left; those in `damaged` are neither counted nor deleted."""
+        """Delete the checkpoints that are `expired`, and what killed saves left."""
         with suppress(FileExistsError):
             (self.path / COMMITTED).open("x").close()
         saved, _ = self.list_saved()
-        for entry in expired([entry for entry in saved if entry.name not in damaged], keep):
+        for entry in expired(saved, keep, damaged):
             # After the rename it is no longer a checkpoint, even if deleting it is interrupted.
             (self.path / entry.name).rename(self.path / f"{DELETED}{entry.name}")
         for draft in self.path.glob(f"[!.]*/{DRAFT}"):  # this run, which has the lock, is not saving

@@ -107,7 +107,7 @@ class FileTokenizer:
 
         try:
             encoder = tokenizers.Tokenizer.from_buffer(files[FILE])
-            self._encoder: Any = _Panicless(encoder, name)
+            self._encoder: Any = _CheckedEncoder(encoder, name)
             self._config: dict[str, Any] = dict(parse_json(files.get("tokenizer_config.json", b"{}")))
             self._generation: dict[str, Any] = dict(parse_json(files.get(GENERATION, b"{}")))
         except Exception as error:  # the library raises nothing narrower
@@ -293,8 +293,8 @@ def _growth(stage: Any) -> int:
     return growth
 
 
-class _Panicless:
-    """A `tokenizers.Tokenizer` whose panics in Rust, which are not an `Exception`, are ConfigErrors."""
+class _CheckedEncoder:
+    """A `tokenizers.Tokenizer` that raises ConfigError where its Rust code panics."""
 
     def __init__(self, encoder: Any, name: str) -> None:
         self.encoder = encoder
@@ -309,7 +309,7 @@ class _Panicless:
             except BaseException as error:
                 if type(error).__name__ != "PanicException":
                     raise
-                raise _error(self._name, f"the tokenizers library fails on it: {error}") from None
+                raise _error(self._name, f"the tokenizers library panicked: {error}; use another tokenizer") from None
 
         return call if callable(value) else value
 

@@ -30,7 +30,7 @@ MASTER_TIMEOUT = 3 * 3600
 CLOSE_TIMEOUT = 30.0
 """longest wait for the last progress report and the last lines of the log at the end of a run (seconds)"""
 
-_RETRY_INTERVAL = 15  # each retry of urllib3 is a recursive call, of which Python allows less than 1,000
+_RETRY_INTERVAL = 15  # each retry of urllib3 is a recursive call, of which Python allows fewer than 1,000
 _LOG_INTERVAL = 1.0
 _RANGES = {"int", "double", "log", "categorical"}
 _REFUSALS = (BadRequestException, APIHttpError)
@@ -129,7 +129,7 @@ class BackgroundReporter:
 
 
 class LogSender:
-    """Lines of the trial's log that go to the master instead of the standard output, in a background thread.
+    """Sender of log lines to the master in a background thread, instead of printing them.
 
     Determined's log shipper ends a container whose output it cannot upload for 11 minutes. These lines wait for the
     master. Lines that it refuses, and all lines after `close`, are printed.

@@ -72,7 +72,7 @@ def open_base(base: Base, moved: Path | None = None) -> Path:
 
 
 def read_adapters(folder: Path, manifest: Manifest) -> Adapters:
-    """Return the adapters in a checkpoint, in a single process; raise ConfigError if they are not those it claims."""
+    """Return the adapters in a checkpoint, in a single process; raise ConfigError if its files do not hold them."""
     try:
         config = LoraConfig.model_validate({key: manifest.hyperparameters[key] for key in LoraConfig.model_fields})
     except (KeyError, ValueError):

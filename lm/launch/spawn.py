@@ -27,8 +27,8 @@ from lm.launch.environment import announce, has_gpu, require_torch
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
     """Exit with the code that `main` returns, or with 1 and a traceback.
 
-    Skips Python's cleanup, which takes seconds and would wait for a thread that writes a checkpoint. Under torchrun,
-    SIGTERM stops the run if torchrun is killed.
+    Skips Python's cleanup, which takes seconds and would wait for a thread that writes a checkpoint. If torchrun
+    started this process and is killed, the kernel sends SIGTERM.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()

@@ -124,7 +124,7 @@ class MetricLogger:
             self.close()
 
     def close(self) -> None:
-        """Close all sinks; `info` still prints. The last status is the run's in the trackers."""
+        """Close all sinks; `info` still prints. Trackers receive the last status as the final one."""
         for tracker in self._trackers:
             tracker.end(self._status)
         with self._oserror_as_run_error(), ExitStack() as stack:

@@ -1,7 +1,7 @@
-"""Experiment trackers: Weights & Biases, MLflow, and Determined for runs outside of its clusters.
+"""Experiment trackers: Weights & Biases, MLflow, and Determined for runs outside its clusters.
 
-A run has one run in each, however often it resumes. The files of its directory are the truth: a start sends trackers
-what these hold, so that steps that are trained again do not appear twice, and gaps are filled.
+A run has one run in each tracker, also after resuming. A start sends Weights & Biases and MLflow what metrics.jsonl and
+samples.jsonl hold, which fills gaps; Determined's master replaces reports of steps that are trained again.
 """
 
 from __future__ import annotations
@@ -70,9 +70,13 @@ class WandB(Client):
         settings = wandb.Settings(silent=True, console="off", disable_git=True)
         if wandb.setup(settings).settings.mode == "online" and not wandb.login(prompt=False):
             raise RunError("no login: run wandb login, or set WANDB_API_KEY or WANDB_MODE=offline")
-        resume, config = None if run.directory else "allow", dict(run.hyperparameters)
         self._run = wandb.init(
-            id=run.id, name=run.name, dir=run.directory, config=config, resume=resume, settings=settings
+            id=run.id,
+            name=run.name,
+            dir=run.directory,
+            config=dict(run.hyperparameters),
+            resume=None if run.directory else "allow",
+            settings=settings,
         )
         self._run.define_metric("*", step_metric="step")  # W&B's own step can only increase
         self._to_html = wandb.Html
@@ -102,9 +106,9 @@ class MLflow(Client):
         self._client = client = MlflowClient()
         self._to_metric, name = entities.Metric, os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
         known = client.get_experiment_by_name(name)
-        experiment, tags = known.experiment_id if known else client.create_experiment(name), {"run_id": run.id}
+        experiment = known.experiment_id if known else client.create_experiment(name)
         found = client.search_runs([experiment], f"tags.run_id = '{run.id}'")
-        theirs = found[0] if found else client.create_run(experiment, run_name=run.name, tags=tags)
+        theirs = found[0] if found else client.create_run(experiment, run_name=run.name, tags={"run_id": run.id})
         self._id, params = theirs.info.run_id, theirs.data.params
         client.update_run(self._id, "RUNNING")
         values = {key: str(value)[:6000] for key, value in run.hyperparameters.items() if value is not None}

@@ -171,10 +171,12 @@ def read_ids(path: Path, vocab_size: int, eos_id: int | None, fraction: float) -
                 raise ConfigError(f"{path}: {problem}: {found or 'nothing'}")
             stored, row = data.id.get_storage_size(), data.shape[1] * data.dtype.itemsize
             if not isinstance(file.get("input_ids", getlink=True), h5py.HardLink) or data.is_virtual or data.external:
-                raise ConfigError(f"{path}: input_ids is in another file; copy it into this one with h5repack")
+                problem = "input_ids is a link, a virtual dataset or stored outside this file"
+                raise ConfigError(f"{path}: {problem}; write it into this file")
             if row > MAX_SAMPLE_BYTES or data.nbytes > stored * MAX_COMPRESSION:
-                problem = f"input_ids has {data.nbytes:,} bytes, {row:,} a sample, of which {stored:,} are stored"
-                raise ConfigError(f"{path}: {problem}; the file is incomplete")
+                problem = f"input_ids claims {data.nbytes:,} bytes, {row:,} per sample, but {stored:,} are stored"
+                remedy = f"write the file again, with at most {MAX_SAMPLE_BYTES:,} bytes per sample"
+                raise ConfigError(f"{path}: {problem}; {remedy}")
             yield from _join_samples(_read_samples(path, data, vocab_size, fraction), eos_id, fraction)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as HDF5: {error}") from None

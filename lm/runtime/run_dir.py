@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from lm.runtime.world import World
 
 ROOT = Path("runs")
-TRANSFER = ".transfer-"
-"""Start of the names of temporary directories, on their way to or from object storage."""
+TRANSFER_PREFIX = ".transfer-"
+"""Prefix of temporary directories for transfers to and from object storage."""
 LOCK_TIMEOUT = 5.0
 """seconds; the kernel releases the lock of a killed process only after the last write of that process"""
 
@@ -87,7 +87,7 @@ class RunDir:
     def _create_on_this_machine(self) -> None:
         for path in (self.checkpoints, self.traces):
             path.mkdir(parents=True, exist_ok=True)
-        for path in self.checkpoints.glob(f"{TRANSFER}*"):  # left by a kill
+        for path in self.checkpoints.glob(f"{TRANSFER_PREFIX}*"):  # left by a kill
             shutil.rmtree(path, ignore_errors=True)
 
     def _require_same_directory(self, holder: str) -> None:

@@ -21,7 +21,7 @@ from tests.support import ROOT
 Document = dict[str, Any]
 
 
-def manifest(name: str) -> list[Document]:
+def documents(name: str) -> list[Document]:
     """Return the documents of a file in launch/."""
     return list(yaml.safe_load_all((ROOT / "launch" / name).read_text()))
 
@@ -55,7 +55,7 @@ def mappings(value: Any) -> list[Document]:
 def test_kubeflows_models_know_every_field(file: str) -> None:
     """The models drop a field that they do not know, or refuse it."""
     read: Callable[[Document], Any] = READERS[file]
-    for document in manifest(file):
+    for document in documents(file):
         assert read(document) == document
         for number, where in enumerate(mappings(document)):
             changed = copy.deepcopy(document)
@@ -65,16 +65,16 @@ def test_kubeflows_models_know_every_field(file: str) -> None:
 
 
 def test_a_run_has_time_to_save_before_torchrun_or_kubernetes_kills_it() -> None:
-    runtime, job = manifest("trainjob.yaml")
+    runtime, job = documents("trainjob.yaml")
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     pods = [(node["template"]["spec"]["template"], job["spec"]["trainer"]["env"])]
-    (job,) = manifest("pytorchjob.yaml")
+    (job,) = documents("pytorchjob.yaml")
     pods += [
         (each["template"], container(each["template"])["env"]) for each in job["spec"]["pytorchReplicaSpecs"].values()
     ]
     for pod, env in pods:
-        (patience,) = (e["value"] for e in env if e["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-        assert 30 < int(patience) < pod["spec"]["terminationGracePeriodSeconds"]
+        (timeout,) = (e["value"] for e in env if e["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+        assert 30 < int(timeout) < pod["spec"]["terminationGracePeriodSeconds"]
 
 
 SKYPILOT = """
