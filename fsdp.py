@@ -95,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 checkpoint_storage=str(run_dir.checkpoints.absolute()) if run_dir else None,
                 preempt_mode=core.PreemptMode.ChiefOnly,
             ) as context,
-            stored(run_dir, context, world),
             Watchdog(world.store, launch.rank, world.size, hp.collective_timeout) as watchdog,
+            stored(run_dir, context, world),
         ):
             return execute(Run(hp, world, context, info, run_dir, watchdog.on_step_start), args.dry_run)
     except RunError as error:
@@ -111,11 +111,12 @@ def execute(run: Run, dry_run: bool = False) -> int:
     if resuming.is_complete(plan, setup.run_info, setup.max_steps, bool(setup.sample_rate), run.world) or dry_run:
         return 0
     t = build(run, setup)
-    start = resume(t, plan)
-    traces = run.run_dir.traces if run.run_dir else run.context.train.get_tensorboard_path()
-    rank, left = run.world.rank, setup.max_steps - start.step
-    with t.logger, profiling(run.hp, run.context.profiler, traces, rank, left, t.logger.info) as profiler_step:
-        step, stopped = train(t, start, profiler_step)
+    with t.logger:
+        start = resume(t, plan)
+        traces = run.run_dir.traces if run.run_dir else run.context.train.get_tensorboard_path()
+        left = setup.max_steps - start.step
+        with profiling(run.hp, run.context.profiler, traces, run.world.rank, left, t.logger.info) as profiler_step:
+            step, stopped = train(t, start, profiler_step)
         t.logger.set_status("stopped" if stopped else "completed")
     return finish(t, step, stopped)
 
@@ -290,8 +291,9 @@ def finish(t: Training, step: int, stopped: bool) -> int:
         if t.run.world.rank == 0 and not t.logger.stopped_by_search:  # otherwise exit code 0 means: trial complete
             t.run.context.preempt.acknowledge_preemption_signal()
         t.logger.info(f"stopped after step {step}/{t.setup.max_steps} as requested; rerun the same command to resume")
-    if t.run.run_dir and t.run.world.rank == 0:
-        t.logger.info(f"curves and traces: make board; report: {write_report(t.run.run_dir.path)}")
+    if run_dir := t.run.run_dir:  # no rank ends before rank 0: Slurm would kill it
+        report = t.run.world.on_rank0(lambda: write_report(run_dir.path))
+        t.logger.info(f"curves and traces: make board; report: {report}")
     return exit_code_of_stop(os.environ) if stopped else 0
 
 

@@ -29,7 +29,7 @@ from lm.data.tokens import check_files
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.hf import weights
 from lm.hf.base import find_base
-from lm.launch.environment import announce, is_restart
+from lm.launch.environment import announce, exit_code_of_stop, is_restart
 from lm.plan import fit
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshLayout, World
@@ -115,7 +115,13 @@ def preflight(
     if info and hp.checkpoint_storage:
         problem = "not a hyperparameter of trials; set checkpoint_storage at the top level of the experiment config"
         raise ConfigError(f"checkpoint_storage: {problem}", keys=("checkpoint_storage",))
-    checkpoints, manager, restarted = None, context._storage_manager, is_restart(os.environ)
+    if exit_code_of_stop(os.environ) and hp.resume != "auto":
+        problem = (
+            f"resume: {hp.resume} would discard all progress at every restart, for which RESTART_WHEN_STOPPED is set"
+        )
+        raise ConfigError(f"{problem}; use auto with another run_name, or init_from", keys=("resume",))
+    checkpoints, restarted = None, is_restart(os.environ)
+    manager = context._storage_manager if run_dir else None
     if run_dir:
         checkpoints = manager if isinstance(manager, ObjectStorage) else Directory(run_dir.checkpoints)
     if run_dir and not dry_run:
@@ -124,6 +130,7 @@ def preflight(
             path = run_dir.path
             world.all_or_none(manager.has_checkpoints)  # every machine can read
             world.on_rank0(lambda: manager.start(path))
+            world.all_or_none(run_dir.remove_transfers)
     checkpoint_config = hp
     if hp.init_from is not None and (hp.lora_rank or weights.is_model(hp.init_from)):  # a base of adapters, or a model
         checkpoint_config = hp.model_copy(update={"init_from": None})

@@ -10,13 +10,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import kubeflow_trainer_api.models
 import pytest
 import yaml
 
-from tests.support import ROOT
+from lm import config
+from lm.errors import ConfigError
+from lm.preflight import preflight
+from tests.conftest import Message
+from tests.support import ROOT, TINY
 
 Document = dict[str, Any]
 
@@ -75,6 +79,18 @@ def test_a_run_has_time_to_save_before_torchrun_or_kubernetes_kills_it() -> None
     for pod, env in pods:
         (timeout,) = (e["value"] for e in env if e["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
         assert 30 < int(timeout) < pod["spec"]["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize("resume", ["fresh", "runs/other"])
+def test_a_run_that_is_restarted_resumes_by_itself(
+    resume: str, monkeypatch: pytest.MonkeyPatch, message: Message
+) -> None:
+    """Every restart would start over."""
+    monkeypatch.setenv("RESTART_WHEN_STOPPED", "1")
+    hp, nothing = config.read({"hyperparameters": TINY | {"resume": resume}}, [], "test"), None
+    with pytest.raises(ConfigError) as refused:
+        preflight(hp, cast(Any, nothing), nothing, nothing, cast(Any, nothing))
+    message(refused.value)
 
 
 SKYPILOT = """

@@ -106,7 +106,6 @@ EQUAL: dict[str, dict[str, Any]] = {  # options that train as one process does w
     "offload": {"cpu_offload": True},
     "offload-activations": DEEP,
     "recompute-and-offload": DEEP | {"activation_checkpointing": "full"},
-    "compiled-offload": DEEP | {"compile": True},
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,

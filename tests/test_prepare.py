@@ -320,7 +320,9 @@ def test_ids_of_an_hdf5_file_are_in_this_file_and_as_many_as_it_claims(tmp_path:
     for file in (linked, virtual, raw, empty, wide):
         path = Path(file.filename)
         file.close()
-        with pytest.raises(ConfigError, match="in another file" if path.stem < "3" else "the file is incomplete"):
+        with pytest.raises(
+            ConfigError, match="outside this file" if path.stem < "3" else "are stored; write the file again"
+        ):
             list(read_ids(path, 257, 256, 0.0))
 
 

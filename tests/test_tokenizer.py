@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,12 @@ def test_an_end_of_text_token_becomes_a_blank_line_and_an_incomplete_character_a
     first, *_ = BYTE_LEVEL.encode("\u65e5")
     ids = [*BYTE_LEVEL.encode("a"), BYTE_LEVEL.eos_id, *BYTE_LEVEL.encode("b"), first]
     assert BYTE_LEVEL.decode(ids) == "a\n\nb\ufffd"
+
+
+def test_a_data_workers_copy_encodes_alike() -> None:
+    tokenizer = chat_files("")
+    copy: FileTokenizer = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.encode("a b") == tokenizer.encode("a b") != []
 
 
 def test_truncation_and_padding_in_the_file_are_disabled() -> None:

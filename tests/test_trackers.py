@@ -281,7 +281,8 @@ def log_in_another_process(folder: Path, setup: str, run_dir: str, info: str, **
     script = (
         "import os, sys\nfrom pathlib import Path\nfrom types import SimpleNamespace\n"
         "from determined.core import DummyTrainContext\nfrom lm.metrics.logger import MetricLogger\n"
-        f"{setup}\nopened = MetricLogger(0, {run_dir}, DummyTrainContext(), 100, {info})\n"
+        "context = DummyTrainContext()\ncontext._session = None\n"
+        f"{setup}\nopened = MetricLogger(0, {run_dir}, context, 100, {info})\n"
         "opened.start(0, hyperparameters={'tracker': ['wandb', 'mlflow']})\n"
         "opened.log('training', 1, {'loss': 1.0})\nopened.close()\nsys.stdout.flush()\nos._exit(0)"
     )
@@ -302,7 +303,8 @@ def test_a_missing_login_and_a_server_that_is_away_are_a_line_each(tmp_path: Pat
 
 @pytest.mark.slow
 def test_on_a_cluster_the_trial_identifies_the_run(tmp_path: Path) -> None:
-    info = "SimpleNamespace(cluster_id='c-1', trial=SimpleNamespace(trial_id=7, _config={}))"
+    info = "SimpleNamespace(cluster_id='c-1', task_id='', allocation_id='', agent_id='', trial=TRIAL)"
+    info = info.replace("TRIAL", "SimpleNamespace(trial_id=7, _config={})")
     log_in_another_process(tmp_path, "sys.modules['mlflow'] = None", "None", info, WANDB_MODE="offline")
     (directory,) = (tmp_path / "wandb").glob("offline-run-*-c-1-7")
     assert [row["training/loss"] for row in wandb_history(directory)] == [1.0]

@@ -296,7 +296,7 @@ def test_a_command_removes_what_a_killed_one_left_and_nothing_that_is_in_use(pri
 
 def test_a_tokenizer_that_makes_the_library_panic_is_an_error(saved: Path) -> None:
     forge_tokenizer(saved, pre_tokenizer={"type": "FixedLength", "length": 0})
-    with pytest.raises(ConfigError, match=r"tokenizer: .*: the tokenizers library fails on it: ") as failed:
+    with pytest.raises(ConfigError, match=r"tokenizer: .*: the tokenizers library panicked: ") as failed:
         load_tokenizer(str(saved)).encode("text")
     assert str(pickle.loads(pickle.dumps(failed.value))) == str(failed.value)  # as from a worker process
 

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,9 +47,6 @@ from lm.launch.environment import host_memory
 from lm.runtime.run_dir import TRANSFER_PREFIX
 from lm.runtime.world import World
 from model import ModelConfig
-
-POLL_SECONDS = 1.0
-"""Interval at which a rank that waits for its thread asks whether another rank failed."""
 
 SHARED = "checkpoints need a directory that all machines share"
 
@@ -166,9 +163,9 @@ class Checkpointer:
                 if self._stager is not None:
                     self._stager.synchronize()
                 result.set_result(self._write(staged, run_info, progress))
-            except OSError as error:  # of the directory itself, of Determined's metadata, or of retention
-                where, problem = error.filename or self._place, error.strerror or error
-                result.set_exception(RunError(f"{where}: checkpoint of step {progress.step}: {problem}"))
+            except OSError as error:  # of the directory itself, of Determined's metadata, of storage, or of retention
+                problem = f"rank {self.world.rank} cannot save the checkpoint of step {progress.step}: {error}"
+                result.set_exception(RunError(problem))
             except BaseException as error:
                 result.set_exception(error)
 
@@ -211,17 +208,11 @@ class Checkpointer:
         assert self._writing is not None
         (thread, result), self._writing = self._writing, None
 
-        def poll() -> bool:
-            thread.join(POLL_SECONDS)
+        try:
+            return self.world.wait_for(result)
+        finally:
             if result.done():
                 thread.join()  # to its end: PyTorch aborts a process that exits while a thread frees tensors
-                result.result()
-            return result.done()
-
-        # Polled on all ranks together: a rank cannot know that the one its thread waits for has failed.
-        while not all(self.world.all_gather_object(self.world.all_or_none(poll))):
-            pass
-        return result.result()
 
     def _write(self, staged: staging.Slices, run_info: RunInfo, progress: TrainingProgress) -> tuple[int, str]:
         metadata = self._metadata(run_info, progress)
@@ -330,7 +321,9 @@ class Checkpointer:
     def move_aside(self) -> None:
         """Move the files of the run out of the way of a new start; on a disk, `RunDir.start` does."""
         if isinstance(self._place, ObjectStorage):
-            self.world.on_rank0(self._place.move_aside)
+            move = self._place.move_aside if self.world.rank == 0 else lambda: None
+            with ThreadPoolExecutor(1) as pool:
+                self.world.wait_for(pool.submit(move))
 
     def _open(self, checkpoint: str) -> AbstractContextManager[Path]:
         if self._place is not None and "/" not in checkpoint:

@@ -102,7 +102,7 @@ class ObjectStorage(storage.CloudStorageManager):
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of fsspec's file system; if the server fails, again."""
-        deadline, pause = time.monotonic() + self.retry_seconds, 1.0
+        deadline, pause = None, 1.0  # of the retries
         # Without a timeout, some requests wait without end for an answer to "Expect: 100-continue".
         if method not in ("get_file", "cp_file"):  # how long these take is unknown
             size = Path(args[0]).stat().st_size if method == "put_file" else 0
@@ -125,6 +125,7 @@ class ObjectStorage(storage.CloudStorageManager):
                     raise self._denied(error) from None
                 if getattr(error, "errno", None) in _PERMANENT:
                     raise ConfigError(f"{self.url}: {method} failed ({_first_line(error)})") from None
+                deadline = deadline or time.monotonic() + self.retry_seconds
                 if time.monotonic() + pause > deadline:
                     problem = f"{method} failed for {self.retry_seconds:g} s ({_first_line(error)})"
                     raise RunError(f"{self.url}: {problem}; check the network and the server") from None
@@ -226,6 +227,8 @@ class ObjectStorage(storage.CloudStorageManager):
         """Move all files and checkpoints of the run to `before-<time>/`."""
         aside = time.strftime("before-%Y%m%d-%H%M%S")
         old = [path for path in self._list() if not path.startswith(("before-", "lease/"))]
+        if old and self.url.startswith("az:"):  # which copies after it has answered
+            raise ConfigError(f"{self.url}: has files of an earlier run; choose another run_name", keys=("run_name",))
         self._transfer("cp_file", ((self._at(path), self._at(f"{aside}/{path}")) for path in old))
         if old:
             self._call("rm", [self._at(path) for path in old])
@@ -323,7 +326,7 @@ class ObjectStorage(storage.CloudStorageManager):
         while not self._closed.wait(LEASE_SECONDS / 6):
             renewals += 1
             with suppress(Exception):  # the next one may succeed, and `commit` checks
-                self._fs.pipe_file(self._lease, self._encode(renewals))
+                self._fs.pipe_file(self._lease, self._encode(renewals), timeout=REQUEST_SECONDS)
 
     def put_files(self) -> None:
         """Put the files of the run."""
@@ -362,14 +365,9 @@ def stored(run_dir: RunDir | None, context: core.Context, world: World) -> Itera
     url = run_dir.url
     place = world.all_or_none(lambda: ObjectStorage(url))
     context.checkpoint = ObjectStorageContext(context.distributed, place)
-    try:
-        yield
-        place.close()
-    except BaseException:
-        place.retry_seconds = 0
-        with suppress(RunError):  # the first error is the cause
-            place.close()
-        raise
+    yield
+    # Not after an error, which is printed at once: the lease runs out, and steps made again are reported again.
+    world.on_rank0(place.close)
 
 
 @contextmanager
@@ -378,7 +376,8 @@ def downloaded(url: str, world: World, parent: Path | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX, dir=parent) as folder:
         path = Path(folder) / url.rpartition("/")[2]
         is_first = world.launch.local_rank == 0
-        world.all_or_none(lambda: ObjectStorage(url).fetch_checkpoint(path) if is_first else None)
+        with ThreadPoolExecutor(1) as pool:
+            world.wait_for(pool.submit(lambda: ObjectStorage(url).fetch_checkpoint(path) if is_first else None))
         node = world.launch.node_rank
         places = world.all_gather_object((node, path) if is_first else None)
         yield next(place[1] for place in places if place and place[0] == node)

@@ -300,6 +300,9 @@ class _CheckedEncoder:
         self.encoder = encoder
         self._name = name
 
+    def __reduce__(self) -> tuple[Any, ...]:  # data workers receive a copy
+        return _CheckedEncoder, (self.encoder, self._name)
+
     def __getattr__(self, attribute: str) -> Any:
         value = getattr(self.encoder, attribute)
 

@@ -87,7 +87,10 @@ class RunDir:
     def _create_on_this_machine(self) -> None:
         for path in (self.checkpoints, self.traces):
             path.mkdir(parents=True, exist_ok=True)
-        for path in self.checkpoints.glob(f"{TRANSFER_PREFIX}*"):  # left by a kill
+
+    def remove_transfers(self) -> None:
+        """Remove what a kill left on this machine of transfers to and from object storage."""
+        for path in self.checkpoints.glob(f"{TRANSFER_PREFIX}*"):
             shutil.rmtree(path, ignore_errors=True)
 
     def _require_same_directory(self, holder: str) -> None:

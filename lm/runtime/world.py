@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,6 +29,9 @@ from lm.errors import ConfigError, RankError, RunError
 from lm.launch.environment import Launch, threads_are_given
 
 T = TypeVar("T")
+
+POLL_SECONDS = 1.0
+"""Interval at which a rank that waits for its thread asks whether another rank failed."""
 
 DATA_PARALLEL = ("replicate", "shard")
 """mesh dimensions whose ranks train on different sequences"""
@@ -160,6 +164,22 @@ class World:
     def on_rank0(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 only; return its result, or raise its error, on every rank."""
         return cast(T, self.all_gather_object(self.all_or_none(lambda: action() if self.rank == 0 else None))[0])
+
+    def wait_for(self, future: futures.Future[T]) -> T:
+        """Return the result of this rank's `future` when those of all ranks are done; if one fails, fail on all.
+
+        Unlike in one collective, ranks may wait longer than `timeout` for each other.
+        """
+
+        def poll() -> bool:
+            futures.wait([future], POLL_SECONDS)
+            if future.done():
+                future.result()
+            return future.done()
+
+        while not all(self.all_gather_object(self.all_or_none(poll))):
+            pass
+        return future.result()
 
     def require_equal(self, what: str, facts: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return `facts` if they are equal on all ranks, else raise ConfigError with both values of what differs."""
