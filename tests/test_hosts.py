@@ -78,8 +78,9 @@ class Hosts:
         """Start a command in `folder`."""
         # A working directory set outside of the namespace would be on the mounts outside.
         inside = self.inside(host, "env", f"--chdir={folder}", *command)
+        outside = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}  # of other tests
         pipe = subprocess.PIPE
-        return subprocess.Popen(inside, env=os.environ | env, text=True, stdout=pipe, stderr=pipe)
+        return subprocess.Popen(inside, env=outside | env, text=True, stdout=pipe, stderr=pipe)
 
     def names(self, folder: Path, first: str) -> None:
         """Make `first` the name of the first host, and resolve each host's own name as a pod does."""
