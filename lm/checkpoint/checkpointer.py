@@ -90,7 +90,7 @@ class Checkpointer:
     """Saves and loads the tensors of named stateful objects, on all ranks together.
 
     Args:
-        directory: the run's checkpoints off a cluster, or what is on its way to where `context` stores them; None on a
+        directory: the run's checkpoints, or with object storage the temporary directories of transfers; None on a
             cluster.
         extra_files: further files of every checkpoint, by name.
         thread_init: called first in every writing thread, to select its process group.
