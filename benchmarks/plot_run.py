@@ -11,19 +11,30 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import textwrap
 from pathlib import Path
 
 COLUMNS, ROWS = 112, 24
+COLORS = {"": "#d4d4d4", "2": "#858585", "32": "#6fc276", "35": "#c586c0", "36": "#4ec9e0"}
+"""by the parameter of the escape sequence that sets it"""
 
 
-def screen(recording: str) -> list[str]:
-    """Return the lines that a terminal shows after it printed `recording`."""
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", recording).replace("\r\n", "\n")
-    lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
-    shown = [line for line in lines if not line.startswith("Script ")]
-    wrapped = [part for line in shown for part in textwrap.wrap(line, COLUMNS, replace_whitespace=False) or [""]]
-    return [line for at, line in enumerate(wrapped) if line or (at and wrapped[at - 1])][-ROWS:]
+def screen(recording: str) -> list[list[tuple[str, str]]]:
+    """Return the last lines that a terminal shows after it printed `recording`: characters and keys of `COLORS`."""
+    lines, color = [list[tuple[str, str]]()], ""
+    for match in re.finditer(r"\x1b\[([0-9;?]*)([A-Za-z])|[^\x1b]", recording.replace("\r\n", "\n")):
+        if match[2]:
+            color = match[1] if match[1] in COLORS else ""
+        elif match[0] == "\r":
+            lines[-1] = []
+        elif match[0] == "\n":
+            lines.append([])
+        else:
+            if len(lines[-1]) == COLUMNS:
+                lines.append([])
+            lines[-1].append((match[0], color))
+    texts = ["".join(character for character, _ in line).strip() for line in lines]
+    shown = [at for at, text in enumerate(texts) if not text.startswith("Script ") and (text or (at and texts[at - 1]))]
+    return [lines[at] for at in shown][-ROWS:]
 
 
 def plot(run: Path, terminal: Path, out: Path) -> None:
@@ -36,9 +47,12 @@ def plot(run: Path, terminal: Path, out: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 4.8), width_ratios=(1.75, 1), layout="constrained")
     left.set_facecolor("#1e1e1e")
     left.set(xticks=[], yticks=[], xlim=(0, 1), ylim=(0, 1))
-    font = {"family": "monospace", "fontsize": 8, "linespacing": 1.5, "color": "#d4d4d4", "va": "top"}
     lines = screen(terminal.read_bytes().decode(errors="replace"))
-    left.text(0.015, 0.97, "\n".join(lines), parse_math=False, in_layout=False, **font)
+    for row, line in enumerate(lines, 1):
+        for key, color in COLORS.items():  # a text for each color, with spaces where the others are
+            text = "".join(character if its_key == key else " " for character, its_key in line)
+            options = {"family": "monospace", "fontsize": 8, "color": color, "parse_math": False, "in_layout": False}
+            left.text(0.015, 1 - row / (ROWS + 1), text, **options)
     left.set_title("terminal")
     reports = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for group in ("training", "validation"):

@@ -113,7 +113,7 @@ def test_ctrl_c_in_a_terminal_saves_and_a_second_one_quits_at_once(times: int, t
     long_step = {"total_batch_size": 20_000} if times == 2 else {}
     (tmp_path / "test.yaml").write_text(json.dumps({"hyperparameters": RUN | long_step}))
     command = [sys.executable, str(ROOT / "fsdp.py"), "--config", "test.yaml"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=terminal, text=True)
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=terminal, stderr=terminal)
     os.close(terminal)
     shown = b""
     while (b"training" if times == 1 else b"/1000") not in shown:
@@ -125,7 +125,7 @@ def test_ctrl_c_in_a_terminal_saves_and_a_second_one_quits_at_once(times: int, t
     with suppress(OSError):  # EIO: the process has ended
         while block := os.read(reading, 1 << 16):
             shown += block
-    process.communicate()
+    process.wait()
     assert b"Ctrl-C again" in shown
     assert process.returncode == (0 if times == 1 else 128 + signal.SIGINT)
     assert time.monotonic() - asked < (10 if times == 1 else 1)

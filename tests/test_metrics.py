@@ -21,6 +21,7 @@ import torch
 from determined.core import DummyTrainContext
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
+from termcolor import can_colorize
 
 from lm.errors import RunError
 from lm.launch.environment import Launch
@@ -338,23 +339,33 @@ def test_without_a_terminal_a_report_is_a_line(
     message(output, mask=r"\d\d:\d\d| +\d+\.\d s")
 
 
-def test_on_a_terminal_a_progress_bar_is_below_the_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_on_a_terminal_colored_reports_are_above_a_progress_bar(
+    no_color: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reading, writing = os.openpty()
     termios.tcsetwinsize(writing, (24, 120))
-    with os.fdopen(writing, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    can_colorize.cache_clear()
+    with os.fdopen(writing, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        patch.setattr(sys, "stderr", terminal)
         logger = started(tmp_path, step=5)
         for _ in range(10):
             logger.on_step_end()
         logger.log("training", 15, TRAINING)
         logger.log("validation", 15, VALIDATION)
         logger.close()
+    can_colorize.cache_clear()
     output = b""
     with suppress(OSError):  # EIO: all was read
         while block := os.read(reading, 1 << 16):
             output += block
     os.close(reading)
-    shown = output.decode()
+    shown, n_colors = re.subn(r"\033\[\d+m", "", output.decode())
+    assert bool(n_colors) == (not no_color)
     assert "15/100" in shown
     assert "training    step  15/100  loss  3.1416" in shown
     assert "validation  step  15/100  loss  2.5000" in shown

@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from determined import core
+from termcolor import can_colorize, colored
 
 from lm.determined import master
 from lm.determined.master import BackgroundReporter
@@ -178,10 +179,11 @@ _FORMATS = {
     "peak_memory_gib": ("GiB", ".1f"),
 }
 """Labels and formats of the metrics that the console shows."""
+_COLORS = {"training": "cyan", "validation": "green", "sample": "magenta"}
 
 
 class Console:
-    """A line per report, on a terminal above a progress bar."""
+    """A line per report, on a terminal in color and above a progress bar."""
 
     def __init__(self, max_steps: int, write: Callable[[str], None]) -> None:
         self._max_steps = max_steps
@@ -196,14 +198,14 @@ class Console:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=self._max_steps, initial=step, unit="step", dynamic_ncols=True, smoothing=0.1)
+            color = "cyan" if can_colorize() else None
+            options: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "smoothing": 0.1, "colour": color}
+            self._bar = tqdm(total=self._max_steps, initial=step, **options)
 
     def info(self, line: str) -> None:
-        if self._bar is not None:
-            self._bar.write(line, file=sys.stderr)
-        else:
-            with suppress(OSError):  # a full disk, or head has closed the pipe: training continues
-                self._write(line)
+        # A full disk, or a closed pipe such as that of head, does not end training.
+        with suppress(OSError), self._bar.external_write_mode() if self._bar else nullcontext():
+            self._write(line)
 
     def on_step_end(self) -> None:
         if not self._has_stepped:
@@ -213,20 +215,21 @@ class Console:
             self._bar.update()
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
-        shown = [f"{label} {metrics[key]:{spec}}" for key, (label, spec) in _FORMATS.items() if key in metrics]
+        shown = [(label, f"{metrics[key]:{spec}}") for key, (label, spec) in _FORMATS.items() if key in metrics]
         if group == "training" and self._bar is None and step > self._start_step:
             from tqdm import tqdm
 
             step_seconds = (time.monotonic() - self._start_time) / (step - self._start_step)
-            shown.append(f"left {tqdm.format_interval(step_seconds * (self._max_steps - step))}")
-        self.info(f"{self._label(group, step)}  {'  '.join(shown)}".rstrip())
+            shown.append(("left", tqdm.format_interval(step_seconds * (self._max_steps - step))))
+        fields = [f"{colored(label, attrs=['dark'])} {value}" for label, value in shown]
+        self.info(f"{self._label(group, step)}  {'  '.join(fields)}".rstrip())
 
     def log_sample(self, step: int, prompt: str, text: str) -> None:
         self.info(f"{self._label('sample', step)}\n{escape_control(prompt + text)}\n")
 
     def _label(self, group: str, step: int) -> str:
         end = f"/{self._max_steps}" if self._max_steps else ""
-        return f"{group:<10}  step {step:>{max(len(end) - 1, 1)}}{end}"
+        return f"{colored(f'{group:<10}', _COLORS[group])}  step {step:>{max(len(end) - 1, 1)}}{end}"
 
     def close(self) -> None:
         if self._bar is not None:
