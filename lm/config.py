@@ -27,7 +27,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from lm import lora
 from lm.checkpoint.checkpointer import CheckpointConfig
-from lm.data.loader import DataConfig, default_vocab_size
+from lm.data.open import DataConfig, default_vocab_size
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, command
 from lm.launch.environment import announce

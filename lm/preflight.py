@@ -24,7 +24,8 @@ from lm.checkpoint.object_storage import ObjectStorage
 from lm.checkpoint.resume import ResumePlan, plan_resume, start_date
 from lm.checkpoint.retention import Directory
 from lm.config import DEFAULT_SEED, Hyperparameters
-from lm.data import loader
+from lm.data.loader import derive_global_batch_size
+from lm.data.open import Data, open_data
 from lm.data.tokens import check_files
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.hf import weights
@@ -44,7 +45,7 @@ class Setup:
     layout: MeshLayout
     dtype: torch.dtype | None
     """compute dtype; None = float32"""
-    data: loader.Data
+    data: Data
     global_batch_size: int
     """sequences per step"""
     tokens_per_step: int
@@ -167,8 +168,8 @@ def _check(
     seed = hp.seed if hp.seed is not None else info.trial.trial_seed if info else DEFAULT_SEED
     layout = MeshLayout(parallelize.mesh_dims(hp, world.size, world.launch.local_size), world.rank)
     dtype = precision.compute_dtype(hp, world.device)
-    batch_size = loader.derive_global_batch_size(hp, layout.dp_size)
-    data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, batch_size, seed, layout.dp_rank, layout.dp_size)
+    batch_size = derive_global_batch_size(hp, layout.dp_size)
+    data = open_data(hp, hp.vocab_size, hp.max_seq_len, batch_size, seed, layout.dp_rank, layout.dp_size)
     check_files(data.datasets, world.launch.local_rank, world.launch.local_size)
     if hp.prompt is not None and not (data.tokenizer and data.tokenizer.encode(hp.prompt)):
         raise ConfigError(f"prompt: {hp.prompt!r} has no token in dataset {hp.dataset}'s tokenizer", keys=("prompt",))

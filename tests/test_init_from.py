@@ -24,7 +24,8 @@ from transformers import AutoModelForCausalLM
 from lm import config
 from lm.checkpoint import tensor_files
 from lm.checkpoint.tensor_files import TensorSlice
-from lm.data import loader
+from lm.data.loader import Loader
+from lm.data.open import open_data
 from lm.errors import ConfigError, RunError
 from lm.hf import weights
 from lm.parallelize import ParallelConfig, parallelize
@@ -60,8 +61,8 @@ def read(hyperparameters: dict[str, Any], *overrides: str) -> config.Hyperparame
 def transformers_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[float]:
     """The loss of each step when transformers trains the model in `folder` with `hyperparameters`."""
     hp = read(hyperparameters)
-    data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 4, 42)
-    batches = loader.Loader(hp, data, 4, 0, 1, torch.device("cpu")).training(0)
+    data = open_data(hp, hp.vocab_size, hp.max_seq_len, 4, 42)
+    batches = Loader(hp, data, 4, 0, 1, torch.device("cpu")).training(0)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -22,7 +22,8 @@ from lm.checkpoint import checkpointer
 from lm.checkpoint.manifest import Base, read_manifest
 from lm.checkpoint.resume import ResumePlan, resume
 from lm.checkpoint.tensor_files import read_headers
-from lm.data import loader
+from lm.data.loader import Loader
+from lm.data.open import open_data
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import base as hf_base
@@ -108,8 +109,8 @@ def train_with_peft(hp: config.Hyperparameters, base: Path) -> tuple[list[float]
             parameters[theirs].copy_(initial[ours])
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     assert len(trained) == len(names)
-    data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 8, 7)
-    batches = loader.Loader(hp, data, 8, 0, 1, torch.device("cpu")).training(0)
+    data = open_data(hp, hp.vocab_size, hp.max_seq_len, 8, 7)
+    batches = Loader(hp, data, 8, 0, 1, torch.device("cpu")).training(0)
     optimizer = torch.optim.AdamW(trained, lr=hp.lr, weight_decay=hp.weight_decay)
     losses = []
     for _ in range(hp.max_steps or 0):

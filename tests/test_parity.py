@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from lm import config, optim, parallelize
 from lm.checkpoint.tensor_files import read_headers
-from lm.data import loader
+from lm.data.open import open_data
 from lm.data.sampler import SampledSource
 from lm.runtime.world import World
 from model import IGNORE_INDEX, ModelConfig, Transformer
@@ -44,7 +44,7 @@ BASE = TINY | {
 def setup(changes: dict[str, Any]) -> tuple[config.Hyperparameters, SampledSource, Transformer]:
     """The hyperparameters, samples and initial model of a run in one process."""
     hp = config.read({"hyperparameters": BASE | changes}, [], "test")
-    data = loader.open_data(hp, hp.vocab_size, hp.max_seq_len, 8, 7)
+    data = open_data(hp, hp.vocab_size, hp.max_seq_len, 8, 7)
     assert isinstance(data.train, SampledSource)
     model = Transformer(hp)
     parallelize.initialize(model, 7)

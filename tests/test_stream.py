@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from lm.data.loader import Data, DataConfig, Loader, open_data
+from lm.data.loader import Loader
+from lm.data.open import Data, DataConfig, open_data
 from lm.data.stream import StreamingDataset, TokenStream, Window, first_tokens, open_documents
 from lm.data.tokenizer import ByteTokenizer
 from lm.data.tokens import TokenWindowDataset
