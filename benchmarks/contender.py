@@ -33,7 +33,8 @@ from lm import config  # noqa: E402
 from lm.data.loader import derive_global_batch_size  # noqa: E402
 from lm.launch.environment import Launch  # noqa: E402
 from lm.metrics import accumulator  # noqa: E402
-from lm.runtime.world import World, join_world  # noqa: E402
+from lm.runtime.rendezvous import join_world  # noqa: E402
+from lm.runtime.world import World  # noqa: E402
 from model import Block, Transformer  # noqa: E402
 
 

@@ -46,7 +46,8 @@ from lm.determined.context import TorchDistributedContext
 from lm.launch.environment import Launch
 from lm.launch.spawn import die_with_parent, run_and_exit
 from lm.metrics import accumulator
-from lm.runtime.world import World, join_world
+from lm.runtime.rendezvous import join_world
+from lm.runtime.world import World
 
 WARMUP = 3
 ROUNDS = 3

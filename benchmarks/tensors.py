@@ -34,8 +34,9 @@ from lm import config
 from lm.determined.context import TorchDistributedContext
 from lm.launch.environment import Launch
 from lm.launch.spawn import run_and_exit
+from lm.runtime.rendezvous import join_world
 from lm.runtime.run_dir import RunDir
-from lm.runtime.world import World, join_world
+from lm.runtime.world import World
 from model import Transformer
 
 

@@ -119,7 +119,7 @@ def parallelize(
     """Transform `model`, on the meta device, in place, and initialize this rank's shard of the weights.
 
     Args:
-        mesh: with the dimension "shard" and, if there are several replicas, "replicate"; others are not used.
+        mesh: with the dimension "shard" and, if there are several replicas, "replicate".
         seed: of the initial weights, which depend neither on the world size nor on the strategy.
         float8: torchao's recipe for the blocks' matrix products.
     """

@@ -21,8 +21,9 @@ from lm.data.tokenizer import train_tokenizer
 from lm.determined.context import TorchDistributedContext
 from lm.launch.environment import Launch
 from lm.launch.spawn import free_port
+from lm.runtime.rendezvous import join_world
 from lm.runtime.run_dir import RunDir
-from lm.runtime.world import World, join_world
+from lm.runtime.world import World
 
 ROOT = Path(__file__).parent.parent
 

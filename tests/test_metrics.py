@@ -28,7 +28,8 @@ from lm.launch.environment import Launch
 from lm.metrics import accumulator
 from lm.metrics.accumulator import MetricsAccumulator, peak_flops, peak_flops_by_name
 from lm.metrics.logger import MetricLogger
-from lm.runtime.world import World, join_world
+from lm.runtime.rendezvous import join_world
+from lm.runtime.world import World
 from tests.conftest import Message
 from tests.support import run_ranks
 

@@ -1,0 +1,174 @@
+"""Start and end of the process groups: device, rendezvous, and errors that name the rank and the remedy."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lm.errors import ConfigError, RankError, RunError
+from lm.launch.environment import Launch, threads_are_given
+from lm.runtime.world import World
+
+_MEMORY_KEYS = ("batch_size", "activation_checkpointing", "activation_offload", "cpu_offload")
+_MEMORY_KEYS += ("sharding", "d_model", "n_layers")
+_NO_HOST_MEMORY = ("can't allocate memory", "CUDA error: out of memory")
+"""parts of PyTorch's messages: in memory that is not pinned, and in pinned memory"""
+
+
+def choose_device(launch: Launch) -> torch.device:
+    """Return the GPU of this rank, or the CPU on a machine without GPUs; raise ConfigError if its GPU is missing."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if not torch.cuda.is_available():
+        if visible not in ("", "-1", "NoDevFiles"):
+            raise ConfigError(
+                f"CUDA_VISIBLE_DEVICES={visible}: PyTorch {torch.__version__} finds no GPU; check nvidia-smi and that"
+                " this PyTorch is a CUDA build, or unset the variable to train on the CPU"
+            )
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    if gpus == 1 and launch.launcher not in (None, "torchrun"):
+        return torch.device("cuda", 0)  # srun and mpiexec can show each rank only its own GPU
+    if launch.local_size > gpus:
+        problem = f"{launch.local_size} ranks on a node with {gpus} visible GPUs"
+        raise ConfigError(f"{problem}; start at most {gpus} per node")
+    return torch.device("cuda", launch.local_rank)
+
+
+@contextmanager
+def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Iterator[World]:
+    """Join the process groups of the run on entry and leave them on exit.
+
+    Args:
+        timeout: seconds of the rendezvous and of every collective.
+        cpu_offload: on GPUs, also reduce tensors in host memory, with gloo.
+
+    Raises:
+        RankError: the rendezvous failed, or the body ran out of memory or could not use a file.
+    """
+    device = choose_device(launch)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if launch.local_size == launch.world_size:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    wait = timedelta(seconds=timeout)
+    completed = False
+    notes: list[Callable[[], str]] = []
+    try:
+        _init_process_group(launch, device, wait, cpu_offload)
+        control: Any = dist.new_group(backend="gloo", timeout=wait)
+        saver: Any = dist.new_group(backend="gloo", timeout=wait)
+        nodes: list[Any] = [None] * launch.world_size
+        dist.all_gather_object(nodes, launch.node_rank, group=control)
+        ranks = [[rank for rank, its_node in enumerate(nodes) if its_node == node] for node in sorted(set(nodes))]
+        node: Any = dist.new_subgroups_by_enumeration(ranks, timeout=wait, backend="gloo")[0]
+        _set_threads(node)
+        yield World(launch, device, control, saver, node, _get_default_store(), wait, notes)
+        completed = True
+    except (RuntimeError, MemoryError, OSError) as error:
+        if (text := os.strerror(errno.EMFILE)) in str(error):
+            raise RankError(f"rank {launch.rank}: {text}; raise the limit of this shell: ulimit -n 65536") from error
+        if isinstance(error, OSError):
+            raise RankError(f"rank {launch.rank}: {error}; the last checkpoint is kept") from error
+        is_out = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        if not is_out and not any(text in str(error) for text in _NO_HOST_MEMORY):
+            raise
+        cause = str(error).splitlines()[0]
+        with suppress(RuntimeError, MemoryError):  # where even that is too much
+            cause = "; ".join([cause, *(note() for note in notes)])
+        raise RankError(
+            f"rank {launch.rank}: out of memory ({cause}); reduce memory with a smaller batch_size"
+            " (total_batch_size can stay), activation_checkpointing: full, activation_offload: true, cpu_offload: true,"
+            " more ranks with sharding: full-shard, or a smaller d_model or n_layers",
+            keys=_MEMORY_KEYS,
+        ) from error
+    finally:
+        # After a failure, NCCL would wait for collectives of lost ranks.
+        if dist.is_initialized() and (completed or device.type == "cpu"):
+            dist.destroy_process_group()
+
+
+def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta, cpu_offload: bool) -> None:
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
+    where = f"rank {launch.rank} of {launch.world_size}, rendezvous at {launch.address}:{launch.port}"
+    if launch.world_size > launch.local_size:
+        _require_resolvable(launch, where)
+    try:
+        store = _local_store(launch, timeout)
+        dist.init_process_group(
+            backend,
+            init_method=None if store else f"tcp://{launch.address}:{launch.port}",
+            store=store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+            # Groups of a mesh are then split from this one, which PyTorch 2.11 cannot do with two backends.
+            device_id=device if backend == "nccl" else None,
+        )
+    except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
+        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
+            raise RankError(f"{where}: another process uses this port; set a different MASTER_PORT") from None
+        raise RankError(
+            f"{where}: timed out after {timeout.total_seconds():g} s (collective_timeout) waiting for all ranks; check"
+            f" that {launch.world_size} ranks (WORLD_SIZE) were started and that this machine can reach"
+            f" {launch.address}",
+            keys=("collective_timeout",),
+        ) from None
+    except dist.DistBackendError as error:
+        if "Duplicate GPU" not in str(error):
+            raise
+        raise ConfigError(
+            f"{where}: another rank uses the same GPU; start at most one rank per GPU, and make visible to each rank"
+            " its own GPU (srun: --gpus-per-task=1) or all GPUs of the node (--gpus-per-node)"
+        ) from None
+
+
+def _require_resolvable(launch: Launch, where: str) -> None:
+    """Raise RunError if no address of rank 0's host is found in 5 s; PyTorch would look for it until the timeout."""
+    for seconds_left in reversed(range(6)):
+        try:
+            socket.getaddrinfo(launch.address, launch.port)
+            return
+        except (OSError, UnicodeError) as error:
+            if not seconds_left:
+                problem = f"{where}: this machine cannot resolve {launch.address} ({error})"
+                raise RunError(f"{problem}; set MASTER_ADDR to the name or address of rank 0's host") from None
+        time.sleep(1)
+
+
+def _local_store(launch: Launch, timeout: timedelta) -> dist.Store | None:
+    """Return a store that other machines cannot reach, or None if the run spans several machines."""
+    if launch.world_size == 1:
+        return dist.HashStore()  # opens no port
+    if launch.local_size < launch.world_size:
+        return None
+    assert launch.port is not None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's store, which outlives its workers
+        assert launch.address is not None
+        agent_store = dist.TCPStore(launch.address, launch.port, launch.world_size, False, timeout)
+        return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", agent_store)
+    address, is_host = "127.0.0.1", launch.rank == 0
+    # By default, TCPStore listens on all interfaces.
+    listener = socket.create_server((address, launch.port)).detach() if is_host else None
+    return dist.TCPStore(address, launch.port, launch.world_size, is_host, timeout, master_listen_fd=listener)
+
+
+def _set_threads(node: dist.ProcessGroup) -> None:
+    """Divide every core by the ranks of this node that may run on it."""
+    if threads_are_given():
+        return
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    ranks: list[Any] = [None] * dist.get_world_size(node)
+    dist.all_gather_object(ranks, cores, group=node)
+    share = sum(1 / sum(core in others for others in ranks) for core in cores)
+    torch.set_num_threads(max(1, int(share + 1e-6)))
