@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.data.tokenizer import FILE, ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer, tokenizer_of
+from lm.data.tokenizer import FILE, ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 from lm.errors import ConfigError
 from tests.conftest import Message
 from tests.support import CHAT_TEMPLATE, byte_level_tokenizer, llama2_tokenizer, llama_tokenizer
@@ -221,7 +221,7 @@ def test_a_file_or_a_folder_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<s>"}))
     (tmp_path / "other.json").write_bytes(byte_level_tokenizer())
     assert load_tokenizer("bytes").identity == "bytes"
-    for tokenizer in (load_tokenizer(str(tmp_path)), load_tokenizer(str(tmp_path / FILE)), tokenizer_of(tmp_path)):
+    for tokenizer in (load_tokenizer(str(tmp_path)), load_tokenizer(str(tmp_path / FILE))):
         assert tokenizer.identity == LLAMA.identity
         assert tokenizer.eos_id == LLAMA.bos_id
         assert set(tokenizer.files) == {FILE, "tokenizer_config.json"}

@@ -74,6 +74,49 @@ def _walk(root: Path, excluded: Collection[str] = ()) -> Iterator[Path]:
             yield from (path / name for name in names if not name.startswith("."))
 
 
+def offline() -> str:
+    """Return what an error says if downloads are disabled."""
+    return " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+
+
+def download(source: str, files: Sequence[str], key: str) -> Path:
+    """Download `files`, names or patterns, of a model OWNER/MODEL or OWNER/MODEL@REVISION on the Hugging Face Hub.
+
+    The processes of a node can call it at the same time: one downloads, the others wait.
+
+    Args:
+        key: the hyperparameter that `source` is the value of, for errors.
+
+    Returns:
+        The directory of the files, in the Hub's cache.
+    """
+    from huggingface_hub import constants, errors, snapshot_download
+
+    def refuse(problem: str) -> ConfigError:
+        return ConfigError(f"{key}: {source}: {problem}", keys=(key,))
+
+    name, _, revision = source.partition("@")
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
+    except errors.GatedRepoError:
+        advice = f"request access at https://huggingface.co/{name}, then `hf auth login` or set HF_TOKEN"
+        raise refuse(f"gated: {advice}") from None
+    except errors.RevisionNotFoundError:
+        raise refuse(f"no revision {revision!r}; omit it for the default branch") from None
+    except errors.RepositoryNotFoundError:
+        advice = "if it is private, run `hf auth login` or set HF_TOKEN"
+        raise refuse(f"no such file or directory, and not found on the Hub; {advice}") from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error).splitlines()[0]
+        elsewhere = f"run `hf download {name} --local-dir DIRECTORY` on a machine with network access"
+        problem = f"no such file or directory, not in the cache, and cannot be downloaded: {reason}"
+        raise refuse(f"{problem}; {elsewhere} and copy DIRECTORY") from None
+    except errors.HFValidationError:
+        raise refuse("no such file or directory, and not a name on the Hugging Face Hub (OWNER/MODEL)") from None
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise refuse(f"download failed: {str(error).splitlines()[0]}; rerun the same command to resume it") from None
+
+
 def name_files(files: Sequence[Path]) -> str:
     """Return the first of `files` and the number of others, for errors."""
     return f"{files[0]} and {len(files) - 1} other file(s)" if files[1:] else str(files[0])

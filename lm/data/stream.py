@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
 from lm.data.dataset import SampleBatch
-from lm.data.files import find_files, get_text, open_table
-from lm.data.tokenizer import Tokenizer, offline
+from lm.data.files import find_files, get_text, offline, open_table
+from lm.data.tokenizer import Tokenizer
 from lm.data.tokens import window
 from lm.errors import ConfigError, DataError, RankError, oserror_as_config_error
 from lm.launch.spawn import die_with_parent

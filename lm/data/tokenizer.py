@@ -13,15 +13,15 @@ import functools
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lm.data.files import download
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, MAX_TOKENIZER_GROWTH, MAX_VOCABULARY, parse_json, read_bytes
 
@@ -83,15 +83,10 @@ class ByteTokenizer:
                 yield decoder.decode(b"", final=True) + ("\n\n" if token == self.eos_id else "\ufffd")
         yield decoder.decode(b"", final=True)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        return self.render_with_spans(messages, **options)[0]
-
-    def render_with_spans(
-        self,
-        messages: Sequence[Mapping[str, Any]],  # noqa: ARG002
-        **options: Any,  # noqa: ARG002
-    ) -> tuple[str, list[tuple[int, int]] | None]:
+    def render(self, *_: Any, **__: Any) -> NoReturn:
         raise _error(self.identity, "has no chat template for messages; use a Hugging Face tokenizer that has one")
+
+    render_with_spans = render
 
 
 class FileTokenizer:
@@ -103,11 +98,8 @@ class FileTokenizer:
     """
 
     def __init__(self, files: Mapping[str, bytes], name: str) -> None:
-        import tokenizers
-
         try:
-            encoder = tokenizers.Tokenizer.from_buffer(files[FILE])
-            self._encoder: Any = _CheckedEncoder(encoder, name)
+            self._encoder: Any = _CheckedEncoder(_parse(files[FILE]), name)
             self._config: dict[str, Any] = dict(parse_json(files.get("tokenizer_config.json", b"{}")))
             self._generation: dict[str, Any] = dict(parse_json(files.get(GENERATION, b"{}")))
         except Exception as error:  # the library raises nothing narrower
@@ -279,6 +271,14 @@ class FileTokenizer:
         return texts[0], marked[0] if has_tags else None
 
 
+@functools.lru_cache(maxsize=2)
+def _parse(content: bytes) -> Any:
+    """Parse a `tokenizer.json` once, although a run asks for the size of the vocabulary before it opens the data."""
+    import tokenizers
+
+    return tokenizers.Tokenizer.from_buffer(content)
+
+
 def _growth(stage: Any) -> int:
     """Return by what factor a stage of a tokenizer, as JSON, can lengthen a text."""
     children = stage.values() if isinstance(stage, dict) else stage if isinstance(stage, list) else ()
@@ -335,23 +335,16 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
-    if path.is_dir():
-        return tokenizer_of(path)
-    if path.is_file():
-        others = read_files(path.parent) if path.name == FILE else {}
-        return FileTokenizer(others | {FILE: _read(path.resolve(), FILE)}, name)
-    if name.startswith((".", "/", "~")) or name.endswith(".json"):
-        raise _error(name, f"no such file or folder in {Path.cwd()}")
-    return FileTokenizer(_download(name), name)
-
-
-@oserror_as_config_error
-def tokenizer_of(folder: Path) -> FileTokenizer:
-    """Load the tokenizer whose files are in `folder`, for example a Hugging Face model's."""
-    files = read_files(folder)
+    if path.is_file() and path.name != FILE:
+        return FileTokenizer({FILE: _read(path.resolve(), FILE)}, name)
+    if not path.exists():
+        if name.startswith((".", "/", "~")) or name.endswith(".json"):
+            raise _error(name, f"no such file or folder in {Path.cwd()}")
+        path = download(name, FILES, "tokenizer")
+    files = read_files(path.parent if path.is_file() else path)
     if FILE not in files:
-        raise _error(folder, f"has no {FILE}")
-    return FileTokenizer(files, str(folder))
+        raise _error(name, f"has no {FILE}")
+    return FileTokenizer(files, name)
 
 
 @oserror_as_config_error
@@ -397,29 +390,3 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 def _read(path: Path, name: str) -> bytes:
     return read_bytes(path, MAX_TOKENIZER_BYTES if name == FILE else MAX_JSON_BYTES)
-
-
-def offline() -> str:
-    """Return what an error says if downloads are disabled."""
-    return " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-
-
-def _download(name: str) -> dict[str, bytes]:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError, LocalEntryNotFoundError
-    from huggingface_hub.utils import logging
-
-    logging.set_verbosity_error()  # the errors below report the problem
-    files = {}
-    try:
-        for file in FILES:
-            with contextlib.nullcontext() if file == FILE else contextlib.suppress(EntryNotFoundError):
-                files[file] = _read(Path(hf_hub_download(name, file)).resolve(), file)
-    except GatedRepoError:
-        raise _error(name, "is gated; accept its terms on the Hub, then log in: hf auth login") from None
-    except (LocalEntryNotFoundError, HFValidationError):
-        remedy = f"on a machine with network access: hf download {name} {' '.join(FILES[:2])}"
-        raise _error(name, f"no such file or folder, and not in the Hugging Face cache{offline()}; {remedy}") from None
-    except (EntryNotFoundError, OSError) as error:  # no such repository or file, or the Hub does not respond
-        raise _error(name, f"cannot be downloaded from the Hub: {error}") from None
-    return files

@@ -19,6 +19,7 @@ from lm.checkpoint.manifest import MANIFEST, model_of, read_manifest
 from lm.checkpoint.resume import compare_structures
 from lm.checkpoint.tensor_files import Source, TensorSlice, full_shape, local_rows, read_headers, read_into
 from lm.data import tokenizer
+from lm.data.files import download
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 from lm.hf import families
@@ -35,7 +36,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 _BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 """Constants that older versions of transformers save with the weights: causal masks and rotary frequencies."""
-_HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w./-]+))?")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?:@[\w./-]+)?")
 
 
 @oserror_as_config_error
@@ -53,43 +54,15 @@ def is_model(source: str) -> bool:
 def find_source(source: str) -> Path:
     """Return the directory `source`, or download the model OWNER/MODEL or OWNER/MODEL@REVISION of the Hub.
 
-    The processes of a node can call it at the same time: one downloads, the others wait.
-
     Raises:
         ConfigError: it does not exist, or cannot be downloaded.
     """
     if Path(source).is_dir():
         return Path(source)
-
-    def refuse(problem: str) -> ConfigError:
-        return ConfigError(f"init_from: {source}: {problem}", keys=("init_from",))
-
-    nothing = refuse("not a directory, and not a name on the Hugging Face Hub (OWNER/MODEL)")
-    match = _HUB_NAME.fullmatch(source)
-    if not match:
-        raise nothing
-    name, revision = match.groups()
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    elsewhere = f"run `hf download {name} --local-dir DIRECTORY` on a machine with network access and copy DIRECTORY"
-    try:
-        return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=list(DOWNLOADED)))
-    except errors.GatedRepoError:
-        advice = f"request access at https://huggingface.co/{name}, then `hf auth login` or set HF_TOKEN"
-        raise refuse(f"gated: {advice}") from None
-    except errors.RevisionNotFoundError:
-        raise refuse(f"no revision {revision!r}; omit it for the default branch") from None
-    except errors.RepositoryNotFoundError:
-        advice = "if it is private, run `hf auth login` or set HF_TOKEN"
-        raise refuse(f"not a directory, and not found on the Hub; {advice}") from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        offline = "HF_HUB_OFFLINE is set" if huggingface_hub.constants.HF_HUB_OFFLINE else str(error).splitlines()[0]
-        raise refuse(f"not in the cache, and cannot be downloaded: {offline}; {elsewhere}") from None
-    except errors.HFValidationError:
-        raise nothing from None
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise refuse(f"download failed: {str(error).splitlines()[0]}; rerun the same command to resume it") from None
+    if not _HUB_NAME.fullmatch(source):
+        problem = f"init_from: {source}: not a directory, and not a name on the Hugging Face Hub (OWNER/MODEL)"
+        raise ConfigError(problem, keys=("init_from",))
+    return download(source, DOWNLOADED, "init_from")
 
 
 class HuggingFaceModel(NamedTuple):
@@ -139,7 +112,7 @@ def model_defaults(source: str) -> dict[str, Any]:
     values = config.model_dump(mode="json", exclude=None if config.model else {"model"})
     if not (folder / tokenizer.FILE).is_file():
         return values | {"tokenizer": None}
-    size = tokenizer.tokenizer_of(folder).vocab_size
+    size = tokenizer.load_tokenizer(str(folder)).vocab_size
     if size > config.vocab_size:
         raise ConfigError(
             f"{folder}: the tokenizer has {size} tokens, the model {config.vocab_size}: remove the added tokens from"
