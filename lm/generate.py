@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -38,7 +37,7 @@ MAX_NEW_TOKENS = 200
 
 
 def load_model(folder: Path, device: torch.device, moved: Path | None = None) -> tuple[Transformer, Tokenizer]:
-    """Return the model and the tokenizer of a checkpoint; see `base.load_checkpoint`.
+    """Return the model and the tokenizer of a checkpoint; see `base.load_model`.
 
     Raises:
         CheckpointError: it is incomplete or damaged.
@@ -47,16 +46,11 @@ def load_model(folder: Path, device: torch.device, moved: Path | None = None) ->
     manifest = read_manifest(folder)
     if manifest.tokenizer is None:
         raise ConfigError(f"{folder}: has no tokenizer (dataset: synthetic), so it cannot generate text")
-    opened = base.open_base(manifest.base, moved) if manifest.base else None  # as large as the manifest says
-    with torch.device("meta"):
-        model = Transformer(model_of(folder, manifest))
     tokenizer = saved_tokenizer(manifest.tokenizer, folder, manifest.files, manifest.hyperparameters)
-    if tokenizer.vocab_size > model.config.vocab_size:
-        problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {model.config.vocab_size}"
+    if tokenizer.vocab_size > (size := model_of(folder, manifest).vocab_size):
+        problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {size}"
         raise ConfigError(f"{folder}: {problem}; use another checkpoint")
-    model.to_empty(device=device)
-    base.load_checkpoint(folder, model, opened)
-    return model, tokenizer
+    return base.load_model(folder, device, moved), tokenizer
 
 
 def generate_texts(
@@ -247,13 +241,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prompts = [] if args.chat else read_prompts(args.prompt)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(find_checkpoint(args.checkpoint), device, args.base)
-    try:
-        if args.chat:
-            chat(model, tokenizer, args)
-        for piece in continuations(model, tokenizer, prompts, args):
-            show(piece)
-    except BrokenPipeError:  # e.g. head closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if args.chat:
+        chat(model, tokenizer, args)
+    for piece in continuations(model, tokenizer, prompts, args):
+        show(piece)
     return 0
 
 

@@ -109,9 +109,8 @@ def make_reference(raw: dict[str, Any], seed: int = 0) -> Any:
 
 def load_folder(folder: Path) -> Transformer:
     """Return our model with the weights in `folder`."""
-    source = weights.open_model(folder)
-    model = Transformer(source.config)
-    weights.read_weights(source, model)
+    model = Transformer(weights.open_model(folder).config)
+    weights.read_folder(folder, model)
     return model.eval()
 
 

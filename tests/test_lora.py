@@ -30,7 +30,7 @@ from lm.hf import base as hf_base
 from lm.hf import export, families, weights
 from lm.plan import fit
 from lm.runtime.world import World
-from model import ModelConfig, Transformer
+from model import Transformer
 from tests import support
 from tests.conftest import Message
 from tests.support import execute, run_ranks
@@ -437,8 +437,7 @@ def test_a_checkpoint_can_be_the_base(tmp_path: Path, message: Message) -> None:
     manifest = read_manifest(support.checkpoints(tmp_path)[2])
     assert manifest.base is not None
     assert manifest.base.source == str(source)
-    model = Transformer(ModelConfig.model_validate(manifest.model))
-    hf_base.load_checkpoint(support.checkpoints(tmp_path)[2], model)
+    model = hf_base.load_model(support.checkpoints(tmp_path)[2], torch.device("cpu"))
     base = Transformer(model.config)
     checkpointer.load_weights(source, base)
     changed = {name for name, p in model.named_parameters() if not p.equal(dict(base.named_parameters())[name])}
@@ -477,8 +476,7 @@ def test_transformers_and_peft_load_what_is_exported(
     before = base(tokens).logits
     adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()(tokens).logits
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
-    ours = Transformer(read(hyperparameters))
-    hf_base.load_checkpoint(support.checkpoints(tmp_path)[3], ours)
+    ours = hf_base.load_model(support.checkpoints(tmp_path)[3], torch.device("cpu"))
     torch.testing.assert_close(adapted, merged, atol=1e-5, rtol=0)
     torch.testing.assert_close(ours.eval()(tokens), merged, atol=1e-5, rtol=0)
     assert (merged - before).abs().max() > 0.1
@@ -503,7 +501,7 @@ def test_generation_merges_adapters_into_their_base_wherever_it_is(
 def test_a_checkpoint_without_adapters_cannot_be_exported_as_adapters(tmp_path: Path, message: Message) -> None:
     assert support.run(tmp_path, "max_steps=1", config=support.TINY).returncode == 0
     with pytest.raises(ConfigError) as refused:
-        export.export_adapters(tmp_path / "runs" / "test", tmp_path / "out")
+        export.export_model(tmp_path / "runs" / "test", tmp_path / "out", adapters_only=True)
     message(refused.value, mask=r"\w{8}-[\w-]{27}")
 
 

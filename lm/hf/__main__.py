@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lm.errors import command
 from lm.hf import weights
-from lm.hf.export import export_adapters, export_model
+from lm.hf.export import export_model
 
 
 def inspect(source: str) -> str:
@@ -53,10 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.command == "inspect":
         print(inspect(args.source))
     else:
-        if args.adapter:
-            size = export_adapters(args.checkpoint, args.out, args.dtype)
-        else:
-            size = export_model(args.checkpoint, args.out, args.dtype, args.base)
+        size = export_model(args.checkpoint, args.out, args.dtype, args.base, args.adapter)
         print(f"{args.out}: {size / 1e9:,.2f} GB in {args.dtype} in {time.monotonic() - started:.0f} s")
     return 0
 

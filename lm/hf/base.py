@@ -87,21 +87,23 @@ def read_adapters(folder: Path, manifest: Manifest) -> Adapters:
 
 
 @torch.no_grad()
-def load_checkpoint(folder: Path, model: Transformer, opened: Path | None = None) -> None:
-    """Load the weights of a checkpoint into `model` in a single process; adapters are merged into their base.
-
-    Args:
-        opened: what `open_base` returned, if it was called.
+def load_model(folder: Path, device: torch.device, moved: Path | None = None) -> Transformer:
+    """Return the model of a checkpoint in a single process, with adapters merged; for `moved` see `open_base`.
 
     Raises:
         CheckpointError: a file is damaged.
         ConfigError: the tensors differ from the model's, or the base of adapters is not found.
     """
     manifest = read_manifest(folder)
-    if manifest.base is None:
+    opened = open_base(manifest.base, moved) if manifest.base else None  # as large as the manifest says
+    with torch.device("meta"):
+        model = Transformer(model_of(folder, manifest))
+    model.to_empty(device=device)
+    if opened is None:
         load_weights(folder, model)
-        return
-    weights.read_folder(opened or open_base(manifest.base), model)
+        return model
+    weights.read_folder(opened, model)
     adapters = read_adapters(folder, manifest)
     for name, parameter in model.named_parameters():
         adapters.merge(name, parameter)
+    return model

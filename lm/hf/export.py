@@ -38,27 +38,36 @@ from model import ModelConfig, Transformer
 
 
 @oserror_as_config_error
-def export_model(where: Path | str, out: Path, dtype: str = "float32", moved: Path | None = None) -> int:
-    """Convert the checkpoint or run `where`, a path or URL, to the directory `out`, with adapters merged.
+def export_model(
+    where: Path | str, out: Path, dtype: str = "float32", moved: Path | None = None, adapters_only: bool = False
+) -> int:
+    """Convert the checkpoint or run `where`, a path or URL, to the directory `out`.
 
     Args:
         dtype: a key of `DTYPES`.
         moved: see `open_base`.
+        adapters_only: write LoRA adapters in PEFT's format, instead of the model with adapters merged.
 
     Returns:
         Bytes of weights.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged.
-        ConfigError: no Hugging Face model has this structure (lists every key that differs), `out` exists, or the
-            base of adapters is not found.
+        ConfigError: no Hugging Face model has this structure (lists every key that differs), `out` exists, there are no
+            adapters, or their base is not found.
         RunError: `out` cannot be written, or a weight exceeds the range of float16.
     """
-    _refuse_existing(out)
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"{out}: already exists and is not overwritten; use another directory")
     folder = find_checkpoint(where)
     manifest = read_manifest(folder)
+    if adapters_only and manifest.base is None:
+        raise ConfigError(f"{folder}: has no LoRA adapters (lora_rank: null); export it without --adapter")
     config = model_of(folder, manifest)
     family = families.family_of(config)
+    places, shapes = families.layout(family, config)
+    if adapters_only and manifest.base:
+        return _write_adapters(out, manifest.base, family, places, shapes, read_adapters(folder, manifest), dtype)
     verify(folder, manifest)
     tokenizer = saved_tokenizer(manifest.tokenizer, folder, manifest.files, {}) if manifest.tokenizer else None
     specials = (tokenizer.eos_id, tokenizer.bos_id) if tokenizer else (None, None)
@@ -69,8 +78,7 @@ def export_model(where: Path | str, out: Path, dtype: str = "float32", moved: Pa
     files[GENERATION] = _to_json(generation | json.loads(files.get(GENERATION, b"{}")))
     opened = open_base(manifest.base, moved) if manifest.base else folder
     adapters = read_adapters(folder, manifest) if manifest.base else None
-    sources = find_weights(opened, config)
-    places, shapes = families.layout(family, config)
+    sources, _ = find_weights(opened, config)
     size = DTYPES[dtype].itemsize * sum(map(math.prod, shapes.values()))
     with _drafted(out, size) as draft:
         weight_map = _write_weights(draft, config, places, shapes, DTYPES[dtype], sources, adapters)
@@ -117,30 +125,20 @@ def _write_weights(
     return weight_map
 
 
-@oserror_as_config_error
-def export_adapters(where: Path | str, out: Path, dtype: str = "float32") -> int:
-    """Convert the adapters in the checkpoint or run `where`, a path or URL, to PEFT's format in the directory `out`.
+def _write_adapters(
+    out: Path,
+    base: Base,
+    family: Family,
+    places: Mapping[str, Place],
+    shapes: Mapping[str, tuple[int, ...]],
+    adapters: Adapters,
+    dtype: str,
+) -> int:
+    """Write `adapters` in PEFT's format to `out`; return their bytes.
 
     Adapters of matrices that the family stores as one become one adapter of the sum of their ranks: A is theirs below
     one another, and B has theirs as blocks.
-
-    Returns:
-        Bytes of adapters.
-
-    Raises:
-        CheckpointError: the checkpoint is incomplete or damaged.
-        ConfigError: it has no adapters, no Hugging Face model has this structure, or `out` exists.
-        RunError: `out` cannot be written.
     """
-    _refuse_existing(out)
-    folder = find_checkpoint(where)
-    manifest = read_manifest(folder)
-    if manifest.base is None:
-        raise ConfigError(f"{folder}: has no LoRA adapters (lora_rank: null); export it without --adapter")
-    config = model_of(folder, manifest)
-    family = families.family_of(config)
-    places, shapes = families.layout(family, config)
-    adapters = read_adapters(folder, manifest)
     parts: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
     for name in (name for name in adapters if name.endswith(".lora_A.weight")):
         layer = name.removesuffix(".lora_A.weight")
@@ -156,7 +154,7 @@ def export_adapters(where: Path | str, out: Path, dtype: str = "float32") -> int
         prefix, ranks[re.split(r"\.\d+\.", layer)[1]] = f"base_model.model.{layer}", len(a)
         for name, tensor in (("lora_A", a), ("lora_B", b)):
             tensors[f"{prefix}.{name}.weight"] = tensor.to(DTYPES[dtype]), 0
-    raw = _adapter_config(manifest.base, adapters.config, ranks, family)
+    raw = _adapter_config(base, adapters.config, ranks, family)
     total = sum(tensor.nbytes for tensor, _ in tensors.values())
     with _drafted(out, total) as draft:
         write_tensors(draft / "adapter_model.safetensors", tensors)
@@ -183,11 +181,6 @@ def _adapter_config(base: Base, config: LoraConfig, ranks: Mapping[str, int], fa
         "bias": "none",
         "inference_mode": True,
     }
-
-
-def _refuse_existing(out: Path) -> None:
-    if out.exists() or out.is_symlink():
-        raise ConfigError(f"{out}: already exists and is not overwritten; use another directory")
 
 
 def _to_json(content: object) -> bytes:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lm.checkpoint.checkpointer import find_tensors
 from lm.checkpoint.manifest import MANIFEST, model_of, read_manifest
@@ -68,18 +68,12 @@ def find_source(source: str) -> Path:
 class HuggingFaceModel(NamedTuple):
     """A directory of Hugging Face that `ModelConfig` can represent, and where each parameter is in its files."""
 
-    folder: Path
     family: Family
     config: ModelConfig
     places: Mapping[str, Place]
     tensors: Mapping[str, list[TensorSlice]]
     tied_head: list[TensorSlice] | None
     """a copy of the embedding, which older files contain"""
-
-    def sources(self) -> dict[str, Source]:
-        """Return where to read each parameter."""
-        places = self.places.items()
-        return {name: Source(self.tensors[place.name], place.start, place.transposed) for name, place in places}
 
 
 def open_model(folder: Path) -> HuggingFaceModel:
@@ -97,7 +91,7 @@ def open_model(folder: Path) -> HuggingFaceModel:
         more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
         problem = f"{folder}: the tensors do not match {CONFIG}:"
         raise ConfigError(problem, *problems[:20], *more, keys=("init_from",))
-    return HuggingFaceModel(folder, family, config, places, tensors, tied_head)
+    return HuggingFaceModel(family, config, places, tensors, tied_head)
 
 
 def model_defaults(source: str) -> dict[str, Any]:
@@ -108,7 +102,8 @@ def model_defaults(source: str) -> dict[str, Any]:
     """
     if not is_model(source):
         return {}
-    folder, _, config, *_ = open_model(find_source(source))
+    folder = find_source(source)
+    config = open_model(folder).config
     values = config.model_dump(mode="json", exclude=None if config.model else {"model"})
     if not (folder / tokenizer.FILE).is_file():
         return values | {"tokenizer": None}
@@ -123,57 +118,53 @@ def model_defaults(source: str) -> dict[str, Any]:
 
 
 def load_into(model: Transformer, source: str, world: World, log: Callable[[str], None]) -> None:
-    """Fill this rank's shards of `model` with the weights of `source`, on all ranks together; see `read_folder`.
-
-    Raises:
-        ConfigError: see `open_model`; or the head differs from the embedding that it is tied to.
-        RunError: a file is damaged, or holds inf or NaN.
-    """
+    """Fill this rank's shards of `model` with the weights of `source`, on all ranks together; see `read_folder`."""
     started = time.monotonic()
     world.all_or_none(lambda: read_folder(find_source(source), model))
     peak = max(world.all_gather_object(peak_memory_gib(world.device)))
     log(f"loaded the weights of {source} in {time.monotonic() - started:.1f} s, {peak:.2f} GiB per rank")
 
 
+@torch.no_grad()
 def read_folder(folder: Path, model: Transformer) -> None:
-    """Fill this rank's shards of `model`, except for adapters, with the model or checkpoint in `folder`."""
-    if not (folder / MANIFEST).exists():
-        read_weights(open_model(folder), model)
-        return
+    """Fill this rank's shards of `model`, except for adapters, with the model or checkpoint in `folder`.
+
+    Raises:
+        ConfigError: see `find_weights`; or the head differs from the embedding that it is tied to.
+        RunError: a file is damaged, or holds inf or NaN.
+    """
     parameters = dict(model.named_parameters())
-    for name, source in find_weights(folder, model.config).items():
+    sources, tied_head = find_weights(folder, model.config)
+    for name, source in sources.items():
         read_into(parameters[name], source)
+    if tied_head and not _equals(parameters["embedding.tokens.weight"], tied_head):
+        raise ConfigError(
+            f"{folder}: {CONFIG} ties lm_head.weight to the embedding, but the files have a different one; set"
+            f" tie_word_embeddings: false in {CONFIG} to use it",
+            keys=("init_from",),
+        )
 
 
-def find_weights(folder: Path, config: ModelConfig) -> dict[str, Source]:
-    """Return where each parameter of the model `config` is in `folder`, a Hugging Face model or a checkpoint.
+def find_weights(folder: Path, config: ModelConfig) -> tuple[dict[str, Source], list[TensorSlice] | None]:
+    """Return where each parameter of the model `config` is in `folder`, and `HuggingFaceModel.tied_head`.
+
+    Args:
+        folder: of a Hugging Face model or a checkpoint.
 
     Raises:
         ConfigError: the folder holds another model; lists every difference.
         RunError: a file is damaged.
     """
     if not (folder / MANIFEST).exists():
-        return open_model(folder).sources()
+        model = open_model(folder)
+        places = model.places.items()
+        sources = {name: Source(model.tensors[place.name], place.start, place.transposed) for name, place in places}
+        return sources, model.tied_head
     manifest = read_manifest(folder)
     compare_structures(model_of(folder, manifest), config)
     with torch.device("meta"):
         found = find_tensors(folder, manifest, {"model": Transformer(config)})
-    return {name.removeprefix("model."): source for name, (_, source) in found.items()}
-
-
-@torch.no_grad()
-def read_weights(source: HuggingFaceModel, model: nn.Module) -> None:
-    """Fill this rank's shards of `model`, except for adapters, with the weights of `source`; see `load_into`."""
-    parameters = dict(model.named_parameters())
-    for name, where in source.sources().items():
-        read_into(parameters[name], where)
-    embedding = parameters["embedding.tokens.weight"]
-    if source.tied_head and not _equals(embedding, source.tied_head):
-        raise ConfigError(
-            f"{source.folder}: {CONFIG} ties lm_head.weight to {source.places['embedding.tokens.weight'].name}, but the"
-            f" files have a different one; set tie_word_embeddings: false in {CONFIG} to use it",
-            keys=("init_from",),
-        )
+    return {name.removeprefix("model."): source for name, (_, source) in found.items()}, None
 
 
 def _equals(embedding: Tensor, head: list[TensorSlice]) -> bool:
