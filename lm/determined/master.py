@@ -21,6 +21,7 @@ from determined import core
 from determined.common.api import Session, bindings
 from determined.common.api.bindings import APIHttpError
 from determined.common.api.errors import BadRequestException
+from determined.core._metrics import _Shipper
 
 from lm.errors import RankError, RunError
 from lm.launch.environment import record_error
@@ -32,6 +33,7 @@ CLOSE_TIMEOUT = 30.0
 
 _RETRY_INTERVAL = 15  # each retry of urllib3 is a recursive call, of which Python allows fewer than 1,000
 _LOG_INTERVAL = 1.0
+_MAX_LINES = 1000  # per call, as Determined's log shipper
 _RANGES = {"int", "double", "log", "categorical"}
 _REFUSALS = (BadRequestException, APIHttpError)
 
@@ -40,9 +42,11 @@ _REFUSALS = (BadRequestException, APIHttpError)
 def retrying() -> Iterator[None]:
     """Retry calls to an unreachable master for `MASTER_TIMEOUT`, at most 15 seconds apart; enter it before `core.init`.
 
-    Core API's own intervals grow to two minutes, and it treats a proxy's 502, 503 or 504 as a refusal. A
-    `DET_RETRY_CONFIG` in the environment overrides this. Raises RankError for a refusal, also after `MASTER_TIMEOUT`.
+    Core API's own intervals grow to two minutes, it treats a proxy's 502, 503 or 504 as a refusal, and after 1,000
+    waiting reports it blocks rank 0. A `DET_RETRY_CONFIG` in the environment overrides the intervals. Raises RankError
+    for a refusal, also after `MASTER_TIMEOUT`.
     """
+    _Shipper.METRICS_QUEUE_MAXSIZE = 0  # no limit
     retries = {"total": MASTER_TIMEOUT // _RETRY_INTERVAL, "backoff_factor": 0.5, "backoff_max": _RETRY_INTERVAL}
     retries |= {"allowed_methods": False, "status_forcelist": [502, 503, 504]}
     os.environ.setdefault("DET_RETRY_CONFIG", json.dumps(retries))
@@ -140,30 +144,33 @@ class LogSender:
         container = os.environ.get("DET_CONTAINER_ID", "")
         self._fields: dict[str, Any] = {"taskId": info.task_id, "allocationId": info.allocation_id, "rankId": 0}
         self._fields |= {"agentId": info.agent_id, "containerId": container, "source": "task", "stdtype": "stdout"}
-        self._pool: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "log-sender")
+        self._background: BackgroundReporter | None = BackgroundReporter()
 
     def print(self, text: str) -> None:
         """Add `text` to the log."""
-        if self._pool is None:
+        if self._background is None:
             print(text, flush=True)
             return
         now, lines = datetime.now(UTC).isoformat(), text.split("\n")
         self._waiting += [bindings.v1TaskLog(log=f"{line}\n", timestamp=now, **self._fields) for line in lines]
-        self._pool.submit(self._send)
+        self._background.submit(self._send, self._waiting)
 
-    def _send(self) -> None:
-        if logs := self._waiting.copy():
+    def _send(self, waiting: list[bindings.v1TaskLog]) -> None:
+        while logs := waiting[:_MAX_LINES]:
             time.sleep(_LOG_INTERVAL)  # the log shipper sends first what was printed before
             try:
                 bindings.post_PostTaskLogs(self._session, body=bindings.v1PostTaskLogsRequest(logs=logs))
             except _REFUSALS:
-                print(*(line.log for line in logs), sep="", end="", flush=True)
-            del self._waiting[: len(logs)]
+                _print_lines(logs)
+            del waiting[: len(logs)]
 
     def close(self) -> None:
         """Send the last lines, or after `CLOSE_TIMEOUT` print them."""
-        if self._pool is not None:
-            wait([self._pool.submit(self._send)], CLOSE_TIMEOUT)
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = None
-            print(*(line.log for line in self._waiting), sep="", end="", flush=True)
+        if self._background is not None:
+            self._background.close()
+            self._background = None
+            _print_lines(self._waiting)
+
+
+def _print_lines(logs: list[bindings.v1TaskLog]) -> None:
+    print(*(line.log for line in logs), sep="", end="", flush=True)

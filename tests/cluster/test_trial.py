@@ -115,12 +115,26 @@ def saved(master: Master) -> set[int]:
     return {checkpoint["metadata"]["steps_completed"] for checkpoint in master.checkpoints}
 
 
+def run_script(master: Master, folder: Path, script: str) -> None:
+    """Make `fsdp.py` after the lines `script` the program of the newest experiment; `PYTHONPATH` has to be `ROOT`."""
+    program = scripted(folder, script)
+    master.experiment["entrypoint"] = f"python3 -m determined.launch.torch_distributed -- python3 {program}"
+
+
+SMALL_QUEUE = "from determined.core._metrics import _Shipper\n_Shipper.METRICS_QUEUE_MAXSIZE = 3"
+"""instead of 1,000 reports"""
+
+
 @pytest.mark.slow
 def test_a_trial_trains_through_an_outage_of_the_master_and_prints_nothing_meanwhile(
     master: Master, tmp_path: Path
 ) -> None:
-    """Determined's log shipper would end a container that prints, once the master has been away for 11 minutes."""
+    """Determined's log shipper would end a container that prints, once the master has been away for 11 minutes.
+
+    Core API's queue of reports would block rank 0 once it is full.
+    """
     trial.submit(master, trial.experiment(**HYPERPARAMETERS), tmp_path / "cli")
+    run_script(master, tmp_path, SMALL_QUEUE)
     master.experiment["hyperparameters"]["checkpoint_rate"] = 100
     away = threading.Event()
 
@@ -131,7 +145,7 @@ def test_a_trial_trains_through_an_outage_of_the_master_and_prints_nothing_meanw
             away.set()
 
     master.on_metrics = leave
-    with trial.Trial(master, folder=tmp_path) as running:
+    with trial.Trial(master, folder=tmp_path, PYTHONPATH=str(ROOT)) as running:
         assert away.wait(240), running.log
         began, printed = time.monotonic(), running.log
         while not [*master.storage.glob("*/manifest.json")] or time.monotonic() < began + 20:
@@ -167,6 +181,25 @@ def test_a_refused_report_ends_the_run_with_one_line(master: Master, tmp_path: P
     assert not [line for line in ours if "Traceback" in line]
     assert max(losses(master)) == 7
     assert 6 in saved(master)  # to resume from
+
+
+FAIL_IN_BUILD = """
+def fail(*_):
+    raise fsdp.RunError("the checkpointer fails")
+
+fsdp.Checkpointer = fail
+"""
+
+
+@pytest.mark.slow
+def test_lines_logged_before_a_failure_are_in_the_log(master: Master, tmp_path: Path) -> None:
+    trial.submit(master, trial.experiment(), tmp_path / "cli")
+    run_script(master, tmp_path, FAIL_IN_BUILD)
+    failed = trial.run(master, folder=tmp_path, PYTHONPATH=str(ROOT))
+    assert failed.process.returncode == 1
+    assert re.search(r"^\[rank=0\] .*\bparameters\b", failed.log, re.MULTILINE), failed.log
+    assert "[rank=0] the checkpointer fails\n" in failed.log
+    assert next(iter(master.trials.values())).status == "failed"
 
 
 # ---- search -----------------------------------------------------------------------------------------------
@@ -237,9 +270,8 @@ Loader.training = allocate_too_much
 def test_a_search_drops_a_trial_in_which_one_rank_runs_out_of_memory(
     searching: Master, tmp_path: Path, victim: int
 ) -> None:
-    script = scripted(tmp_path, OUT_OF_MEMORY.format(victim=victim))
     searching.experiment["resources"]["slots_per_trial"] = 2
-    searching.experiment["entrypoint"] = f"python3 -m determined.launch.torch_distributed -- python3 {script}"
+    run_script(searching, tmp_path, OUT_OF_MEMORY.format(victim=victim))
     dropped = trial.run(searching, folder=tmp_path, hyperparameters=point(searching), PYTHONPATH=str(ROOT))
     assert dropped.process.returncode == 0, dropped.log
     assert searching.allocation is not None
