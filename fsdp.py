@@ -111,18 +111,19 @@ def execute(run: Run, dry_run: bool = False) -> int:
     setup, plan = preflight(run.hp, run.world, run.info, run.run_dir, run.context.checkpoint, dry_run)
     if resuming.is_complete(plan, setup.run_info, setup.max_steps, bool(setup.sample_rate), run.world) or dry_run:
         return 0
-    t = build(run, setup)
-    with t.logger:
+    directory, train_context = run.run_dir and run.run_dir.path, run.context.train
+    with MetricLogger(run.world.rank, directory, train_context, setup.max_steps, run.info) as logger:
+        t = build(run, setup, logger)
         start = resume(t, plan)
-        traces = run.run_dir.traces if run.run_dir else run.context.train.get_tensorboard_path()
+        traces = run.run_dir.traces if run.run_dir else train_context.get_tensorboard_path()
         left = setup.max_steps - start.step
-        with profiling(run.hp, run.context.profiler, traces, run.world.rank, left, t.logger.info) as profiler_step:
+        with profiling(run.hp, run.context.profiler, traces, run.world.rank, left, logger.info) as profiler_step:
             step, stopped = train(t, start, profiler_step)
-        t.logger.set_status("stopped" if stopped else "completed")
+        logger.set_status("stopped" if stopped else "completed")
     return finish(t, step, stopped)
 
 
-def build(run: Run, setup: Setup) -> Training:
+def build(run: Run, setup: Setup, logger: MetricLogger) -> Training:
     """Build the sharded model, then the parts that work on it."""
     hp, world, context, data = run.hp, run.world, run.context, setup.data
     device, run_dir, distributed = world.device, run.run_dir, context.distributed
@@ -131,7 +132,6 @@ def build(run: Run, setup: Setup) -> Training:
     with torch.device("meta"):
         model = lora.add_adapters(Transformer(hp), hp, setup.dtype)
     model = parallelize.parallelize(model, hp, world.device_mesh(setup.mesh_dims), setup.dtype, setup.seed, hp.float8)
-    logger = MetricLogger(world.rank, run_dir and run_dir.path, context.train, setup.max_steps, run.info)
     logger.info("\n".join([*setup.notes(hp), setup.summary(hp, world)]))
     optimizer = optim.Optimizer(hp, model.named_parameters())
     scaler = precision.LossScaler(setup.dtype, device)
