@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -79,6 +81,29 @@ def test_a_run_has_time_to_save_before_torchrun_or_kubernetes_kills_it() -> None
     for pod, env in pods:
         (timeout,) = (e["value"] for e in env if e["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
         assert 30 < int(timeout) < pod["spec"]["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.slow
+def test_a_bad_configuration_ends_a_trainjob(tmp_path: Path) -> None:
+    """Its container exits with the code that fails the Kubernetes Job, whose reason then fails the JobSet."""
+    runtime, job = documents("trainjob.yaml")
+    policy, trainer = runtime["spec"]["template"]["spec"]["failurePolicy"], job["spec"]["trainer"]
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    (rule,) = node["template"]["spec"]["podFailurePolicy"]["rules"]
+    pod = node["template"]["spec"]["template"]
+    assert (rule["action"], rule["onExitCodes"]["operator"]) == ("FailJob", "In")
+    assert rule["onExitCodes"]["containerName"] == container(pod)["name"]
+    assert pod["spec"]["restartPolicy"] == "Never", "or Kubernetes refuses a podFailurePolicy"
+    assert [(r["action"], r["onJobFailureReasons"]) for r in policy["rules"]] == [("FailJobSet", ["PodFailurePolicy"])]
+    (tmp_path / "fsdp.py").symlink_to(ROOT / "fsdp.py")
+    (tmp_path / "config.yaml").write_text(json.dumps({"hyperparameters": TINY | {"lr": -1}}))
+    env = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env |= {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}
+    command = [*trainer["command"], *trainer["args"]]
+    refused = subprocess.run(command, env=os.environ | env, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert [refused.returncode] == rule["onExitCodes"]["values"]
+    assert "lr: -1" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 @pytest.mark.parametrize("resume", ["fresh", "runs/other"])
