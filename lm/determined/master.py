@@ -46,7 +46,7 @@ def retrying() -> Iterator[None]:
     waiting reports it blocks rank 0. A `DET_RETRY_CONFIG` in the environment overrides the intervals. Raises RankError
     for a refusal, also after `MASTER_TIMEOUT`.
     """
-    _Shipper.METRICS_QUEUE_MAXSIZE = 0  # no limit
+    _Shipper.METRICS_QUEUE_MAXSIZE = 0  # no limit  # pyright: ignore[reportAttributeAccessIssue]
     retries = {"total": MASTER_TIMEOUT // _RETRY_INTERVAL, "backoff_factor": 0.5, "backoff_max": _RETRY_INTERVAL}
     retries |= {"allowed_methods": False, "status_forcelist": [502, 503, 504]}
     os.environ.setdefault("DET_RETRY_CONFIG", json.dumps(retries))
