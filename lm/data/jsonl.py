@@ -37,10 +37,6 @@ _CONVERSIONS = {
     ),
 }
 """other formats by one of their keys: their name, and the jq program that converts a line"""
-_CHANGES_EARLIER = (
-    "the chat template changes earlier messages, so replies cannot be located; use one that marks them with"
-    " {% generation %}, as TRL has for most models, or set loss_on: all"
-)
 
 
 class _Example(NamedTuple):
@@ -53,12 +49,10 @@ class _Example(NamedTuple):
 
 def _render(record: Mapping[str, Any], text_field: str, completion_only: bool, tokenizer: Tokenizer) -> _Example:
     if "messages" in record:
-        _refuse_other_keys(record, {"messages", "tools"})
-        return _render_chat(record["messages"], _get_tools(record), completion_only, tokenizer)
+        return _render_chat(record, ("messages",), completion_only, tokenizer)
     if {"prompt", "completion"} <= record.keys():
         if isinstance(record["prompt"], list):
-            _refuse_other_keys(record, {"prompt", "completion", "tools"})
-            return _render_reply(record, completion_only, tokenizer)
+            return _render_chat(record, ("prompt", "completion"), completion_only, tokenizer)
         prompt, completion = get_text(record, "prompt"), get_text(record, "completion")
         span = len(prompt), len(prompt) + len(completion)
         return _Example(prompt + completion, (span,) if completion_only else None, is_chat=False)
@@ -76,11 +70,47 @@ def _render(record: Mapping[str, Any], text_field: str, completion_only: bool, t
     return _Example(get_text(record, text_field), None, is_chat=False)
 
 
-def _refuse_other_keys(record: Mapping[str, Any], known: set[str]) -> None:
-    if unread := [key for key in record if key not in known]:
+def _render_chat(
+    record: Mapping[str, Any], keys: tuple[str, ...], completion_only: bool, tokenizer: Tokenizer
+) -> _Example:
+    """Render the messages in `keys` of a record: targets are the replies in `messages`, or all of a `completion`."""
+    if unread := [key for key in record if key not in (*keys, "tools")]:
         program = f"del({', '.join('.' + json.dumps(key) for key in unread)})"
         problem = f"{', '.join(unread)}: not read in a chat; remove: jq -c '{program}' OLD.jsonl > NEW.jsonl"
         raise ConfigError(problem, keys=("text_field",))
+    tools = _get_tools(record)
+    given = [message for key in keys for message in _check_messages(record[key], key, completion_only)]
+    messages = [{name: value for name, value in message.items() if name != "weight"} for message in given]
+    replies = [i for i, message in enumerate(given) if message["role"] == "assistant"]
+    if completion_only and keys == ("messages",) and not replies:
+        problem = "messages: none of the assistant, and loss_on: completion learns only from these"
+        raise ConfigError(f"{problem}; remove the line, or set loss_on: all", keys=("loss_on",))
+    rendered, tagged = tokenizer.render_with_spans(messages, add_generation_prompt=False, tools=tools)
+    text = get_text({keys[-1]: rendered}, keys[-1])
+    if not completion_only:
+        return _Example(text, None, is_chat=True)
+    is_target = [given[i].get("weight", 1) == 1 for i in replies]
+    if keys != ("messages",):
+        targets = [(len(record["prompt"]), len(messages))]
+    elif tagged is None:
+        targets = [(i, i + 1) for i in itertools.compress(replies, is_target)]
+    elif all(is_target) or len(replies) == len(tagged):
+        return _Example(text, tuple(tagged if all(is_target) else itertools.compress(tagged, is_target)), is_chat=True)
+    else:
+        problem = f"weight: the chat template marks {len(tagged)} of {len(replies)} replies; remove the weights"
+        raise ConfigError(problem)
+    spans = []
+    for first, last in targets:
+        prompt = tokenizer.render(messages[:first], add_generation_prompt=True, tools=tools)
+        with_reply = text
+        if last < len(messages):
+            with_reply = tokenizer.render(messages[:last], add_generation_prompt=False, tools=tools)
+        if not (text.startswith(with_reply) and with_reply.startswith(prompt)):
+            problem = "the chat template changes earlier messages, so replies cannot be located; use one that"
+            advice = "marks them with {% generation %}, as TRL has for most models, or set loss_on: all"
+            raise ConfigError(f"{problem} {advice}", keys=("loss_on", "tokenizer"))
+        spans.append((len(prompt), len(with_reply)))
+    return _Example(text, tuple(spans), is_chat=True)
 
 
 def _get_tools(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -95,16 +125,8 @@ def _get_tools(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return tools
 
 
-def _join_parts(content: Any) -> Any:
-    """Return content that is a list of parts of text as one text, and other content unchanged."""
-    match content:
-        case [*parts] if all(isinstance(p, dict) and p == {"type": "text", "text": str(p.get("text"))} for p in parts):
-            return "".join(part["text"] for part in parts)
-    return content
-
-
-def _check_messages(messages: Any, key: str, completion_only: bool) -> tuple[list[dict[str, Any]], list[bool]]:
-    """Return the messages as the template reads them, and which of them are targets if they are replies."""
+def _check_messages(messages: Any, key: str, completion_only: bool) -> list[dict[str, Any]]:
+    """Return the messages with content as one text, or raise ConfigError."""
     if not (isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)):
         raise ConfigError(f"{key} is {json.dumps(messages)[:60]}, not a list of objects with role and content")
     messages = [m | {"content": _join_parts(m["content"])} if "content" in m else m for m in messages]
@@ -112,61 +134,22 @@ def _check_messages(messages: Any, key: str, completion_only: bool) -> tuple[lis
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise ConfigError(f"{key}[{i}]: content is not text: {json.dumps(message)[:60]}")
         if "weight" in message:
+            if key != "messages":
+                raise ConfigError(f"{key}: weight is not read in prompt and completion; use messages")
             if message["weight"] not in (0, 1) or message["role"] != "assistant":
                 shown = json.dumps(message["weight"])[:60]
                 raise ConfigError(f"{key}[{i}]: weight is {shown}; it must be 0 or 1, in messages of the assistant")
             if not completion_only:
                 raise ConfigError(f"{key}[{i}]: weight requires loss_on: completion", keys=("loss_on",))
-    plain = [{name: value for name, value in message.items() if name != "weight"} for message in messages]
-    return plain, [message.get("weight", 1) == 1 for message in messages]
+    return messages
 
 
-def _render_chat(messages: Any, tools: Any, completion_only: bool, tokenizer: Tokenizer) -> _Example:
-    messages, is_target = _check_messages(messages, "messages", completion_only)
-    if completion_only and not any(message["role"] == "assistant" for message in messages):
-        problem = "messages: none of the assistant, and loss_on: completion learns only from these"
-        raise ConfigError(f"{problem}; remove the line, or set loss_on: all", keys=("loss_on",))
-    rendered, tagged = tokenizer.render_with_spans(messages, add_generation_prompt=False, tools=tools)
-    text = get_text({"messages": rendered}, "messages")
-    if not completion_only:
-        return _Example(text, None, is_chat=True)
-    if tagged is not None:
-        if not all(is_target):
-            replies = [
-                kept for message, kept in zip(messages, is_target, strict=True) if message["role"] == "assistant"
-            ]
-            if len(replies) != len(tagged):
-                problem = f"weight: the chat template marks {len(tagged)} of {len(replies)} replies; remove the weights"
-                raise ConfigError(problem)
-            tagged = list(itertools.compress(tagged, replies))
-        return _Example(text, tuple(tagged), is_chat=True)
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant" and is_target[i]:
-            prompt = tokenizer.render(messages[:i], add_generation_prompt=True, tools=tools)
-            with_reply = tokenizer.render(messages[: i + 1], add_generation_prompt=False, tools=tools)
-            if not (text.startswith(with_reply) and with_reply.startswith(prompt)):
-                raise ConfigError(_CHANGES_EARLIER, keys=("loss_on", "tokenizer"))
-            spans.append((len(prompt), len(with_reply)))
-    return _Example(text, tuple(spans), is_chat=True)
-
-
-def _render_reply(record: Mapping[str, Any], completion_only: bool, tokenizer: Tokenizer) -> _Example:
-    """Render a prompt and a completion that are lists of messages: all of the completion is a target."""
-    tools = _get_tools(record)
-    messages = []
-    for key in ("prompt", "completion"):
-        if any(isinstance(m, dict) and "weight" in m for m in record[key] if isinstance(record[key], list)):
-            raise ConfigError(f"{key}: weight is not read in prompt and completion; use messages")
-        messages.append(_check_messages(record[key], key, completion_only)[0])
-    prompt = tokenizer.render(messages[0], add_generation_prompt=True, tools=tools)
-    whole = tokenizer.render(messages[0] + messages[1], add_generation_prompt=False, tools=tools)
-    text = get_text({"completion": whole}, "completion")
-    if not completion_only:
-        return _Example(text, None, is_chat=True)
-    if not text.startswith(prompt):
-        raise ConfigError(_CHANGES_EARLIER, keys=("loss_on", "tokenizer"))
-    return _Example(text, ((len(prompt), len(text)),), is_chat=True)
+def _join_parts(content: Any) -> Any:
+    """Return content that is a list of parts of text as one text, and other content unchanged."""
+    match content:
+        case [*parts] if all(isinstance(p, dict) and p == {"type": "text", "text": str(p.get("text"))} for p in parts):
+            return "".join(part["text"] for part in parts)
+    return content
 
 
 class JsonlDataset(Dataset):
