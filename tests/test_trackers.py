@@ -9,11 +9,13 @@ import struct
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 import requests
 from determined.core import DummyTrainContext
@@ -51,10 +53,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DO_NOT_TRACK", "true")
 
 
-def logger(run_dir: Path, *names: str, step: int = 0) -> MetricLogger:
+def logger(run_dir: Path, *names: str, step: int = 0, **hyperparameters: Any) -> MetricLogger:
     run_dir.mkdir(exist_ok=True)
     opened = MetricLogger(0, run_dir, DummyTrainContext(), max_steps=100)
-    opened.start(step, hyperparameters={"lr": 0.1, "tracker": list(names)})
+    opened.start(step, hyperparameters={"lr": 0.1, "tracker": list(names)} | hyperparameters)
     return opened
 
 
@@ -146,6 +148,8 @@ def test_every_tracker_has_one_run_with_what_the_run_directory_holds(
     wait_for(lambda: len(mlflow_history("training/loss")) == 7 and len(stored_losses(master, "training")) == 7)
     killed.kill()
     killed.communicate()
+    mlflow_history("training/loss")
+    assert found[0]["info"]["status"] == "RUNNING"
     assert [trial.state for trial in master.trials.values()] == ["STATE_RUNNING"]
     first_losses = stored_losses(master, "training")
 
@@ -227,6 +231,22 @@ def test_a_run_that_reports_nothing_sends_heartbeats(
     opened = logger(tmp_path / "run", "determined")
     wait_for(lambda: len(master.bodies("/api/v1/trials/{trial}", "PATCH")) > 5)
     opened.close()
+
+
+def test_determined_shows_the_checkpoints_of_a_run_in_object_storage(tmp_path: Path, master: Master) -> None:
+    storage = fsspec.filesystem("memory")
+    first, second = str(uuid.uuid4()), str(uuid.uuid4())
+    opened = logger(tmp_path / "run", "determined", checkpoint_storage="memory://bucket/")
+    storage.pipe_file(f"/bucket/run/checkpoints/{first}/manifest.json", b"12345")
+    opened.log_checkpoint(4, first)
+    wait_for(lambda: master.checkpoints)
+    storage.pipe_file(f"/bucket/run/checkpoints/{second}/manifest.json", b"123")
+    storage.rm(f"/bucket/run/checkpoints/{first}", recursive=True)
+    opened.log_checkpoint(8, second)
+    opened.close()
+    shown = {c["uuid"]: (c["state"], c["metadata"]["steps_completed"], c["resources"]) for c in master.checkpoints}
+    assert shown[first] == ("STATE_DELETED", 4, {})
+    assert shown[second] == ("STATE_COMPLETED", 8, {"manifest.json": "3"})
 
 
 def test_determined_is_not_a_tracker_of_its_own_trials(message: Message) -> None:

@@ -143,6 +143,7 @@ class Determined(Client):
     """A trial of an unmanaged experiment. The master itself replaces reports of steps that are trained again."""
 
     def __init__(self, run: TrackedRun) -> None:
+        import fsspec
         from determined.common import api, util
         from determined.common.api import authentication, certs
 
@@ -156,8 +157,12 @@ class Determined(Client):
             self._session = api.Session(master, active, token, cert)
         else:
             raise RunError(f"no login at {master}: run det user login NAME, or set DET_USER and DET_PASS")
-        self._checkpoints, self._next_beat = run.directory.absolute() / "checkpoints", 0.0
-        storage = {"type": "directory", "container_path": str(self._checkpoints)}
+        self._next_beat, url = 0.0, run.hyperparameters.get("checkpoint_storage")
+        directory = str(run.directory.absolute() / "checkpoints")
+        self._files, self._root = fsspec.url_to_fs(
+            f"{url.rstrip('/')}/{run.name}/checkpoints" if url else directory, use_listings_cache=False
+        )
+        storage = {"type": "directory", "container_path": directory}
         config = {"name": run.name, "checkpoint_storage": storage, "searcher": {"name": "single", "metric": "loss"}}
         body = {"config": json.dumps(config), "unmanaged": True}
         experiment = self._call("put", f"experiments/by-external-id/{run.id}", body)["experiment"]["id"]
@@ -185,17 +190,18 @@ class Determined(Client):
             self._call("post", f"{self._trial}/metrics", {"group": group, "metrics": report})
 
     def _send_checkpoint(self, uuid: str, step: int, date: str) -> None:
-        saved = self._checkpoints / uuid
-        with suppress(FileNotFoundError):  # already deleted by retention
-            sizes = {path.name: str(path.stat().st_size) for path in saved.iterdir()}
-            body = {"uuid": uuid, "taskId": self._task_id, "reportTime": date, "resources": sizes, "training": {}}
+        sizes: dict[str, dict[str, str]] = {}
+        for path, file in self._files.find(self._root, detail=True).items():
+            name, _, inside = path.removeprefix(f"{self._root}/").partition("/")
+            sizes.setdefault(name, {})[inside] = str(file["size"])
+        if uuid in sizes:  # else already deleted by retention
+            body = {"uuid": uuid, "taskId": self._task_id, "reportTime": date, "resources": sizes[uuid], "training": {}}
             body |= {"state": "STATE_COMPLETED", "metadata": {"steps_completed": step}}
             self._call("post", "checkpoints", body)
         known = self._call("get", f"{self._trial}/checkpoints?states=STATE_COMPLETED")["checkpoints"]
-        gone = [each["uuid"] for each in known if not (self._checkpoints / each["uuid"]).exists()]
-        changes = [{"uuid": uuid, "resources": {"resources": {}}} for uuid in gone]
-        if changes:
-            self._call("patch", "checkpoints", {"checkpoints": changes})
+        gone = [{"uuid": each["uuid"], "resources": {"resources": {}}} for each in known if each["uuid"] not in sizes]
+        if gone:
+            self._call("patch", "checkpoints", {"checkpoints": gone})
 
     def keep_alive(self) -> None:
         if time.monotonic() >= self._next_beat:
