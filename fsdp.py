@@ -25,7 +25,7 @@ from determined import core  # noqa: E402
 
 from lm import config, lora, optim, parallelize, precision, sampling, seeds  # noqa: E402
 from lm.checkpoint import resume as resuming  # noqa: E402
-from lm.checkpoint.checkpointer import Checkpointer, Stateful  # noqa: E402
+from lm.checkpoint.checkpointer import Checkpointer, State  # noqa: E402
 from lm.checkpoint.manifest import Evaluation, TrainingProgress  # noqa: E402
 from lm.checkpoint.object_storage import stored  # noqa: E402
 from lm.data.loader import Loader  # noqa: E402
@@ -73,8 +73,9 @@ class Training:
     logger: MetricLogger
     preemption: PreemptionHandler
 
-    def state(self) -> dict[str, Stateful]:  # of a checkpoint
-        return {"model": lora.trained(self.model), "optim": self.optimizer, "scaler": self.scaler}
+    def state(self) -> State:  # of a checkpoint
+        optimizer, scaler = self.optimizer.state_dict(), self.scaler.state_dict()
+        return {"model": lora.trained(self.model), "optim": optimizer, "scaler": scaler}
 
     def is_due(self, step: int, rate: int | None) -> bool:
         return rate is not None and (step >= self.setup.max_steps or (step > 0 and step % rate == 0))
@@ -125,9 +126,7 @@ def execute(run: Run, dry_run: bool = False) -> int:
 
 def build(run: Run, setup: Setup, logger: MetricLogger) -> Training:
     """Build the sharded model, then the parts that work on it."""
-    hp, world, context, data = run.hp, run.world, run.context, setup.data
-    device, run_dir, distributed = world.device, run.run_dir, context.distributed
-    assert isinstance(distributed, TorchDistributedContext)
+    hp, world, device, context, run_dir = run.hp, run.world, run.world.device, run.context, run.run_dir
     announce("building the model")
     with torch.device("meta"):
         model = lora.add_adapters(Transformer(hp), hp, setup.dtype)
@@ -135,9 +134,9 @@ def build(run: Run, setup: Setup, logger: MetricLogger) -> Training:
     logger.info("\n".join([*setup.notes(hp), setup.summary(hp, world)]))
     optimizer = optim.Optimizer(hp, model.named_parameters())
     scaler = precision.LossScaler(setup.dtype, device)
-    loader = Loader(hp, data, setup.global_batch_size, world.rank, world.size, device)
-    where, thread_init = run_dir and run_dir.checkpoints, distributed.use_saver_group
-    checkpointer = Checkpointer(hp, context.checkpoint, world, where, data.tokenizer_files(), thread_init)
+    loader = Loader(hp, setup.data, setup.global_batch_size, world.rank, world.size, device)
+    checkpoints, files = run_dir and run_dir.checkpoints, setup.data.tokenizer_files()
+    checkpointer = Checkpointer(hp, context.checkpoint, world, checkpoints, files)
     accumulator = MetricsAccumulator(device, world, lora.flops_per_token(hp, hp), peak_flops(device, setup.dtype))
     asked = lambda: logger.stopped_by_search or master.should_preempt(context.preempt, run.info, world.rank)  # noqa: E731
     preemption = PreemptionHandler(world, asked)
@@ -193,7 +192,7 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
         t.logger.on_step_end()
         stopping, is_writing = t.preemption.decision(agreement)
         if t.checkpointer.is_pending and not is_writing:
-            commit(t)
+            t.logger.log_checkpoint(*t.checkpointer.commit())
         if not stopping and t.is_due(step, hp.report_rate):
             report(t, step)
         evaluation, stopping = (Evaluation(), True) if stopping else evaluate(t, step, Evaluation())
@@ -272,18 +271,13 @@ def save(t: Training, step: int, evaluation: Evaluation, wait: bool) -> None:
     state = t.loader.state_dict(), t.accumulator.state_dict()
     with t.accumulator.saving(), t.logger.status("saving"):
         if t.checkpointer.is_pending:
-            commit(t)
+            t.logger.log_checkpoint(*t.checkpointer.commit())
         dataset, sums = map(list, zip(*t.run.world.all_gather_object(state), strict=True))
         progress = {"step": step, "tokens": step * t.setup.tokens_per_step, "metric_sums": sums} | evaluation._asdict()
         progress = TrainingProgress(dataset_state=None if None in dataset else dataset, **progress)
         t.checkpointer.save(t.state(), t.setup.run_info, progress)
         if wait:
-            commit(t)
-
-
-def commit(t: Training) -> None:
-    """Wait until the checkpoint that is being written is complete on all ranks."""
-    t.logger.log_checkpoint(*t.checkpointer.commit())
+            t.logger.log_checkpoint(*t.checkpointer.commit())
 
 
 def finish(t: Training, step: int, stopped: bool) -> int:

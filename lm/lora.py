@@ -131,20 +131,13 @@ def flops_per_token(config: LoraConfig, model: ModelConfig) -> float:
     return flops - 2 * (weights + model.vocab_size * model.d_model) + 6 * n_trained(config, model)
 
 
-class Tensors(dict[str, Tensor]):
-    """Named tensors that a checkpointer saves and loads."""
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self
-
-
-def trained(model: nn.Module) -> Tensors:
+def trained(model: nn.Module) -> dict[str, Tensor]:
     """Return the live parameters that are trained; those of a checkpoint."""
     state = model.state_dict(keep_vars=True)  # FSDP reshards first
-    return Tensors({name: tensor.detach() for name, tensor in state.items() if tensor.requires_grad})
+    return {name: tensor.detach() for name, tensor in state.items() if tensor.requires_grad}
 
 
-class Adapters(Tensors):
+class Adapters(dict[str, Tensor]):
     """Adapters in one process, to be loaded and then merged into the weights of their base."""
 
     def __init__(self, config: LoraConfig, model: ModelConfig) -> None:

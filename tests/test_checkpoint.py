@@ -19,11 +19,11 @@ import pytest
 import torch
 from torch import nn
 
-from lm import lora
 from lm.checkpoint.__main__ import main
-from lm.checkpoint.checkpointer import CheckpointConfig, load_weights
+from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
 from lm.checkpoint.resume import ResumePlan, find_checkpoint, plan_resume, resume
+from lm.checkpoint.tensor_files import load_weights
 from lm.errors import ConfigError, RunError
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
@@ -196,9 +196,9 @@ def test_training_may_change_the_state_while_it_is_written(tmp_path: Path) -> No
         saved = []
         with opened(world, tmp_path, keep_checkpoints=None) as checkpointer:
             state = large(1.0)
-            checkpointer.allocate({"model": state})
+            checkpointer.allocate({"model": state.state_dict()})
             for step in (1, 2, 3):
-                checkpointer.save({"model": state}, RUN_INFO, progress(step))
+                checkpointer.save({"model": state.state_dict()}, RUN_INFO, progress(step))
                 checkpointer.protect_copy()
                 for tensor in state.values():
                     tensor.data.fill_(step + 1)
@@ -209,12 +209,12 @@ def test_training_may_change_the_state_while_it_is_written(tmp_path: Path) -> No
     assert any(was_writing for was_writing, _ in saved)
     for step, (_, name) in enumerate(saved, start=1):
         loaded = large(0.0)
-        load_weights(tmp_path / name, loaded)
+        load_weights(tmp_path / name, loaded.state_dict())
         assert all(bool((tensor == step).all()) for tensor in loaded.values())
 
 
 def test_copies_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path: Path, message: Message) -> None:
-    state = {"model": lora.Tensors(weight=torch.zeros(1).expand(1 << 40))}
+    state = {"model": {"weight": torch.zeros(1).expand(1 << 40)}}
 
     def refusal(world: World) -> ConfigError:
         with opened(world, tmp_path, async_checkpoint=False) as checkpointer:
@@ -362,7 +362,9 @@ def test_a_run_that_resumed_from_an_earlier_step_keeps_its_new_checkpoints(tmp_p
             first, second = (save(checkpointer, world, step) for step in (10, 20))
             flip(tmp_path / second / SHARDS[0])
             model = toy(-1)
-            manifest = resume(ResumePlan((second, first)), checkpointer, {"model": model}, RUN_INFO, None, log.append)
+            manifest = resume(
+                ResumePlan((second, first)), checkpointer, {"model": model.state_dict()}, RUN_INFO, None, log.append
+            )
             assert manifest is not None
             assert manifest.step == 10
             assert all(bool((parameter == 10).all()) for parameter in model.parameters())
@@ -386,7 +388,7 @@ def test_every_tensor_that_differs_is_listed_and_none_is_loaded(tmp_path: Path, 
             name = save(checkpointer, world, 1)
             for model, differences in ((other, 3), (fewer, 1)):
                 with pytest.raises(ConfigError) as refused:
-                    checkpointer.load(name, lambda _, model=model: {"model": model})
+                    checkpointer.load(name, lambda _, model=model: {"model": model.state_dict()})
                 assert len(refused.value.problems) == 1 + differences
                 assert all(bool((parameter == -1).all()) for parameter in model.parameters())
                 message(refused.value, mask=UUID)

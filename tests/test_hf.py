@@ -120,7 +120,7 @@ def save_checkpoint(model: Transformer, folder: Path) -> Path:
 
     def save(world: World) -> Path:
         with opened(world, folder) as checkpointer:
-            checkpointer.save({"model": model}, info, progress(1))
+            checkpointer.save({"model": model.state_dict()}, info, progress(1))
             return folder / checkpointer.commit()[1]
 
     return support.in_world(save)

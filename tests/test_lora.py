@@ -18,10 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from lm import config, generate, lora, optim, parallelize
-from lm.checkpoint import checkpointer
 from lm.checkpoint.manifest import Base, read_manifest
 from lm.checkpoint.resume import ResumePlan, resume
-from lm.checkpoint.tensor_files import read_headers
+from lm.checkpoint.tensor_files import load_weights, read_headers
 from lm.data.loader import Loader
 from lm.data.open import open_data
 from lm.errors import ConfigError
@@ -78,7 +77,7 @@ def adapters_of(checkpoint: Path) -> lora.Adapters:
 # ---- training ------------------------------------------------------------------------------
 
 
-def initial_adapters(hp: config.Hyperparameters, seed: int) -> lora.Tensors:
+def initial_adapters(hp: config.Hyperparameters, seed: int) -> dict[str, torch.Tensor]:
     model = lora.add_adapters(Transformer(hp), hp, None)
     parallelize.initialize(model, seed)
     return lora.trained(model)
@@ -414,7 +413,7 @@ def test_adapters_do_not_start_with_a_checkpoint_of_all_weights(tmp_path: Path, 
 
     def fork(world: World) -> None:
         with opened(world, tmp_path) as saver:
-            state = {"model": toy(1.0)}
+            state = {"model": toy(1.0).state_dict()}
             saver.save(state, RUN_INFO, progress(1))
             plan = ResumePlan(init_candidates=(str(tmp_path / saver.commit()[1]),))
             info = RUN_INFO.model_copy(update={"base": Base(source="base", files={})})
@@ -439,7 +438,7 @@ def test_a_checkpoint_can_be_the_base(tmp_path: Path, message: Message) -> None:
     assert manifest.base.source == str(source)
     model = hf_base.load_model(support.checkpoints(tmp_path)[2], torch.device("cpu"))
     base = Transformer(model.config)
-    checkpointer.load_weights(source, base)
+    load_weights(source, base.state_dict())
     changed = {name for name, p in model.named_parameters() if not p.equal(dict(base.named_parameters())[name])}
     assert changed == {name for name, p in base.named_parameters() if name.startswith("blocks") and p.ndim == 2}
 

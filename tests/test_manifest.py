@@ -21,7 +21,7 @@ from determined import core
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer, load_weights
+from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
@@ -35,6 +35,7 @@ from lm.checkpoint.manifest import (
 )
 from lm.checkpoint.resume import ResumePlan, completed_step, find_checkpoint, plan_resume
 from lm.checkpoint.retention import COMMITTED, Directory, SavedCheckpoint, expired
+from lm.checkpoint.tensor_files import load_weights
 from lm.determined.context import TorchDistributedContext
 from lm.errors import ConfigError
 from lm.runtime.world import World
@@ -75,7 +76,7 @@ def opened(world: World, folder: Path, **settings: Any) -> Iterator[Checkpointer
     distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
     with core.init(distributed=distributed, checkpoint_storage=str(folder)) as context:
         config = CheckpointConfig.model_validate(settings)
-        yield Checkpointer(config, context.checkpoint, world, folder, {}, distributed.use_saver_group)
+        yield Checkpointer(config, context.checkpoint, world, folder, {})
 
 
 def save(
@@ -84,7 +85,7 @@ def save(
     """Save a sharded `toy` with all values `step`, or `value` on this rank; return the directory's name."""
     model = toy(step if value is None else value)
     fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
-    checkpointer.save({"model": model}, RUN_INFO, progress(step, loss))
+    checkpointer.save({"model": model.state_dict()}, RUN_INFO, progress(step, loss))
     return checkpointer.commit()[1]
 
 
@@ -116,7 +117,7 @@ def refusal(folder: Path) -> str:
     """Why `folder` is not loaded; asserts that nothing was read from it."""
     model = toy(-1)
     with pytest.raises(CheckpointError) as refused:
-        load_weights(folder, model)
+        load_weights(folder, model.state_dict())
     assert all(bool((parameter == -1).all()) for parameter in model.parameters())
     return str(refused.value)
 
@@ -125,7 +126,7 @@ def test_a_loaded_checkpoint_equals_the_saved_state(saved: list[Path]) -> None:
     for folder, step in zip(saved, (5, 10), strict=True):
         assert sorted(files(folder)) == ["manifest.json", *SHARDS]
         model = toy(-1)
-        load_weights(folder, model)
+        load_weights(folder, model.state_dict())
         assert all(bool((parameter == step).all()) for parameter in model.parameters())
 
 
@@ -150,7 +151,7 @@ def test_a_thousand_of_a_thousand_corruptions_are_refused_with_the_file(saved: l
             assert any(str(victim / suspect) in message for suspect in suspects), kind
             (victim / name).write_bytes(content)
             n_refused += 1
-    load_weights(victim, toy(-1))
+    load_weights(victim, toy(-1).state_dict())
 
 
 def test_any_flipped_bit_in_the_manifest_is_found(victim: Path) -> None:
@@ -298,7 +299,7 @@ def test_no_payload_runs_in_place_of_tensors(as_zip: bool | None, victim: Path, 
 def test_files_that_the_manifest_does_not_list_are_not_opened(victim: Path, tmp_path: Path) -> None:
     for name in (".metadata", "model-00002-00000.safetensors", "model.pt"):
         (victim / name).write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
-    load_weights(victim, toy(-1))
+    load_weights(victim, toy(-1).state_dict())
     assert not (tmp_path / "ran").exists()
 
 
@@ -350,7 +351,7 @@ def test_a_manifest_that_lists_too_few_files_is_refused(victim: Path, message: M
     forge_manifest(victim, files={SHARDS[0]: record(victim / SHARDS[0]).model_dump()})
     model = toy(-1)
     with pytest.raises(ConfigError) as refused:
-        load_weights(victim, model)
+        load_weights(victim, model.state_dict())
     assert all(bool((parameter == -1).all()) for parameter in model.parameters())
     message(refused.value)
 

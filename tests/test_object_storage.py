@@ -128,7 +128,7 @@ def machine(world: World, url: str, folder: Path, keep: int | None = 2) -> Itera
         world.on_rank0(lambda: place.start(run_dir.path))
         config = CheckpointConfig.model_validate({"keep_checkpoints": keep})
         yield (
-            Checkpointer(config, context.checkpoint, world, run_dir.checkpoints, {}, distributed.use_saver_group),
+            Checkpointer(config, context.checkpoint, world, run_dir.checkpoints, {}),
             place,
         )
     tempfile.tempdir = None
@@ -138,7 +138,7 @@ def load(checkpointer: Checkpointer, world: World, checkpoint: str) -> tuple[int
     """The step of a checkpoint, and whether the loaded model is the one that was saved."""
     model = toy(-1)
     fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
-    step = checkpointer.load(checkpoint, lambda _: {"model": model}).step
+    step = checkpointer.load(checkpoint, lambda _: {"model": model.state_dict()}).step
     return step, all(bool((parameter.to_local() == step).all()) for parameter in model.parameters())  # type: ignore[attr-defined]
 
 

@@ -79,7 +79,7 @@ def use_storage(world: World, endpoint: str, folder: Path, action: Callable[...,
     context = Reporting(distributed, manager)
     context.reported = []
     config = CheckpointConfig.model_validate({"keep_checkpoints": 2})
-    return action(world, Checkpointer(config, context, world, None, {}, distributed.use_saver_group), context, local)
+    return action(world, Checkpointer(config, context, world, None, {}), context, local)
 
 
 OnTwoMachines = Callable[[Callable[..., Any]], list[Any]]
@@ -102,7 +102,7 @@ def save_and_load(world: World, checkpointer: Checkpointer, context: Reporting, 
     left_by_save = files_in(local)
     model = toy(-1)
     fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
-    manifest = checkpointer.load(uuids[3], lambda _: {"model": model})
+    manifest = checkpointer.load(uuids[3], lambda _: {"model": model.state_dict()})
     shards = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
     plan = ResumePlan((uuids[3],))
     return {
@@ -143,7 +143,7 @@ def damage_each_download(
             model = toy(-1)
             fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
             with pytest.raises(CheckpointError) as refused:
-                checkpointer.load(uuid, lambda _, model=model: {"model": model})
+                checkpointer.load(uuid, lambda _, model=model: {"model": model.state_dict()})
             errors.append((victim, name, str(refused.value)))
     return errors
 

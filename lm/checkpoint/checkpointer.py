@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from determined import core
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
 from lm.checkpoint import staging, tensor_files
 from lm.checkpoint.manifest import (
@@ -41,6 +40,7 @@ from lm.checkpoint.manifest import (
 )
 from lm.checkpoint.object_storage import ObjectStorage, Place, downloaded, is_url
 from lm.checkpoint.retention import Directory, SavedCheckpoint, expired, saved_checkpoint
+from lm.checkpoint.tensor_files import State
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.launch.environment import host_memory
@@ -78,22 +78,13 @@ class CheckpointConfig(BaseModel):
     )
 
 
-class Stateful(Protocol):
-    """An object whose tensors are saved and loaded."""
-
-    def state_dict(self) -> Mapping[str, Tensor]:
-        """Return the live tensors by name: saving reads them, loading writes into them."""
-        ...
-
-
 class Checkpointer:
-    """Saves and loads the tensors of named stateful objects, on all ranks together.
+    """Saves and loads the state of a run, on all ranks together.
 
     Args:
         directory: the run's checkpoints, or with object storage the temporary directories of transfers; None on a
             cluster.
         extra_files: further files of every checkpoint, by name.
-        thread_init: called first in every writing thread, to select its process group.
     """
 
     def __init__(
@@ -103,7 +94,6 @@ class Checkpointer:
         world: World,
         directory: Path | None,
         extra_files: Mapping[str, bytes],
-        thread_init: Callable[[], None],
     ) -> None:
         self._config = config
         self._context = context
@@ -113,7 +103,6 @@ class Checkpointer:
         self._place: Place | None = manager if isinstance(manager, ObjectStorage) else on_disk
         self._directory = directory
         self._extra_files = extra_files
-        self._thread_init = thread_init
         self._writes_in_place = manager.store_path_is_direct_access()
         self._starts: dict[str, dict[str, int]] = {}  # first rows of the slices that this rank writes
         self._stager: staging.Stager | None = None
@@ -122,14 +111,14 @@ class Checkpointer:
         self._newest: str | None = None  # complete checkpoint of this run
         self._damaged: set[str] = set()
 
-    def allocate(self, state: Mapping[str, Stateful], log: Callable[[str], None] = lambda _: None) -> None:
+    def allocate(self, state: State, log: Callable[[str], None] = lambda _: None) -> None:
         """Choose the slices that this rank writes and, for asynchronous saves, start to allocate memory for a copy.
 
         Raises:
             ConfigError: the copies of this machine's ranks do not fit into its memory.
         """
         rank, size, node = self.world.rank, self.world.size, self.world.launch.node_rank
-        slices = {part: tensor_files.owned_rows(holder.state_dict(), rank, size) for part, holder in state.items()}
+        slices = {part: tensor_files.owned_rows(tensors, rank, size) for part, tensors in state.items()}
         self._starts = {part: {name: start for name, (_, start) in owned.items()} for part, owned in slices.items()}
         if not self._config.async_checkpoint:
             return
@@ -148,7 +137,7 @@ class Checkpointer:
         log(f"asynchronous checkpoints: {needed / 2**30:.2f} GiB of host memory per node")
         self._stager = staging.Stager(n_bytes, self.world.device)
 
-    def save(self, state: Mapping[str, Stateful], run_info: RunInfo, progress: TrainingProgress) -> None:
+    def save(self, state: State, run_info: RunInfo, progress: TrainingProgress) -> None:
         """Start to copy `state` to host memory and to write it; `is_pending` until `commit`.
 
         Until `protect_copy`, or without `async_checkpoint` until `commit`, the state must not change.
@@ -159,7 +148,6 @@ class Checkpointer:
 
         def write() -> None:
             try:
-                self._thread_init()
                 if self._stager is not None:
                     self._stager.synchronize()
                 result.set_result(self._write(staged, run_info, progress))
@@ -174,14 +162,13 @@ class Checkpointer:
         thread.start()
         self._writing = thread, result
 
-    def _stage(self, state: Mapping[str, Stateful]) -> staging.Slices:
+    def _stage(self, state: State) -> staging.Slices:
         """Return the slices that this rank writes: copies of them, or without `async_checkpoint` the live ones."""
         if not self._starts:
             self.allocate(state)
         slices: staging.Slices = {}
         for part, starts in self._starts.items():
-            tensors = state[part].state_dict()
-            slices[part] = {name: (tensor_files.to_local(tensors[name]), start) for name, start in starts.items()}
+            slices[part] = {name: (tensor_files.to_local(state[part][name]), start) for name, start in starts.items()}
         return slices if self._stager is None else self._stager.copy(slices)
 
     def protect_copy(self) -> None:
@@ -334,17 +321,17 @@ class Checkpointer:
             return nullcontext(Path(checkpoint))
         return self._context.restore_path(checkpoint)
 
-    def load(self, checkpoint: str, select: Callable[[Manifest], Mapping[str, Stateful]]) -> Manifest:
-        """Verify a checkpoint, load it into the objects that `select` returns, and return its manifest.
+    def load(self, checkpoint: str, select: Callable[[Manifest], State]) -> Manifest:
+        """Verify a checkpoint, load it into the state that `select` returns, and return its manifest.
 
         Args:
             checkpoint: UUID from `commit`, or the absolute path of a directory, or a URL.
-            select: returns the objects to load for a manifest, or raises to refuse it.
+            select: returns the state to load for a manifest, or raises to refuse it.
 
         Raises:
             CheckpointError: the checkpoint is damaged; no state changed, unless it holds inf or NaN, or a file was
                 changed while it was read.
-            ConfigError: its tensors differ from the objects'; lists every difference, no state changed.
+            ConfigError: its tensors differ from the state's; lists every difference, no state changed.
         """
         with self._open(checkpoint) as path:
             seen = self.world.all_gather_object((path / MANIFEST).is_file())
@@ -354,8 +341,8 @@ class Checkpointer:
             try:
                 manifest = self.world.all_or_none(lambda: self._verify(path))
                 state = select(manifest)
-                sources = self.world.all_or_none(lambda: find_tensors(path, manifest, state))
-                self.world.all_or_none(lambda: _read_tensors(sources))
+                sources = self.world.all_or_none(lambda: tensor_files.find_tensors(path, manifest, state))
+                self.world.all_or_none(lambda: tensor_files.read_tensors(sources))
             except CheckpointError as error:
                 self._damaged.add(path.name)
                 if not is_url(checkpoint):
@@ -381,52 +368,3 @@ def _explained(path: Path, rank: int, needed: int) -> Iterator[None]:
         free = shutil.disk_usage(path).free
         problem = f"rank {rank} cannot write: {error.strerror or error}"
         raise RunError(f"{path}: {problem}; a checkpoint needs {needed:,} bytes, {free:,} are free") from None
-
-
-def find_tensors(
-    directory: Path, manifest: Manifest, state: Mapping[str, Stateful]
-) -> dict[str, tuple[Tensor, tensor_files.Source]]:
-    """Return each tensor of `state` and its slices in the checkpoint, by "object.tensor"; no values are read.
-
-    Raises:
-        CheckpointError: a file's header is damaged, or slices do not cover their tensor exactly once.
-        ConfigError: lists 20 of the tensors that are missing, unexpected, or of another shape or dtype.
-    """
-    found: dict[str, tuple[Tensor, tensor_files.Source]] = {}
-    problems: list[str] = []
-    for part, wanted in ((part, tensors) for part, holder in state.items() if (tensors := holder.state_dict())):
-        files = [directory / name for name in sorted(manifest.files) if name.startswith(f"{part}-")]
-        saved = tensor_files.read_headers(files)
-        problems += [f"{part}.{name}: only in the checkpoint" for name in saved if name not in wanted]
-        for name, tensor in wanted.items():
-            if not (slices := saved.get(name)):
-                problems.append(f"{part}.{name}: not in the checkpoint")
-                continue
-            shape, dtype = tensor_files.full_shape(slices), slices[0].dtype
-            if shape is None:
-                raise CheckpointError(f"{directory}: damaged: {part}.{name} is not covered exactly once by its slices")
-            if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
-                now = f"now {list(tensor.shape)} {tensor.dtype}"
-                problems.append(f"{part}.{name}: {list(shape)} {dtype} in the checkpoint, {now}")
-            found[f"{part}.{name}"] = tensor, tensor_files.Source(slices)
-    if problems:
-        more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
-        raise ConfigError(f"{directory}: the tensors differ from the model's:", *problems[:20], *more)
-    return found
-
-
-def _read_tensors(sources: Mapping[str, tuple[Tensor, tensor_files.Source]]) -> None:
-    for tensor, source in sources.values():
-        tensor_files.read_into(tensor, source)
-
-
-def load_weights(directory: Path, model: Stateful) -> None:
-    """Load the trained weights of the checkpoint in `directory` into `model` in a single process.
-
-    Raises:
-        CheckpointError: a file is damaged.
-        ConfigError: the tensors differ from the model's.
-    """
-    manifest = read_manifest(directory)
-    verify(directory, manifest)
-    _read_tensors(find_tensors(directory, manifest, {"model": model}))

@@ -26,7 +26,7 @@ from typing import Any
 import determined as det
 from determined import core
 
-from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer, Stateful
+from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer, State
 from lm.checkpoint.manifest import (
     FILE_NAME,
     MANIFEST,
@@ -233,7 +233,7 @@ def _is_intact(plan: ResumePlan, world: World) -> bool:
 def resume(
     plan: ResumePlan,
     checkpointer: Checkpointer,
-    state: Mapping[str, Stateful],
+    state: State,
     run_info: RunInfo,
     cluster_info: det.ClusterInfo | None,
     log: Callable[[str], None],
@@ -258,7 +258,7 @@ def resume(
         is_fork = cluster_info is not None and manifest.trial_id != cluster_info.trial.trial_id
         return bool(plan.resume_candidates) and not is_fork
 
-    def select(manifest: Manifest) -> Mapping[str, Stateful]:
+    def select(manifest: Manifest) -> State:
         compare = _compare_runs if is_resumable(manifest) else _compare_models
         for change in compare(manifest, run_info):
             log(f"changed: {printable(change)}")

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lm.checkpoint.manifest import CheckpointError
+from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
+from lm.errors import ConfigError
 from lm.fileio import MAX_JSON_BYTES, MAX_SLICES, open_regular, sync
 
 DTYPES = {
@@ -47,6 +48,10 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_FILE_BYTES = 2 << 30
 READ_BYTES = 64 << 20
 """Read at a time, so that memory stays near the size of the tensors."""
+
+
+State = Mapping[str, Mapping[str, Tensor]]
+"""Live tensors by object, e.g. "model", and name: saving reads them, loading writes into them."""
 
 
 class TensorSlice(NamedTuple):
@@ -278,3 +283,51 @@ def _read_rows(piece: TensorSlice, first: int, last: int) -> Iterator[tuple[int,
             yield start, torch.frombuffer(buffer, dtype=piece.dtype).view(count, *piece.shape[1:])
     finally:
         os.close(file)
+
+
+def find_tensors(directory: Path, manifest: Manifest, state: State) -> dict[str, tuple[Tensor, Source]]:
+    """Return each tensor of `state` and its slices in the checkpoint, by "object.tensor"; no values are read.
+
+    Raises:
+        CheckpointError: a file's header is damaged, or slices do not cover their tensor exactly once.
+        ConfigError: lists 20 of the tensors that are missing, unexpected, or of another shape or dtype.
+    """
+    found: dict[str, tuple[Tensor, Source]] = {}
+    problems: list[str] = []
+    for part, wanted in ((part, tensors) for part, tensors in state.items() if tensors):
+        files = [directory / name for name in sorted(manifest.files) if name.startswith(f"{part}-")]
+        saved = read_headers(files)
+        problems += [f"{part}.{name}: only in the checkpoint" for name in saved if name not in wanted]
+        for name, tensor in wanted.items():
+            if not (slices := saved.get(name)):
+                problems.append(f"{part}.{name}: not in the checkpoint")
+                continue
+            shape, dtype = full_shape(slices), slices[0].dtype
+            if shape is None:
+                raise CheckpointError(f"{directory}: damaged: {part}.{name} is not covered exactly once by its slices")
+            if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
+                now = f"now {list(tensor.shape)} {tensor.dtype}"
+                problems.append(f"{part}.{name}: {list(shape)} {dtype} in the checkpoint, {now}")
+            found[f"{part}.{name}"] = tensor, Source(slices)
+    if problems:
+        more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
+        raise ConfigError(f"{directory}: the tensors differ from the model's:", *problems[:20], *more)
+    return found
+
+
+def read_tensors(sources: Mapping[str, tuple[Tensor, Source]]) -> None:
+    """Fill this rank's slices of the tensors that `find_tensors` returned; see `read_into`."""
+    for tensor, source in sources.values():
+        read_into(tensor, source)
+
+
+def load_weights(directory: Path, weights: Mapping[str, Tensor]) -> None:
+    """Load the trained weights of the checkpoint in `directory` into `weights` in a single process.
+
+    Raises:
+        CheckpointError: a file is damaged.
+        ConfigError: the tensors differ from the model's.
+    """
+    manifest = read_manifest(directory)
+    verify(directory, manifest)
+    read_tensors(find_tensors(directory, manifest, {"model": weights}))

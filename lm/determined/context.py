@@ -15,7 +15,8 @@ class TorchDistributedContext(core.DistributedContext):
     """Core API `DistributedContext` whose collectives run on the process groups of the run, with their timeout.
 
     Determined's own contexts open a port on all interfaces, unpickle what they receive there, and have no timeout.
-    The process groups are those of `lm.runtime.world.World`.
+    The process groups are those of `lm.runtime.world.World`: `control` in the main thread, `saver` in the thread that
+    writes checkpoints.
     """
 
     def __init__(
@@ -28,11 +29,6 @@ class TorchDistributedContext(core.DistributedContext):
         self.local_rank, self.local_size = launch.local_rank, launch.local_size
         self.cross_rank, self.cross_size = launch.node_rank, launch.world_size // launch.local_size
         self._is_chief, self._is_local_chief = launch.rank == 0, launch.local_rank == 0
-        self._thread = threading.local()
-
-    def use_saver_group(self) -> None:
-        """Use the saver group for all later collectives of the calling thread."""
-        self._thread.group = self._saver
 
     def close(self) -> None:
         """Do nothing: `join_world` destroys the process groups."""
@@ -40,7 +36,8 @@ class TorchDistributedContext(core.DistributedContext):
     # The collectives, which the base class documents.
 
     def allgather(self, stuff: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        group = group or getattr(self._thread, "group", self._control)
+        is_main = threading.current_thread() is threading.main_thread()
+        group = group or (self._control if is_main else self._saver)
         values: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(values, stuff, group=group)
         return values

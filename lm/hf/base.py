@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from lm.checkpoint.checkpointer import load_weights
 from lm.checkpoint.manifest import MANIFEST, Base, FileRecord, Manifest, model_of, read_manifest, record, verify
 from lm.checkpoint.resume import find_checkpoint, refuse_adapters
+from lm.checkpoint.tensor_files import load_weights
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.hf import weights
 from lm.lora import Adapters, LoraConfig, n_trained
@@ -100,7 +100,7 @@ def load_model(folder: Path, device: torch.device, moved: Path | None = None) ->
         model = Transformer(model_of(folder, manifest))
     model.to_empty(device=device)
     if opened is None:
-        load_weights(folder, model)
+        load_weights(folder, model.state_dict())
         return model
     weights.read_folder(opened, model)
     adapters = read_adapters(folder, manifest)

@@ -14,10 +14,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lm.checkpoint.checkpointer import find_tensors
 from lm.checkpoint.manifest import MANIFEST, model_of, read_manifest
 from lm.checkpoint.resume import compare_structures
-from lm.checkpoint.tensor_files import Source, TensorSlice, full_shape, local_rows, read_headers, read_into
+from lm.checkpoint.tensor_files import (
+    Source,
+    TensorSlice,
+    find_tensors,
+    full_shape,
+    local_rows,
+    read_headers,
+    read_into,
+)
 from lm.data import tokenizer
 from lm.data.files import download
 from lm.errors import ConfigError, oserror_as_config_error
@@ -163,7 +170,7 @@ def find_weights(folder: Path, config: ModelConfig) -> tuple[dict[str, Source], 
     manifest = read_manifest(folder)
     compare_structures(model_of(folder, manifest), config)
     with torch.device("meta"):
-        found = find_tensors(folder, manifest, {"model": Transformer(config)})
+        found = find_tensors(folder, manifest, {"model": Transformer(config).state_dict()})
     return {name.removeprefix("model."): source for name, (_, source) in found.items()}, None
 
 
