@@ -6,7 +6,7 @@
 4  lm.config, lm.hf                                              all hyperparameters; Hugging Face models in and out
 3  lm.checkpoint                                                 save, verify, retain, resume
 2  lm.parallelize, lm.metrics, lm.data, lm.profiling             what a step is made of
-1  lm.precision, lm.optim, lm.lora, lm.offload, lm.sampling, lm.runtime, lm.determined
+1  lm.precision, lm.float8, lm.optim, lm.lora, lm.offload, lm.sampling, lm.runtime, lm.determined
 0  model.py, lm.launch, lm.seeds, lm.fileio, lm.strict_yaml      import nothing of ours but lm.errors
 
 A name is a module or a package. Inside a package, files import each other in one direction.

@@ -11,7 +11,6 @@ All sharding strategies are `fully_shard` over a mesh of R replicas ("replicate"
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch._functorch import config as partitioner
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.attention import SDPBackend
@@ -30,9 +29,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lm import lora, seeds
 from lm.errors import ConfigError
+from lm.float8 import compute_scales, convert_to_float8
 from lm.launch.environment import announce
 from lm.offload import ActivationOffload
-from lm.precision import mixed_precision_policy
 from model import ModelConfig, Transformer
 
 
@@ -119,7 +118,7 @@ def parallelize(
     """Transform `model`, on the meta device, in place, and initialize this rank's shard of the weights.
 
     Args:
-        mesh: with the dimension "shard" and, if there are several replicas, "replicate".
+        mesh: of the dimension "shard", or of "replicate" and "shard".
         seed: of the initial weights, which depend neither on the world size nor on the strategy.
         float8: torchao's recipe for the blocks' matrix products.
     """
@@ -132,7 +131,7 @@ def parallelize(
     # those of model.py.
     # 1. Float8 matrix products: other modules with the same parameters.
     if float8:
-        _use_float8(model.blocks, float8, on_gpu, 1 if config.cpu_offload else mesh["shard"].size())
+        convert_to_float8(model.blocks, float8, on_gpu, 1 if config.cpu_offload else mesh["shard"].size())
     for block in model.blocks:
         # 2. Activation checkpointing, inside the compiled region.
         if config.activation_checkpointing != "none":
@@ -148,11 +147,12 @@ def parallelize(
     # 4. Activation offloading, outside the compiled region, to see the tensors that it saves.
     if config.activation_offload:
         ActivationOffload(list(model.blocks), mesh.device_type)
-    # 5. FSDP, unit by unit, then the root with the remaining parameters.
+    # 5. FSDP, unit by unit, then the root with the remaining parameters. It does not cast inputs: embeddings already
+    # have `dtype`, and the rotary angles have to stay float32.
     shard: Any = partial(
         fully_shard,
-        mesh=mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["shard"],
-        mp_policy=mixed_precision_policy(dtype, getattr(torch, config.reduce_dtype)),
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(dtype, getattr(torch, config.reduce_dtype), cast_forward_inputs=False),
         reshard_after_forward=config.reshard_after_forward,
         offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if config.cpu_offload else OffloadPolicy(),
     )
@@ -160,7 +160,7 @@ def parallelize(
         shard(unit)
     shard(model)
     if float8 == "tensorwise":  # before FSDP's hook, in which the streams of its all-gathers wait for the scales
-        model.register_forward_pre_hook(_compute_scales, prepend=True)
+        model.register_forward_pre_hook(compute_scales, prepend=True)
     for last in (model, model.head):  # backward starts with them
         if isinstance(last, FSDPModule):
             last.set_reshard_after_forward(False, recurse=False)
@@ -193,32 +193,6 @@ def _use_deterministic_kernels() -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore  # nothing reads it
     inductor.deterministic = True  # does not choose among kernels by their speed, which varies
-
-
-def _use_float8(blocks: nn.Module, recipe: str, on_gpu: bool, shards: int) -> None:
-    from torch._inductor import config as inductor
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
-
-    def is_supported(module: nn.Module, _name: str) -> bool:  # float8 kernels need multiples of 16
-        return isinstance(module, nn.Linear) and module.in_features % 16 == 0 == module.out_features % 16
-
-    is_used = is_supported
-    if recipe == "rowwise" and on_gpu:
-        is_used = _auto_filter_for_recipe(recipe, [])  # small layers would be slower than in bfloat16
-        inductor.emulate_precision_casts = True  # otherwise RMSNorm before such a layer can give NaN (pytorch#150859)
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    is_even = all(layer.out_features % shards == 0 for layer in blocks.modules() if isinstance(layer, nn.Linear))
-    if recipe == "tensorwise" and shards > 1 and is_even:
-        config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)  # converts shards, then gathers them
-    convert_to_float8_training(blocks, config=config, module_filter_fn=is_used)
-
-
-def _compute_scales(model: nn.Module, _inputs: Any) -> None:
-    """Compute the scales of all weights that are all-gathered in float8, with one all-reduce."""
-    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-
-    precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 SAVE_OPS = {

@@ -1,4 +1,4 @@
-"""Mixed precision: the compute dtype on this device, FSDP's policy for it, and loss scaling for float16.
+"""Mixed precision: the compute dtype on this device, and loss scaling for float16.
 
 Parameters are always float32, as the optimizer updates them; FSDP all-gathers a copy in the compute dtype and reduces
 gradients in `reduce_dtype`.
@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lm.errors import ConfigError
 
@@ -70,14 +69,6 @@ def _cpu_has_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def mixed_precision_policy(dtype: torch.dtype | None, reduce_dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Return FSDP's policy for compute in `dtype` and the reduction of gradients in `reduce_dtype`.
-
-    It does not cast inputs: embeddings already have `dtype`, and the rotary angles have to stay float32.
-    """
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-
-
 class LossScaler:
     """Dynamic loss scaling for float16 (Micikevicius et al., 2018), without synchronizing with the device.
 
@@ -88,13 +79,12 @@ class LossScaler:
     GROWTH_INTERVAL = 2000
 
     def __init__(self, dtype: torch.dtype | None, device: torch.device) -> None:
-        self.enabled = dtype == torch.float16
-        self.scale: Tensor | float = torch.full((), 2.0**16, device=device) if self.enabled else 1.0
+        self.scale: Tensor | float = torch.full((), 2.0**16, device=device) if dtype == torch.float16 else 1.0
         self._steps_since_change = torch.zeros((), device=device)
 
     def update(self, skipped: Tensor) -> None:
         """Update the scale after a step; `skipped` is 1.0 if the optimizer skipped it, else 0.0 (a scalar)."""
-        if not self.enabled:
+        if not isinstance(self.scale, Tensor):
             return
         self._steps_since_change = (self._steps_since_change + 1) * (1 - skipped)
         grow = (self._steps_since_change >= self.GROWTH_INTERVAL).float()

@@ -1,4 +1,4 @@
-"""The compute dtype suits the device, parameters and reductions stay float32, and float16's loss scale adapts."""
+"""The compute dtype suits the device, and float16's loss scale adapts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lm.errors import ConfigError
-from lm.precision import LossScaler, PrecisionConfig, compute_dtype, mixed_precision_policy
+from lm.precision import LossScaler, PrecisionConfig, compute_dtype
 from tests.conftest import Message
 
 CPU = torch.device("cpu")
@@ -48,12 +48,6 @@ def test_float8_needs_bfloat16_and_torchao(monkeypatch: pytest.MonkeyPatch, mess
         dtype_of(amp_dtype="bfloat16", float8="tensorwise")
     message(error.value)
     assert error.value.keys == {"float8"}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
-def test_gradients_are_reduced_in_float32(dtype: torch.dtype | None) -> None:
-    policy = mixed_precision_policy(dtype, torch.float32)
-    assert (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs) == (dtype, torch.float32, False)
 
 
 def test_the_scale_halves_after_a_skipped_step_and_doubles_after_an_interval() -> None:
