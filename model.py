@@ -478,14 +478,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, size: int, needs_grad: bool, function: ChunkCrossEntropy
     ) -> Tensor:
-        """Return the sum in nats, a float32 scalar.
-
-        Args:
-            x, weight, targets: `(N, D)`, `(V, D)`, `(N,)`.
-            size: how many of the N targets form a chunk.
-            needs_grad: whether the backward pass will run.
-            function: `chunk_cross_entropy`, or its compiled form.
-        """
+        """Return the sum in nats, a float32 scalar, of chunks of `size` targets; see `chunk_cross_entropy`."""
         loss_sum, x_grads, weight_grad = torch.zeros((), device=x.device), [], None
         for x_chunk, target_chunk in zip(x.split(size), targets.split(size), strict=True):
             chunk_sum, x_grad, weight_term = function(x_chunk, weight, target_chunk, needs_grad)

@@ -87,7 +87,7 @@ class Setup:
         """Return one line about the model, how it is sharded, and the size of a step."""
         dtype = f"float8 {hp.float8}" if hp.float8 else str(self.dtype or torch.float32).removeprefix("torch.")
         attention = parallelize.attention_kernel(hp, self.data.has_document_ids, self.dtype, world.device)
-        samples = self.data.samples_per_epoch
+        samples = self.data.train.samples_per_epoch
         epoch = f"{samples / self.global_batch_size:,.0f} steps per epoch" if samples else "streamed"
         adapters = f" and {lora.n_trained(hp, hp) / 1e6:,.1f}M in adapters" if hp.lora_rank else ""
         return (
@@ -179,7 +179,7 @@ def _check(
     if info and "determined" in (hp.tracker or ()):
         problem = "tracker: determined is for runs outside Determined, and this is a trial; remove determined"
         raise ConfigError(problem, keys=("tracker",))
-    max_steps = hp.run_length(data.samples_per_epoch and data.samples_per_epoch / batch_size)
+    max_steps = hp.run_length(data.train.samples_per_epoch and data.train.samples_per_epoch / batch_size)
     hyperparameters = hp.model_dump(mode="json") | {"seed": seed, "max_steps": max_steps or None}
     run_info = RunInfo(
         sharding=hp.sharding,

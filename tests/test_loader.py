@@ -162,7 +162,7 @@ def test_synthetic_data_with_files_are_an_error(key: str, message: Message) -> N
 
 def test_synthetic_samples_are_ten_batches_that_are_the_same_on_every_machine() -> None:
     data, other = (open_data(config(), vocab_size=100, seq_len=8, global_batch_size=3, seed=seed) for seed in (42, 1))
-    assert data.samples_per_epoch == len(data.validation) == 30
+    assert data.train.samples_per_epoch == len(data.validation) == 30
     datasets = (train_dataset(data), data.validation, train_dataset(other))
     samples = [ids_in(dataset, i) for dataset in datasets for i in range(20)]
     assert samples[0] == [56, 43, 75, 98, 24, 50, 40, 12, 66]
@@ -209,7 +209,7 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_an_error(tmp_path: Path, me
 
 def test_fewer_samples_than_one_batch_are_an_error(tmp_path: Path, message: Message) -> None:
     (tmp_path / "a.txt").write_text("x" * 99)
-    assert open_text(tmp_path, val_data=str(tmp_path), total=9).samples_per_epoch == 9
+    assert open_text(tmp_path, val_data=str(tmp_path), total=9).train.samples_per_epoch == 9
     (tmp_path / "b").mkdir()
     (tmp_path / "b/b.txt").write_text("x")
     for key, total, val_data in (("train_data", 10, str(tmp_path)), ("val_data", 2, str(tmp_path / "b"))):
@@ -232,7 +232,7 @@ def test_the_fingerprint_depends_only_on_the_data(tmp_path: Path) -> None:
 def test_one_sequence_is_held_out_of_a_short_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 99)
     data = open_text(tmp_path)
-    assert (data.samples_per_epoch, len(data.validation)) == (8, 1)
+    assert (data.train.samples_per_epoch, len(data.validation)) == (8, 1)
 
 
 def test_bits_per_byte_count_the_text_of_the_validated_targets_on_any_ranks(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_every_20th_line_is_held_out_unless_val_data_are_given(tmp_path: Path, m
     data = open_lines(tmp_path, *lines, train_data=f"{tmp_path}/*.jsonl", without="val_data", packing=False)
     held_out = [chr(data.validation[i].inputs[0]) for i in range(len(data.validation))]
     assert held_out == ["A", "U", "b"]
-    assert data.samples_per_epoch == 38
+    assert data.train.samples_per_epoch == 38
     message(data.notes)
     assert len(open_lines(tmp_path, *lines, packing=False).validation) == 38
 

@@ -155,7 +155,7 @@ def test_the_tail_of_each_of_few_documents_is_held_out(tmp_path: Path, message: 
     assert tokenizer.decode([*text[:-1], *tail[:-1]]) == "To be, or not to be. " * 50
     data = {"dataset": "tokens", "train_data": str(out), "val_data": str(out)}
     opened = open_data(DataConfig.model_validate(data), 257, 16, 1, 0)
-    assert (opened.samples_per_epoch, len(opened.validation)) == (59, 6)
+    assert (opened.train.samples_per_epoch, len(opened.validation)) == (59, 6)
 
 
 def test_a_vocabulary_that_exceeds_uint16_uses_uint32(tmp_path: Path) -> None:

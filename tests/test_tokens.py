@@ -108,7 +108,7 @@ def both(folder: Path, count: int = 50, **changes: Any) -> Path:
 
 def test_a_folder_holds_training_and_validation_data(tmp_path: Path) -> None:
     data = opened(str(both(tmp_path)))
-    assert (data.samples_per_epoch, len(data.validation), data.tokenizer) == (12, 12, None)
+    assert (data.train.samples_per_epoch, len(data.validation), data.tokenizer) == (12, 12, None)
     write(tmp_path, range(30), "validation")
     assert len(opened(str(tmp_path / "train.json")).validation) == 7
     for val_data in (tmp_path, tmp_path / "train.json", write(tmp_path / "other", range(50)).parent):
@@ -119,7 +119,7 @@ def test_a_folder_holds_training_and_validation_data(tmp_path: Path) -> None:
 def test_several_folders_are_mixed_by_weight(tmp_path: Path) -> None:
     one, two = str(both(tmp_path / "one")), str(both(tmp_path / "two", 90))
     data = opened({one: 3, two: 1})
-    assert data.samples_per_epoch == 12 + 22
+    assert data.train.samples_per_epoch == 12 + 22
     assert data.fingerprints()["data"]["train"].count("tokens, crc32c") == 2
     assert opened({one: 6, two: 2}).fingerprints() == data.fingerprints()
     assert opened({one: 1, two: 1}).fingerprints() != data.fingerprints()

@@ -102,11 +102,6 @@ class Data:
     """all, unless they are streamed"""
 
     @property
-    def samples_per_epoch(self) -> int | None:
-        """Training samples over all ranks; None = unknown, because they are streamed."""
-        return self.train.samples_per_epoch
-
-    @property
     def has_document_ids(self) -> bool:
         """Whether attention is restricted to documents."""
         return self.validation[0].document_ids is not None
@@ -150,14 +145,13 @@ def open_data(
     else:
         match config.dataset:
             case "synthetic":
-                opened = _open_synthetic(config, vocab_size, seq_len, SYNTHETIC_BATCHES * global_batch_size, seed)
+                train, validation, tokenizer = _open_synthetic(config, vocab_size, seq_len, global_batch_size, seed)
             case "text":
-                opened = _open_text(config, seq_len)
+                train, validation, tokenizer = _open_text(config, seq_len)
             case "tokens":
-                opened = _open_tokens(config, vocab_size, seq_len)
+                train, validation, tokenizer = _open_tokens(config, vocab_size, seq_len)
             case "jsonl":
-                opened = _open_jsonl(config, seq_len)
-        train, validation, tokenizer = opened
+                train, validation, tokenizer = _open_jsonl(config, seq_len)
         weights = list(config.train_data.values()) if isinstance(config.train_data, dict) else [1.0]
         source = SampledSource(train, weights, global_batch_size, dp_rank, dp_size, seed, config.shuffle)
         datasets = [*(("train_data", dataset) for dataset in train), ("val_data", validation)]
@@ -166,7 +160,7 @@ def open_data(
             counts = f"{len(validation):,} of {len(validation) + len(train[0]):,} sequences"
             notes.append(f"val_data: null: {counts} of train_data are held out for validation")
         data = Data(source, validation, tokenizer, notes, [*train, validation])
-    tokenizer, n_samples = data.tokenizer, data.samples_per_epoch
+    tokenizer, n_samples = data.tokenizer, data.train.samples_per_epoch
     if tokenizer and tokenizer.vocab_size > vocab_size:
         problem = f"vocab_size: {vocab_size} is less than the {tokenizer.vocab_size} ids of tokenizer"
         raise _error(f"{problem} {tokenizer.identity}; use {tokenizer.vocab_size} or more, or null", "tokenizer")
@@ -197,12 +191,12 @@ Opened = tuple[Sequence[Dataset], Dataset, Tokenizer | None]
 """Training datasets, validation dataset, and their tokenizer."""
 
 
-def _open_synthetic(config: DataConfig, vocab_size: int, seq_len: int, n_samples: int, seed: int) -> Opened:
+def _open_synthetic(config: DataConfig, vocab_size: int, seq_len: int, global_batch_size: int, seed: int) -> Opened:
     for key in ("train_data", "val_data", "tokenizer"):
         if getattr(config, key) is not None:
             problem = f"{key}: dataset: synthetic reads no data; remove it, or choose text, tokens, jsonl or hf"
             raise _error(problem, "dataset")
-    parts = ("training", "validation")
+    n_samples, parts = SYNTHETIC_BATCHES * global_batch_size, ("training", "validation")
     train, validation = (SyntheticDataset(vocab_size, seq_len, n_samples, (seed, part)) for part in parts)
     return [train], validation, None
 

@@ -79,10 +79,8 @@ def _quotas(weights: Sequence[float]) -> list[int]:
 class SampledSource:
     """Training source of map-style datasets: global batch k holds samples `order[k * B : (k + 1) * B]`.
 
-    The order does not depend on the number of ranks; each rank trains on its slice. B is `global_batch_size`.
-
-    Args:
-        weights: share of each dataset in every batch, positive, in any unit.
+    The order is that of `Sampler` and does not depend on the number of ranks; each rank trains on its slice. B is
+    `global_batch_size`.
     """
 
     def __init__(
@@ -97,6 +95,7 @@ class SampledSource:
     ) -> None:
         sizes = list(map(len, datasets))
         self.samples_per_epoch = sum(sizes)
+        """over all ranks; None in a streamed source, whose size is unknown"""
         self._datasets, self._weights = datasets, weights
         self._global_batch_size = global_batch_size
         share = global_batch_size // dp_size

@@ -81,6 +81,10 @@ class MetricSums(BaseModel):
     data_seconds: float = 0.0
 
 
+ON_DEVICE = ("loss_sum", "n_target_tokens", "grad_norm_sum", "n_taken", "n_skipped")
+"""The sums that are computed on the device."""
+
+
 class MetricsAccumulator:
     """Sums of the metrics between two reports, kept without synchronizing with the device.
 
@@ -97,8 +101,7 @@ class MetricsAccumulator:
         self._load(MetricSums())
 
     def _load(self, sums: MetricSums) -> None:
-        on_device = (sums.loss_sum, sums.n_target_tokens, sums.grad_norm_sum, sums.n_taken, sums.n_skipped)
-        self._sums = torch.tensor(on_device, dtype=torch.float64, device=self._device)
+        self._sums = torch.tensor([getattr(sums, key) for key in ON_DEVICE], dtype=torch.float64, device=self._device)
         self.n_steps, self._n_tokens = sums.n_steps, sums.n_tokens
         self._data_seconds = sums.data_seconds
         self._save_seconds: float | None = None
@@ -116,13 +119,8 @@ class MetricsAccumulator:
 
     def state_dict(self) -> MetricSums:
         """Return the sums since the last report; synchronizes with the device."""
-        loss_sum, n_target_tokens, grad_norm_sum, n_taken, n_skipped = self._sums.tolist()
         return MetricSums(
-            loss_sum=loss_sum,
-            n_target_tokens=n_target_tokens,
-            grad_norm_sum=grad_norm_sum,
-            n_taken=n_taken,
-            n_skipped=n_skipped,
+            **dict(zip(ON_DEVICE, self._sums.tolist(), strict=True)),
             n_steps=self.n_steps,
             n_tokens=self._n_tokens,
             seconds=time.perf_counter() - self._start_time,

@@ -68,11 +68,14 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
         _init_process_group(launch, device, wait, cpu_offload)
         control: Any = dist.new_group(backend="gloo", timeout=wait)
         saver: Any = dist.new_group(backend="gloo", timeout=wait)
-        nodes: list[Any] = [None] * launch.world_size
-        dist.all_gather_object(nodes, launch.node_rank, group=control)
-        ranks = [[rank for rank, its_node in enumerate(nodes) if its_node == node] for node in sorted(set(nodes))]
-        node: Any = dist.new_subgroups_by_enumeration(ranks, timeout=wait, backend="gloo")[0]
-        _set_threads(node)
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+        ranks: list[Any] = [None] * launch.world_size
+        dist.all_gather_object(ranks, (launch.node_rank, cores), group=control)
+        nodes = {node: [rank for rank in range(len(ranks)) if ranks[rank][0] == node] for node, _ in ranks}
+        node: Any = dist.new_subgroups_by_enumeration(list(nodes.values()), timeout=wait, backend="gloo")[0]
+        if not threads_are_given():  # every core is divided by the ranks of this node that may run on it
+            share = sum(1 / sum(core in ranks[rank][1] for rank in nodes[launch.node_rank]) for core in cores)
+            torch.set_num_threads(max(1, int(share + 1e-6)))
         yield World(launch, device, control, saver, node, _get_default_store(), wait, notes)
         completed = True
     except (RuntimeError, MemoryError, OSError) as error:
@@ -161,14 +164,3 @@ def _local_store(launch: Launch, timeout: timedelta) -> dist.Store | None:
     # By default, TCPStore listens on all interfaces.
     listener = socket.create_server((address, launch.port)).detach() if is_host else None
     return dist.TCPStore(address, launch.port, launch.world_size, is_host, timeout, master_listen_fd=listener)
-
-
-def _set_threads(node: dist.ProcessGroup) -> None:
-    """Divide every core by the ranks of this node that may run on it."""
-    if threads_are_given():
-        return
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    ranks: list[Any] = [None] * dist.get_world_size(node)
-    dist.all_gather_object(ranks, cores, group=node)
-    share = sum(1 / sum(core in others for others in ranks) for core in cores)
-    torch.set_num_threads(max(1, int(share + 1e-6)))
