@@ -71,7 +71,9 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
         ranks: list[Any] = [None] * launch.world_size
         dist.all_gather_object(ranks, (launch.node_rank, cores), group=control)
-        nodes = {node: [rank for rank in range(len(ranks)) if ranks[rank][0] == node] for node, _ in ranks}
+        nodes: dict[int, list[int]] = {}
+        for rank, (its_node, _) in enumerate(ranks):
+            nodes.setdefault(its_node, []).append(rank)
         node: Any = dist.new_subgroups_by_enumeration(list(nodes.values()), timeout=wait, backend="gloo")[0]
         if not threads_are_given():  # every core is divided by the ranks of this node that may run on it
             share = sum(1 / sum(core in ranks[rank][1] for rank in nodes[launch.node_rank]) for core in cores)
