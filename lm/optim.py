@@ -72,18 +72,6 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
     return config.lr * (1 - (1 - config.min_lr_ratio) * decay)
 
 
-def extension(config: OptimConfig, max_steps: int) -> str:
-    """Return the overrides that make a complete run of `max_steps` longer, and what they do to the learning rate."""
-    last, after = learning_rate(config, max_steps - 1, max_steps), learning_rate(config, max_steps, 2 * max_steps)
-    longer = f"max_steps={2 * max_steps}"
-    if math.isclose(last, after, rel_tol=0.02):
-        return longer
-    jump = f"(the learning rate jumps from {last:.2e} to {after:.2e})"
-    if last < 0.05 * config.lr:  # too low to learn with
-        return f"{longer} {jump}"
-    return f"{longer} lr={last:.3g} lr_schedule=constant warmup_steps=0, or only {longer} {jump}"
-
-
 def check_skipped(config: OptimConfig, step: int, n_consecutive: int) -> None:
     """Raise RunError if the optimizer skipped too many consecutive steps until `step`."""
     if n_consecutive >= config.skip_nonfinite:

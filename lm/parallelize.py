@@ -125,7 +125,6 @@ def parallelize(
     on_gpu = mesh.device_type == "cuda"
     if config.deterministic:
         _use_deterministic_kernels()
-    units = model.fsdp_units() if config.layer_wrap else []
 
     # Each transform wraps the one before. They replace `forward` and not the module, so that parameter names stay
     # those of model.py.
@@ -156,7 +155,7 @@ def parallelize(
         reshard_after_forward=config.reshard_after_forward,
         offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if config.cpu_offload else OffloadPolicy(),
     )
-    for unit in units:
+    for unit in model.fsdp_units() if config.layer_wrap else []:
         shard(unit)
     shard(model)
     if float8 == "tensorwise":  # before FSDP's hook, in which the streams of its all-gathers wait for the scales

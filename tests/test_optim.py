@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lm.optim import OptimConfig, Optimizer, extension, learning_rate
+from lm.checkpoint.resume import extension
+from lm.optim import OptimConfig, Optimizer, learning_rate
 from tests.conftest import Message
 
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]

@@ -42,7 +42,7 @@ from lm.checkpoint.retention import Directory
 from lm.errors import ConfigError, oserror_as_config_error, printable
 from lm.lora import LoraConfig
 from lm.metrics.accumulator import MetricsConfig, peak_memory_gib
-from lm.optim import OptimConfig, extension, learning_rate
+from lm.optim import OptimConfig, learning_rate
 from lm.profiling import ProfilingConfig
 from lm.runtime.world import World
 from model import ModelConfig
@@ -198,6 +198,18 @@ def is_complete(plan: ResumePlan, run_info: RunInfo, max_steps: int, samples: bo
         longer = extension(_optim_config(run_info.hyperparameters), step)
         print(f"{run} is complete: {step} steps; extend: {longer}; restart: resume=fresh")
     return True
+
+
+def extension(config: OptimConfig, max_steps: int) -> str:
+    """Return the overrides that make a complete run of `max_steps` longer, and what they do to the learning rate."""
+    last, after = learning_rate(config, max_steps - 1, max_steps), learning_rate(config, max_steps, 2 * max_steps)
+    longer = f"max_steps={2 * max_steps}"
+    if math.isclose(last, after, rel_tol=0.02):
+        return longer
+    jump = f"(the learning rate jumps from {last:.2e} to {after:.2e})"
+    if last < 0.05 * config.lr:  # too low to learn with
+        return f"{longer} {jump}"
+    return f"{longer} lr={last:.3g} lr_schedule=constant warmup_steps=0, or only {longer} {jump}"
 
 
 def completed_step(plan: ResumePlan, run_info: RunInfo, max_steps: int, samples: bool) -> int:
