@@ -96,10 +96,8 @@ PARTS: tuple[type[BaseModel], ...] = Hyperparameters.__bases__[::-1]
 _SCHEMA = Hyperparameters.model_json_schema()
 
 
-class _Strict(BaseModel):
+class _Strict(BaseModel, allow_inf_nan=False, str_min_length=1):
     """Refuses values that pydantic accepts but no hyperparameter means: true as a number, inf, "", NUL, 2^63."""
-
-    model_config = ConfigDict(allow_inf_nan=False, str_min_length=1)
 
     @field_validator("*", mode="wrap")
     @classmethod

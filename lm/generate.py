@@ -199,7 +199,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(prog="python -m lm.generate", description="Generate text from a checkpoint.")
     add = parser.add_argument
-    add("checkpoint", help="directory or URL of a checkpoint or run")
+    add("checkpoint", metavar="CHECKPOINT", help="directory or URL of a checkpoint or run")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="text to continue; - = standard input, one prompt per line")
     what.add_argument("--chat", action="store_true", help="answer each line of standard input")

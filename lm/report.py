@@ -51,20 +51,22 @@ class RunRecords:
             _read(path / f"{name}.jsonl") for name in ("metrics", "samples", "sessions")
         )
 
-    def points(self, group: str, key: str) -> list[tuple[int, float]]:
+    def curve(self, group: str, key: str) -> tuple[list[int], list[float]]:
         """Return the steps and values of a metric."""
-        return [(each["step"], each[key]) for each in self.metrics if each["group"] == group and key in each]
+        found = [each for each in self.metrics if each["group"] == group and key in each]
+        return [each["step"] for each in found], [each[key] for each in found]
 
     def facts(self) -> dict[str, str]:
         """Return the rows of the table that are known."""
         facts: dict[str, str] = {}
-        if validation := self.points("validation", "loss"):
-            step, best = min(validation, key=lambda point: point[1])
-            facts["validation loss"] = f"{validation[-1][1]:.4f}, best {best:.4f} (step {step})"
-        if training := self.points("training", "loss"):
-            facts["training loss"] = f"{training[-1][1]:.4f}"
+        steps, losses = self.curve("validation", "loss")
+        if losses:
+            best = min(losses)
+            facts["validation loss"] = f"{losses[-1]:.4f}, best {best:.4f} (step {steps[losses.index(best)]})"
+        for last in self.curve("training", "loss")[1][-1:]:
+            facts["training loss"] = f"{last:.4f}"
         for label, (key, combine, spec) in _SUMMARIES.items():
-            if values := [value for _, value in self.points("training", key)]:
+            if values := self.curve("training", key)[1]:
                 facts[label] = f"{combine(values):{spec}}"
         for last in self.sessions[-1:]:
             step = max((each["step"] for each in self.metrics), default=0)
@@ -125,9 +127,9 @@ def draw(runs: Sequence[RunRecords], path: Path) -> None:
     for number, run in enumerate(runs):
         for group, color, style in (("training", number, "-"), ("validation", number + (len(runs) == 1), "o--")):
             label = f"{run.name} {group}" if len(runs) > 1 else group
-            axes["loss"].plot(*_columns(run.points(group, "loss")), style, color=f"C{color}", markersize=4, label=label)
+            axes["loss"].plot(*run.curve(group, "loss"), style, color=f"C{color}", markersize=4, label=label)
         for key in _PANELS:
-            axes[key].plot(*_columns(run.points("training", key)), color=f"C{number}")
+            axes[key].plot(*run.curve("training", key), color=f"C{number}")
     for key, panel in axes.items():
         panel.set(title=_PANELS.get(key, "loss (nats per token)"), xlabel="step")
         panel.grid(alpha=0.3)
@@ -135,14 +137,10 @@ def draw(runs: Sequence[RunRecords], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _columns(points: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    return [step for step, _ in points], [value for _, value in points]
-
-
 def write(paths: Sequence[Path], directory: Path) -> str:
     """Write the report on the runs at `paths` to `directory`. Return what was written."""
     runs, text, picture = [RunRecords(path) for path in paths], directory / "report.md", directory / "report.png"
-    has_curves, note = any(len(run.points("training", "loss")) > 1 for run in runs), ""
+    has_curves, note = any(len(run.curve("training", "loss")[0]) > 1 for run in runs), ""
     for file in (text, picture):
         file.unlink(missing_ok=True)  # neither follow a link nor leave an old picture
     try:

@@ -74,11 +74,6 @@ def _walk(root: Path, excluded: Collection[str] = ()) -> Iterator[Path]:
             yield from (path / name for name in names if not name.startswith("."))
 
 
-def offline() -> str:
-    """Return what an error says if downloads are disabled."""
-    return " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-
-
 def download(source: str, files: Sequence[str], key: str) -> Path:
     """Download `files`, names or patterns, of a model OWNER/MODEL or OWNER/MODEL@REVISION on the Hugging Face Hub.
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
 from lm.data.dataset import SampleBatch
-from lm.data.files import find_files, get_text, offline, open_table
+from lm.data.files import find_files, get_text, open_table
 from lm.data.tokenizer import Tokenizer
 from lm.data.tokens import window
 from lm.errors import ConfigError, DataError, RankError, oserror_as_config_error
@@ -92,7 +92,8 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
             raise ConfigError(f"{problem}: {_reason(error)}", keys=(key,)) from None
         download = f"hf download {where} --repo-type dataset --local-dir FOLDER"
         advice = f"run on a machine with network access: {download}, then set {key}=FOLDER/..."
-        raise ConfigError(f"{problem}{offline()}: {_reason(error)}; {advice}", keys=(key, "hf_config")) from None
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        raise ConfigError(f"{problem}{offline}: {_reason(error)}; {advice}", keys=(key, "hf_config")) from None
 
 
 def _reason(error: Exception) -> str:

@@ -26,7 +26,7 @@ def inspect(source: str) -> str:
     """Return what the model `source` is, in two lines; raise ConfigError if it cannot be read."""
     model = weights.open_model(weights.find_source(source))
     weights.model_defaults(source)  # checks the tokenizer, too
-    slices = [piece for pieces in model.tensors.values() for piece in pieces]
+    slices = {piece for source in model.sources.values() for piece in source.slices}
     size = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices)
     dtypes = ", ".join(sorted({str(piece.dtype).removeprefix("torch.") for piece in slices}))
     parameters = f"{model.config.n_parameters / 1e6:,.1f}M parameters"

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lm.checkpoint.manifest import Base, model_of, read_manifest, verify
+from lm.checkpoint.manifest import Base, Manifest, model_of, read_manifest, verify
 from lm.checkpoint.resume import find_checkpoint
 from lm.checkpoint.tensor_files import Source, group_by_size, read_into, write_tensors
 from lm.data.tokenizer import END_OF_TEXT, FILE, GENERATION, ByteTokenizer, Tokenizer, saved_tokenizer
@@ -61,13 +61,11 @@ def export_model(
         raise ConfigError(f"{out}: already exists and is not overwritten; use another directory")
     folder = find_checkpoint(where)
     manifest = read_manifest(folder)
-    if adapters_only and manifest.base is None:
-        raise ConfigError(f"{folder}: has no LoRA adapters (lora_rank: null); export it without --adapter")
     config = model_of(folder, manifest)
+    if adapters_only:
+        return _write_adapters(out, folder, manifest, config, DTYPES[dtype])
     family = families.family_of(config)
     places, shapes = families.layout(family, config)
-    if adapters_only and manifest.base:
-        return _write_adapters(out, manifest.base, family, places, shapes, read_adapters(folder, manifest), dtype)
     verify(folder, manifest)
     tokenizer = saved_tokenizer(manifest.tokenizer, folder, manifest.files, {}) if manifest.tokenizer else None
     specials = (tokenizer.eos_id, tokenizer.bos_id) if tokenizer else (None, None)
@@ -125,20 +123,17 @@ def _write_weights(
     return weight_map
 
 
-def _write_adapters(
-    out: Path,
-    base: Base,
-    family: Family,
-    places: Mapping[str, Place],
-    shapes: Mapping[str, tuple[int, ...]],
-    adapters: Adapters,
-    dtype: str,
-) -> int:
-    """Write `adapters` in PEFT's format to `out`; return their bytes.
+def _write_adapters(out: Path, folder: Path, manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> int:
+    """Write the adapters in a checkpoint to `out` in PEFT's format; return their bytes.
 
     Adapters of matrices that the family stores as one become one adapter of the sum of their ranks: A is theirs below
     one another, and B has theirs as blocks.
     """
+    if manifest.base is None:
+        raise ConfigError(f"{folder}: has no LoRA adapters (lora_rank: null); export it without --adapter")
+    family = families.family_of(config)
+    places, shapes = families.layout(family, config)
+    adapters = read_adapters(folder, manifest)
     parts: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
     for name in (name for name in adapters if name.endswith(".lora_A.weight")):
         layer = name.removesuffix(".lora_A.weight")
@@ -153,8 +148,8 @@ def _write_adapters(
             b[start : start + len(values), column : column + values.shape[1]] = values
         prefix, ranks[re.split(r"\.\d+\.", layer)[1]] = f"base_model.model.{layer}", len(a)
         for name, tensor in (("lora_A", a), ("lora_B", b)):
-            tensors[f"{prefix}.{name}.weight"] = tensor.to(DTYPES[dtype]), 0
-    raw = _adapter_config(base, adapters.config, ranks, family)
+            tensors[f"{prefix}.{name}.weight"] = tensor.to(dtype), 0
+    raw = _adapter_config(manifest.base, adapters.config, ranks, family)
     total = sum(tensor.nbytes for tensor, _ in tensors.values())
     with _drafted(out, total) as draft:
         write_tensors(draft / "adapter_model.safetensors", tensors)

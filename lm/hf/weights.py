@@ -30,7 +30,7 @@ from lm.data.files import download
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 from lm.hf import families
-from lm.hf.families import Family, Place
+from lm.hf.families import Family
 from lm.metrics.accumulator import peak_memory_gib
 from lm.runtime.world import World
 from model import ModelConfig, Transformer
@@ -77,9 +77,8 @@ class HuggingFaceModel(NamedTuple):
 
     family: Family
     config: ModelConfig
-    places: Mapping[str, Place]
-    tensors: Mapping[str, list[TensorSlice]]
-    tied_head: list[TensorSlice] | None
+    sources: dict[str, Source]
+    tied_head: Source | None
     """a copy of the embedding, which older files contain"""
 
 
@@ -98,7 +97,8 @@ def open_model(folder: Path) -> HuggingFaceModel:
         more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
         problem = f"{folder}: the tensors do not match {CONFIG}:"
         raise ConfigError(problem, *problems[:20], *more, keys=("init_from",))
-    return HuggingFaceModel(family, config, places, tensors, tied_head)
+    sources = {name: Source(tensors[place.name], place.start, place.transposed) for name, place in places.items()}
+    return HuggingFaceModel(family, config, sources, Source(tied_head) if tied_head else None)
 
 
 def model_defaults(source: str) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def read_folder(folder: Path, model: Transformer) -> None:
         )
 
 
-def find_weights(folder: Path, config: ModelConfig) -> tuple[dict[str, Source], list[TensorSlice] | None]:
+def find_weights(folder: Path, config: ModelConfig) -> tuple[dict[str, Source], Source | None]:
     """Return where each parameter of the model `config` is in `folder`, and `HuggingFaceModel.tied_head`.
 
     Args:
@@ -164,9 +164,7 @@ def find_weights(folder: Path, config: ModelConfig) -> tuple[dict[str, Source], 
     """
     if not (folder / MANIFEST).exists():
         model = open_model(folder)
-        places = model.places.items()
-        sources = {name: Source(model.tensors[place.name], place.start, place.transposed) for name, place in places}
-        return sources, model.tied_head
+        return model.sources, model.tied_head
     manifest = read_manifest(folder)
     compare_structures(model_of(folder, manifest), config)
     with torch.device("meta"):
@@ -174,11 +172,11 @@ def find_weights(folder: Path, config: ModelConfig) -> tuple[dict[str, Source], 
     return {name.removeprefix("model."): source for name, (_, source) in found.items()}, None
 
 
-def _equals(embedding: Tensor, head: list[TensorSlice]) -> bool:
-    if full_shape(head) != tuple(embedding.shape):
+def _equals(embedding: Tensor, head: Source) -> bool:
+    if full_shape(head.slices) != tuple(embedding.shape):
         return False
     other = torch.empty_like(embedding)
-    read_into(other, Source(head))
+    read_into(other, head)
     return local_rows(other)[0].equal(local_rows(embedding)[0])
 
 
@@ -230,12 +228,11 @@ def weight_files(folder: Path) -> list[Path]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_bytes(path.resolve(), MAX_JSON_BYTES))
+        if isinstance(content, dict):
+            return content
+        problem = "not a JSON object"
     except OSError as error:
         problem = f"{error.strerror}; a model directory needs one"
     except ValueError as error:
         problem = f"invalid JSON: {error}"
-    else:
-        if isinstance(content, dict):
-            return content
-        problem = "not a JSON object"
     raise ConfigError(f"{path}: {problem}", keys=("init_from",))
