@@ -86,6 +86,9 @@ def download(source: str, files: Sequence[str], key: str) -> Path:
         The directory of the files, in the Hub's cache.
     """
     from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # the errors below report the problem
 
     def refuse(problem: str) -> ConfigError:
         return ConfigError(f"{key}: {source}: {problem}", keys=(key,))
