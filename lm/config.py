@@ -358,37 +358,32 @@ def _nested(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 _ELSEWHERE = {
-    "learning_rate": "lr",
-    "seq_len": "max_seq_len",
-    "block_size": "max_seq_len",
-    "hidden_size": "d_model",
-    "n_embd": "d_model",
-    "num_layers": "n_layers",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "num_train_epochs": "max_epochs",
-    "epochs": "max_epochs",
-    "max_iters": "max_steps",
-    "per_device_train_batch_size": "batch_size",
-    "gradient_accumulation_steps": "total_batch_size",
-    "max_grad_norm": "grad_clip",
-    "gradient_checkpointing": "activation_checkpointing",
-    "lr_scheduler_type": "lr_schedule",
-    "logging_steps": "report_rate",
-    "eval_steps": "validation_rate",
-    "save_steps": "checkpoint_rate",
-    "save_total_limit": "keep_checkpoints",
-    "model_name_or_path": "init_from",
-    "dtype": "amp_dtype",
-    "bf16": "amp_dtype",
-    "lora_r": "lora_rank",
-    "output_dir": "run_name",
+    "lr": ("learning_rate",),
+    "max_seq_len": ("seq_len", "block_size"),
+    "d_model": ("hidden_size", "n_embd"),
+    "n_layers": ("num_layers", "num_hidden_layers"),
+    "n_heads": ("num_attention_heads",),
+    "max_epochs": ("num_train_epochs", "epochs"),
+    "max_steps": ("max_iters",),
+    "batch_size": ("per_device_train_batch_size",),
+    "total_batch_size": ("gradient_accumulation_steps",),
+    "grad_clip": ("max_grad_norm",),
+    "activation_checkpointing": ("gradient_checkpointing",),
+    "lr_schedule": ("lr_scheduler_type",),
+    "report_rate": ("logging_steps",),
+    "validation_rate": ("eval_steps",),
+    "checkpoint_rate": ("save_steps",),
+    "keep_checkpoints": ("save_total_limit",),
+    "init_from": ("model_name_or_path",),
+    "amp_dtype": ("dtype", "bf16"),
+    "lora_rank": ("lora_r",),
+    "run_name": ("output_dir",),
 }
-"""Hyperparameters by the names that transformers, TRL, nanoGPT and others give them."""
+"""Names of hyperparameters in transformers, TRL, nanoGPT and others."""
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    near = [_ELSEWHERE[key]] if key in _ELSEWHERE else difflib.get_close_matches(key, known, n=1)
+    near = [ours for ours, theirs in _ELSEWHERE.items() if key in theirs] or difflib.get_close_matches(key, known, n=1)
     return f"; did you mean {near[0]}?" if near else "; python -m lm.config lists all"
 
 

@@ -103,15 +103,10 @@ def _reason(error: Exception) -> str:
 
 def first_tokens(documents: Documents, text_field: str, tokenizer: Tokenizer, count: int) -> NDArray[np.int64]:
     """Return at most `count` tokens of validation documents, each document with an end-of-text token."""
-    pieces, n_tokens = [np.empty(0, np.int64)], 0
     texts = (_get_text(record, text_field, number) for number, record in enumerate(documents))
+    tokens = itertools.chain.from_iterable(ids.tolist() for ids in _encode(texts, tokenizer))
     try:
-        for ids in _encode(texts, tokenizer):
-            pieces.append(ids)
-            n_tokens += len(ids)
-            if n_tokens >= count:
-                break
-        return np.concatenate(pieces)[:count]
+        return np.fromiter(itertools.islice(tokens, count), np.int64)
     except DataError:
         raise
     except Exception as error:

@@ -226,11 +226,11 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the files that `AutoTokenizer` reads; the byte tokenizer becomes a byte-level BPE without merges."""
     files = dict(tokenizer.files)
     if isinstance(tokenizer, ByteTokenizer):
-        # Byte-level BPE represents a non-printing byte by a letter from U+0100 on.
-        printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        letters = {byte: chr(byte) for byte in printed}
-        letters |= {byte: chr(256 + at) for at, byte in enumerate(sorted(set(range(256)) - set(printed)))}
-        encoder = tokenizers.Tokenizer(tokenizers.models.BPE({letters[byte]: byte for byte in range(256)}, []))
+        # Byte-level BPE represents a byte by its character if that prints, else, in order, by letters from U+0100 on.
+        letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        printed = [ord(letter) for letter in letters if ord(letter) < 256]
+        ids = [*printed, *sorted(set(range(256)) - set(printed))]
+        encoder = tokenizers.Tokenizer(tokenizers.models.BPE(dict(zip(letters, ids, strict=True)), []))
         encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         encoder.decoder = tokenizers.decoders.ByteLevel()
         encoder.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, special=True)])

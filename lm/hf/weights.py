@@ -51,9 +51,7 @@ def is_model(source: str) -> bool:
     """Return whether `source` is a Hugging Face directory, or could be the name of a model on the Hub."""
     folder = Path(source)
     if folder.is_dir():
-        return (folder / CONFIG).is_file() and not any(
-            (folder / name).exists() for name in ("manifest.json", "checkpoints")
-        )
+        return (folder / CONFIG).is_file() and not any((folder / name).exists() for name in (MANIFEST, "checkpoints"))
     return bool(_HUB_NAME.fullmatch(source)) and not folder.exists() and not folder.parent.is_dir()
 
 

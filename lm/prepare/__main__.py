@@ -70,7 +70,7 @@ def prepare(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
 
 
 def _build(args: argparse.Namespace, files: Sequence[Path], pool: WorkerPool, tokenizer: Tokenizer | None) -> list[str]:
-    before = [_stamp(path) for path in files]
+    before = [path.stat().st_mtime_ns for path in files]
     options = {key: getattr(args, key) for key in ("format", "text_field", "validation_fraction", "train_tokenizer")}
     sources = pool.map(token_writer.source_record, files, chunksize=1 + len(files) // 100)
     if (args.out / f"{TRAIN}.json").exists() and not args.overwrite:
@@ -113,7 +113,7 @@ def _build(args: argparse.Namespace, files: Sequence[Path], pool: WorkerPool, to
         problem = f"{args.validation_fraction:g} of {sum(counts.values())} document(s) leaves none for {empty[0]}"
         remedy = "choose another fraction, or prepare separate files for validation in another folder"
         raise ConfigError(f"--validation-fraction: {problem}; {remedy}")
-    if changed := [path for path, old in zip(files, before, strict=True) if _stamp(path) != old]:
+    if changed := [path for path, time in zip(files, before, strict=True) if path.stat().st_mtime_ns != time]:
         raise RunError(f"{changed[0]}: changed while it was read; run the command again")
     identity, records = tokenizer and tokenizer.identity, list(sources)
     lines = [writer.finish(identity, records, options) for writer in writers]
@@ -122,10 +122,6 @@ def _build(args: argparse.Namespace, files: Sequence[Path], pool: WorkerPool, to
     seconds, megabytes = progress.format_dict["elapsed"], progress.n / 1e6
     speed = f"{megabytes / seconds:,.2f} MB/s, {n_tokens / seconds:,.0f} tokens/s"
     return [f"{megabytes:,.1f} MB in {seconds:,.1f} s: {speed}", *notes, *lines]
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    return path.stat().st_size, path.stat().st_mtime_ns
 
 
 def _check_existing(path: Path, wanted: Mapping[str, object]) -> str:
