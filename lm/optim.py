@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -82,6 +82,22 @@ def check_skipped(config: OptimConfig, step: int, n_consecutive: int) -> None:
         )
 
 
+ParamGroups = list[dict[str, Any]]
+MakeOptimizer = Callable[[OptimConfig, ParamGroups], torch.optim.Optimizer]
+
+
+def fused_adamw(config: OptimConfig, groups: ParamGroups) -> torch.optim.Optimizer:
+    """Return PyTorch's fused AdamW, or `MixedAdamW`, with its state, so that no step has to create it."""
+    dtype = getattr(torch, config.optim_dtype)
+    is_supported = dtype == torch.float32 or (groups[0]["params"][0].is_cuda and torch.__version__ >= "2.13")
+    make = torch.optim.AdamW if is_supported else MixedAdamW
+    optimizer = make(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    for p in (p for group in groups for p in group["params"]):
+        moments = {key: torch.zeros_like(p, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+    return optimizer
+
+
 class MixedAdamW(torch.optim.AdamW):
     """Fused AdamW with moments in bfloat16, of which it converts those of one parameter at a time to float32."""
 
@@ -102,26 +118,41 @@ class MixedAdamW(torch.optim.AdamW):
 
 
 class Optimizer:
-    """Fused AdamW over sharded parameters that clips gradients and skips steps with inf or NaN gradients.
+    """An optimizer over sharded parameters that clips gradients and skips steps with inf or NaN gradients.
 
-    It unscales, clips and skips in its kernel, without synchronizing with the device. Parameters with
-    `requires_grad=False` are left out.
+    The fused AdamW unscales, clips and skips in its kernel, without synchronizing with the device. Other optimizers
+    read back whether the step is skipped, as under `torch.amp.GradScaler`. Parameters with `requires_grad=False` are
+    left out.
     """
 
-    def __init__(self, config: OptimConfig, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        config: OptimConfig,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        make: MakeOptimizer = fused_adamw,
+    ) -> None:
         self._grad_clip = config.grad_clip
         self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
         matrices = [p for p in self._parameters.values() if p.ndim >= 2]
         vectors = [p for p in self._parameters.values() if p.ndim < 2]
         decays = ((matrices, config.weight_decay), (vectors, 0.0))
         groups = [{"params": group, "weight_decay": decay} for group, decay in decays if group]
-        dtype = getattr(torch, config.optim_dtype)
-        is_supported = dtype == torch.float32 or (groups[0]["params"][0].is_cuda and torch.__version__ >= "2.13")
-        make = torch.optim.AdamW if is_supported else MixedAdamW
-        self._optimizer = make(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
-        for p in self._parameters.values():  # before the first step, which would create them, a checkpoint is loaded
-            moments = {key: torch.zeros_like(p, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
-            self._optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+        self._optimizer = make(config, groups)
+        if not self._optimizer.state:
+            self._create_state()
+
+    def _create_state(self) -> None:  # a checkpoint is loaded before the first step, which usually creates it
+        for p in self._parameters.values():
+            p.grad = torch.zeros_like(p)
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0
+        self._optimizer.step()
+        self.zero_grad()
+        for value in self.state_dict().values():
+            value.zero_()
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters.values() if p.grad is not None]
 
     def clip_grad_norm(self, loss_scale: Tensor | float) -> tuple[Tensor, Tensor]:
         """Compute the gradient norm over all ranks, and from it how the next `step` scales the gradients.
@@ -133,7 +164,7 @@ class Optimizer:
             The norm before clipping, without the loss scale; and 1.0 if it is inf or NaN, which skips the next `step`,
             else 0.0. Both are scalars on the device.
         """
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self._parameters.values() if p.grad is not None])
+        norm = torch.nn.utils.get_total_norm(self._gradients())
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         self._divisor = loss_scale.to(norm.device) if isinstance(loss_scale, Tensor) else None
@@ -148,9 +179,15 @@ class Optimizer:
         """Update the parameters with unscaled and clipped gradients, or skip the step; see `clip_grad_norm`."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        # The attributes that torch.amp.GradScaler sets. With `grad_scale`, the kernel also writes the gradients.
-        self._optimizer.grad_scale = self._divisor  # type: ignore[attr-defined]
-        self._optimizer.found_inf = self._skipped  # type: ignore[attr-defined]
+        if getattr(self._optimizer, "_step_supports_amp_scaling", False):
+            # The attributes that torch.amp.GradScaler sets. With `grad_scale`, the kernel also writes the gradients.
+            self._optimizer.grad_scale = self._divisor  # type: ignore[attr-defined]
+            self._optimizer.found_inf = self._skipped  # type: ignore[attr-defined]
+        elif self._skipped.item():
+            return
+        elif self._divisor is not None:
+            for gradient in self._gradients():
+                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).div_(self._divisor)
         self._optimizer.step()
 
     def zero_grad(self) -> None:
@@ -158,6 +195,7 @@ class Optimizer:
         self._optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the live state tensors, moments and step counts, by parameter name and key."""
+        """Return the live state tensors, e.g. moments and step counts, by parameter name and key."""
         states = {name: self._optimizer.state[p] for name, p in self._parameters.items()}
-        return {f"{name}.{key}": tensor for name, state in states.items() for key, tensor in state.items()}
+        tensors = {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+        return {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
