@@ -130,11 +130,11 @@ def build(run: Run, setup: Setup, logger: MetricLogger) -> Training:
     announce("building the model")
     with torch.device("meta"):
         model = lora.add_adapters(Transformer(hp), hp, setup.dtype)
-    model = parallelize.parallelize(model, hp, world.device_mesh(setup.mesh_dims), setup.dtype, setup.seed, hp.float8)
+    model = parallelize.parallelize(model, hp, world.device_mesh(setup.layout.dims), setup.dtype, setup.seed, hp.float8)
     logger.info("\n".join([*setup.notes(hp), setup.summary(hp, world)]))
     optimizer = optim.Optimizer(hp, model.named_parameters())
     scaler = precision.LossScaler(setup.dtype, device)
-    loader = Loader(hp, setup.data, setup.global_batch_size, world.rank, world.size, device)
+    loader = Loader(hp, setup.data, setup.global_batch_size, setup.layout.dp_rank, setup.layout.dp_size, device)
     checkpoints, files = run_dir and run_dir.checkpoints, setup.data.tokenizer_files()
     checkpointer = Checkpointer(hp, context.checkpoint, world, checkpoints, files)
     accumulator = MetricsAccumulator(device, world, lora.flops_per_token(hp, hp), peak_flops(device, setup.dtype))
@@ -162,7 +162,7 @@ def resume(t: Training, plan: resuming.ResumePlan) -> TrainingProgress:
 
 def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None]) -> tuple[int, bool]:
     """Train to the last step, or until asked to stop. Return the number of completed steps and whether asked."""
-    hp, world, model, setup = t.run.hp, t.run.world, t.model, t.setup
+    hp, model, setup, layout = t.run.hp, t.model, t.setup, t.setup.layout
     batches, step = t.loader.training(start.step), start.step
     gc.freeze()  # collection is disabled but at reports, on all ranks at the same time
     t.preemption.install()  # before this, there is nothing to save
@@ -172,13 +172,13 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
         t.run.on_step_start(step)
         with t.accumulator.waiting_for_data():
             batch = next(batches)
-        torch.manual_seed(seeds.derive_seed(setup.seed, "dropout", step, world.rank))
-        loss_sum = torch.zeros((), device=world.device)
+        torch.manual_seed(seeds.derive_seed(setup.seed, "dropout", step, layout.dp_rank))
+        loss_sum = torch.zeros((), device=t.run.world.device)
         for micro_batch in batch.micro_batches:
             parallelize.start_micro_step(model, hp, micro_batch is batch.micro_batches[-1])
             loss = model(*micro_batch)
-            # FSDP averages gradients over ranks; scaled like this, that is the mean over all targets.
-            (loss * (t.scaler.scale * (world.size / batch.n_target_tokens))).backward()
+            # FSDP averages gradients over data-parallel ranks; scaled like this, that is the mean over all targets.
+            (loss * (t.scaler.scale * (layout.dp_size / batch.n_target_tokens))).backward()
             loss_sum += loss.detach()
         agreement = t.preemption.start_agreement(t.checkpointer.is_writing)
         grad_norm, skipped = t.optimizer.clip_grad_norm(t.scaler.scale)

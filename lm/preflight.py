@@ -33,16 +33,16 @@ from lm.hf.base import find_base
 from lm.launch.environment import announce, exit_code_of_stop, is_restart
 from lm.plan import fit
 from lm.runtime.run_dir import RunDir
-from lm.runtime.world import World
+from lm.runtime.world import MeshLayout, World
 from model import ModelConfig
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Derived settings of a run, the same on every rank except this rank's data."""
+    """Derived settings of a run, the same on every rank except this rank's layout and data."""
 
     seed: int
-    mesh_dims: dict[str, int]
+    layout: MeshLayout
     dtype: torch.dtype | None
     """compute dtype; None = float32"""
     data: Data
@@ -63,7 +63,7 @@ class Setup:
     def facts(self) -> dict[str, Any]:
         """Return what must be equal on all ranks, by name."""
         info = self.run_info.model_dump()
-        same = {"mesh": self.mesh_dims, "compute dtype": str(self.dtype), "max_steps": self.max_steps}
+        same = {"mesh": dict(self.layout.dims), "compute dtype": str(self.dtype), "max_steps": self.max_steps}
         return same | info.pop("hyperparameters") | info.pop("data") | info
 
     def session(self, world: World, step: int) -> dict[str, Any]:
@@ -166,10 +166,10 @@ def _check(
 ) -> Setup:
     choose_cache()
     seed = hp.seed if hp.seed is not None else info.trial.trial_seed if info else DEFAULT_SEED
-    mesh_dims = parallelize.mesh_dims(hp, world.size, world.launch.local_size)
+    layout = MeshLayout(parallelize.mesh_dims(hp, world.size, world.launch.local_size), world.rank)
     dtype = precision.compute_dtype(hp, world.device)
-    batch_size = derive_global_batch_size(hp, world.size)
-    data = open_data(hp, hp.vocab_size, hp.max_seq_len, batch_size, seed, world.rank, world.size)
+    batch_size = derive_global_batch_size(hp, layout.dp_size)
+    data = open_data(hp, hp.vocab_size, hp.max_seq_len, batch_size, seed, layout.dp_rank, layout.dp_size)
     check_files(data.datasets, world.launch.local_rank, world.launch.local_size)
     if hp.prompt is not None and not (data.tokenizer and data.tokenizer.encode(hp.prompt)):
         raise ConfigError(f"prompt: {hp.prompt!r} has no token in dataset {hp.dataset}'s tokenizer", keys=("prompt",))
@@ -194,4 +194,4 @@ def _check(
     tokens, validation_rate = batch_size * hp.max_seq_len, hp.validation_rate or hp.report_rate
     rates = validation_rate, (hp.sample_rate or validation_rate) if data.tokenizer and hp.num_tokens else None
     prompt = data.tokenizer.encode(hp.prompt) if data.tokenizer and hp.prompt is not None else data.prompt()
-    return Setup(seed, mesh_dims, dtype, data, batch_size, tokens, max_steps, *rates, prompt, run_info, memory)
+    return Setup(seed, layout, dtype, data, batch_size, tokens, max_steps, *rates, prompt, run_info, memory)

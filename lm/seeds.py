@@ -4,7 +4,7 @@ import hashlib
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a 63-bit seed for the purpose that `parts` name, e.g. `derive_seed(seed, "dropout", step, rank)`.
+    """Return a 63-bit seed for the purpose that `parts` name, e.g. `derive_seed(seed, "dropout", step, dp_rank)`.
 
     The seed is equal on every machine and in every process; different parts have unrelated seeds.
     """

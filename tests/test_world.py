@@ -20,7 +20,7 @@ from lm.errors import ConfigError, RankError, RunError
 from lm.launch.environment import Launch
 from lm.launch.spawn import free_port
 from lm.runtime.rendezvous import choose_device, join_world
-from lm.runtime.world import World
+from lm.runtime.world import MeshLayout, World
 from tests.conftest import Message
 from tests.support import ROOT, in_world, run_ranks
 
@@ -194,8 +194,26 @@ def test_all_ranks_succeed_or_all_fail(message: Message) -> None:
 # ---- mesh -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("dims", "dp_ranks"),
+    [
+        ({"replicate": 2, "shard": 3}, [0, 1, 2, 3, 4, 5]),
+        ({"replicate": 1, "shard": 2, "tensor": 2}, [0, 0, 1, 1]),
+        ({"tensor": 2, "replicate": 2, "shard": 2}, [0, 1, 2, 3, 0, 1, 2, 3]),
+        ({"replicate": 2, "tensor": 2, "shard": 2}, [0, 1, 0, 1, 2, 3, 2, 3]),
+        ({"tensor": 2}, [0, 0]),
+    ],
+)
+def test_ranks_that_differ_in_another_dimension_than_data_parallelism_share_a_dp_rank(
+    dims: dict[str, int], dp_ranks: list[int]
+) -> None:
+    layouts = [MeshLayout(dims, rank) for rank in range(len(dp_ranks))]
+    assert [layout.dp_rank for layout in layouts] == dp_ranks
+    assert {layout.dp_size for layout in layouts} == {max(dp_ranks) + 1}
+
+
 def build_mesh(world: World) -> tuple[list[Any], dict[str, int], set[float]]:
-    dims = {"replicate": 2, "shard": 2}
+    dims = {"replicate": 2, "shard": 1, "tensor": 2}
     mesh = world.device_mesh(dims)
     groups = [world.control, world.saver, world.node, *mesh.get_all_groups()]
     backends = [cast(Any, group)._get_backend(torch.device("cpu")) for group in groups]
@@ -205,7 +223,7 @@ def build_mesh(world: World) -> tuple[list[Any], dict[str, int], set[float]]:
 
 @pytest.mark.slow
 def test_a_mesh_has_the_named_dimensions_and_all_groups_have_the_timeout() -> None:
-    assert run_ranks(4, build_mesh) == [([[0, 1], [2, 3]], {"replicate": 2, "shard": 2}, {60})] * 4
+    assert run_ranks(4, build_mesh) == [([[[0, 1]], [[2, 3]]], {"replicate": 2, "shard": 1, "tensor": 2}, {60})] * 4
 
 
 THREADS = """

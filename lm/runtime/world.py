@@ -6,6 +6,7 @@ gloo, carries Python objects, so that neither waits in the other's queue.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -24,6 +25,38 @@ T = TypeVar("T")
 
 POLL_SECONDS = 1.0
 """Interval at which a rank that waits for its thread asks whether another rank failed."""
+
+DATA_PARALLEL = ("replicate", "shard")
+"""mesh dimensions whose ranks train on different sequences"""
+
+
+@dataclass(frozen=True)
+class MeshLayout:
+    """Position of a rank in a device mesh, in which ranks are numbered row by row.
+
+    Data parallelism spans the dimensions "replicate" and "shard"; ranks that differ only in another one, e.g. "tensor",
+    train on the same sequences.
+    """
+
+    dims: Mapping[str, int]
+    """sizes of the named dimensions, outermost first"""
+    rank: int
+
+    @property
+    def dp_size(self) -> int:
+        """Number of ranks with different sequences."""
+        return math.prod(size for name, size in self.dims.items() if name in DATA_PARALLEL)
+
+    @property
+    def dp_rank(self) -> int:
+        """Index among the ranks with different sequences."""
+        dp_rank, stride, outer = 0, 1, self.rank
+        for name, size in reversed(list(self.dims.items())):
+            outer, coordinate = divmod(outer, size)
+            if name in DATA_PARALLEL:
+                dp_rank += coordinate * stride
+                stride *= size
+        return dp_rank
 
 
 @dataclass(frozen=True)
