@@ -159,9 +159,8 @@ class Determined(Client):
             raise RunError(f"no login at {master}: run det user login NAME, or set DET_USER and DET_PASS")
         self._next_beat, url = 0.0, run.hyperparameters.get("checkpoint_storage")
         directory = str(run.directory.absolute() / "checkpoints")
-        self._files, self._root = fsspec.url_to_fs(
-            f"{url.rstrip('/')}/{run.name}/checkpoints" if url else directory, use_listings_cache=False
-        )
+        where = f"{url.rstrip('/')}/{run.name}/checkpoints" if url else directory
+        self._files, self._root = fsspec.url_to_fs(where, use_listings_cache=False)
         storage = {"type": "directory", "container_path": directory}
         config = {"name": run.name, "checkpoint_storage": storage, "searcher": {"name": "single", "metric": "loss"}}
         body = {"config": json.dumps(config), "unmanaged": True}
@@ -194,10 +193,11 @@ class Determined(Client):
         for path, file in self._files.find(self._root, detail=True).items():
             name, _, inside = path.removeprefix(f"{self._root}/").partition("/")
             sizes.setdefault(name, {})[inside] = str(file["size"])
-        if uuid in sizes:  # else already deleted by retention
-            body = {"uuid": uuid, "taskId": self._task_id, "reportTime": date, "resources": sizes[uuid], "training": {}}
-            body |= {"state": "STATE_COMPLETED", "metadata": {"steps_completed": step}}
-            self._call("post", "checkpoints", body)
+        if uuid not in sizes:  # already deleted by retention: the next one shows what is left
+            return
+        body = {"uuid": uuid, "taskId": self._task_id, "reportTime": date, "resources": sizes[uuid], "training": {}}
+        body |= {"state": "STATE_COMPLETED", "metadata": {"steps_completed": step}}
+        self._call("post", "checkpoints", body)
         known = self._call("get", f"{self._trial}/checkpoints?states=STATE_COMPLETED")["checkpoints"]
         gone = [{"uuid": each["uuid"], "resources": {"resources": {}}} for each in known if each["uuid"] not in sizes]
         if gone:
@@ -240,12 +240,10 @@ class Tracker:
                 with suppress(queue.Empty):
                     group, step, seconds, fields = self._records.get(timeout=HEARTBEAT / 2)
                     client.end(fields["status"]) if group == "end" else client.send(group, step, seconds, fields)
-        except RunError as error:
-            self._turn_off(str(error))
         except ModuleNotFoundError as error:
             self._turn_off(f"requires a package: pip install {error.name}")
         except Exception as error:
-            self._turn_off(f"{type(error).__name__}: {error}")
+            self._turn_off(str(error) if isinstance(error, RunError) else f"{type(error).__name__}: {error}")
 
     def _turn_off(self, reason: str) -> None:
         if not self._is_off:
