@@ -8,7 +8,6 @@ import gzip
 import io
 import itertools
 import json
-import os
 import sysconfig
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -38,14 +37,15 @@ def find_files(where: str | None, key: str) -> list[Path]:
     root = Path(where or sysconfig.get_paths()["stdlib"])
     try:
         if where is None:
-            found = (path for path in _walk(root, _NOT_SOURCE) if path.suffix == ".py")
+            found = (path for path in _walk(root, _NOT_SOURCE, set()) if path.suffix == ".py")
         elif root.is_dir():
-            found = _walk(root)
+            found = _walk(root, (), set())
         elif root.is_file():
-            found = iter([root])
+            found = [root]
         else:
-            found = map(Path, glob.iglob(where, recursive=True))  # noqa: PTH207 - Path.glob accepts no absolute pattern
-        if files := sorted(path for path in found if path.is_file()):
+            paths = map(Path, glob.iglob(where, recursive=True))  # noqa: PTH207 - Path.glob accepts no absolute pattern
+            found = filter(Path.is_file, paths)
+        if files := sorted(found):
             return files
     except OSError as error:
         raise ConfigError(f"{key}: {error.filename}: {error.strerror}", keys=(key,)) from None
@@ -53,25 +53,23 @@ def find_files(where: str | None, key: str) -> list[Path]:
     raise ConfigError(f"{key}: no file found at {where or root}; {advice}", keys=(key,))
 
 
-def _walk(root: Path, excluded: Collection[str] = ()) -> Iterator[Path]:
-    """Yield what is below `root`, but in no folder that is hidden, `__pycache__` or `excluded`; follow links.
+def _walk(folder: Path, excluded: Collection[str], entered: set[tuple[int, int]]) -> Iterator[Path]:
+    """Yield the files below `folder`, but in no folder that is hidden, `__pycache__` or `excluded`; follow links.
 
-    Each folder is entered once.
+    Args:
+        entered: device and inode of folders; each is entered once.
     """
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    seen = set()
-    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
-        folders[:] = sorted(name for name in folders if not (name.startswith((".", "__pycache__")) or name in excluded))
-        path = Path(folder)
-        identity = path.stat().st_dev, path.stat().st_ino
-        if identity in seen:
-            folders.clear()
-        else:
-            seen.add(identity)
-            yield from (path / name for name in names if not name.startswith("."))
+    status = folder.stat()
+    if (status.st_dev, status.st_ino) in entered:
+        return
+    entered.add((status.st_dev, status.st_ino))
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.is_file():
+            yield path
+        elif path.is_dir() and not path.name.startswith("__pycache__") and path.name not in excluded:
+            yield from _walk(path, excluded, entered)
 
 
 def download(source: str, files: Sequence[str], key: str) -> Path:
