@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import functools
 import itertools
 import os
 import shutil
@@ -31,9 +30,9 @@ from lm.data.tokens import read_index
 from lm.errors import ConfigError, RunError, command
 from lm.fileio import write_durably
 from lm.prepare import token_writer
-from lm.prepare.readers import FORMATS, TokenChunk, format_of, must_split, read_documents, read_ids, split_document
+from lm.prepare.readers import FORMATS, TokenChunk, format_of, hold_out, must_split, read_documents, read_ids
 from lm.prepare.token_writer import DRAFTS, LOCK, OUTPUT, READY, TRAIN, SplitWriter, verify
-from lm.prepare.workers import Split, WorkerPool
+from lm.prepare.workers import WorkerPool
 from lm.runtime.run_dir import lock_file
 
 LOG_SECONDS = 30.0
@@ -83,15 +82,13 @@ def _build(args: argparse.Namespace, files: Sequence[Path], pool: WorkerPool, to
     shutil.rmtree(drafts, ignore_errors=True)
     drafts.mkdir()
     notes = []
-    texts = [path for path in files if format_of(path, args.format) != "hdf5"]
-    from_tail = must_split(read_documents(texts, args.format, args.text_field), args.validation_fraction)
+    paths = [path for path in files if format_of(path, args.format) != "hdf5"]
+    from_tail = must_split(read_documents(paths, args.format, args.text_field), args.validation_fraction)
     if from_tail:
         notes.append(f"too few documents: the last {100 * args.validation_fraction:g} % of each is held out")
-    split = functools.partial(split_document, fraction=args.validation_fraction, from_tail=from_tail)
     if args.train_tokenizer is not None:
-        tokenizer = FileTokenizer(
-            {FILE: train_tokenizer(_training_texts(args, files, split), args.train_tokenizer)}, FILE
-        )
+        texts = _training_texts(args, files, from_tail)
+        tokenizer = FileTokenizer({FILE: train_tokenizer(texts, args.train_tokenizer)}, FILE)
         if tokenizer.vocab_size != args.train_tokenizer:
             notes.append(f"the trained tokenizer has {tokenizer.vocab_size} tokens: the text contains no more")
     for name, content in (tokenizer.files if tokenizer else {}).items():
@@ -101,7 +98,7 @@ def _build(args: argparse.Namespace, files: Sequence[Path], pool: WorkerPool, to
     writers = [SplitWriter(args.out, name, vocab_size) for name in splits]
     n_tokens = 0
     with _progress("encoding", args, files) as progress:
-        for size, chunk in _encode(args, files, pool, tokenizer, split):
+        for size, chunk in _encode(args, files, pool, tokenizer, from_tail):
             writers[chunk.held_out].add(chunk)
             n_tokens += len(chunk.ids)
             progress.set_postfix_str(f"{n_tokens / progress.format_dict['elapsed']:,.0f} tokens/s", refresh=False)
@@ -136,15 +133,17 @@ def _check_existing(path: Path, wanted: Mapping[str, object]) -> str:
     return f"{token_writer.describe(path, index)}: already exists"
 
 
-def _training_texts(args: argparse.Namespace, files: Sequence[Path], split: Split) -> Iterator[str]:
+def _training_texts(args: argparse.Namespace, files: Sequence[Path], from_tail: bool) -> Iterator[str]:
     with _progress("reading for the tokenizer", args, files) as progress:
-        for document in read_documents(files, args.format, args.text_field):
-            yield from (text for text, held_out in split(document.text) if not held_out)
-            progress.update(document.size)
+        documents = read_documents(files, args.format, args.text_field)
+        for text, size, held_out in hold_out(documents, args.validation_fraction, from_tail):
+            if not held_out:
+                yield text
+            progress.update(size)
 
 
 def _encode(
-    args: argparse.Namespace, files: Sequence[Path], pool: WorkerPool, tokenizer: Tokenizer | None, split: Split
+    args: argparse.Namespace, files: Sequence[Path], pool: WorkerPool, tokenizer: Tokenizer | None, from_tail: bool
 ) -> Iterator[tuple[int, TokenChunk]]:
     """Yield the tokens of all files in order, with the bytes of input that they come from."""
     name, fraction = str(args.out / DRAFTS) if tokenizer and tokenizer.files else "bytes", args.validation_fraction
@@ -154,8 +153,8 @@ def _encode(
             for path in paths:
                 yield from ((c.ids.nbytes, c) for c in read_ids(path, vocab_size, eos_id, fraction))
         else:
-            documents = read_documents(paths, args.format, args.text_field)
-            yield from pool.encode(documents, name, split, args.out / DRAFTS)
+            documents = hold_out(read_documents(paths, args.format, args.text_field), fraction, from_tail)
+            yield from pool.encode(documents, name, args.out / DRAFTS)
 
 
 def _progress(what: str, args: argparse.Namespace, files: Sequence[Path]) -> tqdm[Any]:

@@ -35,11 +35,12 @@ FORMATS = {
 
 
 class Document(NamedTuple):
-    """The text of a document."""
+    """The text of a document, or of its part in one split."""
 
     text: str
     size: int
     """bytes of input"""
+    held_out: bool = False
 
 
 class TokenChunk(NamedTuple):
@@ -56,12 +57,17 @@ def is_held_out(document: bytes, fraction: float) -> bool:
     return fraction > 0 and int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big") < fraction * 2**64
 
 
-def split_document(document: str, fraction: float, from_tail: bool) -> list[tuple[str, bool]]:
-    """Return the parts of a document, and whether each is held out: the last `fraction` of it, or all of it or none."""
-    if not from_tail:
-        return [(document, is_held_out(document.encode(), fraction))]
-    cut = len(document) - round(len(document) * fraction)
-    return [part for part in ((document[:cut], False), (document[cut:], True)) if part[0]]
+def hold_out(documents: Iterable[Document], fraction: float, from_tail: bool) -> Iterator[Document]:
+    """Yield the documents, with `fraction` of them held out, or the last `fraction` of each."""
+    for document in documents:
+        text, size, _ = document
+        if from_tail:
+            cut = len(text) - round(len(text) * fraction)
+            kept = size * cut // len(text)
+            parts = Document(text[:cut], kept), Document(text[cut:], size - kept, held_out=True)
+            yield from (part for part in parts if part.text)
+        else:
+            yield document._replace(held_out=fraction > 0 and is_held_out(text.encode(), fraction))
 
 
 def must_split(documents: Iterable[Document], fraction: float) -> bool:

@@ -21,7 +21,6 @@ from lm.data.tokenizer import load_tokenizer
 from lm.prepare.readers import CHUNK, Document, TokenChunk
 from lm.prepare.token_writer import id_dtype
 
-Split = Callable[[str], list[tuple[str, bool]]]
 CHUNKS_PER_WORKER = 3
 """Chunks that are encoded or wait to be written, for each worker."""
 
@@ -42,31 +41,28 @@ class WorkerPool(ProcessPoolExecutor):
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
-    def encode(
-        self, documents: Iterable[Document], tokenizer: str, split: Split, folder: Path
-    ) -> Iterator[tuple[int, TokenChunk]]:
+    def encode(self, documents: Iterable[Document], tokenizer: str, folder: Path) -> Iterator[tuple[int, TokenChunk]]:
         """Yield the tokens of all documents in order, with their bytes of input; `folder` is for temporary files."""
-        pending: deque[tuple[int, Path, Future[list[bool]]]] = deque()
-        for number, (size, texts) in enumerate(_chunks(documents)):
+        pending: deque[tuple[int, bool, Path, Future[None]]] = deque()
+        for number, (size, held_out, texts) in enumerate(_chunks(documents)):
             path = folder / f"{number}.part"
-            pending.append((size, path, self.submit(_encode_chunk, path, texts, tokenizer, split)))
+            pending.append((size, held_out, path, self.submit(_encode_chunk, path, texts, tokenizer)))
             if len(pending) > self._max_pending:
-                yield from _read_results(*pending.popleft())
+                yield _read_result(*pending.popleft())
         while pending:
-            yield from _read_results(*pending.popleft())
+            yield _read_result(*pending.popleft())
 
 
-def _chunks(documents: Iterable[Document]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the bytes of input and the texts of consecutive documents of at least `CHUNK` bytes; the last are fewer."""
-    texts, size = list[str](), 0
-    for document in documents:
-        texts.append(document.text)
-        size += document.size
-        if size >= CHUNK:
-            yield size, texts
-            texts, size = [], 0
-    if texts:
-        yield size, texts
+def _chunks(documents: Iterable[Document]) -> Iterator[tuple[int, bool, list[str]]]:
+    """Yield the bytes of input, the split and the texts of documents: at least `CHUNK` bytes, at the end fewer."""
+    texts, sizes = [list[str](), list[str]()], [0, 0]
+    for text, size, held_out in documents:
+        texts[held_out].append(text)
+        sizes[held_out] += size
+        if sizes[held_out] >= CHUNK:
+            yield sizes[held_out], held_out, texts[held_out]
+            texts[held_out], sizes[held_out] = [], 0
+    yield from ((sizes[held_out], held_out, texts[held_out]) for held_out in (False, True) if texts[held_out])
 
 
 def _start_worker() -> None:
@@ -79,29 +75,23 @@ def _start_worker() -> None:
 _tokenizer = functools.cache(load_tokenizer)
 
 
-def _encode_chunk(path: Path, texts: list[str], tokenizer_name: str, split: Split) -> list[bool]:
-    """Write the tokens of `texts`, each with an end-of-text token, to `path`, by split. Return the splits.
+def _encode_chunk(path: Path, texts: list[str], tokenizer_name: str) -> None:
+    """Write the tokens of `texts`, each with an end-of-text token, to `path`.
 
     A file, because a worker killed while it writes megabytes to the pool's pipe leaves the reader waiting for the rest.
     """
     tokenizer = _tokenizer(tokenizer_name)
-    documents: dict[bool, list[Any]] = {}
-    parts = [part for text in texts for part in split(text)]
-    for (_, held_out), ids in zip(parts, tokenizer.encode_batch([text for text, _ in parts]), strict=True):
-        ended = ids if tokenizer.eos_id in ids[-1:] else np.append(ids, np.uint32(tokenizer.eos_id))
-        documents.setdefault(held_out, []).append(ended)
+    eos_id = np.uint32(tokenizer.eos_id)
+    documents = [ids if eos_id in ids[-1:] else np.append(ids, eos_id) for ids in tokenizer.encode_batch(texts)]
     content = io.BytesIO()  # np.save to a file does not report a full disk
-    for ended in documents.values():
-        np.save(content, np.concatenate(ended, dtype=id_dtype(tokenizer.vocab_size), casting="unsafe"))
-        np.save(content, np.cumsum(list(map(len, ended))))
+    np.save(content, np.concatenate(documents, dtype=id_dtype(tokenizer.vocab_size), casting="unsafe"))
+    np.save(content, np.cumsum(list(map(len, documents))))
     path.write_bytes(content.getbuffer())
-    return list(documents)
 
 
-def _read_results(size: int, path: Path, splits: Future[list[bool]]) -> Iterator[tuple[int, TokenChunk]]:
-    names = splits.result()
+def _read_result(size: int, held_out: bool, path: Path, written: Future[None]) -> tuple[int, TokenChunk]:
+    written.result()
     with path.open("rb") as file:
-        for held_out in names:
-            yield size, TokenChunk(np.load(file), np.load(file), held_out)
-            size = 0
+        chunk = TokenChunk(np.load(file), np.load(file), held_out)
     path.unlink()
+    return size, chunk
