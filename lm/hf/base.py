@@ -1,4 +1,7 @@
-"""The base of LoRA adapters: identified when training starts, found again and checked when they are used."""
+"""Checkpoints in a single process, and the base of LoRA adapters.
+
+The base is identified when training starts, and found again and checked when the adapters are used.
+"""
 
 from __future__ import annotations
 
