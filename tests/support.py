@@ -24,6 +24,7 @@ from lm.launch.spawn import free_port
 from lm.runtime.rendezvous import join_world
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
+from tests.forked import METHOD, READ_AT_START, Forked
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,8 +48,16 @@ EXACT = ("loss", "perplexity", "bits_per_byte", "grad_norm", "lr", "skipped_step
 
 
 def _enter(
-    rank: int, size: int, nodes: int, port: int, action: Callable[..., Any], arguments: tuple[Any, ...], results: Path
+    rank: int,
+    size: int,
+    nodes: int,
+    port: int,
+    action: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    results: Path,
+    env: Mapping[str, str],
 ) -> None:
+    os.environ.update(env)
     torch.set_num_threads(1)
     per_node = size // nodes
     launch = Launch(rank, size, rank % per_node, per_node, rank // per_node, "127.0.0.1", port)
@@ -65,7 +74,8 @@ def run_ranks(size: int, action: Callable[..., Any], *arguments: Any, nodes: int
     `action` is a function at the top level of a module; its result is picklable and holds no tensors.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_enter, (size, nodes, free_port(), action, arguments, Path(folder)), nprocs=size)  # type: ignore[attr-defined]
+        how = (size, nodes, free_port(), action, arguments, Path(folder), dict(os.environ))
+        mp.start_processes(_enter, how, nprocs=size, start_method=METHOD)  # type: ignore[attr-defined]
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(size)]
 
 
@@ -98,7 +108,7 @@ def start(
     script: str = "",
     **env: str,
 ) -> subprocess.Popen[str]:
-    """Start `fsdp.py` in `folder` on `ranks` ranks.
+    """Start `fsdp.py` in `folder` on `ranks` ranks, in forked processes if `launcher` and `env` allow it.
 
     Args:
         config: hyperparameters (default: `TINY`), written to `folder/test.yaml`.
@@ -108,12 +118,13 @@ def start(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "test.yaml").write_text(json.dumps({"hyperparameters": dict(TINY if config is None else config)}))
+    popen = subprocess.Popen[str] if launcher or env.keys() & READ_AT_START else Forked
     if launcher is None:
         launcher = ["-m", "lm.launch", "--nproc", str(ranks)] if ranks > 1 else []
     program = str(scripted(folder, script) if script else ROOT / "fsdp.py")
     variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env
-    return subprocess.Popen(
+    return popen(
         [sys.executable, *launcher, program, "--config", "test.yaml", *overrides],
         cwd=folder,
         env=variables,

@@ -33,13 +33,11 @@ class Job:
         self._descendants: list[psutil.Process] = []
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """Wait until both ranks have started; return their processes."""
+        """Wait until the launcher has started both ranks; return their processes."""
         while self.process.poll() is None:
-            self._descendants = psutil.Process(self.process.pid).children(recursive=True)
-            python = [p for p in self._descendants if "--config" in p.cmdline()]
-            found = {int(p.environ().get("RANK", -1)): p for p in python}
-            if {0, 1} <= found.keys():
-                return found
+            self._descendants = psutil.Process(self.process.pid).children()
+            if len(self._descendants) == 2:
+                return dict(enumerate(sorted(self._descendants, key=lambda rank: rank.pid)))
             time.sleep(0.05)
         raise AssertionError(f"ended before its ranks started:\n{self.finish()[1]}")
 
@@ -135,7 +133,7 @@ def test_ctrl_c_in_a_terminal_saves_and_a_second_one_quits_at_once(times: int, t
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.5, 2.5])
 def test_a_signal_during_startup_ends_the_run_without_a_traceback(seconds: float, tmp_path: Path) -> None:
-    with started(tmp_path) as job:
+    with started(tmp_path, launcher=("-m", "lm.launch", "--nproc", "2")) as job:
         job.ranks()
         time.sleep(seconds)
         job.process.terminate()

@@ -1,0 +1,89 @@
+"""Processes that are forked from one that has imported PyTorch, because importing it takes most of a short run.
+
+`Forked` is `subprocess.Popen` for Python programs: a process with its own arguments, environment, working directory,
+streams, signals and exit code. What depends on how Python starts needs a real command: the variables `READ_AT_START`,
+signals during imports, and other launchers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from lm.launch import environment, spawn
+
+READ_AT_START = {"LD_PRELOAD", "PYTHONPATH"}
+METHOD = "spawn" if environment.has_gpu() else "forkserver"  # CUDA may not be initialised before a fork
+PRELOADED = ("lm.checkpoint.resume", "lm.hf.weights", "lm.metrics.logger", "lm.preflight", "lm.profiling", "lm.report")
+PRELOADED += ("tests.support", "torch._dynamo", "torch.utils.tensorboard")
+multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+
+
+class Forked(subprocess.Popen[str]):
+    """A process of a Python program, which `lm.launch` may be; its ranks are then forked too."""
+
+    method: ClassVar = METHOD
+
+    def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
+        _, preexec_fn, _, _, cwd, env, _, _, _, *pipes, _, _, _, _, _, new_session, _ = rest
+        streams = [Connection(os.dup(fd)) if fd >= 0 else None for fd in (pipes[3], pipes[5])]
+        context: Any = multiprocessing.get_context(self.method)
+        before = (os.setsid,) if new_session else ()
+        self._process = context.Process(
+            target=_run, args=(args[1:], cwd, env, streams, (*before, preexec_fn) if preexec_fn else before)
+        )
+        self._process.start()
+        self.pid, self._child_created = self._process.pid, True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, **_: object) -> int | None:
+        self.returncode = self._process.exitcode
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        self._process.join(timeout)
+        if self._internal_poll() is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.returncode
+
+
+class _ForkedRank(Forked):
+    method = "fork"
+
+
+def _run(
+    arguments: Sequence[str],
+    cwd: str | None,
+    env: Mapping[str, str],
+    streams: Sequence[Connection | None],
+    before: Sequence[Callable[[], object]],
+) -> None:
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_DFL)
+    for action in before:
+        action()
+    for number, stream in enumerate(streams, start=1):
+        if stream:
+            os.dup2(stream.fileno(), number)
+            stream.close()
+    os.chdir(cwd or ".")
+    os.environ.clear()
+    os.environ.update(env)
+    environment.START = time.monotonic()
+    if arguments[:2] == ["-m", "lm.launch"]:
+        spawn.subprocess = SimpleNamespace(Popen=_ForkedRank)  # type: ignore[assignment]
+        sys.argv = list(arguments[1:])
+        sys.exit(spawn.main())
+    sys.argv = list(arguments)
+    sys.path[:0] = [str(Path(arguments[0]).parent), env["PYTHONPATH"]]
+    runpy.run_path(arguments[0], run_name="__main__")
