@@ -25,7 +25,7 @@ from lm.launch import environment, spawn
 READ_AT_START = {"LD_PRELOAD", "PYTHONPATH"}
 METHOD = "spawn" if environment.has_gpu() else "forkserver"  # CUDA may not be initialised before a fork
 PRELOADED = ("lm.checkpoint.resume", "lm.hf.weights", "lm.metrics.logger", "lm.preflight", "lm.profiling", "lm.report")
-PRELOADED += ("tests.support", "torch._dynamo", "torch.utils.tensorboard")
+PRELOADED += ("tests.support", "torch._dynamo", "torch.utils.tensorboard", "transformers.modeling_utils")
 multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
 
 

@@ -205,10 +205,10 @@ def sweep(name: str, root: Path, faults: Sequence[str], count: int | None, draw:
         (root / "counter").write_bytes(bytes(8192))
         return call(folder, scenario.command, FAULT_AT=at, FAULT_WITH=FAULTS[fault], **variables)
 
+    outcome = disturb("0", faults[0])
+    assert outcome.code == 0, outcome.stderr
+    expected, total = scenario.result(folder), operations(root / "counter")
     for fault in faults:
-        outcome = disturb("0", fault)
-        assert outcome.code == 0, outcome.stderr
-        expected, total = scenario.result(folder), operations(root / "counter")
         chosen = [(n, last) for n in range(1, total + 1) for last in (("", "+") if fault != "kill" else ("",))]
         for n, last in draw.sample(chosen, min(count or len(chosen), len(chosen))):
             outcome = disturb(f"{n}{last}", fault)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import nn
@@ -32,11 +29,11 @@ from lm.runtime.world import World
 from model import Transformer
 from tests import support
 from tests.conftest import Message
-from tests.support import execute, run_ranks
+from tests.support import run_ranks
 from tests.test_cost import count_each
 from tests.test_hf import GPT2, LLAMA, add_tokenizer, make_reference
 from tests.test_manifest import RUN_INFO, opened, progress, toy
-from tests.test_parity import STRATEGIES
+from tests.test_parity import STRATEGIES, run_each
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT reads it
 
@@ -96,6 +93,8 @@ def names_in_peft(family: str, hp: config.Hyperparameters) -> dict[str, str]:
 
 def train_with_peft(hp: config.Hyperparameters, base: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and the trained adapters of PEFT, from the same initial values on the same batches."""
+    import peft  # imports torchao, which takes seconds: not in all ranks
+
     options = {"r": hp.lora_rank, "lora_alpha": hp.lora_alpha, "target_modules": hp.lora_targets or "all-linear"}
     model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options)).train()
@@ -141,17 +140,6 @@ def test_training_equals_training_in_peft(changes: dict[str, Any], bases: dict[s
         torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0)
 
 
-def run_each(world: World, directory: str, runs: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Train with the hyperparameters of each of `runs`; return the training losses by name."""
-    os.chdir(directory)
-    losses = {}
-    for name, hyperparameters in runs.items():
-        path = execute(world, hyperparameters | {"run_name": name})
-        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        losses[name] = [line["loss"] for line in lines if line["group"] == "training"]
-    return losses
-
-
 EQUAL: dict[str, dict[str, Any]] = {
     **{name: {"sharding": name} for name in STRATEGIES},
     "1x4": {"batch_size": 1},
@@ -175,8 +163,8 @@ def losses(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     base = settings(bases["llama"])
     two = {name: base | changes for name, changes in (EQUAL | LOWER | DROPOUT).items()}
     tied = settings(bases["gpt2"], max_seq_len=64, dropout=0.0)
-    one = run_ranks(1, run_each, folder, {"one": base, "tied-one": tied})[0]
-    return one | run_ranks(2, run_each, folder, two | {"tied": tied})[0]
+    one = run_ranks(1, run_each, folder, {"one": base, "tied-one": tied}, {})[0]
+    return one | run_ranks(2, run_each, folder, two | {"tied": tied}, {})[0]
 
 
 @pytest.mark.slow
@@ -208,7 +196,7 @@ def test_adapters_have_dropout_which_recomputation_repeats(losses: dict[str, lis
 def test_groups_of_ranks_train_as_one(bases: dict[str, Path], losses: dict[str, list[float]], tmp_path: Path) -> None:
     grouped = {"shard_group_size": 2, "batch_size": 1}
     runs = {name: settings(bases["llama"], sharding=name, **grouped) for name in STRATEGIES if "hybrid" in name}
-    for name, found in run_ranks(4, run_each, str(tmp_path), runs)[0].items():
+    for name, found in run_ranks(4, run_each, str(tmp_path), runs, {})[0].items():
         assert found == pytest.approx(losses["one"], rel=1e-5), name
 
 
@@ -219,7 +207,7 @@ def test_compiled_blocks_train_the_same(bases: dict[str, Path], losses: dict[str
         "compiled": settings(bases["llama"], compile=True),
         "recompute": settings(bases["llama"], compile=True, activation_checkpointing="full"),
     }
-    for name, found in run_ranks(1, run_each, str(tmp_path), runs)[0].items():
+    for name, found in run_ranks(1, run_each, str(tmp_path), runs, {})[0].items():
         assert found == pytest.approx(losses["one"], rel=1e-5), name
 
 
@@ -461,6 +449,8 @@ def test_a_checkpoint_can_be_the_base(tmp_path: Path, message: Message) -> None:
 def test_transformers_and_peft_load_what_is_exported(
     family: str, targets: list[str] | None, bases: dict[str, Path], tmp_path: Path
 ) -> None:
+    import peft
+
     hyperparameters = settings(bases[family], lora_targets=targets, lora_alpha=5.0, max_steps=3, max_seq_len=64)
     assert support.run(tmp_path, config=hyperparameters).returncode == 0
     run = tmp_path / "runs" / "test"
