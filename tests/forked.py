@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,10 +39,9 @@ class Forked(subprocess.Popen[str]):
         _, preexec_fn, _, _, cwd, env, _, _, _, *pipes, _, _, _, _, _, new_session, _ = rest
         streams = [Connection(os.dup(fd)) if fd >= 0 else None for fd in (pipes[3], pipes[5])]
         context: Any = multiprocessing.get_context(self.method)
-        before = (os.setsid,) if new_session else ()
-        self._process = context.Process(
-            target=_run, args=(args[1:], cwd, env, streams, (*before, preexec_fn) if preexec_fn else before)
-        )
+        os.umask(umask := os.umask(0))
+        before = [partial(os.umask, umask), *[os.setsid] * new_session, *[preexec_fn] * bool(preexec_fn)]
+        self._process = context.Process(target=_run, args=(args[1:], cwd, env, streams, before))
         self._process.start()
         self.pid, self._child_created = self._process.pid, True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]

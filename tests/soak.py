@@ -51,7 +51,7 @@ RUN = EXACT_RUN | {
 }
 AIMED = 0.6
 """Share of interruptions that are aimed at a save."""
-STARTUP = 5
+STARTUP = 2
 """Seconds from a start to its first step, about."""
 AT_OPERATION, OPERATIONS = "SIGKILL in a file operation", 0.3
 """An interruption inside of the n-th file operation of all ranks, and the share of these."""

@@ -520,9 +520,3 @@ def test_wrong_values_are_refused(
     assert refused.value.keys == keys
     assert len(refused.value.problems) == len(keys & {"lora_alpha", "lora_dropout"}) or 1
     message(refused.value)
-
-
-def test_a_base_that_does_not_exist_is_refused(tmp_path: Path, message: Message) -> None:
-    done = support.run(tmp_path, "init_from=nowhere", "lora_rank=2", config=support.TINY)
-    assert done.returncode == 2
-    message(done.stderr)

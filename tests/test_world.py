@@ -238,9 +238,15 @@ with join_world(Launch.from_env(os.environ), 60):
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-@pytest.mark.parametrize("given", ["", "2"])
-@pytest.mark.parametrize("launcher", ["lm.launch", "torch.distributed.run"])
-@pytest.mark.parametrize("bound", [False, True])
+@pytest.mark.parametrize(
+    ("launcher", "bound", "given"),
+    [
+        ("lm.launch", True, ""),
+        ("lm.launch", False, "2"),
+        ("torch.distributed.run", False, ""),
+        ("torch.distributed.run", True, "2"),
+    ],
+)
 def test_the_ranks_of_a_node_divide_its_cores_unless_threads_are_given(
     tmp_path: Path, launcher: str, bound: bool, given: str
 ) -> None:
