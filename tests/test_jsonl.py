@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.data.jsonl import JsonlDataset
 from lm.data.tokenizer import FILE, ByteTokenizer, FileTokenizer
 from lm.errors import ConfigError
-from model import IGNORE_INDEX, ModelConfig, Transformer
+from model import IGNORE_INDEX
 from tests.conftest import Message
 from tests.support import CHAT_TEMPLATE, byte_level_tokenizer, llama_tokenizer
 
@@ -99,23 +98,6 @@ def test_without_packing_each_sample_is_a_sequence_truncated_or_padded(
         assert samples[i].document_ids is None
         assert samples[i].inputs[: len(inputs)].tolist() == inputs
         assert samples[i].targets.tolist() == targets + [IGNORE_INDEX] * (seq_len - len(targets))
-
-
-def test_packing_does_not_change_the_loss(tmp_path: Path) -> None:
-    lines = [{"prompt": "to be, or"[: i % 7 + 1], "completion": "not to be" * (i % 5)} for i in range(30)]
-    file = write(tmp_path / "a.jsonl", lines)
-    shape = {"d_model": 16, "n_heads": 2, "n_layers": 2, "vocab_size": 257, "max_seq_len": 48}
-    model = Transformer(ModelConfig.model_validate(shape))
-    losses, counts = [], []
-    for packing in (True, False):
-        samples = JsonlDataset([file], BYTES, 48, completion_only=True, packing=packing)
-        rows = [samples[i] for i in range(len(samples))]
-        loss = [model(*(torch.tensor(part)[None] for part in row if part is not None)).item() for row in rows]
-        losses.append(sum(loss))
-        counts.append((len(rows), sum(map(samples.n_target_tokens, range(len(rows))))))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    assert counts[0][1] == counts[1][1]
-    assert counts[0][0] < counts[1][0] == len(lines)
 
 
 def test_a_thousand_chats_are_packed_with_little_padding(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from lm.runtime.world import World
 from model import Transformer
 from tests.support import TINY, in_world, run_ranks
 from tests.test_manifest import RUN_INFO, opened, progress
+from tests.test_parity import STRATEGIES
 
-STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
 RANKS = (1, 2, 3, 4)
 WIDTH = {"d_model": 36, "vocab_size": 61, "n_layers": 1}  # no world size divides it evenly
 

@@ -239,11 +239,11 @@ def test_a_folder_of_a_run_is_not_a_link(name: str, private: Path, message: Mess
     message(refused.value)
 
 
-@pytest.mark.parametrize("name", ["runs", "runs/x/traces"])
+@pytest.mark.parametrize("name", ["runs", "runs/x/traces", "runs/x/checkpoints"])
 def test_a_folder_that_all_users_can_write_is_refused(name: str, private: Path) -> None:  # noqa: ARG001
     Path(name).mkdir(parents=True)
-    Path(name).chmod(0o777)
-    with pytest.raises(ConfigError, match="writable by all users"):
+    Path(name).chmod(0o707)
+    with pytest.raises(ConfigError, match=f"writable by all users.* chmod o-w {name}"):
         in_world(RunDir("x").lock)
 
 
