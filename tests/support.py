@@ -142,8 +142,10 @@ def scripted(folder: Path, script: str) -> Path:
     return path
 
 
-def run(folder: Path, *overrides: str, timeout: float = 120, **how: Any) -> subprocess.CompletedProcess[str]:
-    """Run `fsdp.py` as `start` does; return exit code, stdout and stderr."""
+def run(
+    folder: Path, *overrides: str, code: int | None = None, timeout: float = 120, **how: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run `fsdp.py` as `start` does, to the exit code `code` if it is given; return exit code, stdout and stderr."""
     process = start(folder, *overrides, **how)
     try:
         output, errors = process.communicate(timeout=timeout)
@@ -151,6 +153,7 @@ def run(folder: Path, *overrides: str, timeout: float = 120, **how: Any) -> subp
         process.kill()
         output, errors = process.communicate()
         raise AssertionError(f"still running after {timeout} s\n{output}\n{errors}") from None
+    assert code in (None, process.returncode), errors
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 

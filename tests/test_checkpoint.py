@@ -58,8 +58,7 @@ def attempt(action: Callable[[], Any]) -> str | None:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight uninterrupted steps, with checkpoints after steps 2, 4, 6 and 8."""
     folder = tmp_path_factory.mktemp("reference")
-    done = run(folder, config=RUN)
-    assert done.returncode == 0, done.stderr
+    run(folder, config=RUN, code=0)
     assert sorted(checkpoints(folder)) == [2, 4, 6, 8]
     return folder
 
@@ -87,8 +86,7 @@ def test_a_spoilt_checkpoint_is_named_and_the_one_before_it_gives_the_same_losse
 ) -> None:
     newest = checkpoints(stopped)[6]
     spoil(newest)
-    done = run(stopped, config=RUN)
-    assert done.returncode == 0, done.stderr
+    done = run(stopped, config=RUN, code=0)
     assert any("skipping" in line and newest.name in line for line in (done.stdout + done.stderr).splitlines())
     assert f"resumed from checkpoint {checkpoints(stopped)[4].name}, step 4" in done.stdout
     assert exact(stopped) == exact(reference)
@@ -103,8 +101,7 @@ def test_if_all_are_spoilt_all_are_named_and_the_run_does_not_start(
     folders = checkpoints(stopped)
     for path in folders.values():
         spoil(path)
-    done = run(stopped, config=RUN)
-    assert done.returncode == 1
+    done = run(stopped, config=RUN, code=1)
     lines = done.stderr.splitlines()
     assert len(lines) == 4
     for path in folders.values():
@@ -139,9 +136,9 @@ def test_fresh_moves_the_old_run_aside_once_the_new_one_starts(stopped: Path) ->
         return {path: path.stat().st_size for path in (stopped / "runs/test").rglob("*") if path.name != "lock"}
 
     before, old = sizes(), {path.name for path in checkpoints(stopped).values()}
-    assert run(stopped, "resume=fresh", "dataset=tokens", "train_data=nowhere", config=RUN).returncode == 2
+    run(stopped, "resume=fresh", "dataset=tokens", "train_data=nowhere", config=RUN, code=2)
     assert sizes() == before
-    assert run(stopped, "resume=fresh", "seed=9", "max_steps=2", config=RUN).returncode == 0
+    run(stopped, "resume=fresh", "seed=9", "max_steps=2", config=RUN, code=0)
     (aside,) = (stopped / "runs" / "test").glob("before-*")
     assert old <= set(names(aside / "checkpoints"))
     assert list(checkpoints(stopped)) == [2]
@@ -170,8 +167,7 @@ def test_a_run_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 def test_asynchronous_and_synchronous_checkpoints_are_equal(reference: Path, tmp_path: Path) -> None:
-    done = run(tmp_path, "async_checkpoint=false", config=RUN)
-    assert done.returncode == 0, done.stderr
+    run(tmp_path, "async_checkpoint=false", config=RUN, code=0)
     for step, path in checkpoints(reference).items():
         expected, found = read_manifest(path).files, read_manifest(checkpoints(tmp_path)[step]).files
         assert found == expected

@@ -228,8 +228,7 @@ Loader.training = hanging_loader
 @pytest.mark.slow
 def test_out_of_memory_names_hyperparameters_that_reduce_memory(tmp_path: Path, message: Message) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))"
-    done = run(tmp_path, "vocab_size=16777216", "d_model=8", script=limit)
-    assert done.returncode == 1
+    done = run(tmp_path, "vocab_size=16777216", "d_model=8", script=limit, code=1)
     assert re.search(r"; needs about .*; what needs at most .* GiB: 2 ranks", done.stderr)
     message(done.stderr, mask=r"\(.*(?=\); reduce)")
 
@@ -311,8 +310,7 @@ def test_a_killed_torchrun_makes_its_ranks_save_and_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_torchrun_restarts_ends_with_the_same_losses(tmp_path: Path) -> None:
-    uninterrupted = run(tmp_path / "uninterrupted", "max_steps=8", ranks=2, config=RUN)
-    assert uninterrupted.returncode == 0, uninterrupted.stderr
+    run(tmp_path / "uninterrupted", "max_steps=8", ranks=2, config=RUN, code=0)
     with started(tmp_path / "killed", "max_steps=8", launcher=(*TORCHRUN, "--max-restarts", "1")) as job:
         job.wait_for("checkpoint")
         job.ranks()[0].kill()

@@ -102,16 +102,14 @@ def test_training_from_hugging_face_weights_equals_training_in_transformers(
     name: str, ranks: int, changes: dict[str, Any], sources: dict[str, Path], tmp_path: Path
 ) -> None:
     hyperparameters = settings(sources[name], **changes)
-    done = support.run(tmp_path, ranks=ranks, config=hyperparameters)
-    assert done.returncode == 0, done.stderr
+    done = support.run(tmp_path, ranks=ranks, config=hyperparameters, code=0)
     assert f"loaded the weights of {sources[name]} in " in done.stdout
     losses = [report["loss"] for report in support.reports(tmp_path).values()]
     expected = transformers_losses(sources[name], hyperparameters)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert losses[0] > 5.8  # random initial weights have ln 300 = 5.7
 
-    done = support.run(tmp_path, "max_steps=4", ranks=3 - ranks, config=hyperparameters | {"batch_size": 1})
-    assert done.returncode == 0, done.stderr
+    done = support.run(tmp_path, "max_steps=4", ranks=3 - ranks, config=hyperparameters | {"batch_size": 1}, code=0)
     assert "step 3\n" in done.stdout
     assert "weights of" not in done.stdout
     assert [*support.reports(tmp_path)] == [1, 2, 3, 4]
@@ -120,18 +118,16 @@ def test_training_from_hugging_face_weights_equals_training_in_transformers(
 @pytest.mark.slow
 def test_init_from_accepts_a_run_directory_and_a_changed_length_and_dropout(tmp_path: Path) -> None:
     shape = support.TINY | {"positions": "rope", "validation_batches": 1}
-    assert support.run(tmp_path / "a", "max_steps=1", config=shape).returncode == 0
+    support.run(tmp_path / "a", "max_steps=1", config=shape, code=0)
     first = tmp_path / "a" / "runs" / "test"
     how = [f"init_from={first}", "max_steps=1", "max_seq_len=8", "dropout=0.1", "seed=7"]
-    done = support.run(tmp_path / "b", *how, config=shape)
-    assert done.returncode == 0, done.stderr
+    done = support.run(tmp_path / "b", *how, config=shape, code=0)
     assert f"weights of checkpoint {support.checkpoints(tmp_path / 'a')[1]}" in done.stdout
     assert [*support.reports(tmp_path / "b")] == [1]
 
 
 def test_init_from_refuses_a_missing_directory(tmp_path: Path, message: Message) -> None:
-    done = support.run(tmp_path, "init_from=nowhere", config=support.TINY)
-    assert done.returncode == 2
+    done = support.run(tmp_path, "init_from=nowhere", config=support.TINY, code=2)
     message(done.stderr)
 
 

@@ -129,8 +129,7 @@ Q_AND_V = {"lora_targets": ["q_proj", "v_proj"], "lora_alpha": 3.0}
 @pytest.mark.parametrize("changes", [{}, pytest.param(Q_AND_V, marks=pytest.mark.slow)], ids=["all", "q, v"])
 def test_training_equals_training_in_peft(changes: dict[str, Any], bases: dict[str, Path], tmp_path: Path) -> None:
     hyperparameters = settings(bases["llama"], max_steps=20, lr=1e-3, **changes)
-    done = support.run(tmp_path, ranks=2, config=hyperparameters)
-    assert done.returncode == 0, done.stderr
+    support.run(tmp_path, ranks=2, config=hyperparameters, code=0)
     expected, adapters = train_with_peft(read(hyperparameters), bases["llama"])
     losses = [report["loss"] for report in support.reports(tmp_path).values()]
     assert losses == pytest.approx(expected, abs=1e-5)
@@ -328,8 +327,7 @@ def test_initial_adapters_are_pefts_and_depend_neither_on_world_size_nor_on_stra
 def trained(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a run of six steps, without a stop."""
     folder = tmp_path_factory.mktemp("trained")
-    done = support.run(folder, ranks=2, config=resumable(bases))
-    assert done.returncode == 0, done.stderr
+    support.run(folder, ranks=2, config=resumable(bases), code=0)
     return folder
 
 
@@ -356,8 +354,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_names_their_base(bases: dict[
 def test_a_run_resumes_exactly(bases: dict[str, Path], trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "runs" / "test", tmp_path / "runs" / "test")
     shutil.rmtree(support.checkpoints(tmp_path)[6])
-    done = support.run(tmp_path, ranks=2, config=resumable(bases))
-    assert done.returncode == 0, done.stderr
+    done = support.run(tmp_path, ranks=2, config=resumable(bases), code=0)
     assert ", step 3\n" in done.stdout
     assert f"loaded the weights of {bases['llama']} in " in done.stdout
     assert support.exact(tmp_path) == support.exact(trained)
@@ -372,15 +369,14 @@ def test_resuming_with_another_base_is_refused(
     shutil.copytree(trained / "runs" / "test", tmp_path / "runs" / "test")
     others = f"init_from={bases['other']}"
     for overrides in ([others, "max_steps=8"], [others]):
-        done = support.run(tmp_path, *overrides, config=resumable(bases))
-        assert done.returncode == 2
+        done = support.run(tmp_path, *overrides, config=resumable(bases), code=2)
         assert done.stderr.startswith("init_from: ")
         message(done.stderr.replace(str(bases["llama"].parent), "BASES"))
-    done = support.run(tmp_path, "max_steps=8", config=resumable(bases) | {"lora_rank": 2, "lora_alpha": 8.0})
-    assert done.returncode == 2
+    done = support.run(tmp_path, "max_steps=8", config=resumable(bases) | {"lora_rank": 2, "lora_alpha": 8.0}, code=2)
     message(done.stderr)
-    done = support.run(tmp_path, "max_steps=8", config=resumable(bases) | {"lora_rank": None, "lora_dropout": 0.0})
-    assert done.returncode == 2
+    done = support.run(
+        tmp_path, "max_steps=8", config=resumable(bases) | {"lora_rank": None, "lora_dropout": 0.0}, code=2
+    )
     message(done.stderr)
 
 
@@ -391,8 +387,7 @@ def test_full_training_from_adapters_is_refused(
     source = support.checkpoints(trained)[6]
     hyperparameters = resumable(bases) | {"init_from": str(source)}
     for changes in ({"lora_rank": None, "lora_dropout": 0.0}, {}):
-        done = support.run(tmp_path, config=hyperparameters | changes)
-        assert done.returncode == 2
+        done = support.run(tmp_path, config=hyperparameters | changes, code=2)
         message(done.stderr.replace(str(bases["llama"].parent), "BASES").replace(str(source), "CHECKPOINT"))
 
 
@@ -416,10 +411,9 @@ def test_adapters_do_not_start_with_a_checkpoint_of_all_weights(tmp_path: Path, 
 @pytest.mark.slow
 def test_a_checkpoint_can_be_the_base(tmp_path: Path, message: Message) -> None:
     shape = support.TINY | {"validation_batches": 1}
-    assert support.run(tmp_path, "max_steps=2", "run_name=base", config=shape).returncode == 0
+    support.run(tmp_path, "max_steps=2", "run_name=base", config=shape, code=0)
     how = ["init_from=runs/base", "lora_rank=2", "max_steps=2", "lr=0.01"]
-    done = support.run(tmp_path, *how, config=shape)
-    assert done.returncode == 0, done.stderr
+    done = support.run(tmp_path, *how, config=shape, code=0)
     source = support.checkpoints(tmp_path, "base")[2]
     manifest = read_manifest(support.checkpoints(tmp_path)[2])
     assert manifest.base is not None
@@ -430,12 +424,10 @@ def test_a_checkpoint_can_be_the_base(tmp_path: Path, message: Message) -> None:
     changed = {name for name, p in model.named_parameters() if not p.equal(dict(base.named_parameters())[name])}
     assert changed == {name for name, p in base.named_parameters() if name.startswith("blocks") and p.ndim == 2}
 
-    assert support.run(tmp_path, "max_steps=3", "run_name=base", config=shape).returncode == 0
-    done = support.run(tmp_path, *how, "max_steps=4", config=shape)
-    assert done.returncode == 2
+    support.run(tmp_path, "max_steps=3", "run_name=base", config=shape, code=0)
+    done = support.run(tmp_path, *how, "max_steps=4", config=shape, code=2)
     message(done.stderr, mask=r"\w{8}-[\w-]{27}")
-    done = support.run(tmp_path, *how, "run_name=wide", "n_heads=2", config=shape)
-    assert done.returncode == 2
+    done = support.run(tmp_path, *how, "run_name=wide", "n_heads=2", config=shape, code=2)
     message(done.stderr, mask=r"\w{8}-[\w-]{27}")
 
 
@@ -452,7 +444,7 @@ def test_transformers_and_peft_load_what_is_exported(
     import peft
 
     hyperparameters = settings(bases[family], lora_targets=targets, lora_alpha=5.0, max_steps=3, max_seq_len=64)
-    assert support.run(tmp_path, config=hyperparameters).returncode == 0
+    support.run(tmp_path, config=hyperparameters, code=0)
     run = tmp_path / "runs" / "test"
     assert hf_main.main(["export", str(run), str(tmp_path / "merged")]) == 0
     assert hf_main.main(["export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
@@ -488,7 +480,7 @@ def test_generation_merges_adapters_into_their_base_wherever_it_is(
 
 @pytest.mark.slow
 def test_a_checkpoint_without_adapters_cannot_be_exported_as_adapters(tmp_path: Path, message: Message) -> None:
-    assert support.run(tmp_path, "max_steps=1", config=support.TINY).returncode == 0
+    support.run(tmp_path, "max_steps=1", config=support.TINY, code=0)
     with pytest.raises(ConfigError) as refused:
         export.export_model(tmp_path / "runs" / "test", tmp_path / "out", adapters_only=True)
     message(refused.value, mask=r"\w{8}-[\w-]{27}")

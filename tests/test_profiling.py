@@ -77,8 +77,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
     text = support.TINY | {"dataset": "text", "train_data": "text.txt", "vocab_size": 264, "num_tokens": 5}
     overrides = ("max_steps=20", "report_rate=2", "validation_rate=10", "torch_profiler=true", "core_api_profiler=true")
-    done = support.run(folder, *overrides, ranks=2, config=text | {"prompt": "to be"})
-    assert done.returncode == 0, done.stderr
+    done = support.run(folder, *overrides, ranks=2, config=text | {"prompt": "to be"}, code=0)
     (folder / "output").write_text(done.stdout)
     return folder
 
@@ -162,8 +161,9 @@ def test_the_console_shows_phases_samples_where_traces_are_and_the_report(profil
 @pytest.mark.slow
 def test_a_run_too_short_for_a_trace_warns(tmp_path: Path, message: Message) -> None:
     for steps, is_short in ((3, True), (8, False)):  # the second run resumes from step 3
-        done = support.run(tmp_path, f"max_steps={steps}", "torch_profiler=true", "torch_profiler_steps=[3, 1, 2]")
-        assert done.returncode == 0, done.stderr
+        done = support.run(
+            tmp_path, f"max_steps={steps}", "torch_profiler=true", "torch_profiler_steps=[3, 1, 2]", code=0
+        )
         warnings = [line for line in done.stdout.splitlines() if line.startswith("torch_profiler")]
         message(warnings)
         assert len(warnings) == is_short

@@ -40,8 +40,7 @@ RUN = EXACT_RUN | {"total_batch_size": 12, "checkpoint_rate": 5, "max_steps": 10
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten uninterrupted steps on two ranks."""
     folder = tmp_path_factory.mktemp("reference")
-    done = run(folder, ranks=2, config=RUN)
-    assert done.returncode == 0, done.stderr
+    run(folder, ranks=2, config=RUN, code=0)
     assert sorted(checkpoints(folder)) == [5, 10]
     return folder
 
@@ -52,9 +51,8 @@ def test_hyperparameters_that_are_compared_exist() -> None:
 
 
 def test_five_steps_and_five_more_equal_ten_bit_for_bit(reference: Path, tmp_path: Path) -> None:
-    assert run(tmp_path, "max_steps=5", ranks=2, config=RUN).returncode == 0
-    second = run(tmp_path, ranks=2, config=RUN)
-    assert second.returncode == 0, second.stderr
+    run(tmp_path, "max_steps=5", ranks=2, config=RUN, code=0)
+    second = run(tmp_path, ranks=2, config=RUN, code=0)
     assert "resumed from checkpoint" in second.stdout
     assert exact(tmp_path) == exact(reference)
     assert exact(tmp_path, "validation") == exact(reference, "validation")
@@ -65,11 +63,10 @@ def test_five_steps_and_five_more_equal_ten_bit_for_bit(reference: Path, tmp_pat
 @pytest.mark.slow
 def test_another_world_size_resumes_with_the_same_weights_and_samples(tmp_path: Path) -> None:
     quiet = RUN | {"dropout": 0.0}
-    assert run(tmp_path / "2", ranks=2, config=quiet).returncode == 0
+    run(tmp_path / "2", ranks=2, config=quiet, code=0)
     expected, source = reports(tmp_path / "2"), checkpoints(tmp_path / "2")[5]
     for ranks in (1, 3):
-        done = run(tmp_path / f"{ranks}", f"resume={source}", ranks=ranks, config=quiet)
-        assert done.returncode == 0, done.stderr
+        run(tmp_path / f"{ranks}", f"resume={source}", ranks=ranks, config=quiet, code=0)
         found = reports(tmp_path / f"{ranks}")
         assert sorted(found) == [6, 7, 8, 9, 10]
         for step, line in found.items():
@@ -79,9 +76,8 @@ def test_another_world_size_resumes_with_the_same_weights_and_samples(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("bfloat16", "float16"), ("float16", "null"), ("float16", "float16")])
 def test_a_resumed_run_may_change_its_precision(before: str, after: str, tmp_path: Path) -> None:
-    assert run(tmp_path, f"amp_dtype={before}", "max_steps=2", "checkpoint_rate=2", config=RUN).returncode == 0
-    done = run(tmp_path, f"amp_dtype={after}", "max_steps=4", config=RUN)
-    assert done.returncode == 0, done.stderr
+    run(tmp_path, f"amp_dtype={before}", "max_steps=2", "checkpoint_rate=2", config=RUN, code=0)
+    done = run(tmp_path, f"amp_dtype={after}", "max_steps=4", config=RUN, code=0)
     assert ("changed: amp_dtype" in done.stdout) == (before != after)
     assert reports(tmp_path)[4]["skipped_steps"] == 0
 
@@ -102,7 +98,7 @@ def test_a_signal_saves_a_checkpoint_and_the_resumed_run_has_the_same_losses(
     (step,) = checkpoints(tmp_path)
     if step < 10:
         assert "stopped" in output
-    assert run(tmp_path, ranks=2, config=RUN).returncode == 0
+    run(tmp_path, ranks=2, config=RUN, code=0)
     assert exact(tmp_path) == exact(reference)
 
 
@@ -166,7 +162,7 @@ def test_an_interrupted_run_reports_the_curve_of_an_uninterrupted_one(
         ]
 
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
-    assert run(tmp_path / "reference", config=INTERRUPTED).returncode == 0
+    run(tmp_path / "reference", config=INTERRUPTED, code=0)
     expected = curve(tmp_path / "reference")
     assert [(group, step) for group, step, *_ in expected] == [
         ("training", 3), ("validation", 4), ("training", 6), ("validation", 8), ("training", 9),
@@ -201,34 +197,29 @@ def test_a_complete_run_reports_it_and_changes_nothing(reference: Path) -> None:
         return {path: path.stat().st_mtime_ns for path in (reference / "runs").rglob("*") if path.name != "lock"}
 
     before = times()
-    again = run(reference, config=RUN)
-    assert again.returncode == 0
+    again = run(reference, config=RUN, code=0)
     assert "max_steps=20" in again.stdout
     assert times() == before
 
 
 @pytest.mark.slow
 def test_a_launchers_restart_resumes_whatever_resume_was_set_to(tmp_path: Path) -> None:
-    elsewhere = run(tmp_path, "max_steps=2", "run_name=elsewhere")
-    assert elsewhere.returncode == 0, elsewhere.stderr
+    run(tmp_path, "max_steps=2", "run_name=elsewhere", code=0)
     source = checkpoints(tmp_path, "elsewhere")[2]
     for name, resume in (("fresh", "fresh"), ("from", str(source))):
         for steps, restarts in ((3, "0"), (4, "1")):
             overrides = (f"max_steps={steps}", f"run_name={name}", f"resume={resume}")
-            done = run(tmp_path, *overrides, TORCHELASTIC_RESTART_COUNT=restarts)
-            assert done.returncode == 0, done.stderr
+            done = run(tmp_path, *overrides, TORCHELASTIC_RESTART_COUNT=restarts, code=0)
         assert ", step 3\n" in done.stdout
     assert not list((tmp_path / "runs" / "fresh").glob("before-*"))
     later = reports(tmp_path, name="from")
-    again = run(tmp_path, "max_steps=3", "run_name=from", f"resume={source}")
-    assert again.returncode == 0, again.stderr
+    run(tmp_path, "max_steps=3", "run_name=from", f"resume={source}", code=0)
     assert list(checkpoints(tmp_path, "from")) == [3]
     (before,) = (tmp_path / "runs" / "from").glob("before-*")
     before.rename(tmp_path / "runs" / "before")
     assert reports(tmp_path, name="before") == later, "step 4 is not made again"
     assert sorted(checkpoints(tmp_path, "before")) == [3, 4]
-    restarted_early = run(tmp_path, "max_steps=3", f"resume={source}", TORCHELASTIC_RESTART_COUNT="1")
-    assert restarted_early.returncode == 0, restarted_early.stderr
+    restarted_early = run(tmp_path, "max_steps=3", f"resume={source}", TORCHELASTIC_RESTART_COUNT="1", code=0)
     assert f"resumed from checkpoint {source.name}, step 2" in restarted_early.stdout
 
 
@@ -245,8 +236,9 @@ def test_a_run_keeps_the_date_of_its_first_start_for_its_chat_template(tmp_path:
     found = []
     for day in (1, 2):
         script = f"import datetime\nclass Day(datetime.date):\n    today = lambda: datetime.date(2026, 1, {day})\n"
-        done = run(tmp_path, f"max_steps={day}", config=TINY | data | how, script=f"{script}datetime.date = Day")
-        assert done.returncode == 0, done.stderr
+        done = run(
+            tmp_path, f"max_steps={day}", config=TINY | data | how, script=f"{script}datetime.date = Day", code=0
+        )
         found.append(read_manifest(checkpoints(tmp_path)[day]))
     assert "step 1\n" in done.stdout
     assert "changed" not in done.stdout

@@ -103,8 +103,7 @@ def test_an_editor_finds_the_schema_of_a_shipped_file_and_accepts_it(path: Path)
 def test_the_recipe_for_own_text_runs_on_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("To be, or not to be, that is the question.\n" * 100)
     recipe = ["--config", str(ROOT / "recipes" / "own_text.yaml"), "train_data=a.txt", "max_steps=1"]
-    done = run(tmp_path, *recipe, "d_model=32", "n_layers=1", "max_seq_len=32", "num_tokens=1")
-    assert done.returncode == 0, done.stderr
+    run(tmp_path, *recipe, "d_model=32", "n_layers=1", "max_seq_len=32", "num_tokens=1", code=0)
     assert reports(tmp_path, "validation", name="own_text")[1]["bits_per_byte"] > 0
 
 
@@ -120,8 +119,7 @@ def test_the_chat_recipe_runs_on_a_model_and_chats_in_a_folder(tmp_path: Path) -
     chat = {"messages": [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not to be"}]}
     (tmp_path / "chat.jsonl").write_text((json.dumps(chat) + "\n") * 40)
     recipe = ["--config", str(ROOT / "recipes" / "chat.yaml"), "init_from=model", "train_data=chat.jsonl"]
-    done = run(tmp_path, *recipe, "max_steps=2", "max_seq_len=32")
-    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, *recipe, "max_steps=2", "max_seq_len=32", code=0)
     assert "held out" in done.stdout
     assert reports(tmp_path, "validation", name="chat")[2]["bits_per_byte"] > 0
 

@@ -324,13 +324,11 @@ def test_a_run_resumes_bit_for_bit_and_with_other_ranks(tmp_path: Path) -> None:
     config = TINY | data | {"report_rate": 1, "keep_checkpoints": None, "data_workers": 1}
     for folder, *lengths in (("straight", 6), ("parts", 3, 6)):
         for steps in lengths:
-            done = run(tmp_path / folder, f"max_steps={steps}", config=config)
-            assert done.returncode == 0, done.stderr
+            done = run(tmp_path / folder, f"max_steps={steps}", config=config, code=0)
     straight, parts = ([line["loss"] for line in reports(tmp_path / name).values()] for name in ("straight", "parts"))
     assert len(straight) == 6
     assert parts == straight
-    done = run(tmp_path / "parts", "max_steps=8", ranks=2, config=config)
-    assert done.returncode == 0, done.stderr
+    done = run(tmp_path / "parts", "max_steps=8", ranks=2, config=config, code=0)
     assert "data_workers: 1 over all ranks in the checkpoint, 2 now" in done.stdout
     manifest = json.loads((checkpoints(tmp_path / "parts")[8] / "manifest.json").read_text())
     assert [len(state["streams"]) for state in manifest["dataset_state"]] == [1, 1]

@@ -27,8 +27,7 @@ from tests.support import (
 
 
 def test_too_many_consecutive_inf_or_nan_gradients_end_the_run(tmp_path: Path, message: Message) -> None:
-    done = run(tmp_path, "max_steps=50", "lr=1e5", "amp_dtype=float16", "report_rate=5", "skip_nonfinite=3")
-    assert done.returncode == 1
+    done = run(tmp_path, "max_steps=50", "lr=1e5", "amp_dtype=float16", "report_rate=5", "skip_nonfinite=3", code=1)
     assert "Traceback" not in done.stderr
     message(done.stderr, mask=r"in \d+ consecutive steps up to step \d+")
 
@@ -36,15 +35,13 @@ def test_too_many_consecutive_inf_or_nan_gradients_end_the_run(tmp_path: Path, m
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [0.5, 2])
 def test_the_length_follows_from_the_epochs(epochs: float, tmp_path: Path) -> None:
-    done = run(tmp_path, f"max_epochs={epochs}", "total_batch_size=2", "batch_size=2")
-    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, f"max_epochs={epochs}", "total_batch_size=2", "batch_size=2", code=0)
     assert f"step {int(10 * epochs)}/{int(10 * epochs)}" in done.stdout
 
 
 @pytest.mark.slow
 def test_a_prompt_without_a_token_is_refused_before_training(tmp_path: Path, message: Message) -> None:
-    done = run(tmp_path, config=TINY | {"prompt": "to be"})
-    assert done.returncode == 2
+    done = run(tmp_path, config=TINY | {"prompt": "to be"}, code=2)
     message(done.stderr)
 
 
@@ -85,13 +82,12 @@ def test_negative_epochs_only_validate_and_generate(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("to be or not to be, that is the question\n" * 50)
     text = TINY | {"dataset": "text", "train_data": "text", "vocab_size": 257, "prompt": "to be", "num_tokens": 5}
-    assert run(tmp_path, "max_steps=3", config=text).returncode == 0
-    again = run(tmp_path, "max_epochs=-1", config=text)
-    assert again.returncode == 0, again.stderr
+    run(tmp_path, "max_steps=3", config=text, code=0)
+    again = run(tmp_path, "max_epochs=-1", config=text, code=0)
     assert "validation  step 3" in again.stdout
     assert "training" not in again.stdout
     assert "sample      step 3\nto be" in again.stdout
-    assert run(tmp_path, "sample_rate=1", "run_name=other", config=TINY).returncode == 2  # no text
+    run(tmp_path, "sample_rate=1", "run_name=other", config=TINY, code=2)  # no text
     assert config.load(tmp_path / "runs" / "test" / "config.yaml", []).max_epochs == -1
 
 
@@ -102,13 +98,11 @@ def test_own_text_needs_only_its_name_and_its_tokenizers(tmp_path: Path, message
     (tmp_path / FILE).write_bytes(byte_level_tokenizer(300))
     own = {"dataset": "text", "train_data": "a.txt", "tokenizer": FILE}
     small = {"d_model": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 16, "report_rate": 2}
-    done = run(tmp_path, "max_steps=2", config=own | small)
-    assert done.returncode == 0, done.stderr
+    done = run(tmp_path, "max_steps=2", config=own | small, code=0)
     message(next(line for line in done.stdout.splitlines() if line.startswith("val_data")))
     manifest = json.loads((checkpoints(tmp_path)[2] / "manifest.json").read_text())
     assert manifest["model"]["vocab_size"] == manifest["hyperparameters"]["vocab_size"] == 320
-    resumed = run(tmp_path, "max_steps=4", "vocab_size=320", config=own | small)
-    assert resumed.returncode == 0, resumed.stderr
+    resumed = run(tmp_path, "max_steps=4", "vocab_size=320", config=own | small, code=0)
     assert "step 2\n" in resumed.stdout
     assert "changed:" not in resumed.stdout
     tokenizer = load_tokenizer(str(tmp_path))
@@ -126,8 +120,7 @@ def test_the_original_example_memorises_random_samples_and_cannot_predict_others
     """config.yaml with a smaller model and vocabulary, so that 100 steps take seconds."""
     hyperparameters = yaml.safe_load((ROOT / "config.yaml").read_text())["hyperparameters"]
     small = {"d_model": 64, "n_heads": 2, "n_layers": 2, "vocab_size": 500, "max_seq_len": 64, "lr": 1e-3}
-    done = run(tmp_path, "max_steps=100", ranks=2, config=hyperparameters | small)
-    assert done.returncode == 0, done.stderr
+    run(tmp_path, "max_steps=100", ranks=2, config=hyperparameters | small, code=0)
     training, validation = reports(tmp_path), reports(tmp_path, "validation")
     assert sorted(training) == sorted(validation) == list(range(10, 101, 10))
     uniform = math.log(500)
