@@ -58,11 +58,29 @@ def read(hyperparameters: dict[str, Any], *overrides: str) -> config.Hyperparame
     return config.read({"hyperparameters": hyperparameters}, overrides, "test", defaults=weights.model_defaults)
 
 
+def train_reference(
+    model: nn.Module, optimizer: torch.optim.Optimizer, hp: config.Hyperparameters, seed: int
+) -> list[float]:
+    """Train a model of transformers on the batches of a run; return the loss of each step."""
+    total = hp.total_batch_size or 0
+    data = open_data(hp, hp.vocab_size, hp.max_seq_len, total, seed)
+    batches = Loader(hp, data, total, 0, 1, torch.device("cpu")).training(0)
+    losses = []
+    for _ in range(hp.max_steps or 0):
+        micro_batches = next(batches).micro_batches
+        inputs, targets = (torch.cat([getattr(part, name) for part in micro_batches]) for name in ("inputs", "targets"))
+        loss = nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def transformers_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[float]:
     """The loss of each step when transformers trains the model in `folder` with `hyperparameters`."""
     hp = read(hyperparameters)
-    data = open_data(hp, hp.vocab_size, hp.max_seq_len, 4, 42)
-    batches = Loader(hp, data, 4, 0, 1, torch.device("cpu")).training(0)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -72,20 +90,7 @@ def transformers_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[f
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": hp.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=hp.lr)
-    losses = []
-    for _ in range(3):
-        micro_batches = next(batches).micro_batches
-        inputs, targets = (
-            torch.cat([getattr(micro, name) for micro in micro_batches]) for name in ("inputs", "targets")
-        )
-        loss = nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return train_reference(model, torch.optim.AdamW(groups, lr=hp.lr), hp, 42)
 
 
 @pytest.mark.parametrize(

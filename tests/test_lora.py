@@ -18,8 +18,6 @@ from lm import config, generate, lora, optim, parallelize
 from lm.checkpoint.manifest import Base, read_manifest
 from lm.checkpoint.resume import ResumePlan, resume
 from lm.checkpoint.tensor_files import load_weights, read_headers
-from lm.data.loader import Loader
-from lm.data.open import open_data
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import base as hf_base
@@ -32,6 +30,7 @@ from tests.conftest import Message
 from tests.support import run_ranks
 from tests.test_cost import count_each
 from tests.test_hf import GPT2, LLAMA, add_tokenizer, make_reference
+from tests.test_init_from import read, train_reference
 from tests.test_manifest import RUN_INFO, opened, progress, toy
 from tests.test_parity import STRATEGIES, run_each
 
@@ -61,10 +60,6 @@ def settings(base: Path, **changes: Any) -> dict[str, Any]:
     return {key: value for key, value in weights.model_defaults(str(base)).items() if key != "tokenizer"} | (
         TRAINING | {"init_from": str(base)} | changes
     )
-
-
-def read(hyperparameters: dict[str, Any]) -> config.Hyperparameters:
-    return config.read({"hyperparameters": hyperparameters}, [], "test", defaults=weights.model_defaults)
 
 
 def adapters_of(checkpoint: Path) -> lora.Adapters:
@@ -107,19 +102,8 @@ def train_with_peft(hp: config.Hyperparameters, base: Path) -> tuple[list[float]
             parameters[theirs].copy_(initial[ours])
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     assert len(trained) == len(names)
-    data = open_data(hp, hp.vocab_size, hp.max_seq_len, 8, 7)
-    batches = Loader(hp, data, 8, 0, 1, torch.device("cpu")).training(0)
     optimizer = torch.optim.AdamW(trained, lr=hp.lr, weight_decay=hp.weight_decay)
-    losses = []
-    for _ in range(hp.max_steps or 0):
-        micro_batches = next(batches).micro_batches
-        inputs, targets = (torch.cat([getattr(part, name) for part in micro_batches]) for name in ("inputs", "targets"))
-        loss = nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train_reference(model, optimizer, hp, 7)
     return losses, {ours: parameters[theirs].detach() for ours, theirs in names.items()}
 
 
@@ -367,17 +351,11 @@ def test_resuming_with_another_base_is_refused(
     bases: dict[str, Path], trained: Path, tmp_path: Path, message: Message
 ) -> None:
     shutil.copytree(trained / "runs" / "test", tmp_path / "runs" / "test")
-    others = f"init_from={bases['other']}"
-    for overrides in ([others, "max_steps=8"], [others]):
+    longer, other = "max_steps=8", f"init_from={bases['other']}"
+    rank, none = ("lora_rank=2", "lora_alpha=8"), ("lora_rank=null", "lora_dropout=0")
+    for overrides in ((longer, other), (other,), (longer, *rank), (longer, *none)):
         done = support.run(tmp_path, *overrides, config=resumable(bases), code=2)
-        assert done.stderr.startswith("init_from: ")
         message(done.stderr.replace(str(bases["llama"].parent), "BASES"))
-    done = support.run(tmp_path, "max_steps=8", config=resumable(bases) | {"lora_rank": 2, "lora_alpha": 8.0}, code=2)
-    message(done.stderr)
-    done = support.run(
-        tmp_path, "max_steps=8", config=resumable(bases) | {"lora_rank": None, "lora_dropout": 0.0}, code=2
-    )
-    message(done.stderr)
 
 
 @pytest.mark.slow
