@@ -14,34 +14,34 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 from lm.launch import environment, spawn
 
 READ_AT_START = {"LD_PRELOAD", "PYTHONPATH"}
 METHOD = "spawn" if environment.has_gpu() else "forkserver"  # CUDA may not be initialised before a fork
-PRELOADED = ("lm.checkpoint.resume", "lm.hf.weights", "lm.metrics.logger", "lm.preflight", "lm.profiling", "lm.report")
-PRELOADED += ("tests.support", "torch._dynamo", "torch.utils.tensorboard", "transformers.modeling_utils")
-multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+PRELOADED = ["tests.support", "lm.metrics.logger", "lm.preflight", "lm.profiling", "lm.report"]
+PRELOADED += ["torch._dynamo", "torch.utils.tensorboard", "transformers.modeling_utils"]
+multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
 
 
 class Forked(subprocess.Popen[str]):
-    """A process of a Python program, which `lm.launch` may be; its ranks are then forked too."""
+    """A process of a Python program, which `lm.launch` may be; its ranks are then forked, too."""
 
-    method: ClassVar = METHOD
+    method = METHOD
 
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
         _, preexec_fn, _, _, cwd, env, _, _, _, *pipes, _, _, _, _, _, new_session, _ = rest
         streams = [Connection(os.dup(fd)) if fd >= 0 else None for fd in (pipes[3], pipes[5])]
-        context: Any = multiprocessing.get_context(self.method)
         os.umask(umask := os.umask(0))
         before = [partial(os.umask, umask), *[os.setsid] * new_session, *[preexec_fn] * bool(preexec_fn)]
-        self._process = context.Process(target=_run, args=(args[1:], cwd, env, streams, before))
+        context: Any = multiprocessing.get_context(self.method)
+        self._process = context.Process(target=_run, args=(args[1:], cwd or ".", env, streams, before))
         self._process.start()
         self.pid, self._child_created = self._process.pid, True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -57,17 +57,7 @@ class Forked(subprocess.Popen[str]):
         return self.returncode
 
 
-class _ForkedRank(Forked):
-    method = "fork"
-
-
-def _run(
-    arguments: Sequence[str],
-    cwd: str | None,
-    env: Mapping[str, str],
-    streams: Sequence[Connection | None],
-    before: Sequence[Callable[[], object]],
-) -> None:
+def _run(arguments: list[str], cwd: str, env: dict[str, str], streams: list[Any], before: list[Any]) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_DFL)
     for action in before:
@@ -76,14 +66,14 @@ def _run(
         if stream:
             os.dup2(stream.fileno(), number)
             stream.close()
-    os.chdir(cwd or ".")
+    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
     environment.START = time.monotonic()
     if arguments[:2] == ["-m", "lm.launch"]:
-        spawn.subprocess = SimpleNamespace(Popen=_ForkedRank)  # type: ignore[assignment]
-        sys.argv = list(arguments[1:])
+        Forked.method, spawn.subprocess = "fork", SimpleNamespace(Popen=Forked)  # type: ignore[assignment]
+        sys.argv = arguments[1:]
         sys.exit(spawn.main())
-    sys.argv = list(arguments)
+    sys.argv = arguments
     sys.path[:0] = [str(Path(arguments[0]).parent), env["PYTHONPATH"]]
     runpy.run_path(arguments[0], run_name="__main__")
