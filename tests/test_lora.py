@@ -32,7 +32,7 @@ from tests.test_cost import count_each
 from tests.test_hf import GPT2, LLAMA, add_tokenizer, make_reference
 from tests.test_init_from import read, train_reference
 from tests.test_manifest import RUN_INFO, opened, progress, toy
-from tests.test_parity import STRATEGIES, run_each
+from tests.test_parity import DTYPES, EQUAL, STRATEGIES, run_each
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT reads it
 
@@ -123,16 +123,7 @@ def test_training_equals_training_in_peft(changes: dict[str, Any], bases: dict[s
         torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0)
 
 
-EQUAL: dict[str, dict[str, Any]] = {
-    **{name: {"sharding": name} for name in STRATEGIES},
-    "1x4": {"batch_size": 1},
-    "1x4-no-shard-each": {"batch_size": 1, "sharding": "no-shard", "sync_each_micro_step": True},
-    "one-unit": {"layer_wrap": False},
-    "recompute": {"activation_checkpointing": "full"},
-    "recompute-some": {"activation_checkpointing": "selective"},
-    "offload": {"cpu_offload": True},
-}
-LOWER = {dtype: {"amp_dtype": dtype} for dtype in ("bfloat16", "float16")}
+OPTIONS = (*STRATEGIES, "1x4", "1x4-no-shard-each", "one-unit", "recompute", "recompute-some", "offload")
 DROPOUT: dict[str, dict[str, Any]] = {
     "dropout": {"lora_dropout": 0.2},
     "dropout-recompute": {"lora_dropout": 0.2, "activation_checkpointing": "full"},
@@ -144,14 +135,15 @@ def losses(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     """The losses on one rank, and those of every run above on two."""
     folder = str(tmp_path_factory.mktemp("losses"))
     base = settings(bases["llama"])
-    two = {name: base | changes for name, changes in (EQUAL | LOWER | DROPOUT).items()}
+    runs = {name: EQUAL[name] for name in OPTIONS} | DTYPES | DROPOUT
+    two = {name: base | changes for name, changes in runs.items()}
     tied = settings(bases["gpt2"], max_seq_len=64, dropout=0.0)
     one = run_ranks(1, run_each, folder, {"one": base, "tied-one": tied}, {})[0]
     return one | run_ranks(2, run_each, folder, two | {"tied": tied}, {})[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_two_ranks_train_as_one(name: str, losses: dict[str, list[float]]) -> None:
     assert losses[name] == pytest.approx(losses["one"], rel=1e-5)
 
@@ -162,7 +154,7 @@ def test_two_ranks_train_a_model_with_tied_embeddings_as_one(losses: dict[str, l
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOWER)
+@pytest.mark.parametrize("name", DTYPES)
 def test_lower_precision_trains_close_to_float32(name: str, losses: dict[str, list[float]]) -> None:
     assert losses[name] == pytest.approx(losses["one"], rel=1e-2)
     assert losses[name] != pytest.approx(losses["one"], rel=1e-6)
