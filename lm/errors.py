@@ -23,6 +23,11 @@ def printable(text: str) -> str:
     return re.sub(r"[^\n ]", lambda match: match[0] if match[0].isprintable() else ascii(match[0])[1:-1], text)
 
 
+def escape_control(text: str) -> str:
+    """Return `text` with its control characters escaped, as they could change the terminal."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
+
+
 class RunError(Exception):
     """The run cannot continue for a reason outside the program. Says what is wrong, why, and what to do.
 

@@ -28,7 +28,7 @@ from lm import sampling
 from lm.checkpoint.manifest import model_of, read_manifest
 from lm.checkpoint.resume import find_checkpoint
 from lm.data.tokenizer import Tokenizer, saved_tokenizer
-from lm.errors import ConfigError, command
+from lm.errors import ConfigError, command, escape_control
 from lm.hf import base
 from model import Transformer
 
@@ -163,7 +163,7 @@ def read_line() -> str | None:
 
 def show(text: str) -> None:
     """Print `text` at once, on a terminal with its control characters escaped."""
-    print(sampling.escape_control(text) if sys.stdout.isatty() else text, end="", flush=True)
+    print(escape_control(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def is_utf8(text: str) -> bool:

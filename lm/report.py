@@ -13,13 +13,15 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lm.errors import ConfigError, command, oserror_as_config_error
+from lm import strict_yaml
+from lm.errors import ConfigError, command, escape_control, oserror_as_config_error
+from lm.fileio import parse_json
 
 _PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 _SUMMARIES: dict[str, tuple[str, Callable[[list[float]], float], str]] = {
@@ -31,6 +33,12 @@ _SUMMARIES: dict[str, tuple[str, Callable[[list[float]], float], str]] = {
     "skipped steps": ("skipped_steps", sum, ".0f"),
 }
 """Rows of the table: the metric of the training reports, how it is combined, and its format."""
+_KEYS = {
+    "metrics": {"group", "step", "time"},
+    "samples": {"step", "time", "prompt", "text"},
+    "sessions": {"time", "last_write", "tokens_per_step", "ranks", "gpus", "device", "host", "versions", "command"},
+}
+"""What every line of these files has."""
 
 
 class RunRecords:
@@ -41,15 +49,11 @@ class RunRecords:
     """
 
     def __init__(self, path: Path) -> None:
-        import yaml
-
         if not (path / "metrics.jsonl").is_file():
             raise ConfigError(f"{path.absolute()}: is not a run directory: it has no metrics.jsonl")
         self.name, config = path.resolve().name, path / "config.yaml"
-        self.hyperparameters = yaml.safe_load(config.read_text())["hyperparameters"] if config.is_file() else {}
-        self.metrics, self.samples, self.sessions = (
-            _read(path / f"{name}.jsonl") for name in ("metrics", "samples", "sessions")
-        )
+        self.hyperparameters = strict_yaml.load(config)[0]["hyperparameters"] if config.is_file() else {}
+        self.metrics, self.samples, self.sessions = (_read(path / f"{name}.jsonl", _KEYS[name]) for name in _KEYS)
 
     def curve(self, group: str, key: str) -> tuple[list[int], list[float]]:
         """Return the steps and values of a metric."""
@@ -84,12 +88,12 @@ class RunRecords:
         return facts
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path, keys: Collection[str]) -> list[dict[str, Any]]:
     records = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValueError):  # truncated by a kill
-            records.append(json.loads(line))
-    return records
+            records.append(parse_json(line))
+    return [record for record in records if isinstance(record, dict) and record.keys() >= keys]
 
 
 def page(runs: Sequence[RunRecords], picture: Path | None = None) -> str:
@@ -102,11 +106,12 @@ def page(runs: Sequence[RunRecords], picture: Path | None = None) -> str:
         ]
         common = set.intersection(*(set(each.items()) for each in shown))
         differing = [dict(item for item in each.items() if item not in common) for each in shown]
-        lines += ["", "Hyperparameters that differ:", "", *_table(runs, differing)]
+        if any(differing):
+            lines += ["", "Hyperparameters that differ:", "", *_table(runs, differing)]
     lines += ["", f"![curves by step]({picture.name})"] if picture else []
     for run in runs:
         for sample in run.samples[-1:]:
-            text = (sample["prompt"] + sample["text"]).splitlines()
+            text = escape_control(sample["prompt"] + sample["text"]).splitlines()
             lines += ["", f"Sample of {run.name} after step {sample['step']}:", "", *(f"    {line}" for line in text)]
     return "\n".join(lines) + "\n"
 
@@ -156,6 +161,8 @@ def write_report(run: Path) -> str:
     """Write the report on a run to its directory. Return what was written, or why it could not be."""
     try:
         return write([run], run)
+    except ConfigError as error:
+        return str(error)
     except OSError as error:
         return f"{error.filename}: cannot be written ({error.strerror})"
 

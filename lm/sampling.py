@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -13,13 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lm.errors import RunError
 from model import KVCache, Transformer
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-def escape_control(text: str) -> str:
-    """Return `text` with its control characters escaped, as they could change the terminal."""
-    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def choose(

@@ -35,7 +35,7 @@ def make_run(name: str, **hyperparameters: object) -> Path:
         {"group": "training", "step": 20, "time": 2040.0, "loss": 2.0, "tokens_per_second": 120.0, **metrics},
         {"group": "validation", "step": 20, "time": 2050.0, "loss": 2.7},
     ]
-    samples = [{"group": "sample", "step": 20, "time": 2050.0, "prompt": "to be", "text": " or\nnot"}]
+    samples = [{"group": "sample", "step": 20, "time": 2050.0, "prompt": "to be", "text": " or\nnot\x1b[2J"}]
     sessions = [each | session | {"command": "fsdp.py lr=1"} for each in sessions]
     for file, records in (("metrics", reports), ("samples", samples), ("sessions", sessions)):
         (path / f"{file}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"trunc')
@@ -67,6 +67,7 @@ def test_several_runs_are_side_by_side_with_the_hyperparameters_that_differ(mess
     assert "`max_steps`" not in text
     message(text)
     assert Path("runs/report.png").stat().st_size > 10_000
+    assert "differ" not in report.page([report.RunRecords(make_run(name)) for name in "cd"])
 
 
 def test_the_report_of_a_run_without_reports_or_of_an_older_version_says_what_is_known() -> None:
@@ -79,6 +80,15 @@ def test_the_report_of_a_run_without_reports_or_of_an_older_version_says_what_is
     run.mkdir()
     (run / "metrics.jsonl").touch()
     assert report.write_report(run) == "runs/a/report.md"
+
+
+def test_lines_that_are_not_records_are_ignored() -> None:
+    run = make_run("a")
+    before = report.RunRecords(run).facts()
+    for file in ("metrics.jsonl", "samples.jsonl", "sessions.jsonl"):
+        with (run / file).open("ab") as lines:
+            lines.write(b'\n[1]\n5\n{"step": 3}\n\xff\x00\n' + b"[" * 99_999)
+    assert report.RunRecords(run).facts() == before
 
 
 def test_what_prevents_a_report_is_said_and_ends_no_run(
@@ -94,6 +104,8 @@ def test_what_prevents_a_report_is_said_and_ends_no_run(
     assert report.main([str(run)]) == 2
     assert report.main(["runs"]) == 2
     message(capsys.readouterr().err)
+    (run / "config.yaml").write_text("[")
+    message(report.write_report(run))
 
 
 def test_a_session_knows_when_the_one_before_it_wrote_last() -> None:

@@ -19,9 +19,9 @@ from termcolor import can_colorize, colored
 
 from lm.determined import master
 from lm.determined.master import BackgroundReporter
+from lm.errors import escape_control
 from lm.fileio import open_regular, write_durably
 from lm.launch.environment import elapsed
-from lm.sampling import escape_control
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
