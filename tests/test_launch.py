@@ -16,9 +16,10 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler, ProcessFailure
 
 from lm.errors import ConfigError
-from lm.launch.environment import Launch, has_gpu, is_restart, launcher_pid, require_torch
+from lm.launch.environment import Launch, has_gpu, is_restart, launcher_pid, record_error, require_torch
 from tests.conftest import Message
 from tests.support import ROOT, run
 
@@ -208,6 +209,18 @@ def test_a_restart_is_recognized() -> None:
         assert is_restart(variables(restart))
     for first in ("", "TORCHELASTIC_RESTART_COUNT=0 DET_TRIAL_RUN_ID=1", "DET_TRIAL_RUN_ID=x"):
         assert not is_restart(variables(first))
+
+
+def test_torchruns_report_of_a_failure_shows_every_line_of_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    record_error("lr: one\nd_ff: two")
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    assert "traceback : lr: one\n  d_ff: two" in str(ChildFailedError("fsdp.py", {0: failure}))
+    ErrorHandler().override_error_code_in_rootcause_data(str(file), failure.error_file_data, 2)
+    assert not caplog.text
 
 
 # ---- PyTorch ----------------------------------------------------------------------------------------------

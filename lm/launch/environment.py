@@ -142,7 +142,8 @@ def record_error(text: str) -> None:
     """Write `text` to where torchrun reads what it prints at the end of its report of a failure."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):  # of another torchrun that has ended
-            Path(path).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
+            message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}  # the format of its @record
+            Path(path).write_text(json.dumps({"message": message}))
 
 
 def launcher_pid() -> int:
