@@ -404,6 +404,7 @@ def test_a_server_away_for_too_long_ends_the_run_with_the_checkpoint_that_is_kep
 
 REFUSED: dict[str, tuple[str, dict[str, str], Any]] = {
     "scheme": ("azure://bucket/runs", {}, None),
+    "path": ("/data/runs", {}, None),
     "password": ("s3://key:secret@bucket/runs", {}, None),
     "package": ("az://bucket/runs", {}, None),
     "bucket": ("s3://no-such-bucket/runs", {}, None),

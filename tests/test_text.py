@@ -115,3 +115,5 @@ def test_empty_files_are_skipped_and_all_problems_are_reported(tmp_path: Path, m
         message("\n".join(sorted(caught.value.problems)))
     starts = [f"{cut}: byte 1 ", f"{tmp_path}/gone: ", f"{latin}: byte 1 "]
     assert all(map(str.startswith, sorted(caught.value.problems), starts))
+    with pytest.raises(ConfigError, match=r"\.\.\. and 5 more$"):
+        read_tokens([latin] * 25, TOKENIZER)

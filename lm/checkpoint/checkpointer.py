@@ -259,7 +259,8 @@ class Checkpointer:
                         raise RunError(f"{problem}, {remedy}", keys=("lr",))
             free = shutil.disk_usage(path).free
             if free < needed:
-                raise RunError(f"{path}: disk full: a checkpoint needs {needed:,} bytes, {free:,} are free")
+                problem = f"disk full: a checkpoint needs {needed:,} bytes, {free:,} are free"
+                raise RunError(f"{path}: {problem}; free space, then rerun the same command to resume")
 
         def write() -> dict[str, FileRecord]:
             files = {}

@@ -77,7 +77,8 @@ class ObjectStorage(storage.CloudStorageManager):
             near = difflib.get_close_matches(scheme.lower(), PACKAGES, 1, 0.5)
             hint = f"; did you mean {near[0]}://?" if near and near[0] != scheme else ""
             kinds = " or ".join(f"{known}://BUCKET/PREFIX" for known in PACKAGES)
-            problem = f"{scheme}://... is not of the form {kinds} with only letters, digits and . _ - = +{hint}"
+            shown = f"{scheme}://..." if self._root else "this"  # without what may be a password
+            problem = f"{shown} is not of the form {kinds} with only letters, digits and . _ - = +{hint}"
             raise ConfigError(f"checkpoint_storage: {problem}", keys=("checkpoint_storage",))
         import fsspec
 

@@ -51,7 +51,7 @@ IDENTITY = {"dataset", "optim_dtype", "seed", "shuffle", "tokenizer", "total_bat
 IDENTITY |= (ModelConfig.model_fields | LoraConfig.model_fields).keys() - {"model"}
 """Hyperparameters whose change makes a different run; tokenizer and train_data are compared by content."""
 
-UNLOGGED = {"collective_timeout", "max_epochs", "max_steps", "num_tokens", "prompt", "run_name"}
+UNLOGGED = {"collective_timeout", "max_epochs", "max_steps", "num_tokens", "prompt", "resume", "run_name"}
 UNLOGGED |= MetricsConfig.model_fields.keys() | ProfilingConfig.model_fields.keys()
 """Hyperparameters whose change is not worth a line."""
 

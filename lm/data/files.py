@@ -195,7 +195,7 @@ def decode(path: Path, content: bytes, offset: int = 0) -> str:
 
 
 def read_all(files: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
-    """Return what `read` returns for each file, or raise the errors of all files, at most 20."""
+    """Return what `read` returns for each file, or raise the errors of all files, the first 20 in full."""
     results: list[T] = []
     errors: list[ConfigError] = []
     for path in files:
@@ -204,7 +204,8 @@ def read_all(files: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
         except ConfigError as error:
             errors.append(error)
     if errors:
-        raise ConfigError.merge(errors[:20])
+        more = [ConfigError(f"... and {len(errors) - 20} more", keys=errors[20].keys)] if len(errors) > 20 else []
+        raise ConfigError.merge(errors[:20] + more)
     return results
 
 
