@@ -13,7 +13,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -88,7 +88,7 @@ class RunRecords:
         return facts
 
 
-def _read(path: Path, keys: Collection[str]) -> list[dict[str, Any]]:
+def _read(path: Path, keys: set[str]) -> list[dict[str, Any]]:
     records = []
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValueError):  # truncated by a kill
