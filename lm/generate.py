@@ -123,7 +123,7 @@ def chat(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> 
     history: list[dict[str, str]] = []
 
     def encode() -> list[int]:
-        text = tokenizer.render([*first, *history], add_generation_prompt=True)
+        text, _ = tokenizer.render([*first, *history], add_generation_prompt=True)
         return tokenizer.encode_with_ends([text], add_special_tokens=False)[0][0].tolist()
 
     tokenizer.render([*first, {"role": "user", "content": "?"}], add_generation_prompt=True)  # raises before any input

@@ -212,7 +212,7 @@ def test_the_template_gets_its_variables_and_the_date_of_the_run() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
     def date(tokenizer: FileTokenizer) -> str:
-        return tokenizer.render(messages, add_generation_prompt=False).partition("<s>")[0]
+        return tokenizer.render(messages, add_generation_prompt=False)[0].partition("<s>")[0]
 
     prefix = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
     first = llama(prefix + "{{ date_string }}" + CHAT_TEMPLATE)
@@ -230,7 +230,7 @@ def test_a_date_whose_format_the_template_computes_is_refused_unless_it_is_set()
         tokenizer.render([{"role": "user", "content": "hi"}], add_generation_prompt=False)
     assert error.value.keys == {"tokenizer"}
     tokenizer.template_kwargs = {"date_string": "today"}
-    assert tokenizer.render([{"role": "user", "content": "hi"}], add_generation_prompt=False) == "today"
+    assert tokenizer.render([{"role": "user", "content": "hi"}], add_generation_prompt=False)[0] == "today"
 
 
 def masked_by_transformers(files: Mapping[str, bytes], chat: list[dict[str, Any]], folder: Path) -> list[int]:

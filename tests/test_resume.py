@@ -248,4 +248,4 @@ def test_a_run_keeps_the_date_of_its_first_start_for_its_chat_template(tmp_path:
     assert [manifest.hyperparameters["chat_template_date"] for manifest in found] == ["2026-01-01", "2026-01-01"]
     assert "chat_template_date: '2026-01-01'\n" in (tmp_path / "runs" / "test" / "config.yaml").read_text()
     _, tokenizer = generate.load_model(checkpoints(tmp_path)[2], torch.device("cpu"))
-    assert tokenizer.render(chat, add_generation_prompt=True) == "<s>[date] 2026-01-01hiho"
+    assert tokenizer.render(chat, add_generation_prompt=True)[0] == "<s>[date] 2026-01-01hiho"

@@ -162,8 +162,8 @@ def test_a_chat_is_rendered_by_the_template_of_the_tokenizer(tmp_path: Path, mes
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizer.render(CHAT, add_generation_prompt=False) == "<s>[user] hi</s>[assistant] ho</s>"
-    assert tokenizer.render(CHAT[:1], add_generation_prompt=True) == "<s>[user] hi</s>[assistant] "
+    assert tokenizer.render(CHAT, add_generation_prompt=False)[0] == "<s>[user] hi</s>[assistant] ho</s>"
+    assert tokenizer.render(CHAT[:1], add_generation_prompt=True)[0] == "<s>[user] hi</s>[assistant] "
     with pytest.raises(ConfigError, match="no such role: cat") as caught:
         tokenizer.render([{"role": "cat", "content": ""}], add_generation_prompt=False)
     assert caught.value.keys == {"tokenizer"}
@@ -180,7 +180,8 @@ def test_a_chat_without_a_template_is_rejected(tokenizer: Tokenizer, message: Me
 
 def test_of_several_chat_templates_the_default_one_is_used() -> None:
     templates = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "{{ messages[0].content }}"}]
-    assert from_files(llama_tokenizer(), {"chat_template": templates}).render(CHAT, add_generation_prompt=False) == "hi"
+    text, _ = from_files(llama_tokenizer(), {"chat_template": templates}).render(CHAT, add_generation_prompt=False)
+    assert text == "hi"
     with pytest.raises(ConfigError, match="no chat template"):
         from_files(llama_tokenizer(), {"chat_template": templates[:1]}).render(CHAT, add_generation_prompt=False)
 

@@ -85,7 +85,7 @@ def _render_chat(
     if completion_only and keys == ("messages",) and not replies:
         problem = "messages: none of the assistant, and loss_on: completion learns only from these"
         raise ConfigError(f"{problem}; remove the line, or set loss_on: all", keys=("loss_on",))
-    rendered, tagged = tokenizer.render_with_spans(messages, add_generation_prompt=False, tools=tools)
+    rendered, tagged = tokenizer.render(messages, add_generation_prompt=False, tools=tools)
     text = get_text({keys[-1]: rendered}, keys[-1])
     if not completion_only:
         return _Example(text, None, is_chat=True)
@@ -101,10 +101,10 @@ def _render_chat(
         raise ConfigError(problem)
     spans = []
     for first, last in targets:
-        prompt = tokenizer.render(messages[:first], add_generation_prompt=True, tools=tools)
+        prompt, _ = tokenizer.render(messages[:first], add_generation_prompt=True, tools=tools)
         with_reply = text
         if last < len(messages):
-            with_reply = tokenizer.render(messages[:last], add_generation_prompt=False, tools=tools)
+            with_reply, _ = tokenizer.render(messages[:last], add_generation_prompt=False, tools=tools)
         if not (text.startswith(with_reply) and with_reply.startswith(prompt)):
             problem = "the chat template changes earlier messages, so replies cannot be located; use one that"
             advice = "marks them with {% generation %}, as TRL has for most models, or set loss_on: all"

@@ -86,8 +86,6 @@ class ByteTokenizer:
     def render(self, *_: Any, **__: Any) -> NoReturn:
         raise _error(self.identity, "has no chat template for messages; use a Hugging Face tokenizer that has one")
 
-    render_with_spans = render
-
 
 class FileTokenizer:
     """A tokenizer of the `tokenizers` library.
@@ -140,7 +138,7 @@ class FileTokenizer:
         ids = {self.eos_id} | set(named if isinstance(named, list) else [] if named is None else [named])
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _REPLY}]
         with contextlib.suppress(ConfigError):  # without a chat template for such a chat, no turn has an end
-            after = self.render(chat, add_generation_prompt=False).rpartition(_REPLY)[2]
+            after = self.render(chat, add_generation_prompt=False)[0].rpartition(_REPLY)[2]
             special = {token for token, added in self._encoder.get_added_tokens_decoder().items() if added.special}
             encoded = self._encoder.encode(after, add_special_tokens=False).ids
             ids |= set([token for token in encoded if token in special][:1])
@@ -225,14 +223,12 @@ class FileTokenizer:
         words = {*re.findall(r"\w+", self._template), "role", "content", "tool_call_id"}
         return words | _REASONING if words & _REASONING else words
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Return the text of a chat as the chat template writes it; for `options` see `render_with_spans`."""
-        return self.render_with_spans(messages, **options)[0]
-
-    def render_with_spans(
+    def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, tools: Any = None
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """Return the text of a chat, and the start and end of each reply, or None without `{% generation %}` tags.
+        """Return the text that the chat template writes, and the start and end of each reply in it.
+
+        The latter is None for templates without `{% generation %}` tags.
 
         Args:
             add_generation_prompt: append the start of the next reply.
