@@ -35,8 +35,6 @@ class Family:
     """key in config.json -> the values that `ModelConfig` can represent; the first is the default"""
     tensors: Mapping[str, str]
     """our module -> the module in transformers; {} is the layer. Modules with the same name are its rows, in order."""
-    prefix: str
-    """of all tensor names but the head's; missing from the files if the bare model was saved"""
     bias_keys: tuple[str, str] | None = None
     """keys in config.json that enable biases in attention and in the feed-forward network"""
     dropout_keys: tuple[str, ...] = ()
@@ -90,7 +88,6 @@ LLAMA = Family(
         "head.norm": "model.norm",
         "head.output": "lm_head",
     },
-    prefix="model.",
     bias_keys=("attention_bias", "mlp_bias"),
 )
 MISTRAL = replace(
@@ -168,7 +165,6 @@ GPT2 = Family(
         "head.norm": "transformer.ln_f",
         "head.output": "lm_head",
     },
-    prefix="transformer.",
     dropout_keys=("resid_pdrop", "embd_pdrop", "attn_pdrop"),
     transposed=True,
     zero_biases=True,

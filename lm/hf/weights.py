@@ -185,7 +185,8 @@ def _open_tensors(folder: Path, family: Family) -> dict[str, list[TensorSlice]]:
     if missing := next((path for path in paths if not path.is_file()), None):
         raise ConfigError(f"{missing}: missing; download the directory again", keys=("init_from",))
     found = read_headers({path.resolve(): None for path in paths})  # the Hub's cache consists of links
-    full = {name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name: name for name in found}
+    prefix = family.tensors["embedding.tokens"].partition(".")[0] + "."  # missing if the bare model was saved
+    full = {name if name.startswith((prefix, "lm_head.")) else prefix + name: name for name in found}
     return {name: found[stored] for name, stored in full.items() if not _BUFFERS.fullmatch(name)}
 
 
