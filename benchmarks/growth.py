@@ -8,7 +8,8 @@ Each of `rounds` measures all points with `steps` steps each. Times are elapsed 
 affect less. Memory is that of tensors (benchmarks/tensors.py), not of the process.
 
 The formulas are the memory and the time of `lm.plan`, whose time is scaled by that of `BASE`: for `VARIED`, measured
-before and after each point. Writes growth.png, planned.png, sharding.png and growth.json.
+before and after each point. Writes growth.png, planned.png, sharding.png and growth.json, and prints tables of what was
+predicted and measured. Takes 15 minutes of processor time, of two cores.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import ROOT, environment, launched, spread
+from benchmarks.common import environment, launched, spread
 from lm import parallelize
 from lm.config import Hyperparameters
 from lm.plan import fit, speed
@@ -80,10 +81,10 @@ def run_ranks(ranks: int, points: list[dict[str, Any]], steps: int) -> list[Samp
         Path(folder, "points.json").write_text(json.dumps(points))
         command = launched(ranks, "benchmarks/tensors.py", str(steps), "points.json", "found.json")
         env = environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-        # stderr also has the profiler's messages: shown only after an error.
-        done = subprocess.run(command, cwd=folder, env=env, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+        print(f"measuring {len(points)} runs of {ranks} ranks", file=sys.stderr)
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
         if done.returncode:
-            sys.exit(done.stderr)
+            sys.exit(done.stdout + done.stderr)
         return json.loads(Path(folder, "found.json").read_text())
 
 
@@ -155,23 +156,30 @@ def sharding() -> list[Sample]:
 
 
 def print_tables(grown: list[Sample], changed: list[Sample], sharded: list[Sample]) -> None:
-    print("| ranks | changes | CPU seconds per step | planned | ratio | MiB per rank | planned | ratio |")
-    print("|---|---|---|---|---|---|---|---|")
-    for row in grown + changed:
-        expected, planned = row["expected_seconds"], sum(row["expected"].values())
-        changes = row.get("changes") or {row["size"]: row["value"]}
-        shown = " ".join(f"{key}={value}" for key, value in changes.items())
-        ratio = expected / statistics.median(row["cpu_seconds"])
-        memory = f"{row['peak'] / MIB:.1f} | {planned / MIB:.1f} | {planned / row['peak']:.2f}"
-        time = f"{spread(row['cpu_seconds'], 3)} | {expected:.3f} | {ratio:.2f}"
-        print(f"| {row.get('ranks', RANKS)} | {shown} | {time} | {memory} |")
-    print("\n| sharding | ranks | shards | parameters | gradients | moments | all | 16 P / S | gathered | formula |")
+    print("| sharding | ranks | shards | parameters | gradients | moments | all | 16 P / S | gathered | formula |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for row in sharded:
         parts = [row[part] for part in PARTS]
         columns = (*parts, sum(parts), row["expected"]["state"], row["gathered"], row["expected"]["gathered"])
         cells = " | ".join(f"{column / MIB:.2f}" for column in columns)
         print(f"| {row['sharding']} | {row['ranks']} | {row['shards']} | {cells} |")
+    print("\n| ranks | changes | CPU seconds per step | planned | ratio | MiB per rank | planned | ratio |")
+    print("|---|---|---|---|---|---|---|---|")
+    errors: dict[str, list[tuple[float, float]]] = {"growth": [], "varied": []}
+    for row in grown + changed:
+        expected, planned = row["expected_seconds"], sum(row["expected"].values())
+        changes = row.get("changes") or {row["size"]: row["value"]}
+        shown = " ".join(f"{key}={value}" for key, value in changes.items())
+        ratios = expected / statistics.median(row["cpu_seconds"]), planned / row["peak"]
+        errors["varied" if "changes" in row else "growth"].append(tuple(abs(ratio - 1) for ratio in ratios))
+        memory = f"{row['peak'] / MIB:.1f} | {planned / MIB:.1f} | {ratios[1]:.2f}"
+        time = f"{spread(row['cpu_seconds'], 3)} | {expected:.3f} | {ratios[0]:.2f}"
+        print(f"| {row.get('ranks', RANKS)} | {shown} | {time} | {memory} |")
+    print("\n| points | time within 15 % | median error | worst | worst of memory |\n|---|---|---|---|---|")
+    for points, pairs in errors.items():
+        time, memory = zip(*pairs, strict=True)
+        within = f"{sum(error <= 0.15 for error in time)} of {len(time)}"
+        print(f"| {points} | {within} | {statistics.median(time):.0%} | {max(time):.0%} | {max(memory):.1%} |")
 
 
 def plot(grown: list[Sample], changed: list[Sample], sharded: list[Sample], out: Path) -> None:
@@ -240,7 +248,7 @@ def plot(grown: list[Sample], changed: list[Sample], sharded: list[Sample], out:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=__doc__)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="output directory")
+    parser.add_argument("--out", type=Path, default=Path("runs/growth"), help="output directory (%(default)s)")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()

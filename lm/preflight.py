@@ -140,6 +140,7 @@ def preflight(
         date = world.on_rank0(lambda: start_date(plan, context))
         hp = hp.model_copy(update={"chat_template_date": date})
     base = find_base(hp.init_from, world) if hp.lora_rank and hp.init_from else None
+    world.all_or_none(lambda: choose_cache(dry_run))
     memory = fit.check(hp, world, dry_run)
     setup = world.all_or_none(lambda: _check(hp, world, info, base, memory))
     world.require_equal("ranks", {"device": world.device.type} | setup.facts())
@@ -149,9 +150,14 @@ def preflight(
 
 
 @oserror_as_config_error
-def choose_cache() -> None:
-    """Let PyTorch cache compiled code, which it executes, where no other user can write; its default is in /tmp."""
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+def choose_cache(dry_run: bool = False) -> None:
+    """Let PyTorch cache compiled code, which it executes, where no other user can write; its default is in /tmp.
+
+    A dry run compiles nothing, but imports the compiler, which creates the directory: it gets one that exists.
+    """
+    if dry_run:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.sep
+    elif "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
         cache.mkdir(mode=0o700, exist_ok=True)
         status = cache.lstat()
@@ -164,7 +170,6 @@ def choose_cache() -> None:
 def _check(
     hp: Hyperparameters, world: World, info: det.ClusterInfo | None, base: Base | None, memory: str | None
 ) -> Setup:
-    choose_cache()
     seed = hp.seed if hp.seed is not None else info.trial.trial_seed if info else DEFAULT_SEED
     layout = MeshLayout(parallelize.mesh_dims(hp, world.size, world.launch.local_size), world.rank)
     dtype = precision.compute_dtype(hp, world.device)

@@ -3,9 +3,10 @@
     python -m lm.plan --config FILE [key=value ...] [--gpu NAME | --memory GIB] [--gpus N] [--nodes M] [--search]
 
 Prints what a GPU holds at the moment of a step that needs most, whether that fits, the largest batch size, and how fast
-the run is. --search prints the fastest settings on 1, 2, 4, ... N GPUs and the cheapest of all. --plot draws memory by
-strategy, and the speed of up to 10,000 GPUs. --gpu cpu plans for ranks on this machine. --calibrate RUN scales times by
-those of a run. Memory is tested against FSDP on fake tensors and on CPUs, time on CPUs; nothing was measured on a GPU.
+the run is. --search prints the fastest settings on 1, 2, 4, ... N GPUs and the cheapest of all. --gpu cpu plans for
+ranks on this machine. --calibrate RUN scales times by those of a run. Host memory counts where it is known: from
+--host-memory, or on a machine with such a GPU. Memory is tested against FSDP on fake tensors and on CPUs, time on CPUs;
+nothing was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import difflib
 import itertools
 import json
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -43,29 +45,34 @@ Plan = dict[str, Any]
 
 
 def make_plan(
-    hp: Hyperparameters, gpus: int, nodes: int, gib: float, card: speed.Card | None, network: float = 50.0
+    hp: Hyperparameters,
+    gpus: int,
+    nodes: int,
+    gib: float,
+    card: speed.Card | None,
+    network: float = 50.0,
+    host_gib: float = math.inf,
 ) -> Plan:
-    """Predict a run on `gpus` GPUs of `gib` GiB in `nodes` nodes, and its times if they are a known `card`.
+    """Predict a run on `gpus` GPUs of `gib` GiB in `nodes` nodes of `host_gib`, and its times if they are a `card`.
 
     Returns:
-        Bytes are those of a GPU. "host" is what it needs of its node's memory: the copy for an asynchronous checkpoint,
-        and what `cpu_offload` moves there.
+        Bytes are those of a GPU, except for "host": what a node needs of its memory for the copy for asynchronous
+        checkpoints, and for what is offloaded to it.
 
     Raises:
         ConfigError: the GPUs cannot be divided into shard groups, or the global batch into micro-batches.
     """
     dtype, node, device_type = DTYPES[hp.amp_dtype], gpus // nodes, card.device_type if card else "cuda"
+    ranks = fit.Ranks(dtype, device_type, gpus, node, gib * GIB, host_gib * GIB / node)
     mesh = parallelize.mesh_dims(hp, gpus, node)
     global_batch_size = derive_global_batch_size(hp, gpus)
     n_micro_batches = global_batch_size // (hp.batch_size * gpus)
-    parts, total = fit.need(hp, dtype, device_type, gpus, node), memory.count(hp, dtype)
-    host = 12 * total.trained // mesh["shard"] if hp.async_checkpoint else 0
-    host += fit.state_bytes(hp, dtype, mesh["shard"]) if hp.cpu_offload else 0
+    parts, host, total = fit.need(hp, ranks), fit.need_of_host(hp, ranks), memory.count(hp, dtype, mesh["shard"])
     plan: Plan = {"parameters": total.n, "trained": total.trained, "gpus": gpus, "nodes": nodes, "mesh": mesh}
     plan |= {"sharding": hp.sharding, "activation_checkpointing": hp.activation_checkpointing}
-    plan |= {"batch_size": hp.batch_size, "micro_batches": n_micro_batches, "memory": parts, "host": host}
-    plan |= {"peak": sum(parts.values()), "available": round(gib * GIB), "caveats": fit.caveats(hp)}
-    plan["fits"] = plan["peak"] <= fit.USABLE * plan["available"]
+    plan |= {"batch_size": hp.batch_size, "micro_batches": n_micro_batches, "memory": parts, "host": node * host}
+    plan |= {"peak": sum(parts.values()), "available": round(gib * GIB), "fits": ranks.fit(parts, host)}
+    plan["host_available"] = None if math.isinf(host_gib) else round(host_gib * GIB)
     plan["tokens_per_step"] = global_batch_size * hp.max_seq_len
     if card:
         plan |= speed.step_time(hp, dtype, card, mesh, node, network, n_micro_batches)
@@ -77,7 +84,7 @@ def make_plan(
 
 
 def search(
-    hp: Hyperparameters, gpus: int, per_node: int, gib: float, card: speed.Card, network: float
+    hp: Hyperparameters, gpus: int, per_node: int, gib: float, card: speed.Card, network: float, host_gib: float
 ) -> Iterator[Plan]:
     """Yield for 1, 2, 4, ... `gpus` GPUs the fastest plan that fits, if any; given weights, another with adapters.
 
@@ -94,7 +101,7 @@ def search(
                 changes = dict(zip(grid, values, strict=True)) | {"batch_size": size}
                 if hp.total_batch_size and hp.total_batch_size % (size * count):
                     continue
-                plan = make_plan(hp.model_copy(update=changes), count, nodes, gib, card, network)
+                plan = make_plan(hp.model_copy(update=changes), count, nodes, gib, card, network, host_gib)
                 if not plan["fits"]:
                     break
                 plan["settings"] = {key: value for key, value in changes.items() if value != getattr(hp, key)}
@@ -104,45 +111,17 @@ def search(
 
 def search_table(plans: Sequence[Plan]) -> str:
     """Return a row for each of `plans`, and the cheapest, for a person to read."""
-    rows = ["| GPUs | settings | GiB | tokens/s | MFU | GPU-hours per 10⁹ tokens |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| GPUs | settings | GiB | host GiB per node | tokens/s | MFU | GPU-hours per 10⁹ tokens |",
+        "|---" * 7 + "|",
+    ]
     for plan in plans:
         settings = " ".join(f"{key}={value}" for key, value in plan["settings"].items()) or "as in the file"
         rate = f"{plan['tokens_per_second']:,.0f} | {plan['mfu']:.0%} | {plan['gpu_hours_per_billion_tokens']:,.1f}"
-        rows.append(f"| {plan['gpus']} | {settings} | {plan['peak'] / GIB:.1f} | {rate} |")
+        sizes = f"{plan['peak'] / GIB:.1f} | {plan['host'] / GIB:.1f}"
+        rows.append(f"| {plan['gpus']} | {settings} | {sizes} | {rate} |")
     best = min(range(len(plans)), key=lambda row: plans[row]["gpu_hours_per_billion_tokens"])
     return "\n".join([*rows, "", f"cheapest: {rows[best + 2]}"])
-
-
-def plot(hp: Hyperparameters, gpus: int, gib: float, card: speed.Card, network: float, path: Path) -> None:
-    """Draw memory by part over GPUs and strategies, and tokens/s per GPU of up to 10,000 GPUs in nodes of 8."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot requires a package: pip install matplotlib") from None
-    hp = hp.model_copy(update={"total_batch_size": None})
-    counts = [*(2**power for power in range(14)), 10000]
-    figure = Figure(figsize=(14, 5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    names = []
-    for count, sharding in itertools.product((n for n in counts if n <= gpus), SHARDINGS):
-        if count > 8 or not sharding.startswith("hybrid"):  # otherwise a hybrid is the same as full- or grad-shard
-            plan = make_plan(hp.model_copy(update={"sharding": sharding}), count, max(1, count // 8), gib, None)
-            bottom = 0.0
-            for color, (part, n_bytes) in enumerate(plan["memory"].items()):
-                left.bar(len(names), n_bytes / GIB, 0.8, bottom, color=f"C{color}", label="" if names else part)
-                bottom += n_bytes / GIB
-            names.append(f"{count} {sharding}")
-    left.axhline(gib, color="k", linestyle="--", label=f"{card.name}: {gib:g} GiB")
-    left.set_xticks(range(len(names)), names, rotation=90)
-    left.set_ylabel("GiB per GPU")
-    left.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
-    for sharding in ("full-shard", "hybrid-full-shard"):
-        changed = hp.model_copy(update={"sharding": sharding})
-        plans = [make_plan(changed, n, max(1, n // 8), gib, card, network) for n in counts]
-        right.plot(counts, [plan["tokens_per_second"] / plan["gpus"] for plan in plans], "o-", label=sharding)
-    right.set(xscale="log", xlabel="GPUs", ylabel="tokens/s per GPU (not measured)", ylim=0)
-    right.legend()
-    figure.savefig(path, dpi=80)
 
 
 def text(plan: Plan, hp: Hyperparameters) -> str:
@@ -150,14 +129,15 @@ def text(plan: Plan, hp: Hyperparameters) -> str:
     adapters = f", {plan['trained'] / 1e6:,.1f}M trained" if plan["trained"] < plan["parameters"] else ""
     mesh = f"{plan['mesh']['replicate']} replicas x {plan['mesh']['shard']} shards"
     size = f"{plan['batch_size']} x {hp.max_seq_len} tokens, {plan['micro_batches']} micro-steps"
-    verdict = f"{'fits' if plan['fits'] else 'does not fit'}, {fit.USABLE:.0%} of {plan['available'] / GIB:.1f} GiB"
+    host = f", {plan['host_available'] / GIB:.1f} GiB available" if plan["host_available"] else ""
     lines = [
         f"{plan['parameters'] / 1e6:,.1f}M parameters{adapters}; {plan['sharding']} over {mesh}",
         f"per GPU and step: {size}; {plan['tokens_per_step']:,} tokens per step in all\n",
         *fit.table(plan["memory"]),
-        f"{fit.table({'peak': plan['peak']})[0]}: {verdict} can be used",
-        f"{fit.table({'host': plan['host']})[0]} of the node's memory",
-        f"\nlargest batch_size without accumulation: {plan['largest_batch_size']}",
+        f"{fit.table({'peak': plan['peak']})[0]}, {plan['available'] / GIB:.1f} GiB available",
+        f"{fit.table({'host': plan['host']})[0]} per node{host}",
+        f"\n{'fits' if plan['fits'] else 'does not fit'}, as {fit.USABLE:.0%} of memory can be used",
+        f"largest batch_size without accumulation: {plan['largest_batch_size']}",
     ]
     if "step" in plan:
         links = [f"{n_bytes / 1e9:.1f} GB over {link}" for link, n_bytes in plan["links"].items() if n_bytes]
@@ -169,7 +149,7 @@ def text(plan: Plan, hp: Hyperparameters) -> str:
         ]
     if "hours" in plan:
         lines += [f"{plan['hours']:,.2f} hours, {plan['hours'] * plan['gpus']:,.1f} GPU-hours"]
-    return "\n".join(lines + plan["caveats"])
+    return "\n".join(lines)
 
 
 @oserror_as_config_error
@@ -199,24 +179,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
     add("--gpu", metavar="NAME", default="h100", help=f"one of {', '.join(speed.CARDS)} (%(default)s)")
     add("--memory", type=float, metavar="GIB", help="memory of an unknown GPU, without times")
+    add("--host-memory", type=float, metavar="GIB", help="memory of a node (this machine's if it has such a GPU)")
     add("--gpus", type=int, default=1, metavar="N", help="number of GPUs (%(default)s)")
     add("--nodes", type=int, metavar="M", help="number of nodes (8 GPUs per node)")
     add("--network", type=float, default=50.0, metavar="GBPS", help="GB/s per GPU to other nodes (%(default)s)")
     add("--search", action="store_true", help="find the fastest settings on 1, 2, 4, ... N GPUs, and the cheapest")
-    add("--plot", type=Path, metavar="FILE.png", help="draw memory by strategy and the speed of up to 10,000 GPUs")
     add("--calibrate", type=Path, metavar="RUN", help="scale times by those of the run in the directory RUN")
     add("--json", action="store_true", help="print JSON")
     args = parser.parse_intermixed_args(arguments)
-    args.nodes = args.nodes or max(1, -(-args.gpus // 8))
+    args.nodes = max(1, -(-args.gpus // 8)) if args.nodes is None else args.nodes
     near = difflib.get_close_matches(args.gpu, speed.CARDS, n=3, cutoff=0.3) or speed.CARDS
-    is_timed = args.search or args.plot or args.calibrate
-    is_valid = {
+    can_divide = args.nodes > 0 and args.gpus % args.nodes == 0
+    amounts = {"--memory": args.memory, "--host-memory": args.host_memory, "--network": args.network}
+    amounts = {option: value for option, value in amounts.items() if value is not None}
+    is_valid = {f"{option}: {n:g} must be finite and above 0": 0 < n < math.inf for option, n in amounts.items()}
+    is_valid |= {
         f"--gpu: {args.gpu} is unknown; did you mean {', '.join(near)}? Or use --memory GIB": args.gpu in speed.CARDS,
         f"--gpus: {args.gpus} must be 1 or more": args.gpus >= 1,
-        f"--gpus: {args.gpus} GPUs cannot be divided among {args.nodes} nodes": args.gpus % args.nodes == 0,
-        f"--memory: {args.memory or 0:g} must be above 0": args.memory is None or args.memory > 0,
-        f"--network: {args.network:g} must be above 0": args.network > 0,
-        "--memory: --search, --plot and --calibrate need --gpu": not (args.memory and is_timed),
+        f"--gpus: {args.gpus} GPUs cannot be divided among {args.nodes} nodes": can_divide,
+        "--memory: --search and --calibrate need --gpu": not (args.memory and (args.search or args.calibrate)),
     }
     if not all(is_valid.values()):
         raise ConfigError(*(problem for problem, valid in is_valid.items() if not valid))
@@ -240,19 +221,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     hp, card, per_node = load(args), speed.CARDS[args.gpu], args.gpus // args.nodes
     gib = args.memory or card.gib or host_memory()[0] / per_node / GIB
+    host_gib = args.host_memory or math.inf
+    if not args.host_memory and torch.cuda.is_available() and card.name in torch.cuda.get_device_name():
+        host_gib = host_memory()[0] / GIB
     if args.calibrate:
         card = replace(card, slowdown=calibration(args.calibrate, card, args.network))
-    if args.plot:
-        plot(hp, args.gpus, gib, card, args.network, args.plot)
     if args.search:
-        plans = list(search(hp, args.gpus, per_node, gib, card, args.network))
+        plans = list(search(hp, args.gpus, per_node, gib, card, args.network, host_gib))
         if not plans:
             raise ConfigError(f"--search: nothing fits on up to {args.gpus} GPUs; use more, or lora_rank")
         print(json.dumps(plans) if args.json else search_table(plans))
         return 0
-    plan = make_plan(hp, args.gpus, args.nodes, gib, None if args.memory else card, args.network)
-    run = DTYPES[hp.amp_dtype], card.device_type, args.gpus, per_node
-    plan["largest_batch_size"] = fit.largest_batch_size(hp, *run, fit.USABLE * plan["available"])
+    plan = make_plan(hp, args.gpus, args.nodes, gib, None if args.memory else card, args.network, host_gib)
+    ranks = fit.Ranks(DTYPES[hp.amp_dtype], card.device_type, args.gpus, per_node, plan["available"])
+    plan["largest_batch_size"] = fit.largest_batch_size(hp, ranks)
     print(json.dumps(plan) if args.json else text(plan, hp))
     return 0
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ from lm.config import Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.errors import ConfigError
 from lm.launch.environment import host_memory
+from lm.offload import RESIDENT
 from lm.plan import memory
+from lm.plan.trace import trace
 from lm.runtime.world import World
 from model import PRESETS, ModelConfig
 
@@ -23,93 +27,117 @@ USABLE = 0.9
 KEYS = ("batch_size", "activation_checkpointing", "sharding", "lora_rank", "n_layers", "d_model")
 
 
-def need(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str, ranks: int, node: int) -> memory.Parts:
-    """Return the peak bytes of one of `ranks` ranks by part, with `node` ranks per node.
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks that train a model, and the memory that each has (bytes)."""
+
+    dtype: torch.dtype | None  # of compute; None = float32
+    device_type: str
+    size: int
+    per_node: int
+    memory: float
+    host_memory: float = math.inf  # of a GPU's share of its node
+
+    def shards(self, hp: Hyperparameters) -> int:
+        """Return the size of a shard group; raise ConfigError if the ranks cannot be divided into such groups."""
+        return parallelize.mesh_dims(hp, self.size, self.per_node)["shard"]
+
+    def fit(self, needed: memory.Parts, host: int = 0) -> bool:
+        """Return whether a rank has the bytes of `needed`, and `host` bytes of host memory."""
+        return sum(needed.values()) <= USABLE * self.memory and host <= USABLE * self.host_memory
+
+
+def need(hp: Hyperparameters, ranks: Ranks, activations: memory.Activations = trace) -> memory.Parts:
+    """Return the peak bytes of a rank by part.
 
     Raises:
         ConfigError: the ranks cannot be divided into shard groups, or the global batch into micro-batches.
     """
-    shards = parallelize.mesh_dims(hp, ranks, node)["shard"]
-    n_micro_batches = derive_global_batch_size(hp, ranks) // (hp.batch_size * ranks)
-    return memory.peak(hp, dtype, device_type, shards, n_micro_batches)
+    n_micro_batches = derive_global_batch_size(hp, ranks.size) // (hp.batch_size * ranks.size)
+    pieces, on_gpu = activations(hp, ranks.dtype, ranks.device_type), ranks.device_type == "cuda"
+    moments = memory.moments(hp, ranks.dtype, pieces, ranks.shards(hp), n_micro_batches, on_gpu)
+    return max(moments, key=lambda parts: sum(parts.values()))
 
 
-def largest_batch_size(
-    hp: Hyperparameters, dtype: torch.dtype | None, device_type: str, ranks: int, node: int, limit: float
-) -> int:
-    """Return the largest `batch_size` (at most 4096) without accumulation that needs at most `limit` bytes."""
+def need_of_host(hp: Hyperparameters, ranks: Ranks, activations: memory.Activations = trace) -> int:
+    """Return the bytes of host memory for a rank's copy in asynchronous checkpoints, and what a GPU moves there."""
+    shards, n_bytes = ranks.shards(hp), 0
+    if hp.async_checkpoint:
+        trained = memory.MASTER * memory.count(hp, ranks.dtype, shards).trained // shards
+        n_bytes += trained + memory.state(hp, ranks.dtype, shards)["moments"]
+    if hp.cpu_offload and ranks.device_type == "cuda":
+        n_bytes += state_bytes(hp, ranks.dtype, shards)
+    if hp.activation_offload and ranks.device_type == "cuda":
+        held = activations(hp, ranks.dtype, ranks.device_type).block.held
+        n_bytes += max(hp.n_layers - RESIDENT, 0) * held
+    return n_bytes
+
+
+def largest_batch_size(hp: Hyperparameters, ranks: Ranks) -> int:
+    """Return the largest `batch_size` (at most 4096) without accumulation that fits."""
 
     def exceeds(size: int) -> bool:
-        changed = hp.model_copy(update={"batch_size": size, "total_batch_size": None})
-        return sum(need(changed, dtype, device_type, ranks, node).values()) > limit
+        return not ranks.fit(need(hp.model_copy(update={"batch_size": size, "total_batch_size": None}), ranks))
 
     bound = next((size for size in (2**power for power in range(12)) if exceeds(size)), 4096)
     return bisect_left(range(1, bound + 1), True, key=exceeds)
 
 
-def nearest(
-    hp: Hyperparameters, dtype: torch.dtype | None, device_type: str, ranks: int, node: int, limit: float
-) -> str:
-    """Return the three changes of `hp`, the smallest first, that each make a rank need at most `limit` bytes."""
+def nearest(hp: Hyperparameters, ranks: Ranks, activations: memory.Activations) -> str:
+    """Return the three changes of `hp`, the smallest first, that each fit."""
 
-    def fits(changes: dict[str, Any], ranks: int) -> bool:
-        changed, per_node = hp.model_copy(update=changes), min(node, ranks)
+    def fits(changes: dict[str, Any], size: int) -> bool:
+        changed, others = hp.model_copy(update=changes), replace(ranks, size=size, per_node=min(ranks.per_node, size))
         with suppress(ConfigError):  # the ranks or the global batch cannot be divided
-            run = dtype, device_type, ranks, per_node
-            return state_on_device(changed, *run) <= limit and sum(need(changed, *run).values()) <= limit
+            return others.fit(need(changed, others, activations), need_of_host(changed, others, activations))
         return False
 
+    n, on_gpu = ranks.size, ranks.device_type == "cuda"
     full, offload = {"sharding": "full-shard"}, {"cpu_offload": True}
     least = full | {"activation_checkpointing": "full", "batch_size": 1}
     kinds: list[list[tuple[dict[str, Any], int]]] = [  # of each, the first that fits counts
-        [({"activation_checkpointing": mode}, ranks) for mode in ("selective", "full")],
-        [({"batch_size": hp.batch_size >> power}, ranks) for power in range(1, hp.batch_size.bit_length())],
-        [(full, ranks), (least, ranks)],
-        [(c, ranks) for c in ({"activation_offload": True}, offload, least | offload)] if device_type == "cuda" else [],
-        [(changes, ranks << power) for changes in (full, least) for power in range(1, 15)],
-        [({"max_seq_len": hp.max_seq_len >> power}, ranks) for power in (1, 2, 3)],
+        [({"activation_checkpointing": mode}, n) for mode in ("selective", "full")],
+        [({"batch_size": hp.batch_size >> power}, n) for power in range(1, hp.batch_size.bit_length())],
+        [(full, n), (least, n)],
+        [(c, n) for c in ({"activation_offload": True}, offload, least | offload)] if on_gpu else [],
+        *([(changes, n << power) for power in range(1, 15)] for changes in (full, least)),
+        [({"max_seq_len": hp.max_seq_len >> power}, n) for power in (1, 2, 3)],
     ]
-    is_large = state_on_device(hp, dtype, device_type, ranks, node) > limit / 2  # else activations are
+    is_large = state_bytes(hp, ranks.dtype, ranks.shards(hp)) > ranks.memory / 2  # else activations are
+    sizes: list[dict[str, Any]] = []
     if hp.init_from is not None:
-        kinds.append([] if hp.float8 else [(changes | {"lora_rank": 16}, ranks) for changes in ({}, least)])
+        kinds.append([] if hp.float8 else [(changes | {"lora_rank": 16}, n) for changes in ({}, least)])
     elif hp.model is not None and is_large:
-        presets = [ModelConfig.model_validate({"model": name}) for name in PRESETS]
-        presets.sort(key=lambda preset: -preset.n_parameters)
         keys = ModelConfig.model_fields.keys() - {"max_seq_len"}
-        kinds.append([({key: getattr(preset, key) for key in keys}, ranks) for preset in presets])
+        models = [ModelConfig.model_validate({"model": name}) for name in PRESETS]
+        sizes = [{key: getattr(model, key) for key in keys} for model in models]
+        sizes.sort(key=lambda size: -state_bytes(hp.model_copy(update=size), ranks.dtype, 1))
     elif is_large:
+        depths = [int(hp.n_layers * 0.95**power) for power in range(1, 160)]
+        kinds.append([({"n_layers": depth}, n) for depth in depths if depth])
         step = 2 * hp.n_heads
         widths = [int(hp.d_model * 0.85**power) // step * step for power in range(1, 40)]
-        kinds.append([({"n_layers": n}, ranks) for n in range(hp.n_layers - 1, 0, -1)])
-        for others, n in (({}, ranks), ({"n_layers": -(-hp.n_layers // 4)}, ranks), (full, 8 * ranks)):
-            kinds.append([(others | {"d_model": width}, n) for width in widths if width and not hp.head_dim])
+        sizes = [{"d_model": width} for width in widths if width and not hp.head_dim]
+    fewer = {"n_layers": -(-hp.n_layers // 4)}
+    kinds += [
+        [(others | size, m) for size in sizes] for others, m in (({}, n), (fewer, n), (full, 8 * n), (full, 64 * n))
+    ]
     found: list[list[str]] = []
     for kind in kinds:
-        for changes, n in kind:
+        for changes, size in kind:
             shown = {"model": changes["model"]} if "model" in changes else changes
-            words = [*[f"{n} ranks"] * (n > ranks), *(f"{k}={v}" for k, v in shown.items() if getattr(hp, k) != v)]
-            is_new = words and not any(set(others) <= set(words) for others in found)
-            if is_new and len(found) < 3 and fits(changes, n):
-                found.append(words)
+            words = [*[f"{size} ranks"] * (size > n), *(f"{k}={v}" for k, v in shown.items() if getattr(hp, k) != v)]
+            if words and len(found) < 3 and fits(changes, size):
+                if not any(set(others) <= set(words) for others in found):
+                    found.append(words)
                 break
     return "; ".join(map(" ".join, found)) or "a smaller model"
 
 
 def state_bytes(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> int:
     """Return the bytes of parameters, moments and reduced gradients on one of `shards` ranks."""
-    gradients = memory.MASTER * memory.count(hp, dtype).trained // shards
+    gradients = memory.MASTER * memory.count(hp, dtype, shards).trained // shards
     return sum(memory.state(hp, dtype, shards).values()) + gradients
-
-
-def state_on_device(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str, ranks: int, node: int) -> int:
-    """Return the bytes of `state_bytes` that are not offloaded to host memory; raise ConfigError as `need`."""
-    shards = parallelize.mesh_dims(hp, ranks, node)["shard"]
-    return 0 if hp.cpu_offload and device_type == "cuda" else state_bytes(hp, dtype, shards)
-
-
-def caveats(hp: Hyperparameters) -> list[str]:
-    """Return a line about what of `hp` is not modelled, if anything."""
-    return [f"float8: {hp.float8} is not modelled: memory and time are those of bfloat16"] if hp.float8 else []
 
 
 def table(parts: memory.Parts) -> list[str]:
@@ -123,32 +151,35 @@ def check(hp: Hyperparameters, world: World, dry_run: bool) -> str | None:
     Raises:
         ConfigError: its state alone exceeds the memory.
     """
-    node, on_gpu = world.launch.local_size, world.device.type == "cuda"
-    own = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else host_memory()[0] // node
-    available, what = min(world.all_gather_object(own)), "GPU" if on_gpu else "rank"
-    dtype = world.all_or_none(lambda: precision.compute_dtype(hp, world.device))
-    run = dtype, world.device.type, world.size, node
+    on_gpu, host = world.device.type == "cuda", host_memory()[0] // world.launch.local_size
+    own = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else host, host
+    available, host = map(min, zip(*world.all_gather_object(own), strict=True))
+    dtype, what = world.all_or_none(lambda: precision.compute_dtype(hp, world.device)), "GPU" if on_gpu else "rank"
+    ranks = Ranks(
+        dtype, world.device.type, world.size, world.launch.local_size, available, host if on_gpu else math.inf
+    )
 
     def line(ran_out: bool) -> str:
-        needed = sum(need(hp, *run).values())
-        limit = USABLE * (min(available, needed) if ran_out else available)
-        text = f"needs about {needed / GIB:.1f} of {available / GIB:.1f} GiB per {what}"
-        if needed <= limit:
+        needed = need(hp, ranks)
+        n_bytes = sum(needed.values())
+        limit = replace(ranks, memory=min(available, n_bytes) if ran_out else available)
+        text = f"needs about {n_bytes / GIB:.1f} of {available / GIB:.1f} GiB per {what}"
+        if limit.fit(needed):
             return text
-        return f"{text}; what needs at most {limit / GIB:.1f} GiB: {nearest(hp, *run, limit)}"
+        return f"{text}; what needs at most {USABLE * limit.memory / GIB:.1f} GiB: {nearest(hp, limit, trace)}"
 
     def find() -> str | None:
-        state = state_on_device(hp, *run)
-        if state > available:
-            near = nearest(hp.model_copy(update={"compile": False}), *run, USABLE * available)  # fast to trace
+        state, offloads = state_bytes(hp, dtype, ranks.shards(hp)), hp.cpu_offload and on_gpu
+        if state > (host if offloads else available):
+            space = f"{host / GIB:.1f} GiB of host memory" if offloads else f"{available / GIB:.1f} GiB"
             raise ConfigError(
-                f"out of memory: parameters, moments and gradients take {state / GIB:.1f} of {available / GIB:.1f} GiB"
-                f" per {what}; what fits: {near}",
+                f"out of memory: parameters, moments and gradients take {state / GIB:.1f} of {space} per {what};"
+                f" what fits: {nearest(hp, ranks, memory.bound)}",
                 keys=KEYS,
             )
         if not (on_gpu or dry_run) and state < GIB // 4:
             return None
-        return "\n".join([line(False), *caveats(hp), *(table(need(hp, *run)) if dry_run else [])])
+        return "\n".join([line(False), *(table(need(hp, ranks)) if dry_run else [])])
 
     world.memory_notes.append(lambda: line(True))
     return world.on_rank0(find)

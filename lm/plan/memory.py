@@ -8,20 +8,21 @@ runs next, and the gradients that the unit before is reducing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
 
 import torch
-from torch import nn
 
 from lm import lora
 from lm.config import Hyperparameters
 from lm.offload import RESIDENT
-from lm.plan.trace import SHAPE_KEYS, Trace, trace
-from model import Transformer
+from lm.plan.trace import BLOCK_KEYS, Piece, Trace, compiles
+from model import Block, ModelConfig, loss_chunk, make_norm
 
 Parts = dict[str, int]
 """bytes by part"""
+Activations = Callable[[Hyperparameters, torch.dtype | None, str], Trace]
+"""`lm.plan.trace.trace`, or `bound`; of hyperparameters, compute dtype and device type"""
 
 MASTER = 4
 """bytes of a trained parameter, and of its gradient after the reduction"""
@@ -29,52 +30,90 @@ MASTER = 4
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that FSDP gathers together."""
+    """Parameters that FSDP gathers together, and their bytes when gathered."""
 
-    n: int
-    trained: int
+    n: int = 0
+    trained: int = 0
+    size: int = 0
+
+    def __add__(self, other: Unit) -> Unit:
+        return Unit(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, times: int) -> Unit:
+        return Unit(*(value * times for value in astuple(self)))
 
 
-def count_units(hp: Hyperparameters, dtype: torch.dtype | None) -> tuple[Unit, Unit, Unit, Unit]:
-    """Return the FSDP units of the embedding, of a block, of the head, and of the root."""
-    return _count_units(hp.model_dump_json(include=SHAPE_KEYS), dtype)
+def _block(model: ModelConfig) -> tuple[int, int, dict[str, tuple[int, int]]]:
+    """Return the parameters of a block and of a norm, and `(out, in)` of the block's linear layers by name."""
+    return _block_of(model.model_dump_json(include=BLOCK_KEYS))
 
 
 @functools.lru_cache(maxsize=256)
-def _count_units(shape: str, dtype: torch.dtype | None) -> tuple[Unit, Unit, Unit, Unit]:
-    hp = Hyperparameters.model_validate_json(shape)
+def _block_of(config: str) -> tuple[int, int, dict[str, tuple[int, int]]]:
+    model = ModelConfig.model_validate_json(config)
     with torch.device("meta"):
-        model = lora.add_adapters(Transformer(hp.model_copy(update={"n_layers": 1})), hp, dtype)
-    wrapped = set(model.fsdp_units()) if hp.layer_wrap else set()
-
-    def count(module: nn.Module) -> Unit:
-        sizes = [(p.numel(), p.numel() * p.requires_grad) for p in module.parameters()]
-        return Unit(*map(sum, zip(*sizes, strict=True)))
-
-    parts = [(module, count(module)) for module in (model.embedding, model.blocks[0], model.head)]
-    e, b, h = (unit if module in wrapped else Unit(0, 0) for module, unit in parts)
-    rest = [(unit, hp.n_layers if module is model.blocks[0] else 1) for module, unit in parts if module not in wrapped]
-    return e, b, h, Unit(sum(unit.n * times for unit, times in rest), sum(unit.trained * times for unit, times in rest))
+        n, norm = (sum(p.numel() for p in module.parameters()) for module in (Block(model, 0), make_norm(model)))
+    return n, norm, lora.layer_shapes(model)
 
 
-def count(hp: Hyperparameters, dtype: torch.dtype | None) -> Unit:
+def float8_layers(hp: Hyperparameters) -> list[tuple[int, int]]:
+    """Return `(out, in)` of the layers of a block that are multiplied in float8, whose kernels need multiples of 16."""
+    return [(out, inner) for out, inner in _block(hp)[2].values() if hp.float8 and out % 16 == 0 == inner % 16]
+
+
+def count_units(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> tuple[Unit, Unit, Unit, Unit]:
+    """Return the FSDP units of the embedding, of a block, of the head, and of the root."""
+    n, norm, shapes = _block(hp)
+    width, matrix = (dtype or torch.float32).itemsize, hp.vocab_size * hp.d_model
+    adapters = lora.n_trained(hp, hp) // hp.n_layers if hp.lora_rank else 0
+    positions = hp.max_seq_len * hp.d_model if hp.positions == "learned" else 0
+    sizes = (matrix + positions, 0), (n, adapters), (norm + (0 if hp.tie_embeddings else matrix), 0)
+    e, b, h = (Unit(n + new, new if hp.lora_rank else n, width * (n + new)) for n, new in sizes)
+    is_even = all(out % shards == 0 for out, _ in shapes.values())
+    if hp.float8 == "tensorwise" and shards > 1 and is_even and not hp.cpu_offload:
+        b += Unit(size=(1 - width) * sum(out * inner for out, inner in float8_layers(hp)))  # see `parallelize`
+    if not hp.layer_wrap:
+        return Unit(), Unit(), Unit(), e + b * hp.n_layers + h
+    return (Unit(), b, Unit(), e + h) if hp.tie_embeddings else (e, b, h, Unit())
+
+
+def count(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> Unit:
     """Return the parameters of the model with its adapters."""
-    e, b, h, root = count_units(hp, dtype)
-    return Unit(e.n + hp.n_layers * b.n + h.n + root.n, e.trained + hp.n_layers * b.trained + h.trained + root.trained)
+    e, b, h, root = count_units(hp, dtype, shards)
+    return e + b * hp.n_layers + h + root
 
 
 def state(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> Parts:
     """Return the bytes of what exists between steps on one of `shards` ranks, by part."""
-    total = count(hp, dtype)
+    total = count(hp, dtype, shards)
     parameters = MASTER * total.trained + (dtype or torch.float32).itemsize * (total.n - total.trained)
     moment = getattr(torch, hp.optim_dtype).itemsize
     return {"parameters": parameters // shards, "moments": 2 * moment * total.trained // shards}
 
 
-def peak(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str, shards: int, n_micro_batches: int) -> Parts:
-    """Return the bytes at the moment of a step that has the most, see `moments`."""
-    found = moments(hp, dtype, trace(hp, dtype, device_type), shards, n_micro_batches, device_type == "cuda")
-    return max(found, key=lambda parts: sum(parts.values()))
+def bound(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str) -> Trace:
+    """Return at least the bytes that `lm.plan.trace.trace` measures, in closed form, as a trace takes seconds.
+
+    The factors are above those of all models that were compared with their traces.
+    """
+    width, length, tokens = (dtype or torch.float32).itemsize, hp.max_seq_len, hp.batch_size * hp.max_seq_len
+    x, matrix, logits = tokens * hp.d_model * width, hp.vocab_size * hp.d_model, tokens * hp.vocab_size
+    n, _, shapes = _block(hp)
+    pairs = 16 * length**2 * (bool(hp.sliding_window) + hp.batch_size * hp.n_heads * bool(hp.dropout))
+    if device_type == "cuda":
+        pairs, logits = 0, min(logits, loss_chunk(torch.device("cuda"), 80 * 2**30))
+    in_float32 = hp.norm == "rmsnorm" or hp.positions == "rope"
+    n_more = sum(map(bool, (in_float32, hp.qk_norm != "none", hp.lora_rank, hp.dropout)))
+    saved = (2 + n_more) * tokens * width * sum(map(sum, shapes.values())) // 2 + pairs  # of the linear layers' ends
+    held = x if hp.activation_checkpointing == "full" else saved
+    embedding = 6 * x + pairs + 3 * width * (matrix + length * hp.d_model)
+    block = 2 * saved + 3 * width * matrix
+    head = (5 if compiles(hp, device_type) else 17) * logits + 8 * x + 8 * matrix
+    return Trace(
+        Piece(2 * x + pairs, embedding, embedding, embedding),
+        Piece(held, block, block + width * n, block),
+        Piece(head, head, head, head),
+    )
 
 
 def moments(
@@ -89,13 +128,13 @@ def moments(
         on_gpu: what is offloaded to host memory does not count.
     """
     compute, layers, reshard = (dtype or torch.float32).itemsize, hp.n_layers, hp.reshard_after_forward
-    e, b, h, root = count_units(hp, dtype)
-    trained = count(hp, dtype).trained
+    e, b, h, root = count_units(hp, dtype, shards)
+    trained = count(hp, dtype, shards).trained
     accumulates_shards = n_micro_batches > 1 and hp.sync_each_micro_step
     accumulates_all = n_micro_batches > 1 and not hp.sync_each_micro_step
     stays_all = accumulates_shards and not reshard  # until the backward pass of the last micro-step
     stays = not reshard or shards == 1  # no all-gather buffers in backward
-    blocks = 0 if reshard else e.n + layers * b.n  # kept from forward to backward
+    blocks = 0 if reshard else e.size + layers * b.size  # kept from forward to backward
     reduced_size = getattr(torch, hp.reduce_dtype).itemsize
     kept = {} if on_gpu and hp.cpu_offload else state(hp, dtype, shards)
 
@@ -105,8 +144,8 @@ def moments(
         """Return the bytes by part.
 
         Args:
-            units: unsharded parameters.
-            buffer: parameters in all-gather buffers.
+            units: bytes of unsharded parameters.
+            buffer: bytes of all-gather buffers.
             done: reduced gradients.
             reducing: gradients in buffers of the reduction.
             grads: gradients of the unit whose reduction starts.
@@ -118,7 +157,7 @@ def moments(
             reduced += reduced_size * (trained - done)
         else:  # the buffer for the result is allocated once the gradients are freed
             reduced += max(compute * grads, reduced_size * grads // shards)
-        gathered = compute * (units + (0 if shards == 1 else buffer))
+        gathered = units + (0 if shards == 1 else buffer)
         return kept | {"gradients": reduced, "gathered": gathered, "activations": activations}
 
     def level(layer: int) -> int:  # activations before the forward pass of a block
@@ -127,25 +166,25 @@ def moments(
 
     for first in {True, n_micro_batches == 1}:
         is_kept = not first and not reshard  # later micro-steps find all parameters gathered
-        block, head = (0, 0) if is_kept else (b.n, h.n or b.n)
-        units = root.n + (b.n if reshard else blocks)
+        block, head = (0, 0) if is_kept else (b.size, h.size or b.size)
+        units = root.size + (b.size if reshard else blocks)
         yield moment(level(layers - 1), units, 2 * block, first=first)
         yield moment(level(layers - 1) + pieces.block.forward, units, block, first=first)
-        units = root.n + h.n + blocks
-        yield moment(level(layers), units, (head + block if h.n else 0), first=first)
+        units = root.size + h.size + blocks
+        yield moment(level(layers), units, (head + block if h.size else 0), first=first)
         yield moment(level(layers) + pieces.head.forward, units, head, first=first)
-    units, prefetched = root.n + h.n + blocks, 0 if stays else b.n
+    units, prefetched = root.size + h.size + blocks, 0 if stays else b.size
     yield moment(level(layers) + pieces.head.backward, units, prefetched)
-    units -= 0 if stays_all else h.n
+    units -= 0 if stays_all else h.size
     yield moment(level(layers) + pieces.head.after, units, prefetched, grads=h.trained)
     for layer in {0, 1, layers - 2, layers - 1} & set(range(layers)):
         done, before = h.trained + (layers - 1 - layer) * b.trained, h if layer == layers - 1 else b
-        units = root.n + (b.n if reshard else blocks + h.n if stays_all else e.n + (layer + 1) * b.n)
-        prefetched = b.n if layer and not stays else 0
+        units = root.size + (b.size if reshard else blocks + h.size if stays_all else e.size + (layer + 1) * b.size)
+        prefetched = b.size if layer and not stays else 0
         yield moment(level(layer) + pieces.block.backward, units, prefetched, done, before.trained)
-        units -= 0 if stays_all else b.n
+        units -= 0 if stays_all else b.size
         yield moment(level(layer) + pieces.block.after, units, prefetched, done, grads=b.trained)
     done = h.trained + layers * b.trained
-    yield moment(pieces.embedding.backward, root.n + (0 if reshard else e.n), 0, done, b.trained)
-    yield moment(0, root.n, 0, done, grads=e.trained)
+    yield moment(pieces.embedding.backward, root.size + (0 if reshard else e.size), 0, done, b.trained)
+    yield moment(0, root.size, 0, done, grads=e.trained)
     yield moment(0, 0, 0, trained - root.trained, grads=root.trained)

@@ -12,9 +12,10 @@ import torch
 
 from lm import lora
 from lm.config import Hyperparameters
+from lm.errors import ConfigError
 from lm.metrics.accumulator import peak_flops_by_name
 from lm.offload import RESIDENT
-from lm.plan.memory import count
+from lm.plan.memory import count, float8_layers
 from lm.plan.trace import trace
 
 GB = 1e9
@@ -22,6 +23,8 @@ COPY, LINK = 0.85, 0.8
 """fractions of the peak that memory-bound operators and collectives achieve"""
 NVLINK_LATENCY, NETWORK_LATENCY = 2e-6, 6e-6
 """seconds of a hop of a ring"""
+FLOAT8 = 0.5
+"""fraction that products in float8 achieve, with the conversion of their inputs, of twice the peak of 16 bits"""
 HOST_LINK, HOST_MEMORY = 25.0, 20.0
 """GB/s between a GPU and its host, and of host memory per GPU"""
 
@@ -39,6 +42,7 @@ class Card:
     traffic: float = 3.0  # bytes moved per byte that a block saves: written once, read twice; more without fusion
     overhead: float = 0.0  # seconds per block and micro-step
     slowdown: float = 1.0  # seconds per predicted second, see --calibrate
+    has_float8: bool = True
 
     @property
     def device_type(self) -> str:
@@ -56,8 +60,8 @@ CARDS = {
     "h100": Card("H100", 79.2, 3350, 450),
     "h200": Card("H200", 139.8, 4800, 450),
     "b200": Card("B200", 178.4, 7700, 900),
-    "a100-80": Card("A100", 79.2, 2039, 300),
-    "a100-40": Card("A100", 39.4, 1555, 300),
+    "a100-80": Card("A100", 79.2, 2039, 300, has_float8=False),
+    "a100-40": Card("A100", 39.4, 1555, 300, has_float8=False),
     "l40s": Card("L40S", 44.4, 864, 25),
     "l4": Card("L4", 22.0, 300, 25),
     "4090": Card("RTX 4090", 23.5, 1008, 25),
@@ -79,17 +83,23 @@ def step_time(
 
     Returns:
         seconds by part and in all ("step"); FLOPs of a GPU without recomputation; bytes of a GPU by link.
+
+    Raises:
+        ConfigError: the card does not support float8.
     """
+    if hp.float8 and not card.has_float8:
+        raise ConfigError(f"float8: {card.name} does not support float8; use float8: null", keys=("float8",))
     shards, replicas = mesh["shard"], mesh["replicate"]
-    total, tokens, on_gpu = count(hp, dtype), hp.batch_size * hp.max_seq_len, card.device_type == "cuda"
+    total, tokens, on_gpu = count(hp, dtype, shards), hp.batch_size * hp.max_seq_len, card.device_type == "cuda"
     model_flops = lora.flops_per_token(hp, hp) * tokens
     window = min(hp.sliding_window or hp.max_seq_len, hp.max_seq_len)
     attended = window - window**2 / (2 * hp.max_seq_len)
     attention = 12 * hp.n_layers * hp.n_heads * hp.head_width * attended * tokens
-    blocks = model_flops - 6 * hp.vocab_size * hp.d_model * tokens
-    recomputes = hp.activation_checkpointing == "full"
-    products = model_flops - attention + recomputes * (blocks - attention) / 3
-    compute = products / card.matmul + (4 / 3 if recomputes else 1) * attention / card.attention
+    head = 6 * hp.vocab_size * hp.d_model * tokens
+    in_float8 = 6 * hp.n_layers * tokens * sum(out * inner for out, inner in float8_layers(hp)) if on_gpu else 0
+    products = model_flops - head - attention - in_float8  # of the blocks
+    again = 4 / 3 if hp.activation_checkpointing == "full" else 1.0
+    compute = (head + again * products) / card.matmul + again * (attention / card.attention + in_float8 / (2 * FLOAT8))
     compute /= card.flops * (1 if dtype else 0.5)
     width, bandwidth = (dtype or torch.float32).itemsize, card.bandwidth * GB * COPY
     block = trace(hp.model_copy(update={"activation_checkpointing": "none"}), dtype, card.device_type).block.held
@@ -97,10 +107,13 @@ def step_time(
     logits = tokens * hp.vocab_size * width
     memory = card.traffic * (block * repeated + logits) / bandwidth + card.overhead * repeated
 
-    # Bytes per parameter and GPU: cast, gather and copy out; copy in and reduce; AdamW.
+    # Bytes of a GPU: cast, gather and copy out; copy in and reduce; AdamW.
     gathers = (2 if hp.reshard_after_forward else 1 / n) * n
     reductions = n if hp.sync_each_micro_step else 1
-    local = gathers * (6 + 6 / shards) * total.n + reductions * (10 + 4 / shards) * total.trained
+    local = (
+        gathers * (3 * total.size + (4 * total.n + total.size) / shards)
+        + reductions * (10 + 4 / shards) * total.trained
+    )
     optimizer, offload = (local + 36 * total.trained / shards) / bandwidth, 0.0
     if on_gpu and hp.cpu_offload:  # parameters to the GPU, gradients back, AdamW in host memory
         moved = (gathers * total.n + reductions * total.trained) * 4 / shards
@@ -116,7 +129,7 @@ def step_time(
     rate = (card.link if nodes == 1 else min(card.link, network * per_node)) * GB * LINK
     replica_rate = (min(card.link, network * peers) if crosses else card.link) * GB * LINK
     units = hp.n_layers + 2
-    sent = (shards - 1) / shards * (gathers * width * total.n + reductions * 4 * total.trained)
+    sent = (shards - 1) / shards * (gathers * total.size + reductions * 4 * total.trained)
     reduced = 2 * 4 * total.trained / shards * (replicas - 1) / replicas
     ring = (nodes - 1) * NETWORK_LATENCY + (shards - nodes) * NVLINK_LATENCY
     tree = 2 * units * (replicas - 1) ** 0.5 * NETWORK_LATENCY

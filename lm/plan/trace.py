@@ -79,8 +79,13 @@ class Trace:
     head: Piece
 
 
-SHAPE_KEYS = {*ModelConfig.model_fields, *lora.LoraConfig.model_fields, "layer_wrap"} - {"model"}
-"""hyperparameters that the parameters and FSDP units depend on"""
+BLOCK_KEYS = ModelConfig.model_fields.keys() - {"model", "n_layers"}
+"""hyperparameters that a block depends on"""
+
+
+def compiles(hp: Hyperparameters, device_type: str) -> bool:
+    """Return whether blocks and loss are compiled."""
+    return hp.compile is True or (hp.compile == "auto" and (device_type == "cuda" or hp.float8 is not None))
 
 
 def trace(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str) -> Trace:
@@ -89,19 +94,19 @@ def trace(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str) -> T
     A block is measured with one and two sequences: its bytes are linear in their number. On a GPU, attention is taken
     to be a fused kernel that saves no mask, and dropout to save none either.
     """
-    compiles = hp.compile is True or (hp.compile == "auto" and (device_type == "cuda" or hp.float8 is not None))
-    block = hp.model_copy(update={"n_layers": 1, "layer_wrap": True})
-    ends = block.model_copy(update={"activation_checkpointing": "none"})
-    keys = [each.model_dump_json(include=SHAPE_KEYS | {"activation_checkpointing"}) for each in (block, ends)]
-    embedding, head = _measure(keys[1], hp.batch_size, 0, dtype, device_type, compiles)
-    one, two = (_measure(keys[0], size, 2, dtype, device_type, compiles)[2] for size in (1, 2))
+    include = BLOCK_KEYS | lora.LoraConfig.model_fields.keys() | {"activation_checkpointing"}
+    ends = hp.model_copy(update={"activation_checkpointing": "none"})
+    keys = [each.model_dump_json(include=include) for each in (hp, ends)]
+    run = dtype, device_type, compiles(hp, device_type)
+    embedding, head = _measure(keys[1], hp.batch_size, 0, *run)
+    one, two = (_measure(keys[0], size, 2, *run)[2] for size in (1, 2))
     pairs = zip(astuple(one), astuple(two), strict=True)
     return Trace(embedding, Piece(*(a + (hp.batch_size - 1) * (b - a) for a, b in pairs)), head)
 
 
 @functools.lru_cache(maxsize=256)
 def _measure(
-    key: str, batch_size: int, n_layers: int, dtype: torch.dtype | None, device_type: str, compiles: bool
+    key: str, batch_size: int, n_layers: int, dtype: torch.dtype | None, device_type: str, compiled: bool
 ) -> list[Piece]:
     """Return the pieces of a model in forward order; `key` is JSON of its hyperparameters."""
     hp, on_gpu = Hyperparameters.model_validate_json(key), device_type == "cuda"
@@ -111,15 +116,15 @@ def _measure(
         model = lora.add_adapters(model, hp, dtype)
         model.to(dtype or torch.float32)
     live = LiveBytes()
-    if compiles and n_layers:
+    if compiled and n_layers:
         run = _compiled(copy.deepcopy(model.blocks[0]), hp.activation_checkpointing, live)
         for block in model.blocks:
             block.forward = partial(run, block)
     elif hp.activation_checkpointing != "none":
         for block in model.blocks:
             block.forward = partial(parallelize.checkpointing(hp.activation_checkpointing), block.forward)
-    if on_gpu or compiles:
-        model.head.chunk_cross_entropy = _fused_loss if compiles else partial(chunk_cross_entropy)
+    if on_gpu or compiled:
+        model.head.chunk_cross_entropy = _fused_loss if compiled else partial(chunk_cross_entropy)
         model.head.loss_chunk = lambda _: loss_chunk(torch.device(device_type), 80 * 2**30)  # of a GPU of 80 GiB
     phases: list[list[int]] = []  # live bytes at the start, and the peak
 
