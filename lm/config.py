@@ -207,10 +207,16 @@ def read(
             values[key], labels[key] = _parse_override(key, text), f"argument {key}"
         else:
             errors[(override,)] = ConfigError(f"argument {_show(override)}: is not key=value")
-    # A preset on the command line replaces what shapes the model in the file.
-    preset = PRESETS.get(str(values.get("model")), {}) if labels.get("model") == "argument model" else {}
+    # On the command line, a preset overrides what shapes the model in the file, and lora_rank=null its adapters.
+    preset = PRESETS.get(str(values.get("model")), {})
     shape = preset.keys() | (ModelConfig.model_fields.keys() - {"dropout"} if "d_model" in preset else set())
-    replaced = {key: values.pop(key) for key in raw if key in shape and labels[key] != f"argument {key}"}
+    adapters = LoraConfig.model_fields.keys() if values.get("lora_rank") is None else set[str]()
+    for cause, keys in (("model", shape), ("lora_rank", adapters)):
+        if labels.get(cause) == f"argument {cause}":
+            replaced = [key for key in raw if key in keys and labels[key] != f"argument {key}"]
+            shown = ", ".join(f"{key}: {_show(values.pop(key))}" for key in replaced)
+            if shown:
+                announce(f"{cause}={values[cause] or 'null'} overrides {shown} of {name}")
     for key, value in values.items():
         match value:  # how Determined writes what a search varies
             case {"type": "const", "val": constant}:
@@ -226,9 +232,6 @@ def read(
         values.pop("vocab_size", None)
     if defaults and isinstance(values.get("init_from"), str):
         values |= _apply_defaults(defaults(values["init_from"]), values, labels, errors)
-    if replaced:
-        shown = ", ".join(f"{key}: {_show(value)}" for key, value in replaced.items())
-        announce(f"model={values['model']} replaces {shown} of {name}")
     hp = _validate(values, labels, errors)
     if hp.dataset == "synthetic" or "vocab_size" in PRESETS.get(hp.model or "", {}) | values:
         return hp

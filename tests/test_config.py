@@ -452,6 +452,18 @@ def test_a_preset_on_the_command_line_replaces_the_shape_in_the_file(
     assert capsys.readouterr().out == ""
 
 
+def test_no_adapters_on_the_command_line_override_those_in_the_file(
+    capsys: pytest.CaptureFixture[str], message: Message
+) -> None:
+    file = {"hyperparameters": {"init_from": "weights", "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.1}}
+    hp = config.read(file, ["lora_rank=null"], "exp.yaml")
+    message(capsys.readouterr().out, mask=r" *\d+\.\d s")
+    assert (hp.lora_rank, hp.lora_alpha, hp.lora_dropout) == (None, 16.0, 0.0)
+    with pytest.raises(ConfigError) as refused:
+        config.read(file, ["lora_rank=null", "lora_alpha=8"], "exp.yaml")
+    assert refused.value.keys == {"lora_alpha", "lora_rank"}
+
+
 def test_the_command_lists_and_describes_keys_and_presets_in_lines_that_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], message: Message
 ) -> None:
