@@ -154,7 +154,7 @@ def resume(t: Training, plan: resuming.ResumePlan) -> TrainingProgress:
     if note := t.loader.load_state_dict(progress.dataset_state):
         t.logger.info(note)
     if run_dir:
-        world.on_rank0(lambda: run_dir.start(run_info.hyperparameters, setup.session(world, progress.step), plan.fresh))
+        world.on_rank0(lambda: run_dir.start(run_info.hyperparameters, setup.session(world, progress.step)))
     t.logger.start(progress.step, progress.missing_reports(), run_info.hyperparameters)
     t.accumulator.load_state_dict(progress.metric_sums)
     return progress

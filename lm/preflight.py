@@ -129,7 +129,7 @@ def preflight(
         run_dir.lock(world)
         if isinstance(manager, ObjectStorage):
             path = run_dir.path
-            world.all_or_none(manager.has_checkpoints)  # every machine can read
+            world.all_or_none(manager.checkpoints)  # every machine can read
             world.on_rank0(lambda: manager.start(path))
             world.all_or_none(run_dir.remove_transfers)
     checkpoint_config = hp

@@ -111,9 +111,9 @@ def test_what_prevents_a_report_is_said_and_ends_no_run(
 def test_a_session_knows_when_the_one_before_it_wrote_last() -> None:
     run_dir = RunDir("x")
     run_dir.path.mkdir(parents=True)
-    run_dir.start({}, {"step": 0}, fresh=False)
+    run_dir.start({}, {"step": 0})
     run_dir.metrics.write_text("")
-    run_dir.start({}, {"step": 5}, fresh=False)
+    run_dir.start({}, {"step": 5})
     first, second = (json.loads(line) for line in run_dir.sessions.read_text().splitlines())
     assert (first["step"], first["last_write"], second["step"]) == (0, None, 5)
     assert second["last_write"] == run_dir.metrics.stat().st_mtime

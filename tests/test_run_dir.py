@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from lm import config
+from lm.checkpoint.retention import Directory
 from lm.errors import ConfigError, RunError
 from lm.runtime.run_dir import LOCK_TIMEOUT, RunDir, lock_file
 from tests.conftest import Message
@@ -131,12 +132,15 @@ def test_a_directory_that_cannot_be_created_is_named(in_the_way: str, message: M
 
 def test_fresh_moves_the_files_of_every_previous_run_aside() -> None:
     run_dir = started()
-    run_dir.start({"lr": 0}, {"step": 0}, fresh=True)
+    checkpoints = Directory(run_dir.checkpoints)
+    checkpoints.move_aside()
     assert not list(run_dir.path.glob("before-*")), "nothing to move"
+    run_dir.start({"lr": 0}, {"step": 0})
     for lr in (1, 2):  # within a second
         (run_dir.checkpoints / f"of-{lr - 1}").mkdir()
         run_dir.metrics.write_text(str(lr - 1))
-        run_dir.start({"lr": lr}, {"step": lr}, fresh=True)
+        checkpoints.move_aside()
+        run_dir.start({"lr": lr}, {"step": lr})
         assert f"lr: {lr}\n" in run_dir.config.read_text()
         assert not list(run_dir.checkpoints.iterdir())
         assert not run_dir.metrics.exists()
@@ -152,6 +156,6 @@ def test_fresh_moves_the_files_of_every_previous_run_aside() -> None:
 def test_config_yaml_resumes_the_same_run() -> None:
     run_dir = started()
     hp = config.read({"hyperparameters": {"model": "llama3.2-1b", "lr": "1e-4", "prompt": "é: #"}}, [], "test")
-    run_dir.start(hp.model_dump(mode="json") | {"resume": "fresh"}, {"step": 0}, fresh=True)
+    run_dir.start(hp.model_dump(mode="json") | {"resume": "fresh"}, {"step": 0})
     assert config.load(run_dir.config, []) == hp.model_copy(update={"run_name": "x"})
     assert yaml.safe_load(run_dir.config.read_text())["hyperparameters"]["d_model"] == 2048

@@ -219,7 +219,7 @@ def test_a_run_neither_writes_through_links_nor_waits_for_fifos(kind: str, priva
     in_world(run_dir.lock)
     for path in (run_dir.path / "config.draft", run_dir.path / "metrics.draft", Path("file")):
         irregular(path, kind, private)
-    run_dir.start({"lr": 1}, {"step": 0}, fresh=False)
+    run_dir.start({"lr": 1}, {"step": 0})
     JSONL(run_dir.path, 0, ()).close()
     write_durably(Path("file"), b"new")
     assert Path("file").read_bytes() == b"new"

@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -307,11 +307,9 @@ class Checkpointer:
             self._saved.append(saved_checkpoint(uuid, manifest))
 
     def move_aside(self) -> None:
-        """Move the files of the run out of the way of a new start; on a disk, `RunDir.start` does."""
-        if isinstance(self._place, ObjectStorage):
-            move = self._place.move_aside if self.world.rank == 0 else lambda: None
-            with ThreadPoolExecutor(1) as pool:
-                self.world.wait_for(pool.submit(move))
+        """Move what the run wrote before out of the way of a new start; on a cluster, nothing."""
+        if (place := self._place) is not None:
+            self.world.run_in_thread(lambda: place.move_aside() if self.world.rank == 0 else None)
 
     def _open(self, checkpoint: str) -> AbstractContextManager[Path]:
         if self._place is not None and "/" not in checkpoint:

@@ -158,7 +158,7 @@ def run_at(where: Path | str) -> Place | None:
     """Return the place of the checkpoints of the run at `where`, a path or URL; None if it is not a run."""
     if is_url(where):
         place = ObjectStorage(str(where))
-        return place if place.has_checkpoints() else None
+        return place if place.checkpoints() else None
     checkpoints = Path(where) / "checkpoints"
     return Directory(checkpoints) if checkpoints.is_dir() else None
 
@@ -279,12 +279,8 @@ def resume(
             return {"model": state["model"]}
         return {name: part for name, part in state.items() if name != "scaler" or manifest.loss_scaled}
 
-    def ready(progress: TrainingProgress) -> TrainingProgress:
-        if plan.fresh:
-            checkpointer.move_aside()
-        return progress
-
     problems: list[str] = []
+    progress = TrainingProgress()
     for candidate in plan.resume_candidates or plan.init_candidates:
         try:
             manifest = checkpointer.load(candidate, select)
@@ -293,19 +289,23 @@ def resume(
             problems += error.problems
             continue
         if is_resumable(manifest):
+            progress = manifest
             checkpointer.add_saved(candidate, manifest)
             log(f"resumed from checkpoint {Path(candidate).name}, step {manifest.step}")
             for line in _compare_learning_rates(manifest, run_info):
                 log(line)
-            return ready(manifest)
-        peak = max(checkpointer.world.all_gather_object(peak_memory_gib(checkpointer.world.device)))
-        seconds = time.monotonic() - started
-        log(f"loaded the weights of checkpoint {candidate} in {seconds:.1f} s, {peak:.2f} GiB per rank")
-        return ready(TrainingProgress())
-    if problems:
-        remedy = "resume to another one or to fresh" if plan.resume_candidates else "init_from to another one"
-        raise CheckpointError(*problems, f"no intact checkpoint is left; set {remedy}")
-    return ready(TrainingProgress())
+        else:
+            peak = max(checkpointer.world.all_gather_object(peak_memory_gib(checkpointer.world.device)))
+            seconds = time.monotonic() - started
+            log(f"loaded the weights of checkpoint {candidate} in {seconds:.1f} s, {peak:.2f} GiB per rank")
+        break
+    else:
+        if problems:
+            remedy = "resume to another one or to fresh" if plan.resume_candidates else "init_from to another one"
+            raise CheckpointError(*problems, f"no intact checkpoint is left; set {remedy}")
+    if plan.fresh:
+        checkpointer.move_aside()
+    return progress
 
 
 def _compare_runs(saved: RunInfo, run_info: RunInfo) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -96,3 +98,18 @@ class Directory:
                 draft.parent.rename(self.path / f"{DELETED}{draft.parent.name}")
         for path in self.path.glob(f"{DELETED}*"):  # includes what an interrupted deletion left
             shutil.rmtree(path, ignore_errors=True)
+
+    def move_aside(self) -> None:
+        """Move all files of the run that these checkpoints belong to, and these, to `before-<time>/`."""
+        run_dir, stays = self.path.parent, re.compile("lock|lease|before-.*")
+        old = [path for path in run_dir.iterdir() if not stays.fullmatch(path.name)]
+        if not any(path.is_file() or any(path.iterdir()) for path in old):
+            return
+        aside = run_dir / time.strftime("before-%Y%m%d-%H%M%S")
+        while aside.exists():  # two starts within one second
+            aside = aside.with_name(f"{aside.name}-again")
+        aside.mkdir(mode=0o775)
+        for path in old:
+            path.rename(aside / path.name)
+        for name in (self.path.name, "traces"):
+            (run_dir / name).mkdir(mode=0o775)

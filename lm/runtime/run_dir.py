@@ -104,19 +104,13 @@ class RunDir:
                 f" {socket.gethostname()} sees {found.strip()}; start in a directory that all machines share"
             )
 
-    def start(self, hyperparameters: Mapping[str, Any], session: Mapping[str, Any], fresh: bool) -> None:
-        """Write config.yaml, which resumes the run, and add `session` to sessions.jsonl.
-
-        Args:
-            fresh: first move all old files to `before-<time>/`.
-        """
+    def start(self, hyperparameters: Mapping[str, Any], session: Mapping[str, Any]) -> None:
+        """Write config.yaml, which resumes the run, and add `session` to sessions.jsonl."""
         import yaml
 
         resumable = dict(hyperparameters) | {"run_name": self.path.name, "resume": "auto"}
         draft = self.config.with_suffix(".draft")
         try:
-            if fresh:
-                self._move_aside()
             write_durably(draft, yaml.safe_dump({"hyperparameters": resumable}, sort_keys=False).encode())
             draft.replace(self.config)
             last_write = self.metrics.stat().st_mtime if self.metrics.exists() else None  # by the session before
@@ -124,20 +118,6 @@ class RunDir:
                 file.write(json.dumps({"time": time.time(), "last_write": last_write, **session}) + "\n")
         except OSError as error:
             raise RunError(f"{error.filename or self.path}: cannot be written ({error.strerror})") from None
-
-    def _move_aside(self) -> None:
-        stays = re.compile("lock|lease|before-.*")
-        old = [path for path in self.path.iterdir() if not stays.fullmatch(path.name)]
-        if not any(path.is_file() or any(path.iterdir()) for path in old):
-            return
-        aside = self.path / time.strftime("before-%Y%m%d-%H%M%S")
-        while aside.exists():  # two starts within one second
-            aside = aside.with_name(f"{aside.name}-again")
-        aside.mkdir(mode=0o775)
-        for path in old:
-            path.rename(aside / path.name)
-        self.checkpoints.mkdir(mode=0o775)
-        self.traces.mkdir(mode=0o775)
 
 
 def lock_file(path: Path) -> str | None:

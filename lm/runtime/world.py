@@ -150,6 +150,11 @@ class World:
             pass
         return future.result()
 
+    def run_in_thread(self, action: Callable[[], T]) -> T:
+        """Run `action` on every rank like `all_or_none`; it may take longer than `timeout`."""
+        with futures.ThreadPoolExecutor(1) as pool:
+            return self.wait_for(pool.submit(action))
+
     def require_equal(self, what: str, facts: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return `facts` if they are equal on all ranks, else raise ConfigError with both values of what differs."""
         first, *rest = self.all_gather_object(facts)
