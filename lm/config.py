@@ -206,7 +206,8 @@ def read(
         if key and key.isprintable() and equals:
             values[key], labels[key] = _parse_override(key, text), f"argument {key}"
         else:
-            errors[(override,)] = ConfigError(f"argument {_show(override)}: is not key=value")
+            hint = f"; did you mean --config {override}?" if override.endswith((".yaml", ".yml")) else ""
+            errors[(override,)] = ConfigError(f"argument {_show(override)}: is not key=value{hint}")
     # On the command line, a preset overrides what shapes the model in the file, and lora_rank=null its adapters.
     preset = PRESETS.get(str(values.get("model")), {})
     shape = preset.keys() | (ModelConfig.model_fields.keys() - {"dropout"} if "d_model" in preset else set())

@@ -78,6 +78,9 @@ class Setup:
     def notes(self, hp: Hyperparameters) -> list[str]:
         """Return lines on what the user may not expect of the data and the rates."""
         notes = [*self.data.notes, *([self.memory] if self.memory else [])]
+        if hp.warmup_steps > self.max_steps > 0:
+            lasts = f"warmup_steps {hp.warmup_steps:g} is more than max_steps {self.max_steps}"
+            notes.append(f"{lasts}: the learning rate never reaches lr")
         if hp.checkpoint_rate < self.max_steps <= math.lcm(hp.checkpoint_rate, self.validation_rate):
             rates = f"checkpoint_rate {hp.checkpoint_rate} and validation_rate {self.validation_rate}"
             notes.append(f"{rates} meet at no step: only the last checkpoint has a validation loss and can be the best")

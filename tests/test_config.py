@@ -169,7 +169,10 @@ def test_an_override_is_yaml_or_the_literal_text(override: str, key: str, value:
 
 @pytest.mark.parametrize(
     "override",
-    ["lr", "=5", "l\nr=5", "n_layers=", "lr=[1", "lr=nan", "lr=!!python/name:os.system", "model.lr=5", "prompt=\udcff"],
+    [
+        *("lr", "=5", "l\nr=5", "n_layers=", "lr=[1", "lr=nan", "lr=!!python/name:os.system", "model.lr=5"),
+        *("prompt=\udcff", "exp.yaml"),
+    ],
 )
 def test_an_invalid_override_is_named(override: str, refusal: Refusal, message: Message) -> None:
     error = refusal("hyperparameters: {}", override)

@@ -76,8 +76,8 @@ def test_another_world_size_resumes_with_the_same_weights_and_samples(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("bfloat16", "float16"), ("float16", "null"), ("float16", "float16")])
 def test_a_resumed_run_may_change_its_precision(before: str, after: str, tmp_path: Path) -> None:
-    first = f"amp_dtype={before}", "max_steps=2", "checkpoint_rate=2", "resume=fresh"
-    run(tmp_path, *first, config=RUN, code=0)
+    first = f"amp_dtype={before}", "max_steps=2", "warmup_steps=3", "resume=fresh"
+    assert "warmup_steps 3 is more than max_steps 2" in run(tmp_path, *first, config=RUN, code=0).stdout
     done = run(tmp_path, f"amp_dtype={after}", "max_steps=4", config=RUN, code=0)
     assert ("changed: amp_dtype" in done.stdout) == (before != after)
     assert "changed: resume" not in done.stdout
