@@ -33,7 +33,8 @@ from lm.determined import master  # noqa: E402
 from lm.determined.context import TorchDistributedContext  # noqa: E402
 from lm.errors import RankError, RunError  # noqa: E402
 from lm.hf import weights  # noqa: E402
-from lm.metrics.accumulator import MetricsAccumulator, peak_flops  # noqa: E402
+from lm.metrics.accumulator import MetricsAccumulator  # noqa: E402
+from lm.metrics.device import peak_flops  # noqa: E402
 from lm.metrics.logger import MetricLogger  # noqa: E402
 from lm.preflight import Setup, preflight  # noqa: E402
 from lm.profiling import profiling  # noqa: E402

@@ -32,7 +32,7 @@ import torch.nn.functional as F  # noqa: E402
 from lm import config  # noqa: E402
 from lm.data.loader import derive_global_batch_size  # noqa: E402
 from lm.launch.environment import Launch  # noqa: E402
-from lm.metrics import accumulator  # noqa: E402
+from lm.metrics.device import peak_flops, peak_memory_gib  # noqa: E402
 from lm.runtime.rendezvous import join_world  # noqa: E402
 from lm.runtime.world import World  # noqa: E402
 from model import Block, Transformer  # noqa: E402
@@ -63,7 +63,7 @@ class Pacer:
             if self._world.rank == 0:
                 self._profiler.export_chrome_trace(self._trace)
             self._profiler = None
-        answer["peak_gib"] = max(self._world.all_gather_object(accumulator.peak_memory_gib(device)))
+        answer["peak_gib"] = max(self._world.all_gather_object(peak_memory_gib(device)))
         if self._world.rank == 0:
             print(MARK + json.dumps(answer), flush=True)
         command = self._world.all_gather_object(sys.stdin.readline().split() if self._world.rank == 0 else [])[0]
@@ -83,7 +83,7 @@ class Pacer:
 def _peak_flops(world: World) -> float | None:
     """Return the bfloat16 peak of all ranks: from data sheets (GPUs), or measured (CPU)."""
     if world.device.type == "cuda":
-        peak = accumulator.peak_flops(world.device, torch.bfloat16)
+        peak = peak_flops(world.device, torch.bfloat16)
         return peak and peak * world.size
     size = 2048
     a, b = (torch.randn(size, size).bfloat16() for _ in range(2))

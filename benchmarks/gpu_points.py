@@ -45,7 +45,7 @@ from lm.data.loader import derive_global_batch_size
 from lm.determined.context import TorchDistributedContext
 from lm.launch.environment import Launch
 from lm.launch.spawn import die_with_parent, run_and_exit
-from lm.metrics import accumulator
+from lm.metrics.device import peak_flops, peak_memory_gib
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
 
@@ -136,7 +136,7 @@ class Bench:
                 yield
             seconds.append((self.now() - start) / n_steps)
         found = {"step_seconds": seconds, "n_steps": n_steps, "first_step": first_step, "clocks": self.clocks()}
-        return found | {"peak_gib": accumulator.peak_memory_gib(self.device)}
+        return found | {"peak_gib": peak_memory_gib(self.device)}
 
     def _speed(self, hp: Hyperparameters, folder: Path) -> Stages:
         found = yield from self._rounds(hp, folder)
@@ -150,7 +150,7 @@ class Bench:
                 self.now()
             step = self.now() - start
         tokens = derive_global_batch_size(hp, 1) * hp.max_seq_len
-        peak = accumulator.peak_flops(self.device, precision.compute_dtype(hp, self.device))
+        peak = peak_flops(self.device, precision.compute_dtype(hp, self.device))
         flops = tokens * hp.flops_per_token(hp.max_seq_len) / statistics.median(found["step_seconds"])
         return found | {"tokens": tokens, "mfu": peak and flops / peak, "shares": self._shares(profiler, step)}
 

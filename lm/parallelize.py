@@ -118,7 +118,7 @@ def parallelize(
     """Transform `model`, on the meta device, in place, and initialize this rank's shard of the weights.
 
     Args:
-        mesh: of the dimension "shard", or of "replicate" and "shard".
+        mesh: with the dimension "shard" and, if there are several replicas, "replicate"; others are not used.
         seed: of the initial weights, which depend neither on the world size nor on the strategy.
         float8: torchao's recipe for the blocks' matrix products.
     """
@@ -150,7 +150,7 @@ def parallelize(
     # have `dtype`, and the rotary angles have to stay float32.
     shard: Any = partial(
         fully_shard,
-        mesh=mesh,
+        mesh=mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["shard"],
         mp_policy=MixedPrecisionPolicy(dtype, getattr(torch, config.reduce_dtype), cast_forward_inputs=False),
         reshard_after_forward=config.reshard_after_forward,
         offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if config.cpu_offload else OffloadPolicy(),

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lm import config, parallelize, precision
 from lm.determined.context import TorchDistributedContext
-from lm.metrics.accumulator import peak_flops
+from lm.metrics.device import peak_flops
 from lm.runtime.world import World
 from model import Transformer
 from tests.support import run, run_ranks

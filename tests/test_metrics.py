@@ -26,7 +26,8 @@ from termcolor import can_colorize
 from lm.errors import RunError
 from lm.launch.environment import Launch
 from lm.metrics import accumulator
-from lm.metrics.accumulator import MetricsAccumulator, peak_flops, peak_flops_by_name
+from lm.metrics.accumulator import MetricsAccumulator
+from lm.metrics.device import peak_flops, peak_flops_by_name, peak_memory_gib
 from lm.metrics.logger import MetricLogger
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
@@ -84,7 +85,7 @@ def report_of_two_steps(world: World) -> dict[str, float]:
             clock.now += world.rank
         add(metrics, loss_sum=loss_sum * world.rank, n_target_tokens=15, n_tokens=250)
     clock.now = 5
-    own = accumulator.peak_memory_gib(CPU)
+    own = peak_memory_gib(CPU)
     report, _ = metrics.report()
     del ballast
     return report | {"own_memory": own}

@@ -41,7 +41,8 @@ from lm.checkpoint.object_storage import ObjectStorage, Place, is_url
 from lm.checkpoint.retention import Directory
 from lm.errors import ConfigError, oserror_as_config_error, printable
 from lm.lora import LoraConfig
-from lm.metrics.accumulator import MetricsConfig, peak_memory_gib
+from lm.metrics.accumulator import MetricsConfig
+from lm.metrics.device import peak_memory_gib
 from lm.optim import OptimConfig, learning_rate
 from lm.profiling import ProfilingConfig
 from lm.runtime.world import World

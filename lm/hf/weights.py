@@ -31,7 +31,7 @@ from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 from lm.hf import families
 from lm.hf.families import Family
-from lm.metrics.accumulator import peak_memory_gib
+from lm.metrics.device import peak_memory_gib
 from lm.runtime.world import World
 from model import ModelConfig, Transformer
 

@@ -13,7 +13,7 @@ import torch
 from lm import lora
 from lm.config import Hyperparameters
 from lm.errors import ConfigError
-from lm.metrics.accumulator import peak_flops_by_name
+from lm.metrics.device import peak_flops_by_name
 from lm.offload import RESIDENT
 from lm.plan.memory import count, float8_layers
 from lm.plan.trace import trace

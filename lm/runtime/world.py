@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -50,12 +51,10 @@ class MeshLayout:
     @property
     def dp_rank(self) -> int:
         """Index among the ranks with different sequences."""
-        dp_rank, stride, outer = 0, 1, self.rank
-        for name, size in reversed(list(self.dims.items())):
-            outer, coordinate = divmod(outer, size)
+        sizes, dp_rank = tuple(self.dims.values()), 0
+        for name, size, coordinate in zip(self.dims, sizes, np.unravel_index(self.rank, sizes), strict=True):
             if name in DATA_PARALLEL:
-                dp_rank += coordinate * stride
-                stride *= size
+                dp_rank = dp_rank * size + int(coordinate)
         return dp_rank
 
 
