@@ -171,7 +171,7 @@ def print_tables(grown: list[Sample], changed: list[Sample], sharded: list[Sampl
         changes = row.get("changes") or {row["size"]: row["value"]}
         shown = " ".join(f"{key}={value}" for key, value in changes.items())
         ratios = expected / statistics.median(row["cpu_seconds"]), planned / row["peak"]
-        errors["varied" if "changes" in row else "growth"].append(tuple(abs(ratio - 1) for ratio in ratios))
+        errors["varied" if "changes" in row else "growth"].append((abs(ratios[0] - 1), abs(ratios[1] - 1)))
         memory = f"{row['peak'] / MIB:.1f} | {planned / MIB:.1f} | {ratios[1]:.2f}"
         time = f"{spread(row['cpu_seconds'], 3)} | {expected:.3f} | {ratios[0]:.2f}"
         print(f"| {row.get('ranks', RANKS)} | {shown} | {time} | {memory} |")
