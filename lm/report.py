@@ -19,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lm import strict_yaml
 from lm.errors import ConfigError, command, escape_control, oserror_as_config_error
 from lm.fileio import parse_json
 
@@ -49,6 +48,8 @@ class RunRecords:
     """
 
     def __init__(self, path: Path) -> None:
+        from lm import strict_yaml
+
         if not (path / "metrics.jsonl").is_file():
             raise ConfigError(f"{path.absolute()}: is not a run directory: it has no metrics.jsonl")
         self.name, config = path.resolve().name, path / "config.yaml"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from determined import core
-from termcolor import can_colorize, colored
 
 from lm.determined import master
 from lm.determined.master import BackgroundReporter
@@ -196,6 +195,7 @@ class Console:
         if step < self._max_steps:
             self.info(f"{elapsed()}  running the first step")
         if sys.stderr.isatty():
+            from termcolor import can_colorize
             from tqdm import tqdm
 
             color = "cyan" if can_colorize() else None
@@ -215,6 +215,8 @@ class Console:
             self._bar.update()
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
+        from termcolor import colored
+
         shown = [(label, f"{metrics[key]:{spec}}") for key, (label, spec) in _FORMATS.items() if key in metrics]
         if group == "training" and self._bar is None and step > self._start_step:
             from tqdm import tqdm
@@ -228,6 +230,8 @@ class Console:
         self.info(f"{self._label('sample', step)}\n{escape_control(prompt + text)}\n")
 
     def _label(self, group: str, step: int) -> str:
+        from termcolor import colored
+
         end = f"/{self._max_steps}" if self._max_steps else ""
         return f"{colored(f'{group:<10}', _COLORS[group])}  step {step:>{max(len(end) - 1, 1)}}{end}"
 
