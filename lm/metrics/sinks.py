@@ -215,25 +215,28 @@ class Console:
             self._bar.update()
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
-        from termcolor import colored
-
         shown = [(label, f"{metrics[key]:{spec}}") for key, (label, spec) in _FORMATS.items() if key in metrics]
         if group == "training" and self._bar is None and step > self._start_step:
             from tqdm import tqdm
 
             step_seconds = (time.monotonic() - self._start_time) / (step - self._start_step)
             shown.append(("left", tqdm.format_interval(step_seconds * (self._max_steps - step))))
-        fields = [f"{colored(label, attrs=['dark'])} {value}" for label, value in shown]
+        fields = [f"{self._colored(label, attrs=['dark'])} {value}" for label, value in shown]
         self.info(f"{self._label(group, step)}  {'  '.join(fields)}".rstrip())
 
     def log_sample(self, step: int, prompt: str, text: str) -> None:
         self.info(f"{self._label('sample', step)}\n{escape_control(prompt + text)}\n")
 
     def _label(self, group: str, step: int) -> str:
+        end = f"/{self._max_steps}" if self._max_steps else ""
+        return f"{self._colored(f'{group:<10}', _COLORS[group])}  step {step:>{max(len(end) - 1, 1)}}{end}"
+
+    def _colored(self, text: str, color: str | None = None, attrs: Collection[str] = ()) -> str:
+        if self._bar is None:  # srun can make stdout a terminal although it writes a file
+            return text
         from termcolor import colored
 
-        end = f"/{self._max_steps}" if self._max_steps else ""
-        return f"{colored(f'{group:<10}', _COLORS[group])}  step {step:>{max(len(end) - 1, 1)}}{end}"
+        return colored(text, color, attrs=attrs)
 
     def close(self) -> None:
         if self._bar is not None:
