@@ -166,9 +166,10 @@ def test_any_flipped_bit_in_the_manifest_is_found(victim: Path) -> None:
 
 @pytest.mark.parametrize("version", [1, 3])
 def test_another_format_is_refused_with_its_number(version: int, victim: Path, message: Message) -> None:
-    fields = json.loads((victim / MANIFEST).read_text())
-    (victim / MANIFEST).write_text(json.dumps(fields | {"format": version, "else": {}}))
-    message(refusal(victim))
+    forge_manifest(victim, format=version, another_key={})
+    with pytest.raises(ConfigError) as refused:  # not CheckpointError, after which an older one would be loaded
+        read_manifest(victim)
+    message(refused.value)
 
 
 @pytest.mark.parametrize("name", SHARDS)

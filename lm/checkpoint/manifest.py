@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import google_crc32c
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from lm.errors import RunError
+from lm.errors import ConfigError, RunError
 from lm.fileio import MAX_JSON_BYTES, crc32c, parse_json, read_bytes, sync_folder, write_durably
 from lm.metrics.accumulator import MetricSums
 from model import ModelConfig
@@ -160,8 +160,8 @@ def read_manifest(directory: Path, *, check_files: bool = True) -> Manifest:
         check_files: that they have the recorded sizes.
 
     Raises:
-        CheckpointError: the manifest is missing, damaged or of another format; a file is a symbolic link, is missing
-            or has another size.
+        CheckpointError: the manifest is missing or damaged; a file is a symbolic link, is missing or has another size.
+        ConfigError: the manifest is of another format.
     """
     path = directory / MANIFEST
     try:
@@ -204,22 +204,26 @@ def _size(path: Path, is_expected: Callable[[int], bool]) -> int:
 
 
 def parse_manifest(path: Path | str, text: bytes) -> Manifest:
-    """Return the manifest whose file at `path` has the content `text`; raise CheckpointError if it is damaged."""
+    """Return the manifest whose file at `path` has the content `text`.
+
+    Raises:
+        CheckpointError: it is damaged.
+        ConfigError: it is of another format.
+    """
     try:
         fields = parse_json(text)
-        if isinstance(fields, dict):
-            if isinstance(fields.get("format"), int) and fields["format"] != FORMAT:
-                raise CheckpointError(
-                    f"{path}: has checkpoint format {str(fields['format'])[:20]}, this program reads format {FORMAT};"
-                    " use the version of this program that wrote it"
-                )
-            fields.pop("checksum", None)
-            content, _, checksum = text.rpartition(b',\n "checksum": ')
-            if checksum == b"%d\n}" % google_crc32c.value(content + b"\n}"):
-                manifest = Manifest.model_validate(fields)
-                ModelConfig.model_validate(manifest.model)
-                return manifest
-        raise CheckpointError(f"{path}: damaged: its checksum does not match its content")
+        content, _, checksum = text.rpartition(b',\n "checksum": ')
+        if not isinstance(fields, dict) or checksum != b"%d\n}" % google_crc32c.value(content + b"\n}"):
+            raise CheckpointError(f"{path}: damaged: its checksum does not match its content")
+        if fields.get("format") != FORMAT:
+            raise ConfigError(
+                f"{path}: has checkpoint format {str(fields.get('format'))[:20]}, this program reads format {FORMAT};"
+                " use the version of this program that wrote it"
+            )
+        del fields["checksum"]
+        manifest = Manifest.model_validate(fields)
+        ModelConfig.model_validate(manifest.model)
+        return manifest
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "model"
