@@ -298,7 +298,7 @@ def resume(
         else:
             peak = max(checkpointer.world.all_gather_object(peak_memory_gib(checkpointer.world.device)))
             seconds = time.monotonic() - started
-            log(f"loaded the weights of checkpoint {candidate} in {seconds:.1f} s, {peak:.2f} GiB per rank")
+            log(f"loaded the weights of checkpoint {candidate} in {seconds:.1f} s, peak memory {peak:.2f} GiB per rank")
         break
     else:
         if problems:

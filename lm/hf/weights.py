@@ -127,7 +127,7 @@ def load_into(model: Transformer, source: str, world: World, log: Callable[[str]
     started = time.monotonic()
     world.all_or_none(lambda: read_folder(find_source(source), model))
     peak = max(world.all_gather_object(peak_memory_gib(world.device)))
-    log(f"loaded the weights of {source} in {time.monotonic() - started:.1f} s, {peak:.2f} GiB per rank")
+    log(f"loaded the weights of {source} in {time.monotonic() - started:.1f} s, peak memory {peak:.2f} GiB per rank")
 
 
 @torch.no_grad()
