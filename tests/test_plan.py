@@ -221,11 +221,11 @@ import time
 imported, main = time.process_time(), fsdp.main
 def measured():
     code = main()
-    print((time.process_time() - imported) / imported, "torch._dynamo" in sys.modules)
+    print(time.process_time() - imported)
     return code
 fsdp.main = measured
 """
-"""Prints the processor time of a refusal relative to that of the imports, and whether it imported the compiler."""
+"""Prints the processor time of a refusal, without imports."""
 
 
 @pytest.mark.slow
@@ -234,9 +234,7 @@ def test_a_run_that_cannot_fit_is_refused_at_once_with_what_fits(tmp_path: Path,
     done = run(tmp_path, config=config, script=REFUSAL, timeout=120)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    share, traced = done.stdout.splitlines()[-1].split()
-    assert float(share) < 1
-    assert traced == "False"
+    assert float(done.stdout.splitlines()[-1]) < 1.5  # seconds; takes 0.2, with traces 4
     suggestions = done.stderr.partition("what fits: ")[2].strip().split("; ")
     assert len(suggestions) == 3
     message(done.stderr, r"(?<= of )[\d.]+ GiB|\d+(?= ranks)|(?<=d_model=)\d+")
