@@ -231,7 +231,7 @@ fsdp.main = measured
 @pytest.mark.slow
 def test_a_run_that_cannot_fit_is_refused_at_once_with_what_fits(tmp_path: Path, message: Message) -> None:
     config = {"d_model": 32768, "n_layers": 80, "n_heads": 8}
-    done = run(tmp_path, config=config, script=REFUSAL, timeout=120)
+    done = run(tmp_path, config=config, script=REFUSAL, timeout=120, PYTHONPATH=str(ROOT))  # starts Python
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert float(done.stdout.splitlines()[-1]) < 1.5  # seconds; takes 0.2, with traces 4
@@ -245,7 +245,7 @@ def test_a_run_that_cannot_fit_is_refused_at_once_with_what_fits(tmp_path: Path,
 
 def test_a_dry_run_says_what_a_run_needs_and_writes_nothing(tmp_path: Path, message: Message) -> None:
     config = {"d_model": 64, "n_layers": 1, "vocab_size": 30000, "max_seq_len": 16, "max_steps": 1}
-    done = run(tmp_path, "--dry-run", config=config, TMPDIR=str(tmp_path))
+    done = run(tmp_path, "--dry-run", config=config, TMPDIR=str(tmp_path), PYTHONPATH=str(ROOT))  # starts Python
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["test.yaml"]
     message(done.stdout[done.stdout.index("needs about") :], r"(?<= of )[\d.]+ GiB")
