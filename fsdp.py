@@ -12,6 +12,7 @@ import gc
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from lm.launch.environment import Launch, announce, exit_code_of_stop, setup_environment
@@ -85,7 +86,7 @@ class Training:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the configuration, join the other ranks, open the Core API context and run. Return the exit code."""
     args = config.parse(arguments)
-    launch, info, watchdog = Launch(), None, None
+    launch, info, watchdog, after_error = Launch(), None, None, ExitStack()
     try:
         launch, info = Launch.from_env(os.environ), det.get_cluster_info()
         hp = config.load(args.config, args.overrides, weights.model_defaults, info and info.trial)
@@ -99,13 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 preempt_mode=core.PreemptMode.ChiefOnly,
             ) as context,
             Watchdog(world.store, launch.rank, world.size, hp.collective_timeout) as watchdog,
-            stored(run_dir, context, world),
+            stored(run_dir, context, world, after_error),
         ):
             return execute(Run(hp, world, context, info, run_dir, watchdog.on_step_start), args.dry_run)
     except RunError as error:
         # Until the ranks have joined, each machine prints its own errors.
         is_reporter = isinstance(error, RankError) or (launch.rank if watchdog else launch.local_rank) == 0
-        return master.exit_code(error, info, is_reporter, watchdog and watchdog.explain)
+        with after_error:
+            return master.exit_code(error, info, is_reporter, watchdog and watchdog.explain)
 
 
 def execute(run: Run, dry_run: bool = False) -> int:

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +253,12 @@ class ObjectStorage(storage.CloudStorageManager):
         self._content["holder"] = ""
         self._put_lease()
 
+    def close_after_error(self) -> None:
+        """Try to close, once: the metrics up to an error can explain it."""
+        self.bucket.retry_seconds = 0
+        with suppress(Exception):  # the lease runs out
+            self.close()
+
 
 Place = Directory | ObjectStorage
 """Where the checkpoints of a run are, outside Determined."""
@@ -267,8 +273,11 @@ class ObjectStorageContext(core.DummyCheckpointContext):
 
 
 @contextmanager
-def stored(run_dir: RunDir | None, context: core.Context, world: World) -> Iterator[None]:
-    """Keep the checkpoints of `context` and the files of `run_dir` under its URL, if it has one."""
+def stored(run_dir: RunDir | None, context: core.Context, world: World, after_error: ExitStack) -> Iterator[None]:
+    """Keep the checkpoints of `context` and the files of `run_dir` under its URL, if it has one.
+
+    After a RunError, the files are uploaded by a callback of `after_error`, as the error must be printed first.
+    """
     if run_dir is None or run_dir.url is None:
         yield
         return
@@ -277,11 +286,9 @@ def stored(run_dir: RunDir | None, context: core.Context, world: World) -> Itera
     context.checkpoint = ObjectStorageContext(context.distributed, place)
     try:
         yield
-    except Exception:
-        if world.rank == 0:  # the metrics up to an error can explain it
-            place.bucket.retry_seconds = 0
-            with suppress(RunError):
-                place.close()
+    except RunError:
+        if world.rank == 0:
+            after_error.callback(place.close_after_error)
         raise
     world.on_rank0(place.close)
 
