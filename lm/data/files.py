@@ -103,6 +103,8 @@ def download(source: str, files: Sequence[str], key: str) -> Path:
         advice = "if it is private, run `hf auth login` or set HF_TOKEN"
         raise refuse(f"no such file or directory, and not found on the Hub; {advice}") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        if key == "tokenizer" and (incomplete := getattr(error, "snapshot_path", None)):
+            return Path(incomplete)  # only tokenizer.json is required
         reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error).splitlines()[0]
         elsewhere = f"run `hf download {name} --local-dir DIRECTORY` on a machine with network access"
         problem = f"no such file or directory, not in the cache, and cannot be downloaded: {reason}"
