@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lm.checkpoint.manifest import DRAFT, MANIFEST, CheckpointError, Manifest, read_manifest
+from lm.errors import RunError
 
 DELETED = ".deleted-"
 COMMITTED = ".committed"
@@ -108,8 +109,11 @@ class Directory:
         aside = run_dir / time.strftime("before-%Y%m%d-%H%M%S")
         while aside.exists():  # two starts within one second
             aside = aside.with_name(f"{aside.name}-again")
-        aside.mkdir(mode=0o775)
-        for path in old:
-            path.rename(aside / path.name)
-        for name in (self.path.name, "traces"):
-            (run_dir / name).mkdir(mode=0o775)
+        try:
+            aside.mkdir(mode=0o775)
+            for path in old:
+                path.rename(aside / path.name)
+            for name in (self.path.name, "traces"):
+                (run_dir / name).mkdir(mode=0o775)
+        except OSError as error:
+            raise RunError(f"{error.filename}: cannot be moved ({error.strerror})") from None
