@@ -204,7 +204,7 @@ class Console:
 
     def info(self, line: str) -> None:
         # A full disk, or a closed pipe such as that of head, does not end training.
-        with suppress(OSError), self._bar.external_write_mode() if self._bar else nullcontext():
+        with suppress(OSError), nullcontext() if self._bar is None else self._bar.external_write_mode():
             self._write(line)
 
     def on_step_end(self) -> None:
