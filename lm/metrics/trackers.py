@@ -190,7 +190,11 @@ class Determined(Client):
 
     def _send_checkpoint(self, uuid: str, step: int, date: str) -> None:
         sizes: dict[str, dict[str, str]] = {}
-        for path, file in self._files.find(self._root, detail=True).items():
+        try:
+            found = self._files.find(self._root, detail=True)
+        except Exception:  # of object storage that does not answer now
+            return
+        for path, file in found.items():
             name, _, inside = path.removeprefix(f"{self._root}/").partition("/")
             sizes.setdefault(name, {})[inside] = str(file["size"])
         if uuid not in sizes:  # already deleted by retention: the next one shows what is left
