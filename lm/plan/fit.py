@@ -89,10 +89,8 @@ def nearest(hp: Hyperparameters, ranks: Ranks, activations: memory.Activations) 
     def fits(changes: dict[str, Any], size: int) -> bool:
         changed, others = hp.model_copy(update=changes), replace(ranks, size=size, per_node=min(ranks.per_node, size))
         with suppress(ConfigError):  # the ranks or the global batch cannot be divided
-            if (
-                state_bytes(changed, others.dtype, others.shards(changed)) > USABLE * others.memory
-                and not changed.cpu_offload
-            ):
+            state = 0 if changed.cpu_offload else state_bytes(changed, others.dtype, others.shards(changed))
+            if state > USABLE * others.memory:
                 return False  # without a trace
             return others.fit(need(changed, others, activations), need_of_host(changed, others, activations))
         return False
