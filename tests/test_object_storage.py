@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import chdir, closing, contextmanager, suppress
+from contextlib import ExitStack, chdir, closing, contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,11 @@ def machine(world: World, url: str, folder: Path, keep: int | None = 2) -> Itera
             run_dir = RunDir("test", url)
             run_dir.lock(world)
             distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
-            with core.init(distributed=distributed) as context, stored(run_dir, context, world):
+            with (
+                ExitStack() as after_error,
+                core.init(distributed=distributed) as context,
+                stored(run_dir, context, world, after_error),
+            ):
                 place = context.checkpoint._storage_manager
                 assert isinstance(place, ObjectStorage)
                 world.on_rank0(lambda: place.start(run_dir.path))
