@@ -9,11 +9,11 @@ from torch import nn
 
 
 def convert_to_float8(blocks: nn.Module, recipe: str, on_gpu: bool, shards: int) -> None:
-    """Replace the linear layers of `blocks` by torchao's, with the same parameters, in place.
+    """Replace the linear layers of `blocks` with torchao's, which have the same parameters, in place.
 
     Args:
         recipe: tensorwise or rowwise.
-        shards: ranks over which parameters are sharded, on their device.
+        shards: ranks that shard a parameter on their GPUs; 1 with `cpu_offload`.
     """
     from torch._inductor import config as inductor
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -1,4 +1,4 @@
-"""Files in object storage, by fsspec with s3fs, gcsfs or adlfs: a request that fails is repeated, then explained."""
+"""Files in object storage, through fsspec with s3fs, gcsfs or adlfs; failed requests are retried."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lm.errors import ConfigError, RunError
 
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 RETRY_SECONDS = 120.0
-"""How long a failing request is repeated."""
+"""How long a failing request is retried."""
 REQUEST_SECONDS = 30.0
-"""Longest wait for an answer."""
+"""Longest wait for a response."""
 MIN_UPLOAD_RATE = 1 << 20
-"""Bytes per second; the slower upload of a file is repeated."""
+"""Bytes per second; a slower upload of a file counts as failed."""
 MAX_TRANSFERS = 4
 """Files that a process transfers at the same time, each in parts."""
 
@@ -50,7 +50,7 @@ class Bucket:
         import fsspec
         from fsspec.implementations.dirfs import DirFileSystem
 
-        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what `call` explains
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what `call` reports
         try:
             files = fsspec.filesystem(scheme, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
         except ImportError:
@@ -65,14 +65,14 @@ class Bucket:
         return ConfigError(f"{self.url}: access denied ({_first_line(error)}); {advice}", keys=("checkpoint_storage",))
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method of fsspec's file system; if the server fails, again.
+        """Call a method of fsspec's file system, and retry it while the server fails.
 
         Raises:
-            FileNotFoundError: only of `cat_file`.
-            FileExistsError: with `mode="create"`.
+            FileNotFoundError: only from `cat_file`.
+            FileExistsError: only with `mode="create"`.
         """
         deadline, pause = None, 1.0  # of the retries
-        # Without a timeout, some requests wait without end for an answer to "Expect: 100-continue".
+        # Without a timeout, some requests wait forever for the response to "Expect: 100-continue".
         if method not in ("get_file", "cp_file"):  # how long these take is unknown
             size = Path(args[0]).stat().st_size if method == "put_file" else 0
             options["timeout"] = REQUEST_SECONDS + size / MIN_UPLOAD_RATE

@@ -1,11 +1,10 @@
 """Runs in object storage: checkpoints, metrics and the report are under one URL, to which one run at a time writes.
 
-URL/checkpoints/UUID/       as on a disk; manifest.json is put last, once all ranks have put their files
-URL/metrics.jsonl etc.      the files of runs/<run_name>/, put before every manifest and at the end
-URL/lease/NNNNNN            says which process writes; the highest number counts
+URL/checkpoints/UUID/       as on a disk; manifest.json is uploaded last, once all ranks have uploaded their files
+URL/metrics.jsonl etc.      the files of runs/<run_name>/, uploaded before every manifest and at the end
+URL/lease/NNNNNN            names the process that writes; the highest number counts
 
-`ObjectStorage` is one of Determined's
-storage managers, so that its checkpoint context works here as on a cluster.
+`ObjectStorage` is one of Determined's storage managers, so that its checkpoint context works here as on a cluster.
 """
 
 from __future__ import annotations
@@ -152,7 +151,7 @@ class ObjectStorage(storage.CloudStorageManager):
         Directory(self._run_dir / "checkpoints").move_aside()
 
     def upload(self, src: str | os.PathLike[str], dst: str, paths: Collection[str] | None = None) -> None:
-        """Put files of a checkpoint, except its manifest, which `commit` puts."""
+        """Upload files of a checkpoint, except its manifest, which `commit` uploads."""
         files = sorted(paths or ())
         if MANIFEST in files:
             self._manifest = (Path(src) / MANIFEST).read_bytes()
@@ -160,7 +159,7 @@ class ObjectStorage(storage.CloudStorageManager):
         self.bucket.transfer("put_file", ((f"{os.fspath(src)}/{name}", f"checkpoints/{dst}/{name}") for name in files))
 
     def commit(self, name: str) -> None:
-        """Complete a checkpoint whose files have all been put."""
+        """Complete a checkpoint whose files have all been uploaded."""
         self.require_lease()
         self.put_files()  # first, so that the metrics up to a complete checkpoint are never missing
         self.bucket.call("pipe_file", f"checkpoints/{name}/{MANIFEST}", self._manifest)
@@ -238,13 +237,13 @@ class ObjectStorage(storage.CloudStorageManager):
                 self._put_lease()
 
     def put_files(self) -> None:
-        """Put the files of the run."""
+        """Upload the files of the run."""
         assert self._run_dir is not None
         paths = [self._run_dir / name for name in FILES]
         self.bucket.transfer("put_file", ((str(path), path.name) for path in paths if path.is_file()))
 
     def close(self) -> None:
-        """Put the files of the run and release the lease, if this process has it."""
+        """Upload the files of the run and release the lease, if this process has it."""
         if self._run_dir is None or self._closed.is_set():
             return
         self.require_lease()
@@ -265,7 +264,7 @@ Place = Directory | ObjectStorage
 
 
 class ObjectStorageContext(core.DummyCheckpointContext):
-    """Core API's checkpoint context outside Determined: reporting a checkpoint puts its manifest."""
+    """Core API's checkpoint context outside Determined: reporting a checkpoint uploads its manifest."""
 
     def _report_checkpoint(self, storage_id: str, resources: Any = None, metadata: Any = None) -> None:  # noqa: ARG002
         assert isinstance(self._storage_manager, ObjectStorage)

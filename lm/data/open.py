@@ -1,4 +1,4 @@
-"""Configuration of the data, and opening: files or a streamed dataset as a training source and a validation dataset."""
+"""Open the data of a run, files or a streamed dataset: a training source, a validation dataset and their tokenizer."""
 
 from __future__ import annotations
 

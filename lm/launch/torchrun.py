@@ -2,7 +2,7 @@
 
     python -m lm.launch.torchrun [OPTIONS OF TORCHRUN] fsdp.py ARGUMENTS...
 
-Kubernetes reads the exit code: it does not restart a job because of a bad configuration.
+Kubernetes reads it: launch/trainjob.yaml ends a job with a bad configuration instead of restarting it.
 """
 
 from __future__ import annotations

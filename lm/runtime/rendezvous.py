@@ -1,4 +1,4 @@
-"""Start and end of the process groups: device, rendezvous, and errors that name the rank and the remedy."""
+"""Join and leave the process groups of a run: device, rendezvous, and errors that name the rank and the remedy."""
 
 from __future__ import annotations
 
