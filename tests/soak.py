@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest, verify
-from lm.checkpoint.object_storage import ObjectStorage, Place
+from lm.checkpoint.object_storage import CheckpointStorage, ObjectStorage
 from lm.checkpoint.retention import Directory
 from tests.support import EXACT, EXACT_RUN, start
 from tests.sweep import operations, preload
@@ -84,7 +84,7 @@ def last_step(folder: Path) -> int:
     return max((step for group, step in lines(folder) if group == "training"), default=0)
 
 
-def place(folder: Path, storage: str | None) -> Place:
+def place(folder: Path, storage: str | None) -> CheckpointStorage:
     """Where the checkpoints of the run in `folder` are."""
     if storage:
         return ObjectStorage(f"{storage}/{folder.name}/test")

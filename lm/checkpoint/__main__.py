@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lm.checkpoint.manifest import CheckpointError, verify
 from lm.checkpoint.object_storage import is_url
-from lm.checkpoint.resume import find_checkpoint, locate_checkpoint, read_manifest_at, run_at
+from lm.checkpoint.resume import find_checkpoint, locate_checkpoint, read_manifest_at, storage_at
 from lm.checkpoint.retention import SavedCheckpoint, find_best
 from lm.errors import ConfigError, command, oserror_as_config_error
 
@@ -37,14 +37,14 @@ def describe(location: str, *, compare: bool = True) -> str:
 @oserror_as_config_error
 def list_run(run: str) -> bool:
     """Print a line for each checkpoint of the run at a path or URL; return whether all are complete."""
-    place = run_at(run)
-    if place is None:
+    storage = storage_at(run)
+    if storage is None:
         where = run if is_url(run) else Path(run).absolute()
         raise ConfigError(f"{where}: is not a run directory: it has no checkpoints/")
-    saved, errors = place.list_saved()
+    saved, errors = storage.list_saved()
     lines: dict[SavedCheckpoint, str] = {}
     for entry in saved:
-        location = place.locate(entry.name)
+        location = storage.locate(entry.name)
         try:
             lines[entry] = describe(location, compare=not is_url(run))
         except CheckpointError as error:

@@ -38,7 +38,7 @@ from lm.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from lm.checkpoint.object_storage import ObjectStorage, Place, downloaded, is_url
+from lm.checkpoint.object_storage import CheckpointStorage, ObjectStorage, downloaded, is_url
 from lm.checkpoint.retention import Directory, SavedCheckpoint, expired, saved_checkpoint
 from lm.checkpoint.tensor_files import State
 from lm.errors import ConfigError, RunError
@@ -100,7 +100,7 @@ class Checkpointer:
         self.world = world
         manager = context._storage_manager
         on_disk = Directory(directory) if directory else None
-        self._place: Place | None = manager if isinstance(manager, ObjectStorage) else on_disk
+        self._storage: CheckpointStorage | None = manager if isinstance(manager, ObjectStorage) else on_disk
         self._directory = directory
         self._extra_files = extra_files
         self._writes_in_place = manager.store_path_is_direct_access()
@@ -224,8 +224,8 @@ class Checkpointer:
         self._newest = uuid
         if self.world.rank == 0:
             self.add_saved(uuid, manifest)
-            if self._place is not None:
-                self._place.prune(self._config.keep_checkpoints, self._damaged)
+            if self._storage is not None:
+                self._storage.prune(self._config.keep_checkpoints, self._damaged)
             for entry in expired(self._saved, self._config.keep_checkpoints):
                 self._context.delete(entry.name)
                 self._saved.remove(entry)
@@ -240,7 +240,7 @@ class Checkpointer:
 
     def _next_time(self) -> float:
         """Return the time, or a later one than that of every checkpoint: clocks differ, and are set back."""
-        saved = self._place.list_saved()[0] if self._place else self._saved
+        saved = self._storage.list_saved()[0] if self._storage else self._saved
         return max([time.time(), *(entry.time + 1e-3 for entry in saved)])
 
     def _write_files(self, path: Path, staged: staging.Slices, manifest: Manifest) -> None:
@@ -303,17 +303,17 @@ class Checkpointer:
     def add_saved(self, uuid: str, manifest: Manifest) -> None:
         """Count a complete checkpoint of this run, e.g. the one that it resumed from, for retention on a cluster."""
         self._newest = uuid.rpartition("/")[2]
-        if self._place is None and "/" not in uuid:
+        if self._storage is None and "/" not in uuid:
             self._saved.append(saved_checkpoint(uuid, manifest))
 
     def move_aside(self) -> None:
         """Move what the run wrote before out of the way of a new start; on a cluster, nothing."""
-        if (place := self._place) is not None:
-            self.world.run_in_thread(lambda: place.move_aside() if self.world.rank == 0 else None)
+        if (storage := self._storage) is not None:
+            self.world.run_in_thread(lambda: storage.move_aside() if self.world.rank == 0 else None)
 
     def _open(self, checkpoint: str) -> AbstractContextManager[Path]:
-        if self._place is not None and "/" not in checkpoint:
-            checkpoint = self._place.locate(checkpoint)
+        if self._storage is not None and "/" not in checkpoint:
+            checkpoint = self._storage.locate(checkpoint)
         if is_url(checkpoint):
             return downloaded(checkpoint, self.world, self._directory)
         if Path(checkpoint).is_absolute():

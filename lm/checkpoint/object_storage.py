@@ -259,7 +259,7 @@ class ObjectStorage(storage.CloudStorageManager):
             self.close()
 
 
-Place = Directory | ObjectStorage
+CheckpointStorage = Directory | ObjectStorage
 """Where the checkpoints of a run are, outside Determined."""
 
 
@@ -281,15 +281,15 @@ def stored(run_dir: RunDir | None, context: core.Context, world: World, after_er
         yield
         return
     url = run_dir.url
-    place = world.all_or_none(lambda: ObjectStorage(url))
-    context.checkpoint = ObjectStorageContext(context.distributed, place)
+    run_storage = world.all_or_none(lambda: ObjectStorage(url))
+    context.checkpoint = ObjectStorageContext(context.distributed, run_storage)
     try:
         yield
     except RunError:
         if world.rank == 0:
-            after_error.callback(place.close_after_error)
+            after_error.callback(run_storage.close_after_error)
         raise
-    world.on_rank0(place.close)
+    world.on_rank0(run_storage.close)
 
 
 @contextmanager
@@ -299,5 +299,5 @@ def downloaded(url: str, world: World, parent: Path | None) -> Iterator[Path]:
         path = Path(folder) / url.rpartition("/")[2]
         node, is_first = world.launch.node_rank, world.launch.local_rank == 0
         world.run_in_thread(lambda: ObjectStorage(url).fetch_checkpoint(path) if is_first else None)
-        places = world.all_gather_object((node, path) if is_first else None)
-        yield next(place[1] for place in places if place and place[0] == node)
+        paths = dict(filter(None, world.all_gather_object((node, path) if is_first else None)))
+        yield paths[node]

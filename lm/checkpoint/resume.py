@@ -37,7 +37,7 @@ from lm.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from lm.checkpoint.object_storage import ObjectStorage, Place, is_url
+from lm.checkpoint.object_storage import CheckpointStorage, ObjectStorage, is_url
 from lm.checkpoint.retention import Directory
 from lm.errors import ConfigError, oserror_as_config_error, printable
 from lm.lora import LoraConfig
@@ -70,12 +70,12 @@ class ResumePlan:
 
 @oserror_as_config_error
 def plan_resume(
-    config: CheckpointConfig, cluster_info: det.ClusterInfo | None, checkpoints: Place | None, restarted: bool
+    config: CheckpointConfig, cluster_info: det.ClusterInfo | None, storage: CheckpointStorage | None, restarted: bool
 ) -> ResumePlan:
     """Find the checkpoints to resume from, or else the one to load weights from; print to stderr what is skipped.
 
     Args:
-        checkpoints: where the run's checkpoints are; None on a cluster.
+        storage: where the run's checkpoints are; None on a cluster.
         restarted: a launcher restarts the run, so its own checkpoints precede the one that `resume` names.
 
     Raises:
@@ -94,14 +94,14 @@ def plan_resume(
 
     candidates: list[str] = []
     fresh = config.resume != "auto" and not restarted
-    if not fresh and checkpoints is not None:
-        candidates = _complete_checkpoints(checkpoints)
+    if not fresh and storage is not None:
+        candidates = _complete_checkpoints(storage)
     elif not fresh and cluster_info is not None and cluster_info.latest_checkpoint:
         candidates = [cluster_info.latest_checkpoint]
     if config.resume not in ("auto", "fresh"):
         candidates.append(locate("resume", config.resume))
     if candidates:
-        return ResumePlan(tuple(candidates), (), checkpoints is not None and config.resume == "auto", fresh)
+        return ResumePlan(tuple(candidates), (), storage is not None and config.resume == "auto", fresh)
     return ResumePlan((), (locate("init_from", config.init_from),) if config.init_from else (), fresh=fresh)
 
 
@@ -139,9 +139,9 @@ def locate_checkpoint(where: Path | str) -> str:
         ConfigError: `where` is neither, or the run has no checkpoint yet.
         CheckpointError: the run has checkpoints, but none is complete.
     """
-    place = run_at(where)
-    if place is not None:
-        for newest in _complete_checkpoints(place):
+    storage = storage_at(where)
+    if storage is not None:
+        for newest in _complete_checkpoints(storage):
             return newest
         raise ConfigError(f"{where}: this run has no checkpoint yet")
     if is_url(where):
@@ -155,26 +155,26 @@ def locate_checkpoint(where: Path | str) -> str:
     return str(path.absolute())
 
 
-def run_at(where: Path | str) -> Place | None:
-    """Return the place of the checkpoints of the run at `where`, a path or URL; None if it is not a run."""
+def storage_at(where: Path | str) -> CheckpointStorage | None:
+    """Return the storage of the checkpoints of the run at `where`, a path or URL; None if it is not a run."""
     if is_url(where):
-        place = ObjectStorage(str(where))
-        return place if place.checkpoints() else None
+        storage = ObjectStorage(str(where))
+        return storage if storage.checkpoints() else None
     checkpoints = Path(where) / "checkpoints"
     return Directory(checkpoints) if checkpoints.is_dir() else None
 
 
-def _complete_checkpoints(place: Place) -> list[str]:
+def _complete_checkpoints(storage: CheckpointStorage) -> list[str]:
     """Return where the complete checkpoints are, last written first; raise CheckpointError if all were lost."""
-    saved, incomplete = place.list_saved()
-    if not saved and place.was_committed():  # and not merely killed during the first save
-        remedy = f"{place}: no complete checkpoint to resume from; resume=fresh starts at step 0"
+    saved, incomplete = storage.list_saved()
+    if not saved and storage.was_committed():  # and not merely killed during the first save
+        remedy = f"{storage}: no complete checkpoint to resume from; resume=fresh starts at step 0"
         raise CheckpointError(*map(str, incomplete.values()), remedy)
     for error in incomplete.values():
         print(f"skipping {error}", file=sys.stderr)
     if incomplete and not saved:
-        print(f"{place}: no checkpoint was ever completed, starting at step 0", file=sys.stderr)
-    return [place.locate(entry.name) for entry in reversed(saved)]
+        print(f"{storage}: no checkpoint was ever completed, starting at step 0", file=sys.stderr)
+    return [storage.locate(entry.name) for entry in reversed(saved)]
 
 
 def read_manifest_at(location: str, *, check_files: bool = True) -> Manifest:
