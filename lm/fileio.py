@@ -105,6 +105,13 @@ def sync_folder(path: Path) -> None:
     os.close(handle)
 
 
+def replace_durably(path: Path, content: bytes) -> None:
+    """Write `content` to `path` so that a crash leaves either the old file or the complete new one."""
+    draft = path.with_suffix(".draft")
+    write_durably(draft, content)
+    draft.replace(path)
+
+
 def write_durably(path: Path, content: bytes) -> None:
     """Write `content` to a new file at `path`, in place of any other, and flush it to disk."""
     path.unlink(missing_ok=True)  # "xb" does not follow a link that someone makes here

@@ -19,7 +19,7 @@ from determined import core
 from lm.determined import master
 from lm.determined.master import BackgroundReporter
 from lm.errors import escape_control
-from lm.fileio import open_regular, write_durably
+from lm.fileio import open_regular, replace_durably
 from lm.launch.environment import elapsed
 
 if TYPE_CHECKING:
@@ -61,9 +61,7 @@ class JSONL:
                     record = json.loads(line)
                     if record["step"] < start or (record["step"] == start and record["group"] not in missing):
                         kept.append(line + "\n")
-        draft = path.with_suffix(".draft")
-        write_durably(draft, "".join(kept).encode())
-        draft.replace(path)
+        replace_durably(path, "".join(kept).encode())
         return open(path, "a", opener=open_regular)
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import determined as det
 
 from lm.errors import RunError, printable
-from lm.fileio import read_bytes, write_durably
+from lm.fileio import read_bytes, replace_durably
 
 MAX_WAITING = 10_000
 """records that wait for a tracker"""
@@ -304,7 +304,6 @@ def open_trackers(
 def _read_id(path: Path) -> str:
     with suppress(FileNotFoundError, ValueError):
         return uuid.UUID(read_bytes(path, 100).decode()).hex
-    draft, created = path.with_suffix(".draft"), uuid.uuid4().hex
-    write_durably(draft, created.encode())
-    draft.replace(path)
+    created = uuid.uuid4().hex
+    replace_durably(path, created.encode())
     return created

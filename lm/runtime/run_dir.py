@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import FileLock, Timeout
 
 from lm.errors import ConfigError, RunError
-from lm.fileio import open_regular, read_bytes, write_durably
+from lm.fileio import open_regular, read_bytes, replace_durably
 
 if TYPE_CHECKING:
     from lm.runtime.world import World
@@ -109,10 +109,8 @@ class RunDir:
         import yaml
 
         resumable = dict(hyperparameters) | {"run_name": self.path.name, "resume": "auto"}
-        draft = self.config.with_suffix(".draft")
         try:
-            write_durably(draft, yaml.safe_dump({"hyperparameters": resumable}, sort_keys=False).encode())
-            draft.replace(self.config)
+            replace_durably(self.config, yaml.safe_dump({"hyperparameters": resumable}, sort_keys=False).encode())
             last_write = self.metrics.stat().st_mtime if self.metrics.exists() else None  # by the session before
             with open(self.sessions, "a", opener=open_regular) as file:
                 file.write(json.dumps({"time": time.time(), "last_write": last_write, **session}) + "\n")
