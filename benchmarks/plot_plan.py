@@ -13,9 +13,9 @@ import sys
 from matplotlib.figure import Figure  # a dependency of determined
 
 from lm.errors import command
+from lm.metrics.device import GIB
 from lm.plan import speed
 from lm.plan.__main__ import SHARDINGS, load, make_plan, parse
-from lm.plan.fit import GIB
 
 
 @command

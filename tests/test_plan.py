@@ -21,14 +21,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks import plot_plan
 from lm import lora, optim, parallelize, precision
 from lm.config import Hyperparameters
+from lm.metrics.device import GIB
 from lm.plan import fit, memory, speed
 from lm.plan.__main__ import DTYPES, main, make_plan
 from lm.plan.trace import LiveBytes, trace
 from model import Transformer
 from tests.conftest import Message
 from tests.support import ROOT, run
-
-GIB = 2**30
 
 
 class StorageBytes(LiveBytes):

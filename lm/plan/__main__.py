@@ -2,11 +2,11 @@
 
     python -m lm.plan --config FILE [key=value ...] [--gpu NAME | --memory GIB] [--gpus N] [--nodes M] [--search]
 
-Prints what a GPU holds at the moment of a step that needs most, whether that fits, the largest batch size, and how fast
-the run is. --search prints the fastest settings on 1, 2, 4, ... N GPUs and the cheapest of all. --gpu cpu plans for
-ranks on this machine. --calibrate RUN scales times by those of a run. Host memory counts where it is known: from
---host-memory, or on a machine with such a GPU. Memory is tested against FSDP on fake tensors and on CPUs, time on CPUs;
-nothing was measured on a GPU.
+Prints the memory of a GPU by part in the phase of a step that needs most, whether that fits, the largest batch size,
+and how fast the run is. --search prints the fastest settings on 1, 2, 4, ... N GPUs and the cheapest of all. --gpu cpu
+plans for ranks on this machine. --calibrate RUN scales times by those of a run. Host memory counts where it is known:
+from --host-memory, or on a machine with such a GPU. Memory is tested against FSDP on fake tensors and on CPUs, time on
+CPUs; nothing was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from lm.data.loader import derive_global_batch_size
 from lm.errors import ConfigError, command, oserror_as_config_error
 from lm.hf import weights
 from lm.launch.environment import host_memory
+from lm.metrics.device import GIB
 from lm.plan import fit, memory, speed
-from lm.plan.fit import GIB
 
 DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, None: None}
 """Compute dtype on a device that has bfloat16, by `amp_dtype`; None = float32."""

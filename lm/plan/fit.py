@@ -15,13 +15,13 @@ from lm.config import Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.errors import ConfigError
 from lm.launch.environment import host_memory
+from lm.metrics.device import GIB
 from lm.offload import RESIDENT
 from lm.plan import memory
 from lm.plan.trace import trace
 from lm.runtime.world import World
 from model import PRESETS, ModelConfig
 
-GIB = 2**30
 USABLE = 0.9
 """Fraction of memory that a plan may fill. The rest is for the CUDA context, NCCL and fragmentation."""
 KEYS = ("batch_size", "activation_checkpointing", "sharding", "lora_rank", "n_layers", "d_model")
@@ -55,8 +55,8 @@ def need(hp: Hyperparameters, ranks: Ranks, activations: memory.Activations = tr
     """
     n_micro_batches = derive_global_batch_size(hp, ranks.size) // (hp.batch_size * ranks.size)
     pieces, on_gpu = activations(hp, ranks.dtype, ranks.device_type), ranks.device_type == "cuda"
-    moments = memory.moments(hp, ranks.dtype, pieces, ranks.shards(hp), n_micro_batches, on_gpu)
-    return max(moments, key=lambda parts: sum(parts.values()))
+    phases = memory.phases(hp, ranks.dtype, pieces, ranks.shards(hp), n_micro_batches, on_gpu)
+    return max(phases, key=lambda parts: sum(parts.values()))
 
 
 def need_of_host(hp: Hyperparameters, ranks: Ranks, activations: memory.Activations = trace) -> int:
@@ -84,7 +84,7 @@ def largest_batch_size(hp: Hyperparameters, ranks: Ranks) -> int:
 
 
 def nearest(hp: Hyperparameters, ranks: Ranks, activations: memory.Activations) -> str:
-    """Return the three changes of `hp`, the smallest first, that each fit."""
+    """Return up to three changes of `hp` that each make it fit, the smallest first."""
 
     def fits(changes: dict[str, Any], size: int) -> bool:
         changed, others = hp.model_copy(update=changes), replace(ranks, size=size, per_node=min(ranks.per_node, size))

@@ -1,6 +1,6 @@
 """Memory of a training step by part: what FSDP keeps in closed form, and the activations that lm.plan.trace measures.
 
-A step is a sequence of moments, and memory is that of the moment with the most bytes. FSDP allocates in the same order
+A step is a sequence of phases, and memory is that of the phase with the most bytes. FSDP allocates in the same order
 on every device: in forward, the unit that runs and its all-gather buffer; in backward, also the buffer of the unit that
 runs next, and the gradients that the unit before is reducing.
 """
@@ -116,10 +116,10 @@ def bound(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str) -> T
     )
 
 
-def moments(
+def phases(
     hp: Hyperparameters, dtype: torch.dtype | None, pieces: Trace, shards: int, n_micro_batches: int, on_gpu: bool
 ) -> Iterator[Parts]:
-    """Yield the moments of a step that can have the most bytes, each by part, for one of `shards` ranks.
+    """Yield the bytes by part of the phases of a step that can have the most, for one of `shards` ranks.
 
     Args:
         dtype: compute dtype; None = float32.
@@ -138,7 +138,7 @@ def moments(
     reduced_size = getattr(torch, hp.reduce_dtype).itemsize
     kept = {} if on_gpu and hp.cpu_offload else state(hp, dtype, shards)
 
-    def moment(
+    def phase(
         activations: int, units: int, buffer: int, done: int = 0, reducing: int = 0, grads: int = 0, first: bool = False
     ) -> Parts:
         """Return the bytes by part.
@@ -168,23 +168,23 @@ def moments(
         is_kept = not first and not reshard  # later micro-steps find all parameters gathered
         block, head = (0, 0) if is_kept else (b.size, h.size or b.size)
         units = root.size + (b.size if reshard else blocks)
-        yield moment(level(layers - 1), units, 2 * block, first=first)
-        yield moment(level(layers - 1) + pieces.block.forward, units, block, first=first)
+        yield phase(level(layers - 1), units, 2 * block, first=first)
+        yield phase(level(layers - 1) + pieces.block.forward, units, block, first=first)
         units = root.size + h.size + blocks
-        yield moment(level(layers), units, (head + block if h.size else 0), first=first)
-        yield moment(level(layers) + pieces.head.forward, units, head, first=first)
+        yield phase(level(layers), units, (head + block if h.size else 0), first=first)
+        yield phase(level(layers) + pieces.head.forward, units, head, first=first)
     units, prefetched = root.size + h.size + blocks, 0 if stays else b.size
-    yield moment(level(layers) + pieces.head.backward, units, prefetched)
+    yield phase(level(layers) + pieces.head.backward, units, prefetched)
     units -= 0 if stays_all else h.size
-    yield moment(level(layers) + pieces.head.after, units, prefetched, grads=h.trained)
+    yield phase(level(layers) + pieces.head.after, units, prefetched, grads=h.trained)
     for layer in {0, 1, layers - 2, layers - 1} & set(range(layers)):
         done, before = h.trained + (layers - 1 - layer) * b.trained, h if layer == layers - 1 else b
         units = root.size + (b.size if reshard else blocks + h.size if stays_all else e.size + (layer + 1) * b.size)
         prefetched = b.size if layer and not stays else 0
-        yield moment(level(layer) + pieces.block.backward, units, prefetched, done, before.trained)
+        yield phase(level(layer) + pieces.block.backward, units, prefetched, done, before.trained)
         units -= 0 if stays_all else b.size
-        yield moment(level(layer) + pieces.block.after, units, prefetched, done, grads=b.trained)
+        yield phase(level(layer) + pieces.block.after, units, prefetched, done, grads=b.trained)
     done = h.trained + layers * b.trained
-    yield moment(pieces.embedding.backward, root.size + (0 if reshard else e.size), 0, done, b.trained)
-    yield moment(0, root.size, 0, done, grads=e.trained)
-    yield moment(0, 0, 0, trained - root.trained, grads=root.trained)
+    yield phase(pieces.embedding.backward, root.size + (0 if reshard else e.size), 0, done, b.trained)
+    yield phase(0, root.size, 0, done, grads=e.trained)
+    yield phase(0, 0, 0, trained - root.trained, grads=root.trained)
