@@ -172,7 +172,7 @@ def open_data(
 
 
 def _too_few(what: str, n_samples: int, seq_len: int, needed: int) -> ConfigError:
-    problem = f"{what}: {n_samples} sequences of max_seq_len {seq_len}, but {needed} are needed"
+    problem = f"{what}: {n_samples} sequences of max_seq_len {seq_len}, but the run needs at least {needed}"
     keys = ("max_seq_len", "batch_size", "total_batch_size")
     return _error(f"{problem}; add data, or lower max_seq_len or the batch size", *keys)
 

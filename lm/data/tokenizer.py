@@ -335,7 +335,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         return FileTokenizer({FILE: _read(path.resolve(), FILE)}, name)
     if not path.exists():
         if name.startswith((".", "/", "~")) or name.endswith(".json"):
-            raise _error(name, f"no such file or folder in {Path.cwd()}")
+            raise _error(name, f"no such file or directory in {Path.cwd()}")
         path = download(name, FILES, "tokenizer")
     files = read_files(path.parent if path.is_file() else path)
     if FILE not in files:
