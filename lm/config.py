@@ -361,7 +361,7 @@ def _nested(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-_ELSEWHERE = {
+_ALIASES = {
     "lr": ("learning_rate",),
     "max_seq_len": ("seq_len", "block_size"),
     "d_model": ("hidden_size", "n_embd"),
@@ -383,11 +383,11 @@ _ELSEWHERE = {
     "lora_rank": ("lora_r",),
     "run_name": ("output_dir",),
 }
-"""Names of hyperparameters in transformers, TRL, nanoGPT and others."""
+"""Names of a hyperparameter in transformers, TRL, nanoGPT and others."""
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    near = [ours for ours, theirs in _ELSEWHERE.items() if key in theirs] or difflib.get_close_matches(key, known, n=1)
+    near = [ours for ours, theirs in _ALIASES.items() if key in theirs] or difflib.get_close_matches(key, known, n=1)
     return f"; did you mean {near[0]}?" if near else "; python -m lm.config lists all"
 
 

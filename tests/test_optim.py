@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lm.checkpoint.resume import extension
 from lm.optim import MakeOptimizer, OptimConfig, Optimizer, fused_adamw, learning_rate
-from tests.conftest import Message
 
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 
@@ -213,11 +211,3 @@ def test_an_optimizer_resumes_from_the_state_of_another(make: MakeOptimizer) -> 
         take_step(of_model)
     assert equal(first.state_dict(), second.state_dict())
     assert equal(optimizer.state_dict(), resumed.state_dict())
-
-
-def test_a_longer_run_keeps_the_learning_rate_or_says_how_it_jumps(message: Message) -> None:
-    cosine = {"lr_schedule": "cosine", "min_lr_ratio": 0.1}
-    for changes in ({}, cosine, {"lr_schedule": "cosine"}, {"lr_schedule": "wsd"}):
-        message(extension(config(lr=2e-3, warmup_steps=20, **changes), 300))
-    last = learning_rate(config(lr=2e-3, **cosine), 299, 300)
-    assert f"lr={last:.3g} lr_schedule=constant" in extension(config(lr=2e-3, **cosine), 300)

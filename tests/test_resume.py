@@ -15,10 +15,12 @@ from torch.multiprocessing import ProcessExitedException
 
 from lm import config, generate, sampling
 from lm.checkpoint.manifest import read_manifest
-from lm.checkpoint.resume import IDENTITY, UNLOGGED
+from lm.checkpoint.resume import IDENTITY, UNLOGGED, extension
 from lm.data.loader import Loader, MicroBatch
 from lm.data.tokenizer import FILE
+from lm.optim import OptimConfig, learning_rate
 from lm.runtime.world import World
+from tests.conftest import Message
 from tests.support import (
     EXACT,
     EXACT_RUN,
@@ -249,3 +251,11 @@ def test_a_run_keeps_the_date_of_its_first_start_for_its_chat_template(tmp_path:
     assert "chat_template_date: '2026-01-01'\n" in (tmp_path / "runs" / "test" / "config.yaml").read_text()
     _, tokenizer = generate.load_model(checkpoints(tmp_path)[2], torch.device("cpu"))
     assert tokenizer.render(chat, add_generation_prompt=True)[0] == "<s>[date] 2026-01-01hiho"
+
+
+def test_a_longer_run_keeps_the_learning_rate_or_says_how_it_jumps(message: Message) -> None:
+    cosine = {"lr_schedule": "cosine", "min_lr_ratio": 0.1}
+    for changes in ({}, cosine, {"lr_schedule": "cosine"}, {"lr_schedule": "wsd"}):
+        message(extension(OptimConfig.model_validate({"lr": 2e-3, "warmup_steps": 20} | changes), 300))
+    decayed = OptimConfig.model_validate({"lr": 2e-3} | cosine)
+    assert f"lr={learning_rate(decayed, 299, 300):.3g} lr_schedule=constant" in extension(decayed, 300)

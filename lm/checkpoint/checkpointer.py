@@ -307,7 +307,7 @@ class Checkpointer:
             self._saved.append(saved_checkpoint(uuid, manifest))
 
     def move_aside(self) -> None:
-        """Move what the run wrote before out of the way of a new start; on a cluster, nothing."""
+        """Move the run's earlier files and checkpoints aside; on a cluster, do nothing."""
         if (storage := self._storage) is not None:
             self.world.run_in_thread(lambda: storage.move_aside() if self.world.rank == 0 else None)
 

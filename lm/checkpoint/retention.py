@@ -101,7 +101,7 @@ class Directory:
             shutil.rmtree(path, ignore_errors=True)
 
     def move_aside(self) -> None:
-        """Move all files of the run that these checkpoints belong to, and these, to `before-<time>/`."""
+        """Move all files of the run, these checkpoints included, to `before-<time>/`."""
         run_dir, stays = self.path.parent, re.compile("lock|lease|before-.*")
         old = [path for path in run_dir.iterdir() if not stays.fullmatch(path.name)]
         if not any(path.is_file() or any(path.iterdir()) for path in old):

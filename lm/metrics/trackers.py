@@ -36,7 +36,7 @@ HEARTBEAT = 60.0
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told at the start. `history` is the text of metrics.jsonl and samples.jsonl."""
+    """What a tracker receives at the start. `history` is the text of metrics.jsonl and samples.jsonl."""
 
     id: str
     name: str
