@@ -60,8 +60,11 @@ def make_plan(
         checkpoints, and for what is offloaded to it.
 
     Raises:
-        ConfigError: the GPUs cannot be divided into shard groups, or the global batch into micro-batches.
+        ConfigError: the GPUs cannot be divided into shard groups, or the global batch into micro-batches, or the card
+            does not support float8.
     """
+    if card and hp.float8 and not card.has_float8:
+        raise ConfigError(f"float8: {card.name} does not support float8; use float8: null", keys=("float8",))
     dtype, node, device_type = DTYPES[hp.amp_dtype], gpus // nodes, card.device_type if card else "cuda"
     ranks = fit.Ranks(dtype, device_type, gpus, node, gib * GIB, host_gib * GIB / node)
     mesh = parallelize.mesh_dims(hp, gpus, node)

@@ -12,7 +12,6 @@ import torch
 
 from lm import lora
 from lm.config import Hyperparameters
-from lm.errors import ConfigError
 from lm.metrics.device import peak_flops_by_name
 from lm.offload import RESIDENT
 from lm.plan.memory import count, float8_layers
@@ -83,12 +82,7 @@ def step_time(
 
     Returns:
         seconds by part and in all ("step"); FLOPs of a GPU without recomputation; bytes of a GPU by link.
-
-    Raises:
-        ConfigError: the card does not support float8.
     """
-    if hp.float8 and not card.has_float8:
-        raise ConfigError(f"float8: {card.name} does not support float8; use float8: null", keys=("float8",))
     shards, replicas = mesh["shard"], mesh["replicate"]
     total, tokens, on_gpu = count(hp, dtype, shards), hp.batch_size * hp.max_seq_len, card.device_type == "cuda"
     model_flops = lora.flops_per_token(hp, hp) * tokens
