@@ -164,12 +164,13 @@ def test_arguments_are_not_expanded_by_a_shell(tmp_path: Path) -> None:
 def test_the_ranks_of_each_mpiexec_agree_on_a_different_port_even_in_one_job_and_inside_of_shells(
     command: list[str], job: dict[str, str], tmp_path: Path
 ) -> None:
-    code = "import os; from lm.launch.environment import Launch; print(Launch.from_env(os.environ).port)"
+    line = "f'{Launch.from_env(os.environ).port}\\n'.encode()"  # in one write, since two ranks share the output
+    code = f"import os; from lm.launch.environment import Launch; os.write(1, {line})"
     (tmp_path / "rank.sh").write_text(f'{sys.executable} -c "{code}"\nexit 0\n')
     env = os.environ | job | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     words = [*command, "-n", "2", "bash", str(tmp_path / "rank.sh")]
     two = [subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     ports = [mpiexec.communicate(timeout=60)[0].split() for mpiexec in two]
-    assert [len(both) for both in ports] == [2, 2]
+    assert [len(both) for both in ports] == [2, 2], ports
     assert [len(set(both)) for both in ports] == [1, 1]
     assert ports[0] != ports[1]
