@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks import plot_plan
 from lm import lora, optim, parallelize, precision
 from lm.config import Hyperparameters
 from lm.metrics.device import GIB
@@ -298,10 +298,16 @@ def test_a_search_needs_no_more_host_memory_than_a_node_has(capsys: pytest.Captu
     assert found == {8: [16], 64: [None, 16]}  # 1.6B trained parameters have 12 GB of weights and 16-bit moments
 
 
-def test_a_plot_of_plans_is_drawn(tmp_path: Path) -> None:
+def test_a_plot_needs_matplotlib(
+    tmp_path: Path, message: Message, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     picture = tmp_path / "plan.png"
-    assert plot_plan.main([str(picture), *SEARCHED, "--gpus", "16"]) == 0
+    assert main([*SEARCHED, "--gpus", "16", "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main([*SEARCHED, "--plot", str(picture)]) == 2
+    message(capsys.readouterr().err)
 
 
 def test_float8_halves_the_bytes_of_the_blocks_matrices() -> None:

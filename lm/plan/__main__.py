@@ -3,10 +3,10 @@
     python -m lm.plan --config FILE [key=value ...] [--gpu NAME | --memory GIB] [--gpus N] [--nodes M] [--search]
 
 Prints the memory of a GPU by part in the phase of a step that needs most, whether that fits, the largest batch size,
-and how fast the run is. --search prints the fastest settings on 1, 2, 4, ... N GPUs and the cheapest of all. --gpu cpu
-plans for ranks on this machine. --calibrate RUN scales times by those of a run. Host memory counts where it is known:
-from --host-memory, or on a machine with such a GPU. Memory is tested against FSDP on fake tensors and on CPUs, time on
-CPUs; nothing was measured on a GPU.
+and how fast the run is. --search prints the fastest settings on 1, 2, 4, ... N GPUs and the cheapest of all. --plot
+draws memory by strategy, and the speed of up to 10,000 GPUs. --gpu cpu plans for ranks on this machine. --calibrate RUN
+scales times by those of a run. Host memory counts where it is known: from --host-memory, or on a machine with such a
+GPU. Memory is tested against FSDP on fake tensors and on CPUs, time on CPUs; nothing was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -127,6 +127,38 @@ def search_table(plans: Sequence[Plan]) -> str:
     return "\n".join([*rows, "", f"cheapest: {rows[best + 2]}"])
 
 
+def plot(hp: Hyperparameters, gpus: int, gib: float, card: speed.Card, network: float, path: Path) -> None:
+    """Draw memory by part over GPUs and strategies, and tokens/s per GPU of up to 10,000 GPUs in nodes of 8."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot requires a package: pip install matplotlib") from None
+    hp = hp.model_copy(update={"total_batch_size": None})
+    counts = [*(2**power for power in range(14)), 10000]
+    figure = Figure(figsize=(14, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    names = []
+    for count, sharding in itertools.product((n for n in counts if n <= gpus), SHARDINGS):
+        if count > 8 or not sharding.startswith("hybrid"):  # otherwise a hybrid is the same as full- or grad-shard
+            plan = make_plan(hp.model_copy(update={"sharding": sharding}), count, max(1, count // 8), gib, None)
+            bottom = 0.0
+            for color, (part, n_bytes) in enumerate(plan["memory"].items()):
+                left.bar(len(names), n_bytes / GIB, 0.8, bottom, color=f"C{color}", label="" if names else part)
+                bottom += n_bytes / GIB
+            names.append(f"{count} {sharding}")
+    left.axhline(gib, color="k", linestyle="--", label=f"{card.name}: {gib:g} GiB")
+    left.set_xticks(range(len(names)), names, rotation=90)
+    left.set_ylabel("GiB per GPU")
+    left.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
+    for sharding in ("full-shard", "hybrid-full-shard"):
+        changed = hp.model_copy(update={"sharding": sharding})
+        plans = [make_plan(changed, n, max(1, n // 8), gib, card, network) for n in counts]
+        right.plot(counts, [plan["tokens_per_second"] / plan["gpus"] for plan in plans], "o-", label=sharding)
+    right.set(xscale="log", xlabel="GPUs", ylabel="tokens/s per GPU (not measured)", ylim=0)
+    right.legend()
+    figure.savefig(path, dpi=80)
+
+
 def text(plan: Plan, hp: Hyperparameters) -> str:
     """Return the plan for a person to read."""
     adapters = f", {plan['trained'] / 1e6:,.1f}M trained" if plan["trained"] < plan["parameters"] else ""
@@ -187,11 +219,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--nodes", type=int, metavar="M", help="number of nodes (8 GPUs per node)")
     add("--network", type=float, default=50.0, metavar="GBPS", help="GB/s per GPU to other nodes (%(default)s)")
     add("--search", action="store_true", help="find the fastest settings on 1, 2, 4, ... N GPUs, and the cheapest")
+    add("--plot", type=Path, metavar="FILE.png", help="draw memory by strategy and the speed of up to 10,000 GPUs")
     add("--calibrate", type=Path, metavar="RUN", help="scale times by those of the run in the directory RUN")
     add("--json", action="store_true", help="print JSON")
     args = parser.parse_intermixed_args(arguments)
     args.nodes = max(1, -(-args.gpus // 8)) if args.nodes is None else args.nodes
     near = difflib.get_close_matches(args.gpu, speed.CARDS, n=3, cutoff=0.3) or speed.CARDS
+    is_timed = args.search or args.plot or args.calibrate
     can_divide = args.nodes > 0 and args.gpus % args.nodes == 0
     amounts = {"--memory": args.memory, "--host-memory": args.host_memory, "--network": args.network}
     amounts = {option: value for option, value in amounts.items() if value is not None}
@@ -200,7 +234,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         f"--gpu: {args.gpu} is unknown; did you mean {', '.join(near)}? Or use --memory GIB": args.gpu in speed.CARDS,
         f"--gpus: {args.gpus} must be 1 or more": args.gpus >= 1,
         f"--gpus: {args.gpus} GPUs cannot be divided among {args.nodes} nodes": can_divide,
-        "--memory: --search and --calibrate need --gpu": not (args.memory and (args.search or args.calibrate)),
+        "--memory: --search, --plot and --calibrate need --gpu": not (args.memory and is_timed),
     }
     if not all(is_valid.values()):
         raise ConfigError(*(problem for problem, valid in is_valid.items() if not valid))
@@ -229,6 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         host_gib = host_memory()[0] / GIB
     if args.calibrate:
         card = replace(card, slowdown=calibration(args.calibrate, card, args.network))
+    if args.plot:
+        plot(hp, args.gpus, gib, card, args.network, args.plot)
     if args.search:
         plans = list(search(hp, args.gpus, per_node, gib, card, args.network, host_gib))
         if not plans:
