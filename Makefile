@@ -10,7 +10,7 @@ PORT ?= 6006
 
 BIN := .venv/bin
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all test-cluster check soak fuzz sweep bench board docs clean
