@@ -25,7 +25,7 @@ train: .venv/run ## Train. CONFIG=recipes/quickstart.yaml NPROC=processes ARGS="
 test: .venv/dev ## Run the quick tests: a smoke test of every promise, under 3 minutes. WORKERS=2 ARGS="-k name"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: .venv/dev ## Run all tests, about 15 minutes.
+test-all: .venv/dev ## Run all tests, about 14 minutes.
 	@$(PYTEST) $(ARGS)
 
 test-cluster: .venv/dev ## Run the Determined tests; with DET_MASTER, DET_USER and DET_PASS: try that cluster.
