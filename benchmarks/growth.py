@@ -9,7 +9,7 @@ affect less. Memory is that of tensors (benchmarks/tensors.py), not of the proce
 
 The formulas are the memory and the time of `lm.plan`, whose time is scaled by that of `BASE`: for `VARIED`, measured
 before and after each point. Writes growth.png, planned.png, sharding.png and growth.json, and prints tables of what was
-predicted and measured. Takes 15 minutes of processor time, of two cores.
+predicted and measured. Takes 7 minutes on two cores.
 """
 
 from __future__ import annotations
