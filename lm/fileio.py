@@ -10,6 +10,8 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Set
+from contextlib import suppress
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,19 @@ def parse_json(text: bytes) -> Any:
     if level:
         raise ValueError(f"more than {MAX_JSON_DEPTH} levels")
     return content[0]
+
+
+def read_records(path: Path, keys: Set[str]) -> list[dict[str, Any]]:
+    """Return the lines of a file that are JSON objects with all of `keys` and an integer step.
+
+    A kill can truncate a line. Of a file that does not exist, the list is empty.
+    """
+    records = []
+    with suppress(FileNotFoundError), open(path, "rb", opener=open_regular) as file:
+        for line in file.read().splitlines():
+            with suppress(ValueError):
+                records.append(parse_json(line))
+    return [each for each in records if isinstance(each, dict) and each.keys() >= keys and type(each["step"]) is int]
 
 
 def crc32c(path: Path) -> int:

@@ -14,13 +14,11 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from lm.errors import ConfigError, command, escape_control, oserror_as_config_error
-from lm.fileio import parse_json
+from lm.fileio import read_records
 
 _PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 _SUMMARIES: dict[str, tuple[str, Callable[[list[float]], float], str]] = {
@@ -35,7 +33,8 @@ _SUMMARIES: dict[str, tuple[str, Callable[[list[float]], float], str]] = {
 _KEYS = {
     "metrics": {"group", "step", "time"},
     "samples": {"step", "time", "prompt", "text"},
-    "sessions": {"time", "last_write", "tokens_per_step", "ranks", "gpus", "device", "host", "versions", "command"},
+    "sessions": {"step", "time", "last_write", "tokens_per_step"}
+    | {"ranks", "gpus", "device", "host", "versions", "command"},
 }
 """What every line of these files has."""
 
@@ -54,7 +53,9 @@ class RunRecords:
             raise ConfigError(f"{path.absolute()}: is not a run directory: it has no metrics.jsonl")
         self.name, config = path.resolve().name, path / "config.yaml"
         self.hyperparameters = strict_yaml.load(config)[0]["hyperparameters"] if config.is_file() else {}
-        self.metrics, self.samples, self.sessions = (_read(path / f"{name}.jsonl", _KEYS[name]) for name in _KEYS)
+        self.metrics, self.samples, self.sessions = (
+            read_records(path / f"{name}.jsonl", keys) for name, keys in _KEYS.items()
+        )
 
     def curve(self, group: str, key: str) -> tuple[list[int], list[float]]:
         """Return the steps and values of a metric."""
@@ -87,14 +88,6 @@ class RunRecords:
             facts["versions"] = last["versions"]
             facts["command"] = f"`{last['command']}`"
         return facts
-
-
-def _read(path: Path, keys: set[str]) -> list[dict[str, Any]]:
-    records = []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        with suppress(ValueError):  # truncated by a kill
-            records.append(parse_json(line))
-    return [record for record in records if isinstance(record, dict) and record.keys() >= keys]
 
 
 def page(runs: Sequence[RunRecords], picture: Path | None = None) -> str:

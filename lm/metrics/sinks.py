@@ -19,7 +19,7 @@ from determined import core
 from lm.determined import master
 from lm.determined.master import BackgroundReporter
 from lm.errors import escape_control
-from lm.fileio import open_regular, replace_durably
+from lm.fileio import open_regular, read_records, replace_durably
 from lm.launch.environment import elapsed
 
 if TYPE_CHECKING:
@@ -54,14 +54,9 @@ class JSONL:
 
     @staticmethod
     def _open(path: Path, start: int, missing: Collection[str]) -> TextIO:
-        kept = []
-        with suppress(FileNotFoundError), open(path, errors="replace", opener=open_regular) as file:
-            for line in file.read().splitlines():
-                with suppress(ValueError, TypeError, KeyError, RecursionError):  # cut by a kill, or not a record
-                    record = json.loads(line)
-                    if record["step"] < start or (record["step"] == start and record["group"] not in missing):
-                        kept.append(line + "\n")
-        replace_durably(path, "".join(kept).encode())
+        records = read_records(path, {"group", "step"})
+        kept = [each for each in records if each["step"] < start + (each["group"] not in missing)]
+        replace_durably(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
         return open(path, "a", opener=open_regular)
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
