@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+
+
+def is_supported(out: int, inner: int) -> bool:
+    """Return whether there are kernels for a linear layer with these sides."""
+    return out % 16 == 0 == inner % 16
+
+
+def gathers_in_float8(recipe: str | None, shapes: Iterable[tuple[int, int]], shards: int) -> bool:
+    """Return whether `shards` ranks convert their shards of matrices `(out, in)`, and all-gather them in float8."""
+    return recipe == "tensorwise" and shards > 1 and all(out % shards == 0 for out, _ in shapes)
 
 
 def convert_to_float8(blocks: nn.Module, recipe: str, on_gpu: bool, shards: int) -> None:
@@ -19,17 +30,17 @@ def convert_to_float8(blocks: nn.Module, recipe: str, on_gpu: bool, shards: int)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
-    def is_supported(module: nn.Module, _name: str) -> bool:  # float8 kernels need multiples of 16
-        return isinstance(module, nn.Linear) and module.in_features % 16 == 0 == module.out_features % 16
+    def has_kernel(module: nn.Module, _name: str) -> bool:
+        return isinstance(module, nn.Linear) and is_supported(module.out_features, module.in_features)
 
-    is_used = is_supported
+    is_used = has_kernel
     if recipe == "rowwise" and on_gpu:
         is_used = _auto_filter_for_recipe(recipe, [])  # small layers would be slower than in bfloat16
         inductor.emulate_precision_casts = True  # otherwise RMSNorm before such a layer can give NaN (pytorch#150859)
     config = Float8LinearConfig.from_recipe_name(recipe)
-    is_even = all(layer.out_features % shards == 0 for layer in blocks.modules() if isinstance(layer, nn.Linear))
-    if recipe == "tensorwise" and shards > 1 and is_even:
-        config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)  # converts shards, then gathers them
+    shapes = [(layer.out_features, layer.in_features) for layer in blocks.modules() if isinstance(layer, nn.Linear)]
+    if gathers_in_float8(recipe, shapes, shards):
+        config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
     convert_to_float8_training(blocks, config=config, module_filter_fn=is_used)
 
 

@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 from model import Block, ModelConfig, Transformer
 
+BLOCK_KEYS = ModelConfig.model_fields.keys() - {"model", "n_layers"}
+"""hyperparameters that a block depends on"""
+
 
 class LoraConfig(BaseModel):
     """Low-rank adapters, trained instead of the weights of `init_from`."""
@@ -93,8 +96,13 @@ def init_rule(name: str, parameter: Tensor) -> tuple[Literal["constant", "unifor
 
 def layer_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return `(out, in)` of the linear layers of a block, by name."""
+    return _layer_shapes(model.model_dump_json(include=BLOCK_KEYS))
+
+
+@functools.lru_cache(maxsize=256)
+def _layer_shapes(config: str) -> dict[str, tuple[int, int]]:
     with torch.device("meta"):
-        modules = Block(model, 0).named_modules()
+        modules = Block(ModelConfig.model_validate_json(config), 0).named_modules()
     layers = ((name.rpartition(".")[2], layer) for name, layer in modules if isinstance(layer, nn.Linear))
     return {name: (layer.out_features, layer.in_features) for name, layer in layers}
 

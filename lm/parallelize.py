@@ -72,6 +72,10 @@ class ParallelConfig(BaseModel):
         """Whether parameters are resharded after forward and all-gathered again in backward."""
         return self.sharding.endswith("full-shard")
 
+    def compiles(self, on_gpu: bool, float8: str | None) -> bool:
+        """Return whether the blocks and the loss are compiled."""
+        return self.compile is True or (self.compile == "auto" and (on_gpu or float8 is not None))
+
 
 def mesh_dims(config: ParallelConfig, world_size: int, ranks_per_node: int) -> dict[str, int]:
     """Return the sizes of the mesh dimensions "replicate" and "shard", outermost first; see the table above."""
@@ -136,7 +140,7 @@ def parallelize(
         if config.activation_checkpointing != "none":
             block.forward = partial(checkpointing(config.activation_checkpointing), block.forward)
     # 3. Compilation: all blocks share one graph, all chunks of the loss another. FSDP's hooks stay eager.
-    if config.compile is True or (config.compile == "auto" and (on_gpu or float8)):
+    if config.compiles(on_gpu, float8):
         announce("compiling in the first step")
         # By default the partitioner saves a ReLU's mask in addition to its output, because of the view between them.
         partitioner.recompute_views = True

@@ -29,6 +29,7 @@ from lm import config, parallelize
 from lm.config import Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.errors import ConfigError, command, oserror_as_config_error
+from lm.fileio import read_records
 from lm.hf import weights
 from lm.launch.environment import host_memory
 from lm.metrics.device import GIB
@@ -44,16 +45,11 @@ GRID |= {"activation_offload": (False, True), "cpu_offload": (False, True)}
 Plan = dict[str, Any]
 
 
-def make_plan(
-    hp: Hyperparameters,
-    gpus: int,
-    nodes: int,
-    gib: float,
-    card: speed.Card | None,
-    network: float = 50.0,
-    host_gib: float = math.inf,
-) -> Plan:
-    """Predict a run on `gpus` GPUs of `gib` GiB in `nodes` nodes of `host_gib`, and its times if they are a `card`.
+def make_plan(hp: Hyperparameters, ranks: fit.Ranks, card: speed.Card | None = None, network: float = 50.0) -> Plan:
+    """Predict a run, and its times if a `card` is given and, on a CPU, the run fits.
+
+    Args:
+        network: GB/s per GPU to other nodes.
 
     Returns:
         Bytes are those of a GPU, except for "host": what a node needs of its memory for the copy for asynchronous
@@ -65,46 +61,53 @@ def make_plan(
     """
     if card and hp.float8 and not card.has_float8:
         raise ConfigError(f"float8: {card.name} does not support float8; use float8: null", keys=("float8",))
-    dtype, node, device_type = DTYPES[hp.amp_dtype], gpus // nodes, card.device_type if card else "cuda"
-    ranks = fit.Ranks(dtype, device_type, gpus, node, gib * GIB, host_gib * GIB / node)
-    mesh = parallelize.mesh_dims(hp, gpus, node)
-    global_batch_size = derive_global_batch_size(hp, gpus)
-    n_micro_batches = global_batch_size // (hp.batch_size * gpus)
-    parts, host, total = fit.need(hp, ranks), fit.need_of_host(hp, ranks), memory.count(hp, dtype, mesh["shard"])
-    plan: Plan = {"parameters": total.n, "trained": total.trained, "gpus": gpus, "nodes": nodes, "mesh": mesh}
+    mesh = parallelize.mesh_dims(hp, ranks.size, ranks.per_node)
+    global_batch_size = derive_global_batch_size(hp, ranks.size)
+    n_micro_batches = global_batch_size // (hp.batch_size * ranks.size)
+    parts, host = fit.need(hp, ranks), fit.need_of_host(hp, ranks)
+    total = memory.count(hp, ranks.dtype, mesh["shard"])
+    plan: Plan = {"parameters": total.n, "trained": total.trained, "gpus": ranks.size}
+    plan |= {"nodes": ranks.size // ranks.per_node, "mesh": mesh}
     plan |= {"sharding": hp.sharding, "activation_checkpointing": hp.activation_checkpointing}
-    plan |= {"batch_size": hp.batch_size, "micro_batches": n_micro_batches, "memory": parts, "host": node * host}
-    plan |= {"peak": sum(parts.values()), "available": round(gib * GIB), "fits": ranks.fit(parts, host)}
-    plan["host_available"] = None if math.isinf(host_gib) else round(host_gib * GIB)
+    plan |= {
+        "batch_size": hp.batch_size,
+        "micro_batches": n_micro_batches,
+        "memory": parts,
+        "host": ranks.per_node * host,
+    }
+    plan |= {"peak": sum(parts.values()), "available": ranks.memory, "fits": ranks.fit(parts, host)}
+    plan["host_available"] = None if math.isinf(ranks.host_memory) else ranks.host_memory
     plan["tokens_per_step"] = global_batch_size * hp.max_seq_len
-    if card:
-        plan |= speed.step_time(hp, dtype, card, mesh, node, network, n_micro_batches)
+    if card and (ranks.device_type == "cuda" or plan["fits"]):
+        plan |= speed.step_time(hp, ranks.dtype, card, mesh, ranks.per_node, network, n_micro_batches)
         rate = plan["tokens_per_second"] = plan["tokens_per_step"] / plan["step"]
-        plan |= {"mfu": plan["flops"] / plan["step"] / card.flops, "gpu_hours_per_billion_tokens": gpus / rate / 3.6e-6}
+        plan["gpu_hours_per_billion_tokens"] = ranks.size / rate / 3.6e-6
+        plan["mfu"] = plan["flops"] / plan["step"] / card.flops if card.flops else None
         if hp.max_epochs is None:
             plan["hours"] = plan["step"] * hp.run_length(None) / 3600
     return plan
 
 
-def search(
-    hp: Hyperparameters, gpus: int, per_node: int, gib: float, card: speed.Card, network: float, host_gib: float
-) -> Iterator[Plan]:
-    """Yield for 1, 2, 4, ... `gpus` GPUs the fastest plan that fits, if any; given weights, another with adapters.
+def search(hp: Hyperparameters, ranks: fit.Ranks, card: speed.Card, network: float) -> Iterator[Plan]:
+    """Yield for 1, 2, 4, ... and all GPUs the fastest plan that fits, if any; given weights, another with adapters.
 
     A plan's "settings" are those that differ from `hp`.
     """
     moments = ("float32", "bfloat16") if hp.beta2 <= 0.99 else (hp.optim_dtype,)
     adapters = (None, 16) if hp.init_from and not (hp.lora_rank or hp.float8) else (hp.lora_rank,)
-    for count, lora_rank in itertools.product((2**power for power in range(gpus.bit_length())), adapters):
-        nodes, found = max(1, count // per_node), []
-        shardings = SHARDINGS if nodes > 1 else SHARDINGS[: min(count + 1, 3)]
+    counts = {2**power for power in range(ranks.size.bit_length())} | {ranks.size}
+    counts = sorted(n for n in counts if n < ranks.per_node or n % ranks.per_node == 0)
+    for count, lora_rank in itertools.product(counts, adapters):
+        some, found = replace(ranks, size=count, per_node=min(count, ranks.per_node)), []
+        has_groups = count > ranks.per_node and count % (hp.shard_group_size or ranks.per_node) == 0
+        shardings = SHARDINGS if has_groups else SHARDINGS[: min(count + 1, 3)]
         grid = {"lora_rank": (lora_rank,), "sharding": shardings, "optim_dtype": moments} | GRID
         for values in itertools.product(*grid.values()):
             for size in (1, 2, 4, 8, 16, 32, 64):
                 changes = dict(zip(grid, values, strict=True)) | {"batch_size": size}
                 if hp.total_batch_size and hp.total_batch_size % (size * count):
                     continue
-                plan = make_plan(hp.model_copy(update=changes), count, nodes, gib, card, network, host_gib)
+                plan = make_plan(hp.model_copy(update=changes), some, card, network)
                 if not plan["fits"]:
                     break
                 plan["settings"] = {key: value for key, value in changes.items() if value != getattr(hp, key)}
@@ -120,39 +123,43 @@ def search_table(plans: Sequence[Plan]) -> str:
     ]
     for plan in plans:
         settings = " ".join(f"{key}={value}" for key, value in plan["settings"].items()) or "as in the file"
-        rate = f"{plan['tokens_per_second']:,.0f} | {plan['mfu']:.0%} | {plan['gpu_hours_per_billion_tokens']:,.1f}"
+        mfu = "-" if plan["mfu"] is None else f"{plan['mfu']:.0%}"
+        rate = f"{plan['tokens_per_second']:,.0f} | {mfu} | {plan['gpu_hours_per_billion_tokens']:,.1f}"
         sizes = f"{plan['peak'] / GIB:.1f} | {plan['host'] / GIB:.1f}"
         rows.append(f"| {plan['gpus']} | {settings} | {sizes} | {rate} |")
     best = min(range(len(plans)), key=lambda row: plans[row]["gpu_hours_per_billion_tokens"])
     return "\n".join([*rows, "", f"cheapest: {rows[best + 2]}"])
 
 
-def plot(hp: Hyperparameters, gpus: int, gib: float, card: speed.Card, network: float, path: Path) -> None:
+def plot(hp: Hyperparameters, ranks: fit.Ranks, card: speed.Card, network: float, path: Path) -> None:
     """Draw memory by part over GPUs and strategies, and tokens/s per GPU of up to 10,000 GPUs in nodes of 8."""
+
+    def planned(sharding: str, size: int, card: speed.Card | None) -> Plan:
+        changes = {"sharding": sharding, "total_batch_size": None, "shard_group_size": None}
+        some = replace(ranks, size=size, per_node=min(size, 8))
+        return make_plan(hp.model_copy(update=changes), some, card, network)
+
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("--plot requires a package: pip install matplotlib") from None
-    hp = hp.model_copy(update={"total_batch_size": None})
     counts = [*(2**power for power in range(14)), 10000]
     figure = Figure(figsize=(14, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     names = []
-    for count, sharding in itertools.product((n for n in counts if n <= gpus), SHARDINGS):
+    for count, sharding in itertools.product((n for n in counts if n <= ranks.size), SHARDINGS):
         if count > 8 or not sharding.startswith("hybrid"):  # otherwise a hybrid is the same as full- or grad-shard
-            plan = make_plan(hp.model_copy(update={"sharding": sharding}), count, max(1, count // 8), gib, None)
             bottom = 0.0
-            for color, (part, n_bytes) in enumerate(plan["memory"].items()):
+            for color, (part, n_bytes) in enumerate(planned(sharding, count, None)["memory"].items()):
                 left.bar(len(names), n_bytes / GIB, 0.8, bottom, color=f"C{color}", label="" if names else part)
                 bottom += n_bytes / GIB
             names.append(f"{count} {sharding}")
-    left.axhline(gib, color="k", linestyle="--", label=f"{card.name}: {gib:g} GiB")
+    left.axhline(ranks.memory / GIB, color="k", linestyle="--", label=f"{card.name}: {ranks.memory / GIB:g} GiB")
     left.set_xticks(range(len(names)), names, rotation=90)
     left.set_ylabel("GiB per GPU")
     left.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
     for sharding in ("full-shard", "hybrid-full-shard"):
-        changed = hp.model_copy(update={"sharding": sharding})
-        plans = [make_plan(changed, n, max(1, n // 8), gib, card, network) for n in counts]
+        plans = [planned(sharding, n, card) for n in counts]
         right.plot(counts, [plan["tokens_per_second"] / plan["gpus"] for plan in plans], "o-", label=sharding)
     right.set(xscale="log", xlabel="GPUs", ylabel="tokens/s per GPU (not measured)", ylim=0)
     right.legend()
@@ -180,7 +187,7 @@ def text(plan: Plan, hp: Hyperparameters) -> str:
         lines += [
             "; ".join([f"{plan['flops'] / 1e12:,.1f} TFLOP per GPU and step", *links]),
             f"{plan['step']:.3f} s per step ({parts}), not measured on a GPU",
-            f"{plan['tokens_per_second']:,.0f} tokens/s, MFU {plan['mfu']:.1%}",
+            f"{plan['tokens_per_second']:,.0f} tokens/s" + ("" if plan["mfu"] is None else f", MFU {plan['mfu']:.1%}"),
         ]
     if "hours" in plan:
         lines += [f"{plan['hours']:,.2f} hours, {plan['hours'] * plan['gpus']:,.1f} GPU-hours"]
@@ -189,17 +196,25 @@ def text(plan: Plan, hp: Hyperparameters) -> str:
 
 @oserror_as_config_error
 def calibration(run: Path, card: speed.Card, network: float) -> float:
-    """Return by which factor the steps of a run take longer than predicted; raise ConfigError if it has no reports."""
-    metrics, sessions = ((run / f"{name}.jsonl").read_text().splitlines() for name in ("metrics", "sessions"))
-    reports, session = [json.loads(line) for line in metrics], json.loads(sessions[-1])
-    seconds = [report["step_seconds"] for report in reports if report["group"] == "training"][1:]  # first: start-up
+    """Return by which factor the steps of a run's last session take longer than predicted.
+
+    Raises:
+        ConfigError: it is not a run, or its last session has too few reports or another kind of device.
+    """
+    if not (run / "metrics.jsonl").is_file():
+        raise ConfigError(f"--calibrate: {run}: is not a run directory: it has no metrics.jsonl")
+    reports = read_records(run / "metrics.jsonl", {"step", "step_seconds"})
+    sessions = read_records(run / "sessions.jsonl", {"step", "gpus", "device", "ranks"})
+    session: dict[str, Any] = sessions[-1] if sessions else {"step": math.inf}
+    seconds = [report["step_seconds"] for report in reports if report["step"] > session["step"]][1:]  # first: start-up
     if not seconds:
         raise ConfigError(f"--calibrate: {run} has fewer than two training reports; train longer")
     if (session["gpus"] == 0) != (card.device_type == "cpu"):
         raise ConfigError(f"--calibrate: {run} ran on {session['device']}; set --gpu to its kind (cpu for a CPU)")
+    hp, size = config.load(run / "config.yaml", []), session["ranks"]
     nodes = -(-session["gpus"] // 8) or 1
-    plan = make_plan(config.load(run / "config.yaml", []), session["ranks"], nodes, card.gib, card, network)
-    return statistics.median(seconds) / plan["step"]
+    ranks = fit.Ranks(DTYPES[hp.amp_dtype], card.device_type, size, size // nodes, math.inf)
+    return statistics.median(seconds) / make_plan(hp, ranks, card, network)["step"]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -258,21 +273,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     hp, card, per_node = load(args), speed.CARDS[args.gpu], args.gpus // args.nodes
     gib = args.memory or card.gib or host_memory()[0] / per_node / GIB
-    host_gib = args.host_memory or math.inf
+    host = args.host_memory * GIB if args.host_memory else math.inf
     if not args.host_memory and torch.cuda.is_available() and card.name in torch.cuda.get_device_name():
-        host_gib = host_memory()[0] / GIB
+        host = host_memory()[0]
+    ranks = fit.Ranks(DTYPES[hp.amp_dtype], card.device_type, args.gpus, per_node, round(gib * GIB), host)
     if args.calibrate:
         card = replace(card, slowdown=calibration(args.calibrate, card, args.network))
     if args.plot:
-        plot(hp, args.gpus, gib, card, args.network, args.plot)
+        plot(hp, ranks, card, args.network, args.plot)
     if args.search:
-        plans = list(search(hp, args.gpus, per_node, gib, card, args.network, host_gib))
+        plans = list(search(hp, ranks, card, args.network))
         if not plans:
             raise ConfigError(f"--search: nothing fits on up to {args.gpus} GPUs; use more, or lora_rank")
         print(json.dumps(plans) if args.json else search_table(plans))
         return 0
-    plan = make_plan(hp, args.gpus, args.nodes, gib, None if args.memory else card, args.network, host_gib)
-    ranks = fit.Ranks(DTYPES[hp.amp_dtype], card.device_type, args.gpus, per_node, plan["available"])
+    plan = make_plan(hp, ranks, None if args.memory else card, args.network)
     plan["largest_batch_size"] = fit.largest_batch_size(hp, ranks)
     print(json.dumps(plan) if args.json else text(plan, hp))
     return 0

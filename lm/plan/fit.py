@@ -29,22 +29,23 @@ KEYS = ("batch_size", "activation_checkpointing", "sharding", "lora_rank", "n_la
 
 @dataclass(frozen=True)
 class Ranks:
-    """Ranks that train a model, and the memory that each has (bytes)."""
+    """Ranks that train a model, and the bytes of memory of each and of a node."""
 
     dtype: torch.dtype | None  # of compute; None = float32
     device_type: str
     size: int
     per_node: int
     memory: float
-    host_memory: float = math.inf  # of a GPU's share of its node
+    host_memory: float = math.inf
 
     def shards(self, hp: Hyperparameters) -> int:
         """Return the size of a shard group; raise ConfigError if the ranks cannot be divided into such groups."""
         return parallelize.mesh_dims(hp, self.size, self.per_node)["shard"]
 
     def fit(self, needed: memory.Parts, host: int = 0) -> bool:
-        """Return whether a rank has the bytes of `needed`, and `host` bytes of host memory."""
-        return sum(needed.values()) <= USABLE * self.memory and host <= USABLE * self.host_memory
+        """Return whether a rank has the bytes of `needed`, and `host` bytes of its node's memory."""
+        host_fits = self.per_node * host <= USABLE * self.host_memory
+        return host_fits and sum(needed.values()) <= USABLE * self.memory
 
 
 def need(hp: Hyperparameters, ranks: Ranks, activations: memory.Activations = trace) -> memory.Parts:
@@ -77,7 +78,8 @@ def largest_batch_size(hp: Hyperparameters, ranks: Ranks) -> int:
     """Return the largest `batch_size` (at most 4096) without accumulation that fits."""
 
     def exceeds(size: int) -> bool:
-        return not ranks.fit(need(hp.model_copy(update={"batch_size": size, "total_batch_size": None}), ranks))
+        changed = hp.model_copy(update={"batch_size": size, "total_batch_size": None})
+        return not ranks.fit(need(changed, ranks), need_of_host(changed, ranks))
 
     bound = next((size for size in (2**power for power in range(12)) if exceeds(size)), 4096)
     return bisect_left(range(1, bound + 1), True, key=exceeds)
@@ -154,13 +156,12 @@ def check(hp: Hyperparameters, world: World, dry_run: bool) -> str | None:
     Raises:
         ConfigError: its state alone exceeds the memory.
     """
-    on_gpu, host = world.device.type == "cuda", host_memory()[0] // world.launch.local_size
-    own = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else host, host
-    available, host = map(min, zip(*world.all_gather_object(own), strict=True))
+    on_gpu, per_node = world.device.type == "cuda", world.launch.local_size
+    node = host_memory()[0]
+    own = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else node // per_node
+    available, node = map(min, zip(*world.all_gather_object((own, node)), strict=True))
     dtype, what = world.all_or_none(lambda: precision.compute_dtype(hp, world.device)), "GPU" if on_gpu else "rank"
-    ranks = Ranks(
-        dtype, world.device.type, world.size, world.launch.local_size, available, host if on_gpu else math.inf
-    )
+    ranks = Ranks(dtype, world.device.type, world.size, per_node, available, node if on_gpu else math.inf)
 
     def line(ran_out: bool) -> str:
         needed = need(hp, ranks)
@@ -173,8 +174,8 @@ def check(hp: Hyperparameters, world: World, dry_run: bool) -> str | None:
 
     def find() -> str | None:
         state, offloads = state_bytes(hp, dtype, ranks.shards(hp)), hp.cpu_offload and on_gpu
-        if state > (host if offloads else available):
-            space = f"{host / GIB:.1f} GiB of host memory" if offloads else f"{available / GIB:.1f} GiB"
+        if state > (node // per_node if offloads else available):
+            space = f"{node / per_node / GIB:.1f} GiB of host memory" if offloads else f"{available / GIB:.1f} GiB"
             raise ConfigError(
                 f"out of memory: parameters, moments and gradients take {state / GIB:.1f} of {space} per {what};"
                 f" what fits: {nearest(hp, ranks, memory.bound)}",

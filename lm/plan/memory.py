@@ -15,8 +15,9 @@ import torch
 
 from lm import lora
 from lm.config import Hyperparameters
+from lm.float8 import gathers_in_float8, is_supported
 from lm.offload import RESIDENT
-from lm.plan.trace import BLOCK_KEYS, Piece, Trace, compiles
+from lm.plan.trace import Piece, Trace
 from model import Block, ModelConfig, loss_chunk, make_norm
 
 Parts = dict[str, int]
@@ -43,35 +44,30 @@ class Unit:
         return Unit(*(value * times for value in astuple(self)))
 
 
-def _block(model: ModelConfig) -> tuple[int, int, dict[str, tuple[int, int]]]:
-    """Return the parameters of a block and of a norm, and `(out, in)` of the block's linear layers by name."""
-    return _block_of(model.model_dump_json(include=BLOCK_KEYS))
-
-
 @functools.lru_cache(maxsize=256)
-def _block_of(config: str) -> tuple[int, int, dict[str, tuple[int, int]]]:
+def _count_block(config: str) -> tuple[int, int]:
+    """Return the parameters of a block and of a norm; `config` is JSON of a `ModelConfig`."""
     model = ModelConfig.model_validate_json(config)
     with torch.device("meta"):
         n, norm = (sum(p.numel() for p in module.parameters()) for module in (Block(model, 0), make_norm(model)))
-    return n, norm, lora.layer_shapes(model)
+    return n, norm
 
 
 def float8_layers(hp: Hyperparameters) -> list[tuple[int, int]]:
-    """Return `(out, in)` of the layers of a block that are multiplied in float8, whose kernels need multiples of 16."""
-    return [(out, inner) for out, inner in _block(hp)[2].values() if hp.float8 and out % 16 == 0 == inner % 16]
+    """Return `(out, in)` of the layers of a block that are multiplied in float8."""
+    return [shape for shape in lora.layer_shapes(hp).values() if hp.float8 and is_supported(*shape)]
 
 
 def count_units(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> tuple[Unit, Unit, Unit, Unit]:
     """Return the FSDP units of the embedding, of a block, of the head, and of the root."""
-    n, norm, shapes = _block(hp)
+    n, norm = _count_block(hp.model_dump_json(include=lora.BLOCK_KEYS))
     width, matrix = (dtype or torch.float32).itemsize, hp.vocab_size * hp.d_model
     adapters = lora.n_trained(hp, hp) // hp.n_layers if hp.lora_rank else 0
     positions = hp.max_seq_len * hp.d_model if hp.positions == "learned" else 0
     sizes = (matrix + positions, 0), (n, adapters), (norm + (0 if hp.tie_embeddings else matrix), 0)
     e, b, h = (Unit(n + new, new if hp.lora_rank else n, width * (n + new)) for n, new in sizes)
-    is_even = all(out % shards == 0 for out, _ in shapes.values())
-    if hp.float8 == "tensorwise" and shards > 1 and is_even and not hp.cpu_offload:
-        b += Unit(size=(1 - width) * sum(out * inner for out, inner in float8_layers(hp)))  # see `parallelize`
+    if gathers_in_float8(hp.float8, lora.layer_shapes(hp).values(), 1 if hp.cpu_offload else shards):
+        b += Unit(size=(1 - width) * sum(out * inner for out, inner in float8_layers(hp)))
     if not hp.layer_wrap:
         return Unit(), Unit(), Unit(), e + b * hp.n_layers + h
     return (Unit(), b, Unit(), e + h) if hp.tie_embeddings else (e, b, h, Unit())
@@ -98,7 +94,7 @@ def bound(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str) -> T
     """
     width, length, tokens = (dtype or torch.float32).itemsize, hp.max_seq_len, hp.batch_size * hp.max_seq_len
     x, matrix, logits = tokens * hp.d_model * width, hp.vocab_size * hp.d_model, tokens * hp.vocab_size
-    n, _, shapes = _block(hp)
+    n, shapes = count_units(hp, dtype, 1)[1].n, lora.layer_shapes(hp)
     pairs = 16 * length**2 * (bool(hp.sliding_window) + hp.batch_size * hp.n_heads * bool(hp.dropout))
     if device_type == "cuda":
         pairs, logits = 0, min(logits, loss_chunk(torch.device("cuda"), 80 * 2**30))
@@ -108,7 +104,7 @@ def bound(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str) -> T
     held = x if hp.activation_checkpointing == "full" else saved
     embedding = 6 * x + pairs + 3 * width * (matrix + length * hp.d_model)
     block = 2 * saved + 3 * width * matrix
-    head = (5 if compiles(hp, device_type) else 17) * logits + 8 * x + 8 * matrix
+    head = (5 if hp.compiles(device_type == "cuda", hp.float8) else 17) * logits + 8 * x + 8 * matrix
     return Trace(
         Piece(2 * x + pairs, embedding, embedding, embedding),
         Piece(held, block, block + width * n, block),

@@ -1,6 +1,7 @@
 """Time of a training step: FLOPs, memory traffic and collectives over what a device and its links achieve.
 
-The fractions of a GPU's peaks are assumptions; a CPU's rates are fitted to measured steps.
+The fractions of a GPU's peaks are assumptions. On a CPU, forward and backward passes are timed, and the other rates are
+fitted to measured steps.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from lm.config import Hyperparameters
 from lm.metrics.device import peak_flops_by_name
 from lm.offload import RESIDENT
 from lm.plan.memory import count, float8_layers
+from lm.plan.timing import time_micro_step
 from lm.plan.trace import trace
 
 GB = 1e9
-COPY, LINK = 0.85, 0.8
-"""fractions of the peak that memory-bound operators and collectives achieve"""
-NVLINK_LATENCY, NETWORK_LATENCY = 2e-6, 6e-6
-"""seconds of a hop of a ring"""
+MATMUL, ATTENTION, COPY, LINK = 0.65, 0.45, 0.85, 0.8
+"""fractions of the peak that matrix products, fused attention, memory-bound operators and collectives achieve"""
+TRAFFIC = 3
+"""bytes moved per byte that a block saves: written once, read twice"""
+NETWORK_LATENCY = 6e-6
+"""seconds of a hop of a ring to another node"""
 FLOAT8 = 0.5
 """fraction that products in float8 achieve, with the conversion of their inputs, of twice the peak of 16 bits"""
 HOST_LINK, HOST_MEMORY = 25.0, 20.0
@@ -36,10 +40,7 @@ class Card:
     gib: float
     bandwidth: float
     link: float  # to another rank of the node
-    matmul: float = 0.65  # fraction of the peak that matrix products achieve
-    attention: float = 0.45  # the same for fused attention, forward and backward
-    traffic: float = 3.0  # bytes moved per byte that a block saves: written once, read twice; more without fusion
-    overhead: float = 0.0  # seconds per block and micro-step
+    latency: float = 2e-6  # seconds of a hop of a ring in the node
     slowdown: float = 1.0  # seconds per predicted second, see --calibrate
     has_float8: bool = True
 
@@ -49,12 +50,10 @@ class Card:
 
     @property
     def flops(self) -> float:
-        """Dense 16-bit peak (FLOP/s)."""
-        return peak_flops_by_name(self.name) or CPU_FLOPS
+        """Dense 16-bit peak (FLOP/s); 0 for a CPU."""
+        return peak_flops_by_name(self.name) or 0.0
 
 
-CPU_FLOPS = 480e9
-"""peak of a thread with AVX512-BF16 (FLOP/s)"""
 CARDS = {
     "h100": Card("H100", 79.2, 3350, 450),
     "h200": Card("H200", 139.8, 4800, 450),
@@ -65,7 +64,7 @@ CARDS = {
     "l4": Card("L4", 22.0, 300, 25),
     "4090": Card("RTX 4090", 23.5, 1008, 25),
     "5090": Card("RTX 5090", 31.3, 1792, 50),
-    "cpu": Card("CPU", 0.0, 20, 0.6, matmul=0.6, attention=0.16, traffic=50, overhead=0.008),
+    "cpu": Card("CPU", 0.0, 16, 1.3, latency=1.8e-3),
 }
 """By the name on the command line, from the vendors' data sheets; memory as PyTorch reports it, of a CPU this machine's
 per rank."""
@@ -84,22 +83,9 @@ def step_time(
         seconds by part and in all ("step"); FLOPs of a GPU without recomputation; bytes of a GPU by link.
     """
     shards, replicas = mesh["shard"], mesh["replicate"]
-    total, tokens, on_gpu = count(hp, dtype, shards), hp.batch_size * hp.max_seq_len, card.device_type == "cuda"
-    model_flops = lora.flops_per_token(hp, hp) * tokens
-    window = min(hp.sliding_window or hp.max_seq_len, hp.max_seq_len)
-    attended = window - window**2 / (2 * hp.max_seq_len)
-    attention = 12 * hp.n_layers * hp.n_heads * hp.head_width * attended * tokens
-    head = 6 * hp.vocab_size * hp.d_model * tokens
-    in_float8 = 6 * hp.n_layers * tokens * sum(out * inner for out, inner in float8_layers(hp)) if on_gpu else 0
-    products = model_flops - head - attention - in_float8  # of the blocks
-    again = 4 / 3 if hp.activation_checkpointing == "full" else 1.0
-    compute = (head + again * products) / card.matmul + again * (attention / card.attention + in_float8 / (2 * FLOAT8))
-    compute /= card.flops * (1 if dtype else 0.5)
-    width, bandwidth = (dtype or torch.float32).itemsize, card.bandwidth * GB * COPY
-    block = trace(hp.model_copy(update={"activation_checkpointing": "none"}), dtype, card.device_type).block.held
-    repeated = hp.n_layers * {"none": 1.0, "selective": 1.2, "full": 1.33}[hp.activation_checkpointing]
-    logits = tokens * hp.vocab_size * width
-    memory = card.traffic * (block * repeated + logits) / bandwidth + card.overhead * repeated
+    on_gpu, bandwidth = card.device_type == "cuda", card.bandwidth * GB * COPY
+    total, model_flops = count(hp, dtype, shards), lora.flops_per_token(hp, hp) * hp.batch_size * hp.max_seq_len
+    compute, memory = _time_on_gpu(hp, dtype, card, model_flops) if on_gpu else (time_micro_step(hp, dtype), 0.0)
 
     # Bytes of a GPU: cast, gather and copy out; copy in and reduce; AdamW.
     gathers = (2 if hp.reshard_after_forward else 1 / n) * n
@@ -125,8 +111,8 @@ def step_time(
     units = hp.n_layers + 2
     sent = (shards - 1) / shards * (gathers * total.size + reductions * 4 * total.trained)
     reduced = 2 * 4 * total.trained / shards * (replicas - 1) / replicas
-    ring = (nodes - 1) * NETWORK_LATENCY + (shards - nodes) * NVLINK_LATENCY
-    tree = 2 * units * (replicas - 1) ** 0.5 * NETWORK_LATENCY
+    ring = (nodes - 1) * NETWORK_LATENCY + (shards - nodes) * card.latency
+    tree = units * (replicas - 1) ** 0.5 * (2 * NETWORK_LATENCY if crosses else card.latency)
     communication = sent / rate + (gathers + reductions) * units * ring + reduced / replica_rate + tree
     # FSDP overlaps a unit's collectives with the compute of the unit before: the first and the last are exposed.
     busy = n * (compute + memory) if on_gpu else 0.0
@@ -136,3 +122,19 @@ def step_time(
     seconds = {part: card.slowdown * value for part, value in (seconds | {"offload": offload}).items() if value}
     links = {"nvlink": sent + reduced - remote, "network": remote}
     return {"seconds": seconds, "step": sum(seconds.values()), "flops": model_flops * n, "links": links}
+
+
+def _time_on_gpu(hp: Hyperparameters, dtype: torch.dtype | None, card: Card, model_flops: float) -> tuple[float, float]:
+    """Return the seconds of a micro-step's matrix products and attention, and of its memory-bound operators."""
+    tokens, width = hp.batch_size * hp.max_seq_len, (dtype or torch.float32).itemsize
+    window = min(hp.sliding_window or hp.max_seq_len, hp.max_seq_len)
+    attended = window - window**2 / (2 * hp.max_seq_len)
+    attention = 12 * hp.n_layers * hp.n_heads * hp.head_width * attended * tokens
+    head = 6 * hp.vocab_size * hp.d_model * tokens
+    in_float8 = 6 * hp.n_layers * tokens * sum(out * inner for out, inner in float8_layers(hp))
+    products = model_flops - head - attention - in_float8  # of the blocks
+    again, repeated = {"none": (1.0, 1.0), "selective": (1.0, 1.2), "full": (4 / 3, 1.33)}[hp.activation_checkpointing]
+    compute = (head + again * products) / MATMUL + again * (attention / ATTENTION + in_float8 / (2 * FLOAT8))
+    block = trace(hp.model_copy(update={"activation_checkpointing": "none"}), dtype, "cuda").block.held
+    n_bytes = TRAFFIC * (hp.n_layers * repeated * block + tokens * hp.vocab_size * width)
+    return compute / (card.flops * (1 if dtype else 0.5)), n_bytes / (card.bandwidth * GB * COPY)

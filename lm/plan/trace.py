@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lm import lora, parallelize
 from lm.config import Hyperparameters
-from model import AttentionInputs, ModelConfig, Transformer, chunk_cross_entropy, loss_chunk
+from model import AttentionInputs, Transformer, chunk_cross_entropy, loss_chunk
 
 
 class LiveBytes(TorchDispatchMode):
@@ -79,29 +79,35 @@ class Trace:
     head: Piece
 
 
-BLOCK_KEYS = ModelConfig.model_fields.keys() - {"model", "n_layers"}
-"""hyperparameters that a block depends on"""
-
-
-def compiles(hp: Hyperparameters, device_type: str) -> bool:
-    """Return whether blocks and loss are compiled."""
-    return hp.compile is True or (hp.compile == "auto" and (device_type == "cuda" or hp.float8 is not None))
-
-
 def trace(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str) -> Trace:
     """Measure a forward and a backward pass of the embedding, a block and the head, with unsharded parameters.
 
     A block is measured with one and two sequences: its bytes are linear in their number. On a GPU, attention is taken
     to be a fused kernel that saves no mask, and dropout to save none either.
     """
-    include = BLOCK_KEYS | lora.LoraConfig.model_fields.keys() | {"activation_checkpointing"}
-    ends = hp.model_copy(update={"activation_checkpointing": "none"})
-    keys = [each.model_dump_json(include=include) for each in (hp, ends)]
-    run = dtype, device_type, compiles(hp, device_type)
-    embedding, head = _measure(keys[1], hp.batch_size, 0, *run)
-    one, two = (_measure(keys[0], size, 2, *run)[2] for size in (1, 2))
+    ends = model_key(hp.model_copy(update={"activation_checkpointing": "none"}))
+    run = dtype, device_type, hp.compiles(device_type == "cuda", hp.float8)
+    embedding, head = _measure(ends, hp.batch_size, 0, *run)
+    one, two = (_measure(model_key(hp), size, 2, *run)[2] for size in (1, 2))
     pairs = zip(astuple(one), astuple(two), strict=True)
     return Trace(embedding, Piece(*(a + (hp.batch_size - 1) * (b - a) for a, b in pairs)), head)
+
+
+def model_key(hp: Hyperparameters) -> str:
+    """Return as JSON the hyperparameters that `build_model` reads."""
+    include = lora.BLOCK_KEYS | lora.LoraConfig.model_fields.keys() | {"activation_checkpointing"}
+    return hp.model_dump_json(include=include)
+
+
+def build_model(hp: Hyperparameters, n_layers: int, dtype: torch.dtype | None) -> Transformer:
+    """Return the model as a rank computes with it, on the meta device, with `n_layers` blocks and not compiled."""
+    with torch.device("meta"):
+        model = lora.add_adapters(Transformer(hp.model_copy(update={"n_layers": n_layers})), hp, dtype)
+        model.to(dtype or torch.float32)
+    if hp.activation_checkpointing != "none":
+        for block in model.blocks:
+            block.forward = partial(parallelize.checkpointing(hp.activation_checkpointing), block.forward)
+    return model
 
 
 @functools.lru_cache(maxsize=256)
@@ -111,18 +117,12 @@ def _measure(
     """Return the pieces of a model in forward order; `key` is JSON of its hyperparameters."""
     hp, on_gpu = Hyperparameters.model_validate_json(key), device_type == "cuda"
     changes = {"dropout": 0.0, "sliding_window": None} if on_gpu else {}
-    with torch.device("meta"):
-        model = Transformer(hp.model_copy(update=changes | {"n_layers": n_layers}))
-        model = lora.add_adapters(model, hp, dtype)
-        model.to(dtype or torch.float32)
-    live = LiveBytes()
+    changes |= {"activation_checkpointing": "none"} if compiled else {}  # the partitioner decides what is recomputed
+    model, live = build_model(hp.model_copy(update=changes), n_layers, dtype), LiveBytes()
     if compiled and n_layers:
         run = _compiled(copy.deepcopy(model.blocks[0]), hp.activation_checkpointing, live)
         for block in model.blocks:
             block.forward = partial(run, block)
-    elif hp.activation_checkpointing != "none":
-        for block in model.blocks:
-            block.forward = partial(parallelize.checkpointing(hp.activation_checkpointing), block.forward)
     if on_gpu or compiled:
         model.head.chunk_cross_entropy = _fused_loss if compiled else partial(chunk_cross_entropy)
         model.head.loss_chunk = lambda _: loss_chunk(torch.device(device_type), 80 * 2**30)  # of a GPU of 80 GiB
