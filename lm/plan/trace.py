@@ -7,7 +7,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -88,9 +88,14 @@ def trace(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str) -> T
     ends = model_key(hp.model_copy(update={"activation_checkpointing": "none"}))
     run = dtype, device_type, hp.compiles(device_type == "cuda", hp.float8)
     embedding, head = _measure(ends, hp.batch_size, 0, *run)
-    one, two = (_measure(model_key(hp), size, 2, *run)[2] for size in (1, 2))
-    pairs = zip(astuple(one), astuple(two), strict=True)
-    return Trace(embedding, Piece(*(a + (hp.batch_size - 1) * (b - a) for a, b in pairs)), head)
+    n_blocks = 3 if hp.lora_rank else 2  # after a frozen embedding, the first two differ from the others
+    one, two = (_measure(model_key(hp), size, n_blocks, *run)[1:-1] for size in (1, 2))
+    *first, block = (
+        Piece(*(a + (hp.batch_size - 1) * (b - a) for a, b in zip(astuple(of_one), astuple(of_two), strict=True)))
+        for of_one, of_two in zip(one, two, strict=True)
+    )
+    difference = sum(piece.held - block.held for piece in first)
+    return Trace(replace(embedding, held=embedding.held + difference), block, head)
 
 
 def model_key(hp: Hyperparameters) -> str:
@@ -137,9 +142,10 @@ def _measure(
 
     def mark_forward(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
         mark()
-        if not output.requires_grad:  # a frozen embedding: let all blocks be alike
+        if not (n_layers or output.requires_grad):  # of a frozen embedding: the head follows blocks
             output = output.detach().requires_grad_()
-        output.register_hook(mark)
+        if output.requires_grad:
+            output.register_hook(mark)
         return output
 
     pieces = [model.embedding, *model.blocks, model.head]
@@ -151,6 +157,8 @@ def _measure(
         tokens = torch.zeros(batch_size, hp.max_seq_len, dtype=torch.int64)
         mark()
         model(tokens, tokens).backward()
+        if len(phases) == 2 * len(pieces):  # the embedding is frozen, and has no backward pass
+            mark()
         mark()
     starts, peaks = zip(*phases, strict=True)
 
@@ -209,8 +217,19 @@ def _compiled(twin: nn.Module, recompute: str, live: LiveBytes) -> Callable[...,
         return make_boxed_func(run)
 
     table = select_decomp_table()
-    function = aot_function(forward, compiler, compiler, partition_fn=partition, decompositions=table)
-    return lambda block, x, inputs, _cache: function(x, inputs.rope, inputs.mask, *block.parameters())
+    functions: dict[bool, Callable[..., Tensor]] = {}  # by whether x needs a gradient
+
+    def run(block: nn.Module, x: Tensor, inputs: AttentionInputs, _cache: Any) -> Tensor:
+        arguments = x, inputs.rope, inputs.mask, *block.parameters()
+        if x.requires_grad not in functions:
+            function = aot_function(forward, compiler, compiler, partition_fn=partition, decompositions=table)
+            live.counts = False
+            function(*arguments)  # is compiled in the first call
+            live.counts = True
+            functions[x.requires_grad] = function
+        return functions[x.requires_grad](*arguments)
+
+    return run
 
 
 class _FusedGraph(fx.Interpreter):
@@ -224,10 +243,10 @@ class _FusedGraph(fx.Interpreter):
         self._live = live
 
     def run_node(self, n: fx.Node) -> Any:
-        self._live.counts = False
+        counts, self._live.counts = self._live.counts, False
         result = super().run_node(n)
-        self._live.counts = True
-        if n.op == "call_function" and not (_is_elementwise(n) and all(map(_fuses, n.users))):
+        self._live.counts = counts
+        if counts and n.op == "call_function" and not (_is_elementwise(n) and all(map(_fuses, n.users))):
             pytree.tree_map_only(Tensor, self._live.add, result)
         return result
 
