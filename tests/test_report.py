@@ -26,7 +26,15 @@ def make_run(name: str, **hyperparameters: object) -> Path:
     path.mkdir(parents=True)
     settings = {"run_name": name, "max_steps": 30, "lr": 0.001} | hyperparameters
     (path / "config.yaml").write_text(yaml.safe_dump({"hyperparameters": settings}))
-    session = {"tokens_per_step": 1000, "ranks": 8, "gpus": 8, "device": "H100", "host": "a|b", "versions": "PyTorch 3"}
+    session = {
+        "step": 0,
+        "tokens_per_step": 1000,
+        "ranks": 8,
+        "gpus": 8,
+        "device": "H100",
+        "host": "a|b",
+        "versions": "PyTorch 3",
+    }
     sessions = [{"time": 1000.0, "last_write": None}, {"time": 2000.0, "last_write": 1100.0}]
     metrics = {"mfu": 0.5, "peak_memory_gib": 3.5, "save_stall_seconds": 1.5, "skipped_steps": 1.0, "lr": 1e-3}
     reports = [

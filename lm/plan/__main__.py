@@ -64,7 +64,7 @@ def make_plan(hp: Hyperparameters, ranks: fit.Ranks, card: speed.Card | None = N
     mesh = parallelize.mesh_dims(hp, ranks.size, ranks.per_node)
     global_batch_size = derive_global_batch_size(hp, ranks.size)
     n_micro_batches = global_batch_size // (hp.batch_size * ranks.size)
-    parts, host = fit.need(hp, ranks), fit.need_of_host(hp, ranks)
+    parts, host = fit.required_memory(hp, ranks), fit.required_host_memory(hp, ranks)
     total = memory.count(hp, ranks.dtype, mesh["shard"])
     plan: Plan = {"parameters": total.n, "trained": total.trained, "gpus": ranks.size}
     plan |= {"nodes": ranks.size // ranks.per_node, "mesh": mesh}
@@ -182,12 +182,14 @@ def text(plan: Plan, hp: Hyperparameters) -> str:
         f"largest batch_size without accumulation: {plan['largest_batch_size']}",
     ]
     if "step" in plan:
+        is_timed = plan["mfu"] is None
+        source = "forward and backward timed on this CPU" if is_timed else "not measured on a GPU"
         links = [f"{n_bytes / 1e9:.1f} GB over {link}" for link, n_bytes in plan["links"].items() if n_bytes]
         parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in plan["seconds"].items())
         lines += [
             "; ".join([f"{plan['flops'] / 1e12:,.1f} TFLOP per GPU and step", *links]),
-            f"{plan['step']:.3f} s per step ({parts}), not measured on a GPU",
-            f"{plan['tokens_per_second']:,.0f} tokens/s" + ("" if plan["mfu"] is None else f", MFU {plan['mfu']:.1%}"),
+            f"{plan['step']:.3f} s per step ({parts}), {source}",
+            f"{plan['tokens_per_second']:,.0f} tokens/s" + ("" if is_timed else f", MFU {plan['mfu']:.1%}"),
         ]
     if "hours" in plan:
         lines += [f"{plan['hours']:,.2f} hours, {plan['hours'] * plan['gpus']:,.1f} GPU-hours"]
@@ -208,7 +210,7 @@ def calibration(run: Path, card: speed.Card, network: float) -> float:
     session: dict[str, Any] = sessions[-1] if sessions else {"step": math.inf}
     seconds = [report["step_seconds"] for report in reports if report["step"] > session["step"]][1:]  # first: start-up
     if not seconds:
-        raise ConfigError(f"--calibrate: {run} has fewer than two training reports; train longer")
+        raise ConfigError(f"--calibrate: {run}: the last session has fewer than two training reports; train longer")
     if (session["gpus"] == 0) != (card.device_type == "cpu"):
         raise ConfigError(f"--calibrate: {run} ran on {session['device']}; set --gpu to its kind (cpu for a CPU)")
     hp, size = config.load(run / "config.yaml", []), session["ranks"]
@@ -241,15 +243,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args.nodes = max(1, -(-args.gpus // 8)) if args.nodes is None else args.nodes
     near = difflib.get_close_matches(args.gpu, speed.CARDS, n=3, cutoff=0.3) or speed.CARDS
     is_timed = args.search or args.plot or args.calibrate
-    can_divide = args.nodes > 0 and args.gpus % args.nodes == 0
+    can_divide = args.nodes < 1 or args.gpus % args.nodes == 0
     amounts = {"--memory": args.memory, "--host-memory": args.host_memory, "--network": args.network}
     amounts = {option: value for option, value in amounts.items() if value is not None}
     is_valid = {f"{option}: {n:g} must be finite and above 0": 0 < n < math.inf for option, n in amounts.items()}
     is_valid |= {
         f"--gpu: {args.gpu} is unknown; did you mean {', '.join(near)}? Or use --memory GIB": args.gpu in speed.CARDS,
         f"--gpus: {args.gpus} must be 1 or more": args.gpus >= 1,
+        f"--nodes: {args.nodes} must be 1 or more": args.nodes >= 1,
         f"--gpus: {args.gpus} GPUs cannot be divided among {args.nodes} nodes": can_divide,
         "--memory: --search, --plot and --calibrate need --gpu": not (args.memory and is_timed),
+        "--plot: compares GPUs; set --gpu to one": not (args.plot and args.gpu == "cpu"),
     }
     if not all(is_valid.values()):
         raise ConfigError(*(problem for problem, valid in is_valid.items() if not valid))
@@ -284,7 +288,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.search:
         plans = list(search(hp, ranks, card, args.network))
         if not plans:
-            raise ConfigError(f"--search: nothing fits on up to {args.gpus} GPUs; use more, or lora_rank")
+            raise ConfigError(
+                f"--search: no settings fit on {args.gpus} GPUs or fewer; increase --gpus, or set lora_rank"
+            )
         print(json.dumps(plans) if args.json else search_table(plans))
         return 0
     plan = make_plan(hp, ranks, None if args.memory else card, args.network)

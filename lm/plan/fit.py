@@ -48,7 +48,7 @@ class Ranks:
         return host_fits and sum(needed.values()) <= USABLE * self.memory
 
 
-def need(hp: Hyperparameters, ranks: Ranks, activations: memory.Activations = trace) -> memory.Parts:
+def required_memory(hp: Hyperparameters, ranks: Ranks, activations: memory.Activations = trace) -> memory.Parts:
     """Return the peak bytes of a rank by part.
 
     Raises:
@@ -60,7 +60,7 @@ def need(hp: Hyperparameters, ranks: Ranks, activations: memory.Activations = tr
     return max(phases, key=lambda parts: sum(parts.values()))
 
 
-def need_of_host(hp: Hyperparameters, ranks: Ranks, activations: memory.Activations = trace) -> int:
+def required_host_memory(hp: Hyperparameters, ranks: Ranks, activations: memory.Activations = trace) -> int:
     """Return the bytes of host memory for a rank's copy in asynchronous checkpoints, and what a GPU moves there."""
     shards, n_bytes = ranks.shards(hp), 0
     if hp.async_checkpoint:
@@ -79,7 +79,7 @@ def largest_batch_size(hp: Hyperparameters, ranks: Ranks) -> int:
 
     def exceeds(size: int) -> bool:
         changed = hp.model_copy(update={"batch_size": size, "total_batch_size": None})
-        return not ranks.fit(need(changed, ranks), need_of_host(changed, ranks))
+        return not ranks.fit(required_memory(changed, ranks), required_host_memory(changed, ranks))
 
     bound = next((size for size in (2**power for power in range(12)) if exceeds(size)), 4096)
     return bisect_left(range(1, bound + 1), True, key=exceeds)
@@ -94,13 +94,15 @@ def nearest(hp: Hyperparameters, ranks: Ranks, activations: memory.Activations) 
             state = 0 if changed.cpu_offload else state_bytes(changed, others.dtype, others.shards(changed))
             if state > USABLE * others.memory:
                 return False  # without a trace
-            return others.fit(need(changed, others, activations), need_of_host(changed, others, activations))
+            return others.fit(
+                required_memory(changed, others, activations), required_host_memory(changed, others, activations)
+            )
         return False
 
     n, on_gpu = ranks.size, ranks.device_type == "cuda"
     full, offload = {"sharding": "full-shard"}, {"cpu_offload": True}
     least = full | {"activation_checkpointing": "full", "batch_size": 1}
-    kinds: list[list[tuple[dict[str, Any], int]]] = [  # of each, the first that fits counts
+    candidates: list[list[tuple[dict[str, Any], int]]] = [  # of each list, the first that fits counts
         [({"activation_checkpointing": mode}, n) for mode in ("selective", "full")],
         [({"batch_size": hp.batch_size >> power}, n) for power in range(1, hp.batch_size.bit_length())],
         [(full, n), (least, n)],
@@ -111,7 +113,7 @@ def nearest(hp: Hyperparameters, ranks: Ranks, activations: memory.Activations) 
     is_large = state_bytes(hp, ranks.dtype, ranks.shards(hp)) > ranks.memory / 2  # else activations are
     sizes: list[dict[str, Any]] = []
     if hp.init_from is not None:
-        kinds.append([] if hp.float8 else [(changes | {"lora_rank": 16}, n) for changes in ({}, least)])
+        candidates.append([] if hp.float8 else [(changes | {"lora_rank": 16}, n) for changes in ({}, least)])
     elif hp.model is not None and is_large:
         keys = ModelConfig.model_fields.keys() - {"max_seq_len"}
         models = [ModelConfig.model_validate({"model": name}) for name in PRESETS]
@@ -119,22 +121,22 @@ def nearest(hp: Hyperparameters, ranks: Ranks, activations: memory.Activations) 
         sizes.sort(key=lambda size: -state_bytes(hp.model_copy(update=size), ranks.dtype, 1))
     elif is_large:
         depths = [int(hp.n_layers * 0.95**power) for power in range(1, 160)]
-        kinds.append([({"n_layers": depth}, n) for depth in depths if depth])
+        candidates.append([({"n_layers": depth}, n) for depth in depths if depth])
         step = 2 * hp.n_heads
         widths = [int(hp.d_model * 0.85**power) // step * step for power in range(1, 40)]
         sizes = [{"d_model": width} for width in widths if width and not hp.head_dim]
     fewer = {"n_layers": -(-hp.n_layers // 4)}
-    kinds += [
+    candidates += [
         [(others | size, m) for size in sizes] for others, m in (({}, n), (fewer, n), (full, 8 * n), (full, 64 * n))
     ]
     found: list[list[str]] = []
-    for kind in kinds:
-        for changes, size in kind:
+    for alternatives in candidates:
+        for changes, size in alternatives:
             shown = {"model": changes["model"]} if "model" in changes else changes
-            words = [*[f"{size} ranks"] * (size > n), *(f"{k}={v}" for k, v in shown.items() if getattr(hp, k) != v)]
-            if words and len(found) < 3 and fits(changes, size):
-                if not any(set(others) <= set(words) for others in found):
-                    found.append(words)
+            settings = [*[f"{size} ranks"] * (size > n), *(f"{k}={v}" for k, v in shown.items() if getattr(hp, k) != v)]
+            if settings and len(found) < 3 and fits(changes, size):
+                if not any(set(others) <= set(settings) for others in found):
+                    found.append(settings)
                 break
     return "; ".join(map(" ".join, found)) or "a smaller model"
 
@@ -164,7 +166,7 @@ def check(hp: Hyperparameters, world: World, dry_run: bool) -> str | None:
     ranks = Ranks(dtype, world.device.type, world.size, per_node, available, node if on_gpu else math.inf)
 
     def line(ran_out: bool) -> str:
-        needed = need(hp, ranks)
+        needed = required_memory(hp, ranks)
         n_bytes = sum(needed.values())
         limit = replace(ranks, memory=min(available, n_bytes) if ran_out else available)
         text = f"needs about {n_bytes / GIB:.1f} of {available / GIB:.1f} GiB per {what}"
@@ -172,7 +174,7 @@ def check(hp: Hyperparameters, world: World, dry_run: bool) -> str | None:
             return text
         return f"{text}; what needs at most {USABLE * limit.memory / GIB:.1f} GiB: {nearest(hp, limit, trace)}"
 
-    def find() -> str | None:
+    def summarize() -> str | None:
         state, offloads = state_bytes(hp, dtype, ranks.shards(hp)), hp.cpu_offload and on_gpu
         if state > (node // per_node if offloads else available):
             space = f"{node / per_node / GIB:.1f} GiB of host memory" if offloads else f"{available / GIB:.1f} GiB"
@@ -183,7 +185,7 @@ def check(hp: Hyperparameters, world: World, dry_run: bool) -> str | None:
             )
         if not (on_gpu or dry_run) and state < GIB // 4:
             return None
-        return "\n".join([line(False), *(table(need(hp, ranks)) if dry_run else [])])
+        return "\n".join([line(False), *(table(required_memory(hp, ranks)) if dry_run else [])])
 
     world.memory_notes.append(lambda: line(True))
-    return world.on_rank0(find)
+    return world.on_rank0(summarize)
