@@ -177,10 +177,10 @@ def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert moved["seconds"]["offload"] > 0
     hybrid = {"sharding": "hybrid-full-shard"}
     full, grouped = (plan(hp.model_copy(update=c), 64) for c in ({}, hybrid))
-    p, one = full["parameters"], {"nvlink": 7 / 8, "network": 1 / 8}
+    p, one = full["parameters"], {"node": 7 / 8, "network": 1 / 8}
     for link, share in one.items():  # 16-bit parameters gathered twice and float32 gradients reduced, in one ring
         assert full["links"][link] == pytest.approx(share * 8 * p * 63 / 64)
-    assert grouped["links"] == pytest.approx({"nvlink": 8 * p * 7 / 8, "network": 8 * p / 8 * 7 / 8})
+    assert grouped["links"] == pytest.approx({"node": 8 * p * 7 / 8, "network": 8 * p / 8 * 7 / 8})
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_float8_halves_the_bytes_of_the_blocks_matrices() -> None:
     bfloat16, *others = (plan(hp.model_copy(update=c)) for c in changes)
     matrices = hp.n_layers * (4 * hp.d_model**2 + 3 * hp.d_model * hp.ffn_width)
     for other, gathered in zip(others, (matrices, 0, 0), strict=True):  # twice: in forward and in backward
-        assert bfloat16["links"]["nvlink"] - other["links"]["nvlink"] == pytest.approx(2 * gathered * 7 / 8)
+        assert bfloat16["links"]["node"] - other["links"]["node"] == pytest.approx(2 * gathered * 7 / 8)
         assert other["seconds"]["compute"] < bfloat16["seconds"]["compute"]
     unit = matrices // hp.n_layers  # a block and the all-gather buffer of the next
     assert bfloat16["memory"]["gathered"] - others[0]["memory"]["gathered"] in (unit, 2 * unit)

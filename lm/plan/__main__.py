@@ -184,7 +184,7 @@ def text(plan: Plan, hp: Hyperparameters) -> str:
     if "step" in plan:
         is_timed = plan["mfu"] is None
         source = "forward and backward timed on this CPU" if is_timed else "not measured on a GPU"
-        links = [f"{n_bytes / 1e9:.1f} GB over {link}" for link, n_bytes in plan["links"].items() if n_bytes]
+        links = [f"{n_bytes / 1e9:.1f} GB in the {link}" for link, n_bytes in plan["links"].items() if n_bytes]
         parts = ", ".join(f"{part} {seconds:.3f}" for part, seconds in plan["seconds"].items())
         lines += [
             "; ".join([f"{plan['flops'] / 1e12:,.1f} TFLOP per GPU and step", *links]),

@@ -120,7 +120,7 @@ def step_time(
     remote = sent / per_node * (nodes > 1) + reduced / peers * crosses
     seconds = {"compute": n * compute, "memory": n * memory, "optimizer": optimizer, "exposed communication": exposed}
     seconds = {part: card.slowdown * value for part, value in (seconds | {"offload": offload}).items() if value}
-    links = {"nvlink": sent + reduced - remote, "network": remote}
+    links = {"node": sent + reduced - remote, "network": remote}
     return {"seconds": seconds, "step": sum(seconds.values()), "flops": model_flops * n, "links": links}
 
 
