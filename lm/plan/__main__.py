@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from lm import config, parallelize
+from lm import config, parallelize, precision
 from lm.config import Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.errors import ConfigError, command, oserror_as_config_error
@@ -36,13 +36,17 @@ from lm.metrics.device import GIB
 from lm.plan import fit, memory, speed
 
 DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, None: None}
-"""Compute dtype on a device that has bfloat16, by `amp_dtype`; None = float32."""
+"""Compute dtype on a GPU that has bfloat16, by `amp_dtype`; None = float32."""
 SHARDINGS = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
 GRID: dict[str, Sequence[Any]] = {"activation_checkpointing": ("none", "selective", "full")}
 GRID |= {"activation_offload": (False, True), "cpu_offload": (False, True)}
 """What --search combines with sharding, batch size, `optim_dtype` and adapters."""
 
 Plan = dict[str, Any]
+
+
+def _dtype(hp: Hyperparameters, card: speed.Card) -> torch.dtype | None:
+    return precision.compute_dtype(hp, torch.device("cpu")) if card.device_type == "cpu" else DTYPES[hp.amp_dtype]
 
 
 def make_plan(hp: Hyperparameters, ranks: fit.Ranks, card: speed.Card | None = None, network: float = 50.0) -> Plan:
@@ -215,7 +219,7 @@ def calibration(run: Path, card: speed.Card, network: float) -> float:
         raise ConfigError(f"--calibrate: {run} ran on {session['device']}; set --gpu to its kind (cpu for a CPU)")
     hp, size = config.load(run / "config.yaml", []), session["ranks"]
     nodes = -(-session["gpus"] // 8) or 1
-    ranks = fit.Ranks(DTYPES[hp.amp_dtype], card.device_type, size, size // nodes, math.inf)
+    ranks = fit.Ranks(_dtype(hp, card), card.device_type, size, size // nodes, math.inf)
     return statistics.median(seconds) / make_plan(hp, ranks, card, network)["step"]
 
 
@@ -280,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     host = args.host_memory * GIB if args.host_memory else math.inf
     if not args.host_memory and torch.cuda.is_available() and card.name in torch.cuda.get_device_name():
         host = host_memory()[0]
-    ranks = fit.Ranks(DTYPES[hp.amp_dtype], card.device_type, args.gpus, per_node, round(gib * GIB), host)
+    ranks = fit.Ranks(_dtype(hp, card), card.device_type, args.gpus, per_node, round(gib * GIB), host)
     if args.calibrate:
         card = replace(card, slowdown=calibration(args.calibrate, card, args.network))
     if args.plot:
