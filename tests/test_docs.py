@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from lm import config
+from tests.conftest import MESSAGES, STALE
 from tests.support import ROOT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -23,7 +24,8 @@ SPOKEN = [
     *ROOT.glob("*.py"),
     *(path for folder in ("lm", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")),
     *(path for folder in ("recipes", "launch") for path in (ROOT / folder).iterdir()),
-    *(path for path in (ROOT / "Makefile", ROOT / "tests" / "messages.json") if path.exists()),
+    ROOT / "Makefile",
+    MESSAGES,
 ]
 """All files whose prose somebody reads."""
 
@@ -76,8 +78,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_modules_and_targets_exist(page: Path) -> None:
     text = page.read_text()
     for name in re.findall(r"\b(?:lm|docs|recipes|launch|tests|benchmarks)/[\w/.-]*\w", text):
-        if name != "tests/messages.json":  # made by pytest --update-messages
-            assert (ROOT / name).exists() or "data/" in name, name
+        assert (ROOT / name).exists() or "data/" in name, name
     for module in re.findall(r"python -m ((?:lm|tests|benchmarks)[.\w]*\w)", text):
         assert importlib.util.find_spec(module), module
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE):
@@ -110,3 +111,7 @@ def test_prose_uses_the_fields_words(phrase: str) -> None:
         if re.search(phrase, line, re.IGNORECASE)
     ]
     assert not found, "\n".join(found)
+
+
+def test_every_message_is_of_a_test(pytestconfig: pytest.Config) -> None:
+    assert not pytestconfig.stash[STALE], "pytest --update-messages removes them"
