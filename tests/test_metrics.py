@@ -11,6 +11,7 @@ import resource
 import sys
 import termios
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -158,8 +159,8 @@ def test_the_peak_follows_from_the_name_of_the_gpu() -> None:
     tflops |= {"NVIDIA H100 NVL": 835, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100-PCIE-40GB": 312, "NVIDIA L40S": 362}
     tflops |= {"NVIDIA L4": 121, "Tesla V100-SXM2-16GB": 125, "Tesla V100-PCIE-32GB": 112, "Tesla T4": 65}
     assert {name: peak_flops_by_name(name) for name in tflops} == {name: peak * 1e12 for name, peak in tflops.items()}
-    for unknown in ("NVIDIA L40", "NVIDIA A10", "NVIDIA T400 4GB", "NVIDIA GeForce RTX 3060", "NVIDIA A100 MIG 1g.5gb"):
-        assert peak_flops_by_name(unknown) is None
+    unknown = ("L40", "A10", "T400 4GB", "GeForce RTX 3060", "GeForce RTX 4090 Laptop GPU", "A100 MIG 1g.5gb")
+    assert [name for name in unknown if peak_flops_by_name(f"NVIDIA {name}")] == []
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", None)])
@@ -295,6 +296,18 @@ def test_the_cluster_receives_metrics_progress_and_status(capsys: pytest.Capture
     assert cluster.progress in ([0.25, 1.0], [1.0])  # reported in the background, the newest only
     assert cluster.statuses.empty()
     assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+def test_the_status_of_a_run_that_fails_before_training_is_reported() -> None:
+    class SlowCluster(Cluster):
+        def set_status(self, status: str) -> None:
+            time.sleep(0.2)
+            super().set_status(status)
+
+    cluster = SlowCluster()
+    with pytest.raises(RunError), MetricLogger(0, None, cluster, max_steps=100):
+        raise RunError("no such file")
+    assert cluster.statuses.get_nowait() == "failed"
 
 
 def test_a_sample_is_a_line_of_its_file_a_text_in_tensorboard_and_harmless_on_a_terminal(

@@ -25,7 +25,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype | None) -> float | None:
 
 def peak_flops_by_name(name: str) -> float | None:
     """Return the dense 16-bit peak of the GPU called `name` (FLOP/s), or None if unknown."""
-    if "MIG" in name:  # a slice of the GPU
+    if re.search("MIG|Laptop", name):  # a slice, or a smaller chip than the desktop card's
         return None
     return next((peak * 1e12 for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 

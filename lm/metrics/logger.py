@@ -40,7 +40,7 @@ class MetricLogger:
         in_search = info is not None and master.in_search(info)
         self._core_api = CoreAPI(train_context, max_steps, in_search) if rank == 0 and run_dir is None else None
         self._trackers: list[Tracker] = []
-        self._sinks: list[Sink] = []
+        self._sinks: list[Sink] = [self._core_api] if self._core_api else []
 
     @contextmanager
     def _oserror_as_run_error(self) -> Iterator[None]:
@@ -56,16 +56,15 @@ class MetricLogger:
     def start(
         self, step: int, missing: Collection[str] = (), hyperparameters: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
-        """Open the sinks after `step` completed steps, without records of later steps, or of `missing` groups at it."""
+        """Open the sinks after `step` completed steps; drop records after `step`, and `missing` groups' at `step`."""
         self.set_status("training")
         if self._console:
             with self._oserror_as_run_error():
-                sinks: list[Sink] = [self._core_api] if self._core_api else []
                 if self._run_dir:
-                    sinks += [JSONL(self._run_dir, step, missing)]
-                    sinks += [TensorBoard(self._run_dir, step, missing, hyperparameters)]
+                    self._sinks += [JSONL(self._run_dir, step, missing)]
+                    self._sinks += [TensorBoard(self._run_dir, step, missing, hyperparameters)]
                 self._trackers = open_trackers(hyperparameters, self._run_dir, self._cluster_info, self.info)
-                self._sinks = [*self._trackers, *sinks, self._console]
+                self._sinks = [*self._trackers, *self._sinks, self._console]
             self._console.start(step)
 
     def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:

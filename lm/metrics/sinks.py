@@ -78,7 +78,8 @@ class TensorBoard:
     """Event files of two runs, `training` and `validation`, which share the chart `loss`.
 
     All other scalars are named `<group>/<metric>`, which comes after `loss`. The run `validation` also has the samples
-    as text, and the hyperparameters with its last loss. What is not before `start`, or is `missing` at it, is removed.
+    as text, and the hyperparameters with its last loss. Events after step `start`, and those of `missing` groups at it,
+    are hidden.
     """
 
     def __init__(self, run_dir: Path, start: int, missing: Collection[str], hyperparameters: Mapping[str, Any]) -> None:
@@ -122,7 +123,7 @@ def _add_text(writer: SummaryWriter, step: int, text: str) -> None:
 class CoreAPI:
     """Metrics, progress and status of the trial in Determined's Web UI.
 
-    In a search, every report is followed by the question whether the search has stopped the trial.
+    In a search, it asks the master after every report whether the search has stopped the trial.
     """
 
     def __init__(self, train_context: core.TrainContext, max_steps: int, in_search: bool) -> None:
@@ -138,7 +139,7 @@ class CoreAPI:
         if group == "training":
             self._background.submit(self._train_context.report_progress, min(1.0, step / self._max_steps))
         if self._in_search:
-            self._background.submit(self._ask, self._train_context)
+            self._background.submit(self._check_search, self._train_context)
 
     def log_sample(self, step: int, prompt: str, text: str) -> None:
         if self._samples is None:
@@ -148,7 +149,7 @@ class CoreAPI:
         _add_text(self._samples, step, prompt + text)
         self._samples.flush()
 
-    def _ask(self, train_context: core.TrainContext) -> None:
+    def _check_search(self, train_context: core.TrainContext) -> None:
         self.stopped_by_search |= master.is_stopped(train_context)
 
     def set_status(self, status: str) -> None:
