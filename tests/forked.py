@@ -2,7 +2,9 @@
 
 `Forked` is `subprocess.Popen` for Python programs: a process with its own arguments, environment, working directory,
 streams, signals and exit code. What depends on how Python starts needs a real command: the variables `READ_AT_START`,
-signals during imports, and other launchers.
+signals during imports, and other launchers. PYTHONUNBUFFERED has no effect in a forked process.
+
+It overrides the private methods `_execute_child`, `_internal_poll` and `_wait`; tested with Python 3.11.
 """
 
 from __future__ import annotations
