@@ -16,7 +16,6 @@ Exit code 1 if a loss or a file differs, a start does not resume by itself, or a
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
 import signal
@@ -35,6 +34,7 @@ import psutil
 from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest, verify
 from lm.checkpoint.object_storage import CheckpointStorage, ObjectStorage
 from lm.checkpoint.retention import Directory
+from lm.fileio import read_records
 from tests.support import EXACT, EXACT_RUN, start
 from tests.sweep import operations, preload
 
@@ -71,13 +71,8 @@ class SoakError(Exception):
 
 def lines(folder: Path) -> Lines:
     """The metrics in metrics.jsonl that must be exact, by group and step."""
-    path = folder / "runs" / "test" / "metrics.jsonl"
-    found: Lines = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with suppress(ValueError):  # cut short by a kill
-            record = json.loads(line)
-            found[record["group"], record["step"]] = {key: record[key] for key in EXACT if key in record}
-    return found
+    records = read_records(folder / "runs" / "test" / "metrics.jsonl", {"group", "step"})
+    return {(each["group"], each["step"]): {key: each[key] for key in EXACT if key in each} for each in records}
 
 
 def last_step(folder: Path) -> int:

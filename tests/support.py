@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ ROOT = Path(__file__).parent.parent
 
 TINY: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 16}
 """Hyperparameters of a model so small that a run takes hardly longer than its imports."""
+
+LLAMA_STYLE: dict[str, Any] = {"norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none", "n_kv_heads": 2}
+"""Hyperparameters of Llama's architecture, at any size."""
 
 EXACT_RUN: dict[str, Any] = TINY | {
     "dropout": 0.1,
@@ -155,6 +159,14 @@ def run(
         raise AssertionError(f"still running after {timeout} s\n{output}\n{errors}") from None
     assert code in (None, process.returncode), errors
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def wait_until(condition: Callable[[], Any], explain: Callable[[], str] = str, seconds: float = 300) -> None:
+    """Wait until `condition()` is true; after `seconds`, fail with `explain()`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, explain()
+        time.sleep(0.1)
 
 
 def reports(folder: Path, group: str = "training", name: str = "test") -> dict[int, dict[str, Any]]:

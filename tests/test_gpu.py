@@ -32,7 +32,7 @@ from lm.determined.context import TorchDistributedContext
 from lm.metrics.device import peak_flops
 from lm.runtime.world import World
 from model import Transformer
-from tests.support import run, run_ranks
+from tests.support import LLAMA_STYLE, run, run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -44,7 +44,6 @@ needs_float8 = pytest.mark.skipif(not FLOAT8, reason="float8 needs a GPU of comp
 
 SHAPE: dict[str, Any] = {"d_model": 128, "n_heads": 4, "n_layers": 4, "vocab_size": 512, "max_seq_len": 256}
 SHAPE |= {"amp_dtype": None}
-LLAMA_STYLE = {"norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none", "n_kv_heads": 2}
 LLAMA = SHAPE | LLAMA_STYLE
 MODELS = {
     "example": SHAPE,

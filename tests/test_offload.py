@@ -19,21 +19,20 @@ from lm import lora, parallelize
 from lm.config import Hyperparameters
 from lm.runtime.world import World
 from model import Transformer
-from tests.support import TINY, in_world, run_ranks
+from tests.support import LLAMA_STYLE, TINY, in_world, run_ranks
 
 LAYERS = 5
 BASE: dict[str, Any] = TINY | {"n_layers": LAYERS, "max_seq_len": 64, "amp_dtype": None, "compile": False}
-LLAMA = {"norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none", "n_kv_heads": 2}
 MODES: dict[str, dict[str, Any]] = {
     "gpt": {},
-    "llama": LLAMA,
+    "llama": LLAMA_STYLE,
     "dropout": {"dropout": 0.2},
     "one unit": {"layer_wrap": False},
     "recompute": {"activation_checkpointing": "full"},
-    "recompute some": LLAMA | {"activation_checkpointing": "selective"},
+    "recompute some": LLAMA_STYLE | {"activation_checkpointing": "selective"},
     "recompute dropout": {"activation_checkpointing": "full", "dropout": 0.2},
-    "adapters": LLAMA | {"lora_rank": 4},
-    "recompute adapters": LLAMA | {"lora_rank": 4, "activation_checkpointing": "full"},
+    "adapters": LLAMA_STYLE | {"lora_rank": 4},
+    "recompute adapters": LLAMA_STYLE | {"lora_rank": 4, "activation_checkpointing": "full"},
 }
 
 

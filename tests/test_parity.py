@@ -23,7 +23,7 @@ from lm.data.open import open_data
 from lm.data.sampler import SampledSource
 from lm.runtime.world import World
 from model import IGNORE_INDEX, ModelConfig, Transformer
-from tests.support import TINY, execute, in_world, run_ranks
+from tests.support import LLAMA_STYLE, TINY, execute, in_world, reports, run_ranks
 
 STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
 STEPS = 5
@@ -86,13 +86,11 @@ def run_each(
     os.chdir(directory)
     losses = {}
     for name, changes in runs.items():
-        run_dir = execute(world, base | {"run_name": name} | changes)
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        losses[name] = [line["loss"] for line in lines if line["group"] == "training"]
+        execute(world, base | {"run_name": name} | changes)
+        losses[name] = [line["loss"] for line in reports(Path(), name=name).values()]
     return losses
 
 
-LLAMA = {"norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none", "n_kv_heads": 2}
 DEEP = {"n_layers": 4, "max_seq_len": 32, "activation_offload": True}  # so that blocks save enough to be offloaded
 EQUAL: dict[str, dict[str, Any]] = {  # options that train as one process does without them
     **{name: {"sharding": name} for name in STRATEGIES},
@@ -110,10 +108,10 @@ EQUAL: dict[str, dict[str, Any]] = {  # options that train as one process does w
     "recompute-and-offload": DEEP | {"activation_checkpointing": "full"},
 }
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": LLAMA,
+    "llama": LLAMA_STYLE,
     "tied": {"tie_embeddings": True, "ffn": "gelu", "bias": "all"},
     "odd": {"d_model": 36, "vocab_size": 61, "d_ff": 50},  # dimensions that are not divisible by the ranks
-    "windowed": LLAMA | {"sliding_window": 5},
+    "windowed": LLAMA_STYLE | {"sliding_window": 5},
 }
 DROPOUT: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.2},

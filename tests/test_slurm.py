@@ -9,15 +9,14 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lm.launch.spawn import free_port
 from tests.conftest import Message
-from tests.support import REQUEUED, ROOT, checkpoints, exact, run, scripted
+from tests.support import REQUEUED, ROOT, checkpoints, exact, run, scripted, wait_until
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
 MISSING = [name for name in NEEDED if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
@@ -100,13 +99,6 @@ class Cluster:
         active = ("PENDING", "RUNNING", "COMPLETING")
         wait_until(lambda: fields()["JobState"] not in active, lambda: self.log(job, folder))
         return fields(), self.log(job, folder)
-
-
-def wait_until(is_true: Callable[[], bool], explain: Callable[[], str], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline, explain()
-        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from lm.metrics.logger import MetricLogger
 from lm.preflight import preflight
 from tests.cluster.master import Master
 from tests.conftest import Message
-from tests.support import EXACT_RUN, ROOT, TINY, checkpoints, in_world, reports, run, start
+from tests.support import EXACT_RUN, ROOT, TINY, checkpoints, in_world, reports, run, start, wait_until
 
 LOSSES = {"training": {"loss": 3.0, "lr": 0.1}, "validation": {"loss": 2.5, "batches": 10}}
 THEIR_WORDS = r"(?<=Exception: ).*"
@@ -58,13 +58,6 @@ def logger(run_dir: Path, *names: str, step: int = 0, **hyperparameters: Any) ->
     opened = MetricLogger(0, run_dir, DummyTrainContext(), max_steps=100)
     opened.start(step, hyperparameters={"lr": 0.1, "tracker": list(names)} | hyperparameters)
     return opened
-
-
-def wait_for(condition: Callable[[], Any], timeout: float = 60) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 # ---- a run that is killed and resumed with another learning rate --------------------------------------------------
@@ -115,7 +108,7 @@ def mlflow_server(tmp_path: Path) -> Iterator[str]:
             return False
 
     try:
-        wait_for(is_up)
+        wait_until(is_up)
         yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
@@ -145,7 +138,7 @@ def test_every_tracker_has_one_run_with_what_the_run_directory_holds(
 
     hang = "report = fsdp.report\ndef slow(t, step):\n report(t, step)\n if step == 7: __import__('time').sleep(99)\n"
     killed = start(tmp_path, config=hyperparameters, script=hang + "fsdp.report = slow", **env)
-    wait_for(lambda: len(mlflow_history("training/loss")) == 7 and len(stored_losses(master, "training")) == 7)
+    wait_until(lambda: len(mlflow_history("training/loss")) == 7 and len(stored_losses(master, "training")) == 7)
     killed.kill()
     killed.communicate()
     mlflow_history("training/loss")
@@ -216,7 +209,7 @@ def test_the_final_status_is_the_state_of_the_trial(tmp_path: Path, master: Mast
         opened.close()
     assert [trial.state for trial in master.trials.values()] == [f"STATE_{state}"]
     resumed = logger(tmp_path / "run", "determined", step=10)
-    wait_for(lambda: master.trials[1].state == "STATE_RUNNING")
+    wait_until(lambda: master.trials[1].state == "STATE_RUNNING")
     resumed.close()
     assert len(master.trials) == 1
     (tmp_path / "run" / "tracker_id").unlink()  # as a fresh start moves it
@@ -229,7 +222,7 @@ def test_a_run_that_reports_nothing_sends_heartbeats(
 ) -> None:
     monkeypatch.setattr(trackers, "HEARTBEAT", 0.05)
     opened = logger(tmp_path / "run", "determined")
-    wait_for(lambda: len(master.bodies("/api/v1/trials/{trial}", "PATCH")) > 5)
+    wait_until(lambda: len(master.bodies("/api/v1/trials/{trial}", "PATCH")) > 5)
     opened.close()
 
 
@@ -239,7 +232,7 @@ def test_determined_shows_the_checkpoints_of_a_run_in_object_storage(tmp_path: P
     opened = logger(tmp_path / "run", "determined", checkpoint_storage="memory://bucket/")
     storage.pipe_file(f"/bucket/run/checkpoints/{first}/manifest.json", b"12345")
     opened.log_checkpoint(4, first)
-    wait_for(lambda: master.checkpoints)
+    wait_until(lambda: master.checkpoints)
     storage.pipe_file(f"/bucket/run/checkpoints/{second}/manifest.json", b"123")
     storage.rm(f"/bucket/run/checkpoints/{first}", recursive=True)
     opened.log_checkpoint(8, second)

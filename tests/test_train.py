@@ -11,6 +11,7 @@ import yaml
 
 from lm import config
 from lm.data.tokenizer import FILE, load_tokenizer
+from lm.report import RunRecords
 from lm.runtime.world import World
 from tests.conftest import Message
 from tests.support import (
@@ -63,17 +64,14 @@ def test_samples_are_the_same_in_every_strategy_and_do_not_change_the_training(
 ) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
     monkeypatch.chdir(tmp_path)
-    runs = run_ranks(2, sample_by_sharding)[0]
-    samples = [[json.loads(line) for line in (path / "samples.jsonl").read_text().splitlines()] for path in runs]
-    first, *others, silent, offloaded = ([(each["step"], each["prompt"], each["text"]) for each in s] for s in samples)
+    runs = list(map(RunRecords, run_ranks(2, sample_by_sharding)[0]))
+    first, *others, silent, offloaded = ([(s["step"], s["prompt"], s["text"]) for s in each.samples] for each in runs)
     assert [step for step, *_ in first] == [2, 4]
     assert all(prompt.isprintable() and len(prompt) == 16 and text for _, prompt, text in first)
     assert others == [first] * 4
     assert silent == []
     assert [step for step, *_ in offloaded] == [3, 4]
-    losses = [
-        [json.loads(line).get("loss") for line in (path / "metrics.jsonl").read_text().splitlines()] for path in runs
-    ]
+    losses = [[report.get("loss") for report in each.metrics] for each in runs]
     assert losses[5] == losses[0]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lm.checkpoint.manifest import read_manifest
 from tests.cluster import trial
 from tests.cluster.master import PROFILER_GROUPS, Halving, Master
-from tests.support import EXACT, ROOT
+from tests.support import EXACT, ROOT, wait_until
 
 MASTER = os.environ.get("DET_MASTER")
 UNAVAILABLE = None if MASTER else trial.unavailable_reason()
@@ -106,13 +105,6 @@ def completed(experiment: client.Experiment) -> client.Trial:
     return run
 
 
-def wait_for(answer: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 300
-    while not answer():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def shown_trial(run: client.Trial) -> bindings.trialv1Trial:
     return bindings.get_GetTrial(run._session, trialId=run.id).trial
 
@@ -188,16 +180,16 @@ def test_a_paused_run_and_a_killed_one_equal_an_uninterrupted_one(
 ) -> None:
     experiment = cluster.create(cluster.run(keep=2))
     paused = experiment.await_first_trial()
-    wait_for(lambda: curve(paused))
+    wait_until(lambda: curve(paused))
     experiment.pause()
-    wait_for(lambda: shown_trial(paused).runnerState == "stopped")
+    wait_until(lambda: shown_trial(paused).runnerState == "stopped")
     stop = max(saved(paused))
     experiment.activate()
     completed(experiment)
 
     experiment = cluster.create(cluster.run(keep=2))
     killed = experiment.await_first_trial()
-    wait_for(lambda: saved(killed))
+    wait_until(lambda: saved(killed))
     experiment.kill()
     assert experiment.wait(0.5) == client.ExperimentState.CANCELED
     left = max(saved(killed))
@@ -262,7 +254,7 @@ def test_a_fork_starts_with_the_weights_and_its_checkpoints_are_collected(
     tell(f"fork: training loss {after:.2f} at step {rate}, {before:.2f} without the weights; equal to init_from")
     losses = {step: metrics["loss"] for step, metrics in curve(fork, "validation").items()}
     kept = {min(losses, key=losses.__getitem__), max(losses)}
-    wait_for(lambda: saved(fork).keys() == kept)
+    wait_until(lambda: saved(fork).keys() == kept)
     tell(f"collection: of {len(losses)} checkpoints, those of steps {sorted(kept)} are left: the best and the latest")
 
 
