@@ -9,7 +9,6 @@ run, relative to the reference.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.common import ROOT, environment, launched
 from lm.launch.spawn import default_processes
+from lm.report import RunRecords
 
 REFERENCE = ["amp_dtype=null", "compile=false"]
 VARIANTS = {
@@ -38,9 +38,8 @@ def losses(config: Path, settings: Sequence[str], steps: int, processes: int) ->
             check=True,
             stdout=subprocess.DEVNULL,
         )
-        (lines,) = Path(folder).glob("runs/*/metrics.jsonl")
-        reports = [json.loads(line) for line in lines.read_text().splitlines()]
-    return [report["loss"] for report in reports if report["group"] == "training"]
+        (run,) = Path(folder).glob("runs/*")
+        return RunRecords(run).curve("training", "loss")[1]
 
 
 def deviations(curve: Sequence[float], reference: Sequence[float]) -> list[float]:

@@ -9,9 +9,10 @@ A terminal's progress bar overwrites its line: of such a line, the picture shows
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from pathlib import Path
+
+from lm.report import RunRecords
 
 COLUMNS, ROWS = 112, 24
 COLORS = {"": "#d4d4d4", "2": "#858585", "32": "#6fc276", "35": "#c586c0", "36": "#4ec9e0"}
@@ -39,12 +40,10 @@ def screen(recording: str) -> list[list[tuple[str, str]]]:
 
 def plot(run: Path, terminal: Path, out: Path) -> None:
     """Write the picture to `out`."""
-    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 4.8), width_ratios=(1.75, 1), layout="constrained")
+    figure = Figure(figsize=(14, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.75, 1))
     left.set_facecolor("#1e1e1e")
     left.set(xticks=[], yticks=[], xlim=(0, 1), ylim=(0, 1))
     lines = screen(terminal.read_bytes().decode(errors="replace"))
@@ -54,11 +53,10 @@ def plot(run: Path, terminal: Path, out: Path) -> None:
             options = {"family": "monospace", "fontsize": 8, "color": color, "parse_math": False, "in_layout": False}
             left.text(0.015, 1 - row / (ROWS + 1), text, **options)
     left.set_title("terminal")
-    reports = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = RunRecords(run)
     for group in ("training", "validation"):
-        points = [(report["step"], report["loss"]) for report in reports if report["group"] == group]
-        right.plot(*zip(*points, strict=True), marker="o", markersize=3, label=group)
-    right.set(xlabel="step", ylabel="loss (nats per token)", title=run.name)
+        right.plot(*records.curve(group, "loss"), marker="o", markersize=3, label=group)
+    right.set(xlabel="step", ylabel="loss (nats per token)", title=records.name)
     right.grid(alpha=0.3)
     right.legend()
     figure.savefig(out, dpi=110)

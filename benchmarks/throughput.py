@@ -191,12 +191,10 @@ def as_json(result: Result) -> dict[str, Any]:
 
 def plot(path: Path, points: Sequence[tuple[dict[str, str], list[Result]]]) -> None:
     """Plot tokens/s over the last swept hyperparameter, a line per contender and value of the others."""
-    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5))
+    figure = Figure(figsize=(8, 5))
+    axes = figure.subplots()
     lines: dict[str, tuple[list[str], list[float]]] = {}
     for settings, results in points:
         *others, (_, last) = settings.items()

@@ -111,7 +111,7 @@ def use(folder: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Load changed checkpoints.")
-    parser.add_argument("count", type=int, nargs="?", default=2000, metavar="COUNT", help="(%(default)s)")
+    parser.add_argument("count", type=int, nargs="?", default=500, metavar="COUNT", help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="(%(default)s)")
     args = parser.parse_args(arguments)
     outcomes: Counter[str] = Counter()
