@@ -23,6 +23,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from lm.launch import environment, spawn
 
 READ_AT_START = {"LD_PRELOAD", "PYTHONPATH"}
@@ -71,6 +73,7 @@ def _run(arguments: list[str], cwd: str, env: dict[str, str], streams: list[Any]
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # PyTorch was imported with another environment
     environment.START = time.monotonic()
     if arguments[:2] == ["-m", "lm.launch"]:
         Forked.method, spawn.subprocess = "fork", SimpleNamespace(Popen=Forked)  # type: ignore[assignment]
