@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -30,10 +30,8 @@ IGNORE_INDEX = -100
 """Target that is excluded from the loss."""
 
 
-class RopeScaling(BaseModel):
+class RopeScaling(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Llama 3's scaling of the rotary frequencies for contexts longer than the one in pre-training."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     factor: float = Field(gt=0, description="divisor of the low frequencies (a ratio)")
     low_freq_factor: float = Field(gt=0, description="wavelengths above the original context / this are scaled")
@@ -103,13 +101,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 VocabSize = Annotated[int, Field(gt=1, le=2**24)]
 
 
-class ModelConfig(BaseModel):
+class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Hyperparameters of the architecture. `model` names a preset that supplies the keys that are not set."""
 
-    # The limits keep the number of elements of every tensor within int64, and a model on the meta device small.
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
     model: str | None = Field(None, description="preset that supplies the keys below that are not set")
+    # The limits keep the number of elements of every tensor within int64, and a model on the meta device small.
     d_model: int = Field(512, gt=0, le=2**20, description="width of the residual stream")
     n_heads: int = Field(8, gt=0, le=2**14, description="query heads per layer; divides d_model if head_dim is null")
     n_layers: int = Field(4, gt=0, le=2**12, description="Transformer blocks")

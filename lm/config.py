@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import determined as det
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, field_validator
+from pydantic import BaseModel, Field, ValidationError, create_model, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from lm import lora
@@ -44,10 +44,8 @@ DEFAULT_STEPS = 100
 DEFAULT_SEED = 42
 
 
-class RunConfig(BaseModel):
+class RunConfig(BaseModel, frozen=True, extra="forbid"):
     """Length, seed and name of the run, and its samples."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_steps: int | None = Field(None, gt=0, description="optimizer steps; null = searcher.max_length, else 100")
     max_epochs: float | None = Field(
@@ -88,6 +86,7 @@ class Hyperparameters(
     LoraConfig,
     DataConfig,
     ModelConfig,
+    frozen=True,
 ):
     """Every key of `hyperparameters:`. A part is passed all of them and reads the keys of its config class."""
 

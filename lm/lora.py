@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
 from model import Block, ModelConfig, Transformer
@@ -24,10 +24,8 @@ BLOCK_KEYS = ModelConfig.model_fields.keys() - {"model", "n_layers"}
 """hyperparameters that a block depends on"""
 
 
-class LoraConfig(BaseModel):
+class LoraConfig(BaseModel, frozen=True, extra="forbid"):
     """Low-rank adapters, trained instead of the weights of `init_from`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     lora_rank: int | None = Field(None, gt=0, description="rank of the adapters; null = train all weights")
     lora_alpha: float = Field(16.0, gt=0, description="the adapters' output is scaled by lora_alpha / lora_rank")

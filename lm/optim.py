@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
@@ -15,10 +15,8 @@ from torch.optim.adamw import adamw
 from lm.errors import RunError
 
 
-class OptimConfig(BaseModel):
+class OptimConfig(BaseModel, frozen=True, extra="forbid"):
     """AdamW, its learning rate schedule, and clipping."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     lr: float = Field(1.0e-4, gt=0, description="peak learning rate")
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(

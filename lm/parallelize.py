@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch._functorch import config as partitioner
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,10 +35,8 @@ from lm.offload import ActivationOffload
 from model import ModelConfig, Transformer
 
 
-class ParallelConfig(BaseModel):
+class ParallelConfig(BaseModel, frozen=True, extra="forbid"):
     """Sharding, recomputation, offload, compilation and determinism."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     sharding: Literal["full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"] = Field(
         "full-shard", description="sharding of parameters, gradients and optimizer state over ranks"

@@ -10,16 +10,14 @@ import importlib.util
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from lm.errors import ConfigError
 
 
-class PrecisionConfig(BaseModel):
+class PrecisionConfig(BaseModel, frozen=True, extra="forbid"):
     """Compute dtype."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     amp_dtype: Literal["auto", "bfloat16", "float16"] | None = Field(
         "auto", description="compute dtype; auto = bfloat16 if supported, float16 on older GPUs, else null = float32"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from determined import core
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
 from lm.errors import ConfigError
@@ -17,10 +17,8 @@ MAX_ALLOCATIONS = 100_000
 """Most recent allocations in a memory snapshot: tens of megabytes with their stacks."""
 
 
-class ProfilingConfig(BaseModel):
+class ProfilingConfig(BaseModel, frozen=True, extra="forbid"):
     """Profilers of Core API and PyTorch."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     core_api_profiler: bool = Field(False, description="report GPU, CPU, memory, disk and network use to the Web UI")
     torch_profiler: bool = Field(False, description="write PyTorch traces for TensorBoard, one file per rank")

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from determined import core
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from lm.checkpoint import staging, tensor_files
 from lm.checkpoint.manifest import (
@@ -51,10 +51,8 @@ from model import ModelConfig
 SHARED = "checkpoints need a directory that all machines share"
 
 
-class CheckpointConfig(BaseModel):
+class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
     """Hyperparameters of saving and resuming."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     checkpoint_rate: int = Field(50, gt=0, description="steps between checkpoints; one more after the last step")
     keep_checkpoints: int | None = Field(

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import google_crc32c
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from lm.errors import ConfigError, RunError
 from lm.fileio import MAX_JSON_BYTES, crc32c, parse_json, read_bytes, sync_folder, write_durably
@@ -47,28 +47,22 @@ class CheckpointError(RunError):
     """A directory is not a complete, intact checkpoint. Names the file and the reason."""
 
 
-class FileRecord(BaseModel):
+class FileRecord(BaseModel, frozen=True, extra="forbid"):
     """Size and checksum of a file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     bytes: Count
     crc32c: int = Field(ge=0, lt=2**32)
 
 
-class Base(BaseModel):
+class Base(BaseModel, frozen=True, extra="forbid"):
     """The frozen weights that LoRA adapters were trained for."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     source: str = Field(description="a directory, or OWNER/MODEL@REVISION on the Hugging Face Hub")
     files: dict[str, FileRecord] = Field(description="its weights")
 
 
-class RunInfo(BaseModel):
+class RunInfo(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """What identifies a run and stays the same from its first step to its last."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     sharding: str = Field(pattern="^[a-z-]{1,40}$")
     total_batch_size: Count = Field(gt=0, description="sequences per step")
@@ -90,10 +84,8 @@ class Evaluation(NamedTuple):
     sampled: bool = False
 
 
-class TrainingProgress(BaseModel):
+class TrainingProgress(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """How far a run has come."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     step: Count = Field(default=0, description="completed steps")
     tokens: Count = Field(default=0, description="tokens seen so far")
@@ -109,7 +101,7 @@ class TrainingProgress(BaseModel):
         return [group for group, is_missing in missing.items() if is_missing]
 
 
-class Manifest(RunInfo, TrainingProgress):
+class Manifest(RunInfo, TrainingProgress, frozen=True):
     """The content of `manifest.json`."""
 
     format: Literal[2]

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from lm.data import files, stream
 from lm.data.dataset import Dataset
@@ -32,10 +32,8 @@ PROMPT_TOKENS = 32
 """Tokens of the validation data that samples continue if no prompt is given."""
 
 
-class DataConfig(BaseModel):
+class DataConfig(BaseModel, frozen=True, extra="forbid"):
     """Hyperparameters of the data."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     dataset: Literal["synthetic", "text", "tokens", "jsonl", "hf"] = Field(
         "synthetic",

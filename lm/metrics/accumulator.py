@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from lm.metrics.device import peak_memory_gib
@@ -18,10 +18,8 @@ from lm.runtime.world import World
 TrackerName = Literal["wandb", "mlflow", "determined"]
 
 
-class MetricsConfig(BaseModel):
+class MetricsConfig(BaseModel, frozen=True, extra="forbid"):
     """How often metrics are reported."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     report_rate: int = Field(10, gt=0, description="steps between training reports")
     validation_rate: int | None = Field(None, gt=0, description="steps between validations; null = report_rate")
@@ -33,10 +31,8 @@ class MetricsConfig(BaseModel):
     )
 
 
-class MetricSums(BaseModel):
+class MetricSums(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """What one rank has accumulated since the last report."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     loss_sum: float = Field(
         default=0.0, description="nats, over the target tokens of this rank; all other sums are global"
