@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = config.parse(arguments)
     launch, info, watchdog, after_error = Launch(), None, None, ExitStack()
     try:
-        launch, info = Launch.from_env(os.environ), det.get_cluster_info()
+        launch, info = Launch.from_env(os.environ), master.trial_info()
         hp = config.load(args.config, args.overrides, weights.model_defaults, info and info.trial)
         run_dir = None if info else RunDir(hp.run_name or args.config.stem, hp.checkpoint_storage)
         with (

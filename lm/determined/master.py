@@ -89,6 +89,12 @@ def searched_keys(experiment: Mapping[str, Any]) -> set[str]:
     return {key for key, value in hyperparameters.items() if isinstance(value, dict) and value.get("type") in _RANGES}
 
 
+def trial_info() -> det.ClusterInfo | None:
+    """Return the cluster info of this trial, or None outside of trials, also in a shell or notebook of a cluster."""
+    info = det.get_cluster_info()
+    return info if info and info.task_type == "TRIAL" else None
+
+
 def in_search(info: det.ClusterInfo) -> bool:
     """Return whether a search runs several trials, and may stop this one."""
     return (info.trial._config.get("searcher") or {}).get("name") not in (None, "single")

@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from lm.determined import master
 from lm.determined.master import BackgroundReporter, retrying, searched_keys
 from lm.errors import ConfigError, RankError, RunError
 from tests.conftest import Message
-from tests.support import ROOT, TINY
+from tests.support import ROOT, TINY, checkpoints, run
 
 SEARCH = yaml.safe_load((ROOT / "recipes" / "search.yaml").read_text())
 
@@ -78,6 +79,20 @@ def test_only_an_error_caused_by_searched_hyperparameters_is_reported_and_exits_
     assert reports == []
     assert master.exit_code(error, trial_info(*searched), is_reporter=True) == code
     assert reports == ([] if code else [core.EarlyExitReason.INVALID_HP])
+
+
+SHELL = """
+from determined import _info
+kind = "SHELL"
+_info._info = _info.ClusterInfo("http://127.0.0.1:9", "cluster", "agent", [0], "task", "allocation", "token", kind)
+"""
+
+
+@pytest.mark.slow
+def test_in_a_shell_of_a_cluster_a_run_is_one_outside_of_it(tmp_path: Path) -> None:
+    overrides = ("max_steps=2", "core_api_profiler=true")
+    run(tmp_path, *overrides, script=SHELL, code=0, DET_SESSION_TOKEN="token", DET_USER="tester")
+    assert list(checkpoints(tmp_path)) == [2]
 
 
 def test_calls_to_an_unreachable_master_are_retried_for_three_hours(monkeypatch: pytest.MonkeyPatch) -> None:
