@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler, ProcessFailure
 
 from lm.errors import ConfigError
+from lm.launch import environment
 from lm.launch.environment import Launch, has_gpu, is_restart, launcher_pid, record_error, require_torch
 from tests.conftest import Message
 from tests.support import ROOT, run
@@ -263,6 +264,15 @@ def test_a_run_that_requires_a_missing_gpu_exits_with_2_and_one_line(tmp_path: P
     done = run(tmp_path, ranks=2, CUDA_VISIBLE_DEVICES="0")
     assert done.returncode == 2
     message(done.stderr, mask=r"PyTorch \d\S+")
+
+
+@pytest.mark.parametrize(("device", "found"), [("nvidia1", True), ("kfd", True), ("dxg", True), ("nvidiactl", False)])
+def test_a_gpu_is_recognized_by_its_device(
+    device: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / device).touch()
+    monkeypatch.setattr(environment, "Path", lambda _: tmp_path)
+    assert has_gpu() == found
 
 
 # ---- several ranks on this machine ------------------------------------------------------------------------

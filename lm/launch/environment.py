@@ -92,7 +92,8 @@ def keep_freed_memory() -> None:
 
 def has_gpu() -> bool:
     """Return whether the machine has an NVIDIA or AMD GPU, without importing torch."""
-    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    devices = ("nvidia[0-9]*", "kfd", "dxg")  # of NVIDIA, of AMD, and of both under WSL 2
+    return any(path for device in devices for path in Path("/dev").glob(device))
 
 
 def host_memory() -> tuple[int, int]:
