@@ -69,6 +69,12 @@ def test_the_modes_are_those_of_the_umask_but_never_writable_by_all(umask: int, 
     assert stat.S_IMODE((run_dir.path / "lock").stat().st_mode) == file
 
 
+def test_a_file_system_that_maps_users_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NFS does for root, and an access point of EFS for all: new files belong to another user."""
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    assert started().path.is_dir()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
 def test_a_run_whose_directory_is_in_use_is_refused_soon_and_the_holder_named(named: bool, message: Message) -> None:
