@@ -243,9 +243,9 @@ class Checkpointer:
 
     def _write_files(self, path: Path, staged: staging.Slices, manifest: Manifest) -> None:
         """Write all files of a checkpoint to `path`; if a rank fails, remove them and fail on all ranks."""
-        world, group, node = self.world, self.world.saver, self.world.launch.node_rank
+        world, node = self.world, self.world.launch.node_rank
         own = sum(tensor.nbytes for slices in staged.values() for tensor, _ in slices.values())
-        per_rank = world.all_gather_object((node, own), group)
+        per_rank = world.all_gather_object((node, own))
         needed = sum(size for its_node, size in per_rank if self._writes_in_place or its_node == node)
 
         def check() -> None:
@@ -287,12 +287,12 @@ class Checkpointer:
             if any(path.iterdir()):
                 raise RunError(f"{path}: already exists; checkpoints are never overwritten")
 
-        world.all_or_none(refuse_existing, group)  # outside of `try`, which would delete what exists
+        world.all_or_none(refuse_existing)  # outside of `try`, which would delete what exists
         try:
-            world.all_or_none(check, group)
-            parts = world.all_gather_object(world.all_or_none(write, group), group)
+            world.all_or_none(check)
+            parts = world.all_gather_object(world.all_or_none(write))
             files = {name: entry for part in parts for name, entry in part.items()}
-            world.all_or_none(lambda: complete(files) if world.rank == 0 else None, group)
+            world.all_or_none(lambda: complete(files) if world.rank == 0 else None)
         except Exception:
             if world.rank == 0 and self._writes_in_place:
                 shutil.rmtree(path, ignore_errors=True)

@@ -7,6 +7,7 @@ gloo, carries Python objects, so that neither waits in the other's queue.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass, field
@@ -103,13 +104,14 @@ class World:
         dist.all_reduce(gathered)  # an all-gather into one tensor has another name in PyTorch 2.11 than in 2.13
         return gathered
 
-    def all_gather_object(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-        """Return every rank's `value`, any picklable object, by rank; `group` is `saver` in a thread that saves."""
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return every rank's `value`, any picklable object, by rank; in the thread that saves, by its own group."""
+        is_main = threading.current_thread() is threading.main_thread()
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=group or self.control)
+        dist.all_gather_object(values, value, group=self.control if is_main else self.saver)
         return values
 
-    def all_or_none(self, action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    def all_or_none(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank; if it fails on one rank, fail on all, with the error of the lowest such rank.
 
         Raises:
@@ -123,7 +125,7 @@ class World:
         except Exception as error:
             failure = error
         picklable = failure if isinstance(failure, RunError) else None
-        outcomes = self.all_gather_object(failure and (picklable, f"{type(failure).__name__}: {failure}"), group)
+        outcomes = self.all_gather_object(failure and (picklable, f"{type(failure).__name__}: {failure}"))
         for rank, outcome in enumerate(outcomes):
             if outcome is not None:
                 raise outcome[0] or failure or RuntimeError(f"rank {rank} failed: {outcome[1]}")
@@ -154,8 +156,8 @@ class World:
         with futures.ThreadPoolExecutor(1) as pool:
             return self.wait_for(pool.submit(action))
 
-    def require_equal(self, what: str, facts: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `facts` if they are equal on all ranks, else raise ConfigError with both values of what differs."""
+    def require_equal(self, what: str, facts: Mapping[str, Any]) -> None:
+        """Raise ConfigError with both values of what differs, unless `facts` are equal on all ranks."""
         first, *rest = self.all_gather_object(facts)
         for rank, other in enumerate(rest, 1):
             problems = [
@@ -166,7 +168,6 @@ class World:
             ]
             if problems:
                 raise ConfigError(*problems)
-        return facts
 
 
 def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
