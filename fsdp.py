@@ -75,7 +75,8 @@ class Training:
     logger: MetricLogger
     preemption: PreemptionHandler
 
-    def state(self) -> State:  # of a checkpoint
+    def state(self) -> State:
+        """Return the live state that a checkpoint holds."""
         optimizer, scaler = self.optimizer.state_dict(), self.scaler.state_dict()
         return {"model": lora.trained(self.model), "optim": optimizer, "scaler": scaler}
 
@@ -107,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Until the ranks have joined, each machine prints its own errors.
         is_reporter = isinstance(error, RankError) or (launch.rank if watchdog else launch.local_rank) == 0
         with after_error:
-            return master.exit_code(error, info, is_reporter, watchdog and watchdog.explain)
+            return master.exit_code(error, info, is_reporter, watchdog and watchdog.publish_error)
 
 
 def execute(run: Run, dry_run: bool = False) -> int:
@@ -141,8 +142,7 @@ def build(run: Run, setup: Setup, logger: MetricLogger) -> Training:
     checkpoints, files = run_dir and run_dir.checkpoints, setup.data.tokenizer_files()
     checkpointer = Checkpointer(hp, context.checkpoint, world, checkpoints, files)
     accumulator = MetricsAccumulator(device, world, lora.flops_per_token(hp, hp), peak_flops(device, setup.dtype))
-    asked = lambda: logger.stopped_by_search or master.should_preempt(context.preempt, run.info, world.rank)  # noqa: E731
-    preemption = PreemptionHandler(world, asked)
+    preemption = PreemptionHandler(world, lambda: logger.stopped_by_search or master.should_preempt(context, run.info))
     return Training(run, setup, model, optimizer, scaler, loader, checkpointer, accumulator, logger, preemption)
 
 
@@ -169,7 +169,7 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
     batches, step = t.loader.training(start.step), start.step
     gc.freeze()  # collection is disabled but at reports, on all ranks at the same time
     t.preemption.install()  # before this, there is nothing to save
-    stopping = make_up(t, start)
+    stopping = complete_resumed_step(t, start)
     model.train()
     while step < setup.max_steps and not stopping:
         t.run.on_step_start(step)
@@ -204,8 +204,8 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
     return step, stopping
 
 
-def make_up(t: Training, start: TrainingProgress) -> bool:
-    """Report and evaluate after the resumed step if a stop came first. Return whether asked to stop again."""
+def complete_resumed_step(t: Training, start: TrainingProgress) -> bool:
+    """Make the report and the evaluation of the resumed step that a stop prevented. Return whether asked to stop."""
     step, max_steps = start.step, t.setup.max_steps
     if t.accumulator.n_steps and step <= max_steps and t.is_due(step, t.run.hp.report_rate):
         report(t, step)

@@ -243,14 +243,14 @@ def initialize(model: Transformer, seed: int) -> None:
         if kind == "constant":
             local.fill_(value)
             continue
-        first = 0
+        offset = 0
         if isinstance(parameter, DTensor):
             layout = parameter.shape, parameter.device_mesh, parameter.placements
-            first = compute_local_shape_and_global_offset(*layout)[1][0]
-        last = first + len(local)
+            offset = compute_local_shape_and_global_offset(*layout)[1][0]
+        end = offset + len(local)
         size = max(1, _CHUNK_SIZE // parameter.shape[1:].numel())
         generator = torch.Generator(local.device)
-        for start in range(first - first % size, last, size):
+        for start in range(offset - offset % size, end, size):
             stop = min(start + size, len(parameter))
             generator.manual_seed(seeds.derive_seed("init", seed, name, start))
             shape = stop - start, *parameter.shape[1:]
@@ -259,5 +259,5 @@ def initialize(model: Transformer, seed: int) -> None:
             else:
                 chunk = 2 * torch.rand(shape, device=local.device, generator=generator) - 1
             chunk *= value
-            begin, end = max(start, first), min(stop, last)
-            local[begin - first : end - first] = chunk[begin - start : end - start]
+            low, high = max(start, offset), min(stop, end)
+            local[low - offset : high - offset] = chunk[low - start : high - start]

@@ -199,7 +199,18 @@ def _check(
         base=base,
         **data.fingerprints(),
     )
-    tokens, validation_rate = batch_size * hp.max_seq_len, hp.validation_rate or hp.report_rate
-    rates = validation_rate, (hp.sample_rate or validation_rate) if data.tokenizer and hp.num_tokens else None
-    prompt = data.tokenizer.encode(hp.prompt) if data.tokenizer and hp.prompt is not None else data.prompt()
-    return Setup(seed, layout, dtype, data, batch_size, tokens, max_steps, *rates, prompt, run_info, memory)
+    validation_rate = hp.validation_rate or hp.report_rate
+    return Setup(
+        seed=seed,
+        layout=layout,
+        dtype=dtype,
+        data=data,
+        global_batch_size=batch_size,
+        tokens_per_step=batch_size * hp.max_seq_len,
+        max_steps=max_steps,
+        validation_rate=validation_rate,
+        sample_rate=(hp.sample_rate or validation_rate) if data.tokenizer and hp.num_tokens else None,
+        prompt=data.tokenizer.encode(hp.prompt) if data.tokenizer and hp.prompt is not None else data.prompt(),
+        run_info=run_info,
+        memory=memory,
+    )

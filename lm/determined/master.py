@@ -58,7 +58,7 @@ def retrying() -> Iterator[None]:
 
 
 def exit_code(
-    error: RunError, info: det.ClusterInfo | None, is_reporter: bool, explain: Callable[[RunError], None] | None = None
+    error: RunError, info: det.ClusterInfo | None, is_reporter: bool, publish: Callable[[RunError], None] | None = None
 ) -> int:
     """Print `error`, which ended the run, report invalid hyperparameters to a search, and return the exit code.
 
@@ -66,13 +66,13 @@ def exit_code(
     without restarts, and continues with its other trials. Any other error would be the same in the next trial.
 
     Args:
-        explain: passes the error on to ranks that lose their connection to this one, so that they exit alike.
+        publish: shows the error to ranks that lose their connection to this one, so that they exit alike.
     """
     record_error(str(error))
     if is_reporter:
         print(error, file=sys.stderr)
-        if explain is not None:
-            explain(error)
+        if publish is not None:
+            publish(error)
     if info is None or not error.is_caused_by(searched_keys(info.trial._config)):
         return error.exit_code
     if is_reporter:
@@ -100,10 +100,10 @@ def in_search(info: det.ClusterInfo) -> bool:
     return (info.trial._config.get("searcher") or {}).get("name") not in (None, "single")
 
 
-def should_preempt(preempt: core.PreemptContext, info: det.ClusterInfo | None, rank: int) -> bool:
+def should_preempt(context: core.Context, info: det.ClusterInfo | None) -> bool:
     """Return on rank 0 of a trial whether the master wants it to stop."""
-    # Off a cluster and on other ranks, asking is a broadcast of all ranks.
-    return info is not None and rank == 0 and preempt.should_preempt(auto_ack=False)
+    # Outside of trials and on other ranks, asking is a broadcast of all ranks.
+    return info is not None and context.distributed.rank == 0 and context.preempt.should_preempt(auto_ack=False)
 
 
 def is_stopped(train: core.TrainContext) -> bool:

@@ -23,6 +23,9 @@ from typing import NoReturn
 
 from lm.launch.environment import announce, has_gpu, require_torch
 
+GRACE = 1.0
+"""seconds that the other ranks have to end when one fails"""
+
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
     """Exit with the code that `main` returns, or with 1 and a traceback.
@@ -65,11 +68,11 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
         ctypes.CDLL(None).prctl(1, signum)  # PR_SET_PDEATHSIG
 
 
-def run_local(command: list[str], processes: int, grace: float = 1.0) -> int:
+def run_local(command: list[str], processes: int) -> int:
     """Run `command` on `processes` ranks on this machine and wait for them.
 
-    When a rank fails, the other ranks receive SIGTERM, and after `grace` seconds SIGKILL, because they may hang in a
-    collective. When it exits with code 2 (bad configuration), they have 5 x `grace` seconds to find the same error.
+    When a rank fails, the other ranks receive SIGTERM, and after `GRACE` SIGKILL, because they may hang in a
+    collective. When it exits with code 2 (bad configuration), they have 5 x `GRACE` to find the same error.
 
     Returns:
         0, or the exit code of the first rank that failed (128 + signal number if a signal killed it).
@@ -102,7 +105,7 @@ def run_local(command: list[str], processes: int, grace: float = 1.0) -> int:
             if rank.returncode and not failure:
                 failure = rank.returncode
                 bad_config = failure == 2  # the other ranks find the same error, which rank 0 prints
-                deadline = time.monotonic() + (5 * grace if bad_config else grace)
+                deadline = time.monotonic() + (5 * GRACE if bad_config else GRACE)
                 if -failure in forwarded:
                     print("stopped before the first step", file=sys.stderr)
                 elif failure < 0:

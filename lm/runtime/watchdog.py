@@ -78,7 +78,7 @@ class Watchdog:
         where = f"rank {self._rank} (last completed step {self._step})"
         raise RankError(*(f"{where}: {what} {cause}" for cause in causes), keys=keys) from error
 
-    def explain(self, error: RunError) -> None:
+    def publish_error(self, error: RunError) -> None:
         """Publish the error that ends this rank, for the ranks that lose the connection to it."""
         if not self._collective_failed:
             causes = [f"rank {self._rank}, which failed: {problem}" for problem in error.problems]
