@@ -213,25 +213,13 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         derived = {"d_ff": self.ffn_width, "n_kv_heads": self.kv_heads, "head_dim": self.head_width}
         return self.model_dump(mode="json", exclude=excluded) | derived
 
-    def parameter_counts(self) -> dict[str, int]:
-        """Return the number of parameters of `embedding`, `positions`, `blocks`, `norm` and `head` (0 if tied)."""
-        with torch.device("meta"):
-            model = Transformer(self.model_copy(update={"n_layers": 1}))
-
-        def count(module: nn.Module | None) -> int:
-            return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
-
-        return {
-            "embedding": count(model.embedding.tokens),
-            "positions": count(model.embedding.positions),
-            "blocks": self.n_layers * count(model.blocks),
-            "norm": count(model.head.norm),
-            "head": count(model.head.output),
-        }
-
     @property
     def n_parameters(self) -> int:
-        return sum(self.parameter_counts().values())
+        """Number of parameters, from a model with one block, which is like all others."""
+        with torch.device("meta"):
+            model = Transformer(self.model_copy(update={"n_layers": 1}))
+        total, block = (sum(p.numel() for p in part.parameters()) for part in (model, model.blocks))
+        return total + (self.n_layers - 1) * block
 
     def flops_per_token(self, seq_len: int) -> float:
         """Return the FLOPs per token of one forward and backward pass over sequences of `seq_len` tokens.

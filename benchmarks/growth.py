@@ -34,6 +34,7 @@ from lm.config import Hyperparameters
 from lm.metrics.device import GIB
 from lm.plan import fit, speed, timing
 from lm.plan.__main__ import DTYPES, make_plan
+from model import Transformer
 
 SHAPE = {"d_model": 256, "n_heads": 8, "n_layers": 4, "vocab_size": 2048, "max_seq_len": 256}
 BASE: dict[str, Any] = SHAPE | {"batch_size": 2, "amp_dtype": "bfloat16"}
@@ -110,9 +111,10 @@ def gathered_bytes(hp: Hyperparameters, shards: int) -> int:
 
     One unit if it is resharded after forward, else all; and with several shards the all-gather buffer of a unit.
     """
-    counts = hp.parameter_counts()
-    block = counts["blocks"] // hp.n_layers
-    unit = max(counts["embedding"] + counts["positions"], block, counts["norm"] + counts["head"])
+    with torch.device("meta"):
+        model = Transformer(hp)
+    parts = (model.embedding, model.blocks[0], model.head)
+    unit = max(sum(p.numel() for p in part.parameters()) for part in parts)
     unsharded = unit if hp.reshard_after_forward else hp.n_parameters
     return 2 * (unsharded + (unit if shards > 1 else 0))
 

@@ -25,6 +25,7 @@ from lm.launch.spawn import free_port
 from lm.runtime.rendezvous import join_world
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
+from model import ModelConfig, Transformer
 from tests.forked import METHOD, READ_AT_START, Forked
 
 ROOT = Path(__file__).parent.parent
@@ -193,6 +194,13 @@ CHAT_TEMPLATE = (
     "[{{ message.role }}] {{ message.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
+
+
+def unit_sizes(config: ModelConfig) -> list[int]:
+    """Return the number of parameters of each block, of the embedding and of the head."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    return [sum(p.numel() for p in unit.parameters()) for unit in (*model.blocks, model.embedding, model.head)]
 
 
 def byte_level_tokenizer(vocab_size: int = 300) -> bytes:

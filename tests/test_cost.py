@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from lm import config
 from lm.runtime.world import World
 from model import Transformer
-from tests.support import TINY, execute, run_ranks
+from tests.support import TINY, execute, run_ranks, unit_sizes
 
 BASE = TINY | {"max_steps": 4, "report_rate": 100, "validation_batches": 1, "grad_clip": 1.0, "amp_dtype": None}
 """Sizes divisible by two ranks, so that FSDP adds no padding. Only the last of the four steps reports."""
@@ -162,9 +162,8 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Step]]:
 def expected(ranks: int, changes: dict[str, Any]) -> Counter[Collective]:
     """The collectives of a step, from the parameter counts."""
     hp = config.read({"hyperparameters": BASE | changes}, [], "test")
-    counts = hp.parameter_counts()
-    ends = [counts["embedding"] + counts["positions"], counts["norm"] + counts["head"]]
-    blocks = [counts["blocks"] // hp.n_layers] * hp.n_layers if hp.layer_wrap else []
+    *blocks, embedding, head = unit_sizes(hp)
+    blocks, ends = blocks if hp.layer_wrap else [], [embedding, head]
     units = [*blocks, *([sum(ends)] if hp.tie_embeddings else ends)] if hp.layer_wrap else [hp.n_parameters]
     gathered = units
     micro_steps = (hp.total_batch_size or ranks) // ranks

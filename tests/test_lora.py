@@ -27,7 +27,7 @@ from lm.runtime.world import World
 from model import Transformer
 from tests import support
 from tests.conftest import Message
-from tests.support import run_ranks
+from tests.support import run_ranks, unit_sizes
 from tests.test_cost import count_each
 from tests.test_hf import GPT2, LLAMA, add_tokenizer, make_reference
 from tests.test_init_from import read, train_reference
@@ -255,9 +255,9 @@ def test_no_gradient_of_the_base_is_computed(chunked: bool, bases: dict[str, Pat
 def test_a_step_gathers_the_base_in_16_bits_and_reduces_adapters_alone(bases: dict[str, Path], tmp_path: Path) -> None:
     hyperparameters = settings(bases["llama"], lora_rank=4, amp_dtype="bfloat16", report_rate=100, total_batch_size=4)
     hp = read(hyperparameters)
-    counts, adapters = hp.parameter_counts(), lora.n_trained(hp, hp) // hp.n_layers
-    blocks = [counts["blocks"] // hp.n_layers + adapters] * hp.n_layers
-    gathered = [counts["embedding"], counts["norm"] + counts["head"], *blocks, *blocks]
+    *blocks, embedding, head = unit_sizes(hp)
+    adapters = lora.n_trained(hp, hp) // hp.n_layers
+    gathered = [embedding, head, *(2 * [size + adapters for size in blocks])]
     wanted = Counter({("all-reduce", "control", 8): 1, ("all-reduce", 2, 4 * 14 * hp.n_layers): 1})
     wanted.update(("all-gather", 2, 2 * size) for size in gathered)
     wanted["reduce-scatter", 2, 4 * adapters] += hp.n_layers
