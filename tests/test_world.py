@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,12 +18,14 @@ from typing import Any, cast
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 
 from lm import precision
 from lm.errors import ConfigError, RankError, RunError
 from lm.launch.environment import Launch
 from lm.launch.spawn import free_port
 from lm.runtime.rendezvous import choose_device, join_world
+from lm.runtime.watchdog import Heartbeat, Watchdog
 from lm.runtime.world import MeshLayout, World
 from tests.conftest import Message
 from tests.support import ROOT, in_world, run_ranks
@@ -66,6 +72,47 @@ def test_a_port_in_use_is_named(address: str, nodes: int, message: Message) -> N
             pass
     assert f"127.0.0.1:{port}" in str(failed.value)
     message(failed.value, mask=str(port))
+
+
+def cannot_join(launch: Launch) -> RunError:
+    """Return the error of a rendezvous that fails at once."""
+    began = time.monotonic()
+    with pytest.raises(RunError) as failed, join_world(launch, timeout=60):
+        pass
+    assert time.monotonic() - began < 10
+    return failed.value
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_port_that_is_not_allowed_is_named_at_once(nodes: int, message: Message) -> None:
+    "localhost".encode("idna")  # a module that only root may be able to import
+    user = os.geteuid()
+    os.seteuid(user or 65534)  # root may use every port
+    try:
+        error = cannot_join(launch(0, 2, 80, nodes))
+    finally:
+        os.seteuid(user)
+    message(error)
+
+
+def test_too_many_open_files_are_named_at_once(message: Message) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+        with suppress(OSError):
+            while True:
+                stack.enter_context(Path(os.devnull).open())
+        error = cannot_join(launch(0, 2, 29500))
+    message(error)
+
+
+def test_an_unknown_network_interface_is_named(monkeypatch: pytest.MonkeyPatch, message: Message) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
+    error = cannot_join(Launch())
+    assert isinstance(error, RankError)
+    assert error.exit_code == 2
+    message(error)
 
 
 def listeners(_: World) -> list[str]:
@@ -189,6 +236,32 @@ def test_all_ranks_succeed_or_all_fail(message: Message) -> None:
     assert ranks[0]["different"] == ranks[1]["different"] == ranks[2]["different"]
     message(ranks[0]["none: crashed"][1])
     message(ranks[0]["different"][1])
+
+
+# ---- watchdog ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "store_ends"),
+    [
+        (RuntimeError("Timed out waiting 8000ms for recv operation to complete"), False),
+        (RuntimeError("Timed out waiting 8000ms for recv operation to complete"), True),
+        (dist.DistBackendError("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1)"), False),
+        (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), False),
+    ],
+    ids=["gloo", "store", "NCCL", "peer"],
+)
+def test_a_failed_collective_names_the_rank_it_waited_for(
+    error: RuntimeError, store_ends: bool, message: Message
+) -> None:
+    servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    servers[0].set("watchdog/0", json.dumps(Heartbeat(3, 1, False, False)))  # and no beat after it
+    client = dist.TCPStore("127.0.0.1", servers[0].port, wait_for_workers=False)
+    if store_ends:  # between the two readings of the heartbeats
+        threading.Timer(0.4, servers.clear).start()
+    with pytest.raises(RankError) as failed, Watchdog(client, rank=1, size=2, timeout=8):
+        raise error
+    message(failed.value)
 
 
 # ---- mesh -------------------------------------------------------------------------------------------------

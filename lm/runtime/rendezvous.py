@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import sys
 import time
@@ -24,6 +25,11 @@ _MEMORY_KEYS = ("batch_size", "activation_checkpointing", "activation_offload", 
 _MEMORY_KEYS += ("sharding", "d_model", "n_layers")
 _NO_HOST_MEMORY = ("can't allocate memory", "CUDA error: out of memory")
 """parts of PyTorch's messages: in memory that is not pinned, and in pinned memory"""
+_NO_INTERFACE = "Unable to find address for"  # gloo's message
+
+
+class _RankConfigError(RankError, ConfigError):
+    """A wrong configuration that only this rank knows."""
 
 
 def choose_device(launch: Launch) -> torch.device:
@@ -83,6 +89,10 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
     except (RuntimeError, MemoryError, OSError) as error:
         if (text := os.strerror(errno.EMFILE)) in str(error):
             raise RankError(f"rank {launch.rank}: {text}; raise the limit of this shell: ulimit -n 65536") from error
+        if _NO_INTERFACE in str(error):
+            variable = f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}"
+            problem = f"rank {launch.rank}: {variable}: not a network interface of this machine, or without an address"
+            raise _RankConfigError(f"{problem}; use one that `ip address` lists, or unset the variable") from None
         if isinstance(error, OSError):
             raise RankError(f"rank {launch.rank}: {error}; the last checkpoint is kept") from error
         is_out = isinstance(error, (torch.OutOfMemoryError, MemoryError))
@@ -121,8 +131,12 @@ def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta
             device_id=device if backend == "nccl" else None,
         )
     except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
-        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
-            raise RankError(f"{where}: another process uses this port; set a different MASTER_PORT") from None
+        number = _errno(error)
+        if number == errno.EMFILE:
+            raise
+        if number is not None:
+            problem = "another process uses this port" if number == errno.EADDRINUSE else os.strerror(number)
+            raise RankError(f"{where}: {problem}; set a different MASTER_PORT") from None
         raise RankError(
             f"{where}: timed out after {timeout.total_seconds():g} s (collective_timeout) waiting for all ranks; check"
             f" that {launch.world_size} ranks (WORLD_SIZE) were started and that this machine can reach"
@@ -132,10 +146,16 @@ def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta
     except dist.DistBackendError as error:
         if "Duplicate GPU" not in str(error):
             raise
-        raise ConfigError(
+        raise _RankConfigError(
             f"{where}: another rank uses the same GPU; start at most one rank per GPU, and make visible to each rank"
             " its own GPU (srun: --gpus-per-task=1) or all GPUs of the node (--gpus-per-node)"
         ) from None
+
+
+def _errno(error: Exception) -> int | None:
+    """Return the number of a socket's error, also of PyTorch's, e.g. "code: -98, name: EADDRINUSE, message: ..."."""
+    found = re.search(r"code: -(\d+), name: E", str(error))
+    return int(found[1]) if found else getattr(error, "errno", None)
 
 
 def _require_resolvable(launch: Launch, where: str) -> None:

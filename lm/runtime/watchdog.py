@@ -30,6 +30,7 @@ _DISCONNECTED += ("Broken pipe", "Socket closed")
 """parts of gloo's messages"""
 
 _SILENT = "which does not respond: stopped, killed or disconnected"
+_UNKNOWN = "an unknown rank, as the store of rank 0 does not respond; see the errors of other ranks"
 _FAILED_STEP_KEY = "watchdog/failed_step"
 _ERROR_KEY = "watchdog/error"
 
@@ -66,8 +67,9 @@ class Watchdog:
         """Stop; replace the RuntimeError of a failed collective by a RankError that names the cause."""
         faulthandler.cancel_dump_traceback_later()
         text = str(error) if isinstance(error, RuntimeError) else ""
-        timed_out = isinstance(error, dist.DistBackendError) or _TIMED_OUT in text
-        if self._size == 1 or not (timed_out or any(sign in text for sign in _DISCONNECTED)):
+        is_nccl = isinstance(error, dist.DistBackendError)  # timeout or lost peer
+        timed_out = _TIMED_OUT in text or (is_nccl and "timeout" in text)
+        if self._size == 1 or not (timed_out or is_nccl or any(sign in text for sign in _DISCONNECTED)):
             self._stopped.set()
             return
         self._collective_failed = True
@@ -125,6 +127,7 @@ class Watchdog:
                 if timed_out:
                     self._store.set(_FAILED_STEP_KEY, str(self._step))
                 before = self._read_heartbeats()
+                found[0] = [_UNKNOWN]
                 time.sleep(3 * HEARTBEAT_INTERVAL)  # the heartbeats of a live rank increase
                 found[:] = [find_straggler(before, self._read_heartbeats())], keys
                 if self._store.check([_ERROR_KEY]):
@@ -138,7 +141,9 @@ class Watchdog:
         return causes, keys
 
     def _read_heartbeats(self) -> list[Heartbeat]:
-        return [Heartbeat(*json.loads(self._store.get(f"watchdog/{rank}"))) for rank in range(self._size)]
+        # In one request: hundreds of ranks read hundreds of keys at once.
+        texts = self._store.multi_get([f"watchdog/{rank}" for rank in range(self._size)])
+        return [Heartbeat(*json.loads(text)) for text in texts]
 
 
 def find_straggler(before: list[Heartbeat], now: list[Heartbeat]) -> str:
