@@ -396,9 +396,13 @@ def checkpoint(source: Path, tmp_path: Path) -> Path:
     return save_checkpoint(load_folder(source), tmp_path / "checkpoints")
 
 
-def test_nothing_is_overwritten(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten_and_the_umask_decides_the_mode(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "out").mkdir()
     assert "already exists" in exported(capsys, checkpoint, tmp_path / "out", code=2)
+    export.export_model(checkpoint, tmp_path / "new")
+    assert (tmp_path / "new").stat().st_mode == (tmp_path / "out").stat().st_mode
 
 
 def test_a_full_disk_leaves_no_files(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

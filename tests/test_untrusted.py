@@ -280,11 +280,15 @@ def test_compiled_code_is_not_cached_where_other_users_can_write(
 
 
 def test_a_command_removes_what_a_killed_one_left_and_nothing_that_is_in_use(private: Path, saved: Path) -> None:  # noqa: ARG001
-    for name in (".out.draft-dead", ".out.draft-live", ".out.mine", ".outer.draft-x"):
-        Path(name).mkdir()
-    with locked(Path(".out.draft-live")):
+    draft = Path(".out.draft")
+    draft.mkdir()
+    (draft / "model-00009-of-00009.safetensors").touch()
+    with locked(draft), pytest.raises(RunError, match="out: another process exports to it"):
         export_model(saved, Path("out"))
-    assert sorted(path.name for path in Path().iterdir()) == [".out.draft-live", ".out.mine", ".outer.draft-x", "out"]
+    assert [path.name for path in draft.iterdir()] == ["model-00009-of-00009.safetensors"]
+    export_model(saved, Path("out"))
+    assert [path.name for path in Path().iterdir()] == ["out"]
+    assert sorted(path.name for path in Path("out").glob("model*")) == ["model.safetensors"]
     checkpoints = Path("run/checkpoints")
     for name in ("killed", "damaged"):
         (checkpoints / name).mkdir(parents=True)

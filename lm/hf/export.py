@@ -7,15 +7,13 @@ directory that is renamed when it is complete.
 from __future__ import annotations
 
 import fcntl
-import glob
 import json
 import math
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +37,13 @@ from model import ModelConfig, Transformer
 
 @oserror_as_config_error
 def export_model(
-    where: Path | str, out: Path, dtype: str = "float32", moved: Path | None = None, adapters_only: bool = False
+    where: Path | str, out: Path, dtype: str = "float32", base_dir: Path | None = None, adapters_only: bool = False
 ) -> int:
     """Convert the checkpoint or run `where`, a path or URL, to the directory `out`.
 
     Args:
         dtype: a key of `DTYPES`.
-        moved: see `open_base`.
+        base_dir: see `open_base`.
         adapters_only: write LoRA adapters in PEFT's format, instead of the model with adapters merged.
 
     Returns:
@@ -74,7 +72,7 @@ def export_model(
     files = _tokenizer_files(tokenizer) if tokenizer else {}
     files[CONFIG] = _to_json(raw)
     files[GENERATION] = _to_json(generation | json.loads(files.get(GENERATION, b"{}")))
-    opened = open_base(manifest.base, moved) if manifest.base else folder
+    opened = open_base(manifest.base, base_dir) if manifest.base else folder
     adapters = read_adapters(folder, manifest) if manifest.base else None
     sources, _ = find_weights(opened, config)
     size = DTYPES[dtype].itemsize * sum(map(math.prod, shapes.values()))
@@ -190,25 +188,24 @@ def _drafted(out: Path, needed: int) -> Iterator[Path]:
         ConfigError: `out` cannot be created.
         RunError: the disk is full or fails.
     """
+    draft = out.with_name(f".{out.name}.draft")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        for left in out.parent.glob(f".{glob.escape(out.name)}.draft-*"):  # by a command that was killed
-            with suppress(OSError), locked(left):
-                shutil.rmtree(left, ignore_errors=True)
-        draft = Path(tempfile.mkdtemp(prefix=f".{out.name}.draft-", dir=out.parent))
+        draft.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{out}: cannot be created: {error.strerror}") from None
     try:
-        free = shutil.disk_usage(draft).free
-        if free < needed:
-            raise RunError(f"{out}: disk full: {needed:,} bytes are needed, {free:,} are free")
-        with locked(draft):
+        with locked(draft), ExitStack() as on_exit:
+            on_exit.callback(shutil.rmtree, draft, ignore_errors=True)
+            for left in draft.iterdir():  # by a command that was killed
+                left.unlink()
+            if (free := shutil.disk_usage(draft).free) < needed:
+                raise RunError(f"{out}: disk full: {needed:,} bytes are needed, {free:,} are free")
             yield draft
-        draft.rename(out)
+            draft.rename(out)
+    except BlockingIOError:
+        raise RunError(f"{out}: another process exports to it; wait for it, or use another directory") from None
     except OSError as error:
         raise RunError(f"{out}: cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 @contextmanager
