@@ -36,7 +36,7 @@ STDIN = "-"
 MAX_NEW_TOKENS = 200
 
 
-def load_model(folder: Path, device: torch.device, moved: Path | None = None) -> tuple[Transformer, Tokenizer]:
+def load_model(folder: Path, device: torch.device, base_dir: Path | None = None) -> tuple[Transformer, Tokenizer]:
     """Return the model and the tokenizer of a checkpoint; see `base.load_model`.
 
     Raises:
@@ -45,12 +45,12 @@ def load_model(folder: Path, device: torch.device, moved: Path | None = None) ->
     """
     manifest = read_manifest(folder)
     if manifest.tokenizer is None:
-        raise ConfigError(f"{folder}: has no tokenizer (dataset: synthetic), so it cannot generate text")
+        raise ConfigError(f"{folder}: has no tokenizer: trained on random tokens, or on ids of an unknown tokenizer")
     tokenizer = saved_tokenizer(manifest.tokenizer, folder, manifest.files, manifest.hyperparameters)
     if tokenizer.vocab_size > (size := model_of(folder, manifest).vocab_size):
         problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {size}"
         raise ConfigError(f"{folder}: {problem}; use another checkpoint")
-    return base.load_model(folder, device, moved), tokenizer
+    return base.load_model(folder, device, base_dir), tokenizer
 
 
 def generate_texts(

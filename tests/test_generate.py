@@ -112,7 +112,7 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(
     write_manifest(tmp_path / "copy", read_manifest(checkpoint).model_copy(update={"tokenizer": None}))
     code, message = refusal(capsys, tmp_path / "copy", "--prompt", "a")
     assert code == 2
-    assert "has no tokenizer (dataset: synthetic)" in message
+    assert "has no tokenizer: trained on random tokens, or on ids of an unknown tokenizer" in message
 
 
 @pytest.mark.parametrize(

@@ -433,6 +433,13 @@ def test_transformers_and_peft_load_what_is_exported(
     assert (merged - before).abs().max() > 0.1
 
 
+def test_a_base_in_object_storage_is_refused(message: Message) -> None:
+    with pytest.raises(ConfigError) as refused:
+        support.in_world(lambda world: hf_base.find_base("s3://bucket/run", world))
+    assert refused.value.keys == {"init_from"}
+    message(refused.value)
+
+
 @pytest.mark.slow
 def test_generation_merges_adapters_into_their_base_wherever_it_is(
     bases: dict[str, Path], trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], message: Message

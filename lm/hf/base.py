@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from lm.checkpoint.manifest import MANIFEST, Base, FileRecord, Manifest, model_of, read_manifest, record, verify
+from lm.checkpoint.object_storage import is_url
 from lm.checkpoint.resume import find_checkpoint, refuse_adapters
 from lm.checkpoint.tensor_files import load_weights
 from lm.errors import ConfigError, oserror_as_config_error
@@ -30,6 +31,9 @@ def find_base(source: str, world: World) -> Base:
     """
 
     def find() -> Path:
+        if is_url(source):
+            problem = f"init_from: {source}: the base of adapters must be on a disk"
+            raise ConfigError(f"{problem}; run: python -m lm.hf export {source} DIRECTORY", keys=("init_from",))
         if weights.is_model(source):
             return weights.find_source(source)
         try:
@@ -57,17 +61,17 @@ def checksums(folder: Path, rank: int = 0, n_ranks: int = 1) -> dict[str, FileRe
     return {path.name: record(path.resolve()) for path in weights.weight_files(folder)[rank::n_ranks]}
 
 
-def open_base(base: Base, moved: Path | None = None) -> Path:
-    """Return the directory of the weights that adapters were trained for, or `moved` if it holds a copy of them.
+def open_base(base: Base, base_dir: Path | None = None) -> Path:
+    """Return the directory of the weights that adapters were trained for, or `base_dir` if it holds a copy of them.
 
     Raises:
         ConfigError: they are not there, or differ.
     """
     try:
-        folder = weights.find_source(str(moved or base.source))
-    except ConfigError:
-        problem = f"{moved or base.source}: the base of the adapters cannot be found"
-        raise ConfigError(f"{problem}; pass its directory with --base") from None
+        folder = weights.find_source(str(base_dir or base.source))
+    except ConfigError as error:
+        problem = str(error).removeprefix("init_from: ")
+        raise ConfigError(f"base of the adapters: {problem}; pass its directory with --base") from None
     if checksums(folder) != base.files:
         problem = f"{folder}: its weights differ from the base that the adapters were trained for ({base.source})"
         raise ConfigError(f"{problem}; pass a copy of these with --base")
@@ -90,15 +94,15 @@ def read_adapters(folder: Path, manifest: Manifest) -> Adapters:
 
 
 @torch.no_grad()
-def load_model(folder: Path, device: torch.device, moved: Path | None = None) -> Transformer:
-    """Return the model of a checkpoint in a single process, with adapters merged; for `moved` see `open_base`.
+def load_model(folder: Path, device: torch.device, base_dir: Path | None = None) -> Transformer:
+    """Return the model of a checkpoint in a single process, with adapters merged; for `base_dir` see `open_base`.
 
     Raises:
         CheckpointError: a file is damaged.
         ConfigError: the tensors differ from the model's, or the base of adapters is not found.
     """
     manifest = read_manifest(folder)
-    opened = open_base(manifest.base, moved) if manifest.base else None  # as large as the manifest says
+    opened = open_base(manifest.base, base_dir) if manifest.base else None  # as large as the manifest says
     with torch.device("meta"):
         model = Transformer(model_of(folder, manifest))
     model.to_empty(device=device)
