@@ -139,7 +139,7 @@ def build(run: Run, setup: Setup, logger: MetricLogger) -> Training:
     optimizer = optim.Optimizer(hp, model.named_parameters())
     scaler = precision.LossScaler(setup.dtype, device)
     loader = Loader(hp, setup.data, setup.global_batch_size, setup.layout.dp_rank, setup.layout.dp_size, device)
-    checkpoints, files = run_dir and run_dir.checkpoints, setup.data.tokenizer_files()
+    checkpoints, files = run_dir and run_dir.checkpoints, setup.data.tokenizer.files if setup.data.tokenizer else {}
     checkpointer = Checkpointer(hp, context.checkpoint, world, checkpoints, files)
     accumulator = MetricsAccumulator(device, world, lora.flops_per_token(hp, hp), peak_flops(device, setup.dtype))
     preemption = PreemptionHandler(world, lambda: logger.stopped_by_search or master.should_preempt(context, run.info))

@@ -27,7 +27,7 @@ COMMIT = "c" * 40
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serves the folder `files` as the repositories someone/llama and someone/gated, of which the second is gated."""
+    """Serves the folder `files` as someone/llama and someone/gated, which is gated; someone/broken gets no answer."""
 
     files: ClassVar[Path]
     sent: ClassVar[list[str]] = []
@@ -40,7 +40,9 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         owner, name, *rest = path.removeprefix("/api/models").strip("/").split("/")
-        if (owner, name) not in (("someone", "llama"), ("someone", "gated")):
+        if name == "broken":
+            self.close_connection = True
+        elif (owner, name) not in (("someone", "llama"), ("someone", "gated")):
             self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
         elif path.startswith("/api/"):
             names = sorted(file.name for file in self.files.iterdir())
@@ -141,6 +143,8 @@ def test_every_error_of_the_hub_has_a_remedy(cache: pytest.MonkeyPatch) -> None:
     assert "not found on the Hub; if it is private, run `hf auth login`" in refusal("someone/else")
     assert "no revision 'none'; omit it" in refusal("someone/llama@none")
     assert "not a name on the Hugging Face Hub (OWNER/MODEL)" in refusal("some--one/llama")
+    broken = refusal("someone/broken")
+    assert "download failed: Server disconnected" in broken
     cache.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     unreachable = refusal("someone/llama")
     assert "Connection refused; run `hf download someone/llama --local-dir DIRECTORY` on a machine" in unreachable

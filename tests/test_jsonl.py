@@ -360,3 +360,11 @@ def test_truncated_files_and_files_without_targets_are_errors(tmp_path: Path, me
             JsonlDataset([file], LLAMA, 8, completion_only=True)
         assert error.value.keys == {"loss_on"}
         message(error.value)
+
+
+def test_files_without_samples_are_an_error(tmp_path: Path, message: Message) -> None:
+    empty, one = write(tmp_path / "empty.jsonl", []), write(tmp_path / "one.jsonl", [{"text": "ab"}])
+    for file, held_out in ((empty, None), (one, False)):
+        with pytest.raises(ConfigError, match=f"{file}: ") as error:
+            JsonlDataset([file], BYTES, 8, held_out=held_out)
+        message(error.value)

@@ -277,9 +277,12 @@ def test_samples_are_held_out_one_by_one_and_a_document_ends_where_the_split_cha
 def test_hdf5_needs_only_a_vocabulary_size(tmp_path: Path) -> None:
     path = hdf5(tmp_path / "a.hdf5", [[1, 2], [70_000, 3]], dtype="int32")
     out = tmp_path / "out"
-    code, _, errors = run(path, "--tokenizer", "none", "--vocab-size", 70_001, "--out", out)
-    assert (code, errors) == (0, "")
+    common = (path, "--tokenizer", "none", "--vocab-size", 70_001, "--out", out)
+    assert run(*common)[::2] == (0, "")
     assert dataset(out) == [[1, 2, 70_000, 3]]
+    code, output, _ = run(*common, "--overwrite", "--validation-fraction", 0.15)
+    assert (code, dataset(out), dataset(out, "validation")) == (0, [[1, 2]], [[70_000, 3]])
+    assert output.count("\n") == 3  # the speed and both files
     assert read_index(out / "train.json").tokenizer is None
 
 
@@ -414,8 +417,10 @@ def test_all_problems_of_the_input_are_reported_at_once(
     (tmp_path / "b.parquet.gz").touch()
     hdf5(tmp_path / "c.h5", [[1]])
     names = ("none.txt", "*.jsonl", "a.pdf", "b.parquet.gz", "c.h5")
-    errors = rejected(capsys, *(tmp_path / n for n in names), "--train-tokenizer", 300, "--out", tmp_path / "out")
-    assert all(str(tmp_path / name) in line for name, line in zip(names, errors.splitlines(), strict=True))
+    where = ("", *(tmp_path / name for name in names))
+    errors = rejected(capsys, *where, "--train-tokenizer", 300, "--out", tmp_path / "out")
+    assert errors.startswith("INPUT: ")
+    assert all(str(path) in line for path, line in zip(where, errors.splitlines(), strict=True))
     message(errors)
     (tmp_path / "a.txt").touch()
     common = (tmp_path / "a.txt", "--tokenizer", "none", "--vocab-size", 9, "--out", tmp_path / "out")

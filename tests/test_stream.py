@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import zstandard
 
 from lm.data.loader import Loader
 from lm.data.open import Data, DataConfig, open_data
@@ -220,6 +221,10 @@ def test_json_is_read_line_by_line_or_as_one_array_and_never_crashes_the_process
     (tmp_path / "a.json").write_text('[{"text": "one", "x": 1},\n{"text": "two", "x": "1", "y": null}]')
     documents, _ = open_documents(str(tmp_path / "a.json"), "train_data", "train", None)
     assert BYTES.decode(first_tokens(documents, "text", BYTES, 100).tolist()) == "one\n\ntwo\n\n"
+    lines = np.random.default_rng(0).bytes(9999).hex()  # more than one block of a compressed file
+    (tmp_path / "c.json.zst").write_bytes(zstandard.compress(json.dumps([{"text": lines}]).encode()))
+    documents, _ = open_documents(str(tmp_path / "c.json.zst"), "train_data", "train", None)
+    assert BYTES.decode(first_tokens(documents, "text", BYTES, 30_000).tolist()) == lines + "\n\n"
     deep = "[" * 200_000 + "]" * 200_000
     (tmp_path / "b.jsonl").write_text(f'{{"text": "one"}}\n{{"text": "two", "x": {deep}}}\n')
     documents, _ = open_documents(str(tmp_path / "b.jsonl"), "train_data", "train", None)

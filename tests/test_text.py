@@ -30,7 +30,9 @@ def write(folder: Path, *names: str) -> list[Path]:
 # ---- finding files -------------------------------------------------------------------------------------------
 
 
-def test_a_file_a_glob_and_a_folder_without_its_hidden_files_are_found(tmp_path: Path) -> None:
+def test_a_file_a_glob_and_a_folder_without_its_hidden_files_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = tmp_path / ".root"
     b, a, deep, other, *_ = write(
         root, "b.txt", "a.txt", "deep/er/c.txt", "d.md", ".b.txt", ".git/config", "c/.d/e", "c/__pycache__/f"
@@ -39,6 +41,9 @@ def test_a_file_a_glob_and_a_folder_without_its_hidden_files_are_found(tmp_path:
     assert find_files(str(root), "train_data") == [a, b, other, deep]
     assert find_files(f"{root}/*.txt", "train_data") == [a, b]
     assert find_files(f"{root}/**/*.txt", "train_data") == [a, b, deep]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_files("~/.root", "train_data") == [a, b, other, deep]
+    assert find_files("~/.root/*.txt", "train_data") == [a, b]
 
 
 def test_links_to_folders_are_followed_and_loops_end(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def both(folder: Path, count: int = 50, **changes: Any) -> Path:
     return write(folder, range(count), **changes).parent
 
 
-def test_a_folder_holds_training_and_validation_data(tmp_path: Path) -> None:
+def test_a_folder_holds_training_and_validation_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = opened(str(both(tmp_path)))
     assert (data.train.samples_per_epoch, len(data.validation), data.tokenizer) == (12, 12, None)
     write(tmp_path, range(30), "validation")
@@ -114,6 +114,14 @@ def test_a_folder_holds_training_and_validation_data(tmp_path: Path) -> None:
     for val_data in (tmp_path, tmp_path / "train.json", write(tmp_path / "other", range(50)).parent):
         held_out = opened(str(tmp_path), val_data=str(val_data)).validation
         assert len(held_out) == (7 if val_data == tmp_path else 12)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(opened("~/train.json", val_data="~/other").validation) == 12
+
+
+def test_a_tokenizer_that_token_files_do_not_name_is_not_used(tmp_path: Path, message: Message) -> None:
+    data = opened(str(both(tmp_path)), tokenizer="bytes")
+    assert data.tokenizer is None
+    message(data.notes)
 
 
 def test_several_folders_are_mixed_by_weight(tmp_path: Path) -> None:
@@ -155,11 +163,9 @@ def test_missing_or_too_few_token_files_are_an_error(keys: dict[str, Any], tmp_p
 def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TokenFileDataset, TokenFileDataset]:
     """Training and validation tokens with right checksums; that they are intact is remembered in a new folder."""
     monkeypatch.setattr("lm.data.tokens.CHECKED", tmp_path / "checked")
-    ids, ends = np.arange(100, dtype="<u2"), np.array([40, 100], "<u8").tobytes()
-    checksums = {"crc32c": google_crc32c.value(ids.tobytes()), "ends_crc32c": google_crc32c.value(ends)}
+    ids = np.arange(100, dtype="<u2")
     for name in ("train", "validation"):
-        write(tmp_path, ids, name, documents=2, **checksums)
-        (tmp_path / f"{name}.ends").write_bytes(ends)
+        write(tmp_path, ids, name, crc32c=google_crc32c.value(ids.tobytes()))
     first, second = (TokenFileDataset(tmp_path / f"{name}.json", 4, 300) for name in ("train", "validation"))
     return first, second
 
@@ -168,7 +174,7 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
 
 
-@pytest.mark.parametrize("name", ["train.bin", "validation.bin", "train.ends", "validation.ends"])
+@pytest.mark.parametrize("name", ["train.bin", "validation.bin"])
 @pytest.mark.parametrize("damage", [flip, Path.unlink, lambda path: path.write_bytes(bytes(path.stat().st_size))])
 def test_damaged_token_files_are_found_by_one_of_a_machines_ranks(
     damage: Callable[[Path], None], name: str, prepared: tuple[TokenFileDataset, ...], tmp_path: Path
@@ -184,28 +190,25 @@ def test_damaged_token_files_are_found_by_one_of_a_machines_ranks(
     assert problems[0].startswith(f"{tmp_path / name}: ")
 
 
-def test_ends_that_are_not_in_order_are_refused(
-    prepared: tuple[TokenFileDataset, ...], tmp_path: Path, message: Message
-) -> None:
-    for ends in ([100, 40], [40, 101], [40, 99], []):
-        content = np.array(ends, "<u8").tobytes()
-        (tmp_path / "train.ends").write_bytes(content)
-        index = prepared[0].index.model_copy(update={"ends_crc32c": google_crc32c.value(content)})
-        (tmp_path / "train.json").write_text(index.model_dump_json())
-        with pytest.raises(DataError) as error:
-            check_files([TokenFileDataset(tmp_path / "train.json", 4, 300)], 0, 1)
-    message(error.value)
-
-
 def test_an_intact_file_is_read_once_until_it_changes(
     prepared: tuple[TokenFileDataset, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
     monkeypatch.setattr("lm.data.tokens.crc32c", lambda path: read.append(path) or crc32c(path))
     check_files(prepared, 0, 1)
-    assert len(read) == 4
+    assert len(read) == 2
     check_files(prepared, 0, 1)
-    assert len(read) == 4
+    assert len(read) == 2
+    flip(tmp_path / "train.bin")
+    with pytest.raises(DataError, match=r"train.bin: damaged"):
+        check_files(prepared, 0, 1)
+
+
+def test_a_cache_directory_that_cannot_be_searched_is_not_used(
+    prepared: tuple[TokenFileDataset, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lm.data.tokens.CHECKED", tmp_path / ("x" * 300))  # an error also for root
+    check_files(prepared, 0, 1)
     flip(tmp_path / "train.bin")
     with pytest.raises(DataError, match=r"train.bin: damaged"):
         check_files(prepared, 0, 1)

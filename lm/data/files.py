@@ -8,6 +8,7 @@ import gzip
 import io
 import itertools
 import json
+import os
 import sysconfig
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -34,23 +35,24 @@ def find_files(where: str | None, key: str) -> list[Path]:
             source of the Python standard library without its tests.
         key: the hyperparameter that `where` comes from, for errors.
     """
-    root = Path(where or sysconfig.get_paths()["stdlib"])
+    source = sysconfig.get_paths()["stdlib"] if where is None else os.path.expanduser(where)  # noqa: PTH111 - a glob
+    root = Path(source)
     try:
         if where is None:
             found = (path for path in _walk(root, _NOT_SOURCE, set()) if path.suffix == ".py")
-        elif root.is_dir():
+        elif source and root.is_dir():
             found = _walk(root, (), set())
         elif root.is_file():
             found = [root]
         else:
-            paths = map(Path, glob.iglob(where, recursive=True))  # noqa: PTH207 - Path.glob accepts no absolute pattern
+            paths = map(Path, glob.iglob(source, recursive=True))  # noqa: PTH207 - Path.glob accepts no absolute pattern
             found = filter(Path.is_file, paths)
         if files := sorted(found):
             return files
     except OSError as error:
         raise ConfigError(f"{key}: {error.filename}: {error.strerror}", keys=(key,)) from None
-    advice = f"give a file, a folder or a glob, relative to {Path.cwd()}"
-    raise ConfigError(f"{key}: no file found at {where or root}; {advice}", keys=(key,))
+    advice = f"it must be a file, a folder or a glob, relative to {Path.cwd()}"
+    raise ConfigError(f"{key}: no file found at {source!r}; {advice}", keys=(key,))
 
 
 def _walk(folder: Path, excluded: Collection[str], entered: set[tuple[int, int]]) -> Iterator[Path]:
@@ -105,14 +107,20 @@ def download(source: str, files: Sequence[str], key: str) -> Path:
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         if key == "tokenizer" and (incomplete := getattr(error, "snapshot_path", None)):
             return Path(incomplete)  # only tokenizer.json is required
-        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else str(error).splitlines()[0]
+        cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else reason(error)
         elsewhere = f"run `hf download {name} --local-dir DIRECTORY` on a machine with network access"
-        problem = f"no such file or directory, not in the cache, and cannot be downloaded: {reason}"
+        problem = f"no such file or directory, not in the cache, and cannot be downloaded: {cause}"
         raise refuse(f"{problem}; {elsewhere} and copy DIRECTORY") from None
     except errors.HFValidationError:
         raise refuse("no such file or directory, and not a name on the Hugging Face Hub (OWNER/MODEL)") from None
-    except (errors.HfHubHTTPError, OSError) as error:
-        raise refuse(f"download failed: {str(error).splitlines()[0]}; rerun the same command to resume it") from None
+    except Exception as error:  # each transport raises its own
+        raise refuse(f"download failed: {reason(error)}; rerun the same command to resume it") from None
+
+
+def reason(error: Exception) -> str:
+    """Return what a library's error, or its cause, says in one line, or else its type."""
+    cause = error.__cause__ or error
+    return " ".join(str(cause).split())[:300] or type(cause).__name__
 
 
 def name_files(files: Sequence[Path]) -> str:
@@ -157,7 +165,8 @@ def _read_zst(path: Path) -> Iterator[bytes]:
             while data := file.read(2048):  # small, because a byte can decompress to ten thousand
                 while data:
                     frame = frame or decompressor.decompressobj()
-                    yield frame.decompress(data)
+                    if block := frame.decompress(data):
+                        yield block
                     data, frame = frame.unused_data, None if frame.eof else frame
         except zstandard.ZstdError as error:
             raise EOFError(error) from None
@@ -249,7 +258,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
 def get_text(record: Mapping[str, Any], key: str, setting: str = "text_field") -> str:
     """Return the text in the field `key` of a record. Errors say to change `setting`; the caller adds the place."""
     if key not in record:
-        problem = f"has no {key!r}, only {', '.join(map(repr, record)) or 'nothing'}; choose one: {setting}"
+        problem = f"has no {key!r}, only {', '.join(map(repr, record)) or 'nothing'}; set {setting} to one of them"
         raise ConfigError(problem, keys=("text_field",))
     text = record[key]
     if not isinstance(text, str):

@@ -196,6 +196,9 @@ class JsonlDataset(Dataset):
         if not inputs and any(dropped):
             problem = f"max_seq_len {seq_len} cuts off all targets; use {max(dropped)} or more"
             raise ConfigError(f"{name_files(files)}: {problem}", keys=("max_seq_len",))
+        if not (inputs or dropped):
+            advice = "" if held_out is None else ", or set val_data: without it, every 20th line is held out"
+            raise ConfigError(f"{name_files(files)}: no samples; add lines{advice}")
         if not inputs:
             problem = f"{name_files(files)}: no line has targets; add completions, or set loss_on: all"
             raise ConfigError(problem, keys=("loss_on",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,11 +25,11 @@ from model import IGNORE_INDEX
 
 SYNTHETIC_BATCHES = 10
 VALIDATION_SHARE = 0.05
-"""Fraction of the text that is held out if no validation data are given."""
+"""Fraction of the text that is held out unless val_data is set."""
 MAX_BATCH_SIZE = 2**24
 """Sequences; the order of a global batch is drawn in memory."""
 PROMPT_TOKENS = 32
-"""Tokens of the validation data that samples continue if no prompt is given."""
+"""Tokens of the validation data that samples continue unless prompt is set."""
 
 
 class DataConfig(BaseModel, frozen=True, extra="forbid"):
@@ -116,10 +116,6 @@ class Data:
         data = {"train": self.train.fingerprint(), "validation": self.validation.fingerprint()}
         return {"tokenizer": self.tokenizer and self.tokenizer.identity, "data": data}
 
-    def tokenizer_files(self) -> Mapping[str, bytes]:
-        """Return the files that checkpoints keep a copy of."""
-        return self.tokenizer.files if self.tokenizer else {}
-
 
 def open_data(
     config: DataConfig,
@@ -136,7 +132,7 @@ def open_data(
         ConfigError: files are missing or invalid, the tokenizer exceeds vocab_size, or there are too few samples.
     """
     if isinstance(config.train_data, dict) and config.dataset != "tokens":
-        problem = f"train_data: weights require dataset: tokens, not {config.dataset}; give one file, folder or glob"
+        problem = f"train_data: weights require dataset: tokens, not {config.dataset}; use one file, folder or glob"
         raise _error(problem, "dataset")
     if config.dataset == "hf":
         data = _open_stream(config, seq_len, global_batch_size, seed, dp_rank, dp_size)
@@ -157,6 +153,8 @@ def open_data(
         if config.val_data is None and config.dataset in ("text", "jsonl"):
             counts = f"{len(validation):,} of {len(validation) + len(train[0]):,} sequences"
             notes.append(f"val_data: null: {counts} of train_data are held out for validation")
+        if config.tokenizer is not None and tokenizer is None:
+            notes.append(f"tokenizer: {config.tokenizer}: not used, as the token files name no tokenizer")
         data = Data(source, validation, tokenizer, notes, [*train, validation])
     tokenizer, n_samples = data.tokenizer, data.train.samples_per_epoch
     if tokenizer and tokenizer.vocab_size > vocab_size:
@@ -177,7 +175,7 @@ def _too_few(what: str, n_samples: int, seq_len: int, needed: int) -> ConfigErro
 
 @contextlib.contextmanager
 def _caused_by(key: str) -> Iterator[None]:
-    """Give errors about the contents of a file the key that names the file."""
+    """Add `key`, which names a file, to errors about its contents."""
     try:
         yield
     except ConfigError as error:
@@ -218,7 +216,7 @@ def _train_indexes(config: DataConfig) -> list[Path]:
     if not config.train_data:
         raise _error("train_data: dataset: tokens requires a folder written by python -m lm.prepare", "dataset")
     folders = config.train_data if isinstance(config.train_data, dict) else [config.train_data]
-    return [path / "train.json" if path.is_dir() else path for path in map(Path, folders)]
+    return [path / "train.json" if path.is_dir() else path for path in map(Path.expanduser, map(Path, folders))]
 
 
 @oserror_as_config_error
@@ -241,7 +239,7 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Opened:
     paths = _train_indexes(config)
     train = [read("train_data", path) for path in paths]
     folder = str(paths[0].parent)
-    held_out = Path(config.val_data or folder)
+    held_out = Path(config.val_data or folder).expanduser()
     if held_out.is_dir():
         held_out /= "validation.json" if (held_out / "validation.json").exists() else "train.json"
     if config.val_data is None and held_out.stem == "train":
@@ -270,7 +268,7 @@ def _open_jsonl(config: DataConfig, seq_len: int) -> Opened:
 
     def read(key: str, held_out: bool) -> JsonlDataset:
         if (where := getattr(config, key)) is None:
-            raise _error(f"{key}: dataset: jsonl requires it; give a file, a folder or a glob", "dataset")
+            raise _error(f"{key}: dataset: jsonl requires it; set it to a file, a folder or a glob", "dataset")
         with _caused_by(key):
             found, only = files.find_files(where, key), config.loss_on == "completion"
             part = held_out if config.val_data is None else None
@@ -291,7 +289,7 @@ def _open_stream(
     if val_data is not None and stream.is_local(val_data):
         held_out, _ = stream.open_documents(val_data, "val_data", "train", None)
     elif stream.is_local(where):
-        raise _error("val_data: local files of dataset: hf have no validation split; give a file, a folder or a glob")
+        raise _error("val_data: local files of dataset: hf have no validation split; set it to a file, folder or glob")
     else:
         held_out, _ = stream.open_documents(where, "val_data", val_data or "validation", config.hf_config)
     n_tokens = config.validation_batches * global_batch_size * seq_len + 1

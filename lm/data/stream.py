@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
 from lm.data.dataset import SampleBatch
-from lm.data.files import find_files, get_text, open_table
-from lm.data.tokenizer import Tokenizer
+from lm.data.files import find_files, get_text, open_table, reason
+from lm.data.tokenizer import Tokenizer, encode_documents
 from lm.data.tokens import window
 from lm.errors import ConfigError, DataError, RankError, oserror_as_config_error
 from lm.launch.spawn import die_with_parent
@@ -89,16 +89,11 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
     except Exception as error:  # each format and each file system raises its own
         problem = f"{key}: {where}: cannot be opened"
         if local:
-            raise ConfigError(f"{problem}: {_reason(error)}", keys=(key,)) from None
+            raise ConfigError(f"{problem}: {reason(error)}", keys=(key,)) from None
         download = f"hf download {where} --repo-type dataset --local-dir FOLDER"
         advice = f"run on a machine with network access: {download}, then set {key}=FOLDER/..."
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        raise ConfigError(f"{problem}{offline}: {_reason(error)}; {advice}", keys=(key, "hf_config")) from None
-
-
-def _reason(error: Exception) -> str:
-    cause = error.__cause__ or error
-    return " ".join(str(cause).split())[:300] or type(cause).__name__
+        raise ConfigError(f"{problem}{offline}: {reason(error)}; {advice}", keys=(key, "hf_config")) from None
 
 
 def first_tokens(documents: Documents, text_field: str, tokenizer: Tokenizer, count: int) -> NDArray[np.int64]:
@@ -110,7 +105,7 @@ def first_tokens(documents: Documents, text_field: str, tokenizer: Tokenizer, co
     except DataError:
         raise
     except Exception as error:
-        raise ConfigError(f"val_data: cannot be read: {_reason(error)}", keys=("val_data",)) from None
+        raise ConfigError(f"val_data: cannot be read: {reason(error)}", keys=("val_data",)) from None
 
 
 def _get_text(record: Mapping[str, Any], key: str, number: int) -> str:
@@ -120,12 +115,11 @@ def _get_text(record: Mapping[str, Any], key: str, number: int) -> str:
         raise DataError(f"text_field: document {number}: {error}", keys=("text_field",)) from None
 
 
-def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
+def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.uint32]]:
     """Yield the tokens of each text, with an end-of-text token."""
     texts = iter(texts)
     while batch := list(itertools.islice(texts, _BATCH)):
-        for ids in tokenizer.encode_batch(batch):
-            yield np.append(ids.astype(np.int64), tokenizer.eos_id)
+        yield from encode_documents(tokenizer, batch)
 
 
 class Window(NamedTuple):
@@ -163,7 +157,7 @@ class TokenStream(IterableDataset["Window | DataError"]):
         except DataError as error:
             yield error
         except Exception as error:  # each format and each file system raises its own
-            yield DataError(f"train_data: cannot be read: {_reason(error)}", keys=("train_data",))
+            yield DataError(f"train_data: cannot be read: {reason(error)}", keys=("train_data",))
 
     def windows(self) -> Iterator[Window]:
         """Yield windows from `state` on."""
@@ -172,7 +166,7 @@ class TokenStream(IterableDataset["Window | DataError"]):
         for state, document in self._tokenized():
             rest = document[state["token"] :]
             parts.append((state, len(rest)))
-            ids = np.concatenate([ids, rest])
+            ids = np.concatenate([ids, rest], dtype=np.int64)
             while len(ids) > self.seq_len:
                 window_ids, ids = ids[: self.seq_len + 1], ids[self.seq_len :]
                 used = self.seq_len
@@ -182,7 +176,7 @@ class TokenStream(IterableDataset["Window | DataError"]):
                 parts[0] = state | {"token": state["token"] + used}, length - used
                 yield Window(window_ids, parts[0][0])
 
-    def _tokenized(self) -> Iterator[tuple[dict[str, Any], NDArray[np.int64]]]:
+    def _tokenized(self) -> Iterator[tuple[dict[str, Any], NDArray[np.uint32]]]:
         """Yield documents' tokens, each with the state at its start (the first one's may be inside it)."""
         for state, texts in self._blocks():
             if self.seed is not None:
@@ -217,7 +211,7 @@ class TokenStream(IterableDataset["Window | DataError"]):
                 yield state, texts
             read = state["read"] + len(texts)
             if read == read_before and state["dataset"] is None:
-                problem = "data_workers: a worker's share of the dataset is empty; lower it, or add files"
+                problem = "data_workers: a worker's share of the dataset is empty; lower data_workers, or add files"
                 raise DataError(problem, keys=("data_workers", "train_data"))
             state = start | {"block": state["block"] + 1, "read": read}
 

@@ -325,6 +325,12 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> bytes:
     return encoder.to_str().encode()
 
 
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+    """Return the ids of each text with an end-of-text token."""
+    end = np.uint32(tokenizer.eos_id)
+    return [np.append(ids, end) for ids in tokenizer.encode_batch(texts)]
+
+
 @oserror_as_config_error
 def load_tokenizer(name: str) -> Tokenizer:
     """Load the tokenizer `name`: "bytes", a `tokenizer.json`, a folder with one, or a Hugging Face Hub name."""

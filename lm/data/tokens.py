@@ -22,7 +22,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from lm.data.dataset import Dataset, Sample
 from lm.data.files import blocks, decode, name_files, read_all
-from lm.data.tokenizer import Tokenizer
+from lm.data.tokenizer import Tokenizer, encode_documents
 from lm.errors import ConfigError, DataError
 from lm.fileio import MAX_INDEX_BYTES, crc32c, open_regular, read_bytes
 from lm.seeds import derive_seed
@@ -83,15 +83,14 @@ def read_tokens(files: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
 
     Files are ordered by a hash of their names, so that a cut anywhere leaves a fair sample on both sides.
     """
-    end = np.array([tokenizer.eos_id], np.uint32)
 
     def read(path: Path) -> NDArray[np.uint32]:
         content = decode(path, b"".join(blocks(path)))
-        return np.append(tokenizer.encode_batch([content])[0], end) if content else end[:0]
+        return encode_documents(tokenizer, [content])[0] if content else np.empty(0, np.uint32)
 
     tokens = np.concatenate(read_all(sorted(files, key=lambda path: sha256(os.fsencode(path.name)).digest()), read))
     if not len(tokens):
-        raise ConfigError(f"{name_files(files)}: no text; give files that are not empty")
+        raise ConfigError(f"{name_files(files)}: no text; use files that are not empty")
     return tokens
 
 
@@ -181,38 +180,25 @@ class TokenFileDataset(Dataset):
 
 
 def check_files(datasets: Iterable[Dataset], rank: int, n_ranks: int) -> None:
-    """Compare the token files among `datasets` with their checksums, on each of a machine's ranks a share of them.
+    """Compare NAME.bin of each token file in `datasets` with its checksum, on each of a machine's ranks a share.
 
     A file is read once: what was intact is remembered in `CHECKED` by name, size, time of change and inode.
 
     Raises:
         DataError: a file is damaged or cannot be read.
     """
-    indices = [(dataset.path, dataset.index) for dataset in datasets if isinstance(dataset, TokenFileDataset)]
-    files = [(path, index.crc32c, None) for path, index in indices]
-    files += [(path.with_suffix(".ends"), index.ends_crc32c, index.tokens) for path, index in indices]
-    for path, checksum, n_tokens in files[rank::n_ranks]:
+    files = [(dataset.path, dataset.index.crc32c) for dataset in datasets if isinstance(dataset, TokenFileDataset)]
+    advice = "write it again with python -m lm.prepare"
+    for path, checksum in files[rank::n_ranks]:
         try:
             status = path.lstat()
             facts = socket.gethostname(), path.absolute(), status.st_size, status.st_mtime_ns, status.st_ino, checksum
             marker = CHECKED / sha256(repr(facts).encode()).hexdigest()
-            if not marker.exists() and (crc32c(path) != checksum or (n_tokens and not _in_order(path, n_tokens))):
-                raise DataError(
-                    f"{path}: damaged: differs from {path.stem}.json; write it again with python -m lm.prepare"
-                )
+            if not os.path.exists(marker) and crc32c(path) != checksum:  # noqa: PTH110 - Path.exists may raise
+                raise DataError(f"{path}: damaged: differs from {path.stem}.json; {advice}")
         except OSError as error:
-            raise DataError(f"{path}: {error.strerror}; write it again with python -m lm.prepare") from None
+            raise DataError(f"{path}: {error.strerror}; {advice}") from None
         if CHECKED.is_absolute():  # otherwise this user has no home directory
             with suppress(OSError):  # or it is read-only
                 CHECKED.mkdir(parents=True, exist_ok=True)
                 marker.touch()
-
-
-def _in_order(path: Path, n_tokens: int) -> bool:
-    last = 0
-    with open(path, "rb", opener=open_regular) as file:
-        while len(ends := np.frombuffer(file.read(1 << 22), "<u8")):
-            if ends[0] < last or (ends[1:] < ends[:-1]).any():
-                return False
-            last = int(ends[-1])
-    return last == n_tokens

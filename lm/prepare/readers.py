@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.files import blocks, complete_lines, decode, get_text, is_compressed, open_table, read_jsonl
+from lm.data.files import blocks, complete_lines, decode, get_text, is_compressed, open_table, read_jsonl, reason
 from lm.errors import ConfigError
 
 CHUNK = 1 << 20
@@ -73,7 +73,7 @@ def hold_out(documents: Iterable[Document], fraction: float, from_tail: bool) ->
 def must_split(documents: Iterable[Document], fraction: float) -> bool:
     """Return whether `is_held_out` leaves one split without documents; reads no more of them than it needs."""
     held_out = (is_held_out(document.text.encode(), fraction) for document in documents)
-    return fraction > 0 and len(list(itertools.islice(itertools.groupby(held_out), 2))) < 2
+    return fraction > 0 and len(list(itertools.islice(itertools.groupby(held_out), 2))) == 1
 
 
 def format_of(path: Path, override: str | None) -> str | None:
@@ -154,7 +154,7 @@ def _read_table(name: str, path: Path, field: str) -> Iterator[Document]:
         for row, record in enumerate(table.select_columns([field]), 1):
             yield _document(record, field, f"{path}: row {row}")
     except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
-        raise ConfigError(f"{path}: cannot be read as {name}: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{path}: cannot be read as {name}: {reason(error)}") from None
 
 
 def read_ids(path: Path, vocab_size: int, eos_id: int | None, fraction: float) -> Iterator[TokenChunk]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from lm.data.tokenizer import load_tokenizer
+from lm.data.tokenizer import encode_documents, load_tokenizer
 from lm.prepare.readers import CHUNK, Document, TokenChunk
 from lm.prepare.token_writer import id_dtype
 
@@ -81,8 +81,7 @@ def _encode_chunk(path: Path, texts: list[str], tokenizer_name: str) -> None:
     A file, because a worker killed while it writes megabytes to the pool's pipe leaves the reader waiting for the rest.
     """
     tokenizer = _tokenizer(tokenizer_name)
-    eos_id = np.uint32(tokenizer.eos_id)
-    documents = [ids if eos_id in ids[-1:] else np.append(ids, eos_id) for ids in tokenizer.encode_batch(texts)]
+    documents = encode_documents(tokenizer, texts)
     content = io.BytesIO()  # np.save to a file does not report a full disk
     np.save(content, np.concatenate(documents, dtype=id_dtype(tokenizer.vocab_size), casting="unsafe"))
     np.save(content, np.cumsum(list(map(len, documents))))
