@@ -91,9 +91,8 @@ def keep_freed_memory() -> None:
 
 
 def has_gpu() -> bool:
-    """Return whether the machine has an NVIDIA or AMD GPU, without importing torch."""
-    devices = ("nvidia[0-9]*", "kfd", "dxg")  # of NVIDIA, of AMD, and of both under WSL 2
-    return any(path for device in devices for path in Path("/dev").glob(device))
+    """Return whether the machine has an NVIDIA or AMD GPU, or that of WSL 2, without importing torch."""
+    return any(path for device in ("nvidia[0-9]*", "kfd", "dxg") for path in Path("/dev").glob(device))
 
 
 def host_memory() -> tuple[int, int]:

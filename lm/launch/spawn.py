@@ -23,8 +23,7 @@ from typing import NoReturn
 
 from lm.launch.environment import announce, has_gpu, require_torch
 
-GRACE = 1.0
-"""seconds that the other ranks have to end when one fails"""
+GRACE = 1.0  # seconds that the other ranks have to end when one fails
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:

@@ -25,7 +25,6 @@ _MEMORY_KEYS = ("batch_size", "activation_checkpointing", "activation_offload", 
 _MEMORY_KEYS += ("sharding", "d_model", "n_layers")
 _NO_HOST_MEMORY = ("can't allocate memory", "CUDA error: out of memory")
 """parts of PyTorch's messages: in memory that is not pinned, and in pinned memory"""
-_NO_INTERFACE = "Unable to find address for"  # gloo's message
 
 
 class _RankConfigError(RankError, ConfigError):
@@ -89,7 +88,7 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
     except (RuntimeError, MemoryError, OSError) as error:
         if (text := os.strerror(errno.EMFILE)) in str(error):
             raise RankError(f"rank {launch.rank}: {text}; raise the limit of this shell: ulimit -n 65536") from error
-        if _NO_INTERFACE in str(error):
+        if "Unable to find address for" in str(error):  # by gloo
             variable = f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}"
             problem = f"rank {launch.rank}: {variable}: not a network interface of this machine, or without an address"
             raise _RankConfigError(f"{problem}; use one that `ip address` lists, or unset the variable") from None
@@ -131,7 +130,8 @@ def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta
             device_id=device if backend == "nccl" else None,
         )
     except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
-        number = _errno(error)
+        found = re.search(r"code: -(\d+), name: E", str(error))  # of a socket of PyTorch
+        number = int(found[1]) if found else getattr(error, "errno", None)
         if number == errno.EMFILE:
             raise
         if number is not None:
@@ -150,12 +150,6 @@ def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta
             f"{where}: another rank uses the same GPU; start at most one rank per GPU, and make visible to each rank"
             " its own GPU (srun: --gpus-per-task=1) or all GPUs of the node (--gpus-per-node)"
         ) from None
-
-
-def _errno(error: Exception) -> int | None:
-    """Return the number of a socket's error, also of PyTorch's, e.g. "code: -98, name: EADDRINUSE, message: ..."."""
-    found = re.search(r"code: -(\d+), name: E", str(error))
-    return int(found[1]) if found else getattr(error, "errno", None)
 
 
 def _require_resolvable(launch: Launch, where: str) -> None:

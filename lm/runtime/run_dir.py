@@ -150,15 +150,12 @@ def _require_private(path: Path) -> None:
     if stat.S_ISLNK(status.st_mode):
         problem = f"{path}: is a symbolic link, which is not followed; to write elsewhere, make {ROOT} a link"
         raise ConfigError(problem, keys=("run_name",))
-    if path != ROOT and os.getuid() != status.st_uid != _owner_of_new_files(path.parent):
-        problem = f"{path}: belongs to user {status.st_uid}, not to you ({os.getuid()}); choose another run_name"
-        raise ConfigError(problem, keys=("run_name",))
+    if path != ROOT and status.st_uid != os.getuid():
+        with tempfile.TemporaryFile(dir=path.parent) as probe:  # NFS can give all files to another user
+            owner = os.fstat(probe.fileno()).st_uid
+        if status.st_uid != owner:
+            problem = f"{path}: belongs to user {status.st_uid}, not to you ({os.getuid()}); choose another run_name"
+            raise ConfigError(problem, keys=("run_name",))
     if status.st_mode & stat.S_IWOTH and not (path == ROOT and status.st_mode & stat.S_ISVTX):
         advice = f"check its contents, then run: chmod o-w {path} (CIFS: mount it with dir_mode=0770)"
         raise ConfigError(f"{path}: writable by all users; {advice}")
-
-
-def _owner_of_new_files(directory: Path) -> int:
-    """Return the owner that the file system gives to new files. NFS can map users to others."""
-    with tempfile.TemporaryFile(dir=directory) as probe:
-        return os.fstat(probe.fileno()).st_uid
