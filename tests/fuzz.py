@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ from lm import generate, sampling
 from lm.checkpoint.manifest import MANIFEST
 from lm.data.tokenizer import FILE
 from lm.errors import RunError
-from tests.test_untrusted import WEIGHTS, forge, make_checkpoint
+from tests.support import rewrite_header
+from tests.test_manifest import forge_manifest
+from tests.test_untrusted import WEIGHTS, make_checkpoint
 
 VALUES: list[Any] = [None, True, -1, 0, 1, 2, 7, 64, 2**31, 2**63, 10**30, 0.5, 1e308, float("nan"), float("inf")]
 VALUES += ["", "x", "\x1b[2J", "../x", "é" * 5000, [], [1], [[]] * 1000, {}, {"a": 1}, {"type": "Replace"}]
@@ -62,36 +65,36 @@ def change(draw: random.Random, tree: Any) -> Any:
     return changed
 
 
+def change_header(draw: random.Random, header: dict[str, Any]) -> dict[str, Any]:
+    if draw.random() >= 0.3:
+        return change(draw, header)
+    metadata = header["__metadata__"]
+    metadata["DCP_SHARDING_INFO"] = json.dumps(change(draw, json.loads(metadata["DCP_SHARDING_INFO"])))
+    return header
+
+
 def mutate(draw: random.Random, folder: Path) -> str:
     """Change the checkpoint in `folder`, with matching checksums; return what was changed."""
-    content = (folder / WEIGHTS).read_bytes()
-    end = 8 + struct.unpack("<Q", content[:8])[0]
     what = draw.choice(["manifest", "header", "tokenizer", "weights"])
     fields = json.loads((folder / MANIFEST).read_text())
     if what == "manifest":
         changed = change(draw, fields)
-        forge(folder, **{key: value for key, value in changed.items() if key != "checksum"})
+        forge_manifest(folder, **{key: value for key, value in changed.items() if key != "checksum"})
         return what
     if what == "tokenizer":
         text = json.dumps(change(draw, json.loads((folder / FILE).read_text()))).encode()
         (folder / FILE).write_bytes(text)
         size = fields["tokenizer"].partition(" ")[0]
-        forge(folder, tokenizer=f"{size} tokens, sha256 {hashlib.sha256(text).hexdigest()}")
+        forge_manifest(folder, tokenizer=f"{size} tokens, sha256 {hashlib.sha256(text).hexdigest()}")
         return what
     if what == "header":
-        header = json.loads(content[8:end])
-        if draw.random() < 0.3:
-            info = json.dumps(change(draw, json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])))
-            header["__metadata__"]["DCP_SHARDING_INFO"] = info
-        else:
-            header = change(draw, header)
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + content[end:])
+        rewrite_header(folder / WEIGHTS, partial(change_header, draw))
     else:
+        content = (folder / WEIGHTS).read_bytes()
+        end = 8 + struct.unpack("<Q", content[:8])[0]
         at, n_bytes = draw.randrange(end, len(content) - 8), draw.randint(1, 8)
         (folder / WEIGHTS).write_bytes(content[:at] + draw.randbytes(n_bytes) + content[at + n_bytes :])
-    forge(folder)
+    forge_manifest(folder)
     return what
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import struct
 import subprocess
 import sys
 import tempfile
@@ -186,6 +187,15 @@ def checkpoints(folder: Path, name: str = "test") -> dict[int, Path]:
     """Return the checkpoint directories of a run, by step."""
     manifests = (folder / "runs" / name / "checkpoints").glob("[!.]*/manifest.json")
     return {json.loads(path.read_text())["step"]: path.parent for path in manifests}
+
+
+def rewrite_header(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Replace the header of a safetensors file by `change(header)`."""
+    content = path.read_bytes()
+    end = 8 + struct.unpack("<Q", content[:8])[0]
+    text = json.dumps(change(json.loads(content[8:end]))).encode()
+    text += b" " * (-len(text) % 8)  # tensors stay aligned
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[end:])
 
 
 CHAT_TEMPLATE = (

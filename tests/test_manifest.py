@@ -9,7 +9,6 @@ import os
 import pickle
 import random
 import shutil
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +39,7 @@ from lm.determined.context import TorchDistributedContext
 from lm.errors import ConfigError
 from lm.runtime.world import World
 from tests.conftest import Message
-from tests.support import run_ranks
+from tests.support import rewrite_header, run_ranks
 
 SHARDS = ["model-00000-00000.safetensors", "model-00001-00000.safetensors"]
 """Files of a model that two ranks saved."""
@@ -325,16 +324,13 @@ def test_no_product_code_unpickles() -> None:
 def test_slices_that_do_not_cover_a_tensor_exactly_once_are_refused(
     changes: dict[str, Any], offsets: list[int], victim: Path
 ) -> None:
-    path = victim / SHARDS[1]
-    content = path.read_bytes()
-    end = 8 + struct.unpack("<Q", content[:8])[0]
-    header = json.loads(content[8:end])
-    sharding = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
-    header["weight"] |= changes
-    sharding["weight"]["saved_offsets"] = offsets
-    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(sharding)
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + content[end:])
+    def change(header: dict[str, Any]) -> dict[str, Any]:
+        sharding = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+        sharding["weight"]["saved_offsets"] = offsets
+        metadata = {"__metadata__": {"DCP_SHARDING_INFO": json.dumps(sharding)}}
+        return header | metadata | {"weight": header["weight"] | changes}
+
+    rewrite_header(victim / SHARDS[1], change)
     forge_manifest(victim)
     message = refusal(victim)
     assert message.startswith(str(victim))
@@ -369,13 +365,9 @@ def test_a_manifest_that_lists_other_files_is_refused(name: str, victim: Path) -
     assert repr(name) in message
 
 
-@pytest.mark.parametrize("name", [SHARDS[0], "manifest.json", ""])
-def test_a_symbolic_link_is_not_a_checkpoint_nor_a_file_of_one(
-    name: str, victim: Path, tmp_path: Path, message: Message
-) -> None:
-    path = victim / name
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
+def test_a_symbolic_link_is_not_a_checkpoint(victim: Path, tmp_path: Path, message: Message) -> None:
+    victim.rename(tmp_path / "elsewhere")
+    victim.symlink_to(tmp_path / "elsewhere")
     message(refusal(victim))
 
 

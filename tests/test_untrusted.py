@@ -25,7 +25,7 @@ import torch
 
 from lm import generate, strict_yaml
 from lm.checkpoint.__main__ import list_run
-from lm.checkpoint.manifest import DRAFT, MANIFEST, Manifest, _encode, read_manifest, record, write_manifest
+from lm.checkpoint.manifest import DRAFT, MANIFEST, Manifest, read_manifest, record, write_manifest
 from lm.checkpoint.resume import find_checkpoint
 from lm.checkpoint.retention import COMMITTED, Directory
 from lm.checkpoint.tensor_files import write_tensors
@@ -41,7 +41,8 @@ from lm.prepare.__main__ import main as prepare
 from lm.runtime.run_dir import RunDir
 from model import ModelConfig, Transformer
 from tests.conftest import Message
-from tests.support import ROOT, TINY, byte_level_tokenizer, in_world
+from tests.support import ROOT, TINY, byte_level_tokenizer, in_world, rewrite_header
+from tests.test_manifest import forge_manifest
 
 LLAMA = {"vocab_size": 300, "norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none"}
 WEIGHTS = "model-00000-00000.safetensors"
@@ -71,26 +72,16 @@ def saved(tmp_path: Path) -> Path:
     return folder
 
 
-def forge(folder: Path, **changes: Any) -> None:
-    """Write a manifest with `changes` and with all checksums right."""
-    fields = {key: value for key, value in json.loads((folder / MANIFEST).read_text()).items() if key != "checksum"}
-    fields["files"] = {name: record(folder / name).model_dump() for name in fields["files"]}
-    (folder / MANIFEST).write_bytes(_encode(fields | changes))
-
-
 def forge_tokenizer(folder: Path, size: int = 300, **changes: Any) -> None:
     content = json.dumps(json.loads((folder / FILE).read_text()) | changes).encode()
     (folder / FILE).write_bytes(content)
-    forge(folder, tokenizer=f"{size} tokens, sha256 {hashlib.sha256(content).hexdigest()}")
+    forge_manifest(folder, tokenizer=f"{size} tokens, sha256 {hashlib.sha256(content).hexdigest()}")
 
 
 def forge_header(folder: Path, entries: dict[str, Any]) -> None:
     """Give the file of the weights a header with `entries` alone."""
-    content = (folder / WEIGHTS).read_bytes()
-    text = json.dumps(entries).encode()
-    end = 8 + struct.unpack("<Q", content[:8])[0]
-    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + content[end:])
-    forge(folder)
+    rewrite_header(folder / WEIGHTS, lambda _: entries)
+    forge_manifest(folder)
 
 
 def load(folder: Path) -> object:
@@ -102,13 +93,13 @@ def nested(levels: int) -> list[Any]:
 
 
 def structure(**changes: Any) -> Callable[[Path], None]:
-    return lambda folder: forge(folder, model=json.loads((folder / MANIFEST).read_text())["model"] | changes)
+    return lambda folder: forge_manifest(folder, model=json.loads((folder / MANIFEST).read_text())["model"] | changes)
 
 
 def set_nan(folder: Path) -> None:
     path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:-4] + struct.pack("<f", float("nan")))
-    forge(folder)
+    forge_manifest(folder)
 
 
 def add_token(folder: Path) -> None:
@@ -120,34 +111,34 @@ def add_token(folder: Path) -> None:
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 BYTE = {"dtype": "U8", "shape": [1]}
 HOSTILE: dict[str, Callable[[Path], None]] = {
-    "100,000 files": lambda folder: forge(
+    "100,000 files": lambda folder: forge_manifest(
         folder, files={f"model-{i:05}-00000.safetensors": {"bytes": 1, "crc32c": 1} for i in range(100_000)}
     ),
-    "a manifest of 9 MB": lambda folder: forge(folder, hyperparameters={"x": [[]] * 1_500_000}),
+    "a manifest of 9 MB": lambda folder: forge_manifest(folder, hyperparameters={"x": [[]] * 1_500_000}),
     "a sparse manifest of a terabyte": lambda folder: os.truncate(folder / MANIFEST, 1 << 40),
-    "a nested manifest": lambda folder: forge(folder, dataset_state=[{"a": nested(200)}]),
+    "a nested manifest": lambda folder: forge_manifest(folder, dataset_state=[{"a": nested(200)}]),
     "10^7 layers": structure(n_layers=10**7),
     "4096 layers": structure(n_layers=4096),
     "a terabyte of embeddings": structure(d_model=2**17, vocab_size=2**22),
     "a model that does not exist": structure(n_heads=5),
     "a preset that does not exist": structure(model=EVIL),
-    "adapters of a base of a terabyte": lambda folder: forge(
+    "adapters of a base of a terabyte": lambda folder: forge_manifest(
         folder,
         base={"source": str(folder), "files": {"model.safetensors": {"bytes": 1 << 50, "crc32c": 1}}},
         model=json.loads((folder / MANIFEST).read_text())["model"] | {"n_layers": 2**12},
     ),
-    "control characters in sharding": lambda folder: forge(folder, sharding=EVIL),
-    "control characters in the tokenizer": lambda folder: forge(folder, tokenizer=EVIL),
+    "control characters in sharding": lambda folder: forge_manifest(folder, sharding=EVIL),
+    "control characters in the tokenizer": lambda folder: forge_manifest(folder, tokenizer=EVIL),
     "control characters in a tensor's name": lambda folder: forge_header(
         folder, {EVIL: BYTE | {"data_offsets": [0, 1]}}
     ),
-    "no fingerprint of the data": lambda folder: forge(folder, data={}),
+    "no fingerprint of the data": lambda folder: forge_manifest(folder, data={}),
     "90,000 tensors": lambda folder: forge_header(
         folder, {f"{i}": BYTE | {"data_offsets": [i, i + 1]} for i in range(90_000)}
     ),
     "an empty tensor": lambda folder: forge_header(folder, {"x": BYTE | {"shape": [0], "data_offsets": [0, 0]}}),
     "NaN": set_nan,
-    "a tokenizer of another identity": lambda folder: forge(folder, tokenizer="300 tokens, sha256 0"),
+    "a tokenizer of another identity": lambda folder: forge_manifest(folder, tokenizer="300 tokens, sha256 0"),
     "a tokenizer with more tokens than the model": add_token,
     "a normalizer that doubles": lambda folder: forge_tokenizer(
         folder, normalizer={"type": "Sequence", "normalizers": [DOUBLE] * 29}
