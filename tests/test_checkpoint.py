@@ -71,7 +71,7 @@ def stopped(reference: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def damage(checkpoint: Path) -> None:
+def flip_in_shard(checkpoint: Path) -> None:
     flip(checkpoint / SHARDS[0])
 
 
@@ -80,12 +80,12 @@ def remove_manifest(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spoil", [damage, remove_manifest])
-def test_a_spoilt_checkpoint_is_named_and_the_one_before_it_gives_the_same_losses(
-    spoil: Callable[[Path], None], reference: Path, stopped: Path
+@pytest.mark.parametrize("damage", [flip_in_shard, remove_manifest])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_gives_the_same_losses(
+    damage: Callable[[Path], None], reference: Path, stopped: Path
 ) -> None:
     newest = checkpoints(stopped)[6]
-    spoil(newest)
+    damage(newest)
     done = run(stopped, config=RUN, code=0)
     assert any("skipping" in line and newest.name in line for line in (done.stdout + done.stderr).splitlines())
     assert f"resumed from checkpoint {checkpoints(stopped)[4].name}, step 4" in done.stdout
@@ -93,14 +93,14 @@ def test_a_spoilt_checkpoint_is_named_and_the_one_before_it_gives_the_same_losse
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spoil", [damage, remove_manifest])
-def test_if_all_are_spoilt_all_are_named_and_the_run_does_not_start(
-    spoil: Callable[[Path], None], stopped: Path, message: Message
+@pytest.mark.parametrize("damage", [flip_in_shard, remove_manifest])
+def test_if_all_are_damaged_all_are_named_and_the_run_does_not_start(
+    damage: Callable[[Path], None], stopped: Path, message: Message
 ) -> None:
     before = (stopped / "runs/test/metrics.jsonl").read_bytes()
     folders = checkpoints(stopped)
     for path in folders.values():
-        spoil(path)
+        damage(path)
     done = run(stopped, config=RUN, code=1)
     lines = done.stderr.splitlines()
     assert len(lines) == 4
