@@ -25,15 +25,17 @@ def choose(
     """
     if temperature == 0:
         return logits.argmax(dim=-1).cpu()
-    vocab_size = logits.shape[-1]
-    top_logits, ids = logits.float().cpu().topk(min(top_k or vocab_size, vocab_size))  # descending
-    probabilities = ((top_logits - top_logits[:, :1]) / temperature).softmax(dim=-1)  # finite for any temperature
+    logits, ids, vocab_size = logits.float().cpu(), None, logits.shape[-1]
+    if top_k or top_p:
+        logits, ids = logits.topk(min(top_k or vocab_size, vocab_size))  # descending
+    probabilities = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)  # no overflow
     if not probabilities.isfinite().all():
         raise RunError("generation: the model computes inf or NaN; use another checkpoint")
     if top_p is not None:
         before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities.masked_fill(before >= top_p, 0.0)
-    return ids.gather(-1, torch.multinomial(probabilities, 1, generator=generator)).squeeze(-1)
+    drawn = torch.multinomial(probabilities, 1, generator=generator)
+    return (drawn if ids is None else ids.gather(-1, drawn)).squeeze(-1)
 
 
 @torch.no_grad()
