@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import signal
 from collections.abc import Iterator
@@ -396,13 +397,19 @@ def checkpoint(source: Path, tmp_path: Path) -> Path:
     return save_checkpoint(load_folder(source), tmp_path / "checkpoints")
 
 
-def test_nothing_is_overwritten_and_the_umask_decides_the_mode(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_overwritten(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
     assert "already exists" in exported(capsys, checkpoint, tmp_path / "out", code=2)
-    export.export_model(checkpoint, tmp_path / "new")
-    assert (tmp_path / "new").stat().st_mode == (tmp_path / "out").stat().st_mode
+
+
+def test_an_export_has_the_modes_of_the_umask(checkpoint: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        export.export_model(checkpoint, tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}
 
 
 def test_a_full_disk_leaves_no_files(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
