@@ -6,7 +6,8 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -26,6 +27,11 @@ def printable(text: str) -> str:
 def escape_control(text: str) -> str:
     """Return `text` with its control characters escaped, as they could change the terminal."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
+
+
+def first_20(problems: Sequence[str]) -> list[str]:
+    """Return the first 20 of `problems`, and how many more there are."""
+    return [*problems[:20], *([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])]
 
 
 class RunError(Exception):
@@ -69,6 +75,15 @@ class ConfigError(RunError):
         merged = cls(*(problem for error in errors for problem in error.problems))
         merged.causes = tuple(cause for error in errors for cause in error.causes)
         return merged
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Make a ConfigError name the hyperparameter `key`, its cause."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}", keys=(key,)) from None
 
 
 class RankError(RunError):

@@ -122,7 +122,7 @@ def sync_folder(path: Path) -> None:
 
 def replace_durably(path: Path, content: bytes) -> None:
     """Write `content` to `path` so that a crash leaves either the old file or the complete new one."""
-    draft = path.with_suffix(".draft")
+    draft = path.with_name(f"{path.name}.draft")
     write_durably(draft, content)
     draft.replace(path)
 

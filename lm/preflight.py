@@ -124,21 +124,20 @@ def preflight(
             f"resume: {hp.resume} would discard all progress at every restart, for which RESTART_WHEN_STOPPED is set"
         )
         raise ConfigError(f"{problem}; use auto with another run_name, or init_from", keys=("resume",))
-    checkpoints, restarted = None, is_restart(os.environ)
-    manager = context._storage_manager if run_dir else None
+    storage, restarted = None, is_restart(os.environ)
     if run_dir:
-        checkpoints = manager if isinstance(manager, ObjectStorage) else Directory(run_dir.checkpoints)
-    if run_dir and not dry_run:
-        run_dir.lock(world)
-        if isinstance(manager, ObjectStorage):
-            path = run_dir.path
-            world.all_or_none(manager.checkpoints)  # every machine can read
-            world.on_rank0(lambda: manager.start(path))
-            world.all_or_none(run_dir.remove_transfers)
+        manager, path = context._storage_manager, run_dir.path
+        storage = manager if isinstance(manager, ObjectStorage) else Directory(run_dir.checkpoints)
+        if not dry_run:
+            run_dir.lock(world)
+            if isinstance(manager, ObjectStorage):
+                world.run_in_thread(manager.checkpoints)  # every machine can read
+                world.run_in_thread(lambda: manager.start(path) if world.rank == 0 else None)
+                world.all_or_none(run_dir.remove_transfers)
     checkpoint_config = hp
     if hp.init_from is not None and (hp.lora_rank or weights.is_model(hp.init_from)):  # a base of adapters, or a model
         checkpoint_config = hp.model_copy(update={"init_from": None})
-    plan = world.on_rank0(lambda: plan_resume(checkpoint_config, info, checkpoints, restarted))
+    plan = world.on_rank0(lambda: plan_resume(checkpoint_config, info, storage, restarted))
     if hp.dataset == "jsonl" and hp.chat_template_date is None:
         date = world.on_rank0(lambda: start_date(plan, context))
         hp = hp.model_copy(update={"chat_template_date": date})

@@ -33,7 +33,7 @@ from lm.checkpoint import bucket, object_storage
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.manifest import CheckpointError, read_manifest, verify
 from lm.checkpoint.object_storage import ObjectStorage, stored
-from lm.checkpoint.resume import find_checkpoint, plan_resume
+from lm.checkpoint.resume import ResumePlan, find_checkpoint, plan_resume, resume
 from lm.checkpoint.retention import COMMITTED
 from lm.determined.context import TorchDistributedContext
 from lm.errors import ConfigError, RunError
@@ -44,7 +44,7 @@ from lm.runtime.world import World
 from tests.conftest import Message
 from tests.soak import soak
 from tests.support import EXACT_RUN, TINY, checkpoints, exact, in_world, reports, run, run_ranks
-from tests.test_manifest import SHARDS, save, toy
+from tests.test_manifest import RUN_INFO, SHARDS, opened, save, toy
 
 pytest.importorskip("s3fs", reason="needs s3fs")
 pytest.importorskip("moto.server", reason="needs moto's server")
@@ -190,7 +190,7 @@ def machine(world: World, url: str, folder: Path, keep: int | None = 2) -> Itera
 
 
 def load(checkpointer: Checkpointer, world: World, checkpoint: str) -> tuple[int, bool]:
-    """The step of a checkpoint, and whether the loaded model is the one that was saved."""
+    """The step of the checkpoint at a path or URL, and whether the loaded model is the one that was saved."""
     model = toy(-1)
     fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
     step = checkpointer.load(checkpoint, lambda _: {"model": model.state_dict()}).step
@@ -207,6 +207,13 @@ def damage(place: ObjectStorage, uuid: str, name: str) -> None:
     place.bucket.call("pipe_file", path, content[:-1] + bytes([content[-1] ^ 1]))
 
 
+def flip_last_bit(checkpoint: Path) -> Path:
+    path = checkpoint / SHARDS[0]
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    return checkpoint
+
+
 def use_two_machines(world: World, url: str, root: Path) -> dict[str, Any]:
     folder = root / f"machine-{world.rank}"
     with machine(world, url, folder) as (checkpointer, place):
@@ -214,12 +221,20 @@ def use_two_machines(world: World, url: str, root: Path) -> dict[str, Any]:
         uuids = [save(checkpointer, world, step, loss=loss) for step, loss in enumerate([3.0, 1.0, 4.0, 5.0], start=1)]
         left = [name for name in files_in(folder) if "safetensors" in name]
         saved = [entry.name for entry in place.list_saved()[0]]
-        found = load(checkpointer, world, uuids[3])
+        found = load(checkpointer, world, place.locate(uuids[3]))
         world.on_rank0(lambda: damage(place, uuids[3], SHARDS[1]))
         with pytest.raises(CheckpointError) as refused:
             load(checkpointer, world, place.locate(uuids[3]))
-        again = load(checkpointer, world, uuids[2])
-    return {"uuids": uuids, "left": left, "saved": saved, "loaded": [found, again], "error": str(refused.value)}
+        again = load(checkpointer, world, place.locate(uuids[2]))
+    errors = [str(refused.value)]
+    if world.rank == 1:  # damage its download of the file that rank 0 verifies on a shared disk
+        fetch = ObjectStorage.fetch_checkpoint
+        ObjectStorage.fetch_checkpoint = lambda self, folder: flip_last_bit(fetch(self, folder))
+    (root / "shared").mkdir(exist_ok=True)
+    with opened(world, root / "shared") as on_disk, pytest.raises(CheckpointError) as refused:
+        load(on_disk, world, place.locate(uuids[2]))
+    errors.append(str(refused.value))
+    return {"uuids": uuids, "left": left, "saved": saved, "loaded": [found, again], "errors": errors}
 
 
 @pytest.mark.slow
@@ -234,7 +249,8 @@ def test_machines_that_share_no_disk_save_load_and_refuse_damage_together(
         assert rank["left"] == []
         assert rank["saved"] == rank["uuids"][1:]  # the newest two and the best
         assert rank["loaded"] == [(4, True), (3, True)]
-        assert rank["error"].startswith(f"{url}/checkpoints/{rank['uuids'][3]}/{SHARDS[1]}: damaged")
+        for error, uuid, name in zip(rank["errors"], (rank["uuids"][3], rank["uuids"][2]), SHARDS[::-1], strict=True):
+            assert error.startswith(f"{url}/checkpoints/{uuid}/{name}: damaged")
     # From elsewhere, without a lease.
     assert command.main(["list", url]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -243,6 +259,7 @@ def test_machines_that_share_no_disk_save_load_and_refuse_damage_together(
     third = f"{url}/checkpoints/{first['uuids'][2]}"
     assert command.main(["verify", third]) == 0
     assert command.main(["verify", url]) == CheckpointError.exit_code  # the newest is damaged
+    assert capsys.readouterr().err.startswith(f"{url}/checkpoints/{first['uuids'][3]}/{SHARDS[1]}: damaged")
     folder = find_checkpoint(third)
     verify(folder, read_manifest(folder))
     for key in ("resume", "init_from"):
@@ -265,7 +282,7 @@ def test_the_run_moves_to_an_empty_machine_with_its_metrics(storage: str, tmp_pa
     def second(world: World) -> list[str]:
         with machine(world, storage, tmp_path / "2", keep=1) as (checkpointer, place):
             assert (metrics.read_text(), tracker.read_text()) == ("1\n2\n", "id")
-            assert load(checkpointer, world, uuid) == (1, True)
+            assert load(checkpointer, world, place.locate(uuid)) == (1, True)
             commit, place.commit = place.commit, fail
             with pytest.raises(RunError):
                 save(checkpointer, world, 2)
@@ -499,6 +516,7 @@ REFUSED: dict[str, tuple[str, dict[str, str], Any]] = {
     "no credentials": ("s3://bucket/runs", {"AWS_ACCESS_KEY_ID": ""}, None),
     "expired": ("s3://bucket/runs", {}, (403, "ExpiredToken")),
     "not writable": ("s3://bucket/runs", {}, (403, "AccessDenied")),
+    "disk": ("s3://bucket/runs", {}, None),
 }
 
 
@@ -509,14 +527,63 @@ def test_storage_that_cannot_be_used_is_one_line(
     url, variables, fault = REFUSED[case]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
+    if case == "disk":
+        (tmp_path / "runs" / "test" / "lease").mkdir(parents=True)  # in place of the file
     monkeypatch.setitem(sys.modules, "adlfs", None)
     monkeypatch.delitem(_registry, "az", raising=False)
     proxy.fault = lambda method, _: fault if method == "PUT" or case == "expired" else None
+
+    def start(world: World) -> None:
+        with machine(world, url, tmp_path):
+            pass
+
     with pytest.raises(ConfigError) as refused:
-        ObjectStorage(f"{url}/test").start(tmp_path)
+        in_world(start)
     assert "\n" not in str(refused.value)
     assert "secret" not in str(refused.value)
     message(refused.value)
+
+
+def test_a_mistyped_url_is_a_configuration_error(s3: str, message: Message, capsys: pytest.CaptureFixture[str]) -> None:
+    for key, url in (("resume", f"{s3}/typo"), ("init_from", f"{s3}/typo"), ("init_from", "s3://a b")):
+        with pytest.raises(ConfigError) as refused:
+            plan_resume(CheckpointConfig.model_validate({key: url}), None, None, restarted=False)
+        assert refused.value.keys == {key}
+        message(refused.value, mask=s3)
+    assert command.main(["list", f"{s3}/typo"]) == 2
+    message(capsys.readouterr().err, mask=s3)
+
+
+def test_a_checkpoint_that_its_run_deletes_during_the_download_is_skipped(
+    s3: str, proxy: Proxy, tmp_path: Path, message: Message
+) -> None:
+    def resume_meanwhile(world: World) -> None:
+        with machine(world, s3, tmp_path) as (checkpointer, place):
+            older, newer = (place.locate(save(checkpointer, world, step)) for step in (1, 2))
+            for gone in ("/model-", "/manifest.json"):
+                proxy.fault = lambda method, path, gone=gone: (
+                    (404, "NoSuchKey") if method == "GET" and newer[-36:] + gone in path else None
+                )
+                model, log = toy(-1), list[str]()
+                plan = ResumePlan(init_candidates=(newer, older))
+                resume(plan, checkpointer, {"model": model.state_dict()}, RUN_INFO, None, log.append)
+                assert all(bool((parameter == 1).all()) for parameter in model.parameters())
+                message(log[0], mask=f"{s3}|{UUID}")
+            found = ObjectStorage(place.url)  # of another run that resumes from this one
+            assert [found.locate(entry.name) for entry in found.list_saved()[0]] == [older]
+            proxy.fault = lambda *_: None
+
+    in_world(resume_meanwhile)
+
+
+@pytest.mark.slow
+def test_the_wait_for_a_dead_run_may_exceed_the_collective_timeout(s3: str, tmp_path: Path) -> None:
+    dead = ObjectStorage(f"{s3}/test")
+    dead.start(tmp_path)
+    dead._closed.set()  # as if killed: nothing is renewed nor released
+    script = "from lm.checkpoint import object_storage\nobject_storage.LEASE_SECONDS = 12.0"
+    overrides = (f"checkpoint_storage={s3}", "collective_timeout=8", "max_steps=1")
+    run(tmp_path, *overrides, ranks=2, script=script, code=0)
 
 
 @pytest.mark.slow

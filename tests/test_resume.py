@@ -107,15 +107,16 @@ def test_a_signal_saves_a_checkpoint_and_the_resumed_run_has_the_same_losses(
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(reference: Path, tmp_path: Path) -> None:
-    process = start(tmp_path, "max_steps=1000", "checkpoint_rate=1000", ranks=2, config=RUN)
+    process = start(tmp_path, "max_steps=1000", "checkpoint_rate=1000", "resume=fresh", ranks=2, config=RUN)
     assert process.stdout is not None
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     for line in process.stdout:
         if line.startswith("training"):
             os.kill(int(children.read_text().split()[1]), signal.SIGTERM)
             break
-    _, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
+    assert "rerun with resume=auto" in output, "the same command would start at step 0"
     (step,) = checkpoints(tmp_path)
     assert max(exact(tmp_path)) == step < 1000
     first = {key: value for key, value in exact(reference).items() if key <= step}
@@ -225,6 +226,10 @@ def test_a_launchers_restart_resumes_whatever_resume_was_set_to(tmp_path: Path) 
     assert sorted(checkpoints(tmp_path, "before")) == [3, 4]
     restarted_early = run(tmp_path, "max_steps=3", f"resume={source}", TORCHELASTIC_RESTART_COUNT="1", code=0)
     assert f"resumed from checkpoint {source.name}, step 2" in restarted_early.stdout
+    for steps, restarts in ((3, "0"), (4, "1")):  # the first start moves `source` aside
+        overrides = (f"max_steps={steps}", "run_name=elsewhere", f"resume={source}")
+        rolled_back = run(tmp_path, *overrides, TORCHELASTIC_RESTART_COUNT=restarts, code=0)
+    assert ", step 3\n" in rolled_back.stdout
 
 
 @pytest.mark.slow

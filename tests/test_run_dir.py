@@ -145,6 +145,8 @@ def test_fresh_moves_the_files_of_every_previous_run_aside() -> None:
     for lr in (1, 2):  # within a second
         (run_dir.checkpoints / f"of-{lr - 1}").mkdir()
         run_dir.metrics.write_text(str(lr - 1))
+        os.mkfifo(run_dir.path / "fifo")
+        (run_dir.path / "link").symlink_to("nowhere")
         checkpoints.move_aside()
         run_dir.start({"lr": lr}, {"step": lr})
         assert f"lr: {lr}\n" in run_dir.config.read_text()
@@ -153,7 +155,7 @@ def test_fresh_moves_the_files_of_every_previous_run_aside() -> None:
     moved = {(path / "metrics.jsonl").read_text(): path for path in run_dir.path.glob("before-*")}
     assert sorted(moved) == ["0", "1"]
     for lr, path in moved.items():
-        files = {"config.yaml", "metrics.jsonl", "sessions.jsonl"}
+        files = {"config.yaml", "metrics.jsonl", "sessions.jsonl", "fifo", "link"}
         assert {each.name for each in path.iterdir()} - {"training", "validation"} == {"checkpoints", "traces"} | files
         assert f"lr: {lr}\n" in (path / "config.yaml").read_text()
         assert (path / "checkpoints" / f"of-{lr}").is_dir()

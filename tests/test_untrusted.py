@@ -208,7 +208,7 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_run_neither_writes_through_links_nor_waits_for_fifos(kind: str, private: Path) -> None:
     run_dir = RunDir("x")
     in_world(run_dir.lock)
-    for path in (run_dir.path / "config.draft", run_dir.path / "metrics.draft", Path("file")):
+    for path in (run_dir.path / "config.yaml.draft", run_dir.path / "metrics.jsonl.draft", Path("file")):
         irregular(path, kind, private)
     run_dir.start({"lr": 1}, {"step": 0})
     JSONL(run_dir.path, 0, ()).close()

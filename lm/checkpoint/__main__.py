@@ -15,38 +15,37 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm.checkpoint.manifest import CheckpointError, verify
+from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
 from lm.checkpoint.object_storage import is_url
 from lm.checkpoint.resume import find_checkpoint, locate_checkpoint, read_manifest_at, storage_at
 from lm.checkpoint.retention import SavedCheckpoint, find_best
 from lm.errors import ConfigError, command, oserror_as_config_error
 
 
-def describe(location: str, *, compare: bool = True) -> str:
-    """Return a line about a checkpoint; raise CheckpointError if a file is missing or, with `compare`, damaged."""
-    manifest = read_manifest_at(location)
-    if compare:
-        verify(find_checkpoint(location), manifest)
+def describe(name: str, manifest: Manifest) -> str:
+    """Return a line about the complete checkpoint `name`."""
     size = sum(entry.bytes for entry in manifest.files.values())
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
     loss = "" if manifest.validation_loss is None else f"  validation loss {manifest.validation_loss:.4f}"
     world = f"{manifest.sharding} x {manifest.world_size}"
-    return f"{Path(location).name}  step {manifest.step}  {when}  {size / 1e6:,.1f} MB  {world}{loss}  complete"
+    return f"{name}  step {manifest.step}  {when}  {size / 1e6:,.1f} MB  {world}{loss}  complete"
 
 
 @oserror_as_config_error
 def list_run(run: str) -> bool:
     """Print a line for each checkpoint of the run at a path or URL; return whether all are complete."""
     storage = storage_at(run)
-    if storage is None:
-        where = run if is_url(run) else Path(run).absolute()
-        raise ConfigError(f"{where}: is not a run directory: it has no checkpoints/")
     saved, errors = storage.list_saved()
+    if not (saved or errors):
+        raise ConfigError(f"{storage}: no checkpoints; pass the directory or URL of a run that has saved one")
     lines: dict[SavedCheckpoint, str] = {}
     for entry in saved:
         location = storage.locate(entry.name)
         try:
-            lines[entry] = describe(location, compare=not is_url(run))
+            manifest = read_manifest_at(location)
+            if not is_url(run):
+                verify(Path(location), manifest)
+            lines[entry] = describe(entry.name, manifest)
         except CheckpointError as error:
             errors[location] = error
     best = find_best(list(lines))
@@ -66,7 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("verify", help="verify all checksums").add_argument("path", metavar="CHECKPOINT")
     args = parser.parse_args(arguments)
     if args.command == "verify":
-        print(describe(locate_checkpoint(args.path)))
+        location = locate_checkpoint(args.path)
+        path = find_checkpoint(location)
+        manifest = read_manifest(path)
+        try:
+            verify(path, manifest)
+        except CheckpointError as error:
+            raise CheckpointError(str(error).replace(str(path), location)) from None
+        print(describe(path.name, manifest))
         return 0
     return 0 if list_run(args.path) else CheckpointError.exit_code
 

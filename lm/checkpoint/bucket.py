@@ -45,8 +45,7 @@ class Bucket:
         if scheme not in PACKAGES or not re.fullmatch(r"[\w.-]+(/[\w.=+-]+)*", root):
             kinds = " or ".join(f"{known}://BUCKET/PREFIX" for known in PACKAGES)
             shown = f"{scheme}://..." if root else "this"  # without what may be a password
-            problem = f"{shown} is not of the form {kinds} with only letters, digits and . _ - = +"
-            raise ConfigError(f"checkpoint_storage: {problem}", keys=("checkpoint_storage",))
+            raise ConfigError(f"{shown} is not of the form {kinds} with only letters, digits and . _ - = +")
         import fsspec
         from fsspec.implementations.dirfs import DirFileSystem
 
@@ -62,13 +61,13 @@ class Bucket:
 
     def _denied(self, error: Exception) -> ConfigError:
         advice = "log in, or set this storage's credentials in the environment, and check their permissions"
-        return ConfigError(f"{self.url}: access denied ({_first_line(error)}); {advice}", keys=("checkpoint_storage",))
+        return ConfigError(f"{self.url}: access denied ({_first_line(error)}); {advice}")
 
     def call(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of fsspec's file system, and retry it while the server fails.
 
         Raises:
-            FileNotFoundError: only from `cat_file`.
+            FileNotFoundError: only from `cat_file` and `get_file`.
             FileExistsError: only with `mode="create"`.
         """
         deadline, pause = None, 1.0  # of the retries
@@ -85,12 +84,11 @@ class Bucket:
                 reason = _first_line(error)
                 status = getattr(error, "status_code", None) or getattr(error, "code", None)  # of Azure, of Google
                 if isinstance(error, FileNotFoundError) or status == 404:
-                    if method == "cat_file":
-                        raise
                     if method == "rm":
                         return None
-                    problem = f"{reason}; create the bucket, or use another checkpoint_storage"
-                    raise ConfigError(f"{self.url}: {problem}", keys=("checkpoint_storage",)) from None
+                    if method in ("cat_file", "get_file"):
+                        raise FileNotFoundError(reason) from None
+                    raise ConfigError(f"{self.url}: {reason}; create the bucket, or use another URL") from None
                 if isinstance(error, PermissionError) or status in (401, 403) or _DENIED.match(reason):
                     raise self._denied(error) from None
                 if getattr(error, "errno", None) in _PERMANENT:

@@ -258,11 +258,11 @@ class Checkpointer:
             free = shutil.disk_usage(path).free
             if free < needed:
                 problem = f"disk full: a checkpoint needs {needed:,} bytes, {free:,} are free"
-                raise RunError(f"{path}: {problem}; free space, then rerun the same command to resume")
+                raise RunError(f"{path}: {problem}; free space, then rerun with resume=auto")
 
         def write() -> dict[str, FileRecord]:
             files = {}
-            with _explained(path, world.rank, needed):
+            with _oserror_as_run_error(path, world.rank, needed):
                 if world.rank == 0:
                     (path / DRAFT).touch()
                 for part, slices in staged.items():
@@ -280,7 +280,7 @@ class Checkpointer:
             if self._writes_in_place and missing:
                 problem = f"{missing[0]} was written, but {socket.gethostname()} cannot see it"
                 raise RunError(f"{path}: {problem}; {SHARED}")
-            with _explained(path, world.rank, needed):
+            with _oserror_as_run_error(path, world.rank, needed):
                 write_manifest(path, manifest.model_copy(update={"files": files}))
 
         def refuse_existing() -> None:
@@ -310,8 +310,6 @@ class Checkpointer:
             self.world.run_in_thread(lambda: storage.move_aside() if self.world.rank == 0 else None)
 
     def _open(self, checkpoint: str) -> AbstractContextManager[Path]:
-        if self._storage is not None and "/" not in checkpoint:
-            checkpoint = self._storage.locate(checkpoint)
         if is_url(checkpoint):
             return downloaded(checkpoint, self.world, self._directory)
         if Path(checkpoint).is_absolute():
@@ -322,7 +320,7 @@ class Checkpointer:
         """Verify a checkpoint, load it into the state that `select` returns, and return its manifest.
 
         Args:
-            checkpoint: UUID from `commit`, or the absolute path of a directory, or a URL.
+            checkpoint: absolute path of a directory, or a URL, or a UUID that the checkpoint context knows.
             select: returns the state to load for a manifest, or raises to refuse it.
 
         Raises:
@@ -336,7 +334,7 @@ class Checkpointer:
                 problem = f"rank {seen.index(True)} can see this checkpoint, but rank {seen.index(False)} cannot"
                 raise ConfigError(f"{path}: {problem}; {SHARED}")
             try:
-                manifest = self.world.all_or_none(lambda: self._verify(path))
+                manifest = self.world.all_or_none(lambda: self._verify(path, not is_url(checkpoint)))
                 state = select(manifest)
                 sources = self.world.all_or_none(lambda: tensor_files.find_tensors(path, manifest, state))
                 self.world.all_or_none(lambda: tensor_files.read_tensors(sources))
@@ -348,17 +346,16 @@ class Checkpointer:
                 raise CheckpointError(*(re.sub(copy, checkpoint, problem) for problem in error.problems)) from None
         return manifest
 
-    def _verify(self, path: Path) -> Manifest:
-        manifest = read_manifest(path)
-        launch = self.world.launch
-        # Unless storage is shared, every machine downloaded the files.
-        share = launch.rank, launch.world_size
-        verify(path, manifest, *(share if self._writes_in_place else (launch.local_rank, launch.local_size)))
+    def _verify(self, path: Path, is_on_disk: bool) -> Manifest:
+        manifest, launch = read_manifest(path), self.world.launch
+        is_shared = is_on_disk and self._writes_in_place  # otherwise every machine has downloaded the files
+        ranks = (launch.rank, launch.world_size) if is_shared else (launch.local_rank, launch.local_size)
+        verify(path, manifest, *ranks)
         return manifest
 
 
 @contextmanager
-def _explained(path: Path, rank: int, needed: int) -> Iterator[None]:
+def _oserror_as_run_error(path: Path, rank: int, needed: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -28,14 +28,14 @@ import google_crc32c
 from pydantic import BaseModel, Field, ValidationError
 
 from lm.errors import ConfigError, RunError
-from lm.fileio import MAX_JSON_BYTES, crc32c, parse_json, read_bytes, sync_folder, write_durably
+from lm.fileio import MAX_JSON_BYTES, crc32c, parse_json, read_bytes, replace_durably, sync_folder
 from lm.metrics.accumulator import MetricSums
 from model import ModelConfig
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-DRAFT = "manifest.json.draft"
-"""File in a directory that is not a complete checkpoint yet."""
+DRAFT = f"{MANIFEST}.draft"
+"""File in a directory that is not a complete checkpoint yet; `replace_durably` renames it."""
 FILE_NAME = re.compile(
     r"(model|optim|scaler)-\d{5}-\d{5}\.safetensors|(tokenizer|(tokenizer|generation)_config)\.json|chat_template\.jinja"
 )
@@ -85,7 +85,7 @@ class Evaluation(NamedTuple):
 
 
 class TrainingProgress(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """How far a run has come."""
+    """Progress of a run."""
 
     step: Count = Field(default=0, description="completed steps")
     tokens: Count = Field(default=0, description="tokens seen so far")
@@ -138,9 +138,7 @@ def _encode(fields: dict[str, Any]) -> bytes:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Turn `directory` into a complete checkpoint, atomically and crash-safe."""
-    draft = directory / DRAFT
-    write_durably(draft, _encode(manifest.model_dump(mode="json")))
-    draft.rename(directory / MANIFEST)
+    replace_durably(directory / MANIFEST, _encode(manifest.model_dump(mode="json")))
     for path in (directory, directory.parent):
         sync_folder(path)
 

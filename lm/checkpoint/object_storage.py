@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -29,9 +28,9 @@ from determined.common import storage
 from lm.checkpoint.bucket import Bucket
 from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, check_sizes, parse_manifest
 from lm.checkpoint.retention import COMMITTED, Directory, SavedCheckpoint, expired, saved_checkpoint
-from lm.errors import ConfigError, RunError
+from lm.errors import ConfigError, RunError, naming, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, write_durably
-from lm.runtime.run_dir import TRANSFER_PREFIX, RunDir
+from lm.runtime.run_dir import ASIDE, TRANSFER_PREFIX, RunDir, in_use, move_aside, this_process
 from lm.runtime.world import World
 
 LEASE_SECONDS = 60.0
@@ -73,17 +72,11 @@ class ObjectStorage(storage.CloudStorageManager):
                 found.setdefault(name, {})[file] = size
         return found
 
-    def list_saved(
-        self, found: Mapping[str, Mapping[str, int]] | None = None
-    ) -> tuple[list[SavedCheckpoint], dict[str, CheckpointError]]:
-        """Return the complete checkpoints, oldest first, and the error of each incomplete one, by its URL.
-
-        Args:
-            found: what `checkpoints` returned a moment ago.
-        """
+    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[str, CheckpointError]]:
+        """Return the complete checkpoints, oldest first, and the error of each incomplete one, by its URL."""
         saved: list[SavedCheckpoint] = []
         incomplete: dict[str, CheckpointError] = {}
-        for name, sizes in sorted((found or self.checkpoints()).items()):
+        for name, sizes in sorted(self.checkpoints().items()):
             try:
                 saved.append(saved_checkpoint(name, self._read(f"checkpoints/{name}/", sizes)))
             except CheckpointError as error:
@@ -102,11 +95,15 @@ class ObjectStorage(storage.CloudStorageManager):
         return self._read("", self.bucket.sizes())
 
     def _read(self, path: str, sizes: Mapping[str, int]) -> Manifest:
-        where, file = f"{self.url}/{path}".rstrip("/"), f"{path}{MANIFEST}"
-        if not 0 < sizes.get(MANIFEST, 0) <= MAX_JSON_BYTES:
-            raise CheckpointError(f"{where}: not a complete checkpoint, {MANIFEST}: missing, or too large")
+        where, file, size = f"{self.url}/{path}".rstrip("/"), f"{path}{MANIFEST}", sizes.get(MANIFEST, 0)
+        if not 0 < size <= MAX_JSON_BYTES:
+            problem = f"{size:,} bytes, but at most {MAX_JSON_BYTES:,} are read" if size else "missing"
+            raise CheckpointError(f"{where}: not a complete checkpoint, {MANIFEST}: {problem}")
         if file not in self._manifests:
-            self._manifests[file] = self.bucket.call("cat_file", file)
+            try:
+                self._manifests[file] = self.bucket.call("cat_file", file)
+            except FileNotFoundError:
+                raise CheckpointError(f"{where}: deleted while it was read") from None
         manifest = parse_manifest(f"{where}/{MANIFEST}", self._manifests[file])
         check_sizes(where, manifest, sizes.__getitem__)
         return manifest
@@ -115,7 +112,7 @@ class ObjectStorage(storage.CloudStorageManager):
         """Download the checkpoint at `url` to the new directory `folder` and return it.
 
         Raises:
-            CheckpointError: a file is missing or has another size; checksums are compared by `verify`.
+            CheckpointError: a file is missing, deleted meanwhile, or of another size; `verify` compares checksums.
         """
         manifest = self.read_manifest()
         needed, free = sum(entry.bytes for entry in manifest.files.values()), shutil.disk_usage(folder.parent).free
@@ -123,24 +120,26 @@ class ObjectStorage(storage.CloudStorageManager):
             remedy = "free disk space, or set TMPDIR to a larger disk"
             raise RunError(f"{folder}: disk full: the download needs {needed:,} bytes, {free:,} are free; {remedy}")
         folder.mkdir()
-        self.bucket.transfer("get_file", ((name, str(folder / name)) for name in manifest.files))
+        try:
+            self.bucket.transfer("get_file", ((name, str(folder / name)) for name in manifest.files))
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.url}: deleted while it was read") from None
         (folder / MANIFEST).write_bytes(self._manifests[MANIFEST])
         return folder
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
         """Delete the checkpoints that are `expired`, and those that were never completed."""
-        found = self.checkpoints()
-        saved, _ = self.list_saved(found)
-        gone = [entry.name for entry in expired(saved, keep, damaged)]
-        for name, sizes in found.items():
+        gone = [entry.name for entry in expired(self.list_saved()[0], keep, damaged)]
+        for name, sizes in self.checkpoints().items():
             if name in gone:  # from now on it is no checkpoint, even if deleting it is interrupted
                 self.bucket.call("rm", [f"checkpoints/{name}/{MANIFEST}"])
+                del self._manifests[f"checkpoints/{name}/{MANIFEST}"]
             if name in gone or MANIFEST not in sizes:
                 self.bucket.call("rm", [f"checkpoints/{name}/{file}" for file in sizes if file != MANIFEST])
 
     def move_aside(self) -> None:
         """Move all files and checkpoints of the run to `before-<time>/`, here and on this machine's disk."""
-        aside = time.strftime("before-%Y%m%d-%H%M%S")
+        aside = time.strftime(ASIDE)
         if old := [path for path in self.bucket.sizes() if not path.startswith(("before-", "lease/"))]:
             if self.url.startswith("az:"):  # which copies after it has answered
                 problem = "has files of an earlier run; choose another run_name"
@@ -148,7 +147,7 @@ class ObjectStorage(storage.CloudStorageManager):
             self.bucket.transfer("cp_file", ((path, f"{aside}/{path}") for path in old))
             self.bucket.call("rm", old)
         assert self._run_dir is not None
-        Directory(self._run_dir / "checkpoints").move_aside()
+        move_aside(self._run_dir)
 
     def upload(self, src: str | os.PathLike[str], dst: str, paths: Collection[str] | None = None) -> None:
         """Upload files of a checkpoint, except its manifest, which `commit` uploads."""
@@ -170,6 +169,7 @@ class ObjectStorage(storage.CloudStorageManager):
 
     download = delete = _refuse
 
+    @oserror_as_config_error
     def start(self, run_dir: Path) -> None:
         """Acquire the lease and download the run's files to `run_dir`, the working copy of this machine.
 
@@ -178,6 +178,7 @@ class ObjectStorage(storage.CloudStorageManager):
         number.
 
         Raises:
+            ConfigError: `run_dir` has checkpoints, or cannot be written to.
             RunError: another run has the lease.
         """
         if Directory(run_dir / "checkpoints").was_committed():
@@ -185,9 +186,7 @@ class ObjectStorage(storage.CloudStorageManager):
             raise ConfigError(f"{run_dir}: has checkpoints on this disk; {remedy}", keys=("checkpoint_storage",))
         token_file = run_dir / "lease"
         former = token_file.read_text() if token_file.is_file() else None
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._content = {"holder": f"process {os.getpid()} on {socket.gethostname()} since {since}"}
-        self._content |= {"token": uuid.uuid4().hex}
+        self._content = {"holder": this_process(), "token": uuid.uuid4().hex}
         number, first = self._last_lease()
         lease, deadline = first, time.monotonic() + LEASE_SECONDS
         if lease.get("holder") and lease["token"] != former:
@@ -195,7 +194,7 @@ class ObjectStorage(storage.CloudStorageManager):
             print(f"{self.url}: the last run was {lease['holder']}; {wait}", file=sys.stderr, flush=True)
         while lease.get("holder") and lease["token"] != former and time.monotonic() < deadline:
             if lease != first:
-                raise self._in_use(lease)
+                raise in_use(self.url, lease.get("holder"))
             time.sleep(LEASE_SECONDS / 60)
             number, lease = self._last_lease()
         write_durably(token_file, self._content["token"].encode())
@@ -221,15 +220,11 @@ class ObjectStorage(storage.CloudStorageManager):
             return number, json.loads(self.bucket.call("cat_file", f"lease/{number:06}"))
         return number, {}
 
-    def _in_use(self, lease: Mapping[str, Any]) -> RunError:
-        advice = "wait until it ends, stop it, or choose another run_name"
-        return RunError(f"{self.url}: in use by {lease.get('holder')}; {advice}", keys=("run_name",))
-
     def require_lease(self) -> None:
         """Raise RunError unless this process still has the lease."""
         _, lease = self._last_lease()
         if lease.get("token") != self._content["token"]:
-            raise self._in_use(lease)
+            raise in_use(self.url, lease.get("holder"))
 
     def _renew(self) -> None:
         while not self._closed.wait(LEASE_SECONDS / 6):
@@ -255,7 +250,7 @@ class ObjectStorage(storage.CloudStorageManager):
     def close_after_error(self) -> None:
         """Try to close, once: the metrics up to an error can explain it."""
         self.bucket.retry_seconds = 0
-        with suppress(Exception):  # the lease runs out
+        with suppress(Exception):  # the lease expires
             self.close()
 
 
@@ -281,7 +276,8 @@ def stored(run_dir: RunDir | None, context: core.Context, world: World, after_er
         yield
         return
     url = run_dir.url
-    run_storage = world.all_or_none(lambda: ObjectStorage(url))
+    with naming("checkpoint_storage"):
+        run_storage = world.all_or_none(lambda: ObjectStorage(url))
     context.checkpoint = ObjectStorageContext(context.distributed, run_storage)
     try:
         yield
@@ -289,7 +285,7 @@ def stored(run_dir: RunDir | None, context: core.Context, world: World, after_er
         if world.rank == 0:
             after_error.callback(run_storage.close_after_error)
         raise
-    world.on_rank0(run_storage.close)
+    world.run_in_thread(lambda: run_storage.close() if world.rank == 0 else None)
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from lm.checkpoint.manifest import (
 )
 from lm.checkpoint.object_storage import CheckpointStorage, ObjectStorage, is_url
 from lm.checkpoint.retention import Directory
-from lm.errors import ConfigError, oserror_as_config_error, printable
+from lm.errors import ConfigError, naming, oserror_as_config_error, printable
 from lm.lora import LoraConfig
 from lm.metrics.accumulator import MetricsConfig
 from lm.metrics.device import peak_memory_gib
@@ -76,7 +76,7 @@ def plan_resume(
 
     Args:
         storage: where the run's checkpoints are; None on a cluster.
-        restarted: a launcher restarts the run, so its own checkpoints precede the one that `resume` names.
+        restarted: a launcher restarts the run, which resumes from its newest checkpoint if it has one.
 
     Raises:
         ConfigError: `resume` or `init_from` is not a checkpoint.
@@ -86,11 +86,8 @@ def plan_resume(
     def locate(key: str, where: str) -> str:
         if cluster_info is not None and "/" not in where:
             return where
-        try:
+        with naming(key):
             return locate_checkpoint(where)
-        except ConfigError as error:
-            remedy = "; or use auto or fresh" if key == "resume" else ""
-            raise ConfigError(f"{key}: {error}{remedy}", keys=(key,)) from None
 
     candidates: list[str] = []
     fresh = config.resume != "auto" and not restarted
@@ -98,8 +95,8 @@ def plan_resume(
         candidates = _complete_checkpoints(storage)
     elif not fresh and cluster_info is not None and cluster_info.latest_checkpoint:
         candidates = [cluster_info.latest_checkpoint]
-    if config.resume not in ("auto", "fresh"):
-        candidates.append(locate("resume", config.resume))
+    if config.resume not in ("auto", "fresh") and not candidates:
+        candidates = [locate("resume", config.resume)]
     if candidates:
         return ResumePlan(tuple(candidates), (), storage is not None and config.resume == "auto", fresh)
     return ResumePlan((), (locate("init_from", config.init_from),) if config.init_from else (), fresh=fresh)
@@ -136,32 +133,24 @@ def locate_checkpoint(where: Path | str) -> str:
     """Return the absolute path or URL of the checkpoint at `where`, or of the newest complete one of the run there.
 
     Raises:
-        ConfigError: `where` is neither, or the run has no checkpoint yet.
+        ConfigError: `where` is neither, or the run has not saved a checkpoint.
         CheckpointError: the run has checkpoints, but none is complete.
     """
     storage = storage_at(where)
-    if storage is not None:
-        for newest in _complete_checkpoints(storage):
-            return newest
-        raise ConfigError(f"{where}: this run has no checkpoint yet")
-    if is_url(where):
-        ObjectStorage(str(where)).read_manifest()
-        return str(where).rstrip("/")
-    path = Path(where)
-    if not path.is_dir():
-        raise ConfigError(f"{path.absolute()}: no such directory; pass a checkpoint or run directory")
-    if not any(file.name == MANIFEST or FILE_NAME.fullmatch(file.name) for file in path.iterdir()):
-        raise ConfigError(f"{path}: is neither a checkpoint nor a run directory")
-    return str(path.absolute())
+    for newest in _complete_checkpoints(storage):
+        return newest
+    if isinstance(storage, ObjectStorage):
+        location, names = storage.url, list(storage.bucket.sizes())
+    else:
+        location, names = str(Path(where).absolute()), [path.name for path in Path(where).absolute().iterdir()]
+    if not any(name == MANIFEST or FILE_NAME.fullmatch(name) for name in names):
+        raise ConfigError(f"{location}: neither a checkpoint nor a run that has saved one")
+    return location
 
 
-def storage_at(where: Path | str) -> CheckpointStorage | None:
-    """Return the storage of the checkpoints of the run at `where`, a path or URL; None if it is not a run."""
-    if is_url(where):
-        storage = ObjectStorage(str(where))
-        return storage if storage.checkpoints() else None
-    checkpoints = Path(where) / "checkpoints"
-    return Directory(checkpoints) if checkpoints.is_dir() else None
+def storage_at(where: Path | str) -> CheckpointStorage:
+    """Return the storage of the checkpoints of the run at `where`, a path or URL."""
+    return ObjectStorage(str(where)) if is_url(where) else Directory(Path(where) / "checkpoints")
 
 
 def _complete_checkpoints(storage: CheckpointStorage) -> list[str]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import shutil
-import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from lm.checkpoint.manifest import DRAFT, MANIFEST, CheckpointError, Manifest, read_manifest
-from lm.errors import RunError
+from lm.runtime.run_dir import move_aside
 
 DELETED = ".deleted-"
 COMMITTED = ".committed"
@@ -102,18 +100,4 @@ class Directory:
 
     def move_aside(self) -> None:
         """Move all files of the run, these checkpoints included, to `before-<time>/`."""
-        run_dir, stays = self.path.parent, re.compile("lock|lease|before-.*")
-        old = [path for path in run_dir.iterdir() if not stays.fullmatch(path.name)]
-        if not any(path.is_file() or any(path.iterdir()) for path in old):
-            return
-        aside = run_dir / time.strftime("before-%Y%m%d-%H%M%S")
-        while aside.exists():  # two starts within one second
-            aside = aside.with_name(f"{aside.name}-again")
-        try:
-            aside.mkdir(mode=0o775)
-            for path in old:
-                path.rename(aside / path.name)
-            for name in (self.path.name, "traces"):
-                (run_dir / name).mkdir(mode=0o775)
-        except OSError as error:
-            raise RunError(f"{error.filename}: cannot be moved ({error.strerror})") from None
+        move_aside(self.path.parent)

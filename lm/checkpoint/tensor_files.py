@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
-from lm.errors import ConfigError
+from lm.errors import ConfigError, first_20
 from lm.fileio import MAX_JSON_BYTES, MAX_SLICES, open_regular, sync
 
 DTYPES = {
@@ -88,7 +88,7 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def owned_rows(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, tuple[Tensor, int]]:
-    """Return the slices that this rank writes and their first rows: each slice once, replicas in turns."""
+    """Return the slices that this rank writes and their first rows: each slice once, replicas take turns."""
     owned = {}
     for index, (name, tensor) in enumerate(tensors.items()):
         replica, replicas = rank, world_size
@@ -290,7 +290,7 @@ def find_tensors(directory: Path, manifest: Manifest, state: State) -> dict[str,
 
     Raises:
         CheckpointError: a file's header is damaged, or slices do not cover their tensor exactly once.
-        ConfigError: lists 20 of the tensors that are missing, unexpected, or of another shape or dtype.
+        ConfigError: lists up to 20 of the tensors that are missing, unexpected, or of another shape or dtype.
     """
     found: dict[str, tuple[Tensor, Source]] = {}
     problems: list[str] = []
@@ -310,8 +310,7 @@ def find_tensors(directory: Path, manifest: Manifest, state: State) -> dict[str,
                 problems.append(f"{part}.{name}: {list(shape)} {dtype} in the checkpoint, {now}")
             found[f"{part}.{name}"] = tensor, Source(slices)
     if problems:
-        more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
-        raise ConfigError(f"{directory}: the tensors differ from the model's:", *problems[:20], *more)
+        raise ConfigError(f"{directory}: the tensors differ from the model's:", *first_20(problems))
     return found
 
 

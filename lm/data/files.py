@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lm.errors import ConfigError
+from lm.errors import ConfigError, first_20
 from lm.fileio import parse_json
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def decode(path: Path, content: bytes, offset: int = 0) -> str:
 
 
 def read_all(files: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
-    """Return what `read` returns for each file, or raise the errors of all files, the first 20 in full."""
+    """Return what `read` returns for each file, or raise the errors of all files, up to 20 of them in full."""
     results: list[T] = []
     errors: list[ConfigError] = []
     for path in files:
@@ -215,8 +215,9 @@ def read_all(files: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
         except ConfigError as error:
             errors.append(error)
     if errors:
-        more = [ConfigError(f"... and {len(errors) - 20} more", keys=errors[20].keys)] if len(errors) > 20 else []
-        raise ConfigError.merge(errors[:20] + more)
+        merged = ConfigError.merge(errors)
+        merged.problems = tuple(first_20(merged.problems))
+        raise merged
     return results
 
 

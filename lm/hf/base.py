@@ -13,7 +13,7 @@ from lm.checkpoint.manifest import MANIFEST, Base, FileRecord, Manifest, model_o
 from lm.checkpoint.object_storage import is_url
 from lm.checkpoint.resume import find_checkpoint, refuse_adapters
 from lm.checkpoint.tensor_files import load_weights
-from lm.errors import ConfigError, oserror_as_config_error
+from lm.errors import ConfigError, naming, oserror_as_config_error
 from lm.hf import weights
 from lm.lora import Adapters, LoraConfig, n_trained
 from lm.runtime.world import World
@@ -36,10 +36,8 @@ def find_base(source: str, world: World) -> Base:
             raise ConfigError(f"{problem}; run: python -m lm.hf export {source} DIRECTORY", keys=("init_from",))
         if weights.is_model(source):
             return weights.find_source(source)
-        try:
+        with naming("init_from"):
             folder = find_checkpoint(Path(source)).absolute()
-        except ConfigError as error:
-            raise ConfigError(f"init_from: {error}", keys=("init_from",)) from None
         refuse_adapters(read_manifest(folder), source)
         return folder
 

@@ -27,7 +27,7 @@ from lm.checkpoint.tensor_files import (
 )
 from lm.data import tokenizer
 from lm.data.files import download
-from lm.errors import ConfigError, oserror_as_config_error
+from lm.errors import ConfigError, first_20, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 from lm.hf import families
 from lm.hf.families import Family
@@ -92,9 +92,8 @@ def open_model(folder: Path) -> HuggingFaceModel:
     tensors = _open_tensors(folder, family)
     tied_head = tensors.pop("lm_head.weight", None) if config.tie_embeddings else None
     if problems := _differences(tensors, shapes):
-        more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
         problem = f"{folder}: the tensors do not match {CONFIG}:"
-        raise ConfigError(problem, *problems[:20], *more, keys=("init_from",))
+        raise ConfigError(problem, *first_20(problems), keys=("init_from",))
     sources = {name: Source(tensors[place.name], place.start, place.transposed) for name, place in places.items()}
     return HuggingFaceModel(family, config, sources, Source(tied_head) if tied_head else None)
 

@@ -25,6 +25,7 @@ import determined as det
 
 from lm.errors import RunError, printable
 from lm.fileio import read_bytes, replace_durably
+from lm.runtime.run_dir import RunDir
 
 MAX_WAITING = 10_000
 """records that wait for a tracker"""
@@ -157,9 +158,9 @@ class Determined(Client):
             self._session = api.Session(master, active, token, cert)
         else:
             raise RunError(f"no login at {master}: run det user login NAME, or set DET_USER and DET_PASS")
-        self._next_beat, url = 0.0, run.hyperparameters.get("checkpoint_storage")
-        directory = str(run.directory.absolute() / "checkpoints")
-        where = f"{url.rstrip('/')}/{run.name}/checkpoints" if url else directory
+        self._next_beat, directory = 0.0, str(run.directory.absolute() / "checkpoints")
+        url = RunDir(run.name, run.hyperparameters.get("checkpoint_storage")).url
+        where = f"{url}/checkpoints" if url else directory
         self._files, self._root = fsspec.url_to_fs(where, use_listings_cache=False)
         storage = {"type": "directory", "container_path": directory}
         config = {"name": run.name, "checkpoint_storage": storage, "searcher": {"name": "single", "metric": "loss"}}
@@ -190,13 +191,10 @@ class Determined(Client):
 
     def _send_checkpoint(self, uuid: str, step: int, date: str) -> None:
         sizes: dict[str, dict[str, str]] = {}
-        try:
-            found = self._files.find(self._root, detail=True)
-        except Exception:  # of object storage that does not answer now
-            return
-        for path, file in found.items():
-            name, _, inside = path.removeprefix(f"{self._root}/").partition("/")
-            sizes.setdefault(name, {})[inside] = str(file["size"])
+        with suppress(Exception):  # of object storage that does not answer now
+            for path, file in self._files.find(self._root, detail=True).items():
+                name, _, inside = path.removeprefix(f"{self._root}/").partition("/")
+                sizes.setdefault(name, {})[inside] = str(file["size"])
         if uuid not in sizes:  # already deleted by retention: the next one shows what is left
             return
         body = {"uuid": uuid, "taskId": self._task_id, "reportTime": date, "resources": sizes[uuid], "training": {}}

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 ROOT = Path("runs")
 TRANSFER_PREFIX = ".transfer-"
 """Prefix of temporary directories for transfers to and from object storage."""
+ASIDE = "before-%Y%m%d-%H%M%S"
+"""Format of the names of directories to which `resume=fresh` moves what earlier runs wrote."""
 LOCK_TIMEOUT = 5.0
 """seconds; the kernel releases the lock of a killed process only after the last write of that process"""
 
@@ -81,8 +83,7 @@ class RunDir:
             advice = f"make {ROOT.absolute()} writable for this user, or start in another directory"
             raise ConfigError(f"{self.path}: cannot be created and locked ({error.strerror}); {advice}") from None
         if holder:
-            advice = "wait until it ends, stop it, or choose another run_name"
-            raise RunError(f"{self.path}: in use by {holder}; {advice}", keys=("run_name",))
+            raise in_use(self.path, holder)
         return _read(self._lock)
 
     def _create_on_this_machine(self) -> None:
@@ -119,6 +120,36 @@ class RunDir:
             raise RunError(f"{error.filename or self.path}: cannot be written ({error.strerror})") from None
 
 
+def this_process() -> str:
+    """Return what names this process to others as the holder of a lock."""
+    return f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+
+
+def in_use(where: Path | str, holder: str | None) -> RunError:
+    """Return the error that a run is at `where`."""
+    advice = "wait until it ends, stop it, or choose another run_name"
+    return RunError(f"{where}: in use by {holder or 'another process'}; {advice}", keys=("run_name",))
+
+
+def move_aside(run_dir: Path) -> None:
+    """Move all files of the run in `run_dir` to a new directory in it, named like `ASIDE`."""
+    stays = re.compile("lock|lease|before-.*")
+    old = [path for path in run_dir.iterdir() if not stays.fullmatch(path.name)]
+    aside = run_dir / time.strftime(ASIDE)
+    while aside.exists():  # two starts within one second
+        aside = aside.with_name(f"{aside.name}-again")
+    try:
+        if all(path.is_dir() and not any(path.iterdir()) for path in old):
+            return
+        aside.mkdir(mode=0o775)
+        for path in old:
+            path.rename(aside / path.name)
+        for name in ("checkpoints", "traces"):
+            (run_dir / name).mkdir(mode=0o775)
+    except OSError as error:
+        raise RunError(f"{error.filename}: cannot be moved ({error.strerror})") from None
+
+
 def lock_file(path: Path) -> str | None:
     """Lock the file `path` until this process ends.
 
@@ -136,8 +167,7 @@ def lock_file(path: Path) -> str | None:
 
 def _write_lock_holder(lock: int) -> None:
     os.ftruncate(lock, 0)
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
-    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()} since {started}\n".encode(), 0)
+    os.pwrite(lock, f"{this_process()}\n".encode(), 0)
     os.fsync(lock)  # other machines read it next
 
 
