@@ -288,8 +288,7 @@ def finish(t: Training, step: int, stopped: bool) -> int:
     if stopped:
         if t.run.world.rank == 0 and not t.logger.stopped_by_search:  # otherwise exit code 0 means: trial complete
             t.run.context.preempt.acknowledge_preemption_signal()
-        command = "the same command" if t.run.hp.resume == "auto" else "with resume=auto"
-        t.logger.info(f"stopped after step {step}/{t.setup.max_steps} as requested; rerun {command} to resume")
+        t.logger.info(f"stopped after step {step}/{t.setup.max_steps} as requested; {t.run.hp.rerun} to resume")
     if run_dir := t.run.run_dir:  # no rank ends before rank 0: Slurm would kill it
         report = t.run.world.on_rank0(lambda: write_report(run_dir.path))
         t.logger.info(f"curves and traces: make board; report: {report}")

@@ -75,6 +75,11 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
         " model's keys and the tokenizer; or a checkpoint: its or its run's directory or URL, or on a cluster a UUID",
     )
 
+    @property
+    def rerun(self) -> str:
+        """What resumes the run; the same command with another `resume` would discard its progress."""
+        return "rerun the same command" if self.resume == "auto" else "rerun with resume=auto"
+
 
 class Checkpointer:
     """Saves and loads the state of a run, on all ranks together.
@@ -258,7 +263,7 @@ class Checkpointer:
             free = shutil.disk_usage(path).free
             if free < needed:
                 problem = f"disk full: a checkpoint needs {needed:,} bytes, {free:,} are free"
-                raise RunError(f"{path}: {problem}; free space, then rerun with resume=auto")
+                raise RunError(f"{path}: {problem}; free space, then {self._config.rerun} to resume")
 
         def write() -> dict[str, FileRecord]:
             files = {}

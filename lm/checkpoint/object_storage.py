@@ -178,7 +178,6 @@ class ObjectStorage(storage.CloudStorageManager):
         number.
 
         Raises:
-            ConfigError: `run_dir` has checkpoints, or cannot be written to.
             RunError: another run has the lease.
         """
         if Directory(run_dir / "checkpoints").was_committed():

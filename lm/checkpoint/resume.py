@@ -180,10 +180,16 @@ def is_complete(plan: ResumePlan, run_info: RunInfo, max_steps: int, samples: bo
         ConfigError: the checkpoint belongs to a different run.
     """
     step = world.on_rank0(lambda: completed_step(plan, run_info, max_steps, samples))
-    if not step or not _is_intact(plan, world):
+    if not step:
         return False
+    newest = plan.resume_candidates[0]
+    if not is_url(newest):  # of which sizes were compared: the download of all files would take long
+        try:
+            world.all_or_none(lambda: verify(Path(newest), read_manifest(Path(newest)), world.rank, world.size))
+        except CheckpointError:
+            return False
     if world.rank == 0:
-        run = plan.resume_candidates[0].rpartition("/checkpoints/")[0]
+        run = newest.rpartition("/checkpoints/")[0]
         run = run if is_url(run) else os.path.relpath(run)
         longer = extension(_optim_config(run_info.hyperparameters), step)
         print(f"{run} is complete: {step} steps; extend: {longer}; restart: resume=fresh")
@@ -218,18 +224,6 @@ def completed_step(plan: ResumePlan, run_info: RunInfo, max_steps: int, samples:
     _compare_bases(manifest, run_info)
     is_evaluated = manifest.validation_loss is not None and (manifest.sampled or not samples)
     return manifest.step if manifest.step > max_steps or (manifest.step == max_steps and is_evaluated) else 0
-
-
-def _is_intact(plan: ResumePlan, world: World) -> bool:
-    """Verify all files of the newest checkpoint, on a disk; every rank verifies its share of them."""
-    if is_url(plan.resume_candidates[0]):
-        return True  # sizes were compared; the download of all files would take long
-    path = Path(plan.resume_candidates[0])
-    try:
-        world.all_or_none(lambda: verify(path, read_manifest(path), world.rank, world.size))
-    except CheckpointError:
-        return False
-    return True
 
 
 def resume(

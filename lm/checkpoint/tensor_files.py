@@ -177,15 +177,12 @@ def read_headers(paths: Iterable[Path]) -> dict[str, list[TensorSlice]]:
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
-    file = open_regular(path)
-    try:
-        size = os.fstat(file).st_size
-        (length,) = struct.unpack("<Q", os.pread(file, 8, 0).ljust(8, b"\xff"))
+    with open(path, "rb", opener=open_regular) as file:
+        size = os.fstat(file.fileno()).st_size
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
         if length > min(size - 8, MAX_JSON_BYTES):
             raise ValueError(f"{length} bytes of header in {size} bytes; at most {MAX_JSON_BYTES} are read")
-        header = json.loads(os.pread(file, length, 8), object_pairs_hook=_unique)
-    finally:
-        os.close(file)
+        header = json.loads(file.read(length), object_pairs_hook=_unique)
     metadata = header.pop("__metadata__", {})
     sharding = (
         json.loads(metadata["DCP_SHARDING_INFO"], object_pairs_hook=_unique) if "DCP_SHARDING_INFO" in metadata else {}
@@ -271,18 +268,15 @@ def _read_rows(piece: TensorSlice, first: int, last: int) -> Iterator[tuple[int,
     row_bytes = math.prod(piece.shape[1:]) * piece.dtype.itemsize
     step = max(1, READ_BYTES // max(1, row_bytes))
     try:
-        file = open_regular(piece.path)
+        with open(piece.path, "rb", opener=open_regular) as file:
+            for start in range(first, last, step):
+                count = min(step, last - start)
+                buffer = bytearray(count * row_bytes)
+                if os.preadv(file.fileno(), [buffer], piece.begin + start * row_bytes) < len(buffer):
+                    raise CheckpointError(f"{piece.path}: ends before byte {piece.begin + (start + count) * row_bytes}")
+                yield start, torch.frombuffer(buffer, dtype=piece.dtype).view(count, *piece.shape[1:])
     except OSError as error:
-        raise CheckpointError(f"{piece.path}: cannot be opened: {error.strerror}") from None
-    try:
-        for start in range(first, last, step):
-            count = min(step, last - start)
-            buffer = bytearray(count * row_bytes)
-            if os.preadv(file, [buffer], piece.begin + start * row_bytes) < len(buffer):
-                raise CheckpointError(f"{piece.path}: ends before byte {piece.begin + (start + count) * row_bytes}")
-            yield start, torch.frombuffer(buffer, dtype=piece.dtype).view(count, *piece.shape[1:])
-    finally:
-        os.close(file)
+        raise CheckpointError(f"{piece.path}: cannot be read: {error.strerror}") from None
 
 
 def find_tensors(directory: Path, manifest: Manifest, state: State) -> dict[str, tuple[Tensor, Source]]:
