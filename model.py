@@ -120,10 +120,10 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     d_ff: int | None = Field(
         None, gt=0, le=2**24, description="feed-forward width; null = 4 d_model, or Llama's rule for swiglu"
     )
-    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalisation of sublayers and output")
+    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalization of sublayers and output")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance in each norm")
     norm_placement: Literal["pre", "post"] = Field(
-        "pre", description="normalise a sublayer's input (GPT, Llama), or its output before it is added (OLMo 2)"
+        "pre", description="normalize a sublayer's input (GPT, Llama), or its output before it is added (OLMo 2)"
     )
     qk_norm: Literal["none", "head", "projection"] = Field(
         "none", description="RMSNorm of queries and keys: of each head (Qwen3), or of all heads together (OLMo 2)"

@@ -30,15 +30,15 @@ VARIANTS = {
 def losses(config: Path, settings: Sequence[str], steps: int, processes: int) -> list[float]:
     """Return the training loss of every step of a run."""
     length = [f"max_steps={steps}", f"checkpoint_rate={steps}", f"validation_rate={steps}", "report_rate=1"]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as directory:
         subprocess.run(
             launched(processes, "fsdp.py", "--config", str(config.absolute()), *length, "prompt=null", *settings),
-            cwd=folder,
+            cwd=directory,
             env=environment(),
             check=True,
             stdout=subprocess.DEVNULL,
         )
-        (run,) = Path(folder).glob("runs/*")
+        (run,) = Path(directory).glob("runs/*")
         return RunRecords(run).curve("training", "loss")[1]
 
 

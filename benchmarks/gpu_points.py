@@ -98,15 +98,15 @@ class Bench:
     # ---- runs ----------------------------------------------------------------------------------------------
 
     def train(self, settings: Settings, stages: Callable[[Hyperparameters, Path], Stages]) -> Row:
-        """Run `fsdp.execute` until the generator that `stages` returns for its checkpoints' folder ends."""
+        """Run `fsdp.execute` until the generator that `stages` returns for its checkpoints' directory ends."""
         world, hp = self.world, self.hyperparameters(settings)
         distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
         with (
-            tempfile.TemporaryDirectory() as folder,
+            tempfile.TemporaryDirectory() as directory,
             _patches(settings, self.device),
-            core.init(distributed=distributed, checkpoint_storage=folder) as context,
+            core.init(distributed=distributed, checkpoint_storage=directory) as context,
         ):
-            steps = stages(hp, Path(folder))
+            steps = stages(hp, Path(directory))
             try:
                 fsdp.execute(fsdp.Run(hp, world, context, on_step_start=lambda _: next(steps)))
             except StopIteration as end:
@@ -117,7 +117,7 @@ class Bench:
         """Measure the step of a run, and profile one."""
         return self.train(settings, self._speed)
 
-    def _rounds(self, _hp: Hyperparameters, _folder: Path) -> Stages:
+    def _rounds(self, _hp: Hyperparameters, _directory: Path) -> Stages:
         start = self.now()
         yield
         first_step = self.now() - start
@@ -138,8 +138,8 @@ class Bench:
         found = {"step_seconds": seconds, "n_steps": n_steps, "first_step": first_step, "clocks": self.clocks()}
         return found | {"peak_gib": peak_memory_gib(self.device)}
 
-    def _speed(self, hp: Hyperparameters, folder: Path) -> Stages:
-        found = yield from self._rounds(hp, folder)
+    def _speed(self, hp: Hyperparameters, directory: Path) -> Stages:
+        found = yield from self._rounds(hp, directory)
         # The first profiled step pays for the start of the profiler.
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
         with profile(activities=activities) as profiler:
@@ -155,8 +155,8 @@ class Bench:
         return found | {"tokens": tokens, "mfu": peak and flops / peak, "shares": self._shares(profiler, step)}
 
     def _shares(self, profiler: profile, seconds: float) -> dict[str, float]:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "trace.json")
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory, "trace.json")
             profiler.export_chrome_trace(str(path))
             return shares(json.loads(path.read_text())["traceEvents"], seconds)
 
@@ -166,7 +166,7 @@ class Bench:
         found = self.train(settings | saving, self._saves)
         return found | {"copy_seconds": self._copy_seconds(found["bytes"])}
 
-    def _saves(self, _hp: Hyperparameters, folder: Path) -> Stages:
+    def _saves(self, _hp: Hyperparameters, directory: Path) -> Stages:
         seconds: list[float] = []
         written: set[Path] = set()
         write_seconds, n_bytes = [], 0
@@ -174,7 +174,7 @@ class Bench:
             n_saves, n_after = divmod(len(seconds), SAVE_RATE)
             if n_saves and n_after == 5:
                 wait_start = self.now()
-                while not (new := set(folder.glob("*/manifest.json")) - written):
+                while not (new := set(directory.glob("*/manifest.json")) - written):
                     if time.perf_counter() > wait_start + WRITE_SECONDS:
                         raise TimeoutError(f"a checkpoint took {WRITE_SECONDS:g} s: choose TMPDIR on a faster disk")
                     time.sleep(0.01)

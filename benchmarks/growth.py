@@ -1,6 +1,6 @@
 """Step time and memory by model size, and memory per rank by sharding strategy, compared with formulas, on the CPU.
 
-    python -m benchmarks.growth [--out FOLDER] [--steps 3] [--rounds 3]
+    python -m benchmarks.growth [--out DIRECTORY] [--steps 3] [--rounds 3]
 
 Every point is a call of `fsdp.execute` in bfloat16 on ranks of one thread each, with config.yaml's model scaled down to
 `BASE`. Growth changes one size at a time, on two ranks with full-shard; `VARIED` changes strategies, models and ranks.
@@ -84,15 +84,15 @@ Sample = dict[str, Any]
 
 def run_ranks(ranks: int, points: list[dict[str, Any]], steps: int) -> list[Sample]:
     """Return what `benchmarks.tensors.measure` finds for each of `points`, hyperparameters, on `ranks` ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "points.json").write_text(json.dumps(points))
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "points.json").write_text(json.dumps(points))
         command = launched(ranks, "benchmarks/tensors.py", str(steps), "points.json", "found.json")
         env = environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
         print(f"measuring {len(points)} runs of {ranks} ranks", file=sys.stderr)
-        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True)
         if done.returncode:
             sys.exit(done.stdout + done.stderr)
-        return json.loads(Path(folder, "found.json").read_text())
+        return json.loads(Path(directory, "found.json").read_text())
 
 
 def plan(point: dict[str, Any], ranks: int) -> dict[str, Any]:

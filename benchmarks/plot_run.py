@@ -64,7 +64,7 @@ def plot(run: Path, terminal: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plot_run", description="Draw a run as a picture.")
-    parser.add_argument("run", type=Path, help="the run's folder")
+    parser.add_argument("run", type=Path, help="the run's directory")
     parser.add_argument("--terminal", type=Path, required=True, help="what the run printed, as script(1) records it")
     parser.add_argument("--out", type=Path, required=True, help="the PNG to write")
     args = parser.parse_args()

@@ -83,22 +83,25 @@ def main() -> None:
     parser.add_argument("--document", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        corpus, tokenizer = folder / "corpus.jsonl", folder / FILE
+        directory = Path(temporary)
+        corpus, tokenizer = directory / "corpus.jsonl", directory / FILE
         texts = write_corpus(corpus, args.megabytes * 1_000_000)
         tokenizer.write_bytes(train_tokenizer(iter(texts), 8192))
         size = sum(len(json.loads(line)["text"].encode()) for line in corpus.open()) / 1e6
         if args.document:
-            document = folder / "document.txt"
+            document = directory / "document.txt"
             document.write_text("".join(json.loads(line)["text"] for line in corpus.open()))
-            elapsed, _ = command(tokenizer, document, 1, folder / "document")
+            elapsed, _ = command(tokenizer, document, 1, directory / "document")
             peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
             print(f"one document of {size:,.1f} MB: {elapsed:,.1f} s, worker's peak memory {peak:,.2f} GiB")
             return
         print("| workers | of time | library MB/s | lm.prepare MB/s | ratio |\n|---|---|---|---|---|")
         for workers in args.workers:
             pairs = [
-                (library(tokenizer, corpus, workers), command(tokenizer, corpus, workers, folder / f"{workers}-{turn}"))
+                (
+                    library(tokenizer, corpus, workers),
+                    command(tokenizer, corpus, workers, directory / f"{workers}-{turn}"),
+                )
                 for turn in range(args.rounds)
             ]
             for index, name in enumerate(("elapsed", "processor")):

@@ -51,13 +51,13 @@ class Contender:
 
     def __init__(self, name: str, file: Path, overrides: Sequence[str], processes: int) -> None:
         kind, *changes = name.split("+")
-        self.folder = tempfile.TemporaryDirectory()
-        self._errors = (Path(self.folder.name) / "errors").open("w+")
+        self.directory = tempfile.TemporaryDirectory()
+        self._errors = (Path(self.directory.name) / "errors").open("w+")
         settings = [*FOREVER, "report_rate=2", *overrides, *changes]
         start = time.perf_counter()
         self._process = subprocess.Popen(
             launched(processes, "benchmarks/contender.py", kind, str(file.absolute()), *settings),
-            cwd=self.folder.name,
+            cwd=self.directory.name,
             env=environment(),
             text=True,
             stdin=subprocess.PIPE,
@@ -82,10 +82,10 @@ class Contender:
 
     def profile(self, steps: int) -> tuple[dict[str, float], float | None]:
         """Return the shares of `steps` profiled steps on rank 0, and the peak of all ranks (FLOP/s)."""
-        trace = Path(self.folder.name) / "trace.json"
+        trace = Path(self.directory.name) / "trace.json"
         answer = self.command("profile", steps, trace)
         parts = shares(json.loads(trace.read_text())["traceEvents"], answer["seconds"])
-        for reports in Path(self.folder.name).glob("runs/*/metrics.jsonl"):
+        for reports in Path(self.directory.name).glob("runs/*/metrics.jsonl"):
             last = json.loads(reports.read_text().splitlines()[-1])
             parts["data"] = last["waiting_for_data_percent"] / 100
         return parts, answer["peak_flops"]
@@ -96,7 +96,7 @@ class Contender:
             self._process.stdin.close()
         self._process.wait()
         self._errors.close()
-        self.folder.cleanup()
+        self.directory.cleanup()
 
 
 @dataclass

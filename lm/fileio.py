@@ -113,7 +113,7 @@ def sync(file: BufferedWriter) -> None:
     os.fsync(file.fileno())
 
 
-def sync_folder(path: Path) -> None:
+def sync_directory(path: Path) -> None:
     """Flush the entries of the directory `path` to disk: which files exist, under which names."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)

@@ -36,21 +36,21 @@ STDIN = "-"
 MAX_NEW_TOKENS = 200
 
 
-def load_model(folder: Path, device: torch.device, base_dir: Path | None = None) -> tuple[Transformer, Tokenizer]:
+def load_model(directory: Path, device: torch.device, base_dir: Path | None = None) -> tuple[Transformer, Tokenizer]:
     """Return the model and the tokenizer of a checkpoint; see `base.load_model`.
 
     Raises:
         CheckpointError: it is incomplete or damaged.
         ConfigError: it has no tokenizer, or the base of its adapters is not found.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(directory)
     if manifest.tokenizer is None:
-        raise ConfigError(f"{folder}: has no tokenizer: trained on random tokens, or on ids of an unknown tokenizer")
-    tokenizer = saved_tokenizer(manifest.tokenizer, folder, manifest.files, manifest.hyperparameters)
-    if tokenizer.vocab_size > (size := model_of(folder, manifest).vocab_size):
+        raise ConfigError(f"{directory}: has no tokenizer: trained on random tokens, or on ids of an unknown tokenizer")
+    tokenizer = saved_tokenizer(manifest.tokenizer, directory, manifest.files, manifest.hyperparameters)
+    if tokenizer.vocab_size > (size := model_of(directory, manifest).vocab_size):
         problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {size}"
-        raise ConfigError(f"{folder}: {problem}; use another checkpoint")
-    return base.load_model(folder, device, base_dir), tokenizer
+        raise ConfigError(f"{directory}: {problem}; use another checkpoint")
+    return base.load_model(directory, device, base_dir), tokenizer
 
 
 def generate_texts(

@@ -28,7 +28,7 @@ import torch
 from lm.launch import environment, spawn
 
 READ_AT_START = {"LD_PRELOAD", "PYTHONPATH"}
-METHOD = "spawn" if environment.has_gpu() else "forkserver"  # CUDA may not be initialised before a fork
+METHOD = "spawn" if environment.has_gpu() else "forkserver"  # CUDA may not be initialized before a fork
 PRELOADED = ["tests.support", "lm.metrics.logger", "lm.preflight", "lm.profiling", "lm.report"]
 PRELOADED += ["torch._dynamo", "torch.utils.tensorboard"]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)

@@ -111,7 +111,7 @@ def make_reference(raw: dict[str, Any], seed: int = 0) -> Any:
 def load_folder(folder: Path) -> Transformer:
     """Return our model with the weights in `folder`."""
     model = Transformer(weights.open_model(folder).config)
-    weights.read_folder(folder, model)
+    weights.read_directory(folder, model)
     return model.eval()
 
 

@@ -18,7 +18,7 @@ from huggingface_hub import constants
 
 from lm.errors import ConfigError
 from lm.hf.base import find_base
-from lm.hf.weights import find_source, is_model, model_defaults, open_model, read_folder
+from lm.hf.weights import find_source, is_model, model_defaults, open_model, read_directory
 from model import Transformer
 from tests.support import in_world
 from tests.test_hf import LLAMA, make_reference
@@ -133,7 +133,7 @@ def test_a_download_fetches_only_needed_files_and_resumes_after_an_interruption(
     assert is_model("someone/llama@main")
     assert model_defaults("someone/llama")["d_ff"] == LLAMA["intermediate_size"]
     model = open_model(folder)
-    read_folder(folder, Transformer(model.config))  # through the links of the cache
+    read_directory(folder, Transformer(model.config))  # through the links of the cache
     assert (model.family.model_type, model.config.d_model) == ("llama", 32)
 
 

@@ -229,7 +229,7 @@ def use_two_machines(world: World, url: str, root: Path) -> dict[str, Any]:
     errors = [str(refused.value)]
     if world.rank == 1:  # damage its download of the file that rank 0 verifies on a shared disk
         fetch = ObjectStorage.fetch_checkpoint
-        ObjectStorage.fetch_checkpoint = lambda self, folder: flip_last_bit(fetch(self, folder))
+        ObjectStorage.fetch_checkpoint = lambda self, directory: flip_last_bit(fetch(self, directory))
     (root / "shared").mkdir(exist_ok=True)
     with opened(world, root / "shared") as on_disk, pytest.raises(CheckpointError) as refused:
         load(on_disk, world, place.locate(uuids[2]))

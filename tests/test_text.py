@@ -1,4 +1,4 @@
-"""Text files are found and tokenised without loss; errors name the file and the offset."""
+"""Text files are found and tokenized without loss; errors name the file and the offset."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
     )
     init_from: str | None = Field(
         None,
-        description="weights to start with: a Hugging Face folder or OWNER/MODEL[@REVISION], which also supplies the"
+        description="weights to start with: a Hugging Face directory or OWNER/MODEL[@REVISION], which also supplies the"
         " model's keys and the tokenizer; or a checkpoint: its or its run's directory or URL, or on a cluster a UUID",
     )
 

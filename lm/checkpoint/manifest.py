@@ -28,7 +28,7 @@ import google_crc32c
 from pydantic import BaseModel, Field, ValidationError
 
 from lm.errors import ConfigError, RunError
-from lm.fileio import MAX_JSON_BYTES, crc32c, parse_json, read_bytes, replace_durably, sync_folder
+from lm.fileio import MAX_JSON_BYTES, crc32c, parse_json, read_bytes, replace_durably, sync_directory
 from lm.metrics.accumulator import MetricSums
 from model import ModelConfig
 
@@ -140,7 +140,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Turn `directory` into a complete checkpoint, atomically and crash-safe."""
     replace_durably(directory / MANIFEST, _encode(manifest.model_dump(mode="json")))
     for path in (directory, directory.parent):
-        sync_folder(path)
+        sync_directory(path)
 
 
 def read_manifest(directory: Path, *, check_files: bool = True) -> Manifest:

@@ -108,24 +108,24 @@ class ObjectStorage(storage.CloudStorageManager):
         check_sizes(where, manifest, sizes.__getitem__)
         return manifest
 
-    def fetch_checkpoint(self, folder: Path) -> Path:
-        """Download the checkpoint at `url` to the new directory `folder` and return it.
+    def fetch_checkpoint(self, directory: Path) -> Path:
+        """Download the checkpoint at `url` to the new directory `directory` and return it.
 
         Raises:
             CheckpointError: a file is missing, deleted meanwhile, or of another size; `verify` compares checksums.
         """
         manifest = self.read_manifest()
-        needed, free = sum(entry.bytes for entry in manifest.files.values()), shutil.disk_usage(folder.parent).free
+        needed, free = sum(entry.bytes for entry in manifest.files.values()), shutil.disk_usage(directory.parent).free
         if free < needed:
             remedy = "free disk space, or set TMPDIR to a larger disk"
-            raise RunError(f"{folder}: disk full: the download needs {needed:,} bytes, {free:,} are free; {remedy}")
-        folder.mkdir()
+            raise RunError(f"{directory}: disk full: the download needs {needed:,} bytes, {free:,} are free; {remedy}")
+        directory.mkdir()
         try:
-            self.bucket.transfer("get_file", ((name, str(folder / name)) for name in manifest.files))
+            self.bucket.transfer("get_file", ((name, str(directory / name)) for name in manifest.files))
         except FileNotFoundError:
             raise CheckpointError(f"{self.url}: deleted while it was read") from None
-        (folder / MANIFEST).write_bytes(self._manifests[MANIFEST])
-        return folder
+        (directory / MANIFEST).write_bytes(self._manifests[MANIFEST])
+        return directory
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
         """Delete the checkpoints that are `expired`, and those that were never completed."""
@@ -290,8 +290,8 @@ def stored(run_dir: RunDir | None, context: core.Context, world: World, after_er
 @contextmanager
 def downloaded(url: str, world: World, parent: Path | None) -> Iterator[Path]:
     """Yield a directory in `parent` with the checkpoint at `url`, downloaded once by each machine."""
-    with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX, dir=parent) as folder:
-        path = Path(folder) / url.rpartition("/")[2]
+    with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX, dir=parent) as directory:
+        path = Path(directory) / url.rpartition("/")[2]
         node, is_first = world.launch.node_rank, world.launch.local_rank == 0
         world.run_in_thread(lambda: ObjectStorage(url).fetch_checkpoint(path) if is_first else None)
         paths = dict(filter(None, world.all_gather_object((node, path) if is_first else None)))

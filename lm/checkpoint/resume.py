@@ -123,9 +123,9 @@ def find_checkpoint(where: Path | str) -> Path:
     location = locate_checkpoint(where)
     if not is_url(location):
         return Path(location)
-    folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return ObjectStorage(location).fetch_checkpoint(folder / Path(location).name)
+    directory = Path(tempfile.mkdtemp(prefix="checkpoint-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return ObjectStorage(location).fetch_checkpoint(directory / Path(location).name)
 
 
 @oserror_as_config_error

@@ -3,7 +3,7 @@
 The layout is that of PyTorch's `HuggingFaceStorageWriter(save_distributed=True)`: a file holds the slices of tensors
 that one rank owns, and the header's metadata says at which offsets of the full tensors they start. As FSDP shards
 tensors by rows, slices are rows. PyTorch's `HuggingFaceStorageReader` and every safetensors tool open the files. A
-folder of Hugging Face weights is the same without offsets.
+directory of Hugging Face weights is the same without offsets.
 
 The safetensors library serializes a file in memory before it writes. Here slices are written one after the other, and
 the checksum is computed meanwhile.

@@ -31,7 +31,7 @@ def find_files(where: str | None, key: str) -> list[Path]:
     """Return the files that `where` names, sorted.
 
     Args:
-        where: a file, a folder (all files below it that are not hidden or in __pycache__) or a glob; None = the
+        where: a file, a directory (all files below it that are not hidden or in __pycache__) or a glob; None = the
             source of the Python standard library without its tests.
         key: the hyperparameter that `where` comes from, for errors.
     """
@@ -51,21 +51,21 @@ def find_files(where: str | None, key: str) -> list[Path]:
             return files
     except OSError as error:
         raise ConfigError(f"{key}: {error.filename}: {error.strerror}", keys=(key,)) from None
-    advice = f"it must be a file, a folder or a glob, relative to {Path.cwd()}"
+    advice = f"it must be a file, a directory or a glob, relative to {Path.cwd()}"
     raise ConfigError(f"{key}: no file found at {source!r}; {advice}", keys=(key,))
 
 
-def _walk(folder: Path, excluded: Collection[str], entered: set[tuple[int, int]]) -> Iterator[Path]:
-    """Yield the files below `folder`, but in no folder that is hidden, `__pycache__` or `excluded`; follow links.
+def _walk(directory: Path, excluded: Collection[str], entered: set[tuple[int, int]]) -> Iterator[Path]:
+    """Yield the files below `directory`, but in no directory that is hidden, `__pycache__` or `excluded`; follow links.
 
     Args:
-        entered: device and inode of folders; each is entered once.
+        entered: device and inode of directories; each is entered once.
     """
-    status = folder.stat()
+    status = directory.stat()
     if (status.st_dev, status.st_ino) in entered:
         return
     entered.add((status.st_dev, status.st_ino))
-    for path in sorted(folder.iterdir()):
+    for path in sorted(directory.iterdir()):
         if path.name.startswith("."):
             continue
         if path.is_file():

@@ -24,7 +24,7 @@ from lm.errors import ConfigError
 from model import IGNORE_INDEX
 
 _BATCH = 1024
-"""Samples tokenised in one call."""
+"""Samples tokenized in one call."""
 
 _CONVERSIONS = {
     "conversations": (

@@ -41,18 +41,18 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     )
     train_data: str | dict[str, Annotated[float, Field(gt=0)]] | None = Field(
         None,
-        description="a file, folder or glob; text: null = the Python standard library's source; tokens: a folder, or"
-        " several with weights; hf: also a dataset on the hub",
+        description="a file, directory or glob; text: null = the Python standard library's source; tokens: a"
+        " directory, or several with weights; hf: also a dataset on the hub",
     )
     val_data: str | None = Field(
         None,
-        description="a file, folder or glob; null = held out of train_data: the last 5 % (text), every 20th line"
-        " (jsonl), the folder's validation part (tokens); hf: also a split, null = `validation`",
+        description="a file, directory or glob; null = held out of train_data: the last 5 % (text), every 20th line"
+        " (jsonl), the directory's validation part (tokens); hf: also a split, null = `validation`",
     )
     tokenizer: str | None = Field(
         None,
-        description="`bytes` (257 ids), a tokenizer.json, its folder, or a Hugging Face name; null = the token files'"
-        " tokenizer (tokens), else bytes",
+        description="`bytes` (257 ids), a tokenizer.json, its directory, or a Hugging Face name; null = that of the"
+        " token files (tokens), else bytes",
     )
     text_field: str = Field("text", description="field that holds the text (jsonl, hf)")
     loss_on: Literal["all", "completion"] = Field("all", description="tokens that are targets (jsonl)")
@@ -69,7 +69,7 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     packing: bool = Field(
         True, description="several samples in a sequence, each in one piece; false = one sample (jsonl)"
     )
-    data_workers: int = Field(1, gt=0, description="processes per rank that read and tokenise (hf)")
+    data_workers: int = Field(1, gt=0, description="processes per rank that read and tokenize (hf)")
     hf_config: str | None = Field(None, description="configuration of the dataset on the hub, e.g. en for C4 (hf)")
     shuffle: bool = Field(True, description="shuffle the samples in each epoch, by the seed")
     batch_size: int = Field(1, gt=0, le=MAX_BATCH_SIZE, description="sequences per device in a micro-batch")
@@ -132,7 +132,7 @@ def open_data(
         ConfigError: files are missing or invalid, the tokenizer exceeds vocab_size, or there are too few samples.
     """
     if isinstance(config.train_data, dict) and config.dataset != "tokens":
-        problem = f"train_data: weights require dataset: tokens, not {config.dataset}; use one file, folder or glob"
+        problem = f"train_data: weights require dataset: tokens, not {config.dataset}; use one file, directory or glob"
         raise _error(problem, "dataset")
     if config.dataset == "hf":
         data = _open_stream(config, seq_len, global_batch_size, seed, dp_rank, dp_size)
@@ -214,9 +214,9 @@ def _open_text(config: DataConfig, seq_len: int) -> Opened:
 
 def _train_indexes(config: DataConfig) -> list[Path]:
     if not config.train_data:
-        raise _error("train_data: dataset: tokens requires a folder written by python -m lm.prepare", "dataset")
-    folders = config.train_data if isinstance(config.train_data, dict) else [config.train_data]
-    return [path / "train.json" if path.is_dir() else path for path in map(Path.expanduser, map(Path, folders))]
+        raise _error("train_data: dataset: tokens requires a directory written by python -m lm.prepare", "dataset")
+    directories = config.train_data if isinstance(config.train_data, dict) else [config.train_data]
+    return [path / "train.json" if path.is_dir() else path for path in map(Path.expanduser, map(Path, directories))]
 
 
 @oserror_as_config_error
@@ -238,12 +238,14 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Opened:
 
     paths = _train_indexes(config)
     train = [read("train_data", path) for path in paths]
-    folder = str(paths[0].parent)
-    held_out = Path(config.val_data or folder).expanduser()
+    directory = str(paths[0].parent)
+    held_out = Path(config.val_data or directory).expanduser()
     if held_out.is_dir():
         held_out /= "validation.json" if (held_out / "validation.json").exists() else "train.json"
     if config.val_data is None and held_out.stem == "train":
-        problem = f"val_data: {folder} has no validation part; prepare it with --validation-fraction, or set val_data"
+        problem = (
+            f"val_data: {directory} has no validation part; prepare it with --validation-fraction, or set val_data"
+        )
         raise _error(problem, "train_data")
     validation = read("val_data", held_out)
     identity = train[0].index.tokenizer
@@ -254,7 +256,7 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Opened:
         if part.index.tokenizer != identity:
             problem = f"{key}: {part.path} was made with another tokenizer than {train[0].path}"
             raise _error(f"{problem}; prepare them with one", "train_data")
-    name = config.tokenizer or ("bytes" if identity == ByteTokenizer.identity else folder)
+    name = config.tokenizer or ("bytes" if identity == ByteTokenizer.identity else directory)
     tokenizer = load_tokenizer(name) if identity is not None else None
     if tokenizer and tokenizer.identity != identity:
         problem = f"tokenizer: {name} is not the tokenizer that the token files were made with ({identity})"
@@ -268,7 +270,7 @@ def _open_jsonl(config: DataConfig, seq_len: int) -> Opened:
 
     def read(key: str, held_out: bool) -> JsonlDataset:
         if (where := getattr(config, key)) is None:
-            raise _error(f"{key}: dataset: jsonl requires it; set it to a file, a folder or a glob", "dataset")
+            raise _error(f"{key}: dataset: jsonl requires it; set it to a file, a directory or a glob", "dataset")
         with _caused_by(key):
             found, only = files.find_files(where, key), config.loss_on == "completion"
             part = held_out if config.val_data is None else None
@@ -289,7 +291,9 @@ def _open_stream(
     if val_data is not None and stream.is_local(val_data):
         held_out, _ = stream.open_documents(val_data, "val_data", "train", None)
     elif stream.is_local(where):
-        raise _error("val_data: local files of dataset: hf have no validation split; set it to a file, folder or glob")
+        raise _error(
+            "val_data: local files of dataset: hf have no validation split; set it to a file, directory or glob"
+        )
     else:
         held_out, _ = stream.open_documents(where, "val_data", val_data or "validation", config.hf_config)
     n_tokens = config.validation_batches * global_batch_size * seq_len + 1

@@ -1,4 +1,4 @@
-"""Streamed Hugging Face datasets: read, shuffled, tokenised and packed in worker processes.
+"""Streamed Hugging Face datasets: read, shuffled, tokenized and packed in worker processes.
 
 Each worker of each rank has its own stream, a share of the dataset that the `datasets` library splits. Documents are
 shuffled within blocks, end with an end-of-text token, and are cut into windows; a window's last target is the next
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 BLOCK = 8192
 """Documents that are shuffled together."""
 _BATCH = 64
-"""Documents tokenised in one call."""
+"""Documents tokenized in one call."""
 _TAIL = 1 << 16
 """Bytes at the end of a file that identify it: there, Parquet has statistics of all columns, and gzip a checksum."""
 _GRACE = 30
@@ -90,8 +90,8 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
         problem = f"{key}: {where}: cannot be opened"
         if local:
             raise ConfigError(f"{problem}: {reason(error)}", keys=(key,)) from None
-        download = f"hf download {where} --repo-type dataset --local-dir FOLDER"
-        advice = f"run on a machine with network access: {download}, then set {key}=FOLDER/..."
+        download = f"hf download {where} --repo-type dataset --local-dir DIRECTORY"
+        advice = f"run on a machine with network access: {download}, then set {key}=DIRECTORY/..."
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise ConfigError(f"{problem}{offline}: {reason(error)}; {advice}", keys=(key, "hf_config")) from None
 

@@ -122,7 +122,7 @@ class FileTokenizer:
             eos = next((token for token in _EOS_TOKENS if token in vocabulary), None)
         if eos not in vocabulary:
             what = f"eos_token {eos!r} is not in its vocabulary" if eos else "it has no end-of-text token"
-            raise _error(name, f"{what}; set eos_token in a tokenizer_config.json in the same folder")
+            raise _error(name, f"{what}; set eos_token in a tokenizer_config.json in the same directory")
         self.eos_id: int = vocabulary[eos]
         self.bos_id: int | None = vocabulary.get(self._special_token("bos_token") or "")
 
@@ -333,7 +333,7 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[NDArray
 
 @oserror_as_config_error
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load the tokenizer `name`: "bytes", a `tokenizer.json`, a folder with one, or a Hugging Face Hub name."""
+    """Load the tokenizer `name`: "bytes", a `tokenizer.json`, a directory with one, or a Hugging Face Hub name."""
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
@@ -351,9 +351,9 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 @oserror_as_config_error
 def saved_tokenizer(
-    identity: str, folder: Path, names: Collection[str], hyperparameters: Mapping[str, Any]
+    identity: str, directory: Path, names: Collection[str], hyperparameters: Mapping[str, Any]
 ) -> Tokenizer:
-    """Load the tokenizer `identity` of the checkpoint in `folder`, for chats as in its run.
+    """Load the tokenizer `identity` of the checkpoint in `directory`, for chats as in its run.
 
     Args:
         names: the files that the checkpoint lists.
@@ -361,29 +361,29 @@ def saved_tokenizer(
     if identity == ByteTokenizer.identity:
         return ByteTokenizer()
     if FILE not in names:
-        raise _error(folder, f"the checkpoint lists no {FILE}")
-    files = {name: _read(folder / name, name) for name in FILES if name in names}
-    tokenizer = FileTokenizer(files, str(folder))
+        raise _error(directory, f"the checkpoint lists no {FILE}")
+    files = {name: _read(directory / name, name) for name in FILES if name in names}
+    tokenizer = FileTokenizer(files, str(directory))
     if tokenizer.identity != identity:
-        raise _error(folder, f"{FILE} has {tokenizer.identity}, the checkpoint was written with {identity}")
+        raise _error(directory, f"{FILE} has {tokenizer.identity}, the checkpoint was written with {identity}")
     date = hyperparameters.get("chat_template_date")
     try:
         tokenizer.template_kwargs = dict(hyperparameters.get("chat_template_kwargs") or {})
         tokenizer.date = datetime.date.fromisoformat(date) if date else None
     except (ValueError, TypeError) as error:
-        raise _error(folder, f"chat_template_date or chat_template_kwargs of the checkpoint: {error}") from None
+        raise _error(directory, f"chat_template_date or chat_template_kwargs of the checkpoint: {error}") from None
     return tokenizer
 
 
-def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the contents of the tokenizer files in `folder`, by name. A checkpoint and an export get a copy of them.
+def read_files(directory: Path) -> dict[str, bytes]:
+    """Return the contents of the tokenizer files in `directory`, by name. Checkpoints and exports get copies of them.
 
     Raises:
-        ConfigError: one is a link that leaves `folder` and is not one of the Hub's cache.
+        ConfigError: one is a link that leaves `directory` and is not one of the Hub's cache.
     """
     files = {}
-    for path in (folder / name for name in FILES if (folder / name).is_file()):
-        target, root = path.resolve(), folder.resolve()
+    for path in (directory / name for name in FILES if (directory / name).is_file()):
+        target, root = path.resolve(), directory.resolve()
         if target.parent not in (root, root.parent.parent / "blobs"):
             raise _error(path, f"is a link to {target}; copy the file")
         files[path.name] = _read(target, path.name)

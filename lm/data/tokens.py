@@ -38,7 +38,7 @@ def window(ids: NDArray[np.int64]) -> Sample:
 
 @dataclass(frozen=True)
 class SyntheticDataset(Dataset):
-    """Uniformly random tokens. Each sample has its own seed, so that memorising samples is all a model can learn.
+    """Uniformly random tokens. Each sample has its own seed, so that memorizing samples is all a model can learn.
 
     Args:
         key: parts of the seed, e.g. the run's seed and "training".

@@ -37,26 +37,28 @@ def find_base(source: str, world: World) -> Base:
         if weights.is_model(source):
             return weights.find_source(source)
         with naming("init_from"):
-            folder = find_checkpoint(Path(source)).absolute()
-        refuse_adapters(read_manifest(folder), source)
-        return folder
+            directory = find_checkpoint(Path(source)).absolute()
+        refuse_adapters(read_manifest(directory), source)
+        return directory
 
-    folder = world.all_or_none(find)
-    parts = world.all_gather_object(world.all_or_none(lambda: checksums(folder, world.rank, world.size)))
+    directory = world.all_or_none(find)
+    parts = world.all_gather_object(world.all_or_none(lambda: checksums(directory, world.rank, world.size)))
     files = {name: entry for part in parts for name, entry in part.items()}
     is_on_hub = not Path(source).is_dir()
-    name = f"{source.partition('@')[0]}@{folder.name}" if is_on_hub else str(folder.absolute())  # the commit's folder
+    name = (
+        f"{source.partition('@')[0]}@{directory.name}" if is_on_hub else str(directory.absolute())
+    )  # the commit's directory
     return Base(source=name, files=files)
 
 
 @oserror_as_config_error
-def checksums(folder: Path, rank: int = 0, n_ranks: int = 1) -> dict[str, FileRecord]:
-    """Return size and checksum of the weights in `folder`, or on each of `n_ranks` ranks of its share of the files."""
-    if (folder / MANIFEST).exists():
-        manifest = read_manifest(folder)
-        verify(folder, manifest, rank, n_ranks)
+def checksums(directory: Path, rank: int = 0, n_ranks: int = 1) -> dict[str, FileRecord]:
+    """Return size and checksum of the weights in `directory`, or on each of `n_ranks` ranks of its share of them."""
+    if (directory / MANIFEST).exists():
+        manifest = read_manifest(directory)
+        verify(directory, manifest, rank, n_ranks)
         return {name: entry for name, entry in manifest.files.items() if name.startswith("model-")}
-    return {path.name: record(path.resolve()) for path in weights.weight_files(folder)[rank::n_ranks]}
+    return {path.name: record(path.resolve()) for path in weights.weight_files(directory)[rank::n_ranks]}
 
 
 def open_base(base: Base, base_dir: Path | None = None) -> Path:
@@ -66,49 +68,49 @@ def open_base(base: Base, base_dir: Path | None = None) -> Path:
         ConfigError: they are not there, or differ.
     """
     try:
-        folder = weights.find_source(str(base_dir or base.source))
+        directory = weights.find_source(str(base_dir or base.source))
     except ConfigError as error:
         problem = str(error).removeprefix("init_from: ")
         raise ConfigError(f"base of the adapters: {problem}; pass its directory with --base") from None
-    if checksums(folder) != base.files:
-        problem = f"{folder}: its weights differ from the base that the adapters were trained for ({base.source})"
+    if checksums(directory) != base.files:
+        problem = f"{directory}: its weights differ from the base that the adapters were trained for ({base.source})"
         raise ConfigError(f"{problem}; pass a copy of these with --base")
-    return folder
+    return directory
 
 
-def read_adapters(folder: Path, manifest: Manifest) -> Adapters:
+def read_adapters(directory: Path, manifest: Manifest) -> Adapters:
     """Return the adapters in a checkpoint, in a single process; raise ConfigError if its files do not hold them."""
     try:
         config = LoraConfig.model_validate({key: manifest.hyperparameters[key] for key in LoraConfig.model_fields})
     except (KeyError, ValueError):
-        raise ConfigError(f"{folder / MANIFEST}: damaged: no adapters in its hyperparameters") from None
-    model = model_of(folder, manifest)
+        raise ConfigError(f"{directory / MANIFEST}: damaged: no adapters in its hyperparameters") from None
+    model = model_of(directory, manifest)
     found = sum(entry.bytes for name, entry in manifest.files.items() if name.startswith("model-"))
     if found < (needed := 4 * n_trained(config, model)):
-        raise ConfigError(f"{folder / MANIFEST}: damaged: adapters of {needed:,} bytes; the files have {found:,}")
+        raise ConfigError(f"{directory / MANIFEST}: damaged: adapters of {needed:,} bytes; the files have {found:,}")
     adapters = Adapters(config, model)
-    load_weights(folder, adapters)
+    load_weights(directory, adapters)
     return adapters
 
 
 @torch.no_grad()
-def load_model(folder: Path, device: torch.device, base_dir: Path | None = None) -> Transformer:
+def load_model(directory: Path, device: torch.device, base_dir: Path | None = None) -> Transformer:
     """Return the model of a checkpoint in a single process, with adapters merged; for `base_dir` see `open_base`.
 
     Raises:
         CheckpointError: a file is damaged.
         ConfigError: the tensors differ from the model's, or the base of adapters is not found.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(directory)
     opened = open_base(manifest.base, base_dir) if manifest.base else None  # as large as the manifest says
     with torch.device("meta"):
-        model = Transformer(model_of(folder, manifest))
+        model = Transformer(model_of(directory, manifest))
     model.to_empty(device=device)
     if opened is None:
-        load_weights(folder, model.state_dict())
+        load_weights(directory, model.state_dict())
         return model
-    weights.read_folder(opened, model)
-    adapters = read_adapters(folder, manifest)
+    weights.read_directory(opened, model)
+    adapters = read_adapters(directory, manifest)
     for name, parameter in model.named_parameters():
         adapters.merge(name, parameter)
     return model

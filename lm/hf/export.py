@@ -57,23 +57,23 @@ def export_model(
     """
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out}: already exists and is not overwritten; use another directory")
-    folder = find_checkpoint(where)
-    manifest = read_manifest(folder)
-    config = model_of(folder, manifest)
+    directory = find_checkpoint(where)
+    manifest = read_manifest(directory)
+    config = model_of(directory, manifest)
     if adapters_only:
-        return _write_adapters(out, folder, manifest, config, DTYPES[dtype])
+        return _write_adapters(out, directory, manifest, config, DTYPES[dtype])
     family = families.family_of(config)
     places, shapes = families.layout(family, config)
-    verify(folder, manifest)
-    tokenizer = saved_tokenizer(manifest.tokenizer, folder, manifest.files, {}) if manifest.tokenizer else None
+    verify(directory, manifest)
+    tokenizer = saved_tokenizer(manifest.tokenizer, directory, manifest.files, {}) if manifest.tokenizer else None
     specials = (tokenizer.eos_id, tokenizer.bos_id) if tokenizer else (None, None)
     raw = families.write_config(config, dtype, *specials)
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id") if raw[key] is not None}
     files = _tokenizer_files(tokenizer) if tokenizer else {}
     files[CONFIG] = _to_json(raw)
     files[GENERATION] = _to_json(generation | json.loads(files.get(GENERATION, b"{}")))
-    opened = open_base(manifest.base, base_dir) if manifest.base else folder
-    adapters = read_adapters(folder, manifest) if manifest.base else None
+    opened = open_base(manifest.base, base_dir) if manifest.base else directory
+    adapters = read_adapters(directory, manifest) if manifest.base else None
     sources, _ = find_weights(opened, config)
     size = DTYPES[dtype].itemsize * sum(map(math.prod, shapes.values()))
     with _drafted(out, size) as draft:
@@ -121,17 +121,17 @@ def _write_weights(
     return weight_map
 
 
-def _write_adapters(out: Path, folder: Path, manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> int:
+def _write_adapters(out: Path, directory: Path, manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> int:
     """Write the adapters in a checkpoint to `out` in PEFT's format; return their bytes.
 
     Adapters of matrices that the family stores as one become one adapter of the sum of their ranks: A is theirs below
     one another, and B has theirs as blocks.
     """
     if manifest.base is None:
-        raise ConfigError(f"{folder}: has no LoRA adapters (lora_rank: null); export it without --adapter")
+        raise ConfigError(f"{directory}: has no LoRA adapters (lora_rank: null); export it without --adapter")
     family = families.family_of(config)
     places, shapes = families.layout(family, config)
-    adapters = read_adapters(folder, manifest)
+    adapters = read_adapters(directory, manifest)
     parts: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
     for name in (name for name in adapters if name.endswith(".lora_A.weight")):
         layer = name.removesuffix(".lora_A.weight")

@@ -49,10 +49,12 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?:@[\w./-]+)?")
 @oserror_as_config_error
 def is_model(source: str) -> bool:
     """Return whether `source` is a Hugging Face directory, or could be the name of a model on the Hub."""
-    folder = Path(source)
-    if folder.is_dir():
-        return (folder / CONFIG).is_file() and not any((folder / name).exists() for name in (MANIFEST, "checkpoints"))
-    return bool(_HUB_NAME.fullmatch(source)) and not folder.exists() and not folder.parent.is_dir()
+    directory = Path(source)
+    if directory.is_dir():
+        return (directory / CONFIG).is_file() and not any(
+            (directory / name).exists() for name in (MANIFEST, "checkpoints")
+        )
+    return bool(_HUB_NAME.fullmatch(source)) and not directory.exists() and not directory.parent.is_dir()
 
 
 @oserror_as_config_error
@@ -80,19 +82,19 @@ class HuggingFaceModel(NamedTuple):
     """a copy of the embedding, which older files contain"""
 
 
-def open_model(folder: Path) -> HuggingFaceModel:
-    """Read the structure of the model in `folder`, and check the names, shapes and dtypes of its tensors.
+def open_model(directory: Path) -> HuggingFaceModel:
+    """Read the structure of the model in `directory`, and check the names, shapes and dtypes of its tensors.
 
     Raises:
         ConfigError: it cannot be represented exactly, or its tensors are not those of its structure; lists them.
         RunError: a file is damaged.
     """
-    family, config = families.read_config(_read_json(folder / CONFIG), str(folder / CONFIG))
+    family, config = families.read_config(_read_json(directory / CONFIG), str(directory / CONFIG))
     places, shapes = families.layout(family, config)
-    tensors = _open_tensors(folder, family)
+    tensors = _open_tensors(directory, family)
     tied_head = tensors.pop("lm_head.weight", None) if config.tie_embeddings else None
     if problems := _differences(tensors, shapes):
-        problem = f"{folder}: the tensors do not match {CONFIG}:"
+        problem = f"{directory}: the tensors do not match {CONFIG}:"
         raise ConfigError(problem, *first_20(problems), keys=("init_from",))
     sources = {name: Source(tensors[place.name], place.start, place.transposed) for name, place in places.items()}
     return HuggingFaceModel(family, config, sources, Source(tied_head) if tied_head else None)
@@ -106,66 +108,66 @@ def model_defaults(source: str) -> dict[str, Any]:
     """
     if not is_model(source):
         return {}
-    folder = find_source(source)
-    config = open_model(folder).config
+    directory = find_source(source)
+    config = open_model(directory).config
     values = config.model_dump(mode="json", exclude=None if config.model else {"model"})
-    if not (folder / tokenizer.FILE).is_file():
+    if not (directory / tokenizer.FILE).is_file():
         return values | {"tokenizer": None}
-    size = tokenizer.load_tokenizer(str(folder)).vocab_size
+    size = tokenizer.load_tokenizer(str(directory)).vocab_size
     if size > config.vocab_size:
         raise ConfigError(
-            f"{folder}: the tokenizer has {size} tokens, the model {config.vocab_size}: remove the added tokens from"
+            f"{directory}: the tokenizer has {size} tokens, the model {config.vocab_size}: remove the added tokens from"
             " the tokenizer, or load the model with transformers, resize_token_embeddings() and save_pretrained() it",
             keys=("init_from",),
         )
-    return values | {"tokenizer": str(folder)}
+    return values | {"tokenizer": str(directory)}
 
 
 def load_into(model: Transformer, source: str, world: World, log: Callable[[str], None]) -> None:
-    """Fill this rank's shards of `model` with the weights of `source`, on all ranks together; see `read_folder`."""
+    """Fill this rank's shards of `model` with the weights of `source`, on all ranks together; see `read_directory`."""
     started = time.monotonic()
-    world.all_or_none(lambda: read_folder(find_source(source), model))
+    world.all_or_none(lambda: read_directory(find_source(source), model))
     peak = max(world.all_gather_object(peak_memory_gib(world.device)))
     log(f"loaded the weights of {source} in {time.monotonic() - started:.1f} s, peak memory {peak:.2f} GiB per rank")
 
 
 @torch.no_grad()
-def read_folder(folder: Path, model: Transformer) -> None:
-    """Fill this rank's shards of `model`, except for adapters, with the model or checkpoint in `folder`.
+def read_directory(directory: Path, model: Transformer) -> None:
+    """Fill this rank's shards of `model`, except for adapters, with the model or checkpoint in `directory`.
 
     Raises:
         ConfigError: see `find_weights`; or the head differs from the embedding that it is tied to.
         RunError: a file is damaged, or holds inf or NaN.
     """
     parameters = dict(model.named_parameters())
-    sources, tied_head = find_weights(folder, model.config)
+    sources, tied_head = find_weights(directory, model.config)
     for name, source in sources.items():
         read_into(parameters[name], source)
     if tied_head and not _equals(parameters["embedding.tokens.weight"], tied_head):
         raise ConfigError(
-            f"{folder}: {CONFIG} ties lm_head.weight to the embedding, but the files have a different one; set"
+            f"{directory}: {CONFIG} ties lm_head.weight to the embedding, but the files have a different one; set"
             f" tie_word_embeddings: false in {CONFIG} to use it",
             keys=("init_from",),
         )
 
 
-def find_weights(folder: Path, config: ModelConfig) -> tuple[dict[str, Source], Source | None]:
-    """Return where each parameter of the model `config` is in `folder`, and `HuggingFaceModel.tied_head`.
+def find_weights(directory: Path, config: ModelConfig) -> tuple[dict[str, Source], Source | None]:
+    """Return where each parameter of the model `config` is in `directory`, and `HuggingFaceModel.tied_head`.
 
     Args:
-        folder: of a Hugging Face model or a checkpoint.
+        directory: of a Hugging Face model or a checkpoint.
 
     Raises:
-        ConfigError: the folder holds another model; lists every difference.
+        ConfigError: the directory holds another model; lists every difference.
         RunError: a file is damaged.
     """
-    if not (folder / MANIFEST).exists():
-        model = open_model(folder)
+    if not (directory / MANIFEST).exists():
+        model = open_model(directory)
         return model.sources, model.tied_head
-    manifest = read_manifest(folder)
-    compare_structures(model_of(folder, manifest), config)
+    manifest = read_manifest(directory)
+    compare_structures(model_of(directory, manifest), config)
     with torch.device("meta"):
-        found = find_tensors(folder, manifest, {"model": Transformer(config).state_dict()})
+        found = find_tensors(directory, manifest, {"model": Transformer(config).state_dict()})
     return {name.removeprefix("model."): source for name, (_, source) in found.items()}, None
 
 
@@ -178,9 +180,9 @@ def _equals(embedding: Tensor, head: Source) -> bool:
 
 
 @oserror_as_config_error
-def _open_tensors(folder: Path, family: Family) -> dict[str, list[TensorSlice]]:
-    """Return the tensors in the files of `folder`, by their names in the full model, without old constants."""
-    paths = weight_files(folder)
+def _open_tensors(directory: Path, family: Family) -> dict[str, list[TensorSlice]]:
+    """Return the tensors in the files of `directory`, by their names in the full model, without old constants."""
+    paths = weight_files(directory)
     if missing := next((path for path in paths if not path.is_file()), None):
         raise ConfigError(f"{missing}: missing; download the directory again", keys=("init_from",))
     found = read_headers({path.resolve(): None for path in paths})  # the Hub's cache consists of links
@@ -203,21 +205,21 @@ def _differences(tensors: Mapping[str, list[TensorSlice]], shapes: Mapping[str, 
     return problems
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the paths of the weights of the Hugging Face model in `folder`."""
-    index = folder / INDEX
+def weight_files(directory: Path) -> list[Path]:
+    """Return the paths of the weights of the Hugging Face model in `directory`."""
+    index = directory / INDEX
     if index.is_file():
         weight_map = _read_json(index).get("weight_map")
         names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
         if not names or any(name != Path(name).name or name in ("", "..") for name in names):
             raise ConfigError(f"{index}: weight_map must contain file names in this directory", keys=("init_from",))
-        return [folder / name for name in names]
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    pickled = next(folder.glob("*.bin"), None) or next(folder.glob("*.pth"), None)
+        return [directory / name for name in names]
+    if (directory / WEIGHTS).is_file():
+        return [directory / WEIGHTS]
+    pickled = next(directory.glob("*.bin"), None) or next(directory.glob("*.pth"), None)
     found = f"{pickled.name} is a pickle, which can execute code, and is not read" if pickled else "neither exists"
     raise ConfigError(
-        f"{folder}: needs {WEIGHTS} or {INDEX}; {found}. To convert, load it with transformers and"
+        f"{directory}: needs {WEIGHTS} or {INDEX}; {found}. To convert, load it with transformers and"
         " save_pretrained(DIRECTORY, safe_serialization=True)",
         keys=("init_from",),
     )

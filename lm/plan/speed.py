@@ -76,7 +76,7 @@ def step_time(
     """Predict a step of `n` micro-steps.
 
     Args:
-        node: GPUs per node; ranks of a shard group are neighbours.
+        node: GPUs per node; ranks of a shard group are neighbors.
         network: GB/s per GPU to other nodes.
 
     Returns:

@@ -3,7 +3,7 @@
     python -m lm.prepare INPUT... --tokenizer T --out DIR
     python -m lm.prepare --verify DIR
 
-An input is a file, a folder or a glob. DIR receives train.bin, train.ends and train.json, with
+An input is a file, a directory or a glob. DIR receives train.bin, train.ends and train.json, with
 --validation-fraction also validation.bin and so on, and the tokenizer's files. This process reads documents and
 writes tokens in the order of the input; worker processes encode chunks of about 1 MB. A document is encoded in one
 piece, which takes about 120 bytes of memory per byte of text: 7 GiB for 64 MB.
@@ -43,14 +43,14 @@ def prepare(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
     """Write the dataset, unless DIR already holds it. Return the lines to print."""
     tokenizer = None if args.tokenizer in (None, "none") else load_tokenizer(args.tokenizer)
     if args.out.is_symlink():
-        raise ConfigError(f"--out: {args.out}: is a symbolic link; pass the folder that it leads to")
+        raise ConfigError(f"--out: {args.out}: is a symbolic link; pass the directory that it leads to")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         holder = lock_file(args.out / LOCK)
     except OSError as error:
         raise ConfigError(f"--out: {args.out}: cannot be written and locked: {error.strerror}") from None
     if holder:
-        raise RunError(f"--out: {args.out}: in use by {holder}; wait for it, stop it, or choose another folder")
+        raise RunError(f"--out: {args.out}: in use by {holder}; wait for it, stop it, or choose another directory")
     pool = WorkerPool(args.workers)
     try:
         token_writer.install(args.out)
@@ -108,7 +108,7 @@ def _build(args: argparse.Namespace, files: Sequence[Path], pool: WorkerPool, to
         raise ConfigError(f"{name_files(files)}: no text to encode")
     if empty := [name for name, count in counts.items() if not count]:
         problem = f"{args.validation_fraction:g} of {sum(counts.values())} document(s) leaves none for {empty[0]}"
-        remedy = "choose another fraction, or prepare separate files for validation in another folder"
+        remedy = "choose another fraction, or prepare separate files for validation in another directory"
         raise ConfigError(f"--validation-fraction: {problem}; {remedy}")
     if changed := [path for path, time in zip(files, before, strict=True) if path.stat().st_mtime_ns != time]:
         raise RunError(f"{changed[0]}: changed while it was read; run the command again")
@@ -129,7 +129,7 @@ def _check_existing(path: Path, wanted: Mapping[str, object]) -> str:
     found = {**index.options, "input": index.sources, "tokenizer": index.tokenizer, "vocab_size": index.vocab_size}
     if different := [key for key, value in wanted.items() if found.get(key) != value]:
         problem = f"contains another dataset (different: {', '.join(different)})"
-        raise ConfigError(f"--out: {path.parent}: {problem}; choose another folder, or replace it with --overwrite")
+        raise ConfigError(f"--out: {path.parent}: {problem}; choose another directory, or replace it with --overwrite")
     return f"{token_writer.describe(path, index)}: already exists"
 
 
@@ -170,8 +170,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, or raise ConfigError with all problems."""
     parser = argparse.ArgumentParser(prog="python -m lm.prepare", description="Convert text to token files.")
     add = parser.add_argument
-    add("input", nargs="*", metavar="INPUT", help="a file, a folder or a glob")
-    add("--out", type=Path, metavar="DIR", help="folder for the token files")
+    add("input", nargs="*", metavar="INPUT", help="a file, a directory or a glob")
+    add("--out", type=Path, metavar="DIR", help="directory for the token files")
     add("--tokenizer", metavar="T", help="as in training; for HDF5 the one that made its ids, or none")
     add("--train-tokenizer", type=int, metavar="N", help="train a tokenizer of N tokens on the input first")
     add("--vocab-size", type=int, metavar="N", help="with --tokenizer none: all ids are below N")
@@ -188,8 +188,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     n_tokens, fraction = args.train_tokenizer, args.validation_fraction
     size = args.vocab_size
     problems = {
-        "INPUT: missing; pass files, folders or globs": not args.input,
-        "--out: missing; pass the folder to write to": not args.out,
+        "INPUT: missing; pass files, directories or globs": not args.input,
+        "--out: missing; pass the directory to write to": not args.out,
         "--tokenizer: pass either --tokenizer or --train-tokenizer": (args.tokenizer is None) == (n_tokens is None),
         f"--train-tokenizer: {n_tokens} is less than 257 (256 bytes and {END_OF_TEXT})": n_tokens is not None
         and n_tokens < 257,

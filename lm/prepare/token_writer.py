@@ -4,7 +4,7 @@
     NAME.ends   uint64: the position after the last token of each document in NAME.bin (tokens)
     NAME.json   `TokenIndex`: what both contain, their sources, and their checksums
 
-NAME is train or validation. A folder with train.json is a complete dataset: installing moves train.json last, and
+NAME is train or validation. A directory with train.json is a complete dataset: installing moves train.json last, and
 replacing a dataset deletes it first.
 """
 
@@ -21,11 +21,11 @@ import numpy as np
 from lm.data.tokenizer import FILES
 from lm.data.tokens import SourceRecord, TokenIndex, read_index
 from lm.errors import RunError
-from lm.fileio import crc32c, sync, sync_folder, write_durably
+from lm.fileio import crc32c, sync, sync_directory, write_durably
 from lm.prepare.readers import TokenChunk
 
 DRAFTS, READY = ".drafts", ".ready"
-"""Folders of files that are being written, and of complete files that are being installed."""
+"""Directories of files that are being written, and of complete files that are being installed."""
 LOCK = "lock"
 SPLITS = TRAIN, VALIDATION = "train", "validation"
 OUTPUT = {LOCK, *FILES, *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "ends", "json"))}
@@ -37,12 +37,12 @@ def id_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 class SplitWriter:
-    """Writer of the draft of the split `name` of the dataset in `folder`; all ids are below `vocab_size`."""
+    """Writer of the draft of the split `name` of the dataset in `directory`; all ids are below `vocab_size`."""
 
-    def __init__(self, folder: Path, name: str, vocab_size: int) -> None:
-        self._folder, self._name = folder, name
+    def __init__(self, directory: Path, name: str, vocab_size: int) -> None:
+        self._directory, self._name = directory, name
         self._vocab_size, self._dtype = vocab_size, id_dtype(vocab_size)
-        self._files = [(folder / DRAFTS / f"{name}.{suffix}").open("wb") for suffix in ("bin", "ends")]
+        self._files = [(directory / DRAFTS / f"{name}.{suffix}").open("wb") for suffix in ("bin", "ends")]
         self._checksums = [0, 0]
         self.n_tokens = self.n_documents = 0
 
@@ -73,25 +73,25 @@ class SplitWriter:
             options=dict(options),
         )
         name = f"{self._name}.json"
-        write_durably(self._folder / DRAFTS / name, index.model_dump_json(indent=1).encode())
-        return describe(self._folder / name, index)
+        write_durably(self._directory / DRAFTS / name, index.model_dump_json(indent=1).encode())
+        return describe(self._directory / name, index)
 
 
-def install(folder: Path) -> None:
-    """Replace the dataset in `folder` by the one in `READY`, if any; finish what a killed process has started."""
-    ready = folder / READY
+def install(directory: Path) -> None:
+    """Replace the dataset in `directory` by the one in `READY`, if any; finish what a killed process has started."""
+    ready = directory / READY
     if ready.is_symlink() or not ready.is_dir():
         return
     first, last = f"{TRAIN}.bin", [f"{VALIDATION}.json", f"{TRAIN}.json"]
     names = {path.name for path in ready.iterdir()}
-    if first in names:  # nothing has been moved yet, so the folder holds the old dataset
+    if first in names:  # nothing has been moved yet, so the directory holds the old dataset
         for name in (*reversed(last), *sorted(OUTPUT - {LOCK, *last})):
-            (folder / name).unlink(missing_ok=True)
+            (directory / name).unlink(missing_ok=True)
     for name in (first, *sorted(names - {first, *last}), *last):
         if name in names:
-            (ready / name).rename(folder / name)
+            (ready / name).rename(directory / name)
     ready.rmdir()
-    sync_folder(folder)
+    sync_directory(directory)
 
 
 def describe(path: Path, index: TokenIndex) -> str:
@@ -105,10 +105,10 @@ def source_record(path: Path) -> SourceRecord:
     return SourceRecord(name=name, bytes=path.stat().st_size, crc32c=crc32c(path.resolve()))
 
 
-def verify(folder: Path) -> list[str]:
-    """Compare the token files in `folder` with their checksums. Return a line for each split."""
+def verify(directory: Path) -> list[str]:
+    """Compare the token files in `directory` with their checksums. Return a line for each split."""
     lines, problems = [], []
-    for path in (folder / f"{split}.json" for split in SPLITS):
+    for path in (directory / f"{split}.json" for split in SPLITS):
         if path.stem == VALIDATION and not path.exists():
             continue
         index = read_index(path)

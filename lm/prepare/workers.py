@@ -41,11 +41,13 @@ class WorkerPool(ProcessPoolExecutor):
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
-    def encode(self, documents: Iterable[Document], tokenizer: str, folder: Path) -> Iterator[tuple[int, TokenChunk]]:
-        """Yield the tokens of all documents in order, with their bytes of input; `folder` is for temporary files."""
+    def encode(
+        self, documents: Iterable[Document], tokenizer: str, directory: Path
+    ) -> Iterator[tuple[int, TokenChunk]]:
+        """Yield the tokens of all documents in order, with their bytes of input; `directory` is for temporary files."""
         pending: deque[tuple[int, bool, Path, Future[None]]] = deque()
         for number, (size, held_out, texts) in enumerate(_chunks(documents)):
-            path = folder / f"{number}.part"
+            path = directory / f"{number}.part"
             pending.append((size, held_out, path, self.submit(_encode_chunk, path, texts, tokenizer)))
             if len(pending) > self._max_pending:
                 yield _read_result(*pending.popleft())
