@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.benchmark import Timer
 
 from lm import lora, optim, parallelize, precision
 from lm.config import Hyperparameters
@@ -131,6 +132,18 @@ def plan(hp: Hyperparameters, gpus: int = 8, card: str = "h100", gib: float = 80
     return make_plan(hp, ranks, speed.CARDS[card])
 
 
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4, "init_from": "base"}], ids=str)
+def test_forward_and_backward_are_timed_on_a_cpu(changes: dict[str, Any]) -> None:
+    hp = Hyperparameters.model_validate(GPT2 | {"d_model": 128, "amp_dtype": None, "compile": False} | changes)
+    ranks, model = fit.Ranks(None, "cpu", 1, 1, GIB), lora.add_adapters(Transformer(hp), hp, None)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    tokens = torch.randint(hp.vocab_size, (1, hp.max_seq_len))
+    timer = Timer("model(tokens, tokens).backward()", globals={"model": model, "tokens": tokens})
+    seconds = min(timer.blocked_autorange(min_run_time=0.2).times)
+    assert make_plan(hp, ranks, speed.CARDS["cpu"])["seconds"]["compute"] == pytest.approx(seconds, rel=0.5)
+
+
 @pytest.mark.slow
 def test_memory_is_that_of_measured_steps_on_cpus() -> None:
     """The measurements are those of `benchmarks.growth`."""
@@ -196,6 +209,8 @@ def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         ["--search", "d_model=65536", "compile=false"],
         ["--gpu", "a100-80", "float8=tensorwise"],
         ["--gpu", "cpu", "--plot", "plan.png"],
+        ["--gpu", "cpu", "--gpus", "2", "--nodes", "2"],
+        ["--gpu", "cpu", "compile=true"],
     ],
     ids=str,
 )
@@ -260,6 +275,8 @@ def test_a_run_says_what_it_needs(tmp_path: Path, message: Message, capsys: pyte
     arguments = ["--config", str(tmp_path / "test.yaml"), "--json", "--calibrate", str(tmp_path / "runs" / "test")]
     assert main([*arguments, "--gpu", "cpu"]) == 0
     assert json.loads(capsys.readouterr().out)["step"] == pytest.approx(statistics.median(seconds[1:]))
+    assert main([*arguments[:3], "--gpu", "cpu"]) == 0
+    assert 1 / 4 < json.loads(capsys.readouterr().out)["step"] / min(seconds[1:]) < 4
     assert main([*arguments, "--gpu", "h100"]) == 2
     message(capsys.readouterr().err, r"\S+/runs/test|CPU of \d+ cores")
     with (tmp_path / "runs" / "test" / "sessions.jsonl").open("a") as file:

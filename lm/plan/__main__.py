@@ -6,7 +6,8 @@ Prints the memory of a GPU by part in the phase of a step that needs most, wheth
 and how fast the run is. --search prints the fastest settings on 1, 2, 4, ... N GPUs and the cheapest of all. --plot
 draws memory by strategy, and the speed of up to 10,000 GPUs. --gpu cpu plans for ranks on this machine. --calibrate RUN
 scales times by those of a run. Host memory counts where it is known: from --host-memory, or on a machine with such a
-GPU. Memory is tested against FSDP on fake tensors and on CPUs, time on CPUs; nothing was measured on a GPU.
+GPU. Memory is tested against FSDP on fake tensors and steps on CPUs. Times were compared with those of CPUs
+(docs/log.md); nothing was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -61,10 +62,13 @@ def make_plan(hp: Hyperparameters, ranks: fit.Ranks, card: speed.Card | None = N
 
     Raises:
         ConfigError: the GPUs cannot be divided into shard groups, or the global batch into micro-batches, or the card
-            does not support float8.
+            does not support float8, or is a CPU and the run compiles.
     """
     if card and hp.float8 and not card.has_float8:
         raise ConfigError(f"float8: {card.name} does not support float8; use float8: null", keys=("float8",))
+    if card and card.device_type == "cpu" and hp.compiles(False, hp.float8):
+        remedy = "pass compile=false float8=null; fsdp.py --dry-run says what the run needs"
+        raise ConfigError(f"compile: --gpu cpu times steps without compilation; {remedy}", keys=("compile", "float8"))
     mesh = parallelize.mesh_dims(hp, ranks.size, ranks.per_node)
     global_batch_size = derive_global_batch_size(hp, ranks.size)
     n_micro_batches = global_batch_size // (hp.batch_size * ranks.size)
@@ -210,6 +214,7 @@ def calibration(run: Path, card: speed.Card, network: float) -> float:
     if not (run / "metrics.jsonl").is_file():
         raise ConfigError(f"--calibrate: {run}: is not a run directory: it has no metrics.jsonl")
     reports = read_records(run / "metrics.jsonl", {"step", "step_seconds"})
+    reports = [report for report in reports if isinstance(report["step_seconds"], float)]
     sessions = read_records(run / "sessions.jsonl", {"step", "gpus", "device", "ranks"})
     session: dict[str, Any] = sessions[-1] if sessions else {"step": math.inf}
     seconds = [report["step_seconds"] for report in reports if report["step"] > session["step"]][1:]  # first: start-up
@@ -244,7 +249,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--calibrate", type=Path, metavar="RUN", help="scale times by those of the run in the directory RUN")
     add("--json", action="store_true", help="print JSON")
     args = parser.parse_intermixed_args(arguments)
-    args.nodes = max(1, -(-args.gpus // 8)) if args.nodes is None else args.nodes
+    on_cpu = args.gpu == "cpu"
+    args.nodes = (1 if on_cpu else max(1, -(-args.gpus // 8))) if args.nodes is None else args.nodes
     near = difflib.get_close_matches(args.gpu, speed.CARDS, n=3, cutoff=0.3) or speed.CARDS
     is_timed = args.search or args.plot or args.calibrate
     can_divide = args.nodes < 1 or args.gpus % args.nodes == 0
@@ -255,9 +261,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         f"--gpu: {args.gpu} is unknown; did you mean {', '.join(near)}? Or use --memory GIB": args.gpu in speed.CARDS,
         f"--gpus: {args.gpus} must be 1 or more": args.gpus >= 1,
         f"--nodes: {args.nodes} must be 1 or more": args.nodes >= 1,
-        f"--gpus: {args.gpus} GPUs cannot be divided among {args.nodes} nodes": can_divide,
+        f"--nodes: {args.nodes} nodes cannot share {args.gpus} GPUs; set it to a divisor": can_divide,
+        "--nodes: --gpu cpu plans for this machine; use one node": args.nodes <= 1 or not on_cpu,
         "--memory: --search, --plot and --calibrate need --gpu": not (args.memory and is_timed),
-        "--plot: compares GPUs; set --gpu to one": not (args.plot and args.gpu == "cpu"),
+        "--plot: compares GPUs; set --gpu to one": not (args.plot and on_cpu),
     }
     if not all(is_valid.values()):
         raise ConfigError(*(problem for problem, valid in is_valid.items() if not valid))

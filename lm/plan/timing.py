@@ -19,12 +19,12 @@ FLOPS, SECONDS = 1e10, 0.5
 def time_micro_step(hp: Hyperparameters, dtype: torch.dtype | None) -> float:
     """Return the seconds of the forward and backward passes of a micro-step on one thread, without compilation.
 
-    Measured without blocks and with two, and with fewer sequences if `batch_size` is large.
+    Measured with one block and with three, and with fewer sequences if `batch_size` is large.
     """
-    flops = 2 / hp.n_layers * lora.flops_per_token(hp, hp) * hp.max_seq_len
+    flops = 3 / hp.n_layers * lora.flops_per_token(hp, hp) * hp.max_seq_len
     size = max(1, min(hp.batch_size, int(FLOPS / flops)))
-    ends, both = (time_pass(model_key(hp), size, n_layers, dtype) for n_layers in (0, 2))
-    return hp.batch_size / size * (ends + hp.n_layers * (both - ends) / 2)
+    one, three = (time_pass(model_key(hp), size, n_layers, dtype) for n_layers in (1, 3))
+    return hp.batch_size / size * (one + (hp.n_layers - 1) * (three - one) / 2)
 
 
 @functools.lru_cache(maxsize=256)
@@ -34,7 +34,7 @@ def time_pass(key: str, batch_size: int, n_layers: int, dtype: torch.dtype | Non
     model = build_model(hp, n_layers, dtype).to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.uniform_(-0.1, 0.1)
+            parameter.uniform_(-0.1, 0.1)  # larger values give denormal gradients, which are slow
     tokens = torch.randint(hp.vocab_size, (batch_size, hp.max_seq_len))
     names, statement = {"model": model, "tokens": tokens}, "model(tokens, tokens).backward(); model.zero_grad()"
     timer = Timer(statement, globals=names, timer=time.process_time)
