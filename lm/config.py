@@ -25,7 +25,7 @@ import determined as det
 from pydantic import BaseModel, Field, ValidationError, create_model, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from lm import lora, strict_yaml
+from lm import lora
 from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.data.open import DataConfig, default_vocab_size
 from lm.data.tokenizer import load_tokenizer
@@ -165,6 +165,8 @@ def load(
     """Read the config of a Determined `trial`, or without one the experiment file at `path`; see `read`."""
     if trial is not None:
         return read({**trial._config, "hyperparameters": trial.hparams}, overrides, "trial", defaults=defaults)
+    from lm import strict_yaml  # benchmarks.gpu runs without PyYAML
+
     contents, lines = strict_yaml.load(path)
     return read(contents, overrides, str(path), lines, defaults)
 
@@ -280,6 +282,8 @@ def _parse_override(key: str, text: str) -> Any:
     is_mapping = text.startswith("{") and any(get_origin(kind) is dict for kind in types)
     if str in types and not is_mapping:
         return None if text == "null" and type(None) in types else text
+    from lm import strict_yaml
+
     try:
         return strict_yaml.parse(text.strip(), "")[0] if text.strip() else ""
     except ConfigError:

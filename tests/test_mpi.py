@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -169,8 +170,10 @@ def test_the_ranks_of_each_mpiexec_agree_on_a_different_port_even_in_one_job_and
     (tmp_path / "rank.sh").write_text(f'{sys.executable} -c "{code}"\nexit 0\n')
     env = os.environ | job | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     words = [*command, "-n", "2", "bash", str(tmp_path / "rank.sh")]
-    two = [subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    ports = [mpiexec.communicate(timeout=60)[0].split() for mpiexec in two]
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:  # Open MPI fails if two make it
+        envs = [env | {"TMPDIR": directory} for directory in (one, other)]
+        two = [subprocess.Popen(words, cwd=ROOT, env=own, stdout=subprocess.PIPE, text=True) for own in envs]
+        ports = [mpiexec.communicate(timeout=60)[0].split() for mpiexec in two]
     assert [len(both) for both in ports] == [2, 2], ports
     assert [len(set(both)) for both in ports] == [1, 1]
     assert ports[0] != ports[1]

@@ -162,7 +162,7 @@ def _complete_checkpoints(storage: CheckpointStorage) -> list[str]:
     for error in incomplete.values():
         print(f"skipping {error}", file=sys.stderr)
     if incomplete and not saved:
-        print(f"{storage}: no checkpoint was ever completed, starting at step 0", file=sys.stderr)
+        print(f"{storage}: no checkpoint was ever completed", file=sys.stderr)
     return [storage.locate(entry.name) for entry in reversed(saved)]
 
 

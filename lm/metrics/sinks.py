@@ -193,7 +193,7 @@ class Console:
             from tqdm import tqdm
 
             color = "cyan" if can_colorize() else None
-            options: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "smoothing": 0.1, "color": color}
+            options: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "smoothing": 0.1, "colour": color}
             self._bar = tqdm(total=self._max_steps, initial=step, **options)
 
     def info(self, line: str) -> None:

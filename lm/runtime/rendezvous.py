@@ -86,7 +86,7 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
         yield World(launch, device, control, saver, node, _get_default_store(), wait, notes)
         completed = True
     except (RuntimeError, MemoryError, OSError) as error:
-        if (text := os.strerror(errno.EMFILE)) in str(error):
+        if (text := os.strerror(errno.EMFILE)).lower() in str(error).lower():
             raise RankError(f"rank {launch.rank}: {text}; raise the limit of this shell: ulimit -n 65536") from error
         if "Unable to find address for" in str(error):  # by gloo
             variable = f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}"

@@ -121,6 +121,10 @@ class Watchdog:
         keys = ["collective_timeout"] if timed_out else []
         found: list[list[str]] = [[f"rank 0, {_SILENT}"], keys]
 
+        def read_error() -> None:
+            if self._store.check([_ERROR_KEY]):
+                found[:] = json.loads(self._store.get(_ERROR_KEY))
+
         def read_store() -> None:
             with suppress(RuntimeError):
                 self._store.set_timeout(timedelta(seconds=2 * HEARTBEAT_INTERVAL))
@@ -128,10 +132,10 @@ class Watchdog:
                     self._store.set(_FAILED_STEP_KEY, str(self._step))
                 before = self._read_heartbeats()
                 found[0] = [_UNKNOWN]
+                read_error()  # the store can end with the rank that published it
                 time.sleep(3 * HEARTBEAT_INTERVAL)  # the heartbeats of a live rank increase
                 found[:] = [find_straggler(before, self._read_heartbeats())], keys
-                if self._store.check([_ERROR_KEY]):
-                    found[:] = json.loads(self._store.get(_ERROR_KEY))
+                read_error()
 
         # In a thread, because the store ignores its timeout while the process that hosts it is stopped.
         thread = threading.Thread(target=read_store, daemon=True)
