@@ -9,7 +9,7 @@ processes only make steps slower. Memory is that of tensors (benchmarks/tensors.
 
 The formulas are the memory and the time of `lm.plan`, whose time is scaled by that of `BASE` on as many ranks. Writes
 growth.png, planned.png, sharding.png and growth.json, and prints tables of what was predicted and measured. Takes
-10 minutes on two cores.
+12 minutes on two cores.
 """
 
 from __future__ import annotations
