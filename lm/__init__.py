@@ -7,7 +7,7 @@
 3  lm.checkpoint                                                 save, verify, retain, resume
 2  lm.parallelize, lm.metrics, lm.data, lm.profiling             what a step is made of
 1  lm.precision, lm.float8, lm.optim, lm.lora, lm.offload, lm.sampling, lm.runtime, lm.determined
-0  model.py, lm.launch, lm.seeds, lm.fileio, lm.strict_yaml      import nothing of ours but lm.errors
+0  model.py, lm.launch, lm.seeds, lm.shards, lm.fileio, lm.strict_yaml   import nothing of ours but lm.errors
 
 A name is a module or a package. Inside a package, files import each other in one direction.
 """

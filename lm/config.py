@@ -13,7 +13,6 @@ import difflib
 import inspect
 import json
 import math
-import re
 import shutil
 import sys
 import textwrap
@@ -21,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import determined as det
 from pydantic import BaseModel, Field, ValidationError, create_model, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -70,7 +68,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
             return self.max_steps or DEFAULT_STEPS
         if steps_per_epoch is None and self.max_epochs > 0:
             problem = "max_epochs: the length of a streamed dataset is unknown; set max_steps"
-            raise ConfigError(problem, keys=("max_epochs", "dataset"))
+            raise ConfigError(problem)
         steps = max(0, math.ceil(self.max_epochs * (steps_per_epoch or 0.0)))
         return min(steps, self.max_steps or steps)
 
@@ -160,11 +158,11 @@ def load(
     path: Path,
     overrides: Sequence[str],
     defaults: Defaults | None = None,
-    trial: det.TrialInfo | None = None,
+    trial: Mapping[str, Any] | None = None,
 ) -> Hyperparameters:
-    """Read the config of a Determined `trial`, or without one the experiment file at `path`; see `read`."""
+    """Read the config of a Determined trial's experiment, or without one the experiment file at `path`; see `read`."""
     if trial is not None:
-        return read({**trial._config, "hyperparameters": trial.hparams}, overrides, "trial", defaults=defaults)
+        return read(trial, overrides, "trial", defaults=defaults)
     from lm import strict_yaml  # benchmarks.gpu runs without PyYAML
 
     contents, lines = strict_yaml.load(path)
@@ -190,15 +188,18 @@ def read(
     """
     raw = contents.get("hyperparameters")
     raw = {} if raw is None else raw
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{name}: hyperparameters: {_show(raw)} is not a mapping of keys to values")
 
     def label(key: str) -> str:
         line = f":{lines[key]}" if lines and key in lines else ""
         return f"{name}{line}: {key.removeprefix('hyperparameters.')}"
 
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{label('hyperparameters')}: {_show(raw)} is not a mapping of keys to values")
     values, labels = dict(raw), {key: label(f"hyperparameters.{key}") for key in raw}
     errors: _Errors = {}
+    for key in lines or ():
+        if key in Hyperparameters.model_fields and key != "checkpoint_storage":  # a section of Determined's, too
+            errors[(key,)] = ConfigError(f"{label(key)}: is not part of hyperparameters; indent it below that line")
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
@@ -223,7 +224,7 @@ def read(
                 values[key] = constant
             case {"type": "int" | "double" | "log" | "categorical"}:
                 advice = f"search ranges need a cluster; without one, set one value: {key}=VALUE"
-                errors[(key,)] = ConfigError(f"{labels[key]}: {advice}", keys=(key,))
+                errors[(key,)] = ConfigError(f"{labels[key]}: {advice}")
     match contents.get("searcher"):
         case {"max_length": {"batches": length}} | {"max_length": length} if length is not None:
             if values.get("max_steps") is None and values.get("max_epochs") is None:
@@ -256,21 +257,21 @@ def _apply_defaults(
         if not same:
             label = labels.get(key) or f"{labels['model']}: {key}"
             problem = f"{_show(given[key])} differs from {_show(structure[key])} in {source}"
-            errors[(key,)] = ConfigError(f"{label}: {problem}; remove {key}, or use other weights", keys=(key,))
+            errors[(key,)] = ConfigError(f"{label}: {problem}; remove {key}, or use other weights")
     missing = {key: value for key, value in defaults.items() if key not in given and key != "tokenizer"}
     labels |= {key: f"init_from: {source}: {key}" for key in missing}
     dataset, tokenizer = values.get("dataset", "synthetic"), values.get("tokenizer")
     if tokenizer is None and dataset != "synthetic":
         if defaults["tokenizer"] is None and dataset != "tokens":
             problem = f"init_from: {source} has no tokenizer.json; set tokenizer to the one that it was trained with"
-            errors[("tokenizer",)] = ConfigError(problem, keys=("tokenizer",))
+            errors[("tokenizer",)] = ConfigError(problem)
         missing["tokenizer"] = defaults["tokenizer"]
         labels.setdefault("tokenizer", f"init_from: {source}: tokenizer")
     elif isinstance(tokenizer, str) and defaults["tokenizer"] is not None:
         try:
             if load_tokenizer(tokenizer).identity != load_tokenizer(defaults["tokenizer"]).identity:
                 problem = f"{labels['tokenizer']}: {tokenizer} differs from the one in {source}; remove tokenizer"
-                errors[("tokenizer",)] = ConfigError(f"{problem}, or use other weights", keys=("tokenizer",))
+                errors[("tokenizer",)] = ConfigError(f"{problem}, or use other weights")
         except ConfigError as error:
             errors[("tokenizer",)] = error
     return missing
@@ -301,7 +302,7 @@ def _validate(values: Mapping[str, Any], labels: Mapping[str, str], errors: _Err
         except ValidationError as invalid:
             # The innermost first: a mapping's wrong key hides that the mapping is not a string either.
             for problem in sorted(invalid.errors(), key=lambda problem: -len(problem["loc"])):
-                for path, error in _explain(problem, part, values, labels).items():
+                for path, error in _explain(problem, values, labels).items():
                     if not any(path == known[: len(path)] or known == path[: len(known)] for known in errors):
                         errors[path] = error
     if errors:
@@ -310,32 +311,27 @@ def _validate(values: Mapping[str, Any], labels: Mapping[str, str], errors: _Err
     hp = Hyperparameters.model_validate(values)
     if hp.float8 and (tokens := hp.batch_size * hp.max_seq_len) % 16:  # the inner dimension of weight gradients
         problem = f"{labels['float8']}: batch_size x max_seq_len is {tokens}, not a multiple of 16"
-        raise ConfigError(problem, keys=("float8", "batch_size", "max_seq_len"))
+        raise ConfigError(problem)
     if hp.lora_rank:
-        found: list[tuple[str, str, tuple[str, ...]]] = [
-            (key, problem, (key,)) for key, problem in lora.problems(hp, hp)
-        ]
+        found = list(lora.problems(hp, hp))
         if hp.init_from is None:
             problem = f"adapters of rank {hp.lora_rank} need weights to adapt; set init_from, or remove lora_rank"
-            found.append(("lora_rank", problem, ("lora_rank", "init_from")))
+            found.append(("lora_rank", problem))
         if hp.float8:
             problem = f"{hp.float8} does not support adapters (lora_rank: {hp.lora_rank}); use float8: null"
-            found.append(("float8", problem, ("float8", "lora_rank")))
+            found.append(("float8", problem))
         if found:
-            raise ConfigError.merge(ConfigError(f"{labels.get(k, k)}: {p}", keys=keys) for k, p, keys in found)
+            raise ConfigError(*(f"{labels.get(key, key)}: {problem}" for key, problem in found))
     return hp
 
 
-def _explain(
-    problem: ErrorDetails, part: type[BaseModel], values: Mapping[str, Any], labels: Mapping[str, str]
-) -> _Errors:
+def _explain(problem: ErrorDetails, values: Mapping[str, Any], labels: Mapping[str, str]) -> _Errors:
     message = problem["msg"].removeprefix("Value error, ")
     if not problem["loc"]:  # relations between keys: one per line, which starts with a key and names the others
         errors = {}
         for line in message.splitlines():
             key = line.partition(":")[0]
-            involved = part.model_fields.keys() & set(re.findall(r"\w+", line))
-            errors[(key,)] = ConfigError(labels.get(key, key) + line.removeprefix(key), keys=involved)
+            errors[(key,)] = ConfigError(labels.get(key, key) + line.removeprefix(key))
         return errors
     key, *rest = map(str, problem["loc"])
     path, value, siblings, schema = (key,), values[key], {}, _SCHEMA["properties"][key]
@@ -344,10 +340,11 @@ def _explain(
             siblings = _nested(schema)
             path, value, schema = (*path, name), value.get(name), siblings.get(name, siblings.get("*", {}))
     is_item = isinstance(problem["loc"][-1], int)  # of a list, which is shown as one value
-    template = _PROBLEMS.get("" if is_item else problem["type"], "{value} is not {accepted}")
+    is_not_text = problem["type"] == "string_type" and isinstance(value, dict | list)  # with or without quotes
+    template = _PROBLEMS.get("" if is_item or is_not_text else problem["type"], "{value} is not {accepted}")
     accepted, nearest = _accepted(schema), _nearest(path[-1], siblings)
     text = template.format(value=_show(value), accepted=accepted, message=message, nearest=nearest)
-    return {path: ConfigError(f"{'.'.join((labels[key], *path[1:]))}: {text}", keys=(key,))}
+    return {path: ConfigError(f"{'.'.join((labels[key], *path[1:]))}: {text}")}
 
 
 def _nested(schema: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -386,7 +383,9 @@ _ALIASES = {
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    near = [ours for ours, theirs in _ALIASES.items() if key in theirs] or difflib.get_close_matches(key, known, n=1)
+    near = [ours for ours, theirs in _ALIASES.items() if key in theirs]
+    if not near:
+        near = difflib.get_close_matches(key.lower(), known, n=1)
     return f"; did you mean {near[0]}?" if near else "; python -m lm.config lists all"
 
 

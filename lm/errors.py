@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
@@ -38,29 +38,19 @@ class RunError(Exception):
     """The run cannot continue for a reason outside the program. Says what is wrong, why, and what to do.
 
     Args:
-        problems: one line each.
-        keys: the hyperparameters that caused them.
+        problems: one line each. The line starts with what is wrong: a hyperparameter, a file or a rank.
+        rank_local: whether only this rank knows the error, so that it prints it; rank 0 prints all others.
     """
 
     exit_code = 1
 
-    def __init__(self, *problems: str, keys: Collection[str] = ()) -> None:
-        self.problems = tuple(map(printable, problems))
+    def __init__(self, *problems: str, rank_local: bool = False) -> None:
+        self.problems = tuple(printable(problem) for problem in problems)
+        self.rank_local = rank_local
         super().__init__(*self.problems)
-        self.causes: tuple[frozenset[str], ...] = (frozenset(keys),)
-        """hyperparameters that caused each of the errors merged into this one"""
 
     def __str__(self) -> str:
         return "\n".join(self.problems)
-
-    @property
-    def keys(self) -> frozenset[str]:
-        """All hyperparameters that caused the error."""
-        return frozenset().union(*self.causes)
-
-    def is_caused_by(self, keys: Collection[str]) -> bool:
-        """Return whether each of the merged errors has one of the hyperparameters `keys` as a cause."""
-        return all(cause & frozenset(keys) for cause in self.causes)
 
 
 class ConfigError(RunError):
@@ -71,29 +61,16 @@ class ConfigError(RunError):
     @classmethod
     def merge(cls, errors: Iterable[RunError]) -> ConfigError:
         """Return one error that lists the problems of all `errors`."""
-        errors = list(errors)
-        merged = cls(*(problem for error in errors for problem in error.problems))
-        merged.causes = tuple(cause for error in errors for cause in error.causes)
-        return merged
+        return cls(*(problem for error in errors for problem in error.problems))
 
 
 @contextmanager
-def naming(key: str) -> Iterator[None]:
-    """Make a ConfigError name the hyperparameter `key`, its cause."""
+def error_prefix(prefix: str) -> Iterator[None]:
+    """Let each problem of a ConfigError start with `prefix`, e.g. the hyperparameter that names the file."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{key}: {error}", keys=(key,)) from None
-
-
-class RankError(RunError):
-    """An error that only this rank knows, so this rank prints it; rank 0 prints all others."""
-
-
-class DataError(RankError):
-    """This rank found wrong data while reading them. Names the file and the position."""
-
-    exit_code = 2
+        raise ConfigError(*(f"{prefix}: {problem}" for problem in error.problems)) from None
 
 
 def command(main: Callable[P, int]) -> Callable[P, int]:

@@ -11,7 +11,7 @@ from torch import nn
 
 def is_supported(out: int, inner: int) -> bool:
     """Return whether there are kernels for a linear layer with these sides."""
-    return out % 16 == 0 == inner % 16
+    return out % 16 == 0 and inner % 16 == 0
 
 
 def gathers_in_float8(recipe: str | None, shapes: Iterable[tuple[int, int]], shards: int) -> bool:
@@ -26,9 +26,8 @@ def convert_to_float8(blocks: nn.Module, recipe: str, on_gpu: bool, shards: int)
         recipe: tensorwise or rowwise.
         shards: ranks that shard a parameter on their GPUs; 1 with `cpu_offload`.
     """
-    from torch._inductor import config as inductor
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
+    from torchao.float8.float8_linear_utils import _auto_filter_for_recipe  # until torchao exports it
 
     def has_kernel(module: nn.Module, _name: str) -> bool:
         return isinstance(module, nn.Linear) and is_supported(module.out_features, module.in_features)
@@ -36,7 +35,6 @@ def convert_to_float8(blocks: nn.Module, recipe: str, on_gpu: bool, shards: int)
     is_used = has_kernel
     if recipe == "rowwise" and on_gpu:
         is_used = _auto_filter_for_recipe(recipe, [])  # small layers would be slower than in bfloat16
-        inductor.emulate_precision_casts = True  # otherwise RMSNorm before such a layer can give NaN (pytorch#150859)
     config = Float8LinearConfig.from_recipe_name(recipe)
     shapes = [(layer.out_features, layer.in_features) for layer in blocks.modules() if isinstance(layer, nn.Linear)]
     if gathers_in_float8(recipe, shapes, shards):

@@ -34,13 +34,13 @@ def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype 
     if config.float8:
         if dtype != torch.bfloat16:
             problem = f"float8: needs amp_dtype: bfloat16, here it is {dtype or torch.float32}; or use float8: null"
-            raise ConfigError(problem, keys=("float8", "amp_dtype"))
+            raise ConfigError(problem)
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
             gpu = torch.cuda.get_device_name(device)
-            raise ConfigError(f"float8: {gpu} does not support float8; use float8: null", keys=("float8",))
+            raise ConfigError(f"float8: {gpu} does not support float8; use float8: null")
         if importlib.util.find_spec("torchao") is None:
             problem = "float8: needs torchao, which is not installed: pip install torchao -c constraints.txt"
-            raise ConfigError(problem, keys=("float8",))
+            raise ConfigError(problem)
     return dtype
 
 
@@ -54,7 +54,7 @@ def _compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype
         if not native and config.amp_dtype == "bfloat16":
             gpu = torch.cuda.get_device_name(device)
             problem = f"amp_dtype: {gpu} does not support bfloat16; use amp_dtype: float16 or auto"
-            raise ConfigError(problem, keys=("amp_dtype",))
+            raise ConfigError(problem)
         return torch.bfloat16 if native else torch.float16
     if config.amp_dtype == "bfloat16" or _cpu_has_bfloat16():
         return torch.bfloat16

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from lm.launch import environment, spawn
+from lm.launch import environment, machine, spawn
 
 READ_AT_START = {"LD_PRELOAD", "PYTHONPATH"}
-METHOD = "spawn" if environment.has_gpu() else "forkserver"  # CUDA may not be initialized before a fork
+METHOD = "spawn" if machine.has_gpu() else "forkserver"  # CUDA may not be initialized before a fork
 PRELOADED = ["tests.support", "lm.metrics.logger", "lm.preflight", "lm.profiling", "lm.report"]
 PRELOADED += ["torch._dynamo", "torch.utils.tensorboard"]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -51,6 +52,14 @@ REQUEUED: dict[str, Any] = EXACT_RUN | {"max_steps": 12, "validation_rate": 50, 
 
 EXACT = ("loss", "perplexity", "bits_per_byte", "grad_norm", "lr", "skipped_steps")
 """Metrics that are bit-identical however often a run is stopped and resumed."""
+
+
+KEYS = frozenset(config.Hyperparameters.model_fields)
+
+
+def named_keys(error: Exception) -> set[str]:
+    """The hyperparameters that the text of `error` names."""
+    return set(re.findall(r"\w+", str(error))) & KEYS
 
 
 def _enter(
@@ -101,7 +110,8 @@ def execute(
     run_dir = RunDir(hp.run_name or "test")
     distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
     with core.init(distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())) as context:
-        fsdp.execute(fsdp.Run(hp, world, context, None, run_dir, on_step_start))
+        store = fsdp.open_store(world, context, None, run_dir)
+        fsdp.execute(fsdp.Run(hp, world, context, store, None, run_dir, on_step_start))
     return run_dir.path
 
 
@@ -184,9 +194,10 @@ def exact(folder: Path, group: str = "training") -> dict[int, dict[str, Any]]:
 
 
 def checkpoints(folder: Path, name: str = "test") -> dict[int, Path]:
-    """Return the checkpoint directories of a run, by step."""
+    """Return the checkpoint directories of a run by step, in the order of the steps."""
     manifests = (folder / "runs" / name / "checkpoints").glob("[!.]*/manifest.json")
-    return {json.loads(path.read_text())["step"]: path.parent for path in manifests}
+    by_step = {json.loads(path.read_text())["step"]: path.parent for path in manifests}
+    return dict(sorted(by_step.items()))
 
 
 def rewrite_header(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

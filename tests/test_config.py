@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from lm import config, parallelize
 from lm.errors import ConfigError
 from model import PRESETS, ModelConfig
-from tests.conftest import Message
-from tests.support import TINY, byte_level_tokenizer, checkpoints, reports, run
+from tests.support import TINY, byte_level_tokenizer, checkpoints, named_keys, reports, run
 
 Refusal = Callable[..., ConfigError]
 
@@ -46,71 +45,90 @@ def accept(*overrides: str, **hyperparameters: Any) -> dict[str, Any]:
 # ---- one key at a time ------------------------------------------------------------------------------------
 
 
-INVALID: dict[str, list[Any]] = {
-    "n_layers": ["four", 2.5, "", "true", 1_000_000],
-    "lr": ["[1]", "false", ".nan", "'inf'", 0, "x" * 99],
-    "max_epochs": [".nan", 0],
-    "torch_profiler_steps": ["[1]", 7, "[1, a, 2]", "[1, 1, 0]", "[-1, 1, 2]"],
-    "train_data": ["{a: 0, b: 1}", "{a: {b: 1}}", '"a\\0b"'],
-    "model": ["[gpt2]", 5, "gpt3"],
-    "prompt": [5, "''"],
-    "warmup_steps": [2.5, -1],
-}
-INVALID |= {key: [0] for key in ("report_rate", "validation_rate", "grad_clip", "skip_nonfinite")}
-INVALID |= {"weight_decay": [".inf"], "dropout": [1], "checkpoint_rate": [-5], "norm": ["batchnorm"], "beta2": [1]}
-INVALID |= {"amp_dtype": ["fp8"], "compile": ["sometimes"], "tie_embeddings": [3], "run_name": ["2024-01-01"]}
-INVALID |= {key: [2**62] for key in ("d_model", "max_seq_len", "vocab_size")}
-INVALID |= {
-    "seed": ["{}", 99999999999999999999],
-    "collective_timeout": [0.5],
-    "rope_scaling": [3],
-    "min_lr_ratio": [1.1],
-}
-
-
-@pytest.mark.parametrize("setting", [f"{key}: {value}".rstrip() for key, values in INVALID.items() for value in values])
-def test_an_invalid_value_is_named_with_its_line_and_what_is_accepted(
-    setting: str, refusal: Refusal, message: Message
-) -> None:
-    error = refusal(f"name: x\nhyperparameters:\n  batch_size: 1\n  {setting}\n")
-    key = setting.partition(":")[0]
-    assert str(error).startswith(f"exp.yaml:4: {key}")
-    assert error.keys == {key}
-    message(error)
-
-
-@pytest.mark.parametrize("setting", ["n_layer: 3", "xyzzy: 3", "5: 3"])
-def test_an_unknown_key_is_refused_with_the_nearest(setting: str, refusal: Refusal, message: Message) -> None:
-    error = refusal(f"hyperparameters:\n  {setting}\n")
-    assert error.keys == set()
-    message(error)
+INVALID: list[tuple[str, list[Any], str]] = [
+    ("n_layers", ["four", 2.5, "", "true", 1_000_000], "an integer > 0 and <= 4096"),
+    ("lr", ["[1]", "false", ".nan", "'inf'", 0, "x" * 99], "a number > 0"),
+    ("max_epochs", [".nan"], "a number <= 1000000 or null"),
+    ("max_epochs", [0], "use -1"),
+    ("torch_profiler_steps", ["[1]", 7, "[1, a, 2]"], "a list of 3 integers"),
+    ("torch_profiler_steps", ["[1, 1, 0]", "[-1, 1, 2]"], "at least 1"),
+    ("train_data", ["{a: 0, b: 1}", "{a: {b: 1}}"], "a number > 0"),
+    ("train_data", ['"a\\0b"'], "a string or a mapping or null"),
+    ("model", ["[gpt2]", 5], "a string or null"),
+    ("model", ["gpt3"], "gpt2, gpt2-medium, "),
+    ("prompt", [5], "put it in quotes"),
+    ("prompt", ["''"], "a string or null"),
+    ("warmup_steps", [2.5], "an integer nor a fraction below 1"),
+    ("warmup_steps", [-1], "a number >= 0"),
+    ("report_rate", [0], "an integer > 0"),
+    ("validation_rate", [0], "an integer > 0 or null"),
+    ("grad_clip", [0], "a number > 0 or null"),
+    ("skip_nonfinite", [0], "an integer > 0"),
+    ("weight_decay", [".inf"], "a number >= 0"),
+    ("dropout", [1], "a number >= 0 and < 1"),
+    ("checkpoint_rate", [-5], "an integer > 0"),
+    ("norm", ["batchnorm"], "one of layernorm, rmsnorm"),
+    ("beta2", [1], "a number >= 0 and < 1"),
+    ("amp_dtype", ["fp8"], "one of auto, bfloat16, float16 or null"),
+    ("compile", ["sometimes"], "auto or true or false"),
+    ("tie_embeddings", [3], "true or false"),
+    ("run_name", ["2024-01-01"], "put it in quotes"),
+    ("d_model", [2**62], "<= 1048576"),
+    ("max_seq_len", [2**62], "<= 16777216"),
+    ("vocab_size", [2**62], "an integer > 1 and <= 16777216 or null"),
+    ("seed", ["{}"], "an integer >= 0 or null"),
+    ("seed", [99999999999999999999], "2^63"),
+    ("collective_timeout", [0.5], "a number >= 1 and <= 604800"),
+    ("rope_scaling", [3], "a mapping or null"),
+    ("min_lr_ratio", [1.1], "a number >= 0 and <= 1"),
+]
 
 
 @pytest.mark.parametrize(
-    ("source", "keys"),
+    ("key", "value", "accepted"), [(key, value, accepted) for key, values, accepted in INVALID for value in values]
+)
+def test_an_invalid_value_is_named_with_its_line_and_what_is_accepted(
+    key: str, value: Any, accepted: str, refusal: Refusal
+) -> None:
+    error = refusal(f"name: x\nhyperparameters:\n  batch_size: 1\n  {key}: {value}\n")
+    assert str(error).startswith(f"exp.yaml:4: {key}")
+    assert accepted in str(error)
+
+
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [("n_layer", "did you mean n_layers?"), ("xyzzy", "lm.config lists all"), ("5", "lm.config lists all")],
+)
+def test_an_unknown_key_is_refused_with_the_nearest(key: str, advice: str, refusal: Refusal) -> None:
+    error = refusal(f"hyperparameters:\n  {key}: 3\n")
+    assert str(error).startswith(f"exp.yaml:2: {key}: ")
+    assert str(error).endswith(advice)
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
     [
-        ("n_heads: 7", {"n_heads", "d_model"}),
-        ("n_kv_heads: 3", {"n_kv_heads", "n_heads"}),
-        ("rope_scaling: {factor: 1, low_freq_factor: 4, high_freq_factor: 1, original_max_position_embeddings: 8}", 0),
-        ("{float8: rowwise, max_seq_len: 1000}", {"float8", "batch_size", "max_seq_len"}),
-        ("optim_dtype: bfloat16", {"optim_dtype", "beta2"}),
+        ("n_heads: 7", r"n_heads: 7 .*d_model 512; .*\[1, 2, 4, 8\]"),
+        ("n_kv_heads: 3", r"n_kv_heads: 3 .*n_heads 8; .*\[1, 2, 4, 8\]"),
+        (
+            "rope_scaling: {factor: 1, low_freq_factor: 4, high_freq_factor: 1, original_max_position_embeddings: 8}",
+            "rope_scaling: high_freq_factor 1 .*low_freq_factor 4",
+        ),
+        ("{float8: rowwise, max_seq_len: 1000}", "float8: batch_size x max_seq_len is 1000, .*16"),
+        ("optim_dtype: bfloat16", r"optim_dtype: bfloat16 .*beta2 0\.999; .*0\.99,"),
     ],
 )
-def test_a_relation_between_keys_carries_all_of_them(
-    source: str, keys: set[str] | int, refusal: Refusal, message: Message
-) -> None:
+def test_a_relation_between_keys_carries_all_of_them(source: str, part: str, refusal: Refusal) -> None:
     error = refusal(f"hyperparameters:\n  {source}\n")
-    assert str(error).startswith("exp.yaml:2: ")
-    assert error.keys == (keys or {"rope_scaling"})
-    message(error)
+    assert re.match(f"exp.yaml:2: {part}", str(error))
 
 
-def test_keys_inside_a_mapping_are_named_one_by_one(refusal: Refusal, message: Message) -> None:
+def test_keys_inside_a_mapping_are_named_one_by_one(refusal: Refusal) -> None:
     scaling = "{factor: -2, low_freq_factor: a, low_freq: 1, original_max_position_embeddings: 8192}"
     error = refusal(f"hyperparameters:\n  positions: rope\n  rope_scaling: {scaling}\n")
-    assert len(error.problems) == 4
-    assert all(problem.startswith("exp.yaml:3: rope_scaling.") for problem in error.problems)
-    message(error)
+    parts = ["factor: -2 ", 'low_freq_factor: "a"', "high_freq_factor: is missing", "low_freq: .*low_freq_factor[?]"]
+    for problem, part in zip(error.problems, parts, strict=True):
+        assert re.match(f"exp.yaml:3: rope_scaling.{part}", problem)
 
 
 def test_all_problems_are_reported_at_once_in_the_order_of_the_file(refusal: Refusal) -> None:
@@ -127,12 +145,12 @@ hyperparameters:
     starts = ['argument "oops"', "exp.yaml:2: report_rate", "exp.yaml:3: n_layers", "argument lr", "exp.yaml:5: n_head"]
     starts += ["exp.yaml:7: norm", "argument dropout"]
     assert [line[: len(start)] for line, start in zip(error.problems, starts, strict=True)] == starts
-    assert list(map(set, error.causes)) == [set(), {"report_rate"}, {"n_layers"}, {"lr"}, set(), {"norm"}, {"dropout"}]
 
 
 def test_an_error_in_one_part_does_not_hide_those_in_others(refusal: Refusal) -> None:
     error = refusal("hyperparameters:\n  n_heads: 7\n  n_kv_heads: 2\n  warmup_steps: 1.5\n  lr_schedule: cosine\n")
-    assert [set(keys) for keys in error.causes] == [{"n_heads", "d_model"}, {"n_kv_heads", "n_heads"}, {"warmup_steps"}]
+    starts = ["exp.yaml:2: n_heads: 7", "exp.yaml:3: n_kv_heads: 2", "exp.yaml:4: warmup_steps: 1.5"]
+    assert [line[: len(start)] for line, start in zip(error.problems, starts, strict=True)] == starts
 
 
 # ---- numbers and text -------------------------------------------------------------------------------------
@@ -143,6 +161,20 @@ def test_a_number_may_be_written_in_any_form(spelling: str, tmp_path: Path) -> N
     (tmp_path / "exp.yaml").write_text(f"hyperparameters: {{lr: {spelling}, n_layers: '4', d_model: 1e3}}")
     hp = config.load(tmp_path / "exp.yaml", [])
     assert (hp.lr, hp.n_layers, hp.d_model) == (1e-4, 4, 1000)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "value"), [("on", True), ("Yes", True), ("true", True), ("off", False), ("no", False), ("'on'", True)]
+)
+def test_a_boolean_may_be_written_in_any_form(spelling: str, value: bool, tmp_path: Path) -> None:
+    (tmp_path / "exp.yaml").write_text(f"hyperparameters:\n  tie_embeddings: {spelling}\n  compile: {spelling}\n")
+    hp = config.load(tmp_path / "exp.yaml", [])
+    assert (hp.tie_embeddings, hp.compile) == (value, value)
+
+
+def test_an_integer_is_octal_where_determined_reads_it_so(tmp_path: Path) -> None:
+    (tmp_path / "exp.yaml").write_text("hyperparameters:\n  max_steps: 010\n")
+    assert config.load(tmp_path / "exp.yaml", []).max_steps == 8
 
 
 @pytest.mark.parametrize(
@@ -168,52 +200,122 @@ def test_an_override_is_yaml_or_the_literal_text(override: str, key: str, value:
 
 
 @pytest.mark.parametrize(
-    "override",
+    ("override", "part"),
     [
-        *("lr", "=5", "l\nr=5", "n_layers=", "lr=[1", "lr=nan", "lr=!!python/name:os.system", "model.lr=5"),
-        *("prompt=\udcff", "exp.yaml"),
+        ("lr", '"lr": is not key=value'),
+        ("=5", '"=5": is not key=value'),
+        ("l\nr=5", r'"l\nr=5": is not key=value'),
+        ("n_layers=", 'n_layers: ""'),
+        ("lr=[1", 'lr: "[1"'),
+        ("lr=nan", 'lr: "nan"'),
+        ("lr=!!python/name:os.system", 'lr: "!!python/name:os.system"'),
+        ("model.lr=5", "did you mean model?"),
+        ("prompt=\udcff", "prompt: "),
+        ("exp.yaml", "did you mean --config exp.yaml?"),
     ],
 )
-def test_an_invalid_override_is_named(override: str, refusal: Refusal, message: Message) -> None:
+def test_an_invalid_override_is_named(override: str, part: str, refusal: Refusal) -> None:
     error = refusal("hyperparameters: {}", override)
     assert len(str(error).splitlines()) == 1
-    message(str(error).encode(errors="backslashreplace").decode())
+    assert str(error).startswith("argument ")
+    assert part in str(error)
 
 
 # ---- the file ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("source", "line"),
+    ("source", "line", "part"),
     [
-        ("", None),
-        ("- 1", None),
-        ("hyperparameter: {}", None),
-        ("hyperparameters: [lr]", None),
-        ("hyperparameters:\n  lr: 1\n  'lr': 2", 3),
-        ("name: a\nname: b\nhyperparameters: {}", 2),
-        ("hyperparameters:\n  [lr]: 1", 2),
-        ('hyperparameters:\n  "l\\nr": 1', 2),
-        ("hyperparameters:\n\tlr: 1", 2),
-        ("hyperparameters: *x", 1),
-        ("hyperparameters: {}\n---\n{}", 2),
-        ("hyperparameters:\n  lr: \x01", 2),
-        ("hyperparameters:\n  run_name: 2024-99-99", 2),
-        ("hyperparameters:\n  lr: !!int x", 2),
-        ("hyperparameters: " + "[" * 2000, None),
-        ("hyperparameters:\n  lr: &a [*a]", 2),
-        ("hyperparameters:\n  prompt: !!python/object/apply:os.mkdir [pwned]\n", 2),
+        ("", None, "hyperparameters: is missing"),
+        ("- 1", None, "hyperparameters: is missing"),
+        ("hyperparameter: {}", None, "hyperparameters: is missing"),
+        ("hyperparameters: [lr]", 1, 'hyperparameters: ["lr"] '),
+        ("hyperparameters:\n  lr: 1\n  'lr': 2", 3, "lr: duplicate key, first on line 2"),
+        ("name: a\nname: b\nhyperparameters: {}", 2, "name: duplicate key, first on line 1"),
+        ("hyperparameters:\n  [lr]: 1", 2, "a key must be a name"),
+        ('hyperparameters:\n  "l\\nr": 1', 2, "a key must be a name"),
+        ("hyperparameters:\n\tlr: 1", 2, "tabs"),
+        ("hyperparameters: *x", 1, "alias 'x'"),
+        ("hyperparameters: {}\n---\n{}", 2, "another document"),
+        ("hyperparameters:\n  lr: \x01", 2, "U+0001"),
+        ("hyperparameters:\n  run_name: 2024-99-99", 2, "'2024-99-99' is not a valid timestamp"),
+        ("hyperparameters:\n  lr: !!int x", 2, "'x' is not a valid int"),
+        ("a: !!timestamp [1]\nhyperparameters: {}", 1, "sequence"),
+        ("a: &x 1\nb: &x 2\nhyperparameters: {}", 2, "anchor 'x'"),
+        ("hyperparameters: " + "[" * 2000, None, "nested too deeply"),
+        ("hyperparameters:\n  lr: &a [*a]", 2, "lr: "),
+        ("hyperparameters:\n  prompt: !!python/object/apply:os.mkdir [pwned]\n", 2, "!!python/object/apply:os.mkdir"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_an_invalid_file_is_refused_with_the_line_and_runs_no_code(
-    source: str, line: int | None, refusal: Refusal, message: Message
+    source: str, line: int | None, part: str, refusal: Refusal
 ) -> None:
     error = refusal(source)
     assert len(error.problems) == 1
     assert str(error).startswith(f"exp.yaml:{line}: " if line else "exp.yaml: ")
+    assert part in str(error)
     assert not Path("pwned").exists()
-    message(error)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "line", "parts"),
+    [
+        ("  lr:1e-4\n  n_layers: 2", 3, ["spaces after colons", "line before"]),
+        ("  lr = 1e-4\n  n_layers: 2", 3, ["colons", "line before"]),
+        ("  lr: 1\n    n_layers: 2", 3, ["indentation"]),
+        ("  lr: 1\n n_layers: 2", 3, ["indentation"]),
+        ("- lr: 1\n- n_layers: 2", 1, ["hyperparameters", "mapping"]),
+        ("  lr:\u00a01", 1, [r"lr:\xa01", "mapping"]),
+        ("  lr:\t1", 2, ["tabs"]),
+        ("  train_data: *.txt", 2, ["an alias", "'.'", "quotes"]),
+        ("  prompt: 'it's", 2, ["quotes"]),
+        ('  prompt: "a\n  lr: 1\n  seed: 1', 5, ["quoted", "from line 2"]),
+        ("  torch_profiler_steps: [1, 1\n  lr: 1\n", 3, ["from line 2", "']'", "':'"]),
+        ("  prompt: Answer: yes", 2, ["quotes"]),
+        ("  prompt: |\n  hello\n  lr: 1", 4, ["from line 3", "':'", "indentation"]),
+        ("  prompt: @file", 2, ["'@'", "quotes"]),
+        ('  train_data: "C:\\Users"', 2, ["escape", "quotes"]),
+        ("  lr: {{ lr }}", 2, ["name", "quotes"]),
+        ("  lr: !env LR", 2, ["!env", "plain"]),
+        ("  <<: *base\n  lr: 1", 2, ["'base'"]),
+        ("  lr: &x 1\n  seed: &x 2", 3, ["'x'", "line 2"]),
+        ("  lr: 1\n---\nname: x", 3, ["another document"]),
+        ("<<<<<<< HEAD\n  lr: 1\n", 3, ["from line 2"]),
+        ("  Lr: 1", 2, ["Lr", "did you mean lr?"]),
+        ("  lr: 1,5", 2, ["lr", '"1,5"', "number > 0"]),
+        ("  lr: None", 2, ["lr", '"None"', "number > 0"]),
+        ("  lr:", 2, ["lr", "null", "number > 0"]),
+        ("  n_layers: off", 2, ["n_layers", "false", "integer"]),
+        ("  run_name: no", 2, ["run_name", "false", "quotes"]),
+        ("  tie_embeddings: maybe", 2, ["tie_embeddings", '"maybe"', "true or false"]),
+        ("lr: 1", 2, ["lr", "hyperparameters", "indent"]),
+    ],
+)
+def test_a_mistake_in_the_file_is_explained_where_it_is(
+    mistake: str, line: int, parts: list[str], refusal: Refusal
+) -> None:
+    (problem,) = refusal(f"hyperparameters:\n{mistake}\n").problems
+    assert problem.startswith(f"exp.yaml:{line}: ")
+    assert [part for part in parts if part not in problem] == []
+
+
+def test_quotes_are_not_advised_for_a_mapping(refusal: Refusal) -> None:
+    (problem,) = refusal("hyperparameters:\n  model:\n    d_model: 64\n").problems
+    assert problem.startswith("exp.yaml:2: model: ")
+    assert "quotes" not in problem
+
+
+def test_a_section_of_determined_is_not_taken_for_a_hyperparameter(tmp_path: Path) -> None:
+    (tmp_path / "exp.yaml").write_text("checkpoint_storage:\n  type: shared_fs\nhyperparameters:\n  lr: 1\n")
+    assert config.load(tmp_path / "exp.yaml", []).checkpoint_storage is None
+
+
+def test_all_keys_outside_of_hyperparameters_are_named_in_their_order(refusal: Refusal) -> None:
+    error = refusal("name: x\nmax_steps: 5\nhyperparameters:\nlr: 1\nd_model: 64\n")
+    starts = ["exp.yaml:2: max_steps: ", "exp.yaml:4: lr: ", "exp.yaml:5: d_model: "]
+    assert [problem[: len(start)] for problem, start in zip(error.problems, starts, strict=True)] == starts
 
 
 def test_merged_and_repeated_yaml_is_named_with_its_own_line(refusal: Refusal) -> None:
@@ -227,13 +329,20 @@ def test_merged_and_repeated_yaml_is_named_with_its_own_line(refusal: Refusal) -
     assert lines("hyperparameters:\n  <<: *s\n  lr: 1\n") == expected[1:]
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, message: Message) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin1.yaml").write_bytes(b"name: caf\xe9")
-    for path in (tmp_path / "none.yaml", tmp_path, tmp_path / "latin1.yaml"):
-        with pytest.raises(ConfigError) as refused:
+    (tmp_path / "utf16.yaml").write_bytes("hyperparameters: {}".encode("utf-16"))
+    (tmp_path / "data.yaml").write_text('{"text": "x"}\n' * 100_000)
+    for path, part in (
+        (tmp_path / "none.yaml", "No such file"),
+        (tmp_path / "latin1.yaml", "byte 9 "),
+        (tmp_path / "utf16.yaml", "byte 0 "),
+        (tmp_path / "data.yaml", "has more than 524,288 bytes"),
+        (tmp_path, "Is a directory"),
+        (Path("/dev/zero"), "has more than 524,288 bytes"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{path}: {part}"):
             config.load(path, [])
-        assert str(refused.value).startswith(f"{path}: ")
-        message(refused.value)
 
 
 def test_an_empty_hyperparameters_section_means_all_defaults() -> None:
@@ -262,18 +371,17 @@ def test_max_length_is_the_length_of_the_run_unless_steps_or_epochs_are_set(
 
 
 @pytest.mark.parametrize("length", ["abc", "0", "{epochs: 50}", "{}"])
-def test_an_invalid_max_length_is_refused(length: str, refusal: Refusal, message: Message) -> None:
+def test_an_invalid_max_length_is_refused(length: str, refusal: Refusal) -> None:
     error = refusal(f"searcher:\n  max_length: {length}\nhyperparameters: {{}}\n")
     assert str(error).startswith("exp.yaml:2: searcher.max_length: ")
-    message(error)
+    assert str(error).endswith("an integer > 0 or null")
 
 
-def test_a_constant_is_its_value_and_a_range_needs_a_cluster(refusal: Refusal, message: Message) -> None:
+def test_a_constant_is_its_value_and_a_range_needs_a_cluster(refusal: Refusal) -> None:
     assert accept(lr={"type": "const", "val": "1e-3"}) == {"lr": 1e-3}
     searched = "hyperparameters:\n  lr: {type: log, base: 10, minval: -4, maxval: -2}\n"
     error = refusal(searched)
-    assert error.keys == {"lr"}
-    message(error)
+    assert re.match("exp.yaml:2: lr: .*cluster.*lr=VALUE", str(error))
     assert accept("lr=0.1", **yaml.safe_load(searched)["hyperparameters"]) == {"lr": 0.1}
 
 
@@ -334,17 +442,15 @@ def test_every_hyperparameter_belongs_to_one_part_and_has_a_description() -> Non
 
 
 @pytest.mark.slow
-def test_every_rank_exits_with_2_and_one_prints_the_problems(tmp_path: Path, message: Message) -> None:
+def test_every_rank_exits_with_2_and_one_prints_the_problems(tmp_path: Path) -> None:
     done = run(tmp_path, "n_heads=5", ranks=2, config=TINY | {"lr": "fast"}, code=2)
-    assert len(done.stderr.splitlines()) == 2
-    message(done.stderr)
+    assert re.fullmatch('argument n_heads: 5 .*\ntest.yaml:1: lr: "fast" .*\n', done.stderr)
 
 
-def test_a_shard_group_size_that_does_not_divide_the_ranks_is_refused_with_those_that_do(message: Message) -> None:
+def test_a_shard_group_size_that_does_not_divide_the_ranks_is_refused_with_those_that_do() -> None:
     hp = config.read({"hyperparameters": {"sharding": "hybrid-full-shard", "shard_group_size": 4}}, [], "test")
-    with pytest.raises(ConfigError, match="shard_group_size") as refused:
-        parallelize.mesh_dims(hp, 6, 6)
-    message(refused.value)
+    with pytest.raises(ConfigError, match=r"^shard_group_size: 6 ranks .*\[1, 2, 3, 6\]"):
+        parallelize.mesh_shape(hp, 6, 6)
 
 
 RUN = TINY | {"dataset": "text", "train_data": "text.txt", "vocab_size": 264, "max_steps": 2}
@@ -400,11 +506,11 @@ def test_a_longer_run_with_other_reports_resumes(two_steps: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_without_write_access_is_refused_before_the_model_is_built(tmp_path: Path, message: Message) -> None:
+def test_a_run_without_write_access_is_refused_before_the_model_is_built(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("in the way")
     done = run(tmp_path, code=2)
     assert "building" not in done.stdout
-    message(done.stderr)
+    assert done.stderr.startswith("runs/test: ")
 
 
 def test_the_vocabulary_is_the_tokenizers_unless_it_is_set(tmp_path: Path) -> None:
@@ -429,7 +535,7 @@ def test_the_vocabulary_is_the_tokenizers_unless_it_is_set(tmp_path: Path) -> No
     assert size(dataset="tokens", train_data={str(tmp_path / "a"): 1, str(tmp_path / "b"): 1}) == 1088
     with pytest.raises(ConfigError) as refused:
         accept(dataset="tokens", train_data=str(tmp_path))
-    assert refused.value.keys == {"train_data"}
+    assert named_keys(refused.value) >= {"train_data"}
 
 
 def test_hyperparameters_may_be_given_as_flags() -> None:
@@ -438,15 +544,13 @@ def test_hyperparameters_may_be_given_as_flags() -> None:
     assert config.as_overrides(arguments) == expected
 
 
-def test_a_preset_on_the_command_line_replaces_the_shape_in_the_file(
-    capsys: pytest.CaptureFixture[str], message: Message
-) -> None:
+def test_a_preset_on_the_command_line_replaces_the_shape_in_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     def read(*overrides: str) -> config.Hyperparameters:
         shape = {"d_model": 64, "n_kv_heads": 2, "dropout": 0.1, "lr": 1e-3}
         return config.read({"hyperparameters": shape}, overrides, "exp.yaml")
 
     small = read("model=gpt2", "n_layers=2")
-    message(capsys.readouterr().out, mask=r" *\d+\.\d s")
+    assert "model=gpt2 overrides d_model: 64, n_kv_heads: 2 of exp.yaml\n" in capsys.readouterr().out
     assert (small.d_model, small.n_kv_heads, small.n_layers, small.dropout, small.lr) == (768, None, 2, 0.1, 1e-3)
     assert read("model=mistral").d_model == 64  # a preset without sizes
     assert read("model=gpt2", "d_model=96").d_model == 96
@@ -455,20 +559,18 @@ def test_a_preset_on_the_command_line_replaces_the_shape_in_the_file(
     assert capsys.readouterr().out == ""
 
 
-def test_no_adapters_on_the_command_line_override_those_in_the_file(
-    capsys: pytest.CaptureFixture[str], message: Message
-) -> None:
+def test_no_adapters_on_the_command_line_override_those_in_the_file(capsys: pytest.CaptureFixture[str]) -> None:
     file = {"hyperparameters": {"init_from": "weights", "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.1}}
     hp = config.read(file, ["lora_rank=null"], "exp.yaml")
-    message(capsys.readouterr().out, mask=r" *\d+\.\d s")
     assert (hp.lora_rank, hp.lora_alpha, hp.lora_dropout) == (None, 16.0, 0.0)
+    assert "lora_rank=null overrides lora_alpha: 32, lora_dropout: 0.1 of exp.yaml\n" in capsys.readouterr().out
     with pytest.raises(ConfigError) as refused:
         config.read(file, ["lora_rank=null", "lora_alpha=8"], "exp.yaml")
-    assert refused.value.keys == {"lora_alpha", "lora_rank"}
+    assert named_keys(refused.value) >= {"lora_alpha", "lora_rank"}
 
 
 def test_the_command_lists_and_describes_keys_and_presets_in_lines_that_fit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], message: Message
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     for arguments in ([], ["--presets"], ["lr", "rope_scaling"]):
@@ -476,12 +578,10 @@ def test_the_command_lists_and_describes_keys_and_presets_in_lines_that_fit(
         output = capsys.readouterr().out
         assert max(map(len, output.splitlines())) <= 100
         assert all(key in output for key in (PRESETS if "--presets" in arguments else arguments or TINY))
-    message(output)
     assert config.main(["learning_rate"]) == 2
-    message(capsys.readouterr().err)
+    assert capsys.readouterr().err.endswith("did you mean lr?\n")
 
 
-def test_names_of_other_trainers_are_answered(message: Message) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_names_of_other_trainers_are_answered() -> None:
+    with pytest.raises(ConfigError, match=r"learning_rate: .* lr\?\n.*train_batch_size: .* batch_size\?$"):
         config.read({"hyperparameters": {}}, ["learning_rate=1", "per_device_train_batch_size=2"], "test")
-    message(refused.value)

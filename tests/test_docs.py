@@ -1,4 +1,4 @@
-"""What README.md and docs/ name exists, and documentation, code and messages use the field's words."""
+"""What README.md and docs/ name exists, and documentation and code use the field's words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from lm import config
-from tests.conftest import MESSAGES, STALE
 from tests.support import ROOT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -25,7 +24,6 @@ SPOKEN = [
     *(path for folder in ("lm", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")),
     *(path for folder in ("recipes", "launch") for path in (ROOT / folder).iterdir()),
     ROOT / "Makefile",
-    MESSAGES,
 ]
 """All files whose prose somebody reads."""
 
@@ -111,7 +109,3 @@ def test_prose_uses_the_fields_words(phrase: str) -> None:
         if re.search(phrase, line, re.IGNORECASE)
     ]
     assert not found, "\n".join(found)
-
-
-def test_every_message_is_of_a_test(pytestconfig: pytest.Config) -> None:
-    assert not pytestconfig.stash[STALE], "pytest --update-messages removes them"

@@ -11,6 +11,7 @@ from lm import generate
 from lm.checkpoint.__main__ import main as checkpoint_main
 from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.checkpoint.resume import plan_resume
+from lm.checkpoint.store import LocalCheckpoints
 from lm.data.open import DataConfig, open_data
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
@@ -36,7 +37,8 @@ def test_a_hyperparameter_with_an_invalid_file_name_is_refused(hyperparameters: 
     def use() -> object:
         if "dataset" in hyperparameters:
             return open_data(DataConfig.model_validate(hyperparameters), 300, 8, 1, 0)
-        return plan_resume(CheckpointConfig.model_validate(hyperparameters), None, None, restarted=False)
+        nothing = LocalCheckpoints(Path("nothing"))
+        return plan_resume(CheckpointConfig.model_validate(hyperparameters), nothing, restarted=False)
 
     with pytest.raises(ConfigError, match="File name too long") as refused:
         use()
@@ -65,11 +67,3 @@ def test_every_command_exits_with_2_and_one_line(
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_merged_errors_are_caused_by_keys_only_if_each_of_them_is() -> None:
-    merged = ConfigError.merge([ConfigError("a", keys=("lr", "beta1")), ConfigError("b", keys=["d_model"])])
-    assert merged.keys == {"lr", "beta1", "d_model"}
-    assert merged.is_caused_by({"lr", "d_model"})
-    assert not merged.is_caused_by({"lr"})
-    assert not ConfigError("c").is_caused_by({"lr"})

@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from lm.checkpoint.manifest import read_manifest, verify
-from tests.conftest import Message
 from tests.support import EXACT_RUN, ROOT, checkpoints, exact, reports, run, start
 
 RUN = EXACT_RUN | {"total_batch_size": 4, "checkpoint_rate": 2, "max_steps": 1000}
@@ -100,7 +99,8 @@ def test_a_second_signal_during_the_save_does_not_damage_the_checkpoint(tmp_path
         job.process.terminate()
         code, stderr = job.finish()
     assert code == 0, stderr
-    assert list(verified(tmp_path)) == [max(reports(tmp_path))]
+    (step,) = verified(tmp_path)
+    assert max(reports(tmp_path)) in (step - 1, step)  # a stop in a step comes before its report
 
 
 @pytest.mark.slow
@@ -161,9 +161,7 @@ def test_a_signal_during_a_long_validation_saves_a_checkpoint_at_once(tmp_path: 
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_killed_rank_is_named_and_ends_the_run_within_two_seconds(
-    victim: int, tmp_path: Path, message: Message
-) -> None:
+def test_a_killed_rank_is_named_and_ends_the_run_within_two_seconds(victim: int, tmp_path: Path) -> None:
     with started(tmp_path) as job:
         job.wait_for("checkpoint")
         ranks = job.ranks()
@@ -173,15 +171,12 @@ def test_a_killed_rank_is_named_and_ends_the_run_within_two_seconds(
         code, stderr = job.finish()
     assert code == 128 + signal.SIGKILL
     assert "Traceback" not in "".join(lines) + stderr
-    message(lines[-1])
     assert verified(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_rank_is_named_within_the_timeout_and_five_seconds(
-    victim: int, tmp_path: Path, message: Message
-) -> None:
+def test_a_stopped_rank_is_named_within_the_timeout_and_five_seconds(victim: int, tmp_path: Path) -> None:
     with started(tmp_path, "collective_timeout=8") as job:
         job.wait_for("checkpoint")
         job.ranks()[victim].suspend()
@@ -190,15 +185,18 @@ def test_a_stopped_rank_is_named_within_the_timeout_and_five_seconds(
     assert time.monotonic() - suspended < 8 + 5
     assert code == 1
     (line,) = [line for line in stderr.splitlines() if line.startswith(f"rank {1 - victim} ")]
-    assert f"rank {victim}" in line
+    assert re.search(rf"timed out after 8 s .*waiting for rank {victim}\b.*does not respond", line)
     assert "Traceback" not in stderr
-    message(line, mask=r" \(last completed step \d+\)")
     assert verified(tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hang", ["time.sleep(1000)", "ctypes.PyDLL(None).sleep(1000)"], ids=["sleep", "hold the GIL"])
-def test_a_hung_rank_is_named_and_prints_its_stack(hang: str, tmp_path: Path, message: Message) -> None:
+@pytest.mark.parametrize(
+    ("hang", "part"),
+    [("time.sleep(1000)", "did not join"), ("ctypes.PyDLL(None).sleep(1000)", "does not respond")],
+    ids=["sleep", "hold the GIL"],
+)
+def test_a_hung_rank_is_named_and_prints_its_stack(hang: str, part: str, tmp_path: Path) -> None:
     script = f"""
 import ctypes, time
 from lm.data.loader import Loader
@@ -222,15 +220,15 @@ Loader.training = hanging_loader
     assert code == 1
     assert "in hanging_loader" in stderr
     line = next(line for line in stderr.splitlines() if line.startswith("rank 0 "))
-    message(line, mask=r" \(last completed step \d+\)")
+    assert re.search(rf"timed out after 8 s .*waiting for rank 1\b.*{part}", line)
 
 
 @pytest.mark.slow
-def test_out_of_memory_names_hyperparameters_that_reduce_memory(tmp_path: Path, message: Message) -> None:
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))"
+def test_out_of_memory_names_hyperparameters_that_reduce_memory(tmp_path: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (5 << 30, 5 << 30))"
     done = run(tmp_path, "vocab_size=16777216", "d_model=8", script=limit, code=1)
     assert re.search(r"; needs about .*; what needs at most .* GiB: 2 ranks", done.stderr)
-    message(done.stderr, mask=r"\(.*(?=\); reduce)")
+    assert re.match(r"rank 0: out of memory .*reduce memory with .*batch_size.*cpu_offload", done.stderr)
 
 
 # ---- inf and NaN --------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from lm.checkpoint.manifest import read_manifest, write_manifest
 from lm.checkpoint.resume import find_checkpoint
 from lm.data.tokenizer import FILE
 from tests import support
-from tests.conftest import Message
 
 TEXT = "Grüße aus Köln, wo der Käse zäh und das Öl süß ist. "
 
@@ -92,17 +91,18 @@ def test_invalid_utf8_from_the_model_does_not_end_a_run(tmp_path: Path) -> None:
     assert "\ufffd" in done.stdout
 
 
-@pytest.mark.parametrize("missing", ["directory", "manifest", "checkpoint"])
+@pytest.mark.parametrize(
+    ("missing", "part"), [("directory", "No such file"), ("manifest", "neither"), ("checkpoint", "neither")]
+)
 def test_a_directory_without_a_checkpoint_is_refused(
-    missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], message: Message
+    missing: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = tmp_path / "none" if missing == "directory" else tmp_path
     if missing == "checkpoint":
         (tmp_path / "checkpoints").mkdir()
     code, text = refusal(capsys, where, "--prompt", "a")
     assert code == 2
-    assert text.startswith(f"{where}: ")
-    message(text)
+    assert text.startswith(f"{where}: {part}")
 
 
 def test_a_checkpoint_without_a_tokenizer_is_refused(
@@ -291,10 +291,10 @@ def test_ctrl_c_ends_an_answer_and_the_end_of_the_input_the_chat(chat_run: Path,
     assert (process.returncode, output, errors) == (0, b"", b"")
 
 
-def test_a_chat_needs_a_chat_template(checkpoint: Path, capsys: pytest.CaptureFixture[str], message: Message) -> None:
+def test_a_chat_needs_a_chat_template(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = refusal(capsys, checkpoint, "--chat")
     assert code == 2
-    message(text)
+    assert text.startswith("tokenizer: bytes: has no chat template")
     assert refusal(capsys, checkpoint, "--chat", "--samples", 2) == (2, "--samples: requires --prompt")
 
 

@@ -29,6 +29,7 @@ from lm.hf import export, families, weights
 from lm.runtime.world import World
 from model import PRESETS, ModelConfig, Transformer
 from tests import support
+from tests.support import named_keys
 from tests.test_manifest import RUN_INFO, opened, progress
 
 transformers.utils.logging.set_verbosity_error()
@@ -121,7 +122,9 @@ def save_checkpoint(model: Transformer, folder: Path) -> Path:
 
     def save(world: World) -> Path:
         with opened(world, folder) as checkpointer:
-            checkpointer.save({"model": model.state_dict()}, info, progress(1))
+            state = {"model": model.state_dict()}
+            checkpointer.allocate(state)
+            checkpointer.save(state, info, progress(1))
             return folder / checkpointer.commit()[1]
 
     return support.in_world(save)
@@ -354,7 +357,7 @@ def test_exporting_a_model_without_a_counterpart_is_refused(changes: dict[str, A
     with pytest.raises(ConfigError) as refused:
         families.write_config(ModelConfig.model_validate(changes), "float32", None)
     assert [problem.partition(":")[0] for problem in refused.value.problems] == keys
-    assert refused.value.keys == set(keys)
+    assert named_keys(refused.value) >= set(keys)
 
 
 @pytest.fixture

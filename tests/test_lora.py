@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -26,8 +27,7 @@ from lm.plan import fit
 from lm.runtime.world import World
 from model import Transformer
 from tests import support
-from tests.conftest import Message
-from tests.support import run_ranks, unit_sizes
+from tests.support import named_keys, run_ranks, unit_sizes
 from tests.test_cost import count_each
 from tests.test_hf import GPT2, LLAMA, add_tokenizer, make_reference
 from tests.test_init_from import read, train_reference
@@ -193,8 +193,8 @@ def built(world: World, hyperparameters: dict[str, Any], dtype: torch.dtype | No
     hp = read(hyperparameters)
     with torch.device("meta"):
         model = lora.add_adapters(Transformer(hp), hp, dtype)
-    dims = parallelize.mesh_dims(hp, world.size, world.size)
-    model = parallelize.parallelize(model, hp, world.device_mesh(dims), dtype, 7)
+    shape = parallelize.mesh_shape(hp, world.size, world.size)
+    model = parallelize.parallelize(model, hp, world.device_mesh(shape), dtype, 7)
     weights.load_into(model, str(hp.init_from), world, lambda _: None)
     return model, optim.Optimizer(hp, model.named_parameters())
 
@@ -339,34 +339,37 @@ def test_a_run_resumes_exactly(bases: dict[str, Path], trained: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_resuming_with_another_base_is_refused(
-    bases: dict[str, Path], trained: Path, tmp_path: Path, message: Message
-) -> None:
+def test_resuming_with_another_base_is_refused(bases: dict[str, Path], trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "runs" / "test", tmp_path / "runs" / "test")
     longer, other = "max_steps=8", f"init_from={bases['other']}"
     rank, none = ("lora_rank=2", "lora_alpha=8"), ("lora_rank=null", "lora_dropout=0")
-    for overrides in ((longer, other), (other,), (longer, *rank), (longer, *none)):
+    another_base = f"^init_from: {bases['other']} .*{bases['llama']}"
+    for overrides, part in (
+        ((longer, other), another_base),
+        ((other,), another_base),
+        ((longer, *rank), "^lora_rank: 3 .*now 2\nlora_alpha: 16.0 .*now 8.0\n"),
+        ((longer, *none), "^lora_rank: 3 .*now null\nlora_dropout: 0.1 .*now 0.0\n"),
+    ):
         done = support.run(tmp_path, *overrides, config=resumable(bases), code=2)
-        message(done.stderr.replace(str(bases["llama"].parent), "BASES"))
+        assert re.match(part, done.stderr)
 
 
 @pytest.mark.slow
-def test_full_training_from_adapters_is_refused(
-    bases: dict[str, Path], trained: Path, tmp_path: Path, message: Message
-) -> None:
+def test_full_training_from_adapters_is_refused(bases: dict[str, Path], trained: Path, tmp_path: Path) -> None:
     source = support.checkpoints(trained)[6]
     hyperparameters = resumable(bases) | {"init_from": str(source)}
     for changes in ({"lora_rank": None, "lora_dropout": 0.0}, {}):
         done = support.run(tmp_path, config=hyperparameters | changes, code=2)
-        message(done.stderr.replace(str(bases["llama"].parent), "BASES").replace(str(source), "CHECKPOINT"))
+        assert re.match(f"init_from: {source} .*{bases['llama']}; .*lm.hf export ", done.stderr)
 
 
-def test_adapters_do_not_start_with_a_checkpoint_of_all_weights(tmp_path: Path, message: Message) -> None:
+def test_adapters_do_not_start_with_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
     """As in a trial on Determined that is forked from one without adapters."""
 
     def fork(world: World) -> None:
         with opened(world, tmp_path) as saver:
             state = {"model": toy(1.0).state_dict()}
+            saver.allocate(state)
             saver.save(state, RUN_INFO, progress(1))
             plan = ResumePlan(init_candidates=(str(tmp_path / saver.commit()[1]),))
             info = RUN_INFO.model_copy(update={"base": Base(source="base", files={})})
@@ -374,16 +377,15 @@ def test_adapters_do_not_start_with_a_checkpoint_of_all_weights(tmp_path: Path, 
 
     with pytest.raises(ConfigError) as refused:
         support.in_world(fork)
-    assert refused.value.keys == {"lora_rank"}
-    message(refused.value)
+    assert named_keys(refused.value) >= {"lora_rank"}
 
 
 @pytest.mark.slow
-def test_a_checkpoint_can_be_the_base(tmp_path: Path, message: Message) -> None:
+def test_a_checkpoint_can_be_the_base(tmp_path: Path) -> None:
     shape = support.TINY | {"validation_batches": 1}
     support.run(tmp_path, "max_steps=2", "run_name=base", config=shape, code=0)
     how = ["init_from=runs/base", "lora_rank=2", "max_steps=2", "lr=0.01"]
-    done = support.run(tmp_path, *how, config=shape, code=0)
+    support.run(tmp_path, *how, config=shape, code=0)
     source = support.checkpoints(tmp_path, "base")[2]
     manifest = read_manifest(support.checkpoints(tmp_path)[2])
     assert manifest.base is not None
@@ -396,9 +398,9 @@ def test_a_checkpoint_can_be_the_base(tmp_path: Path, message: Message) -> None:
 
     support.run(tmp_path, "max_steps=3", "run_name=base", config=shape, code=0)
     done = support.run(tmp_path, *how, "max_steps=4", config=shape, code=2)
-    message(done.stderr, mask=r"\w{8}-[\w-]{27}")
+    assert re.match(f"init_from: {support.checkpoints(tmp_path, 'base')[3]} .*{source}", done.stderr)
     done = support.run(tmp_path, *how, "run_name=wide", "n_heads=2", config=shape, code=2)
-    message(done.stderr, mask=r"\w{8}-[\w-]{27}")
+    assert re.match("n_heads: 4 .*now 2\nn_kv_heads: 4 .*now 2\nhead_dim: 8 .*now 16\n", done.stderr)
 
 
 # ---- export and generation -------------------------------------------------------------------------
@@ -433,16 +435,14 @@ def test_transformers_and_peft_load_what_is_exported(
     assert (merged - before).abs().max() > 0.1
 
 
-def test_a_base_in_object_storage_is_refused(message: Message) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_a_base_in_object_storage_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^init_from: .*lm.hf export s3://bucket/run "):
         support.in_world(lambda world: hf_base.find_base("s3://bucket/run", world))
-    assert refused.value.keys == {"init_from"}
-    message(refused.value)
 
 
 @pytest.mark.slow
 def test_generation_merges_adapters_into_their_base_wherever_it_is(
-    bases: dict[str, Path], trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], message: Message
+    bases: dict[str, Path], trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = support.checkpoints(trained)[6]
     command = [str(checkpoint), "--prompt", "class", "--max-new-tokens", "5"]
@@ -450,42 +450,38 @@ def test_generation_merges_adapters_into_their_base_wherever_it_is(
     said = capsys.readouterr().out
     assert generate.main([*command, "--base", str(shutil.copytree(bases["llama"], tmp_path / "copy"))]) == 0
     assert capsys.readouterr().out == said
-    for wrong in (bases["other"], tmp_path / "nowhere"):
+    for wrong, part in ((bases["other"], f"differ from .*{bases['llama']}.*--base"), (tmp_path / "nowhere", "--base")):
         assert generate.main([*command, "--base", str(wrong)]) == 2
-        message(capsys.readouterr().err.replace(str(bases["llama"].parent), "BASES"))
+        assert re.search(f"{wrong}: .*{part}", capsys.readouterr().err)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_adapters_cannot_be_exported_as_adapters(tmp_path: Path, message: Message) -> None:
+def test_a_checkpoint_without_adapters_cannot_be_exported_as_adapters(tmp_path: Path) -> None:
     support.run(tmp_path, "max_steps=1", config=support.TINY, code=0)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=r"lora_rank: null.* without --adapter"):
         export.export_model(tmp_path / "runs" / "test", tmp_path / "out", adapters_only=True)
-    message(refused.value, mask=r"\w{8}-[\w-]{27}")
 
 
 # ---- errors -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("changes", "keys"),
+    ("changes", "parts"),
     [
-        ({"init_from": None}, {"lora_rank", "init_from"}),
-        ({"lora_rank": 17}, {"lora_rank"}),
-        ({"lora_rank": 0}, {"lora_rank"}),
-        ({"lora_rank": 40, "lora_targets": ["down_proj"]}, {"lora_rank"}),
-        ({"lora_targets": ["q_proj", "qkv_proj"]}, {"lora_targets"}),
-        ({"lora_targets": "q_proj"}, {"lora_targets"}),
-        ({"lora_targets": []}, {"lora_targets"}),
-        ({"lora_rank": None, "lora_alpha": 8.0, "lora_dropout": 0.1}, {"lora_alpha", "lora_dropout", "lora_rank"}),
-        ({"float8": "rowwise"}, {"float8", "lora_rank"}),
+        ({"init_from": None}, ["lora_rank: .*rank 3 .*init_from"]),
+        ({"lora_rank": 17}, [r"lora_rank: 17 .*k_proj \(16 x 32\).* 16$"]),
+        ({"lora_rank": 0}, ["lora_rank: 0 "]),
+        ({"lora_rank": 40, "lora_targets": ["down_proj"]}, [r"lora_rank: 40 .*down_proj \(32 x 48\).* 32$"]),
+        ({"lora_targets": ["q_proj", "qkv_proj"]}, ["lora_targets: .*qkv_proj; .*q_proj, k_proj, .*, down_proj$"]),
+        ({"lora_targets": "q_proj"}, ['lora_targets: "q_proj" ']),
+        ({"lora_targets": []}, [r"lora_targets: \[\] "]),
+        ({"lora_rank": None, "lora_alpha": 8.0, "lora_dropout": 0.1}, ["lora_alpha: ", "lora_dropout: .*lora_rank"]),
+        ({"float8": "rowwise"}, ["float8: rowwise .*lora_rank: 3"]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_wrong_values_are_refused(
-    changes: dict[str, Any], keys: set[str], bases: dict[str, Path], message: Message
-) -> None:
+def test_wrong_values_are_refused(changes: dict[str, Any], parts: list[str], bases: dict[str, Path]) -> None:
     with pytest.raises(ConfigError) as refused:
         read(settings(bases["llama"]) | changes)
-    assert refused.value.keys == keys
-    assert len(refused.value.problems) == len(keys & {"lora_alpha", "lora_dropout"}) or 1
-    message(refused.value)
+    for problem, part in zip(refused.value.problems, parts, strict=True):
+        assert re.search(f": {part}", problem)

@@ -26,7 +26,6 @@ from model import (
     chunk_cross_entropy,
     even_chunk_size,
 )
-from tests.conftest import Message
 
 TINY: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 24}
 LLAMA: dict[str, Any] = TINY | {
@@ -169,18 +168,17 @@ def test_causal_flops_count_the_positions_that_are_attended_to() -> None:
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ({"d_model": 32, "n_heads": 5}, "n_heads: 5 "),
-        ({"n_heads": 8, "n_kv_heads": 3}, "n_kv_heads: 3 "),
-        ({"d_model": 24, "n_heads": 8, "positions": "rope"}, "n_heads: "),
-        ({"head_dim": 7, "positions": "rope"}, "head_dim: "),
-        ({"rope_scaling": LLAMA3_SCALING}, "rope_scaling: "),
+        ({"d_model": 32, "n_heads": 5}, r"n_heads: 5 .*\[1, 2, 4, 8\]"),
+        ({"n_heads": 8, "n_kv_heads": 3}, r"n_kv_heads: 3 .*\[1, 2, 4, 8\]"),
+        ({"d_model": 24, "n_heads": 8, "positions": "rope"}, "n_heads: .*even d_model / n_heads, not 3"),
+        ({"head_dim": 7, "positions": "rope"}, "head_dim: .*even head_dim, not 7"),
+        ({"rope_scaling": LLAMA3_SCALING}, "rope_scaling: .*positions: rope"),
         ({"positions": "rope", "rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1.0}}, "high_freq_factor 1 "),
     ],
 )
-def test_an_invalid_structure_is_refused_by_key(settings: dict[str, Any], key: str, message: Message) -> None:
-    with pytest.raises(ValidationError, match=f"Value error, {key}") as refused:
+def test_an_invalid_structure_is_refused_by_key(settings: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValidationError, match=rf"Value error, {key}"):
         ModelConfig.model_validate(settings)
-    message(refused.value.errors()[0]["msg"])
 
 
 # ---- architecture; tests/test_hf.py compares the other families with transformers --------------------------

@@ -21,8 +21,8 @@ from lm import config, optim, parallelize
 from lm.checkpoint.tensor_files import read_headers
 from lm.data.open import open_data
 from lm.data.sampler import SampledSource
-from lm.runtime.world import World
-from model import IGNORE_INDEX, ModelConfig, Transformer
+from lm.runtime.world import MeshShape, World
+from model import IGNORE_INDEX, Transformer
 from tests.support import LLAMA_STYLE, TINY, execute, in_world, reports, run_ranks
 
 STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
@@ -213,7 +213,7 @@ def all_gathered_bytes(world: World, changes: dict[str, Any]) -> int:
     hp = config.read({"hyperparameters": BASE | changes}, [], "test")
     with torch.device("meta"):
         model = Transformer(hp)
-    mesh = world.device_mesh(parallelize.mesh_dims(hp, world.size, world.size))
+    mesh = world.device_mesh(parallelize.mesh_shape(hp, world.size, world.size))
     parallelize.parallelize(model, hp, mesh, torch.bfloat16, 7, hp.float8)
     comm, block = CountedAllGather(), model.blocks[0]
     assert isinstance(block, FSDPModule)
@@ -262,31 +262,12 @@ def test_float8_trains_close_to_bfloat16_with_the_same_checkpoints(tmp_path: Pat
     assert all(header == headers[0] for header in headers)
 
 
-@pytest.mark.parametrize(
-    ("settings", "document_ids", "device", "kernel"),
-    [
-        ({}, False, "cpu", "flash attention"),
-        ({"n_heads": 8, "n_kv_heads": 2}, False, "cpu", "flash attention"),
-        ({"sliding_window": 8}, False, "cpu", "flash attention"),
-        ({"dropout": 0.1}, False, "cpu", "math"),
-        ({}, True, "cpu", "flash attention"),
-        ({"d_model": 128}, True, "cuda", "FlexAttention"),
-        ({"d_model": 128, "sliding_window": 8}, False, "cuda", "FlexAttention"),
-    ],
-)
-def test_the_attention_kernel_is_reported(
-    settings: dict[str, Any], document_ids: bool, device: str, kernel: str
-) -> None:
-    model = ModelConfig.model_validate({"d_model": 64, "n_heads": 4, "max_seq_len": 32} | settings)
-    assert parallelize.attention_kernel(model, document_ids, torch.bfloat16, torch.device(device)) == kernel
-
-
 def test_deterministic_kernels_are_used_if_asked_for() -> None:
     def build(world: World) -> bool:
         hp = config.read({"hyperparameters": BASE | {"deterministic": True}}, [], "test")
         with torch.device("meta"):
             model = Transformer(hp)
-        parallelize.parallelize(model, hp, world.device_mesh({"replicate": 1, "shard": 1}), None, 7)
+        parallelize.parallelize(model, hp, world.device_mesh(MeshShape(1, 1)), None, 7)
         return torch.are_deterministic_algorithms_enabled()
 
     try:
@@ -303,8 +284,8 @@ def initial_weights(world: World, shardings: list[str], changes: dict[str, Any])
         hp = config.read({"hyperparameters": BASE | changes | {"sharding": sharding}}, [], "test")
         with torch.device("meta"):
             model = Transformer(hp)
-        dims = parallelize.mesh_dims(hp, world.size, world.size)
-        parallelize.parallelize(model, hp, world.device_mesh(dims), None, 7)
+        shape = parallelize.mesh_shape(hp, world.size, world.size)
+        parallelize.parallelize(model, hp, world.device_mesh(shape), None, 7)
         found.append({name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()})  # type: ignore
     world.all_gather_object(None)  # no rank leaves while another one needs its store
     return found

@@ -12,7 +12,6 @@ import yaml
 
 from lm import report
 from lm.runtime.run_dir import RunDir
-from tests.conftest import Message
 
 
 @pytest.fixture(autouse=True)
@@ -60,20 +59,24 @@ def test_the_table_counts_every_session_and_names_the_best_validation() -> None:
     assert facts["training blocked by saving (s)"] == "3.0"
 
 
-def test_the_command_writes_the_report_of_a_run_again(capsys: pytest.CaptureFixture[str], message: Message) -> None:
+def test_the_command_writes_the_report_of_a_run_again(capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run("a")
     assert report.main([str(run)]) == 0
-    message(capsys.readouterr().out)
-    message((run / "report.md").read_text())
+    text = (run / "report.md").read_text()
+    assert r"| hardware | 8 x H100, a\|b |" in text
+    assert "| command | `fsdp.py lr=1` |" in text
+    assert "Sample of a after step 20:\n\n    to be or\n    not\\x1b[2J\n" in text
+    assert capsys.readouterr().out.endswith("runs/a/report.md and report.png\n")
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_several_runs_are_side_by_side_with_the_hyperparameters_that_differ(message: Message) -> None:
+def test_several_runs_are_side_by_side_with_the_hyperparameters_that_differ() -> None:
     assert report.main([str(make_run("a")), str(make_run("b", lr=0.01, seed=1))]) == 0
     text = Path("runs/report.md").read_text()
     assert "| `lr` | 0.001 | 0.01 |\n" in text
+    assert "| `seed` |  | 1 |\n" in text
+    assert "| GPU-hours | 0.33 | 0.33 |\n" in text
     assert "`max_steps`" not in text
-    message(text)
     assert Path("runs/report.png").stat().st_size > 10_000
     assert "differ" not in report.page([report.RunRecords(make_run(name)) for name in "cd"])
 
@@ -100,20 +103,23 @@ def test_lines_that_are_not_records_are_ignored() -> None:
 
 
 def test_what_prevents_a_report_is_said_and_ends_no_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], message: Message
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run("a")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    message(report.write_report(run))
+    assert "pip install matplotlib" in report.write_report(run)
     assert "report.png" not in (run / "report.md").read_text()
     (run / "report.md").unlink()
     (run / "report.md").mkdir()
-    message(report.write_report(run))
+    assert report.write_report(run) == "runs/a/report.md: cannot be written (Is a directory)"
     assert report.main([str(run)]) == 2
     assert report.main(["runs"]) == 2
-    message(capsys.readouterr().err)
+    assert [line.partition(": ")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "runs/a/report.md",
+        str(Path("runs").absolute()),
+    ]
     (run / "config.yaml").write_text("[")
-    message(report.write_report(run))
+    assert report.write_report(run).startswith("runs/a/config.yaml:1: ")
 
 
 def test_a_session_knows_when_the_one_before_it_wrote_last() -> None:

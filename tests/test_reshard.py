@@ -30,8 +30,8 @@ def build(world: World, sharding: str, seed: int) -> tuple[Transformer, optim.Op
     hp = config.read({"hyperparameters": settings}, [], "test")
     with torch.device("meta"):
         model = Transformer(hp)
-    dims = parallelize.mesh_dims(hp, world.size, world.launch.local_size)
-    parallelize.parallelize(model, hp, world.device_mesh(dims), None, seed)
+    shape = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
+    parallelize.parallelize(model, hp, world.device_mesh(shape), None, seed)
     optimizer = optim.Optimizer(hp, model.named_parameters())
     for name, parameter in model.named_parameters():
         for moment in ("exp_avg", "exp_avg_sq"):
@@ -45,7 +45,9 @@ def write(world: World, folder: Path) -> list[str]:
     for sharding in STRATEGIES:
         with opened(world, folder, keep_checkpoints=None) as saver:
             model, optimizer = build(world, sharding, seed=7)
-            saver.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, RUN_INFO, progress(1))
+            state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+            saver.allocate(state)
+            saver.save(state, RUN_INFO, progress(1))
             uuids.append(saver.commit()[1])
     return uuids
 
@@ -70,7 +72,7 @@ def differences(world: World, folder: Path, uuids: list[str]) -> list[str]:
                 with torch.no_grad():
                     for tensor in (*model.parameters(), *optimizer.state_dict().values()):
                         tensor.fill_(0.5)
-                reader.load(uuid, lambda _, parts=parts: parts)
+                reader.load(reader.store.locate(uuid), lambda _, parts=parts: parts)
                 state = optimizer.state_dict()
                 for name, parameter in model.named_parameters():
                     same = np.array_equal(full(parameter), expected[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,6 @@ from lm.data.loader import Loader, MicroBatch
 from lm.data.tokenizer import FILE
 from lm.optim import OptimConfig, learning_rate
 from lm.runtime.world import World
-from tests.conftest import Message
 from tests.support import (
     EXACT,
     EXACT_RUN,
@@ -258,9 +258,15 @@ def test_a_run_keeps_the_date_of_its_first_start_for_its_chat_template(tmp_path:
     assert tokenizer.render(chat, add_generation_prompt=True)[0] == "<s>[date] 2026-01-01hiho"
 
 
-def test_a_longer_run_keeps_the_learning_rate_or_says_how_it_jumps(message: Message) -> None:
+def test_a_longer_run_keeps_the_learning_rate_or_says_how_it_jumps() -> None:
     cosine = {"lr_schedule": "cosine", "min_lr_ratio": 0.1}
-    for changes in ({}, cosine, {"lr_schedule": "cosine"}, {"lr_schedule": "wsd"}):
-        message(extension(OptimConfig.model_validate({"lr": 2e-3, "warmup_steps": 20} | changes), 300))
+    for changes, expected in (
+        ({}, "max_steps=600$"),
+        (cosine, "max_steps=600 lr=0.0002 lr_schedule=constant warmup_steps=0, .*from 2.00e-04 to 1.15e-03"),
+        ({"lr_schedule": "cosine"}, r"max_steps=600 \(.*from 6.29e-08 to 1.05e-03"),
+        ({"lr_schedule": "wsd"}, r"max_steps=600 \(.*from 3.33e-05 to 2.00e-03"),
+    ):
+        config = OptimConfig.model_validate({"lr": 2e-3, "warmup_steps": 20} | changes)
+        assert re.match(expected, extension(config, 300))
     decayed = OptimConfig.model_validate({"lr": 2e-3} | cosine)
     assert f"lr={learning_rate(decayed, 299, 300):.3g} lr_schedule=constant" in extension(decayed, 300)

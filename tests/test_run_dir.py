@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import stat
 import subprocess
 import sys
@@ -16,11 +17,10 @@ import pytest
 import yaml
 
 from lm import config
-from lm.checkpoint.retention import Directory
+from lm.checkpoint.store import LocalCheckpoints
 from lm.errors import ConfigError, RunError
 from lm.runtime.run_dir import LOCK_TIMEOUT, RunDir, lock_file
-from tests.conftest import Message
-from tests.support import ROOT, in_world
+from tests.support import ROOT, in_world, named_keys
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +43,9 @@ def started(name: str = "x") -> RunDir:
 
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "/tmp/x", "a/b", ".hidden", "-rf", "a b", "a\n", "a;b", "é", "~"])
-def test_a_name_that_could_point_outside_of_runs_is_refused(name: str, message: Message) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_a_name_that_could_point_outside_of_runs_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^run_name: {re.escape(repr(name))} "):
         RunDir(name)
-    assert refused.value.keys == {"run_name"}
-    message(refused.value)
 
 
 def test_the_constructor_creates_nothing() -> None:
@@ -77,7 +75,7 @@ def test_a_file_system_that_maps_users_is_accepted(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
-def test_a_run_whose_directory_is_in_use_is_refused_soon_and_the_holder_named(named: bool, message: Message) -> None:
+def test_a_run_whose_directory_is_in_use_is_refused_soon_and_the_holder_named(named: bool) -> None:
     Path("runs/x").mkdir(parents=True)
     flock = "import fcntl\nfile = open('runs/x/lock', 'w')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
     lock = "lock_file(__import__('pathlib').Path('runs/x/lock'))\n" if named else flock
@@ -91,9 +89,8 @@ def test_a_run_whose_directory_is_in_use_is_refused_soon_and_the_holder_named(na
         started("y")  # another run
         holder.kill()
     assert refused.value.exit_code == 1
-    assert refused.value.keys == {"run_name"}
+    assert named_keys(refused.value) >= {"run_name"}
     assert (f"process {holder.pid} on " in str(refused.value)) == named
-    message(refused.value, mask=r"process .* since [-\d]+ [:\d]+")
 
 
 def test_the_lock_is_free_once_its_holder_has_ended_whatever_processes_it_forked() -> None:
@@ -128,17 +125,16 @@ def test_the_lock_of_a_killed_process_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("in_the_way", ["runs", "runs/x", "runs/x/traces"])
-def test_a_directory_that_cannot_be_created_is_named(in_the_way: str, message: Message) -> None:
+def test_a_directory_that_cannot_be_created_is_named(in_the_way: str) -> None:
     Path(in_the_way).parent.mkdir(parents=True, exist_ok=True)
     Path(in_the_way).write_text("")
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=f"^runs/x: .*File exists.* {Path('runs').absolute()} "):
         in_world(RunDir("x").lock)
-    message(refused.value)
 
 
 def test_fresh_moves_the_files_of_every_previous_run_aside() -> None:
     run_dir = started()
-    checkpoints = Directory(run_dir.checkpoints)
+    checkpoints = LocalCheckpoints(run_dir.checkpoints)
     checkpoints.move_aside()
     assert not list(run_dir.path.glob("before-*")), "nothing to move"
     run_dir.start({"lr": 0}, {"step": 0})

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from lm.data.tokenizer import FILE, ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 from lm.errors import ConfigError
-from tests.conftest import Message
-from tests.support import CHAT_TEMPLATE, byte_level_tokenizer, llama2_tokenizer, llama_tokenizer
+from tests.support import CHAT_TEMPLATE, byte_level_tokenizer, llama2_tokenizer, llama_tokenizer, named_keys
 
 TOKENIZER = ByteTokenizer()
 END = TOKENIZER.eos_id
@@ -157,7 +156,7 @@ def test_truncation_and_padding_in_the_file_are_disabled() -> None:
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
 
-def test_a_chat_is_rendered_by_the_template_of_the_tokenizer(tmp_path: Path, message: Message) -> None:
+def test_a_chat_is_rendered_by_the_template_of_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(llama_tokenizer())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
@@ -166,16 +165,15 @@ def test_a_chat_is_rendered_by_the_template_of_the_tokenizer(tmp_path: Path, mes
     assert tokenizer.render(CHAT[:1], add_generation_prompt=True)[0] == "<s>[user] hi</s>[assistant] "
     with pytest.raises(ConfigError, match="no such role: cat") as caught:
         tokenizer.render([{"role": "cat", "content": ""}], add_generation_prompt=False)
-    assert caught.value.keys == {"tokenizer"}
-    message(caught.value)
+    assert named_keys(caught.value) >= {"tokenizer"}
 
 
-@pytest.mark.parametrize("tokenizer", [TOKENIZER, LLAMA])
-def test_a_chat_without_a_template_is_rejected(tokenizer: Tokenizer, message: Message) -> None:
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize(
+    ("tokenizer", "part"), [(TOKENIZER, "bytes: .*no chat template"), (LLAMA, "test: .*no chat template")]
+)
+def test_a_chat_without_a_template_is_rejected(tokenizer: Tokenizer, part: str) -> None:
+    with pytest.raises(ConfigError, match=f"^tokenizer: {part}"):
         tokenizer.render(CHAT, add_generation_prompt=False)
-    assert caught.value.keys == {"tokenizer"}
-    message(caught.value)
 
 
 def test_of_several_chat_templates_the_default_one_is_used() -> None:
@@ -229,32 +227,34 @@ def test_a_file_or_a_folder_is_loaded(tmp_path: Path) -> None:
     assert load_tokenizer(str(tmp_path / "other.json")).identity == BYTE_LEVEL.identity
 
 
-@pytest.mark.parametrize("name", ["./none", "none.json", "acme/none", "a b"])
-def test_a_tokenizer_that_does_not_exist_is_rejected(
-    name: str, monkeypatch: pytest.MonkeyPatch, message: Message
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("./none", str(Path.cwd())),
+        ("none.json", str(Path.cwd())),
+        ("acme/none", "hf download acme/none "),
+        ("a b", "OWNER"),
+    ],
+)
+def test_a_tokenizer_that_does_not_exist_is_rejected(name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=f"^tokenizer: {name}: ") as caught:
+    with pytest.raises(ConfigError, match=f"^tokenizer: {name}: .*{part}"):
         load_tokenizer(name)
-    assert caught.value.keys == {"tokenizer"}
-    message(caught.value)
 
 
-def test_files_that_cannot_be_used_are_rejected(tmp_path: Path, message: Message) -> None:
+def test_files_that_cannot_be_used_are_rejected(tmp_path: Path) -> None:
     content = json.loads(byte_level_tokenizer())
     content["added_tokens"] = []
     del content["model"]["vocab"]["<|endoftext|>"]
     good, no_eos = byte_level_tokenizer(), json.dumps(content).encode()
-    for load in (
-        lambda: load_tokenizer(str(tmp_path)),
-        lambda: from_files(b"{}"),
-        lambda: from_files(good, {"eos_token": "<end>"}),
-        lambda: FileTokenizer({FILE: good, "tokenizer_config.json": b"[1]"}, "test"),
-        lambda: FileTokenizer({FILE: good, "generation_config.json": b"{"}, "test"),
-        lambda: from_files(no_eos),
+    for load, part in (
+        (lambda: load_tokenizer(str(tmp_path)), f"{tmp_path}: .*{FILE}"),
+        (lambda: from_files(b"{}"), "test: cannot be read: "),
+        (lambda: from_files(good, {"eos_token": "<end>"}), "test: eos_token '<end>' .*tokenizer_config.json"),
+        (lambda: FileTokenizer({FILE: good, "tokenizer_config.json": b"[1]"}, "test"), "test: cannot be read: "),
+        (lambda: FileTokenizer({FILE: good, "generation_config.json": b"{"}, "test"), "test: cannot be read: "),
+        (lambda: from_files(no_eos), "test: .*no end-of-text token; .*tokenizer_config.json"),
     ):
-        with pytest.raises(ConfigError, match=r"^tokenizer: ") as caught:
+        with pytest.raises(ConfigError, match=f"^tokenizer: {part}"):
             load()
-        assert caught.value.keys == {"tokenizer"}
-        message(caught.value, mask="(?<=read: ).*")
     assert from_files(llama_tokenizer(), {"eos_token": ["</s>"]}).eos_id == LLAMA.eos_id

@@ -27,7 +27,7 @@ from lm import generate, strict_yaml
 from lm.checkpoint.__main__ import list_run
 from lm.checkpoint.manifest import DRAFT, MANIFEST, Manifest, read_manifest, record, write_manifest
 from lm.checkpoint.resume import find_checkpoint
-from lm.checkpoint.retention import COMMITTED, Directory
+from lm.checkpoint.store import COMMITTED, LocalCheckpoints
 from lm.checkpoint.tensor_files import write_tensors
 from lm.data.tokenizer import FILE, FileTokenizer, load_tokenizer
 from lm.errors import ConfigError, RunError
@@ -40,7 +40,6 @@ from lm.preflight import choose_cache
 from lm.prepare.__main__ import main as prepare
 from lm.runtime.run_dir import RunDir
 from model import ModelConfig, Transformer
-from tests.conftest import Message
 from tests.support import ROOT, TINY, byte_level_tokenizer, in_world, rewrite_header
 from tests.test_manifest import forge_manifest
 
@@ -110,47 +109,72 @@ def add_token(folder: Path) -> None:
 
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 BYTE = {"dtype": "U8", "shape": [1]}
-HOSTILE: dict[str, Callable[[Path], None]] = {
-    "100,000 files": lambda folder: forge_manifest(
-        folder, files={f"model-{i:05}-00000.safetensors": {"bytes": 1, "crc32c": 1} for i in range(100_000)}
+HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "100,000 files": (
+        lambda folder: forge_manifest(
+            folder, files={f"model-{i:05}-00000.safetensors": {"bytes": 1, "crc32c": 1} for i in range(100_000)}
+        ),
+        "has 310352 bytes, but 1 were",
     ),
-    "a manifest of 9 MB": lambda folder: forge_manifest(folder, hyperparameters={"x": [[]] * 1_500_000}),
-    "a sparse manifest of a terabyte": lambda folder: os.truncate(folder / MANIFEST, 1 << 40),
-    "a nested manifest": lambda folder: forge_manifest(folder, dataset_state=[{"a": nested(200)}]),
-    "10^7 layers": structure(n_layers=10**7),
-    "4096 layers": structure(n_layers=4096),
-    "a terabyte of embeddings": structure(d_model=2**17, vocab_size=2**22),
-    "a model that does not exist": structure(n_heads=5),
-    "a preset that does not exist": structure(model=EVIL),
-    "adapters of a base of a terabyte": lambda folder: forge_manifest(
-        folder,
-        base={"source": str(folder), "files": {"model.safetensors": {"bytes": 1 << 50, "crc32c": 1}}},
-        model=json.loads((folder / MANIFEST).read_text())["model"] | {"n_layers": 2**12},
+    "a manifest of 9 MB": (
+        lambda folder: forge_manifest(folder, hyperparameters={"x": [[]] * 1_500_000}),
+        "at most 8,388,608",
     ),
-    "control characters in sharding": lambda folder: forge_manifest(folder, sharding=EVIL),
-    "control characters in the tokenizer": lambda folder: forge_manifest(folder, tokenizer=EVIL),
-    "control characters in a tensor's name": lambda folder: forge_header(
-        folder, {EVIL: BYTE | {"data_offsets": [0, 1]}}
+    "a sparse manifest of a terabyte": (lambda folder: os.truncate(folder / MANIFEST, 1 << 40), "at most 8,388,608"),
+    "a nested manifest": (
+        lambda folder: forge_manifest(folder, dataset_state=[{"a": nested(200)}]),
+        "more than 32 levels",
     ),
-    "no fingerprint of the data": lambda folder: forge_manifest(folder, data={}),
-    "90,000 tensors": lambda folder: forge_header(
-        folder, {f"{i}": BYTE | {"data_offsets": [i, i + 1]} for i in range(90_000)}
+    "10^7 layers": (structure(n_layers=10**7), "n_layers: Input should be less than or equal to 4096"),
+    "4096 layers": (structure(n_layers=4096), "117,721,888 parameters"),
+    "a terabyte of embeddings": (structure(d_model=2**17, vocab_size=2**22), "1,511,963,361,280 parameters"),
+    "a model that does not exist": (structure(n_heads=5), "model: n_heads: 5 "),
+    "a preset that does not exist": (structure(model=EVIL), "model: unknown preset '\\x1b[2J"),
+    "adapters of a base of a terabyte": (
+        lambda folder: forge_manifest(
+            folder,
+            base={"source": str(folder), "files": {"model.safetensors": {"bytes": 1 << 50, "crc32c": 1}}},
+            model=json.loads((folder / MANIFEST).read_text())["model"] | {"n_layers": 2**12},
+        ),
+        "its weights differ from the base",
     ),
-    "an empty tensor": lambda folder: forge_header(folder, {"x": BYTE | {"shape": [0], "data_offsets": [0, 0]}}),
-    "NaN": set_nan,
-    "a tokenizer of another identity": lambda folder: forge_manifest(folder, tokenizer="300 tokens, sha256 0"),
-    "a tokenizer with more tokens than the model": add_token,
-    "a normalizer that doubles": lambda folder: forge_tokenizer(
-        folder, normalizer={"type": "Sequence", "normalizers": [DOUBLE] * 29}
+    "control characters in sharding": (lambda folder: forge_manifest(folder, sharding=EVIL), "damaged: sharding: "),
+    "control characters in the tokenizer": (
+        lambda folder: forge_manifest(folder, tokenizer=EVIL),
+        "damaged: tokenizer: ",
     ),
-    "a tokenizer of 44 MB": lambda folder: forge_tokenizer(folder, x=[[]] * 11_000_000),
-    "a nested tokenizer": lambda folder: forge_tokenizer(folder, normalizer=nested(400)),
+    "control characters in a tensor's name": (
+        lambda folder: forge_header(folder, {EVIL: BYTE | {"data_offsets": [0, 1]}}),
+        "the tensors differ from the model's",
+    ),
+    "no fingerprint of the data": (lambda folder: forge_manifest(folder, data={}), "damaged: data: "),
+    "90,000 tensors": (
+        lambda folder: forge_header(folder, {f"{i}": BYTE | {"data_offsets": [i, i + 1]} for i in range(90_000)}),
+        "more than 65,536 entries",
+    ),
+    "an empty tensor": (
+        lambda folder: forge_header(folder, {"x": BYTE | {"shape": [0], "data_offsets": [0, 0]}}),
+        "damaged header: x: ",
+    ),
+    "NaN": (set_nan, "safetensors: contains inf or NaN"),
+    "a tokenizer of another identity": (
+        lambda folder: forge_manifest(folder, tokenizer="300 tokens, sha256 0"),
+        "written with 300 tokens, sha256 0",
+    ),
+    "a tokenizer with more tokens than the model": (add_token, "301 tokens, the model 300"),
+    "a normalizer that doubles": (
+        lambda folder: forge_tokenizer(folder, normalizer={"type": "Sequence", "normalizers": [DOUBLE] * 29}),
+        "more than 256 times",
+    ),
+    "a tokenizer of 44 MB": (lambda folder: forge_tokenizer(folder, x=[[]] * 11_000_000), "at most 41,943,040"),
+    "a nested tokenizer": (lambda folder: forge_tokenizer(folder, normalizer=nested(400)), "cannot be read: "),
 }
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_checkpoint_with_right_checksums_is_refused(case: str, saved: Path, message: Message) -> None:
-    HOSTILE[case](saved)
+def test_a_hostile_checkpoint_with_right_checksums_is_refused(case: str, saved: Path) -> None:
+    forge, part = HOSTILE[case]
+    forge(saved)
     memory, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     with pytest.raises(RunError) as refused:
         load(saved)
@@ -158,7 +182,7 @@ def test_a_hostile_checkpoint_with_right_checksums_is_refused(case: str, saved: 
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1 << 20  # KiB
     assert all(len(problem) < 1100 for problem in refused.value.problems)
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", str(refused.value))
-    message(refused.value, mask=r"x{50,}|[0-9a-f]{64}|\b[\d,]{9,} bytes")
+    assert part in refused.value.problems[0]
 
 
 def irregular(path: Path, kind: str, target: Path) -> None:
@@ -215,19 +239,18 @@ def test_a_run_neither_writes_through_links_nor_waits_for_fifos(kind: str, priva
     write_durably(Path("file"), b"new")
     assert Path("file").read_bytes() == b"new"
     irregular(run_dir.checkpoints / COMMITTED, kind, private)
-    Directory(run_dir.checkpoints).prune(1, ())
+    LocalCheckpoints(run_dir.checkpoints).prune(1, ())
     irregular(run_dir.metrics, kind, private)
     with pytest.raises(OSError, match="not a regular file"):
         JSONL(run_dir.path, 0, ())
 
 
 @pytest.mark.parametrize("name", ["runs/x", "runs/x/checkpoints", "runs/x/traces", "runs/x/training"])
-def test_a_folder_of_a_run_is_not_a_link(name: str, private: Path, message: Message) -> None:
+def test_a_folder_of_a_run_is_not_a_link(name: str, private: Path) -> None:
     Path(name).parent.mkdir(parents=True)
     Path(name).symlink_to(private.parent)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=f"^{name}: is a symbolic link"):
         in_world(RunDir("x").lock)
-    message(refused.value)
 
 
 @pytest.mark.parametrize("name", ["runs", "runs/x/traces", "runs/x/checkpoints"])
@@ -285,7 +308,7 @@ def test_a_command_removes_what_a_killed_one_left_and_nothing_that_is_in_use(pri
         (checkpoints / name).mkdir(parents=True)
         (checkpoints / name / WEIGHTS).touch()
     (checkpoints / "killed" / DRAFT).touch()
-    Directory(checkpoints).prune(1, ())
+    LocalCheckpoints(checkpoints).prune(1, ())
     assert sorted(path.name for path in checkpoints.iterdir()) == [COMMITTED, "damaged"]
 
 
@@ -318,7 +341,7 @@ def test_only_listed_tokenizer_files_are_copied(saved: Path, private: Path) -> N
     assert "unlisted" not in Path("out/tokenizer_config.json").read_text()
 
 
-def test_links_of_a_hugging_face_folder_lead_to_the_cache(saved: Path, private: Path, message: Message) -> None:
+def test_links_of_a_hugging_face_folder_lead_to_the_cache(saved: Path, private: Path) -> None:
     """The Hub's cache consists of links; what another link leads to would be copied into checkpoints."""
     export_model(saved, Path("exported"))
     snapshot = Path("models--x/snapshots/1")
@@ -330,17 +353,15 @@ def test_links_of_a_hugging_face_folder_lead_to_the_cache(saved: Path, private: 
     assert open_model(snapshot).config.d_model == TINY["d_model"]
     assert load_tokenizer(str(snapshot)).vocab_size == 300
     (snapshot / "chat_template.jinja").symlink_to(private)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=f"^tokenizer: {snapshot}/chat_template.jinja: is a link to {private};"):
         load_tokenizer(str(snapshot))
-    message(refused.value)
 
 
-def test_aliases_of_aliases_are_refused_before_they_are_expanded(message: Message) -> None:
+def test_aliases_of_aliases_are_refused_before_they_are_expanded() -> None:
     lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"{name}: &{name} [{', '.join([f'*{last}'] * 10)}]" for last, name in pairwise("abcdefghi")]
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=r"^test\.yaml: .*100,000 values"):
         strict_yaml.parse("\n".join(lines), "test.yaml")
-    message(refused.value)
 
 
 @pytest.mark.parametrize("stdout", ["/dev/full", "pipe"])

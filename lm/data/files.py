@@ -50,9 +50,9 @@ def find_files(where: str | None, key: str) -> list[Path]:
         if files := sorted(found):
             return files
     except OSError as error:
-        raise ConfigError(f"{key}: {error.filename}: {error.strerror}", keys=(key,)) from None
+        raise ConfigError(f"{key}: {error.filename}: {error.strerror}") from None
     advice = f"it must be a file, a directory or a glob, relative to {Path.cwd()}"
-    raise ConfigError(f"{key}: no file found at {source!r}; {advice}", keys=(key,))
+    raise ConfigError(f"{key}: no file found at {source!r}; {advice}")
 
 
 def _walk(directory: Path, excluded: Collection[str], entered: set[tuple[int, int]]) -> Iterator[Path]:
@@ -91,7 +91,7 @@ def download(source: str, files: Sequence[str], key: str) -> Path:
     logging.set_verbosity_error()  # the errors below report the problem
 
     def refuse(problem: str) -> ConfigError:
-        return ConfigError(f"{key}: {source}: {problem}", keys=(key,))
+        return ConfigError(f"{key}: {source}: {problem}")
 
     name, _, revision = source.partition("@")
     try:
@@ -260,7 +260,7 @@ def get_text(record: Mapping[str, Any], key: str, setting: str = "text_field") -
     """Return the text in the field `key` of a record. Errors say to change `setting`; the caller adds the place."""
     if key not in record:
         problem = f"has no {key!r}, only {', '.join(map(repr, record)) or 'nothing'}; set {setting} to one of them"
-        raise ConfigError(problem, keys=("text_field",))
+        raise ConfigError(problem)
     text = record[key]
     if not isinstance(text, str):
         raise ConfigError(f"{key!r} is {json.dumps(text, default=str):.60}, not text; remove or correct the record")

@@ -60,13 +60,13 @@ def _render(record: Mapping[str, Any], text_field: str, completion_only: bool, t
         for key, (name, program) in _CONVERSIONS.items():
             if key in record:
                 problem = f"{key}: {name} records are not read; convert them: jq -c '{program}' OLD.jsonl > NEW.jsonl"
-                raise ConfigError(problem, keys=("text_field",))
+                raise ConfigError(problem)
         keys = ", ".join(record) or "none"
         problem = f"no {text_field} (text_field), no prompt and completion, no messages; the line has the keys: {keys}"
-        raise ConfigError(problem, keys=("text_field",))
+        raise ConfigError(problem)
     if completion_only:
         problem = f"loss_on: completion requires prompt and completion, or messages; the line has {text_field}"
-        raise ConfigError(problem, keys=("loss_on",))
+        raise ConfigError(problem)
     return _Example(get_text(record, text_field), None, is_chat=False)
 
 
@@ -77,14 +77,14 @@ def _render_chat(
     if unread := [key for key in record if key not in (*keys, "tools")]:
         program = f"del({', '.join('.' + json.dumps(key) for key in unread)})"
         problem = f"{', '.join(unread)}: not read in a chat; remove: jq -c '{program}' OLD.jsonl > NEW.jsonl"
-        raise ConfigError(problem, keys=("text_field",))
+        raise ConfigError(problem)
     tools = _get_tools(record)
     given = [message for key in keys for message in _check_messages(record[key], key, completion_only)]
     messages = [{name: value for name, value in message.items() if name != "weight"} for message in given]
     replies = [i for i, message in enumerate(given) if message["role"] == "assistant"]
     if completion_only and keys == ("messages",) and not replies:
         problem = "messages: none of the assistant, and loss_on: completion learns only from these"
-        raise ConfigError(f"{problem}; remove the line, or set loss_on: all", keys=("loss_on",))
+        raise ConfigError(f"{problem}; remove the line, or set loss_on: all")
     rendered, tagged = tokenizer.render(messages, add_generation_prompt=False, tools=tools)
     text = get_text({keys[-1]: rendered}, keys[-1])
     if not completion_only:
@@ -108,7 +108,7 @@ def _render_chat(
         if not (text.startswith(with_reply) and with_reply.startswith(prompt)):
             problem = "the chat template changes earlier messages, so replies cannot be located; use one that"
             advice = "marks them with {% generation %}, as TRL has for most models, or set loss_on: all"
-            raise ConfigError(f"{problem} {advice}", keys=("loss_on", "tokenizer"))
+            raise ConfigError(f"{problem} {advice}")
         spans.append((len(prompt), len(with_reply)))
     return _Example(text, tuple(spans), is_chat=True)
 
@@ -140,7 +140,7 @@ def _check_messages(messages: Any, key: str, completion_only: bool) -> list[dict
                 shown = json.dumps(message["weight"])[:60]
                 raise ConfigError(f"{key}[{i}]: weight is {shown}; it must be 0 or 1, in messages of the assistant")
             if not completion_only:
-                raise ConfigError(f"{key}[{i}]: weight requires loss_on: completion", keys=("loss_on",))
+                raise ConfigError(f"{key}[{i}]: weight requires loss_on: completion")
     return messages
 
 
@@ -195,13 +195,13 @@ class JsonlDataset(Dataset):
         read_all(files, read)
         if not inputs and any(dropped):
             problem = f"max_seq_len {seq_len} cuts off all targets; use {max(dropped)} or more"
-            raise ConfigError(f"{name_files(files)}: {problem}", keys=("max_seq_len",))
+            raise ConfigError(f"{name_files(files)}: {problem}")
         if not (inputs or dropped):
             advice = "" if held_out is None else ", or set val_data: without it, every 20th line is held out"
             raise ConfigError(f"{name_files(files)}: no samples; add lines{advice}")
         if not inputs:
             problem = f"{name_files(files)}: no line has targets; add completions, or set loss_on: all"
-            raise ConfigError(problem, keys=("loss_on",))
+            raise ConfigError(problem)
         sizes = np.minimum(lengths, seq_len)
         first = _best_fit(sizes, seq_len) if packing else np.arange(len(sizes))
         order = np.argsort(first, kind="stable")
@@ -274,7 +274,7 @@ def _examples(
         try:
             yield _render(record, text_field, completion_only, tokenizer)
         except ConfigError as error:
-            raise ConfigError(f"{place}: {error}", keys=error.keys) from None
+            raise ConfigError(f"{place}: {error}") from None
 
 
 def _encode(

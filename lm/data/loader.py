@@ -29,7 +29,7 @@ def derive_global_batch_size(config: DataConfig, dp_size: int) -> int:
     if total % micro:
         nearest = " or ".join(str(value) for value in (total // micro * micro, (total // micro + 1) * micro) if value)
         problem = f"total_batch_size: {total} is not a multiple of batch_size {config.batch_size} x {dp_size} ranks"
-        raise ConfigError(f"{problem}; use {nearest}", keys=("total_batch_size", "batch_size"))
+        raise ConfigError(f"{problem}; use {nearest}")
     return total
 
 

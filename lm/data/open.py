@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,7 +19,7 @@ from lm.data.jsonl import JsonlDataset
 from lm.data.sampler import SampledSource
 from lm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from lm.data.tokens import SyntheticDataset, TokenFileDataset, TokenWindowDataset, read_index, read_tokens
-from lm.errors import ConfigError, oserror_as_config_error
+from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from model import IGNORE_INDEX
 
 SYNTHETIC_BATCHES = 10
@@ -82,11 +81,6 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     validation_batches: int = Field(10, gt=0, description="batches of total_batch_size in a validation")
 
 
-def _error(problem: str, *more_keys: str) -> ConfigError:
-    """Return the error caused by `more_keys` and by the hyperparameter that `problem` starts with."""
-    return ConfigError(problem, keys=(problem.partition(":")[0], *more_keys))
-
-
 @dataclass(frozen=True)
 class Data:
     """One rank's training source, the validation dataset, and their tokenizer (None: synthetic or unknown)."""
@@ -98,11 +92,6 @@ class Data:
     """for the log"""
     datasets: Sequence[Dataset] = ()
     """all, unless they are streamed"""
-
-    @property
-    def has_document_ids(self) -> bool:
-        """Whether attention is restricted to documents."""
-        return self.validation[0].document_ids is not None
 
     def prompt(self) -> list[int]:
         """Return the start of the validation data: all before its first completion, or at most `PROMPT_TOKENS`."""
@@ -133,7 +122,7 @@ def open_data(
     """
     if isinstance(config.train_data, dict) and config.dataset != "tokens":
         problem = f"train_data: weights require dataset: tokens, not {config.dataset}; use one file, directory or glob"
-        raise _error(problem, "dataset")
+        raise ConfigError(problem)
     if config.dataset == "hf":
         data = _open_stream(config, seq_len, global_batch_size, seed, dp_rank, dp_size)
     else:
@@ -159,7 +148,7 @@ def open_data(
     tokenizer, n_samples = data.tokenizer, data.train.samples_per_epoch
     if tokenizer and tokenizer.vocab_size > vocab_size:
         problem = f"vocab_size: {vocab_size} is less than the {tokenizer.vocab_size} ids of tokenizer"
-        raise _error(f"{problem} {tokenizer.identity}; use {tokenizer.vocab_size} or more, or null", "tokenizer")
+        raise ConfigError(f"{problem} {tokenizer.identity}; use {tokenizer.vocab_size} or more, or null")
     if n_samples is not None and n_samples < global_batch_size:
         raise _too_few("train_data", n_samples, seq_len, global_batch_size)
     if not len(data.validation):
@@ -169,18 +158,7 @@ def open_data(
 
 def _too_few(what: str, n_samples: int, seq_len: int, needed: int) -> ConfigError:
     problem = f"{what}: {n_samples} sequences of max_seq_len {seq_len}, but the run needs at least {needed}"
-    keys = ("max_seq_len", "batch_size", "total_batch_size")
-    return _error(f"{problem}; add data, or lower max_seq_len or the batch size", *keys)
-
-
-@contextlib.contextmanager
-def _caused_by(key: str) -> Iterator[None]:
-    """Add `key`, which names a file, to errors about its contents."""
-    try:
-        yield
-    except ConfigError as error:
-        error.causes = tuple(cause or frozenset((key,)) for cause in error.causes)
-        raise
+    return ConfigError(f"{problem}; add data, or lower max_seq_len or the batch size")
 
 
 Opened = tuple[Sequence[Dataset], Dataset, Tokenizer | None]
@@ -191,7 +169,7 @@ def _open_synthetic(config: DataConfig, vocab_size: int, seq_len: int, global_ba
     for key in ("train_data", "val_data", "tokenizer"):
         if getattr(config, key) is not None:
             problem = f"{key}: dataset: synthetic reads no data; remove it, or choose text, tokens, jsonl or hf"
-            raise _error(problem, "dataset")
+            raise ConfigError(problem)
     n_samples, parts = SYNTHETIC_BATCHES * global_batch_size, ("training", "validation")
     train, validation = (SyntheticDataset(vocab_size, seq_len, n_samples, (seed, part)) for part in parts)
     return [train], validation, None
@@ -201,8 +179,9 @@ def _open_text(config: DataConfig, seq_len: int) -> Opened:
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
 
     def read(key: str) -> NDArray[np.uint32]:
-        with _caused_by(key):
-            return read_tokens(files.find_files(getattr(config, key), key), tokenizer)
+        found = files.find_files(getattr(config, key), key)
+        with error_prefix(key):
+            return read_tokens(found, tokenizer)
 
     train = read("train_data")
     if config.val_data is None:
@@ -214,7 +193,7 @@ def _open_text(config: DataConfig, seq_len: int) -> Opened:
 
 def _train_indexes(config: DataConfig) -> list[Path]:
     if not config.train_data:
-        raise _error("train_data: dataset: tokens requires a directory written by python -m lm.prepare", "dataset")
+        raise ConfigError("train_data: dataset: tokens requires a directory written by python -m lm.prepare")
     directories = config.train_data if isinstance(config.train_data, dict) else [config.train_data]
     return [path / "train.json" if path.is_dir() else path for path in map(Path.expanduser, map(Path, directories))]
 
@@ -223,8 +202,9 @@ def _train_indexes(config: DataConfig) -> list[Path]:
 def default_vocab_size(config: DataConfig) -> int:
     """Return the number of ids of the tokenizer, or of the token files, rounded up to a multiple of 64."""
     if config.dataset == "tokens":
-        with _caused_by("train_data"):
-            n_ids = max(read_index(path).vocab_size for path in _train_indexes(config))
+        paths = _train_indexes(config)
+        with error_prefix("train_data"):
+            n_ids = max(read_index(path).vocab_size for path in paths)
     else:
         n_ids = load_tokenizer(config.tokenizer or "bytes").vocab_size
     return 64 * math.ceil(n_ids / 64)
@@ -232,12 +212,9 @@ def default_vocab_size(config: DataConfig) -> int:
 
 @oserror_as_config_error
 def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Opened:
-    def read(key: str, path: Path) -> TokenFileDataset:
-        with _caused_by(key):
-            return TokenFileDataset(path, seq_len, vocab_size)
-
     paths = _train_indexes(config)
-    train = [read("train_data", path) for path in paths]
+    with error_prefix("train_data"):
+        train = [TokenFileDataset(path, seq_len, vocab_size) for path in paths]
     directory = str(paths[0].parent)
     held_out = Path(config.val_data or directory).expanduser()
     if held_out.is_dir():
@@ -246,8 +223,9 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Opened:
         problem = (
             f"val_data: {directory} has no validation part; prepare it with --validation-fraction, or set val_data"
         )
-        raise _error(problem, "train_data")
-    validation = read("val_data", held_out)
+        raise ConfigError(problem)
+    with error_prefix("val_data"):
+        validation = TokenFileDataset(held_out, seq_len, vocab_size)
     identity = train[0].index.tokenizer
     for part in (*train, validation):
         key = "val_data" if part is validation else "train_data"
@@ -255,12 +233,12 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Opened:
             raise _too_few(f"{key}: {part.path}", 0, seq_len, 1)
         if part.index.tokenizer != identity:
             problem = f"{key}: {part.path} was made with another tokenizer than {train[0].path}"
-            raise _error(f"{problem}; prepare them with one", "train_data")
+            raise ConfigError(f"{problem}; prepare them with one")
     name = config.tokenizer or ("bytes" if identity == ByteTokenizer.identity else directory)
     tokenizer = load_tokenizer(name) if identity is not None else None
     if tokenizer and tokenizer.identity != identity:
         problem = f"tokenizer: {name} is not the tokenizer that the token files were made with ({identity})"
-        raise _error(f"{problem}; use that one", "train_data")
+        raise ConfigError(f"{problem}; use that one")
     return train, validation, tokenizer
 
 
@@ -270,11 +248,12 @@ def _open_jsonl(config: DataConfig, seq_len: int) -> Opened:
 
     def read(key: str, held_out: bool) -> JsonlDataset:
         if (where := getattr(config, key)) is None:
-            raise _error(f"{key}: dataset: jsonl requires it; set it to a file, a directory or a glob", "dataset")
-        with _caused_by(key):
-            found, only = files.find_files(where, key), config.loss_on == "completion"
-            part = held_out if config.val_data is None else None
-            return JsonlDataset(found, tokenizer, seq_len, config.text_field, only, config.packing, part)
+            raise ConfigError(f"{key}: dataset: jsonl requires it; set it to a file, a directory or a glob")
+        found = files.find_files(where, key)
+        completion_only = config.loss_on == "completion"
+        part = held_out if config.val_data is None else None
+        with error_prefix(key):
+            return JsonlDataset(found, tokenizer, seq_len, config.text_field, completion_only, config.packing, part)
 
     validation = read("train_data" if config.val_data is None else "val_data", held_out=True)
     return [read("train_data", held_out=False)], validation, tokenizer
@@ -285,13 +264,13 @@ def _open_stream(
 ) -> Data:
     where, val_data = config.train_data, config.val_data
     if not isinstance(where, str):
-        raise _error("train_data: dataset: hf requires a dataset on the hub, or local files", "dataset")
+        raise ConfigError("train_data: dataset: hf requires a dataset on the hub, or local files")
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
     documents, fingerprint = stream.open_documents(where, "train_data", "train", config.hf_config)
     if val_data is not None and stream.is_local(val_data):
         held_out, _ = stream.open_documents(val_data, "val_data", "train", None)
     elif stream.is_local(where):
-        raise _error(
+        raise ConfigError(
             "val_data: local files of dataset: hf have no validation split; set it to a file, directory or glob"
         )
     else:

@@ -72,7 +72,7 @@ def _quotas(weights: Sequence[float]) -> list[int]:
         quotas[i] += 1
     if not all(quotas):
         problem = f"a share of {min(weights) / sum(weights):.2g} is less than one sample in {BLOCK}"
-        raise ConfigError(f"train_data: {problem}; raise the smallest weight", keys=("train_data",))
+        raise ConfigError(f"train_data: {problem}; raise the smallest weight")
     return quotas
 
 

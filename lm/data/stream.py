@@ -29,7 +29,7 @@ from lm.data.dataset import SampleBatch
 from lm.data.files import find_files, get_text, open_table, reason
 from lm.data.tokenizer import Tokenizer, encode_documents
 from lm.data.tokens import window
-from lm.errors import ConfigError, DataError, RankError, oserror_as_config_error
+from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.launch.spawn import die_with_parent
 from lm.seeds import derive_seed
 
@@ -65,7 +65,7 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
     try:
         import datasets
     except ImportError:
-        raise ConfigError("dataset: hf requires a package: pip install datasets", keys=("dataset",)) from None
+        raise ConfigError("dataset: hf requires a package: pip install datasets") from None
     datasets.disable_progress_bars()
     local = is_local(where)
     try:
@@ -75,7 +75,7 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
         formats = {Path(file.name.removesuffix(".gz").removesuffix(".zst")).suffix for file in files}
         if len(formats) > 1 or not formats <= BUILDERS.keys():
             problem = f"{key}: {where}: files must have one format of {', '.join(BUILDERS)}"
-            raise ConfigError(f"{problem}; found {', '.join(sorted(formats))}", keys=(key,))
+            raise ConfigError(f"{problem}; found {', '.join(sorted(formats))}")
         digest = hashlib.sha256()
         for file in files:
             with file.open("rb") as content:
@@ -89,11 +89,11 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
     except Exception as error:  # each format and each file system raises its own
         problem = f"{key}: {where}: cannot be opened"
         if local:
-            raise ConfigError(f"{problem}: {reason(error)}", keys=(key,)) from None
+            raise ConfigError(f"{problem}: {reason(error)}") from None
         download = f"hf download {where} --repo-type dataset --local-dir DIRECTORY"
         advice = f"run on a machine with network access: {download}, then set {key}=DIRECTORY/..."
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        raise ConfigError(f"{problem}{offline}: {reason(error)}; {advice}", keys=(key, "hf_config")) from None
+        raise ConfigError(f"{problem}{offline}: {reason(error)}; {advice}") from None
 
 
 def first_tokens(documents: Documents, text_field: str, tokenizer: Tokenizer, count: int) -> NDArray[np.int64]:
@@ -102,17 +102,17 @@ def first_tokens(documents: Documents, text_field: str, tokenizer: Tokenizer, co
     tokens = itertools.chain.from_iterable(ids.tolist() for ids in _encode(texts, tokenizer))
     try:
         return np.fromiter(itertools.islice(tokens, count), np.int64)
-    except DataError:
-        raise
+    except ConfigError as error:
+        raise ConfigError(f"val_data: {error}") from None
     except Exception as error:
-        raise ConfigError(f"val_data: cannot be read: {reason(error)}", keys=("val_data",)) from None
+        raise ConfigError(f"val_data: cannot be read: {reason(error)}") from None
 
 
 def _get_text(record: Mapping[str, Any], key: str, number: int) -> str:
     try:
         return get_text(record, key)
     except ConfigError as error:
-        raise DataError(f"text_field: document {number}: {error}", keys=("text_field",)) from None
+        raise ConfigError(f"text_field: document {number}: {error}") from None
 
 
 def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.uint32]]:
@@ -130,7 +130,7 @@ class Window(NamedTuple):
 
 
 @dataclass(eq=False)
-class TokenStream(IterableDataset["Window | DataError"]):
+class TokenStream(IterableDataset["Window | ConfigError"]):
     """An endless sequence of windows of one worker's share of the documents.
 
     Args:
@@ -150,14 +150,14 @@ class TokenStream(IterableDataset["Window | DataError"]):
     block: int = BLOCK
     state: Mapping[str, Any] = field(default_factory=dict)
 
-    def __iter__(self) -> Iterator[Window | DataError]:
+    def __iter__(self) -> Iterator[Window | ConfigError]:
         """Yield windows, or the error that ends them: raised in a worker, it would arrive as a traceback."""
         try:
             yield from self.windows()
-        except DataError as error:
-            yield error
+        except ConfigError as error:
+            yield ConfigError(f"train_data: {error}", rank_local=True)
         except Exception as error:  # each format and each file system raises its own
-            yield DataError(f"train_data: cannot be read: {reason(error)}", keys=("train_data",))
+            yield ConfigError(f"train_data: cannot be read: {reason(error)}", rank_local=True)
 
     def windows(self) -> Iterator[Window]:
         """Yield windows from `state` on."""
@@ -212,7 +212,7 @@ class TokenStream(IterableDataset["Window | DataError"]):
             read = state["read"] + len(texts)
             if read == read_before and state["dataset"] is None:
                 problem = "data_workers: a worker's share of the dataset is empty; lower data_workers, or add files"
-                raise DataError(problem, keys=("data_workers", "train_data"))
+                raise ConfigError(problem)
             state = start | {"block": state["block"] + 1, "read": read}
 
 
@@ -299,15 +299,15 @@ class StreamingDataset:
                     if "exited unexpectedly" not in str(error):
                         raise
                     problem = f"data_workers: a data worker was killed ({error}); if memory ran out, lower data_workers"
-                    raise RankError(problem, keys=("data_workers",)) from None
+                    raise RunError(problem, rank_local=True) from None
                 for item in windows:
-                    if isinstance(item, DataError):
+                    if isinstance(item, ConfigError):
                         raise item
                     samples.append(window(item.ids))
                     self._states[self._turn] = item.state
                 self._turn = (self._turn + 1) % len(readers)
             yield SampleBatch(samples, self._n_target_tokens, self.state_dict())
 
-    def _read(self, stream: TokenStream) -> Iterator[list[Window | DataError]]:
+    def _read(self, stream: TokenStream) -> Iterator[list[Window | ConfigError]]:
         process: Any = {"num_workers": 1, "multiprocessing_context": "spawn", "worker_init_fn": _init_worker}
         return iter(DataLoader(stream, self._batch_size, collate_fn=list, prefetch_factor=4, **process))

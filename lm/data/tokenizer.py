@@ -38,10 +38,6 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EOS_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
 
 
-def _error(name: object, problem: str) -> ConfigError:
-    return ConfigError(f"tokenizer: {name}: {problem}", keys=("tokenizer",))
-
-
 IdsAndEnds = tuple[NDArray[np.uint32], NDArray[np.int64]]
 """The tokens of a text, and for each the number of the first character after it: arrays of shape (tokens,)."""
 
@@ -84,7 +80,9 @@ class ByteTokenizer:
         yield decoder.decode(b"", final=True)
 
     def render(self, *_: Any, **__: Any) -> NoReturn:
-        raise _error(self.identity, "has no chat template for messages; use a Hugging Face tokenizer that has one")
+        raise ConfigError(
+            f"tokenizer: {self.identity}: has no chat template for messages; use a Hugging Face tokenizer that has one"
+        )
 
 
 class FileTokenizer:
@@ -101,12 +99,14 @@ class FileTokenizer:
             self._config: dict[str, Any] = dict(parse_json(files.get("tokenizer_config.json", b"{}")))
             self._generation: dict[str, Any] = dict(parse_json(files.get(GENERATION, b"{}")))
         except Exception as error:  # the library raises nothing narrower
-            raise _error(name, f"cannot be read: {error}") from None
+            raise ConfigError(f"tokenizer: {name}: cannot be read: {error}") from None
         if (size := self._encoder.get_vocab_size()) > MAX_VOCABULARY:
-            raise _error(name, f"has {size:,} tokens, but at most {MAX_VOCABULARY:,} are read")
+            raise ConfigError(f"tokenizer: {name}: has {size:,} tokens, but at most {MAX_VOCABULARY:,} are read")
         stages = self._encoder.normalizer, self._encoder.pre_tokenizer, self._encoder.post_processor
         if math.prod(_growth(json.loads(stage.__getstate__())) for stage in stages if stage) > MAX_TOKENIZER_GROWTH:
-            raise _error(name, f"its stages can lengthen a text more than {MAX_TOKENIZER_GROWTH} times")
+            raise ConfigError(
+                f"tokenizer: {name}: its stages can lengthen a text more than {MAX_TOKENIZER_GROWTH} times"
+            )
         self._encoder.no_truncation()
         self._encoder.no_padding()
         self._name = name
@@ -122,7 +122,9 @@ class FileTokenizer:
             eos = next((token for token in _EOS_TOKENS if token in vocabulary), None)
         if eos not in vocabulary:
             what = f"eos_token {eos!r} is not in its vocabulary" if eos else "it has no end-of-text token"
-            raise _error(name, f"{what}; set eos_token in a tokenizer_config.json in the same directory")
+            raise ConfigError(
+                f"tokenizer: {name}: {what}; set eos_token in a tokenizer_config.json in the same directory"
+            )
         self.eos_id: int = vocabulary[eos]
         self.bos_id: int | None = vocabulary.get(self._special_token("bos_token") or "")
 
@@ -214,7 +216,7 @@ class FileTokenizer:
         if isinstance(template, list):  # several, by name
             template = next((each.get("template") for each in template if each.get("name") == "default"), None)
         if not isinstance(template, str):
-            raise _error(self._name, "has no chat template (chat_template in tokenizer_config.json)")
+            raise ConfigError(f"tokenizer: {self._name}: has no chat template (chat_template in tokenizer_config.json)")
         return template
 
     @functools.cached_property
@@ -238,13 +240,17 @@ class FileTokenizer:
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError:
-            raise _error(self._name, "chat templates require a package: pip install transformers") from None
+            raise ConfigError(
+                f"tokenizer: {self._name}: chat templates require a package: pip install transformers"
+            ) from None
         if tools is not None and "tools" not in words:
-            raise _error(self._name, "its chat template does not read tools; remove them from the data")
+            raise ConfigError(
+                f"tokenizer: {self._name}: its chat template does not read tools; remove them from the data"
+            )
         if unread := sorted({key for message in messages for key in message if message[key] is not None} - words):
             program = f"del((.messages, .prompt, .completion)[]?{json.dumps(unread)})"
             problem = f"its chat template does not read {', '.join(unread)} of messages"
-            raise _error(self._name, f"{problem}; remove: jq -c '{program}' OLD.jsonl > NEW.jsonl")
+            raise ConfigError(f"tokenizer: {self._name}: {problem}; remove: jq -c '{program}' OLD.jsonl > NEW.jsonl")
         variables: Any = {key: self._special_token(key) for key in _SPECIAL_TOKENS} | dict(self.template_kwargs)
         chats, has_tags = [list(map(dict, messages))], bool(_GENERATION_TAG.search(template))
         date = self.date or datetime.date.today()
@@ -262,7 +268,7 @@ class FileTokenizer:
                 **variables,
             )
         except Exception as error:  # a template may raise anything
-            raise _error(self._name, f"its chat template rejects the messages: {error}") from None
+            raise ConfigError(f"tokenizer: {self._name}: its chat template rejects the messages: {error}") from None
         marked: Any = spans
         return texts[0], marked[0] if has_tags else None
 
@@ -308,7 +314,9 @@ class _CheckedEncoder:
             except BaseException as error:
                 if type(error).__name__ != "PanicException":
                     raise
-                raise _error(self._name, f"the tokenizers library panicked: {error}; use another tokenizer") from None
+                raise ConfigError(
+                    f"tokenizer: {self._name}: the tokenizers library panicked: {error}; use another tokenizer"
+                ) from None
 
         return call if callable(value) else value
 
@@ -341,11 +349,11 @@ def load_tokenizer(name: str) -> Tokenizer:
         return FileTokenizer({FILE: _read(path.resolve(), FILE)}, name)
     if not path.exists():
         if name.startswith((".", "/", "~")) or name.endswith(".json"):
-            raise _error(name, f"no such file or directory in {Path.cwd()}")
+            raise ConfigError(f"tokenizer: {name}: no such file or directory in {Path.cwd()}")
         path = download(name, FILES, "tokenizer")
     files = read_files(path.parent if path.is_file() else path)
     if FILE not in files:
-        raise _error(name, f"has no {FILE}")
+        raise ConfigError(f"tokenizer: {name}: has no {FILE}")
     return FileTokenizer(files, name)
 
 
@@ -361,17 +369,21 @@ def saved_tokenizer(
     if identity == ByteTokenizer.identity:
         return ByteTokenizer()
     if FILE not in names:
-        raise _error(directory, f"the checkpoint lists no {FILE}")
+        raise ConfigError(f"tokenizer: {directory}: the checkpoint lists no {FILE}")
     files = {name: _read(directory / name, name) for name in FILES if name in names}
     tokenizer = FileTokenizer(files, str(directory))
     if tokenizer.identity != identity:
-        raise _error(directory, f"{FILE} has {tokenizer.identity}, the checkpoint was written with {identity}")
+        raise ConfigError(
+            f"tokenizer: {directory}: {FILE} has {tokenizer.identity}, the checkpoint was written with {identity}"
+        )
     date = hyperparameters.get("chat_template_date")
     try:
         tokenizer.template_kwargs = dict(hyperparameters.get("chat_template_kwargs") or {})
         tokenizer.date = datetime.date.fromisoformat(date) if date else None
     except (ValueError, TypeError) as error:
-        raise _error(directory, f"chat_template_date or chat_template_kwargs of the checkpoint: {error}") from None
+        raise ConfigError(
+            f"tokenizer: {directory}: chat_template_date or chat_template_kwargs of the checkpoint: {error}"
+        ) from None
     return tokenizer
 
 
@@ -385,7 +397,7 @@ def read_files(directory: Path) -> dict[str, bytes]:
     for path in (directory / name for name in FILES if (directory / name).is_file()):
         target, root = path.resolve(), directory.resolve()
         if target.parent not in (root, root.parent.parent / "blobs"):
-            raise _error(path, f"is a link to {target}; copy the file")
+            raise ConfigError(f"tokenizer: {path}: is a link to {target}; copy the file")
         files[path.name] = _read(target, path.name)
     return files
 

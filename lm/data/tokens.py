@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, ValidationError
 from lm.data.dataset import Dataset, Sample
 from lm.data.files import blocks, decode, name_files, read_all
 from lm.data.tokenizer import Tokenizer, encode_documents
-from lm.errors import ConfigError, DataError
+from lm.errors import ConfigError
 from lm.fileio import MAX_INDEX_BYTES, crc32c, open_regular, read_bytes
 from lm.seeds import derive_seed
 
@@ -164,14 +164,16 @@ class TokenFileDataset(Dataset):
         n_bytes = (self.seq_len + 1) * self._dtype.itemsize
         raw = os.pread(self._file, n_bytes, offset)
         if len(raw) < n_bytes:
-            raise DataError(f"{self.path}: ends at byte {offset + len(raw)}: it was truncated during the run")
+            raise ConfigError(
+                f"{self.path}: ends at byte {offset + len(raw)}: it was truncated during the run", rank_local=True
+            )
         ids = np.frombuffer(raw, self._dtype).astype(np.int64)
         if ids.max() >= self._vocab_size:
             at = int(ids.argmax())
-            raise DataError(
+            raise ConfigError(
                 f"{self.path}: byte {offset + at * self._dtype.itemsize}: id {ids[at]} is not less than vocab_size"
                 f" {self._vocab_size}; set vocab_size to {self.index.vocab_size}",
-                keys=("vocab_size", "train_data", "val_data"),
+                rank_local=True,
             )
         return window(ids)
 
@@ -185,7 +187,7 @@ def check_files(datasets: Iterable[Dataset], rank: int, n_ranks: int) -> None:
     A file is read once: what was intact is remembered in `CHECKED` by name, size, time of change and inode.
 
     Raises:
-        DataError: a file is damaged or cannot be read.
+        ConfigError: a file is damaged or cannot be read.
     """
     files = [(dataset.path, dataset.index.crc32c) for dataset in datasets if isinstance(dataset, TokenFileDataset)]
     advice = "write it again with python -m lm.prepare"
@@ -195,9 +197,9 @@ def check_files(datasets: Iterable[Dataset], rank: int, n_ranks: int) -> None:
             facts = socket.gethostname(), path.absolute(), status.st_size, status.st_mtime_ns, status.st_ino, checksum
             marker = CHECKED / sha256(repr(facts).encode()).hexdigest()
             if not os.path.exists(marker) and crc32c(path) != checksum:  # noqa: PTH110 - Path.exists may raise
-                raise DataError(f"{path}: damaged: differs from {path.stem}.json; {advice}")
+                raise ConfigError(f"{path}: damaged: differs from {path.stem}.json; {advice}", rank_local=True)
         except OSError as error:
-            raise DataError(f"{path}: {error.strerror}; {advice}") from None
+            raise ConfigError(f"{path}: {error.strerror}; {advice}", rank_local=True) from None
         if CHECKED.is_absolute():  # otherwise this user has no home directory
             with suppress(OSError):  # or it is read-only
                 CHECKED.mkdir(parents=True, exist_ok=True)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from lm.checkpoint.bucket import is_url
 from lm.checkpoint.manifest import MANIFEST, Base, FileRecord, Manifest, model_of, read_manifest, record, verify
-from lm.checkpoint.object_storage import is_url
 from lm.checkpoint.resume import find_checkpoint, refuse_adapters
 from lm.checkpoint.tensor_files import load_weights
-from lm.errors import ConfigError, naming, oserror_as_config_error
+from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
 from lm.lora import Adapters, LoraConfig, n_trained
 from lm.runtime.world import World
@@ -33,10 +33,10 @@ def find_base(source: str, world: World) -> Base:
     def find() -> Path:
         if is_url(source):
             problem = f"init_from: {source}: the base of adapters must be on a disk"
-            raise ConfigError(f"{problem}; run: python -m lm.hf export {source} DIRECTORY", keys=("init_from",))
+            raise ConfigError(f"{problem}; run: python -m lm.hf export {source} DIRECTORY")
         if weights.is_model(source):
             return weights.find_source(source)
-        with naming("init_from"):
+        with error_prefix("init_from"):
             directory = find_checkpoint(Path(source)).absolute()
         refuse_adapters(read_manifest(directory), source)
         return directory

@@ -285,8 +285,7 @@ def _mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
         del supported["bias"]
     return [
         ConfigError(
-            f"{key}: {values[key]} has no counterpart in {family.class_name}; use {' or '.join(map(str, allowed))}",
-            keys=(key,),
+            f"{key}: {values[key]} has no counterpart in {family.class_name}; use {' or '.join(map(str, allowed))}"
         )
         for key, allowed in supported.items()
         if values[key] not in allowed

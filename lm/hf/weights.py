@@ -21,7 +21,6 @@ from lm.checkpoint.tensor_files import (
     TensorSlice,
     find_tensors,
     full_shape,
-    local_rows,
     read_headers,
     read_into,
 )
@@ -33,6 +32,7 @@ from lm.hf import families
 from lm.hf.families import Family
 from lm.metrics.device import peak_memory_gib
 from lm.runtime.world import World
+from lm.shards import local_rows
 from model import ModelConfig, Transformer
 
 CONFIG = "config.json"
@@ -68,7 +68,7 @@ def find_source(source: str) -> Path:
         return Path(source)
     if not _HUB_NAME.fullmatch(source):
         problem = f"init_from: {source}: not a directory, and not a name on the Hugging Face Hub (OWNER/MODEL)"
-        raise ConfigError(problem, keys=("init_from",))
+        raise ConfigError(problem)
     return download(source, DOWNLOADED, "init_from")
 
 
@@ -95,7 +95,7 @@ def open_model(directory: Path) -> HuggingFaceModel:
     tied_head = tensors.pop("lm_head.weight", None) if config.tie_embeddings else None
     if problems := _differences(tensors, shapes):
         problem = f"{directory}: the tensors do not match {CONFIG}:"
-        raise ConfigError(problem, *first_20(problems), keys=("init_from",))
+        raise ConfigError(problem, *first_20(problems))
     sources = {name: Source(tensors[place.name], place.start, place.transposed) for name, place in places.items()}
     return HuggingFaceModel(family, config, sources, Source(tied_head) if tied_head else None)
 
@@ -117,8 +117,7 @@ def model_defaults(source: str) -> dict[str, Any]:
     if size > config.vocab_size:
         raise ConfigError(
             f"{directory}: the tokenizer has {size} tokens, the model {config.vocab_size}: remove the added tokens from"
-            " the tokenizer, or load the model with transformers, resize_token_embeddings() and save_pretrained() it",
-            keys=("init_from",),
+            " the tokenizer, or load the model with transformers, resize_token_embeddings() and save_pretrained() it"
         )
     return values | {"tokenizer": str(directory)}
 
@@ -146,8 +145,7 @@ def read_directory(directory: Path, model: Transformer) -> None:
     if tied_head and not _equals(parameters["embedding.tokens.weight"], tied_head):
         raise ConfigError(
             f"{directory}: {CONFIG} ties lm_head.weight to the embedding, but the files have a different one; set"
-            f" tie_word_embeddings: false in {CONFIG} to use it",
-            keys=("init_from",),
+            f" tie_word_embeddings: false in {CONFIG} to use it"
         )
 
 
@@ -184,7 +182,7 @@ def _open_tensors(directory: Path, family: Family) -> dict[str, list[TensorSlice
     """Return the tensors in the files of `directory`, by their names in the full model, without old constants."""
     paths = weight_files(directory)
     if missing := next((path for path in paths if not path.is_file()), None):
-        raise ConfigError(f"{missing}: missing; download the directory again", keys=("init_from",))
+        raise ConfigError(f"{missing}: missing; download the directory again")
     found = read_headers({path.resolve(): None for path in paths})  # the Hub's cache consists of links
     prefix = family.tensors["embedding.tokens"].partition(".")[0] + "."  # missing if the bare model was saved
     full = {name if name.startswith((prefix, "lm_head.")) else prefix + name: name for name in found}
@@ -212,7 +210,7 @@ def weight_files(directory: Path) -> list[Path]:
         weight_map = _read_json(index).get("weight_map")
         names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
         if not names or any(name != Path(name).name or name in ("", "..") for name in names):
-            raise ConfigError(f"{index}: weight_map must contain file names in this directory", keys=("init_from",))
+            raise ConfigError(f"{index}: weight_map must contain file names in this directory")
         return [directory / name for name in names]
     if (directory / WEIGHTS).is_file():
         return [directory / WEIGHTS]
@@ -220,8 +218,7 @@ def weight_files(directory: Path) -> list[Path]:
     found = f"{pickled.name} is a pickle, which can execute code, and is not read" if pickled else "neither exists"
     raise ConfigError(
         f"{directory}: needs {WEIGHTS} or {INDEX}; {found}. To convert, load it with transformers and"
-        " save_pretrained(DIRECTORY, safe_serialization=True)",
-        keys=("init_from",),
+        " save_pretrained(DIRECTORY, safe_serialization=True)"
     )
 
 
@@ -235,4 +232,4 @@ def _read_json(path: Path) -> dict[str, Any]:
         problem = f"{error.strerror}; a model directory needs one"
     except ValueError as error:
         problem = f"invalid JSON: {error}"
-    raise ConfigError(f"{path}: {problem}", keys=("init_from",))
+    raise ConfigError(f"{path}: {problem}")

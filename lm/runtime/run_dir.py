@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import socket
 import stat
 import tempfile
@@ -54,7 +53,7 @@ class RunDir:
     def __init__(self, name: str, storage: str | None = None) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,199}", name):  # could point outside of runs/
             advice = "use letters, digits, '.', '_' and '-', starting with a letter or digit: run_name=NAME"
-            raise ConfigError(f"run_name: {name!r} is not a directory name; {advice}", keys=("run_name",))
+            raise ConfigError(f"run_name: {name!r} is not a directory name; {advice}")
         self.path = ROOT / name
         self.url = storage and f"{storage.rstrip('/')}/{name}"
         self.checkpoints = self.path / "checkpoints"
@@ -90,11 +89,6 @@ class RunDir:
         for path in (self.checkpoints, self.traces):
             path.mkdir(parents=True, exist_ok=True)
 
-    def remove_transfers(self) -> None:
-        """Remove what a kill left on this machine of transfers to and from object storage."""
-        for path in self.checkpoints.glob(f"{TRANSFER_PREFIX}*"):
-            shutil.rmtree(path, ignore_errors=True)
-
     def _require_same_directory(self, holder: str) -> None:
         try:
             found = _read(self._lock)
@@ -128,7 +122,7 @@ def this_process() -> str:
 def in_use(where: Path | str, holder: str | None) -> RunError:
     """Return the error that a run is at `where`."""
     advice = "wait until it ends, stop it, or choose another run_name"
-    return RunError(f"{where}: in use by {holder or 'another process'}; {advice}", keys=("run_name",))
+    return RunError(f"{where}: in use by {holder or 'another process'}; {advice}")
 
 
 def move_aside(run_dir: Path) -> None:
@@ -179,13 +173,13 @@ def _require_private(path: Path) -> None:
     status = path.stat() if path == ROOT else path.lstat()
     if stat.S_ISLNK(status.st_mode):
         problem = f"{path}: is a symbolic link, which is not followed; to write elsewhere, make {ROOT} a link"
-        raise ConfigError(problem, keys=("run_name",))
+        raise ConfigError(problem)
     if path != ROOT and status.st_uid != os.getuid():
         with tempfile.TemporaryFile(dir=path.parent) as probe:  # NFS can give all files to another user
             owner = os.fstat(probe.fileno()).st_uid
         if status.st_uid != owner:
             problem = f"{path}: belongs to user {status.st_uid}, not to you ({os.getuid()}); choose another run_name"
-            raise ConfigError(problem, keys=("run_name",))
+            raise ConfigError(problem)
     if status.st_mode & stat.S_IWOTH and not (path == ROOT and status.st_mode & stat.S_ISVTX):
         advice = f"check its contents, then run: chmod o-w {path} (CIFS: mount it with dir_mode=0770)"
         raise ConfigError(f"{path}: writable by all users; {advice}")

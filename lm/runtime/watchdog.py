@@ -14,12 +14,13 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
-from lm.errors import RankError, RunError
+from lm.errors import ConfigError, RunError
 
 HEARTBEAT_INTERVAL = 0.25
 """seconds"""
@@ -46,6 +47,14 @@ class Heartbeat(NamedTuple):
     """this is the last heartbeat of the rank, which is alive"""
 
 
+@dataclass
+class Cause:
+    """Why a collective failed on this rank: one line per problem, and the exit code of the rank that caused it."""
+
+    problems: list[str]
+    exit_code: int = RunError.exit_code
+
+
 class Watchdog:
     """Context manager around the run of one rank; `timeout` is the seconds after which a collective fails."""
 
@@ -64,7 +73,7 @@ class Watchdog:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Stop; replace the RuntimeError of a failed collective by a RankError that names the cause."""
+        """Stop; replace the RuntimeError of a failed collective by a RunError that names the cause."""
         faulthandler.cancel_dump_traceback_later()
         text = str(error) if isinstance(error, RuntimeError) else ""
         is_nccl = isinstance(error, dist.DistBackendError)  # timeout or lost peer
@@ -73,19 +82,23 @@ class Watchdog:
             self._stopped.set()
             return
         self._collective_failed = True
-        causes, keys = self._find_causes(timed_out)
+        cause = self._find_cause(timed_out)
         self._stopped.set()
-        timeout = f"timed out after {self._timeout:g} s (collective_timeout) waiting for"
-        what = timeout if timed_out else "lost the connection to"
+        what = "lost the connection to"
+        if timed_out:
+            what = f"timed out after {self._timeout:g} s (collective_timeout) waiting for"
         where = f"rank {self._rank} (last completed step {self._step})"
-        raise RankError(*(f"{where}: {what} {cause}" for cause in causes), keys=keys) from error
+        problems = [f"{where}: {what} {problem}" for problem in cause.problems]
+        error_type = ConfigError if cause.exit_code == ConfigError.exit_code else RunError
+        raise error_type(*problems, rank_local=True) from error
 
     def publish_error(self, error: RunError) -> None:
         """Publish the error that ends this rank, for the ranks that lose the connection to it."""
         if not self._collective_failed:
-            causes = [f"rank {self._rank}, which failed: {problem}" for problem in error.problems]
+            problems = [f"rank {self._rank}, which failed: {problem}" for problem in error.problems]
+            cause = Cause(problems, error.exit_code)
             with suppress(RuntimeError):  # rank 0 has exited, and its store with it
-                self._store.set(_ERROR_KEY, json.dumps([causes, sorted(error.keys)]))
+                self._store.set(_ERROR_KEY, json.dumps(asdict(cause)))
 
     def on_step_start(self, step: int) -> None:
         """Record that this rank has completed `step` steps and starts the next one."""
@@ -113,36 +126,39 @@ class Watchdog:
         sys.stderr.write(f"rank {self._rank} (last completed step {self._step}), stack:\n{''.join(stack)}")
         sys.stderr.flush()
 
-    def _find_causes(self, timed_out: bool) -> tuple[list[str], list[str]]:
-        """Return the ranks that the collective waited for, or the error that another rank published, and its keys.
+    def _find_cause(self, timed_out: bool) -> Cause:
+        """Return the ranks that the collective waited for, or the error that another rank published.
 
         After a timeout, the ranks that have completed no more steps than this one print their stacks.
         """
-        keys = ["collective_timeout"] if timed_out else []
-        found: list[list[str]] = [[f"rank 0, {_SILENT}"], keys]
-
-        def read_error() -> None:
-            if self._store.check([_ERROR_KEY]):
-                found[:] = json.loads(self._store.get(_ERROR_KEY))
-
-        def read_store() -> None:
-            with suppress(RuntimeError):
-                self._store.set_timeout(timedelta(seconds=2 * HEARTBEAT_INTERVAL))
-                if timed_out:
-                    self._store.set(_FAILED_STEP_KEY, str(self._step))
-                before = self._read_heartbeats()
-                found[0] = [_UNKNOWN]
-                read_error()  # the store can end with the rank that published it
-                time.sleep(3 * HEARTBEAT_INTERVAL)  # the heartbeats of a live rank increase
-                found[:] = [find_straggler(before, self._read_heartbeats())], keys
-                read_error()
-
+        cause = Cause([f"rank 0, {_SILENT}"])
         # In a thread, because the store ignores its timeout while the process that hosts it is stopped.
-        thread = threading.Thread(target=read_store, daemon=True)
+        thread = threading.Thread(target=self._ask_store, args=(timed_out, cause), daemon=True)
         thread.start()
         thread.join(6 * HEARTBEAT_INTERVAL)
-        causes, keys = found
-        return causes, keys
+        return cause
+
+    def _ask_store(self, timed_out: bool, cause: Cause) -> None:
+        """Update `cause` with every answer of the store, which can end at any time."""
+        with suppress(RuntimeError):
+            self._store.set_timeout(timedelta(seconds=2 * HEARTBEAT_INTERVAL))
+            if timed_out:
+                self._store.set(_FAILED_STEP_KEY, str(self._step))
+            before = self._read_heartbeats()
+            cause.problems = [_UNKNOWN]
+            if self._read_published_error(cause):  # the store can end with the rank that published it
+                return
+            time.sleep(3 * HEARTBEAT_INTERVAL)  # the heartbeats of a live rank increase
+            cause.problems = [find_straggler(before, self._read_heartbeats())]
+            self._read_published_error(cause)
+
+    def _read_published_error(self, cause: Cause) -> bool:
+        if not self._store.check([_ERROR_KEY]):
+            return False
+        published = json.loads(self._store.get(_ERROR_KEY))
+        cause.problems = published["problems"]
+        cause.exit_code = published["exit_code"]
+        return True
 
     def _read_heartbeats(self) -> list[Heartbeat]:
         # In one request: hundreds of ranks read hundreds of keys at once.
