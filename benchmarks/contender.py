@@ -34,7 +34,7 @@ from lm.data.loader import derive_global_batch_size  # noqa: E402
 from lm.launch.environment import Launch  # noqa: E402
 from lm.metrics.device import peak_flops, peak_memory_gib  # noqa: E402
 from lm.runtime.rendezvous import join_world  # noqa: E402
-from lm.runtime.world import World  # noqa: E402
+from lm.runtime.world import MeshShape, World  # noqa: E402
 from model import Block, Transformer  # noqa: E402
 
 
@@ -107,7 +107,8 @@ def ours(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
     run_dir = RunDir("bench")
     distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
     with core.init(distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())) as context:
-        fsdp.execute(fsdp.Run(hp, world, context, None, run_dir, pacer))
+        store = fsdp.open_store(world, context, None, run_dir)
+        fsdp.execute(fsdp.Run(hp, world, context, store, None, run_dir, pacer))
 
 
 def fsdp1(world: World, hp: config.Hyperparameters, pacer: Pacer, dtype: torch.dtype | None) -> None:
@@ -147,7 +148,7 @@ def transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None
     torch.manual_seed(0)
     hf_model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), attn_implementation="sdpa")
     model = hf_model.to(world.device)
-    mesh = world.device_mesh({"shard": world.size})
+    mesh = world.device_mesh(MeshShape(1, world.size))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     blocks = model.model.layers if hp.positions == "rope" else model.transformer.h
     for module in (*blocks, model):

@@ -40,6 +40,7 @@ from benchmarks import gpu
 from benchmarks.common import ROOT, STEP, shares
 from benchmarks.gpu import Row
 from lm import optim, parallelize, precision
+from lm.checkpoint.store import ClusterCheckpoints
 from lm.config import Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.determined.context import TorchDistributedContext
@@ -108,7 +109,8 @@ class Bench:
         ):
             steps = stages(hp, Path(directory))
             try:
-                fsdp.execute(fsdp.Run(hp, world, context, on_step_start=lambda _: next(steps)))
+                store = ClusterCheckpoints(context.checkpoint, None, writes_in_place=True)
+                fsdp.execute(fsdp.Run(hp, world, context, store, on_step_start=lambda _: next(steps)))
             except StopIteration as end:
                 return end.value
         raise AssertionError("the run ended before it was measured")
@@ -209,7 +211,7 @@ class Bench:
         hp, loop = self.hyperparameters(settings), gpu.read(self._out)[point]
         with torch.device("meta"):
             transformer = model.Transformer(hp)
-        mesh = self.world.device_mesh(parallelize.mesh_dims(hp, 1, 1))
+        mesh = self.world.device_mesh(parallelize.mesh_shape(hp, 1, 1))
         dtype = precision.compute_dtype(hp, self.device)
         transformer = parallelize.parallelize(transformer, hp, mesh, dtype, 0, hp.float8)
         optimizer = optim.Optimizer(hp, transformer.named_parameters())
@@ -317,15 +319,10 @@ class Bench:
     # ---- the machine and its tests -------------------------------------------------------------------------
 
     def machine(self) -> Row:
-        """Return versions, the card, and the attention kernels that the models will use."""
+        """Return versions and the card."""
         found: Row = {"python": platform.python_version(), "torch": torch.__version__}
         with contextlib.suppress(metadata.PackageNotFoundError):
             found["torchao"] = metadata.version("torchao")
-        for name, settings in (("1B", ONE_B), ("8B", EIGHT_B)):
-            hp = self.hyperparameters(settings)
-            for masked in (False, True):
-                kernel = parallelize.attention_kernel(hp, masked, torch.bfloat16, self.device)
-                found[f"{name}{' documents' if masked else ''}"] = kernel
         if self.device.type == "cuda":
             card = torch.cuda.get_device_properties(0)
             found |= {"gpu": card.name, "gib": card.total_memory / 2**30, "processors": card.multi_processor_count}

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.growth`, which calls `fsdp.execute` for each point and measures a step.
+"""One rank of `benchmarks.sharding`, which calls `fsdp.execute` for each point and measures a step.
 
     python -m lm.launch benchmarks/tensors.py STEPS POINTS FOUND
 
@@ -11,7 +11,6 @@ import gc
 import json
 import os
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import accumulate
@@ -44,7 +43,6 @@ def measure(world: World, context: core.Context, point: dict[str, Any], steps: i
     """Measure a run with the hyperparameters `point`.
 
     Returns:
-        seconds, cpu_seconds: of each of `steps` steps on rank 0.
         parameters, gradients, moments: bytes of the shards of a rank when the optimizer step starts.
         gathered: peak bytes of unsharded parameters and all-gather buffers.
         transient: peak bytes in addition to parameters and moments, of each of `steps` steps on rank 0.
@@ -54,7 +52,9 @@ def measure(world: World, context: core.Context, point: dict[str, Any], steps: i
     found: dict[str, Any] = {}
     stages = _watch(steps, found)
     with suppress(StopIteration):
-        fsdp.execute(fsdp.Run(hp, world, context, None, RunDir(name), lambda _: next(stages)))
+        run_dir = RunDir(name)
+        store = fsdp.open_store(world, context, None, run_dir)
+        fsdp.execute(fsdp.Run(hp, world, context, store, None, run_dir, lambda _: next(stages)))
     gc.unfreeze()
     gc.collect()  # the model, before the next one is made
     everyone = world.all_gather_object(found)
@@ -84,7 +84,7 @@ def _watch(steps: int, found: dict[str, Any]) -> Iterator[None]:
         with _Gathered(models[0]) as mode:
             yield
         gathered.append(mode.peak)
-    found |= {"gathered": min(gathered), "transient": [], "seconds": [], "cpu_seconds": []}
+    found |= {"gathered": min(gathered), "transient": []}
     for _ in range(steps):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             yield
@@ -92,11 +92,6 @@ def _watch(steps: int, found: dict[str, Any]) -> Iterator[None]:
         events = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
         events.sort(key=lambda event: event.start_ns())
         found["transient"].append(max(accumulate(event.nbytes() for event in events)))
-    for _ in range(steps):
-        start, cpu_start = time.perf_counter(), time.process_time()
-        yield
-        found["seconds"].append(time.perf_counter() - start)
-        found["cpu_seconds"].append(time.process_time() - cpu_start)
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

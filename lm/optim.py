@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from lm.errors import RunError
+from lm.errors import ConfigError
 
 
 class OptimConfig(BaseModel, frozen=True, extra="forbid"):
@@ -71,28 +71,31 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
 
 
 def check_skipped(config: OptimConfig, step: int, n_consecutive: int) -> None:
-    """Raise RunError if the optimizer skipped too many consecutive steps until `step`."""
+    """Raise ConfigError if the optimizer skipped too many consecutive steps until `step`."""
     if n_consecutive >= config.skip_nonfinite:
-        raise RunError(
+        raise ConfigError(
             f"inf or NaN gradients in {n_consecutive} consecutive steps up to step {step} (skip_nonfinite:"
-            f" {config.skip_nonfinite}): lower lr, set grad_clip, or use amp_dtype: bfloat16 or null",
-            keys=("lr", "grad_clip", "amp_dtype", "skip_nonfinite"),
+            f" {config.skip_nonfinite}): lower lr, set grad_clip, or use amp_dtype: bfloat16 or null"
         )
 
 
-ParamGroups = list[dict[str, Any]]
-MakeOptimizer = Callable[[OptimConfig, ParamGroups], torch.optim.Optimizer]
-
-
-def fused_adamw(config: OptimConfig, groups: ParamGroups) -> torch.optim.Optimizer:
+def fused_adamw(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
     """Return PyTorch's fused AdamW, or `MixedAdamW`, with its state, so that no step has to create it."""
     dtype = getattr(torch, config.optim_dtype)
-    is_supported = dtype == torch.float32 or (groups[0]["params"][0].is_cuda and torch.__version__ >= "2.13")
-    make = torch.optim.AdamW if is_supported else MixedAdamW
-    optimizer = make(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
-    for p in (p for group in groups for p in group["params"]):
-        moments = {key: torch.zeros_like(p, dtype=dtype) for key in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
+    parameters = [p for group in groups for p in group["params"]]
+    kernel_takes_mixed_dtypes = parameters[0].is_cuda and torch.__version__ >= "2.13"
+    if dtype == torch.float32 or kernel_takes_mixed_dtypes:
+        adamw_type = torch.optim.AdamW
+    else:
+        adamw_type = MixedAdamW
+    betas = (config.beta1, config.beta2)
+    optimizer = adamw_type(groups, lr=config.lr, betas=betas, fused=True)
+    for p in parameters:
+        optimizer.state[p] = {
+            "step": torch.zeros((), device=p.device),
+            "exp_avg": torch.zeros_like(p, dtype=dtype),
+            "exp_avg_sq": torch.zeros_like(p, dtype=dtype),
+        }
     return optimizer
 
 
@@ -103,51 +106,56 @@ class MixedAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update the parameters that have gradients."""
         assert closure is None
-        scales = {"grad_scale": self.grad_scale, "found_inf": self.found_inf}  # type: ignore[attr-defined]
         for group in self.param_groups:
-            factors = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize")} | scales
-            factors |= zip(("beta1", "beta2"), group["betas"], strict=True)
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                mean, mean_sq = state["exp_avg"].float(), state["exp_avg_sq"].float()
-                adamw([p], [p.grad], [mean], [mean_sq], [], [state["step"]], fused=True, has_complex=False, **factors)
-                state["exp_avg"].copy_(mean)
-                state["exp_avg_sq"].copy_(mean_sq)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+
+    def _update(self, p: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        mean = state["exp_avg"].float()
+        mean_sq = state["exp_avg_sq"].float()
+        beta1, beta2 = group["betas"]
+        adamw(
+            [p],
+            [p.grad],  # pyright: ignore[reportArgumentType]
+            [mean],
+            [mean_sq],
+            [],
+            [state["step"]],
+            fused=True,
+            grad_scale=self.grad_scale,  # type: ignore[attr-defined]
+            found_inf=self.found_inf,  # type: ignore[attr-defined]
+            has_complex=False,
+            amsgrad=group["amsgrad"],
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+        state["exp_avg"].copy_(mean)
+        state["exp_avg_sq"].copy_(mean_sq)
 
 
 class Optimizer:
-    """An optimizer over sharded parameters that clips gradients and skips steps with inf or NaN gradients.
+    """Fused AdamW over sharded parameters that clips gradients and skips steps with inf or NaN gradients.
 
-    The fused AdamW unscales, clips and skips in its kernel, without synchronizing with the device. Other optimizers
-    read back whether the step is skipped, as under `torch.amp.GradScaler`. Parameters with `requires_grad=False` are
-    left out.
+    Its kernel unscales, clips and skips, without synchronizing with the device. Parameters with `requires_grad=False`
+    are left out.
     """
 
-    def __init__(
-        self,
-        config: OptimConfig,
-        named_parameters: Iterable[tuple[str, nn.Parameter]],
-        make: MakeOptimizer = fused_adamw,
-    ) -> None:
+    def __init__(self, config: OptimConfig, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         self._grad_clip = config.grad_clip
         self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
         matrices = [p for p in self._parameters.values() if p.ndim >= 2]
         vectors = [p for p in self._parameters.values() if p.ndim < 2]
-        decays = ((matrices, config.weight_decay), (vectors, 0.0))
-        groups = [{"params": group, "weight_decay": decay} for group, decay in decays if group]
-        self._optimizer = make(config, groups)
-        if not self._optimizer.state:
-            self._create_state()
-
-    def _create_state(self) -> None:  # a checkpoint is loaded before the first step, which usually creates it
-        for p in self._parameters.values():
-            p.grad = torch.zeros_like(p)
-        for group in self._optimizer.param_groups:
-            group["lr"] = 0.0
-        self._optimizer.step()
-        self.zero_grad()
-        for value in self.state_dict().values():
-            value.zero_()
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": config.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self._adamw = fused_adamw(config, [group for group in groups if group["params"]])
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._parameters.values() if p.grad is not None]
@@ -165,35 +173,33 @@ class Optimizer:
         norm = torch.nn.utils.get_total_norm(self._gradients())
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        self._divisor = loss_scale.to(norm.device) if isinstance(loss_scale, Tensor) else None
-        norm = norm if self._divisor is None else norm / self._divisor
-        self._skipped = (~torch.isfinite(norm)).float()
+        divisor: Tensor | None = None
+        if isinstance(loss_scale, Tensor):
+            divisor = loss_scale.to(norm.device)
+            norm = norm / divisor
+        skipped = (~torch.isfinite(norm)).float()
         if self._grad_clip is not None:
             clip = torch.clamp(norm / self._grad_clip, min=1.0)
-            self._divisor = clip if self._divisor is None else self._divisor * clip
-        return norm, self._skipped
+            divisor = clip if divisor is None else divisor * clip
+        # The attributes that torch.amp.GradScaler sets. With `grad_scale`, the kernel also writes the gradients.
+        self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
+        self._adamw.found_inf = skipped  # type: ignore[attr-defined]
+        return norm, skipped
 
     def step(self, lr: float) -> None:
         """Update the parameters with unscaled and clipped gradients, or skip the step; see `clip_grad_norm`."""
-        for group in self._optimizer.param_groups:
+        for group in self._adamw.param_groups:
             group["lr"] = lr
-        if getattr(self._optimizer, "_step_supports_amp_scaling", False):
-            # The attributes that torch.amp.GradScaler sets. With `grad_scale`, the kernel also writes the gradients.
-            self._optimizer.grad_scale = self._divisor  # type: ignore[attr-defined]
-            self._optimizer.found_inf = self._skipped  # type: ignore[attr-defined]
-        elif self._skipped.item():
-            return
-        elif self._divisor is not None:
-            for gradient in self._gradients():
-                (gradient.to_local() if isinstance(gradient, DTensor) else gradient).div_(self._divisor)
-        self._optimizer.step()
+        self._adamw.step()
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self._adamw.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the live state tensors, e.g. moments and step counts, by parameter name and key."""
-        states = {name: self._optimizer.state[p] for name, p in self._parameters.items()}
-        tensors = {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
-        return {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+        """Return the live state tensors, the moments and step counts, by parameter name and key."""
+        tensors = {}
+        for name, parameter in self._parameters.items():
+            for key, value in self._adamw.state[parameter].items():
+                tensors[f"{name}.{key}"] = value
+        return tensors

@@ -19,12 +19,9 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
-from torch._functorch import config as partitioner
+from torch._functorch import config as partitioner  # until it has a public name
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lm import lora, seeds
@@ -32,7 +29,9 @@ from lm.errors import ConfigError
 from lm.float8 import compute_scales, convert_to_float8
 from lm.launch.environment import announce
 from lm.offload import ActivationOffload
-from model import ModelConfig, Transformer
+from lm.runtime.world import MeshShape
+from lm.shards import local_rows
+from model import Transformer
 
 
 class ParallelConfig(BaseModel, frozen=True, extra="forbid"):
@@ -75,38 +74,18 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid"):
         return self.compile is True or (self.compile == "auto" and (on_gpu or float8 is not None))
 
 
-def mesh_dims(config: ParallelConfig, world_size: int, ranks_per_node: int) -> dict[str, int]:
-    """Return the sizes of the mesh dimensions "replicate" and "shard", outermost first; see the table above."""
+def mesh_shape(config: ParallelConfig, world_size: int, ranks_per_node: int) -> MeshShape:
+    """Return the numbers of replicas and of shards; see the table above."""
     if config.sharding == "no-shard":
-        return {"replicate": world_size, "shard": 1}
+        return MeshShape(replicate=world_size, shard=1)
     if not config.sharding.startswith("hybrid"):
-        return {"replicate": 1, "shard": world_size}
+        return MeshShape(replicate=1, shard=world_size)
     group = config.shard_group_size or ranks_per_node
     if world_size % group:
         divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
         problem = f"{world_size} ranks cannot be divided into groups of {group}; use one of {divisors}"
-        raise ConfigError(f"shard_group_size: {problem}", keys=("shard_group_size", "sharding"))
-    return {"replicate": world_size // group, "shard": group}
-
-
-def attention_kernel(
-    model: ModelConfig, has_document_ids: bool, dtype: torch.dtype | None, device: torch.device
-) -> str:
-    """Return the attention kernel of training: FlexAttention for masks, or PyTorch's choice, e.g. flash attention."""
-    length = model.max_seq_len
-    masked = has_document_ids or (model.sliding_window or length) < length
-    if masked and model.can_use_flex(device, training=True):
-        return "FlexAttention"
-    needs_repeat = model.needs_kv_repeat(device, dtype or torch.float32, masked)
-    kv_heads = model.n_heads if needs_repeat else model.kv_heads
-    q, k = (
-        torch.empty(1, heads, length, model.head_width, dtype=dtype, device=device, requires_grad=True)
-        for heads in (model.n_heads, kv_heads)
-    )
-    mask = torch.ones(length, length, dtype=torch.bool, device=device) if masked else None
-    enable_gqa = kv_heads != model.n_heads
-    backend = torch._fused_sdp_choice(q, k, k, mask, model.dropout, not masked, enable_gqa=enable_gqa)
-    return SDPBackend(backend).name.lower().replace("_", " ")
+        raise ConfigError(f"shard_group_size: {problem}")
+    return MeshShape(replicate=world_size // group, shard=group)
 
 
 def parallelize(
@@ -120,7 +99,7 @@ def parallelize(
     """Transform `model`, on the meta device, in place, and initialize this rank's shard of the weights.
 
     Args:
-        mesh: with the dimension "shard" and, if there are several replicas, "replicate"; others are not used.
+        mesh: with the dimension "shard" and, if there are several replicas, "replicate"; see `World.device_mesh`.
         seed: of the initial weights, which depend neither on the world size nor on the strategy.
         float8: torchao's recipe for the blocks' matrix products.
     """
@@ -142,6 +121,8 @@ def parallelize(
         announce("compiling in the first step")
         # By default the partitioner saves a ReLU's mask in addition to its output, because of the view between them.
         partitioner.recompute_views = True
+        if float8 == "rowwise" and on_gpu:
+            _emulate_precision_casts()
         for block in model.blocks:
             block.forward = torch.compile(block.forward, fullgraph=True)
         model.head.chunk_cross_entropy = torch.compile(model.head.chunk_cross_entropy, fullgraph=True, dynamic=False)
@@ -187,8 +168,18 @@ def start_micro_step(model: nn.Module, config: ParallelConfig, is_last: bool) ->
         model.set_reshard_after_backward(is_last)
 
 
+# PyTorch documents these two options of its compiler, but has no public name for where they are set for all graphs.
+# The import takes 1.5 s.
+
+
+def _emulate_precision_casts() -> None:
+    from torch._inductor import config as inductor
+
+    inductor.emulate_precision_casts = True  # otherwise RMSNorm before a rowwise layer can give NaN (pytorch#150859)
+
+
 def _use_deterministic_kernels() -> None:
-    from torch._inductor import config as inductor  # an import of 1.5 s
+    from torch._inductor import config as inductor
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads at its first product
     torch.use_deterministic_algorithms(True)
@@ -221,7 +212,10 @@ def checkpointing(mode: Literal["selective", "full"]) -> Callable[..., Tensor]:
     if mode == "full":
         return partial(checkpoint, use_reentrant=False)
     context_fn = partial(create_selective_checkpoint_contexts, _save_policy)
-    return partial(checkpoint, use_reentrant=False, context_fn=context_fn)
+    options: dict[str, Any] = {}
+    if torch.__version__ >= "2.15":  # before that, `activation_offload` does not see what `_save_policy` saves
+        options["respect_saved_tensors_hooks"] = True
+    return partial(checkpoint, use_reentrant=False, context_fn=context_fn, **options)
 
 
 _CHUNK_SIZE = 1 << 20
@@ -239,14 +233,10 @@ def initialize(model: Transformer, seed: int) -> None:
         if not parameter.requires_grad:
             continue  # the base of adapters, which is read from `init_from`
         kind, value = lora.init_rule(name, parameter) or model.init_rule(name)
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local, offset = local_rows(parameter)
         if kind == "constant":
             local.fill_(value)
             continue
-        offset = 0
-        if isinstance(parameter, DTensor):
-            layout = parameter.shape, parameter.device_mesh, parameter.placements
-            offset = compute_local_shape_and_global_offset(*layout)[1][0]
         end = offset + len(local)
         size = max(1, _CHUNK_SIZE // parameter.shape[1:].numel())
         generator = torch.Generator(local.device)

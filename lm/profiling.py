@@ -58,7 +58,7 @@ def profiling(
     """
     if config.memory_snapshot and not torch.cuda.is_available():
         problem = "memory_snapshot: true needs a GPU; to profile memory on a CPU use torch_profiler: true"
-        raise ConfigError(problem, keys=("memory_snapshot",))
+        raise ConfigError(problem)
     with ExitStack() as stack:
         if config.core_api_profiler:
             if isinstance(core_profiler, core.DummyProfilerContext):
@@ -66,6 +66,7 @@ def profiling(
             core_profiler.on()
             stack.callback(_stop, core_profiler)
         if config.memory_snapshot:
+            # PyTorch documents this function and `_dump_snapshot`, and has no public names for them.
             torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
             stack.callback(_dump_memory_snapshot, directory / f"rank{rank}.memory.pickle")
         if not config.torch_profiler:
@@ -96,7 +97,7 @@ def profiling(
 def _stop(core_profiler: core.ProfilerContext) -> None:
     core_profiler.off()
     # The collector's last report is sent only if its thread ends before the context closes.
-    collector = getattr(core_profiler, "_collector", None)  # on rank 0 of a node
+    collector = getattr(core_profiler, "_collector", None)  # on rank 0 of a node; 0.38.1 is the last release
     if collector is not None:
         collector.join(10)
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from lm import lora, parallelize
 from lm.config import Hyperparameters
-from lm.runtime.world import World
+from lm.runtime.world import MeshShape, World
 from model import Transformer
 from tests.support import LLAMA_STYLE, TINY, in_world, run_ranks
 
@@ -90,7 +90,7 @@ def gradients(
     hp, allocated = Hyperparameters.model_validate(BASE | settings), list[int]()
     with torch.device("meta"):
         model = lora.add_adapters(Transformer(hp), hp, None)
-    mesh = world.device_mesh({"replicate": 1, "shard": 1})
+    mesh = world.device_mesh(MeshShape(1, 1))
     empty_like: Callable[..., Tensor] = torch.empty_like
 
     def count(tensor: Tensor, **options: Any) -> Tensor:

@@ -6,15 +6,13 @@ gloo, carries Python objects, so that neither waits in the other's queue.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,35 +26,12 @@ T = TypeVar("T")
 POLL_SECONDS = 1.0
 """Interval at which a rank that waits for its thread asks whether another rank failed."""
 
-DATA_PARALLEL = ("replicate", "shard")
-"""mesh dimensions whose ranks train on different sequences"""
 
+class MeshShape(NamedTuple):
+    """Sizes of a device mesh of all ranks: `replicate` replicas of `shard` shards each, numbered replica by replica."""
 
-@dataclass(frozen=True)
-class MeshLayout:
-    """Position of a rank in a device mesh, in which ranks are numbered row by row.
-
-    Data parallelism spans the dimensions "replicate" and "shard"; ranks that differ only in another one, e.g. "tensor",
-    train on the same sequences.
-    """
-
-    dims: Mapping[str, int]
-    """sizes of the named dimensions, outermost first"""
-    rank: int
-
-    @property
-    def dp_size(self) -> int:
-        """Number of ranks with different sequences."""
-        return math.prod(size for name, size in self.dims.items() if name in DATA_PARALLEL)
-
-    @property
-    def dp_rank(self) -> int:
-        """Index among the ranks with different sequences."""
-        sizes, dp_rank = tuple(self.dims.values()), 0
-        for name, size, coordinate in zip(self.dims, sizes, np.unravel_index(self.rank, sizes), strict=True):
-            if name in DATA_PARALLEL:
-                dp_rank = dp_rank * size + int(coordinate)
-        return dp_rank
+    replicate: int
+    shard: int
 
 
 @dataclass(frozen=True)
@@ -86,13 +61,16 @@ class World:
     def size(self) -> int:
         return self.launch.world_size
 
-    def device_mesh(self, dims: Mapping[str, int]) -> DeviceMesh:
-        """Return a mesh of all ranks with the named dimensions `dims`, outermost first.
+    def device_mesh(self, shape: MeshShape) -> DeviceMesh:
+        """Return a mesh of all ranks with the dimension "shard" and, if there are several replicas, "replicate".
 
-        It has no dimension "replicate" of size 1, for which every rank would create a process group.
+        Every rank would create a process group for a dimension "replicate" of size 1.
         """
-        dims = {name: size for name, size in dims.items() if (name, size) != ("replicate", 1)}
-        mesh = init_device_mesh(self.device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+        sizes: tuple[int, ...] = shape
+        names: tuple[str, ...] = shape._fields
+        if shape.replicate == 1:
+            sizes, names = sizes[1:], names[1:]
+        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         for group in mesh.get_all_groups():  # init_device_mesh sets PyTorch's default timeout of 30 minutes
             _set_timeout(self.timeout, group)
         return mesh
@@ -127,8 +105,13 @@ class World:
         picklable = failure if isinstance(failure, RunError) else None
         outcomes = self.all_gather_object(failure and (picklable, f"{type(failure).__name__}: {failure}"))
         for rank, outcome in enumerate(outcomes):
-            if outcome is not None:
-                raise outcome[0] or failure or RuntimeError(f"rank {rank} failed: {outcome[1]}")
+            if outcome is None:
+                continue
+            error, text = outcome
+            if error is None:
+                raise failure or RuntimeError(f"rank {rank} failed: {text}")
+            error.rank_local = False  # from now on, all ranks know it
+            raise error
         return cast(T, result)
 
     def on_rank0(self, action: Callable[[], T]) -> T:
@@ -171,7 +154,7 @@ class World:
 
 
 def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    if hasattr(dist, "set_timeout"):  # from PyTorch 2.14
+    if hasattr(dist, "set_timeout"):  # from PyTorch 2.14; the other branch waits for that to be the oldest one
         dist.set_timeout(timeout, group)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
