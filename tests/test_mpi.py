@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Message
-from tests.support import REQUEUED, ROOT, checkpoints, exact, run
+from tests.support import REQUEUED, ROOT, checkpoints, exact, run, scripted
+from tests.test_slurm import FAIL
 
 ENDLESS = "max_steps=1000000"
 MPICH, OPEN_MPI = "mpiexec.mpich", "mpiexec.openmpi"
@@ -79,7 +79,7 @@ class Queue:
 @pytest.mark.slow
 @needs(MPICH, OPEN_MPI)
 def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_ends_with_the_same_losses(
-    tmp_path: Path, message: Message
+    tmp_path: Path,
 ) -> None:
     job = tmp_path / "job"
     job.mkdir()
@@ -88,7 +88,7 @@ def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_e
     env = {"TOTAL_BATCH_SIZE": "8", "BATCH_SIZE": "2"}
     code, log = queue.job(1, MPICH, ENDLESS, **env)
     assert code == 0, log
-    message(log.splitlines()[-1])
+    assert log.splitlines()[-1] == "job 1.pbs: resumes as 2.pbs (exit code 0)"
     submitted = (job / "submitted").read_text().splitlines()
     exported = "ARGS,TOTAL_BATCH_SIZE,BATCH_SIZE,PYTHON,MPIEXEC"
     assert submitted == ["-v", exported, "launch/pbs.sh", f"--config test.yaml {ENDLESS} resume=auto"]
@@ -139,15 +139,28 @@ def test_only_ranks_on_the_first_node_are_signaled(node: str, signaled: bool, tm
 
 @pytest.mark.slow
 @needs(OPEN_MPI)
-def test_a_job_that_saves_no_checkpoint_submits_no_follow_up_job(tmp_path: Path, message: Message) -> None:
+def test_a_job_that_saves_no_checkpoint_submits_no_follow_up_job(tmp_path: Path) -> None:
     queue = Queue(tmp_path)
     (tmp_path / "nodes").write_text("localhost\n")
-    code, log = queue.job(1, OPEN_MPI, "lr=1e18")
+    queue.script("python", f'shift; exec {sys.executable} {scripted(tmp_path, FAIL)} "$@"')
+    code, log = queue.job(1, OPEN_MPI, "", PYTHON=str(tmp_path / "bin" / "python"))
     assert code == 1, log
-    assert "skip_nonfinite" in log
+    assert log.splitlines()[-1].startswith("job 1.pbs: no follow-up job: ")
     assert not (tmp_path / "submitted").exists()
     assert not checkpoints(tmp_path)
-    message(log.splitlines()[-1])
+
+
+@pytest.mark.slow
+@needs(OPEN_MPI)
+def test_a_job_that_diverges_submits_no_follow_up_job_although_it_saved_a_checkpoint(tmp_path: Path) -> None:
+    queue = Queue(tmp_path)
+    (tmp_path / "nodes").write_text("localhost\n")
+    saves = "checkpoint_rate=1 async_checkpoint=false validation_rate=100"
+    code, log = queue.job(1, OPEN_MPI, f"lr=1e18 skip_nonfinite=2 report_rate=1 {saves}")
+    assert code == 2, log
+    assert checkpoints(tmp_path)
+    assert "skip_nonfinite" in log
+    assert not (tmp_path / "submitted").exists()
 
 
 @needs(MPICH)

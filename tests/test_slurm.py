@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from lm.launch.spawn import free_port
-from tests.conftest import Message
 from tests.support import REQUEUED, ROOT, checkpoints, exact, run, scripted, wait_until
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -202,16 +201,15 @@ def test_a_run_stopped_before_the_time_limit_is_requeued_and_ends_with_the_same_
 
 
 @pytest.mark.slow
-def test_a_job_that_saves_no_new_checkpoint_is_not_requeued_again(
-    cluster: Cluster, tmp_path: Path, message: Message
-) -> None:
+def test_a_job_that_saves_no_new_checkpoint_is_not_requeued_again(cluster: Cluster, tmp_path: Path) -> None:
     """It saves after step 5 and fails in step 8 of every start."""
     job = cluster.submit(tmp_path, "checkpoint_rate=5", "async_checkpoint=false", PYTHON=python(tmp_path, FAIL))
     fields, log = cluster.finish(job, tmp_path)
     assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", "1:0", "1"), log
     assert log.count("0: failed in step 8") == 2
     assert list(checkpoints(tmp_path)) == [5]
-    message("".join(line for line in log.splitlines(True) if line.startswith("job ")), mask=rf"(?<=job ){job}")
+    assert [line for line in log.splitlines() if line.startswith(f"job {job}: requeue 1 (exit code 1)")]
+    assert [line for line in log.splitlines() if line.startswith(f"job {job}: not requeued: ")]
 
 
 def test_a_job_with_invalid_hyperparameters_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
@@ -219,6 +217,16 @@ def test_a_job_with_invalid_hyperparameters_is_not_requeued(cluster: Cluster, tm
     fields, log = cluster.finish(job, tmp_path)
     assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", "2:0", "0")
     assert "n_heads" in log
+
+
+@pytest.mark.slow
+def test_a_job_that_diverges_is_not_requeued_although_it_saved_a_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+    saves = ("checkpoint_rate=1", "async_checkpoint=false", "validation_rate=100")
+    job = cluster.submit(tmp_path, "lr=1e18", "skip_nonfinite=2", "report_rate=1", *saves)
+    fields, log = cluster.finish(job, tmp_path)
+    assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", "2:0", "0"), log
+    assert min(checkpoints(tmp_path)) == 1, log
+    assert "lower lr" in log
 
 
 @pytest.mark.slow

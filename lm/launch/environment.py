@@ -7,7 +7,6 @@ e.g. torchrun in srun tasks or Open MPI daemons started by srun, the innermost c
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib.metadata
 import json
@@ -23,7 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lm.errors import ConfigError
+from lm.errors import ConfigError, error_prefix
+from lm.launch.machine import keep_freed_memory, share_cores
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
@@ -80,37 +80,13 @@ def announce(what: str) -> None:
             sys.stdout.flush()
 
 
-def keep_freed_memory() -> None:
-    """Make glibc reuse freed memory in huge pages if training runs on the CPU, to save page faults in every step."""
-    if sys.platform != "linux" or has_gpu():
-        return
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages in PyTorch
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # only in glibc
-        mallopt(-4, 0)  # M_MMAP_MAX
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD
-
-
-def has_gpu() -> bool:
-    """Return whether the machine has an NVIDIA or AMD GPU, or that of WSL 2, without importing torch."""
-    return any(path for device in ("nvidia[0-9]*", "kfd", "dxg") for path in Path("/dev").glob(device))
-
-
-def host_memory() -> tuple[int, int]:
-    """Return the bytes of memory of this machine, or of its container, and how many of them are available."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cgroup, meminfo = Path("/sys/fs/cgroup/memory.max"), Path("/proc/meminfo")
-    if cgroup.exists() and (limit := cgroup.read_text().strip()).isdigit():
-        total = min(total, int(limit))
-    found = re.search(r"MemAvailable: +(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
-    return total, min(total, int(found[1]) * 1024) if found else total
-
-
 def setup_environment() -> None:
     """Set up what must precede the import of torch: its version, allocators, logging, limits and signals."""
     gc.disable()  # training collects garbage at its reports, on all ranks at once
     require_torch()
     announce("importing PyTorch")
     keep_freed_memory()
+    share_cores()
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the newer one would override
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # quiet profiler
@@ -180,23 +156,26 @@ class Launch:
         of the job, and the port is derived from the job ID (`launcher_pid` for a job on one machine that has none),
         so that jobs on one machine use different ports.
         """
-        in_torchrun = "TORCHELASTIC_RUN_ID" in env and not _missing("torchrun", env)
-        found = [] if in_torchrun else [_read(name, env) for name in list(_VARIABLES)[1:] if _is_set(name, env)]
-        mpi = [launch for launch in found if launch.launcher != "srun"]  # srun may have started mpiexec's daemons
-        if len({(launch.rank, launch.world_size) for launch in mpi}) > 1:
-            claims = ", ".join(f"rank {launch.rank} of {launch.world_size} from {launch.launcher}" for launch in mpi)
-            raise _error(f"{claims}; use one launcher, or unset the variables of the other")
-        # Complete torchrun variables next to a single task are those of a torchrun in it.
-        if found and (found[0].world_size > 1 or _missing("torchrun", env)):
-            _require_agreement(found[0], env)
-            address, port = _rendezvous(found[0], env)
-            return replace(found[0], address=address, port=port)
-        if not env.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
-            return cls()
-        launch = _read("torchrun", env)
-        if not env["MASTER_ADDR"]:
-            raise _error("MASTER_ADDR is empty; set it to the host of rank 0")
-        return replace(launch, address=env["MASTER_ADDR"], port=_port(env))
+        with error_prefix("environment"):
+            in_torchrun = "TORCHELASTIC_RUN_ID" in env and not _missing("torchrun", env)
+            found = [] if in_torchrun else [_read(name, env) for name in list(_VARIABLES)[1:] if _is_set(name, env)]
+            mpi = [launch for launch in found if launch.launcher != "srun"]  # srun may have started mpiexec's daemons
+            if len({(launch.rank, launch.world_size) for launch in mpi}) > 1:
+                claims = ", ".join(
+                    f"rank {launch.rank} of {launch.world_size} from {launch.launcher}" for launch in mpi
+                )
+                raise ConfigError(f"{claims}; use one launcher, or unset the variables of the other")
+            # Complete torchrun variables next to a single task are those of a torchrun in it.
+            if found and (found[0].world_size > 1 or _missing("torchrun", env)):
+                _require_agreement(found[0], env)
+                address, port = _rendezvous(found[0], env)
+                return replace(found[0], address=address, port=port)
+            if not env.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"}:
+                return cls()
+            launch = _read("torchrun", env)
+            if not env["MASTER_ADDR"]:
+                raise ConfigError("MASTER_ADDR is empty; set it to the host of rank 0")
+            return replace(launch, address=env["MASTER_ADDR"], port=_port(env))
 
 
 def is_restart(env: Mapping[str, str]) -> bool:
@@ -227,7 +206,7 @@ def _missing(launcher: str, env: Mapping[str, str]) -> list[str]:
 def _read(launcher: str, env: Mapping[str, str]) -> Launch:
     names = _VARIABLES[launcher]
     if missing := _missing(launcher, env):
-        raise _error(
+        raise ConfigError(
             f"{', '.join(name for name in names if name in env)} set but {', '.join(missing)} not; start with"
             f" {launcher}, which sets all of them, or unset all of them for a single process"
         )
@@ -237,7 +216,7 @@ def _read(launcher: str, env: Mapping[str, str]) -> Launch:
     if launcher == "srun":
         tasks = _tasks_per_node(env[names[3]])
         if node is None or sum(tasks) != size or not 0 <= node < len(tasks):
-            raise _error(f"{names[3]}={env[names[3]]!r} contradicts {names[1]}={size} or {node_rank}={node}")
+            raise ConfigError(f"{names[3]}={env[names[3]]!r} contradicts {names[1]}={size} or {node_rank}={node}")
         local_size = tasks[node]
     else:
         (local_size,) = _numbers(env, names[3])
@@ -249,10 +228,10 @@ def _read(launcher: str, env: Mapping[str, str]) -> Launch:
     if local_size > size:
         problems.append(f"{names[3]}={local_size} is greater than {names[1]}={size}")
     if problems:
-        raise _error(*problems)
+        raise ConfigError(*problems)
     if node is None:
         if rank % local_size != local_rank or size % local_size:
-            raise _error(
+            raise ConfigError(
                 f"rank {rank} of {size} has local rank {local_rank} of {local_size}; start equally many ranks on every"
                 " node, numbered node by node (Open MPI: --map-by slot)"
             )
@@ -286,11 +265,11 @@ def _rendezvous(launch: Launch, env: Mapping[str, str]) -> tuple[str, int] | tup
         try:
             address = Path(env["PBS_NODEFILE"]).read_text().partition("\n")[0].strip()
         except (OSError, ValueError) as error:
-            raise _error(f"PBS_NODEFILE={env['PBS_NODEFILE']!r} cannot be read ({error})") from None
+            raise ConfigError(f"PBS_NODEFILE={env['PBS_NODEFILE']!r} cannot be read ({error})") from None
     else:
         address = _first_host(env.get("SLURM_JOB_NODELIST", ""))
     if not address:
-        raise _error(
+        raise ConfigError(
             "the host of rank 0 is unknown; set MASTER_ADDR to its name"
             " (Open MPI: mpiexec -x MASTER_ADDR=HOST, others: mpiexec -genv MASTER_ADDR HOST)"
         )
@@ -324,22 +303,18 @@ def _require_agreement(launch: Launch, env: Mapping[str, str]) -> None:
         if name in env and _numbers(env, name)[0] != value
     ]
     if problems:
-        raise _error(*problems)
+        raise ConfigError(*problems)
 
 
 def _numbers(env: Mapping[str, str], *names: str) -> list[int]:
     wrong = [name for name in names if not re.fullmatch(r"\s*[-+]?[0-9]{1,18}\s*", env[name])]
     if wrong:
-        raise _error(*(f"{name}={env[name]!r} is not an integer" for name in wrong))
+        raise ConfigError(*(f"{name}={env[name]!r} is not an integer" for name in wrong))
     return [int(env[name]) for name in names]
 
 
 def _port(env: Mapping[str, str]) -> int:
     (port,) = _numbers(env, "MASTER_PORT")
     if not 0 < port < 65536:
-        raise _error(f"MASTER_PORT={port} is not a port; use 1 to 65535")
+        raise ConfigError(f"MASTER_PORT={port} is not a port; use 1 to 65535")
     return port
-
-
-def _error(*problems: str) -> ConfigError:
-    return ConfigError(*(f"environment: {problem}" for problem in problems))

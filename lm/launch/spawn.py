@@ -21,7 +21,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from lm.launch.environment import announce, has_gpu, require_torch
+from lm.launch.environment import announce, require_torch
+from lm.launch.machine import has_gpu
 
 GRACE = 1.0  # seconds that the other ranks have to end when one fails
 

@@ -15,20 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
-from lm.errors import ConfigError, RankError, RunError
+from lm.errors import ConfigError, RunError
 from lm.launch.environment import Launch, threads_are_given
+from lm.launch.machine import affinity, cpu_quota
 from lm.runtime.world import World
 
-_MEMORY_KEYS = ("batch_size", "activation_checkpointing", "activation_offload", "cpu_offload")
-_MEMORY_KEYS += ("sharding", "d_model", "n_layers")
 _NO_HOST_MEMORY = ("can't allocate memory", "CUDA error: out of memory")
 """parts of PyTorch's messages: in memory that is not pinned, and in pinned memory"""
-
-
-class _RankConfigError(RankError, ConfigError):
-    """A wrong configuration that only this rank knows."""
 
 
 def choose_device(launch: Launch) -> torch.device:
@@ -59,7 +53,7 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
         cpu_offload: on GPUs, also reduce tensors in host memory, with gloo.
 
     Raises:
-        RankError: the rendezvous failed, or the body ran out of memory or could not use a file.
+        RunError: the rendezvous failed, or the body ran out of memory or could not use a file.
     """
     device = choose_device(launch)
     if device.type == "cuda":
@@ -70,41 +64,45 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
     completed = False
     notes: list[Callable[[], str]] = []
     try:
-        _init_process_group(launch, device, wait, cpu_offload)
+        store = _init_process_group(launch, device, wait, cpu_offload)
         control: Any = dist.new_group(backend="gloo", timeout=wait)
         saver: Any = dist.new_group(backend="gloo", timeout=wait)
-        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+        cores = affinity()
         ranks: list[Any] = [None] * launch.world_size
         dist.all_gather_object(ranks, (launch.node_rank, cores), group=control)
         nodes: dict[int, list[int]] = {}
         for rank, (its_node, _) in enumerate(ranks):
             nodes.setdefault(its_node, []).append(rank)
         node: Any = dist.new_subgroups_by_enumeration(list(nodes.values()), timeout=wait, backend="gloo")[0]
-        if not threads_are_given():  # every core is divided by the ranks of this node that may run on it
-            share = sum(1 / sum(core in ranks[rank][1] for rank in nodes[launch.node_rank]) for core in cores)
-            torch.set_num_threads(max(1, int(share + 1e-6)))
-        yield World(launch, device, control, saver, node, _get_default_store(), wait, notes)
+        if not threads_are_given():
+            neighbors = [ranks[rank][1] for rank in nodes[launch.node_rank]]
+            torch.set_num_threads(n_threads(cores, neighbors))
+        yield World(launch, device, control, saver, node, store, wait, notes)
         completed = True
     except (RuntimeError, MemoryError, OSError) as error:
         if (text := os.strerror(errno.EMFILE)).lower() in str(error).lower():
-            raise RankError(f"rank {launch.rank}: {text}; raise the limit of this shell: ulimit -n 65536") from error
+            raise RunError(
+                f"rank {launch.rank}: {text}; raise the limit of this shell: ulimit -n 65536", rank_local=True
+            ) from error
         if "Unable to find address for" in str(error):  # by gloo
             variable = f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}"
             problem = f"rank {launch.rank}: {variable}: not a network interface of this machine, or without an address"
-            raise _RankConfigError(f"{problem}; use one that `ip address` lists, or unset the variable") from None
+            raise ConfigError(
+                f"{problem}; use one that `ip address` lists, or unset the variable", rank_local=True
+            ) from None
         if isinstance(error, OSError):
-            raise RankError(f"rank {launch.rank}: {error}; the last checkpoint is kept") from error
+            raise RunError(f"rank {launch.rank}: {error}; the last checkpoint is kept", rank_local=True) from error
         is_out = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not is_out and not any(text in str(error) for text in _NO_HOST_MEMORY):
             raise
         cause = str(error).splitlines()[0]
         with suppress(RuntimeError, MemoryError):  # where even that is too much
             cause = "; ".join([cause, *(note() for note in notes)])
-        raise RankError(
+        raise RunError(
             f"rank {launch.rank}: out of memory ({cause}); reduce memory with a smaller batch_size"
             " (total_batch_size can stay), activation_checkpointing: full, activation_offload: true, cpu_offload: true,"
             " more ranks with sharding: full-shard, or a smaller d_model or n_layers",
-            keys=_MEMORY_KEYS,
+            rank_local=True,
         ) from error
     finally:
         # After a failure, NCCL would wait for collectives of lost ranks.
@@ -112,16 +110,25 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
             dist.destroy_process_group()
 
 
-def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta, cpu_offload: bool) -> None:
+def n_threads(cores: set[int], neighbors: list[set[int]]) -> int:
+    """Return the threads of a rank that may run on `cores`, given the cores of each rank of its node, its own included.
+
+    A core is divided by the ranks that may run on it, and the node's quota of CPU time by all ranks.
+    """
+    share = sum(1 / sum(core in others for others in neighbors) for core in cores)
+    share = min(share, cpu_quota() / len(neighbors))
+    return max(1, int(share + 1e-6))
+
+
+def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta, cpu_offload: bool) -> dist.Store:
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
     where = f"rank {launch.rank} of {launch.world_size}, rendezvous at {launch.address}:{launch.port}"
     if launch.world_size > launch.local_size:
         _require_resolvable(launch, where)
     try:
-        store = _local_store(launch, timeout)
+        store = _make_store(launch, timeout)
         dist.init_process_group(
             backend,
-            init_method=None if store else f"tcp://{launch.address}:{launch.port}",
             store=store,
             rank=launch.rank,
             world_size=launch.world_size,
@@ -129,6 +136,7 @@ def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta
             # Groups of a mesh are then split from this one, which PyTorch 2.11 cannot do with two backends.
             device_id=device if backend == "nccl" else None,
         )
+        return store
     except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
         found = re.search(r"code: -(\d+), name: E", str(error))  # of a socket of PyTorch
         number = int(found[1]) if found else getattr(error, "errno", None)
@@ -136,19 +144,20 @@ def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta
             raise
         if number is not None:
             problem = "another process uses this port" if number == errno.EADDRINUSE else os.strerror(number)
-            raise RankError(f"{where}: {problem}; set a different MASTER_PORT") from None
-        raise RankError(
+            raise RunError(f"{where}: {problem}; set a different MASTER_PORT", rank_local=True) from None
+        raise RunError(
             f"{where}: timed out after {timeout.total_seconds():g} s (collective_timeout) waiting for all ranks; check"
             f" that {launch.world_size} ranks (WORLD_SIZE) were started and that this machine can reach"
             f" {launch.address}",
-            keys=("collective_timeout",),
+            rank_local=True,
         ) from None
     except dist.DistBackendError as error:
         if "Duplicate GPU" not in str(error):
             raise
-        raise _RankConfigError(
+        raise ConfigError(
             f"{where}: another rank uses the same GPU; start at most one rank per GPU, and make visible to each rank"
-            " its own GPU (srun: --gpus-per-task=1) or all GPUs of the node (--gpus-per-node)"
+            " its own GPU (srun: --gpus-per-task=1) or all GPUs of the node (--gpus-per-node)",
+            rank_local=True,
         ) from None
 
 
@@ -165,18 +174,19 @@ def _require_resolvable(launch: Launch, where: str) -> None:
         time.sleep(1)
 
 
-def _local_store(launch: Launch, timeout: timedelta) -> dist.Store | None:
-    """Return a store that other machines cannot reach, or None if the run spans several machines."""
+def _make_store(launch: Launch, timeout: timedelta) -> dist.Store:
+    """Return the key-value store of all ranks; other machines can reach it only if the run spans several."""
     if launch.world_size == 1:
         return dist.HashStore()  # opens no port
-    if launch.local_size < launch.world_size:
-        return None
+    assert launch.address is not None
     assert launch.port is not None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's store, which outlives its workers
-        assert launch.address is not None
         agent_store = dist.TCPStore(launch.address, launch.port, launch.world_size, False, timeout)
         return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", agent_store)
-    address, is_host = "127.0.0.1", launch.rank == 0
+    is_host = launch.rank == 0
+    if launch.local_size < launch.world_size:
+        return dist.TCPStore(launch.address, launch.port, launch.world_size, is_host, timeout)
+    address = "127.0.0.1"
     # By default, TCPStore listens on all interfaces.
     listener = socket.create_server((address, launch.port)).detach() if is_host else None
     return dist.TCPStore(address, launch.port, launch.world_size, is_host, timeout, master_listen_fd=listener)
