@@ -5,8 +5,8 @@
 
 The text is the source of the Python standard library, tests included, as JSONL; the tokenizer is a byte-level BPE of
 8,192 tokens trained on it. The library encodes texts in memory and discards the ids; the command is timed from start
-to end, with its reading and writing. MB/s are of elapsed time, and of processor time over all processes and cores.
---document writes the text as one document instead and reports the peak memory of a worker.
+to end, with its reading and writing. MB/s are of elapsed time, and of processor time over all threads and cores.
+--document writes the text as one document instead and reports the peak memory of the command.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def main() -> None:
             document.write_text("".join(json.loads(line)["text"] for line in corpus.open()))
             elapsed, _ = command(tokenizer, document, 1, directory / "document")
             peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-            print(f"one document of {size:,.1f} MB: {elapsed:,.1f} s, worker's peak memory {peak:,.2f} GiB")
+            print(f"one document of {size:,.1f} MB: {elapsed:,.1f} s, peak memory {peak:,.2f} GiB")
             return
         print("| workers | of time | library MB/s | lm.prepare MB/s | ratio |\n|---|---|---|---|---|")
         for workers in args.workers:

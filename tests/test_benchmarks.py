@@ -13,12 +13,15 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from benchmarks.common import SHARES, STEP, shares
 from benchmarks.curves import deviations
-from benchmarks.growth import PARTS, STRATEGIES, gathered_bytes, plan, run_ranks, state_bytes
+from benchmarks.sharding import PARTS, STRATEGIES, gathered_bytes, run_ranks
 from lm.config import Hyperparameters
-from lm.parallelize import mesh_dims
+from lm.metrics.device import GIB
+from lm.parallelize import mesh_shape
+from lm.plan import fit
 from tests.support import ROOT, TINY
 
 
@@ -90,13 +93,13 @@ def test_the_memory_of_a_rank_equals_the_formulas() -> None:
     points = [shape | {"sharding": name} for name in STRATEGIES]
     for point, found in zip(points, run_ranks(2, points, 1), strict=True):
         hp = Hyperparameters.model_validate(point)
-        shards = mesh_dims(hp, 2, 2)["shard"]
+        shards = mesh_shape(hp, 2, 2).shard
         assert [found[part] for part in PARTS] == [4 * hp.n_parameters // shards * times for times in (1, 1, 2)]
-        assert sum(found[part] for part in PARTS) == state_bytes(hp, shards)
+        assert sum(found[part] for part in PARTS) == fit.state_bytes(hp, torch.bfloat16, shards)
         assert found["gathered"] == gathered_bytes(hp, shards), hp.sharding
         peak = found["parameters"] + found["moments"] + min(found["transient"])
-        assert peak == pytest.approx(sum(plan(point, 2)["memory"].values()), rel=0.05), hp.sharding
-        assert len(found["seconds"]) == 1
+        ranks = fit.Ranks(torch.bfloat16, "cpu", 2, 2, GIB)
+        assert peak == pytest.approx(fit.required_memory(hp, ranks).total, rel=0.05), hp.sharding
 
 
 INSTALLED = "torch torchgen functorch torchao triton numpy sympy mpmath networkx jinja2 markupsafe fsspec setuptools"

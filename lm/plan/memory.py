@@ -1,15 +1,21 @@
-"""Memory of a training step by part: what FSDP keeps in closed form, and the activations that lm.plan.trace measures.
+"""Memory of a training step: what FSDP keeps in closed form, and the activations of a trace.
 
-A step is a sequence of phases, and memory is that of the phase with the most bytes. FSDP allocates in the same order
-on every device: in forward, the unit that runs and its all-gather buffer; in backward, also the buffer of the unit that
-runs next, and the gradients that the unit before is reducing.
+A step is a sequence of moments, and its memory is that of the moment with the most bytes. FSDP
+allocates in the same order on every device:
+
+- forward: a unit is all-gathered into a buffer, and copied from it into its unsharded parameters.
+  The buffer of the unit before is freed only after that.
+- backward: while a unit runs, the buffer of the one that runs next is filled, and the gradients of
+  the one before are reduced from a buffer.
+- reduction: the gradients of a unit are copied into that buffer, and freed before the buffer for
+  their shard is made.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -20,28 +26,63 @@ from lm.offload import RESIDENT
 from lm.plan.trace import Piece, Trace
 from model import Block, ModelConfig, loss_chunk, make_norm
 
-Parts = dict[str, int]
-"""bytes by part"""
 Activations = Callable[[Hyperparameters, torch.dtype | None, str], Trace]
 """`lm.plan.trace.trace`, or `bound`; of hyperparameters, compute dtype and device type"""
 
 MASTER = 4
-"""bytes of a trained parameter, and of its gradient after the reduction"""
+"""bytes of a trained parameter, and of its gradient after the reduction: both are float32"""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank at one moment, by part."""
+
+    parameters: int = 0
+    moments: int = 0
+    gradients: int = 0
+    gathered: int = 0
+    """unsharded parameters and all-gather buffers"""
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that FSDP gathers together, and their bytes when gathered."""
+    """Parameters that FSDP all-gathers together."""
 
     n: int = 0
     trained: int = 0
-    size: int = 0
+    gathered: int = 0
+    """bytes when all-gathered"""
 
     def __add__(self, other: Unit) -> Unit:
-        return Unit(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+        return Unit(self.n + other.n, self.trained + other.trained, self.gathered + other.gathered)
 
     def __mul__(self, times: int) -> Unit:
-        return Unit(*(value * times for value in astuple(self)))
+        return Unit(self.n * times, self.trained * times, self.gathered * times)
+
+
+@dataclass(frozen=True)
+class Units:
+    """The FSDP units of a model; `root` holds the parameters that no other unit has."""
+
+    embedding: Unit
+    block: Unit
+    head: Unit
+    root: Unit
+    n_blocks: int
+
+    @property
+    def total(self) -> Unit:
+        return self.embedding + self.block * self.n_blocks + self.head + self.root
+
+
+def itemsize(dtype: torch.dtype | None) -> int:
+    """Return the bytes of a number in the compute dtype; None = float32."""
+    return (dtype or torch.float32).itemsize
 
 
 @functools.lru_cache(maxsize=256)
@@ -49,138 +90,308 @@ def _count_block(config: str) -> tuple[int, int]:
     """Return the parameters of a block and of a norm; `config` is JSON of a `ModelConfig`."""
     model = ModelConfig.model_validate_json(config)
     with torch.device("meta"):
-        n, norm = (sum(p.numel() for p in module.parameters()) for module in (Block(model, 0), make_norm(model)))
-    return n, norm
+        block = Block(model, 0)
+        norm = make_norm(model)
+    return sum(p.numel() for p in block.parameters()), sum(p.numel() for p in norm.parameters())
 
 
 def float8_layers(hp: Hyperparameters) -> list[tuple[int, int]]:
     """Return `(out, in)` of the layers of a block that are multiplied in float8."""
-    return [shape for shape in lora.layer_shapes(hp).values() if hp.float8 and is_supported(*shape)]
+    if hp.float8 is None:
+        return []
+    return [shape for shape in lora.layer_shapes(hp).values() if is_supported(*shape)]
 
 
-def count_units(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> tuple[Unit, Unit, Unit, Unit]:
-    """Return the FSDP units of the embedding, of a block, of the head, and of the root."""
-    n, norm = _count_block(hp.model_dump_json(include=lora.BLOCK_KEYS))
-    width, matrix = (dtype or torch.float32).itemsize, hp.vocab_size * hp.d_model
-    adapters = lora.n_trained(hp, hp) // hp.n_layers if hp.lora_rank else 0
-    positions = hp.max_seq_len * hp.d_model if hp.positions == "learned" else 0
-    sizes = (matrix + positions, 0), (n, adapters), (norm + (0 if hp.tie_embeddings else matrix), 0)
-    e, b, h = (Unit(n + new, new if hp.lora_rank else n, width * (n + new)) for n, new in sizes)
-    if gathers_in_float8(hp.float8, lora.layer_shapes(hp).values(), 1 if hp.cpu_offload else shards):
-        b += Unit(size=(1 - width) * sum(out * inner for out, inner in float8_layers(hp)))
+def count_units(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> Units:
+    """Return the FSDP units of the model with its adapters on `shards` ranks."""
+    # Embeddings are counted without a module: their initial values on the meta device import
+    # PyTorch's compiler.
+    n_block, n_norm = _count_block(hp.model_dump_json(include=lora.BLOCK_KEYS))
+    matrix = hp.vocab_size * hp.d_model
+    n_embedding = matrix
+    if hp.positions == "learned":
+        n_embedding += hp.max_seq_len * hp.d_model
+    n_head = n_norm
+    if not hp.tie_embeddings:
+        n_head += matrix
+    width = itemsize(dtype)
+    if hp.lora_rank:
+        n_adapters = lora.n_trained(hp, hp) // hp.n_layers
+        embedding = Unit(n_embedding, 0, width * n_embedding)
+        block = Unit(n_block + n_adapters, n_adapters, width * (n_block + n_adapters))
+        head = Unit(n_head, 0, width * n_head)
+    else:
+        embedding = Unit(n_embedding, n_embedding, width * n_embedding)
+        block = Unit(n_block, n_block, width * n_block)
+        head = Unit(n_head, n_head, width * n_head)
+    gathering_shards = 1 if hp.cpu_offload else shards
+    if gathers_in_float8(hp.float8, lora.layer_shapes(hp).values(), gathering_shards):
+        n_in_float8 = sum(out * inner for out, inner in float8_layers(hp))
+        block += Unit(gathered=(1 - width) * n_in_float8)  # one byte each
+    none = Unit()
     if not hp.layer_wrap:
-        return Unit(), Unit(), Unit(), e + b * hp.n_layers + h
-    return (Unit(), b, Unit(), e + h) if hp.tie_embeddings else (e, b, h, Unit())
+        return Units(none, none, none, embedding + block * hp.n_layers + head, 0)
+    if hp.tie_embeddings:
+        return Units(none, block, none, embedding + head, hp.n_layers)
+    return Units(embedding, block, head, none, hp.n_layers)
 
 
-def count(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> Unit:
-    """Return the parameters of the model with its adapters."""
-    e, b, h, root = count_units(hp, dtype, shards)
-    return e + b * hp.n_layers + h + root
-
-
-def state(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> Parts:
-    """Return the bytes of what exists between steps on one of `shards` ranks, by part."""
-    total = count(hp, dtype, shards)
-    parameters = MASTER * total.trained + (dtype or torch.float32).itemsize * (total.n - total.trained)
+def state(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> Memory:
+    """Return what exists between steps on one of `shards` ranks: parameters and moments."""
+    total = count_units(hp, dtype, shards).total
+    frozen = itemsize(dtype) * (total.n - total.trained)
+    parameters = MASTER * total.trained + frozen
     moment = getattr(torch, hp.optim_dtype).itemsize
-    return {"parameters": parameters // shards, "moments": 2 * moment * total.trained // shards}
+    return Memory(parameters=parameters // shards, moments=2 * moment * total.trained // shards)
 
 
 def bound(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str) -> Trace:
-    """Return at least the bytes that `lm.plan.trace.trace` measures, in closed form, as a trace takes seconds.
+    """Return at least the bytes that `lm.plan.trace.trace` measures, which takes seconds.
 
-    The factors are above those of all models that were compared with their traces.
+    The factors count the tensors that can exist at once. All models that were compared with their
+    traces stay below.
     """
-    width, length, tokens = (dtype or torch.float32).itemsize, hp.max_seq_len, hp.batch_size * hp.max_seq_len
-    x, matrix, logits = tokens * hp.d_model * width, hp.vocab_size * hp.d_model, tokens * hp.vocab_size
-    n, shapes = count_units(hp, dtype, 1)[1].n, lora.layer_shapes(hp)
-    pairs = 16 * length**2 * (bool(hp.sliding_window) + hp.batch_size * hp.n_heads * bool(hp.dropout))
-    if device_type == "cuda":
-        pairs, logits = 0, min(logits, loss_chunk(torch.device("cuda"), 80 * 2**30))
-    in_float32 = hp.norm == "rmsnorm" or hp.positions == "rope"
-    n_more = sum(map(bool, (in_float32, hp.qk_norm != "none", hp.lora_rank, hp.dropout)))
-    saved = (2 + n_more) * tokens * width * sum(map(sum, shapes.values())) // 2 + pairs  # of the linear layers' ends
-    held = x if hp.activation_checkpointing == "full" else saved
-    embedding = 6 * x + pairs + 3 * width * (matrix + length * hp.d_model)
-    block = 2 * saved + 3 * width * matrix
-    head = (5 if hp.compiles(device_type == "cuda", hp.float8) else 17) * logits + 8 * x + 8 * matrix
+    on_gpu = device_type == "cuda"
+    width = itemsize(dtype)
+    length = hp.max_seq_len
+    tokens = hp.batch_size * length
+    hidden = tokens * hp.d_model * width  # the input or the output of a block
+
+    # Masks of all pairs of positions: of a sliding window, and the scores that dropout needs
+    # without a fused kernel. A float32 score, its softmax, its mask and its gradient take 16 bytes.
+    pairs = 0
+    if not on_gpu:
+        n_masks = int(hp.sliding_window is not None)
+        if hp.dropout:
+            n_masks += hp.batch_size * hp.n_heads
+        pairs = 16 * length**2 * n_masks
+
+    # A block saves the inputs and the outputs of its linear layers, and may save each again: in
+    # float32, for the norms of queries and keys, for adapters, and for dropout.
+    uses_float32 = hp.norm == "rmsnorm" or hp.positions == "rope"
+    n_more = sum([uses_float32, hp.qk_norm != "none", hp.lora_rank is not None, hp.dropout > 0])
+    ends = tokens * width * sum(out + inner for out, inner in lora.layer_shapes(hp).values())
+    saved = (2 + n_more) * ends // 2 + pairs
+    held = saved
+    if hp.activation_checkpointing == "full":
+        held = hidden  # its input
+
+    # The gradient of the embedding matrix can exist three times: of the lookup, of the head if they
+    # are tied, and their sum.
+    matrix = hp.vocab_size * hp.d_model
+    matrix_gradients = 3 * width * matrix
+    # In backward, what is saved and as many gradients, and those of the parameters.
+    block = 2 * saved + matrix_gradients
+    wrapped = hp.model_copy(update={"layer_wrap": True})  # otherwise no unit is a block
+    block_gradients = width * count_units(wrapped, dtype, 1).block.n
+    # Tokens and positions are looked up, added and dropped out, each with a gradient.
+    embedding = 6 * hidden + pairs + matrix_gradients + 3 * width * length * hp.d_model
+
+    n_logits = tokens * hp.vocab_size
+    if on_gpu:
+        n_logits = min(n_logits, loss_chunk(torch.device("cuda"), 80 * 2**30))
+    # float32 logits, their exponentials, the difference to the targets (twice) and a mask; or
+    # compiled, the logits and their gradients in the compute dtype and a mask.
+    logit = 4 + 4 + 8 + 1
+    if hp.compiles(on_gpu, hp.float8):
+        logit = 2 * width + 1
+    # The norm computes in float32, with gradients. The matrix has a gradient in the compute dtype,
+    # and a sum of those of all chunks in float32, to which one is being added.
+    head = logit * n_logits + 8 * hidden + 8 * matrix
     return Trace(
-        Piece(2 * x + pairs, embedding, embedding, embedding),
-        Piece(held, block, block + width * n, block),
-        Piece(head, head, head, head),
+        embedding=Piece(held=2 * hidden + pairs, forward=embedding, backward=embedding, after=embedding),
+        block=Piece(held=held, forward=block, backward=block + block_gradients, after=block),
+        head=Piece(held=head, forward=head, backward=head, after=head),
     )
 
 
-def phases(
-    hp: Hyperparameters, dtype: torch.dtype | None, pieces: Trace, shards: int, n_micro_batches: int, on_gpu: bool
-) -> Iterator[Parts]:
-    """Yield the bytes by part of the phases of a step that can have the most, for one of `shards` ranks.
+@dataclass(frozen=True)
+class Step:
+    """The moments of a training step in which one of `shards` ranks can have the most bytes."""
 
-    Args:
-        dtype: compute dtype; None = float32.
-        pieces: of the same hyperparameters.
-        n_micro_batches: accumulation steps.
-        on_gpu: what is offloaded to host memory does not count.
-    """
-    compute, layers, reshard = (dtype or torch.float32).itemsize, hp.n_layers, hp.reshard_after_forward
-    e, b, h, root = count_units(hp, dtype, shards)
-    trained = count(hp, dtype, shards).trained
-    accumulates_shards = n_micro_batches > 1 and hp.sync_each_micro_step
-    accumulates_all = n_micro_batches > 1 and not hp.sync_each_micro_step
-    stays_all = accumulates_shards and not reshard  # until the backward pass of the last micro-step
-    stays = not reshard or shards == 1  # no all-gather buffers in backward
-    blocks = 0 if reshard else e.size + layers * b.size  # kept from forward to backward
-    reduced_size = getattr(torch, hp.reduce_dtype).itemsize
-    kept = {} if on_gpu and hp.cpu_offload else state(hp, dtype, shards)
+    hp: Hyperparameters
+    dtype: torch.dtype | None
+    """of compute; None = float32"""
+    activations: Trace
+    """of the same hyperparameters"""
+    shards: int
+    n_micro_batches: int
+    """accumulation steps"""
+    on_gpu: bool
+    """what is offloaded to host memory does not count"""
 
-    def phase(
-        activations: int, units: int, buffer: int, done: int = 0, reducing: int = 0, grads: int = 0, first: bool = False
-    ) -> Parts:
-        """Return the bytes by part.
+    @functools.cached_property
+    def units(self) -> Units:
+        return count_units(self.hp, self.dtype, self.shards)
+
+    @functools.cached_property
+    def between_steps(self) -> Memory:
+        if self.on_gpu and self.hp.cpu_offload:
+            return Memory()
+        return state(self.hp, self.dtype, self.shards)
+
+    @property
+    def reshards(self) -> bool:
+        return self.hp.reshard_after_forward
+
+    @property
+    def accumulates_shards(self) -> bool:
+        return self.n_micro_batches > 1 and self.hp.sync_each_micro_step
+
+    @property
+    def accumulates_unsharded(self) -> bool:
+        return self.n_micro_batches > 1 and not self.hp.sync_each_micro_step
+
+    @property
+    def peak(self) -> Memory:
+        """The moment with the most bytes."""
+        return max(self.moments(), key=lambda moment: moment.total)
+
+    def moments(self) -> Iterator[Memory]:
+        """Yield all moments that can be the peak."""
+        yield from self._forward(is_first=True)
+        if self.n_micro_batches > 1:
+            yield from self._forward(is_first=False)
+        yield from self._backward_of_head()
+        # Bytes change evenly from block to block, so that the peak is at an end; a block next to an
+        # end has other units before or after it than the one at the end.
+        n = self.hp.n_layers
+        for layer in sorted({0, 1, n - 2, n - 1} & set(range(n))):
+            yield from self._backward_of_block(layer)
+        yield from self._backward_of_embedding_and_root()
+
+    def _forward(self, is_first: bool) -> Iterator[Memory]:
+        """Yield the moments around the last block and the head, before which activations add up.
 
         Args:
-            units: bytes of unsharded parameters.
-            buffer: bytes of all-gather buffers.
-            done: reduced gradients.
-            reducing: gradients in buffers of the reduction.
-            grads: gradients of the unit whose reduction starts.
-            first: in the first micro-step, before any gradients are accumulated.
+            is_first: in the first micro-step, before any gradients are accumulated.
         """
-        sharded = (trained if accumulates_shards and not first else done) // shards if kept else 0
-        reduced = MASTER * sharded + reduced_size * (reducing + grads)
-        if accumulates_all and not first:
-            reduced += reduced_size * (trained - done)
-        else:  # the buffer for the result is allocated once the gradients are freed
-            reduced += max(compute * grads, reduced_size * grads // shards)
-        gathered = units + (0 if shards == 1 else buffer)
-        return kept | {"gradients": reduced, "gathered": gathered, "activations": activations}
+        units = self.units
+        block, head = units.block.gathered, units.head.gathered
+        last_layer = self._before_block(self.hp.n_layers - 1)
+        all_layers = self._before_block(self.hp.n_layers)
+        gradients = 0 if is_first else self._gradients(0)
 
-    def level(layer: int) -> int:  # activations before the forward pass of a block
-        resident = RESIDENT - (layer < layers) if on_gpu and hp.activation_offload else layer
-        return pieces.embedding.held + min(layer, resident) * pieces.block.held
+        block_buffer, head_buffer = block, head
+        if head == 0:  # it is in the root, already gathered, and the last block's buffer stays
+            head_buffer = block
+        head_and_block_buffers = head + block if head else 0
+        if not is_first and not self.reshards:  # all parameters are still gathered
+            block_buffer = head_buffer = head_and_block_buffers = 0
 
-    for first in {True, n_micro_batches == 1}:
-        is_kept = not first and not reshard  # later micro-steps find all parameters gathered
-        block, head = (0, 0) if is_kept else (b.size, h.size or b.size)
-        units = root.size + (b.size if reshard else blocks)
-        yield phase(level(layers - 1), units, 2 * block, first=first)
-        yield phase(level(layers - 1) + pieces.block.forward, units, block, first=first)
-        units = root.size + h.size + blocks
-        yield phase(level(layers), units, (head + block if h.size else 0), first=first)
-        yield phase(level(layers) + pieces.head.forward, units, head, first=first)
-    units, prefetched = root.size + h.size + blocks, 0 if stays else b.size
-    yield phase(level(layers) + pieces.head.backward, units, prefetched)
-    units -= 0 if stays_all else h.size
-    yield phase(level(layers) + pieces.head.after, units, prefetched, grads=h.trained)
-    for layer in {0, 1, layers - 2, layers - 1} & set(range(layers)):
-        done, before = h.trained + (layers - 1 - layer) * b.trained, h if layer == layers - 1 else b
-        units = root.size + (b.size if reshard else blocks + h.size if stays_all else e.size + (layer + 1) * b.size)
-        prefetched = b.size if layer and not stays else 0
-        yield phase(level(layer) + pieces.block.backward, units, prefetched, done, before.trained)
-        units -= 0 if stays_all else b.size
-        yield phase(level(layer) + pieces.block.after, units, prefetched, done, grads=b.trained)
-    done = h.trained + layers * b.trained
-    yield phase(pieces.embedding.backward, root.size + (0 if reshard else e.size), 0, done, b.trained)
-    yield phase(0, root.size, 0, done, grads=e.trained)
-    yield phase(0, 0, 0, trained - root.trained, grads=root.trained)
+        unsharded = units.root.gathered
+        if self.reshards:
+            unsharded += block
+        else:
+            unsharded += self._gathered_in_forward()
+        yield self._moment(last_layer, unsharded, 2 * block_buffer, gradients)
+        yield self._moment(last_layer + self.activations.block.forward, unsharded, block_buffer, gradients)
+
+        unsharded = units.root.gathered + head + self._gathered_in_forward()
+        yield self._moment(all_layers, unsharded, head_and_block_buffers, gradients)
+        yield self._moment(all_layers + self.activations.head.forward, unsharded, head_buffer, gradients)
+
+    def _backward_of_head(self) -> Iterator[Memory]:
+        head = self.units.head
+        saved = self._before_block(self.hp.n_layers)
+        next_buffer = self._backward_buffer()
+        unsharded = self.units.root.gathered + head.gathered + self._gathered_in_forward()
+        yield self._moment(saved + self.activations.head.backward, unsharded, next_buffer, self._gradients(0))
+        unsharded -= self._resharded_after_backward(head)
+        reducing = self._gradients(0, reducing=head.trained, is_starting=True)
+        yield self._moment(saved + self.activations.head.after, unsharded, next_buffer, reducing)
+
+    def _backward_of_block(self, layer: int) -> Iterator[Memory]:
+        units, block = self.units, self.units.block
+        n_after = self.hp.n_layers - 1 - layer
+        n_reduced = units.head.trained + n_after * block.trained
+        reducing_unit = block if n_after else units.head
+        saved = self._before_block(layer)
+        next_buffer = self._backward_buffer() if layer else 0
+
+        unsharded = units.root.gathered
+        if self.reshards:
+            unsharded += block.gathered
+        elif self.accumulates_shards:  # until the backward pass of the last micro-step
+            unsharded += self._gathered_in_forward() + units.head.gathered
+        else:
+            unsharded += units.embedding.gathered + (layer + 1) * block.gathered
+        gradients = self._gradients(n_reduced, reducing=reducing_unit.trained)
+        yield self._moment(saved + self.activations.block.backward, unsharded, next_buffer, gradients)
+
+        unsharded -= self._resharded_after_backward(block)
+        gradients = self._gradients(n_reduced, reducing=block.trained, is_starting=True)
+        yield self._moment(saved + self.activations.block.after, unsharded, next_buffer, gradients)
+
+    def _backward_of_embedding_and_root(self) -> Iterator[Memory]:
+        units = self.units
+        n_reduced = units.head.trained + self.hp.n_layers * units.block.trained
+        root = units.root.gathered
+        embedding = 0  # its backward pass reads no parameters
+        if not self.reshards:
+            embedding = units.embedding.gathered
+        gradients = self._gradients(n_reduced, reducing=units.block.trained)
+        yield self._moment(self.activations.embedding.backward, root + embedding, 0, gradients)
+        gradients = self._gradients(n_reduced, reducing=units.embedding.trained, is_starting=True)
+        yield self._moment(0, root, 0, gradients)
+        n_reduced = units.total.trained - units.root.trained
+        gradients = self._gradients(n_reduced, reducing=units.root.trained, is_starting=True)
+        yield self._moment(0, 0, 0, gradients)
+
+    def _moment(self, activations: int, unsharded: int, buffers: int, gradients: int) -> Memory:
+        between = self.between_steps
+        gathered = unsharded
+        if self.shards > 1:  # otherwise parameters are cast, and no buffer is needed
+            gathered += buffers
+        return Memory(between.parameters, between.moments, gradients, gathered, activations)
+
+    def _before_block(self, layer: int) -> int:
+        """Return the activations of all before block `layer`, which exist in both its passes."""
+        n_held = layer
+        if self.on_gpu and self.hp.activation_offload:
+            is_block = layer < self.hp.n_layers
+            n_resident = RESIDENT - 1 if is_block else RESIDENT  # one of them is `layer` itself
+            n_held = min(layer, n_resident)
+        return self.activations.embedding.held + n_held * self.activations.block.held
+
+    def _gathered_in_forward(self) -> int:
+        """Return the bytes of the unsharded embedding and blocks that are kept until backward."""
+        if self.reshards:
+            return 0
+        return self.units.embedding.gathered + self.hp.n_layers * self.units.block.gathered
+
+    def _backward_buffer(self) -> int:
+        """Return the bytes of the all-gather buffer of the block whose backward pass is next."""
+        if self.reshards:
+            return self.units.block.gathered
+        return 0
+
+    def _resharded_after_backward(self, unit: Unit) -> int:
+        if self.accumulates_shards and not self.reshards:
+            return 0
+        return unit.gathered
+
+    def _gradients(self, n_reduced: int, reducing: int = 0, is_starting: bool = False) -> int:
+        """Return the bytes of gradients from the second micro-step on, or in the only one.
+
+        Args:
+            n_reduced: trained parameters of the units whose gradients are reduced, or are being
+            reduced.
+            reducing: of the unit whose gradients are in the buffer of the reduction.
+            is_starting: its gradients were just copied there.
+        """
+        n_trained = self.units.total.trained
+        reduce_itemsize = getattr(torch, self.hp.reduce_dtype).itemsize
+
+        n_sharded = n_trained if self.accumulates_shards else n_reduced
+        shards = MASTER * (n_sharded // self.shards)
+        if self.on_gpu and self.hp.cpu_offload:
+            shards = 0
+        buffer = reduce_itemsize * reducing
+        if self.accumulates_unsharded:
+            return shards + buffer + reduce_itemsize * (n_trained - n_reduced)
+        if is_starting:
+            gradients = itemsize(self.dtype) * reducing  # freed before the next is allocated
+            reduced_shard = reduce_itemsize * reducing // self.shards
+            buffer += max(gradients, reduced_shard)
+        return shards + buffer

@@ -1,13 +1,13 @@
-"""Activations of a training step: what the modules of a model allocate on fake tensors, which have no memory."""
+"""Activations of a training step: what a model's modules allocate on fake tensors without memory."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import operator
+import logging
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,11 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy
 
 from lm import lora, parallelize
 from lm.config import Hyperparameters
-from model import AttentionInputs, Transformer, chunk_cross_entropy, loss_chunk
+from model import Transformer, chunk_cross_entropy, loss_chunk
 
 
 class LiveBytes(TorchDispatchMode):
@@ -33,8 +31,14 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.sizes: dict[int, int] = {}
-        self.now = self.peak = 0
+        self.now = 0
+        self.peak = 0
         self.counts = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Let compiled code run in this mode."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -45,7 +49,8 @@ class LiveBytes(TorchDispatchMode):
     def add(self, tensor: Tensor) -> None:
         """Count the memory of `tensor` until it is freed."""
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key not in self.sizes:
             weakref.finalize(storage, self._remove, key)
         self.now += size - self.sizes.get(key, 0)
@@ -69,6 +74,16 @@ class Piece:
     after: int
     """after backward, without the gradients of its parameters"""
 
+    def extrapolate(self, two: Piece, batch_size: int) -> Piece:
+        """Return the bytes for `batch_size` sequences, from those for one and for `two`."""
+        n_more = batch_size - 1
+        return Piece(
+            held=self.held + n_more * (two.held - self.held),
+            forward=self.forward + n_more * (two.forward - self.forward),
+            backward=self.backward + n_more * (two.backward - self.backward),
+            after=self.after + n_more * (two.after - self.after),
+        )
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -80,34 +95,39 @@ class Trace:
 
 
 def trace(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str) -> Trace:
-    """Measure a forward and a backward pass of the embedding, a block and the head, with unsharded parameters.
+    """Measure a forward and a backward pass of the embedding, a block and the head, unsharded.
 
-    A block is measured with one and two sequences: its bytes are linear in their number. On a GPU, attention is taken
-    to be a fused kernel that saves no mask, and dropout to save none either.
+    A block is measured with one and two sequences: its bytes are linear in their number. On a GPU,
+    attention is taken to be a fused kernel that saves no mask, and dropout to save none either.
     """
-    ends = model_key(hp.model_copy(update={"activation_checkpointing": "none"}))
-    run = dtype, device_type, hp.compiles(device_type == "cuda", hp.float8)
-    embedding, head = _measure(ends, hp.batch_size, 0, *run)
-    n_blocks = 3 if hp.lora_rank else 2  # after a frozen embedding, the first two differ from the others
-    one, two = (_measure(model_key(hp), size, n_blocks, *run)[1:-1] for size in (1, 2))
-    *first, block = (
-        Piece(*(a + (hp.batch_size - 1) * (b - a) for a, b in zip(astuple(of_one), astuple(of_two), strict=True)))
-        for of_one, of_two in zip(one, two, strict=True)
-    )
+    is_compiled = hp.compiles(device_type == "cuda", hp.float8)
+    measure = partial(_measure, dtype=dtype, device_type=device_type, is_compiled=is_compiled)
+    # The blocks' recomputation makes no other embedding and head.
+    ends = _model_key(hp.model_copy(update={"activation_checkpointing": "none"}))
+    embedding, head = measure(ends, hp.batch_size, 0)
+    # The first block after a frozen embedding saves less than the others, as its input needs no
+    # gradient.
+    n_blocks = 3 if hp.lora_rank else 2
+    one = measure(_model_key(hp), 1, n_blocks)[1:-1]
+    two = one
+    if hp.batch_size > 1:
+        two = measure(_model_key(hp), 2, n_blocks)[1:-1]
+    *first, block = (of_one.extrapolate(of_two, hp.batch_size) for of_one, of_two in zip(one, two, strict=True))
     difference = sum(piece.held - block.held for piece in first)
     return Trace(replace(embedding, held=embedding.held + difference), block, head)
 
 
-def model_key(hp: Hyperparameters) -> str:
-    """Return as JSON the hyperparameters that `build_model` reads."""
+def _model_key(hp: Hyperparameters) -> str:
+    """Return as JSON the hyperparameters that `_build_model` reads."""
     include = lora.BLOCK_KEYS | lora.LoraConfig.model_fields.keys() | {"activation_checkpointing"}
     return hp.model_dump_json(include=include)
 
 
-def build_model(hp: Hyperparameters, n_layers: int, dtype: torch.dtype | None) -> Transformer:
-    """Return the model as a rank computes with it, on the meta device, with `n_layers` blocks and not compiled."""
+def _build_model(hp: Hyperparameters, n_layers: int, dtype: torch.dtype | None) -> Transformer:
+    """Return the model as a rank computes with it, on the meta device, not compiled."""
     with torch.device("meta"):
-        model = lora.add_adapters(Transformer(hp.model_copy(update={"n_layers": n_layers})), hp, dtype)
+        model = Transformer(hp.model_copy(update={"n_layers": n_layers}))
+        model = lora.add_adapters(model, hp, dtype)
         model.to(dtype or torch.float32)
     if hp.activation_checkpointing != "none":
         for block in model.blocks:
@@ -115,127 +135,135 @@ def build_model(hp: Hyperparameters, n_layers: int, dtype: torch.dtype | None) -
     return model
 
 
+@dataclass
+class _Phase:
+    """Live bytes from the start of a module's forward or backward pass to the next."""
+
+    start: int
+    peak: int = 0
+
+
 @functools.lru_cache(maxsize=256)
 def _measure(
-    key: str, batch_size: int, n_layers: int, dtype: torch.dtype | None, device_type: str, compiled: bool
+    key: str, batch_size: int, n_layers: int, dtype: torch.dtype | None, device_type: str, is_compiled: bool
 ) -> list[Piece]:
     """Return the pieces of a model in forward order; `key` is JSON of its hyperparameters."""
-    hp, on_gpu = Hyperparameters.model_validate_json(key), device_type == "cuda"
-    changes = {"dropout": 0.0, "sliding_window": None} if on_gpu else {}
-    changes |= {"activation_checkpointing": "none"} if compiled else {}  # the partitioner decides what is recomputed
-    model, live = build_model(hp.model_copy(update=changes), n_layers, dtype), LiveBytes()
-    if compiled and n_layers:
-        run = _compiled(copy.deepcopy(model.blocks[0]), hp.activation_checkpointing, live)
+    hp = Hyperparameters.model_validate_json(key)
+    on_gpu = device_type == "cuda"
+    if on_gpu:
+        hp = hp.model_copy(update={"dropout": 0.0, "sliding_window": None})
+    model = _build_model(hp, n_layers, dtype)
+    live = LiveBytes()
+    if is_compiled:
+        torch.compiler.reset()  # it would refuse to compile more than eight models
+        # It warns that selective checkpointing is experimental.
+        logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+        backend = partial(_fuse, live)  # of all blocks, so that they share a graph
         for block in model.blocks:
-            block.forward = partial(run, block)
-    if on_gpu or compiled:
-        model.head.chunk_cross_entropy = _fused_loss if compiled else partial(chunk_cross_entropy)
-        model.head.loss_chunk = lambda _: loss_chunk(torch.device(device_type), 80 * 2**30)  # of a GPU of 80 GiB
-    phases: list[list[int]] = []  # live bytes at the start, and the peak
-
-    def mark(*_: Any) -> None:
-        model.zero_grad()
-        if phases:
-            phases[-1][1] = live.peak
-        live.peak = live.now
-        phases.append([live.now, 0])
-
-    def mark_forward(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        mark()
-        if not (n_layers or output.requires_grad):  # of a frozen embedding: the head follows blocks
-            output = output.detach().requires_grad_()
-        if output.requires_grad:
-            output.register_hook(mark)
-        return output
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
+        model.head.chunk_cross_entropy = _fused_loss
+    elif on_gpu:
+        # The head computes the loss in chunks if this is another function.
+        model.head.chunk_cross_entropy = partial(chunk_cross_entropy)
+    if is_compiled or on_gpu:
+        gpu_memory = 80 * 2**30
+        model.head.loss_chunk = lambda _: loss_chunk(torch.device(device_type), gpu_memory)
 
     pieces = [model.embedding, *model.blocks, model.head]
+    phases: list[_Phase] = []
+
+    def start_phase(*_: Any) -> None:
+        model.zero_grad()
+        if phases:
+            phases[-1].peak = live.peak
+        live.peak = live.now
+        phases.append(_Phase(live.now))
+
+    def after_forward(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        start_phase()
+        if n_layers == 0 and not output.requires_grad:
+            # A frozen embedding's; the head's input needs a gradient, as trained blocks precede it.
+            output = output.detach().requires_grad_()
+        if output.requires_grad:
+            output.register_hook(start_phase)
+        return output
+
     for piece in pieces:
-        piece.register_forward_hook(mark_forward)
-    with FakeTensorMode(allow_non_fake_inputs=True), live:
+        piece.register_forward_hook(after_forward)
+    with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
-        live.now = 0  # parameters are not activations
         tokens = torch.zeros(batch_size, hp.max_seq_len, dtype=torch.int64)
-        mark()
-        model(tokens, tokens).backward()
-        if len(phases) == 2 * len(pieces):  # the embedding is frozen, and has no backward pass
-            mark()
-        mark()
-    starts, peaks = zip(*phases, strict=True)
+        if is_compiled:  # in a first pass
+            with warnings.catch_warnings():
+                # Dynamo reads the gradients of the fake inputs, which are no leaves.
+                warnings.simplefilter("ignore", UserWarning)
+                model(tokens, tokens).backward()
+            model.zero_grad()
+            phases.clear()
+        with live:
+            for tensor in (*model.parameters(), tokens):
+                live.add(tensor)
+            live.now = 0  # they are not activations
+            start_phase()
+            model(tokens, tokens).backward()
+            if len(phases) == 2 * len(pieces):  # the embedding is frozen, and has no backward pass
+                start_phase()
+            start_phase()
 
-    def measured(i: int) -> Piece:
-        backward, before = 2 * len(pieces) - i, starts[i]
-        ends = starts[i + 1], peaks[i], peaks[backward], starts[backward + 1]
-        return Piece(*(end - before for end in ends))
-
-    return [measured(i) for i in range(len(pieces))]
+    found = []
+    for index in range(len(pieces)):
+        before = phases[index].start
+        backward = 2 * len(pieces) - index
+        found.append(
+            Piece(
+                held=phases[index + 1].start - before,
+                forward=phases[index].peak - before,
+                backward=phases[backward].peak - before,
+                after=phases[backward + 1].start - before,
+            )
+        )
+    return found
 
 
 def _fused_loss(x: Tensor, weight: Tensor, _targets: Tensor, _needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate what `chunk_cross_entropy` does when compiled: the logits and their gradients in the compute dtype."""
+    """Allocate as compiled `chunk_cross_entropy`: the logits and gradients in the compute dtype."""
     logits = F.linear(x, weight)
     grad = torch.empty_like(logits)
     del logits
-    return torch.zeros(()), grad @ weight, grad.T @ x if weight.requires_grad else x.new_empty(0)
+    weight_grad = x.new_empty(0)
+    if weight.requires_grad:
+        weight_grad = grad.T @ x
+    return torch.zeros(()), grad @ weight, weight_grad
 
 
-def _compiled(twin: nn.Module, recompute: str, live: LiveBytes) -> Callable[..., Tensor]:
-    """Return a function `(block, x, inputs, cache)` that allocates what the compiled block does.
+def _fuse(live: LiveBytes, module: fx.GraphModule, example_inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    """Compile a graph that counts in `live` the tensors that PyTorch's compiler would materialize.
 
-    PyTorch's partitioner decides what is saved, as in `torch.compile`; see `_FusedGraph` for the rest.
-
-    Args:
-        twin: a block to trace.
-        recompute: `activation_checkpointing`.
+    As there, operators are decomposed, and the partitioner decides what is saved for backward and
+    what is recomputed.
     """
     # These take a second to import.
-    from torch._functorch.aot_autograd import aot_function, make_boxed_func
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
 
-    names = [name for name, _ in twin.named_parameters()]
+    def compile_graph(graph: fx.GraphModule, _example_inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        return make_boxed_func(lambda *arguments: _FusedGraph(graph, live).run(*arguments))
 
-    def forward(x: Tensor, rope: Any, mask: Any, *parameters: Tensor) -> Tensor:
-        inputs = AttentionInputs(rope, mask, mask is None and x.shape[1] > 1, False)
-        return functional_call(twin, dict(zip(names, parameters, strict=True)), (x, inputs))
-
-    def partition(joint: fx.GraphModule, arguments: Any, **options: Any) -> Any:
-        in_backward: set[fx.Node] = set()
-        for node in joint.graph.nodes:
-            if "tangents" in str(node.target) or in_backward & set(node.all_input_nodes):
-                in_backward.add(node)
-            elif node.op == "call_function" and recompute != "none":
-                source = node.all_input_nodes[0] if node.target is operator.getitem else node
-                saves = recompute == "selective" and source.target in parallelize.SAVE_OPS
-                policy = CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
-                node.meta |= {"recompute": policy, "ac_graph_id": 1}
-        return min_cut_rematerialization_partition(joint, arguments, **options)
-
-    def compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:  # noqa: ARG001 called by name
-        def run(*arguments: Any) -> Any:
-            return _FusedGraph(gm, live).run(*arguments)
-
-        return make_boxed_func(run)
-
-    table = select_decomp_table()
-    functions: dict[bool, Callable[..., Tensor]] = {}  # by whether x needs a gradient
-
-    def run(block: nn.Module, x: Tensor, inputs: AttentionInputs, _cache: Any) -> Tensor:
-        arguments = x, inputs.rope, inputs.mask, *block.parameters()
-        if x.requires_grad not in functions:
-            function = aot_function(forward, compiler, compiler, partition_fn=partition, decompositions=table)
-            live.counts = False
-            function(*arguments)  # is compiled in the first call
-            live.counts = True
-            functions[x.requires_grad] = function
-        return functions[x.requires_grad](*arguments)
-
-    return run
+    backend = aot_autograd(
+        fw_compiler=compile_graph,
+        bw_compiler=compile_graph,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    return backend(module, example_inputs)
 
 
 class _FusedGraph(fx.Interpreter):
     """Runs a graph and counts the tensors that a fusing compiler materializes.
 
-    Not those whose every use is elementwise or a sum: their values are recomputed where they are used.
+    Not those whose every use is elementwise or a sum: their values are recomputed where they are
+    used.
     """
 
     def __init__(self, graph: fx.GraphModule, live: LiveBytes) -> None:
@@ -243,19 +271,25 @@ class _FusedGraph(fx.Interpreter):
         self._live = live
 
     def run_node(self, n: fx.Node) -> Any:
-        counts, self._live.counts = self._live.counts, False
+        self._live.counts = False
         result = super().run_node(n)
-        self._live.counts = counts
-        if counts and n.op == "call_function" and not (_is_elementwise(n) and all(map(_fuses, n.users))):
+        self._live.counts = True
+        if n.op != "call_function":
+            return result
+        if not _is_elementwise(n) or not all(map(_fuses, n.users)):
             pytree.tree_map_only(Tensor, self._live.add, result)
         return result
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or "convert_element_type" in str(node.target)
+    if "convert_element_type" in str(node.target):
+        return True
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _fuses(node: fx.Node) -> bool:
-    is_view = getattr(node.target, "is_view", False) and bool(node.users)
+    is_view = getattr(node.target, "is_view", False) and len(node.users) > 0
+    if is_view:
+        return all(map(_fuses, node.users))
     is_sum = str(node.target).startswith(("aten.sum", "aten.mean", "aten.var", "aten.amax"))
-    return _is_elementwise(node) or is_sum or (is_view and all(map(_fuses, node.users)))
+    return _is_elementwise(node) or is_sum

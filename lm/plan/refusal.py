@@ -1,0 +1,113 @@
+"""Says before the first step what a run needs, and refuses what cannot fit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from lm import precision
+from lm.config import Hyperparameters
+from lm.errors import ConfigError
+from lm.launch.machine import host_memory
+from lm.metrics.device import GIB
+from lm.plan.fit import USABLE, Ranks, required_memory, state_bytes, table
+from lm.plan.memory import bound
+from lm.plan.nearest import nearest
+from lm.plan.trace import trace
+from lm.runtime.world import World
+
+WORTH_A_LINE = GIB // 4
+"""bytes of state from which a run on a CPU says what it needs"""
+
+
+@dataclass(frozen=True)
+class MemoryCheck:
+    """What a run needs of the memory that its ranks have."""
+
+    hp: Hyperparameters
+    ranks: Ranks
+    host_share: float
+    """bytes of a node's memory per rank"""
+
+    @property
+    def rank_name(self) -> str:
+        return "GPU" if self.ranks.on_gpu else "rank"
+
+    @property
+    def state(self) -> int:
+        """Bytes of parameters, moments and gradients, whatever the activations."""
+        return state_bytes(self.hp, self.ranks.dtype, self.ranks.shards(self.hp))
+
+    def refuse(self) -> None:
+        """Raise ConfigError if the state alone exceeds the memory in which it is."""
+        space, where = self.ranks.memory, ""
+        if self.hp.cpu_offload and self.ranks.on_gpu:
+            space, where = self.host_share, " of host memory"
+        if self.state > space:
+            raise ConfigError(
+                f"out of memory: parameters, moments and gradients take {self.state / GIB:.1f} of"
+                f" {space / GIB:.1f} GiB{where} per {self.rank_name};"
+                f" what fits: {nearest(self.hp, self.ranks, bound)}"
+            )
+
+    def line(self) -> str:
+        """Return what the run needs, and if that is too much, the nearest settings that fit."""
+        needed = required_memory(self.hp, self.ranks)
+        if self.ranks.fit(needed):
+            return self._need(needed.total)
+        return self._need(needed.total) + self._nearest(self.ranks)
+
+    def note_after_failure(self) -> str:
+        """Return what an out-of-memory error says: what was predicted to fit did not."""
+        needed = required_memory(self.hp, self.ranks)
+        limit = replace(self.ranks, memory=min(self.ranks.memory, needed.total))
+        return self._need(needed.total) + self._nearest(limit)
+
+    def table(self) -> list[str]:
+        """Return lines with what the run needs by part."""
+        return table(required_memory(self.hp, self.ranks))
+
+    def _need(self, n_bytes: int) -> str:
+        available = self.ranks.memory
+        return f"needs about {n_bytes / GIB:.1f} of {available / GIB:.1f} GiB per {self.rank_name}"
+
+    def _nearest(self, limit: Ranks) -> str:
+        usable = USABLE * limit.memory / GIB
+        return f"; what needs at most {usable:.1f} GiB: {nearest(self.hp, limit, trace)}"
+
+
+def check_memory(hp: Hyperparameters, world: World, dry_run: bool) -> str | None:
+    """Return what the run needs, in a dry run by part; else None on a CPU if its state is small.
+
+    Rank 0 computes for all, from the least memory of any rank.
+
+    Raises:
+        ConfigError: the state of the run alone exceeds the memory.
+    """
+    on_gpu = world.device.type == "cuda"
+    per_node = world.launch.local_size
+    own_node, _available = host_memory()
+    own = own_node // per_node
+    if on_gpu:
+        own = torch.cuda.get_device_properties(world.device).total_memory
+    everyone = world.all_gather_object((own, own_node))
+    memory = min(of_rank for of_rank, _ in everyone)
+    node = min(of_node for _, of_node in everyone)
+    dtype = world.all_or_none(lambda: precision.compute_dtype(hp, world.device))
+    # The ranks of a CPU are given shares of its memory, so that no more is asked of the node.
+    host = node if on_gpu else math.inf
+    ranks = Ranks(dtype, world.device.type, world.size, per_node, memory, host)
+    check = MemoryCheck(hp, ranks, node // per_node)
+    world.memory_notes.append(check.note_after_failure)
+
+    def summarize() -> str | None:
+        check.refuse()
+        if dry_run:
+            return "\n".join([check.line(), *check.table()])
+        if not on_gpu and check.state < WORTH_A_LINE:
+            return None
+        return check.line()
+
+    return world.on_rank0(summarize)
