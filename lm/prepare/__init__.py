@@ -1,1 +1,1 @@
-"""Conversion of text to token files by worker processes."""
+"""Conversion of text to token files."""

@@ -4,9 +4,9 @@
     python -m lm.prepare --verify DIR
 
 An input is a file, a directory or a glob. DIR receives train.bin, train.ends and train.json, with
---validation-fraction also validation.bin and so on, and the tokenizer's files. This process reads documents and
-writes tokens in the order of the input; worker processes encode chunks of about 1 MB. A document is encoded in one
-piece, which takes about 120 bytes of memory per byte of text: 7 GiB for 64 MB.
+--validation-fraction also validation.bin and so on, and the tokenizer's files. Documents are read
+and tokens are written in the order of the input; threads encode chunks of about 1 MB. A document is
+encoded in one piece, which takes about 120 bytes of memory per byte of text: 7 GiB for 64 MB.
 """
 
 from __future__ import annotations
@@ -14,25 +14,42 @@ from __future__ import annotations
 import argparse
 import errno
 import itertools
-import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from lm.data.files import find_files, is_compressed, name_files
-from lm.data.tokenizer import END_OF_TEXT, FILE, FileTokenizer, Tokenizer, load_tokenizer, train_tokenizer
-from lm.data.tokens import read_index
+from lm.data.tokenizer import (
+    END_OF_TEXT,
+    FILE,
+    FileTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
+from lm.data.tokens import SourceRecord, read_index
 from lm.errors import ConfigError, RunError, command
 from lm.fileio import write_durably
+from lm.launch.machine import usable_cores
+from lm.launch.spawn import run_and_exit
 from lm.prepare import token_writer
-from lm.prepare.readers import FORMATS, TokenChunk, format_of, hold_out, must_split, read_documents, read_ids
+from lm.prepare.encoder import encode
+from lm.prepare.readers import (
+    FORMATS,
+    Document,
+    TokenChunk,
+    format_of,
+    hold_out,
+    must_split,
+    read_documents,
+    read_ids,
+)
 from lm.prepare.token_writer import DRAFTS, LOCK, OUTPUT, READY, TRAIN, SplitWriter, verify
-from lm.prepare.workers import WorkerPool
 from lm.runtime.run_dir import lock_file
 
 LOG_SECONDS = 30.0
@@ -41,171 +58,296 @@ LOG_SECONDS = 30.0
 
 def prepare(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
     """Write the dataset, unless DIR already holds it. Return the lines to print."""
-    tokenizer = None if args.tokenizer in (None, "none") else load_tokenizer(args.tokenizer)
-    if args.out.is_symlink():
-        raise ConfigError(f"--out: {args.out}: is a symbolic link; pass the directory that it leads to")
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        holder = lock_file(args.out / LOCK)
-    except OSError as error:
-        raise ConfigError(f"--out: {args.out}: cannot be written and locked: {error.strerror}") from None
-    if holder:
-        raise RunError(f"--out: {args.out}: in use by {holder}; wait for it, stop it, or choose another directory")
-    pool = WorkerPool(args.workers)
+    tokenizer = None
+    if args.tokenizer not in (None, "none"):
+        tokenizer = load_tokenizer(args.tokenizer)
+    _lock(args.out)
+    index = args.out / f"{TRAIN}.json"
+    drafts = args.out / DRAFTS
     try:
         token_writer.install(args.out)
-        return _build(args, files, pool, tokenizer)
-    except BrokenProcessPool:
-        raise RunError(
-            "a worker process was killed, most likely because memory ran out; nothing was written. Use fewer --workers"
-            f" than {args.workers}, or split the longest documents: encoding one takes about 120 times its size"
-        ) from None
+        modified = [path.stat().st_mtime_ns for path in files]
+        sources = [token_writer.source_record(path) for path in files]
+        if index.exists() and not args.overwrite:
+            return [_check_existing(index, _description(args, tokenizer, sources))]
+        shutil.rmtree(drafts, ignore_errors=True)
+        drafts.mkdir()
+        lines = _write_drafts(args, files, sources, tokenizer)
+        for path, before in zip(files, modified, strict=True):
+            if path.stat().st_mtime_ns != before:
+                raise RunError(f"{path}: changed while it was read; run the command again")
+        drafts.rename(args.out / READY)
+        token_writer.install(args.out)
+        return lines
     except OSError as error:
-        free = f"; {shutil.disk_usage(args.out).free:,} bytes are free" if error.errno == errno.ENOSPC else ""
-        raise RunError(f"{error.filename or args.out}: {error.strerror}{free}; nothing was written") from None
+        problem = f"{error.filename or args.out}: {error.strerror}"
+        if error.errno == errno.ENOSPC:
+            problem += f"; {shutil.disk_usage(args.out).free:,} bytes are free"
+        raise RunError(f"{problem}; nothing was written") from None
     finally:
-        pool.shutdown(cancel_futures=True)
-        shutil.rmtree(args.out / DRAFTS, ignore_errors=True)
+        shutil.rmtree(drafts, ignore_errors=True)
 
 
-def _build(args: argparse.Namespace, files: Sequence[Path], pool: WorkerPool, tokenizer: Tokenizer | None) -> list[str]:
-    before = [path.stat().st_mtime_ns for path in files]
-    options = {key: getattr(args, key) for key in ("format", "text_field", "validation_fraction", "train_tokenizer")}
-    sources = pool.map(token_writer.source_record, files, chunksize=1 + len(files) // 100)
-    if (args.out / f"{TRAIN}.json").exists() and not args.overwrite:
-        wanted: dict[str, object] = {**options, "input": list(sources)}
-        if args.train_tokenizer is None:
-            wanted["tokenizer"] = tokenizer and tokenizer.identity
-            wanted["vocab_size"] = tokenizer.vocab_size if tokenizer else args.vocab_size
-        return [_check_existing(args.out / f"{TRAIN}.json", wanted)]
-    drafts = args.out / DRAFTS
-    shutil.rmtree(drafts, ignore_errors=True)
-    drafts.mkdir()
-    notes = []
-    paths = [path for path in files if format_of(path, args.format) != "hdf5"]
-    from_tail = must_split(read_documents(paths, args.format, args.text_field), args.validation_fraction)
-    if from_tail:
-        notes.append(f"too few documents: the last {100 * args.validation_fraction:g} % of each is held out")
-    if args.train_tokenizer is not None:
-        texts = _training_texts(args, files, from_tail)
-        tokenizer = FileTokenizer({FILE: train_tokenizer(texts, args.train_tokenizer)}, FILE)
-        if tokenizer.vocab_size != args.train_tokenizer:
-            notes.append(f"the trained tokenizer has {tokenizer.vocab_size} tokens: the text contains no more")
-    for name, content in (tokenizer.files if tokenizer else {}).items():
-        write_durably(drafts / name, content)
-    vocab_size = tokenizer.vocab_size if tokenizer else args.vocab_size
-    splits = token_writer.SPLITS if args.validation_fraction else (TRAIN,)
-    writers = [SplitWriter(args.out, name, vocab_size) for name in splits]
-    n_tokens = 0
-    with _progress("encoding", args, files) as progress:
-        for size, chunk in _encode(args, files, pool, tokenizer, from_tail):
-            writers[chunk.held_out].add(chunk)
-            n_tokens += len(chunk.ids)
-            progress.set_postfix_str(f"{n_tokens / progress.format_dict['elapsed']:,.0f} tokens/s", refresh=False)
-            progress.update(size)
-    counts = {name: writer.n_documents for name, writer in zip(splits, writers, strict=True)}
-    if not any(counts.values()):
-        raise ConfigError(f"{name_files(files)}: no text to encode")
-    if empty := [name for name, count in counts.items() if not count]:
-        problem = f"{args.validation_fraction:g} of {sum(counts.values())} document(s) leaves none for {empty[0]}"
-        remedy = "choose another fraction, or prepare separate files for validation in another directory"
-        raise ConfigError(f"--validation-fraction: {problem}; {remedy}")
-    if changed := [path for path, time in zip(files, before, strict=True) if path.stat().st_mtime_ns != time]:
-        raise RunError(f"{changed[0]}: changed while it was read; run the command again")
-    identity, records = tokenizer and tokenizer.identity, list(sources)
-    lines = [writer.finish(identity, records, options) for writer in writers]
-    drafts.rename(args.out / READY)
-    token_writer.install(args.out)
-    seconds, megabytes = progress.format_dict["elapsed"], progress.n / 1e6
-    speed = f"{megabytes / seconds:,.2f} MB/s, {n_tokens / seconds:,.0f} tokens/s"
-    return [f"{megabytes:,.1f} MB in {seconds:,.1f} s: {speed}", *notes, *lines]
+def _lock(out: Path) -> None:
+    """Make the directory `out`, and hold it until this process ends."""
+    if out.is_symlink():
+        problem = "is a symbolic link; pass the directory that it leads to"
+        raise ConfigError(f"--out: {out}: {problem}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        holder = lock_file(out / LOCK)
+    except OSError as error:
+        problem = f"cannot be written and locked: {error.strerror}"
+        raise ConfigError(f"--out: {out}: {problem}") from None
+    if holder:
+        remedy = "wait for it, stop it, or choose another directory"
+        raise RunError(f"--out: {out}: in use by {holder}; {remedy}")
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments that the tokens depend on."""
+    names = ("format", "text_field", "validation_fraction", "train_tokenizer")
+    return {name: getattr(args, name) for name in names}
+
+
+def _description(
+    args: argparse.Namespace, tokenizer: Tokenizer | None, sources: Sequence[SourceRecord]
+) -> dict[str, object]:
+    """Return what the dataset of this command is known by before it is written."""
+    description: dict[str, object] = {**_options(args), "input": list(sources)}
+    if tokenizer is not None:
+        description["tokenizer"] = tokenizer.identity
+        description["vocab_size"] = tokenizer.vocab_size
+    elif args.train_tokenizer is None:
+        description["tokenizer"] = None
+        description["vocab_size"] = args.vocab_size
+    return description
 
 
 def _check_existing(path: Path, wanted: Mapping[str, object]) -> str:
+    """Return a line about the dataset with the index `path`, if it is the wanted one."""
     try:
         index = read_index(path)
     except ConfigError as error:
         raise ConfigError(f"{error}; --overwrite replaces it") from None
-    found = {**index.options, "input": index.sources, "tokenizer": index.tokenizer, "vocab_size": index.vocab_size}
-    if different := [key for key, value in wanted.items() if found.get(key) != value]:
+    found = {
+        **index.options,
+        "input": index.sources,
+        "tokenizer": index.tokenizer,
+        "vocab_size": index.vocab_size,
+    }
+    different = [key for key, value in wanted.items() if found.get(key) != value]
+    if different:
         problem = f"contains another dataset (different: {', '.join(different)})"
-        raise ConfigError(f"--out: {path.parent}: {problem}; choose another directory, or replace it with --overwrite")
+        remedy = "choose another directory, or replace it with --overwrite"
+        raise ConfigError(f"--out: {path.parent}: {problem}; {remedy}")
     return f"{token_writer.describe(path, index)}: already exists"
+
+
+def _write_drafts(
+    args: argparse.Namespace,
+    files: Sequence[Path],
+    sources: Sequence[SourceRecord],
+    tokenizer: Tokenizer | None,
+) -> list[str]:
+    """Write all files of the dataset. Return the lines to print."""
+    fraction = args.validation_fraction
+    notes: list[str] = []
+    texts = [path for path in files if format_of(path, args.format) != "hdf5"]
+    documents = read_documents(texts, args.format, args.text_field)
+    from_tail = must_split(documents, fraction)
+    if from_tail:
+        notes.append(f"too few documents: the last {100 * fraction:g} % of each is held out")
+    if args.train_tokenizer is not None:
+        tokenizer = _train_tokenizer(args, files, from_tail)
+        if tokenizer.vocab_size != args.train_tokenizer:
+            size = f"{tokenizer.vocab_size} tokens"
+            notes.append(f"the trained tokenizer has {size}: the text contains no more")
+    vocab_size = args.vocab_size
+    identity = None
+    if tokenizer is not None:
+        vocab_size = tokenizer.vocab_size
+        identity = tokenizer.identity
+        for name, content in tokenizer.files.items():
+            write_durably(args.out / DRAFTS / name, content)
+    splits = token_writer.SPLITS if fraction else (TRAIN,)
+    writers = [SplitWriter(args.out, name, vocab_size) for name in splits]
+    n_tokens = 0
+    n_bytes = 0
+    started = time.monotonic()
+    with _progress("encoding", args, files) as progress:
+        for chunk in _encode(args, files, tokenizer, from_tail):
+            writers[chunk.held_out].add(chunk)
+            n_tokens += len(chunk.ids)
+            n_bytes += chunk.size
+            speed = n_tokens / (time.monotonic() - started)
+            progress.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
+            progress.update(chunk.size)
+    _check_not_empty(files, writers, fraction)
+    lines = [writer.finish(identity, sources, _options(args)) for writer in writers]
+    seconds = time.monotonic() - started
+    megabytes = n_bytes / 1e6
+    speed = f"{megabytes / seconds:,.2f} MB/s, {n_tokens / seconds:,.0f} tokens/s"
+    return [f"{megabytes:,.1f} MB in {seconds:,.1f} s: {speed}", *notes, *lines]
+
+
+def _check_not_empty(files: Sequence[Path], writers: Sequence[SplitWriter], fraction: float) -> None:
+    n_documents = sum(writer.n_documents for writer in writers)
+    if n_documents == 0:
+        raise ConfigError(f"{name_files(files)}: no text to encode")
+    for writer in writers:
+        if writer.n_documents == 0:
+            problem = f"{fraction:g} of {n_documents} document(s) leaves none for {writer.name}"
+            remedy = "choose another fraction, or prepare separate files for validation in another directory"
+            raise ConfigError(f"--validation-fraction: {problem}; {remedy}")
+
+
+def _documents(args: argparse.Namespace, files: Sequence[Path], from_tail: bool) -> Iterator[Document]:
+    documents = read_documents(files, args.format, args.text_field)
+    return hold_out(documents, args.validation_fraction, from_tail)
+
+
+def _train_tokenizer(args: argparse.Namespace, files: Sequence[Path], from_tail: bool) -> FileTokenizer:
+    texts = _training_texts(args, files, from_tail)
+    return FileTokenizer({FILE: train_tokenizer(texts, args.train_tokenizer)}, FILE)
 
 
 def _training_texts(args: argparse.Namespace, files: Sequence[Path], from_tail: bool) -> Iterator[str]:
     with _progress("reading for the tokenizer", args, files) as progress:
-        documents = read_documents(files, args.format, args.text_field)
-        for text, size, held_out in hold_out(documents, args.validation_fraction, from_tail):
-            if not held_out:
-                yield text
-            progress.update(size)
+        for document in _documents(args, files, from_tail):
+            if not document.held_out:
+                yield document.text
+            progress.update(document.size)
 
 
 def _encode(
-    args: argparse.Namespace, files: Sequence[Path], pool: WorkerPool, tokenizer: Tokenizer | None, from_tail: bool
-) -> Iterator[tuple[int, TokenChunk]]:
-    """Yield the tokens of all files in order, with the bytes of input that they come from."""
-    name, fraction = str(args.out / DRAFTS) if tokenizer and tokenizer.files else "bytes", args.validation_fraction
-    for has_ids, paths in itertools.groupby(files, lambda path: format_of(path, args.format) == "hdf5"):
-        if has_ids:
-            vocab_size, eos_id = (tokenizer.vocab_size, tokenizer.eos_id) if tokenizer else (args.vocab_size, None)
-            for path in paths:
-                yield from ((c.ids.nbytes, c) for c in read_ids(path, vocab_size, eos_id, fraction))
-        else:
-            documents = hold_out(read_documents(paths, args.format, args.text_field), fraction, from_tail)
-            yield from pool.encode(documents, name, args.out / DRAFTS)
+    args: argparse.Namespace, files: Sequence[Path], tokenizer: Tokenizer | None, from_tail: bool
+) -> Iterator[TokenChunk]:
+    """Yield the tokens of all files in order."""
+    by_kind = itertools.groupby(files, lambda path: format_of(path, args.format) == "hdf5")
+    for has_ids, group in by_kind:
+        paths = list(group)
+        if not has_ids:
+            assert tokenizer is not None  # find_inputs
+            documents = _documents(args, paths, from_tail)
+            yield from encode(documents, tokenizer, args.workers)
+            continue
+        vocab_size = tokenizer.vocab_size if tokenizer else args.vocab_size
+        eos_id = tokenizer.eos_id if tokenizer else None
+        for path in paths:
+            yield from read_ids(path, vocab_size, eos_id, args.validation_fraction)
 
 
 def _progress(what: str, args: argparse.Namespace, files: Sequence[Path]) -> tqdm[Any]:
     """Return a bar on a terminal, or a line every `LOG_SECONDS`, on stderr."""
-    is_known = all(format_of(path, args.format) in ("text", "jsonl") and not is_compressed(path) for path in files)
-    total = sum(path.stat().st_size for path in files) if is_known else None
+    total = 0
+    for path in files:
+        if format_of(path, args.format) not in ("text", "jsonl") or is_compressed(path):
+            total = None  # the size of the text is unknown
+            break
+        total += path.stat().st_size
     seconds = 0.1 if sys.stderr.isatty() else LOG_SECONDS
-    unit: Any = {"unit": "B", "unit_scale": True, "dynamic_ncols": True}
-    return tqdm(desc=what, total=total, delay=seconds, mininterval=seconds, **unit)
+    return tqdm(
+        desc=what,
+        total=total,
+        delay=seconds,
+        mininterval=seconds,
+        unit="B",
+        unit_scale=True,
+        dynamic_ncols=True,
+    )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, or raise ConfigError with all problems."""
-    parser = argparse.ArgumentParser(prog="python -m lm.prepare", description="Convert text to token files.")
+    description = "Convert text to token files."
+    parser = argparse.ArgumentParser(prog="python -m lm.prepare", description=description)
     add = parser.add_argument
     add("input", nargs="*", metavar="INPUT", help="a file, a directory or a glob")
     add("--out", type=Path, metavar="DIR", help="directory for the token files")
-    add("--tokenizer", metavar="T", help="as in training; for HDF5 the one that made its ids, or none")
-    add("--train-tokenizer", type=int, metavar="N", help="train a tokenizer of N tokens on the input first")
-    add("--vocab-size", type=int, metavar="N", help="with --tokenizer none: all ids are below N")
-    add("--text-field", default="text", metavar="NAME", help="column or key of the text (%(default)s)")
-    add("--validation-fraction", type=float, default=0.0, metavar="F", help="documents to hold out, by content (0)")
+    add(
+        "--tokenizer",
+        metavar="T",
+        help="as in training; for HDF5 the one that made its ids, or none",
+    )
+    add(
+        "--train-tokenizer",
+        type=int,
+        metavar="N",
+        help="train a tokenizer of N tokens on the input first",
+    )
+    add(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="with --tokenizer none: all ids are below N",
+    )
+    add(
+        "--text-field",
+        default="text",
+        metavar="NAME",
+        help="column or key of the text (%(default)s)",
+    )
+    add(
+        "--validation-fraction",
+        type=float,
+        default=0.0,
+        metavar="F",
+        help="documents to hold out, by content (0)",
+    )
     add("--format", choices=sorted(FORMATS), help="format of all inputs (default: by suffix)")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    add("--workers", type=int, default=cores, metavar="N", help="worker processes (%(default)s)")
+    add(
+        "--workers",
+        type=int,
+        default=usable_cores(),
+        metavar="N",
+        help="threads that encode (%(default)s)",
+    )
     add("--overwrite", action="store_true", help="replace the dataset in DIR")
-    add("--verify", type=Path, metavar="DIR", help="only compare the dataset in DIR with its checksums")
+    add(
+        "--verify",
+        type=Path,
+        metavar="DIR",
+        help="only compare the dataset in DIR with its checksums",
+    )
     args = parser.parse_args(arguments)
-    if args.verify:
-        return args
-    n_tokens, fraction = args.train_tokenizer, args.validation_fraction
-    size = args.vocab_size
-    problems = {
-        "INPUT: missing; pass files, directories or globs": not args.input,
-        "--out: missing; pass the directory to write to": not args.out,
-        "--tokenizer: pass either --tokenizer or --train-tokenizer": (args.tokenizer is None) == (n_tokens is None),
-        f"--train-tokenizer: {n_tokens} is less than 257 (256 bytes and {END_OF_TEXT})": n_tokens is not None
-        and n_tokens < 257,
-        "--vocab-size: required with --tokenizer none, and only allowed with it": (args.tokenizer == "none")
-        != (size is not None),
-        f"--vocab-size: {size} is not between 1 and 2^32": size is not None and not 0 < size <= 2**32,
-        f"--validation-fraction: {fraction:g} is not at least 0 and below 1": not 0 <= fraction < 1,
-        f"--workers: {args.workers} is less than 1": args.workers < 1,
-    }
-    if any(problems.values()):
-        raise ConfigError(*(problem for problem, is_found in problems.items() if is_found))
+    if args.verify is None:
+        _check_arguments(args)
     return args
 
 
+def _check_arguments(args: argparse.Namespace) -> None:
+    n_tokens = args.train_tokenizer
+    size = args.vocab_size
+    fraction = args.validation_fraction
+    problems: list[str] = []
+    if not args.input:
+        problems.append("INPUT: missing; pass files, directories or globs")
+    if not args.out:
+        problems.append("--out: missing; pass the directory to write to")
+    if (args.tokenizer is None) == (n_tokens is None):
+        problems.append("--tokenizer: pass either --tokenizer or --train-tokenizer")
+    if n_tokens is not None and n_tokens < 257:
+        least = f"257 (256 bytes and {END_OF_TEXT})"
+        problems.append(f"--train-tokenizer: {n_tokens} is less than {least}")
+    if (args.tokenizer == "none") != (size is not None):
+        rule = "required with --tokenizer none, and only allowed with it"
+        problems.append(f"--vocab-size: {rule}")
+    if size is not None and not 0 < size <= 2**32:
+        problems.append(f"--vocab-size: {size} is not between 1 and 2^32")
+    if not 0 <= fraction < 1:
+        problems.append(f"--validation-fraction: {fraction:g} is not at least 0 and below 1")
+    if args.workers < 1:
+        problems.append(f"--workers: {args.workers} is less than 1")
+    if problems:
+        raise ConfigError(*problems)
+
+
 def find_inputs(args: argparse.Namespace) -> list[Path]:
-    """Return the input files in the order of the command line, each once, without those of the dataset in --out."""
+    """Return the input files in the order of the command line, without the dataset in --out.
+
+    A file that is found under several names is returned once.
+    """
     targets: dict[Path, Path] = {}
     problems: list[str] = []
     for where in args.input:
@@ -215,18 +357,25 @@ def find_inputs(args: argparse.Namespace) -> list[Path]:
         except ConfigError as error:
             problems += error.problems
     out = args.out.resolve()
-    files = [path for target, path in targets.items() if target.parent != out or target.name not in OUTPUT]
+    files: list[Path] = []
+    for target, path in targets.items():
+        if target.parent != out or target.name not in OUTPUT:
+            files.append(path)
     if targets and not files:
-        problems.append(f"INPUT: contains only the files of --out, {args.out}; pass the files to encode")
+        remedy = "pass the files to encode"
+        problems.append(f"INPUT: contains only the files of --out, {args.out}; {remedy}")
     known = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
     for path in files:
         name = format_of(path, args.format)
         if name is None:
-            problems.append(f"{path}: has no suffix of a known format ({known}); choose one with --format")
+            problem = f"has no suffix of a known format ({known}); choose one with --format"
         elif name != "hdf5" and args.tokenizer == "none":
-            problems.append(f"{path}: is text, but --tokenizer none is for HDF5 only; pass a tokenizer")
+            problem = "is text, but --tokenizer none is for HDF5 only; pass a tokenizer"
         elif name == "hdf5" and args.train_tokenizer is not None:
-            problems.append(f"{path}: contains ids, no text to train a tokenizer on; pass --tokenizer")
+            problem = "contains ids, no text to train a tokenizer on; pass --tokenizer"
+        else:
+            continue
+        problems.append(f"{path}: {problem}")
     if problems:
         raise ConfigError(*problems[:20])
     return files
@@ -236,9 +385,13 @@ def find_inputs(args: argparse.Namespace) -> list[Path]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     args = parse(arguments)
-    print(*(verify(args.verify) if args.verify else prepare(args, find_inputs(args))), sep="\n")
+    if args.verify:
+        print(*verify(args.verify), sep="\n")
+        return 0
+    files = find_inputs(args)
+    print(*prepare(args, files), sep="\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_and_exit(main)  # at once after Ctrl-C, although a thread may be encoding a long document

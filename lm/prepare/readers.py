@@ -8,17 +8,27 @@ import io
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.files import blocks, complete_lines, decode, get_text, is_compressed, open_table, read_jsonl, reason
+from lm.data.files import (
+    blocks,
+    complete_lines,
+    decode,
+    get_text,
+    is_compressed,
+    open_table,
+    read_jsonl,
+    reason,
+)
 from lm.errors import ConfigError
 
 CHUNK = 1 << 20
-"""Minimum size of the chunks that workers encode, each of complete documents (bytes of input)."""
+"""Minimum size of the chunks that threads encode, each of complete documents (bytes of input)."""
 
 MAX_COMPRESSION = 1100
 """By which factor HDF5's filters can compress. Deflate, the strongest, has 1032."""
@@ -34,7 +44,8 @@ FORMATS = {
 }
 
 
-class Document(NamedTuple):
+@dataclass(slots=True)
+class Document:
     """The text of a document, or of its part in one split."""
 
     text: str
@@ -43,44 +54,80 @@ class Document(NamedTuple):
     held_out: bool = False
 
 
-class TokenChunk(NamedTuple):
+@dataclass(slots=True)
+class TokenChunk:
     """Tokens of documents of one split."""
 
     ids: NDArray[np.integer[Any]]
     ends: NDArray[np.int64]
-    """the position in `ids` after the last token of each document; the last document may continue in the next chunk"""
+    """the position in `ids` after the last token of each document; the last document may continue
+    in the next chunk"""
     held_out: bool
+    size: int
+    """bytes of input"""
 
 
 def is_held_out(document: bytes, fraction: float) -> bool:
-    """Return whether a document is for validation: a function of its content alone, true for `fraction` of all."""
-    return fraction > 0 and int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big") < fraction * 2**64
+    """Return whether a document is for validation, a function of its content alone.
+
+    True for `fraction` of all documents.
+    """
+    if fraction == 0:
+        return False
+    digest = hashlib.blake2b(document, digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2**64
 
 
 def hold_out(documents: Iterable[Document], fraction: float, from_tail: bool) -> Iterator[Document]:
     """Yield the documents, with `fraction` of them held out, or the last `fraction` of each."""
     for document in documents:
-        text, size, _ = document
         if from_tail:
-            cut = len(text) - round(len(text) * fraction)
-            kept = size * cut // len(text)
-            parts = Document(text[:cut], kept), Document(text[cut:], size - kept, held_out=True)
-            yield from (part for part in parts if part.text)
+            yield from _split(document, fraction)
+        elif fraction > 0:
+            yield replace(document, held_out=is_held_out(document.text.encode(), fraction))
         else:
-            yield document._replace(held_out=fraction > 0 and is_held_out(text.encode(), fraction))
+            yield document
+
+
+def _split(document: Document, fraction: float) -> Iterator[Document]:
+    n_characters = len(document.text)
+    cut = n_characters - round(n_characters * fraction)
+    kept = document.size * cut // n_characters
+    head, tail = document.text[:cut], document.text[cut:]
+    if head:
+        yield Document(head, kept)
+    if tail:
+        yield Document(tail, document.size - kept, held_out=True)
 
 
 def must_split(documents: Iterable[Document], fraction: float) -> bool:
-    """Return whether `is_held_out` leaves one split without documents; reads no more of them than it needs."""
-    held_out = (is_held_out(document.text.encode(), fraction) for document in documents)
-    return fraction > 0 and len(list(itertools.islice(itertools.groupby(held_out), 2))) == 1
+    """Return whether `is_held_out` leaves one split without documents.
+
+    Reads no more of them than it needs.
+    """
+    if fraction == 0:
+        return False
+    splits = set()
+    for document in documents:
+        splits.add(is_held_out(document.text.encode(), fraction))
+        if len(splits) == 2:
+            return False
+    return len(splits) == 1
 
 
 def format_of(path: Path, override: str | None) -> str | None:
-    """Return the format of `path` by its suffix, or `override`; None if unknown or not readable compressed."""
-    suffix = (Path(path.stem) if is_compressed(path) else path).suffix.lower()
-    name = override or next((name for name, suffixes in FORMATS.items() if suffix in suffixes), None)
-    return None if is_compressed(path) and name not in ("text", "jsonl", "csv") else name
+    """Return the format of `path` by its suffix, or `override`.
+
+    None if it is unknown or not readable compressed.
+    """
+    name = override
+    if name is None:
+        uncompressed = Path(path.stem) if is_compressed(path) else path
+        suffix = uncompressed.suffix.lower()
+        name = next((name for name, suffixes in FORMATS.items() if suffix in suffixes), None)
+    if is_compressed(path) and name not in ("text", "jsonl", "csv"):
+        return None
+    return name
 
 
 def read_documents(paths: Iterable[Path], override: str | None, field: str) -> Iterator[Document]:
@@ -118,18 +165,22 @@ def _document(record: Mapping[str, Any], field: str, place: str, size: int = 0) 
 
 
 def _read_csv(path: Path, field: str) -> Iterator[Document]:
-    """Read with the standard library, which knows line numbers, limits no field and guesses no types."""
+    """Read with the standard library: it knows line numbers, limits no field, guesses no types."""
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(_read_lines(path), strict=True)
     try:
-        if (header := next(reader, None)) is None:
+        header = next(reader, None)
+        if header is None:
             return
         _document(dict.fromkeys(header, ""), field, f"{path}:1")
         column = header.index(field)
-        for row in filter(None, reader):
+        for row in reader:
+            if not row:
+                continue
             if len(row) != len(header):
                 columns = f"{len(row)} columns, but the header has {len(header)}"
-                raise ConfigError(f"{path}:{reader.line_num}: has {columns}; quote text that contains commas")
+                remedy = "quote text that contains commas"
+                raise ConfigError(f"{path}:{reader.line_num}: has {columns}; {remedy}")
             yield Document(row[column], len(row[column]))
     except csv.Error as error:
         raise ConfigError(f"{path}:{reader.line_num}: is not valid CSV: {error}") from None
@@ -158,11 +209,12 @@ def _read_table(name: str, path: Path, field: str) -> Iterator[Document]:
 
 
 def read_ids(path: Path, vocab_size: int, eos_id: int | None, fraction: float) -> Iterator[TokenChunk]:
-    """Yield the ids in `input_ids` of an HDF5 file, integers of shape (samples, tokens), all below `vocab_size`.
+    """Yield the ids in `input_ids` of an HDF5 file: (samples, tokens), all below `vocab_size`.
 
-    Consecutive samples are parts of one sequence. A document ends at an end-of-text id and at the end of the
-    file; repeated end-of-text ids, which pad short samples, count as one. Validation data are held out by sample,
-    and a document also ends where the next sample belongs to the other split. Without `eos_id` there is one document.
+    Consecutive samples are parts of one sequence. A document ends at an end-of-text id and at the
+    end of the file; repeated end-of-text ids, which pad short samples, count as one. Validation
+    data are held out by sample, and a document also ends where the next sample belongs to the other
+    split. Without `eos_id` there is one document.
     """
     try:
         import h5py
@@ -170,47 +222,68 @@ def read_ids(path: Path, vocab_size: int, eos_id: int | None, fraction: float) -
         raise ConfigError(f"{path}: reading HDF5 requires a package: pip install h5py") from None
     try:
         with h5py.File(path) as file:
-            data: Any = file.get("input_ids")
-            if not isinstance(data, h5py.Dataset) or data.ndim != 2 or data.dtype.kind not in "iu":
-                found = ", ".join(f"{key} {getattr(item, 'shape', '')}".strip() for key, item in file.items())
-                problem = "has no input_ids, integers of shape (samples, tokens), only"
-                raise ConfigError(f"{path}: {problem}: {found or 'nothing'}")
-            stored, row = data.id.get_storage_size(), data.shape[1] * data.dtype.itemsize
-            if not isinstance(file.get("input_ids", getlink=True), h5py.HardLink) or data.is_virtual or data.external:
-                problem = "input_ids is a link, a virtual dataset or stored outside this file"
-                raise ConfigError(f"{path}: {problem}; write it into this file")
-            if row > MAX_SAMPLE_BYTES or data.nbytes > stored * MAX_COMPRESSION:
-                problem = f"input_ids claims {data.nbytes:,} bytes, {row:,} per sample, but {stored:,} are stored"
-                remedy = f"write the file again, with at most {MAX_SAMPLE_BYTES:,} bytes per sample"
-                raise ConfigError(f"{path}: {problem}; {remedy}")
-            yield from _join_samples(_read_samples(path, data, vocab_size, fraction), eos_id, fraction)
+            data = _open_ids(path, file)
+            samples = _read_samples(path, data, vocab_size, by_sample=fraction > 0)
+            yield from _join_samples(samples, eos_id, fraction)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read as HDF5: {error}") from None
 
 
-def _read_samples(path: Path, data: Any, vocab_size: int, fraction: float) -> Iterator[NDArray[np.integer[Any]]]:
+def _open_ids(path: Path, file: Any) -> Any:
+    """Return the dataset `input_ids`, which is in this file and as large as it claims."""
+    import h5py
+
+    data = file.get("input_ids")
+    if not isinstance(data, h5py.Dataset) or data.ndim != 2 or data.dtype.kind not in "iu":
+        found = [f"{key} {getattr(item, 'shape', '')}".strip() for key, item in file.items()]
+        problem = "has no input_ids, integers of shape (samples, tokens), only"
+        raise ConfigError(f"{path}: {problem}: {', '.join(found) or 'nothing'}")
+    link = file.get("input_ids", getlink=True)
+    if not isinstance(link, h5py.HardLink) or data.is_virtual or data.external:
+        problem = "input_ids is a link, a virtual dataset or stored outside this file"
+        raise ConfigError(f"{path}: {problem}; write it into this file")
+    stored = data.id.get_storage_size()
+    sample = data.shape[1] * data.dtype.itemsize
+    if sample > MAX_SAMPLE_BYTES or data.nbytes > stored * MAX_COMPRESSION:
+        claim = f"{data.nbytes:,} bytes, {sample:,} per sample"
+        remedy = f"write the file again, with at most {MAX_SAMPLE_BYTES:,} bytes per sample"
+        raise ConfigError(f"{path}: input_ids claims {claim}, but {stored:,} are stored; {remedy}")
+    return data
+
+
+def _read_samples(path: Path, data: Any, vocab_size: int, *, by_sample: bool) -> Iterator[NDArray[np.integer[Any]]]:
+    """Yield the ids of one sample, or of several consecutive ones, as one array."""
     step = max(1, CHUNK // max(1, data.shape[1]))
     for first in range(0, data.shape[0], step):
         samples = data[first : first + step]
-        for row, column in np.argwhere((samples < 0) | (samples >= vocab_size)):
-            place, advice = f"sample {first + row}, token {column}", "choose the tokenizer that the file was made with"
-            found = f"id {samples[row, column]} is not below the vocabulary size, {vocab_size}"
-            raise ConfigError(f"{path}: {place}: {found}; {advice}")
-        yield from samples if fraction else samples.reshape(1, -1)
+        is_wrong = (samples < 0) | (samples >= vocab_size)
+        if is_wrong.any():
+            row, column = np.argwhere(is_wrong)[0]
+            place = f"{path}: sample {first + row}, token {column}"
+            problem = f"id {samples[row, column]} is not below the vocabulary size, {vocab_size}"
+            advice = "choose the tokenizer that the file was made with"
+            raise ConfigError(f"{place}: {problem}; {advice}")
+        if by_sample:
+            yield from samples
+        else:
+            yield samples.ravel()
 
 
 def _join_samples(
     samples: Iterable[NDArray[np.integer[Any]]], eos_id: int | None, fraction: float
 ) -> Iterator[TokenChunk]:
     end = np.array([] if eos_id is None else [eos_id], np.uint32)
-    for held_out, run in itertools.groupby(samples, lambda ids: is_held_out(ids.astype("<u4").tobytes(), fraction)):
+    by_split = itertools.groupby(samples, lambda ids: is_held_out(ids.astype("<u4").tobytes(), fraction))
+    for held_out, run in by_split:
         last = eos_id  # the id before the current one, or eos_id between documents
         for ids in run:
             if eos_id is not None:
                 is_end = ids == eos_id
-                ids = ids[~(is_end & np.concatenate([[last == eos_id], is_end[:-1]]))]
+                follows_end = np.concatenate([[last == eos_id], is_end[:-1]])
+                ids = ids[~(is_end & follows_end)]
             if len(ids):
-                yield TokenChunk(ids, np.flatnonzero(ids == eos_id) + 1, held_out)
+                ends = np.flatnonzero(ids == eos_id) + 1
+                yield TokenChunk(ids, ends, held_out, ids.nbytes)
                 last = int(ids[-1])
         if last != eos_id:
-            yield TokenChunk(end, np.array([len(end)]), held_out)
+            yield TokenChunk(end, np.array([len(end)]), held_out, 0)

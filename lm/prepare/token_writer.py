@@ -1,11 +1,12 @@
 """Token files: written as drafts, installed all at once, and verified by their checksums.
 
-    NAME.bin    the ids of all documents, concatenated: little-endian uint16, or uint32 if the vocabulary needs it
+    NAME.bin    the ids of all documents, concatenated: little-endian uint16, or uint32 if the
+                vocabulary needs it
     NAME.ends   uint64: the position after the last token of each document in NAME.bin (tokens)
     NAME.json   `TokenIndex`: what both contain, their sources, and their checksums
 
-NAME is train or validation. A directory with train.json is a complete dataset: installing moves train.json last, and
-replacing a dataset deletes it first.
+NAME is train or validation. A directory with train.json is a complete dataset: installing moves
+train.json last, and replacing a dataset deletes it first.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import google_crc32c
 import numpy as np
+from numpy.typing import NDArray
 
 from lm.data.tokenizer import FILES
 from lm.data.tokens import SourceRecord, TokenIndex, read_index
@@ -24,65 +26,89 @@ from lm.errors import RunError
 from lm.fileio import crc32c, sync, sync_directory, write_durably
 from lm.prepare.readers import TokenChunk
 
-DRAFTS, READY = ".drafts", ".ready"
-"""Directories of files that are being written, and of complete files that are being installed."""
+DRAFTS = ".drafts"
+"""Directory of files that are being written."""
+READY = ".ready"
+"""Directory of complete files that are being installed."""
 LOCK = "lock"
-SPLITS = TRAIN, VALIDATION = "train", "validation"
-OUTPUT = {LOCK, *FILES, *(f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "ends", "json"))}
+TRAIN = "train"
+VALIDATION = "validation"
+SPLITS = (TRAIN, VALIDATION)
+_SPLIT_FILES = {f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "ends", "json")}
+OUTPUT = {LOCK, *FILES, *_SPLIT_FILES}
+_REWRITE = "write the dataset again: python -m lm.prepare --overwrite"
 
 
-def id_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the dtype in which ids below `vocab_size` are stored."""
-    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+class _DraftFile:
+    """A file that is being written, and the checksum of what it contains."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self.crc32c = 0
+
+    def write(self, values: NDArray[Any]) -> None:
+        content = values.tobytes()
+        self._file.write(content)
+        self.crc32c = google_crc32c.extend(self.crc32c, content)
+
+    def close(self) -> None:
+        with self._file:
+            sync(self._file)
 
 
 class SplitWriter:
-    """Writer of the draft of the split `name` of the dataset in `directory`; all ids are below `vocab_size`."""
+    """Writer of the draft of the split `name` of the dataset in `directory`."""
 
     def __init__(self, directory: Path, name: str, vocab_size: int) -> None:
-        self._directory, self._name = directory, name
-        self._vocab_size, self._dtype = vocab_size, id_dtype(vocab_size)
-        self._files = [(directory / DRAFTS / f"{name}.{suffix}").open("wb") for suffix in ("bin", "ends")]
-        self._checksums = [0, 0]
-        self.n_tokens = self.n_documents = 0
+        self.name = name
+        self._directory = directory
+        self._vocab_size = vocab_size
+        self._dtype: Literal["uint16", "uint32"] = "uint16" if vocab_size <= 2**16 else "uint32"
+        self._ids = _DraftFile(directory / DRAFTS / f"{name}.bin")
+        self._ends = _DraftFile(directory / DRAFTS / f"{name}.ends")
+        self.n_tokens = 0
+        self.n_documents = 0
 
     def add(self, chunk: TokenChunk) -> None:
         """Append the tokens of `chunk`."""
-        ids, ends = chunk.ids.astype(self._dtype, copy=False), (chunk.ends + self.n_tokens).astype("<u8")
-        for i, content in enumerate((ids.tobytes(), ends.tobytes())):
-            self._files[i].write(content)
-            self._checksums[i] = google_crc32c.extend(self._checksums[i], content)
+        little_endian = np.dtype(self._dtype).newbyteorder("<")
+        self._ids.write(chunk.ids.astype(little_endian, copy=False))
+        self._ends.write((chunk.ends + self.n_tokens).astype("<u8"))
         self.n_tokens += len(chunk.ids)
         self.n_documents += len(chunk.ends)
 
     def finish(self, tokenizer: str | None, sources: Sequence[SourceRecord], options: Mapping[str, Any]) -> str:
-        """Write the index, after which the draft is complete. Return a description of the token file."""
-        for file in self._files:
-            with file:
-                sync(file)
+        """Write the index, after which the draft is complete. Return a line about the split."""
+        self._ids.close()
+        self._ends.close()
         index = TokenIndex(
             format=1,
             tokenizer=tokenizer,
             vocab_size=self._vocab_size,
             tokens=self.n_tokens,
             documents=self.n_documents,
-            dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
-            crc32c=self._checksums[0],
-            ends_crc32c=self._checksums[1],
+            dtype=self._dtype,
+            crc32c=self._ids.crc32c,
+            ends_crc32c=self._ends.crc32c,
             sources=list(sources),
             options=dict(options),
         )
-        name = f"{self._name}.json"
-        write_durably(self._directory / DRAFTS / name, index.model_dump_json(indent=1).encode())
+        name = f"{self.name}.json"
+        content = index.model_dump_json(indent=1).encode()
+        write_durably(self._directory / DRAFTS / name, content)
         return describe(self._directory / name, index)
 
 
 def install(directory: Path) -> None:
-    """Replace the dataset in `directory` by the one in `READY`, if any; finish what a killed process has started."""
+    """Replace the dataset in `directory` by the one in `READY`, if any.
+
+    Finishes what a killed process has started.
+    """
     ready = directory / READY
     if ready.is_symlink() or not ready.is_dir():
         return
-    first, last = f"{TRAIN}.bin", [f"{VALIDATION}.json", f"{TRAIN}.json"]
+    first = f"{TRAIN}.bin"
+    last = [f"{VALIDATION}.json", f"{TRAIN}.json"]
     names = {path.name for path in ready.iterdir()}
     if first in names:  # nothing has been moved yet, so the directory holds the old dataset
         for name in (*reversed(last), *sorted(OUTPUT - {LOCK, *last})):
@@ -96,7 +122,8 @@ def install(directory: Path) -> None:
 
 def describe(path: Path, index: TokenIndex) -> str:
     """Return a line about a token file; `path` is its index."""
-    return f"{path.with_suffix('.bin')}: {index.tokens:,} tokens ({index.dtype}) in {index.documents:,} documents"
+    tokens = f"{index.tokens:,} tokens ({index.dtype})"
+    return f"{path.with_suffix('.bin')}: {tokens} in {index.documents:,} documents"
 
 
 def source_record(path: Path) -> SourceRecord:
@@ -107,17 +134,20 @@ def source_record(path: Path) -> SourceRecord:
 
 def verify(directory: Path) -> list[str]:
     """Compare the token files in `directory` with their checksums. Return a line for each split."""
-    lines, problems = [], []
-    for path in (directory / f"{split}.json" for split in SPLITS):
-        if path.stem == VALIDATION and not path.exists():
+    lines: list[str] = []
+    problems: list[str] = []
+    for split in SPLITS:
+        path = directory / f"{split}.json"
+        if split == VALIDATION and not path.exists():
             continue
         index = read_index(path)
         lines.append(f"{describe(path, index)}: verified")
         for suffix, checksum in ((".bin", index.crc32c), (".ends", index.ends_crc32c)):
             file = path.with_suffix(suffix)
-            if not file.exists() or crc32c(file) != checksum:
-                what = "does not match its checksum" if file.exists() else "is missing"
-                problems.append(f"{file}: {what}; write the dataset again: python -m lm.prepare --overwrite")
+            if not file.exists():
+                problems.append(f"{file}: is missing; {_REWRITE}")
+            elif crc32c(file) != checksum:
+                problems.append(f"{file}: does not match its checksum; {_REWRITE}")
     if problems:
         raise RunError(*problems)
     return lines
