@@ -31,9 +31,10 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from lm.checkpoint import remote
 from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest, verify
-from lm.checkpoint.object_storage import CheckpointStorage, ObjectStorage
-from lm.checkpoint.retention import Directory
+from lm.checkpoint.object_storage import BucketCheckpoints
+from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
 from lm.fileio import read_records
 from tests.support import EXACT, EXACT_RUN, start
 from tests.sweep import operations, preload
@@ -58,7 +59,7 @@ AT_OPERATION, OPERATIONS = "SIGKILL in a file operation", 0.3
 TO_ALL, TO_ONE, STOP, FREEZE = "SIGKILL to all", "SIGKILL to one rank", "SIGTERM", "SIGSTOP, then SIGKILL"
 KINDS = {TO_ALL: 4, TO_ONE: 2, STOP: 1, FREEZE: 1}
 """Relative frequency of each kind."""
-SHORT_LEASE = "from lm.checkpoint import object_storage\nobject_storage.LEASE_SECONDS = 2.0"
+SHORT_LEASE = "from lm.checkpoint import lease\nlease.LEASE_SECONDS = 2.0"
 TIMEOUT = 60
 """Seconds until a start must reach its next save or its end."""
 
@@ -79,11 +80,11 @@ def last_step(folder: Path) -> int:
     return max((step for group, step in lines(folder) if group == "training"), default=0)
 
 
-def place(folder: Path, storage: str | None) -> CheckpointStorage:
+def place(folder: Path, storage: str | None) -> CheckpointStore:
     """Where the checkpoints of the run in `folder` are."""
     if storage:
-        return ObjectStorage(f"{storage}/{folder.name}/test")
-    return Directory(folder / "runs" / "test" / "checkpoints")
+        return BucketCheckpoints(f"{storage}/{folder.name}/test")
+    return LocalCheckpoints(folder / "runs" / "test" / "checkpoints")
 
 
 def checkpoints(folder: Path, storage: str | None) -> dict[int, Manifest]:
@@ -93,7 +94,7 @@ def checkpoints(folder: Path, storage: str | None) -> dict[int, Manifest]:
         with tempfile.TemporaryDirectory() as copy:
             path = Path(where.locate(entry.name))
             if storage:
-                path = ObjectStorage(where.locate(entry.name)).fetch_checkpoint(Path(copy) / entry.name)
+                path = remote.download(where.locate(entry.name), Path(copy) / entry.name)
             manifest = read_manifest(path)
             verify(path, manifest)
             found[manifest.step] = manifest
@@ -103,9 +104,10 @@ def checkpoints(folder: Path, storage: str | None) -> dict[int, Manifest]:
 def unfinished(folder: Path, storage: str | None) -> set[str]:
     """Checkpoints without a manifest: being written, or abandoned."""
     where = place(folder, storage)
-    if isinstance(where, ObjectStorage):
+    if isinstance(where, BucketCheckpoints):
         time.sleep(0.01)  # callers poll
-        return {name for name, files in where.checkpoints().items() if MANIFEST not in files}
+        return {name for name, files in where.files().items() if MANIFEST not in files}
+    assert isinstance(where, LocalCheckpoints)
     return {path.name for path in where.path.glob("[!.]*") if not (path / MANIFEST).exists() and path.exists()}
 
 

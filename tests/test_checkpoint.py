@@ -21,15 +21,15 @@ from torch import nn
 
 from lm.checkpoint.__main__ import main
 from lm.checkpoint.checkpointer import CheckpointConfig
-from lm.checkpoint.manifest import MANIFEST, read_manifest, verify, write_manifest
-from lm.checkpoint.resume import ResumePlan, find_checkpoint, plan_resume, resume
+from lm.checkpoint.manifest import MANIFEST, read_manifest, verify
+from lm.checkpoint.resume import plan_resume
+from lm.checkpoint.store import LocalCheckpoints
 from lm.checkpoint.tensor_files import load_weights
 from lm.errors import ConfigError, RunError
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
-from tests.conftest import Message
 from tests.support import EXACT_RUN, checkpoints, exact, in_world, run, run_ranks
-from tests.test_manifest import RUN_INFO, SHARDS, opened, progress, save, toy
+from tests.test_manifest import RUN_INFO, SHARDS, opened, progress, save
 
 RUN = EXACT_RUN | {"max_steps": 8, "checkpoint_rate": 2, "keep_checkpoints": None}
 UUID = r"[0-9a-f]{8}-[0-9a-f-]{27}"
@@ -93,41 +93,31 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_gives_the_same_loss
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("damage", [flip_in_shard, remove_manifest])
+@pytest.mark.parametrize(
+    ("damage", "part"), [(flip_in_shard, "checksum"), (remove_manifest, "manifest.json: No such file")]
+)
 def test_if_all_are_damaged_all_are_named_and_the_run_does_not_start(
-    damage: Callable[[Path], None], stopped: Path, message: Message
+    damage: Callable[[Path], None], part: str, stopped: Path
 ) -> None:
     before = (stopped / "runs/test/metrics.jsonl").read_bytes()
     folders = checkpoints(stopped)
     for path in folders.values():
         damage(path)
     done = run(stopped, config=RUN, code=1)
-    lines = done.stderr.splitlines()
-    assert len(lines) == 4
+    *lines, advice = done.stderr.splitlines()
+    assert len(lines) == 3
     for path in folders.values():
-        assert sum(path.name in line for line in lines) == 1
-    message(done.stderr, mask=UUID)
+        assert sum(path.name in line and part in line for line in lines) == 1
+    assert "resume" in advice
+    assert "fresh" in advice
     assert (stopped / "runs/test/metrics.jsonl").read_bytes() == before
 
 
-def test_resume_refuses_a_directory_that_is_not_a_checkpoint(tmp_path: Path, message: Message) -> None:
+def test_resume_refuses_a_directory_that_is_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
-    with pytest.raises(ConfigError) as refused:
-        plan_resume(CheckpointConfig.model_validate({"resume": str(tmp_path / "runs")}), None, None, restarted=False)
-    message(refused.value)
-
-
-def test_a_checkpoint_is_newer_than_those_of_a_clock_that_was_ahead(tmp_path: Path) -> None:
-    def save_after_another_machine(world: World) -> None:
-        for step in (1, 2):
-            with opened(world, tmp_path / "checkpoints") as checkpointer:
-                path = tmp_path / "checkpoints" / save(checkpointer, world, step)
-            if step == 1:
-                manifest = read_manifest(path)
-                write_manifest(path, manifest.model_copy(update={"time": manifest.time + 3600}))
-
-    in_world(save_after_another_machine)
-    assert read_manifest(find_checkpoint(tmp_path)).step == 2
+    config = CheckpointConfig.model_validate({"resume": str(tmp_path / "runs")})
+    with pytest.raises(ConfigError, match=f"^resume: {tmp_path}/runs: neither a checkpoint"):
+        plan_resume(config, LocalCheckpoints(tmp_path), restarted=False)
 
 
 @pytest.mark.slow
@@ -201,7 +191,7 @@ def test_training_may_change_the_state_while_it_is_written(tmp_path: Path) -> No
         assert all(bool((tensor == step).all()) for tensor in loaded.values())
 
 
-def test_copies_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path: Path, message: Message) -> None:
+def test_copies_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path: Path) -> None:
     state = {"model": {"weight": torch.zeros(1).expand(1 << 40)}}
 
     def refusal(world: World) -> ConfigError:
@@ -212,8 +202,7 @@ def test_copies_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path: P
         return refused.value
 
     error = in_world(refusal)
-    assert error.keys == {"async_checkpoint"}
-    message(error, mask=r"(?<= on ).*(?= GiB are)")
+    assert str(error).startswith("async_checkpoint: a copy of the state needs 4096.00 GiB")
 
 
 def save_with_a_limit_on_one_rank(world: World, folder: Path) -> tuple[str | None, float, list[str], str]:
@@ -251,16 +240,13 @@ def save_nan_on_one_rank(world: World, folder: Path) -> tuple[str, RunError]:
 
 
 @pytest.mark.slow
-def test_nonfinite_weights_are_not_saved_and_replace_nothing(tmp_path: Path, message: Message) -> None:
+def test_nonfinite_weights_are_not_saved_and_replace_nothing(tmp_path: Path) -> None:
     for good, error in run_ranks(2, save_nan_on_one_rank, tmp_path):
-        message(error)
-        assert error.keys == {"lr"}
+        assert re.match("model.weight holds inf or NaN.* lr", str(error))
         assert names(tmp_path) == [good]
 
 
-def test_an_existing_directory_is_never_written_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Message
-) -> None:
+def test_an_existing_directory_is_never_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uuid, "uuid4", lambda: "taken")
 
     def save_again(world: World) -> tuple[dict[str, bytes], str | None]:
@@ -270,7 +256,7 @@ def test_an_existing_directory_is_never_written_to(
             return before, attempt(lambda: save(checkpointer, world, 2))
 
     before, error = in_world(save_again)
-    message(error)
+    assert error.startswith(f"{tmp_path}/taken: already exists")
     assert {path.name: path.read_bytes() for path in (tmp_path / "taken").iterdir()} == before
 
 
@@ -312,17 +298,6 @@ def steps_left(folder: Path) -> list[int]:
     return sorted(json.loads(path.read_text())["step"] for path in folder.glob("*/manifest.json"))
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [2, 5]), (2, [2, 4, 5]), (4, [2, 3, 4, 5]), (None, [1, 2, 3, 4, 5])])
-def test_the_newest_and_the_best_are_kept(keep: int | None, left: list[int], tmp_path: Path) -> None:
-    def save_five(world: World) -> None:
-        with opened(world, tmp_path, keep_checkpoints=keep) as checkpointer:
-            for step, loss in enumerate([3.0, 1.0, 2.0, 5.0, 4.0], start=1):
-                save(checkpointer, world, step, loss=loss)
-
-    in_world(save_five)
-    assert steps_left(tmp_path) == left
-
-
 def test_partial_checkpoints_are_neither_counted_nor_deleted_and_half_deleted_ones_are(tmp_path: Path) -> None:
     def save_next_to_remains(world: World) -> None:
         with opened(world, tmp_path, keep_checkpoints=2) as checkpointer:
@@ -341,51 +316,30 @@ def test_partial_checkpoints_are_neither_counted_nor_deleted_and_half_deleted_on
     assert not list(tmp_path.glob(".deleted-*"))
 
 
-def test_a_run_that_resumed_from_an_earlier_step_keeps_its_new_checkpoints(tmp_path: Path) -> None:
-    """The checkpoint of the highest step is damaged, which only its checksum shows."""
-
-    def resume_earlier(world: World) -> list[str]:
-        log: list[str] = []
-        with opened(world, tmp_path, keep_checkpoints=2) as checkpointer:
-            first, second = (save(checkpointer, world, step) for step in (10, 20))
-            flip(tmp_path / second / SHARDS[0])
-            model = toy(-1)
-            manifest = resume(
-                ResumePlan((second, first)), checkpointer, {"model": model.state_dict()}, RUN_INFO, None, log.append
-            )
-            assert manifest is not None
-            assert manifest.step == 10
-            assert all(bool((parameter == 10).all()) for parameter in model.parameters())
-            for step in (11, 12, 13):
-                save(checkpointer, world, step)
-        return log
-
-    skipped, resumed = in_world(resume_earlier)
-    assert SHARDS[0] in skipped
-    assert "step 10" in resumed
-    assert steps_left(tmp_path) == [12, 13, 20]
-
-
-def test_every_tensor_that_differs_is_listed_and_none_is_loaded(tmp_path: Path, message: Message) -> None:
+def test_every_tensor_that_differs_is_listed_and_none_is_loaded(tmp_path: Path) -> None:
     other = nn.ParameterDict({"weight": torch.full((6, 5), -1.0), "scale": torch.full((3,), -1.0)})
     other["bias"] = torch.full((6,), -1.0, dtype=torch.bfloat16)
     fewer = nn.ParameterDict({"weight": torch.full((6, 4), -1.0)})
+    of_other = [
+        "model.scale: not in the checkpoint",
+        "model.weight: [6, 4] torch.float32 in the checkpoint, now [6, 5] torch.float32",
+        "model.bias: [6] torch.float32 in the checkpoint, now [6] torch.bfloat16",
+    ]
 
     def load_others(world: World) -> None:
         with opened(world, tmp_path) as checkpointer:
             name = save(checkpointer, world, 1)
-            for model, differences in ((other, 3), (fewer, 1)):
+            for model, differences in ((other, of_other), (fewer, ["model.bias: only in the checkpoint"])):
                 with pytest.raises(ConfigError) as refused:
-                    checkpointer.load(name, lambda _, model=model: {"model": model.state_dict()})
-                assert len(refused.value.problems) == 1 + differences
+                    checkpointer.load(str(tmp_path / name), lambda _, model=model: {"model": model.state_dict()})
+                assert list(refused.value.problems[1:]) == differences
                 assert all(bool((parameter == -1).all()) for parameter in model.parameters())
-                message(refused.value, mask=UUID)
 
     in_world(load_others)
 
 
 def test_list_describes_each_complete_checkpoint_and_why_another_is_not(
-    stopped: Path, capsys: pytest.CaptureFixture[str], message: Message
+    stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second, third = (checkpoints(stopped)[step] for step in (2, 4, 6))
     flip(first / SHARDS[0])
@@ -394,8 +348,8 @@ def test_list_describes_each_complete_checkpoint_and_why_another_is_not(
     assert main(["list", str(stopped / "runs" / "test")]) == 1
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert lines.keys() == {first.name, second.name, third.name}
-    message(lines[first.name], mask=UUID)
-    message(lines[second.name], mask=UUID)
+    assert re.search(f"not complete: {first}/{SHARDS[0]}: .*checksum", lines[first.name])
+    assert re.search(f"not complete: {second}: .*{MANIFEST}: No such file", lines[second.name])
     manifest = read_manifest(third)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
     assert lines[third.name].startswith(f"{third.name}  step 6  {when}  0.")
@@ -411,6 +365,6 @@ def test_verify_prints_complete_or_the_damaged_file(stopped: Path, capsys: pytes
     assert capsys.readouterr().err.startswith(f"{path / SHARDS[0]}: ")
 
 
-def test_list_refuses_another_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str], message: Message) -> None:
+def test_list_refuses_another_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", str(tmp_path)]) == 2
-    message(capsys.readouterr().err)
+    assert capsys.readouterr().err.startswith(f"{tmp_path}/checkpoints: no checkpoints")

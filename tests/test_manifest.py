@@ -32,13 +32,13 @@ from lm.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from lm.checkpoint.resume import ResumePlan, completed_step, find_checkpoint, plan_resume
-from lm.checkpoint.retention import COMMITTED, Directory, SavedCheckpoint, expired
+from lm.checkpoint.resume import ResumePlan, completed_step, find_checkpoint
+from lm.checkpoint.retention import SavedCheckpoint, expired
+from lm.checkpoint.store import LocalCheckpoints
 from lm.checkpoint.tensor_files import load_weights
 from lm.determined.context import TorchDistributedContext
 from lm.errors import ConfigError
-from lm.runtime.world import World
-from tests.conftest import Message
+from lm.runtime.world import MeshShape, World
 from tests.support import rewrite_header, run_ranks
 
 SHARDS = ["model-00000-00000.safetensors", "model-00001-00000.safetensors"]
@@ -75,7 +75,7 @@ def opened(world: World, folder: Path, **settings: Any) -> Iterator[Checkpointer
     distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
     with core.init(distributed=distributed, checkpoint_storage=str(folder)) as context:
         config = CheckpointConfig.model_validate(settings)
-        yield Checkpointer(config, context.checkpoint, world, folder, {})
+        yield Checkpointer(config, LocalCheckpoints(folder, context.checkpoint), world, {})
 
 
 def save(
@@ -83,8 +83,10 @@ def save(
 ) -> str:
     """Save a sharded `toy` with all values `step`, or `value` on this rank; return the directory's name."""
     model = toy(step if value is None else value)
-    fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
-    checkpointer.save({"model": model.state_dict()}, RUN_INFO, progress(step, loss))
+    fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
+    state = {"model": model.state_dict()}
+    checkpointer.allocate(state)
+    checkpointer.save(state, RUN_INFO, progress(step, loss))
     return checkpointer.commit()[1]
 
 
@@ -164,11 +166,12 @@ def test_any_flipped_bit_in_the_manifest_is_found(victim: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_another_format_is_refused_with_its_number(version: int, victim: Path, message: Message) -> None:
+def test_another_format_is_refused_with_its_number(version: int, victim: Path) -> None:
     forge_manifest(victim, format=version, another_key={})
-    with pytest.raises(ConfigError) as refused:  # not CheckpointError, after which an older one would be loaded
+    with pytest.raises(
+        ConfigError, match=f"format {version}, .*format 2;"
+    ):  # not CheckpointError, after which an older one would be loaded
         read_manifest(victim)
-    message(refused.value)
 
 
 @pytest.mark.parametrize("name", SHARDS)
@@ -184,13 +187,13 @@ def test_a_file_that_vanishes_before_it_is_verified_is_named(victim: Path) -> No
         verify(victim, manifest)
 
 
-def test_a_directory_without_a_manifest_is_not_a_checkpoint(victim: Path, message: Message) -> None:
+def test_a_directory_without_a_manifest_is_not_a_checkpoint(victim: Path) -> None:
     (victim / MANIFEST).unlink()
-    message(refusal(victim))
+    assert refusal(victim).endswith(f"{MANIFEST}: No such file or directory")
 
 
 def test_the_checkpoint_written_last_is_found_and_skipped_ones_are_printed(
-    saved: list[Path], tmp_path: Path, message: Message, capsys: pytest.CaptureFixture[str]
+    saved: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     for number, path in enumerate([saved[1], saved[0], saved[0]]):
@@ -200,30 +203,7 @@ def test_the_checkpoint_written_last_is_found_and_skipped_ones_are_printed(
     (checkpoints / "2" / SHARDS[0]).unlink()
     (checkpoints / ".deleted-x").mkdir()
     assert find_checkpoint(tmp_path) == checkpoints / "1"
-    message(capsys.readouterr().err)
-
-
-@pytest.mark.parametrize("was_complete", [True, False])
-def test_only_partial_checkpoints_are_an_error_unless_none_was_ever_complete(
-    was_complete: bool, tmp_path: Path, message: Message, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Off a cluster a kill during the first save costs only that save; losing all checkpoints is not silent."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    if not was_complete:
-        assert (
-            plan_resume(CheckpointConfig.model_validate({}), None, Directory(tmp_path), restarted=False) == ResumePlan()
-        )
-        message(capsys.readouterr().err)
-        return
-    (tmp_path / COMMITTED).touch()
-    with pytest.raises(CheckpointError) as refused:
-        plan_resume(CheckpointConfig.model_validate({}), None, Directory(tmp_path), restarted=False)
-    message(refused.value)
-    for name in ("a", "b"):
-        (tmp_path / name).rmdir()
-    with pytest.raises(CheckpointError):  # all deleted: not silently a new run
-        plan_resume(CheckpointConfig.model_validate({}), None, Directory(tmp_path), restarted=False)
+    assert capsys.readouterr().err == f"skipping {checkpoints}/2/{SHARDS[0]}: missing\n"
 
 
 def test_losses_of_other_validation_data_are_not_the_best() -> None:
@@ -233,27 +213,17 @@ def test_losses_of_other_validation_data_are_not_the_best() -> None:
     assert [entry.name for entry in expired(saved[:1], 1)] == []
 
 
-def test_tokenizers_are_compared_by_content_and_not_by_path(victim: Path, message: Message) -> None:
+def test_tokenizers_are_compared_by_content_and_not_by_path(victim: Path) -> None:
     same = {"tokenizer": "9 tokens, sha256 0", "validation_loss": 1.0}
     forge_manifest(victim, hyperparameters={"tokenizer": "a/tokenizer.json"}, **same)
     plan = ResumePlan((str(victim),), may_be_complete=True)
-    path = {"hyperparameters": {"tokenizer": "b/tokenizer.json"}}
-    assert (
-        completed_step(plan, RUN_INFO.model_copy(update=path | {"tokenizer": "9 tokens, sha256 0"}), 10, samples=False)
-        == 10
-    )
-    with pytest.raises(ConfigError) as refused:
-        completed_step(plan, RUN_INFO.model_copy(update=path | {"tokenizer": "9 tokens, sha256 1"}), 10, samples=False)
-    assert refused.value.keys == {"tokenizer"}
-    message(refused.value)
-
-
-def test_without_checkpoints_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
-    for directory in (tmp_path, tmp_path / "none"):
-        assert (
-            plan_resume(CheckpointConfig.model_validate({}), None, Directory(directory), restarted=False)
-            == ResumePlan()
-        )
+    now = RUN_INFO.model_copy(update={"hyperparameters": {"tokenizer": "b/tokenizer.json"}})
+    same_content = now.model_copy(update={"tokenizer": "9 tokens, sha256 0"})
+    other_content = now.model_copy(update={"tokenizer": "9 tokens, sha256 1"})
+    store = LocalCheckpoints(victim.parent)
+    assert completed_step(plan, store, same_content, 10, samples=False) == 10
+    with pytest.raises(ConfigError, match=r"tokenizer.*sha256 1"):
+        completed_step(plan, store, other_content, 10, samples=False)
 
 
 class Payload:
@@ -344,13 +314,12 @@ def test_a_slice_in_two_files_is_refused(victim: Path) -> None:
     assert "weight" in refusal(victim)
 
 
-def test_a_manifest_that_lists_too_few_files_is_refused(victim: Path, message: Message) -> None:
+def test_a_manifest_that_lists_too_few_files_is_refused(victim: Path) -> None:
     forge_manifest(victim, files={SHARDS[0]: record(victim / SHARDS[0]).model_dump()})
     model = toy(-1)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=r"model\.weight: \[3, 4\] .*\[6, 4\] .*\nmodel\.bias: \[3\] .*\[6\] "):
         load_weights(victim, model.state_dict())
     assert all(bool((parameter == -1).all()) for parameter in model.parameters())
-    message(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -365,10 +334,10 @@ def test_a_manifest_that_lists_other_files_is_refused(name: str, victim: Path) -
     assert repr(name) in message
 
 
-def test_a_symbolic_link_is_not_a_checkpoint(victim: Path, tmp_path: Path, message: Message) -> None:
+def test_a_symbolic_link_is_not_a_checkpoint(victim: Path, tmp_path: Path) -> None:
     victim.rename(tmp_path / "elsewhere")
     victim.symlink_to(tmp_path / "elsewhere")
-    message(refusal(victim))
+    assert refusal(victim).startswith(f"{victim}: is a symbolic link")
 
 
 @pytest.mark.parametrize(

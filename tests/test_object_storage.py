@@ -6,42 +6,41 @@ front of moto fails on request.
 
 from __future__ import annotations
 
+import errno
 import http.client
 import http.server
 import os
+import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, chdir, closing, contextmanager, suppress
+from contextlib import chdir, closing, contextmanager, suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
-from determined import core
 from fsspec.registry import _registry
 from torch.distributed.fsdp import fully_shard
 
 from lm import config
 from lm.checkpoint import __main__ as command
-from lm.checkpoint import bucket, object_storage
+from lm.checkpoint import bucket, lease, remote
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.manifest import CheckpointError, read_manifest, verify
-from lm.checkpoint.object_storage import ObjectStorage, stored
+from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.resume import ResumePlan, find_checkpoint, plan_resume, resume
-from lm.checkpoint.retention import COMMITTED
-from lm.determined.context import TorchDistributedContext
+from lm.checkpoint.store import COMMITTED, LocalCheckpoints
 from lm.errors import ConfigError, RunError
 from lm.launch.spawn import free_port
 from lm.preflight import preflight
 from lm.runtime.run_dir import RunDir
-from lm.runtime.world import World
-from tests.conftest import Message
+from lm.runtime.world import MeshShape, World
+from tests.servers import fresh_sessions, serving
 from tests.soak import soak
 from tests.support import EXACT_RUN, TINY, checkpoints, exact, in_world, reports, run, run_ranks
 from tests.test_manifest import RUN_INFO, SHARDS, opened, save, toy
@@ -51,45 +50,7 @@ pytest.importorskip("moto.server", reason="needs moto's server")
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Python version:FutureWarning")
 
 UUID = r"[0-9a-f]{8}-[0-9a-f-]{27}"
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-ISOLATED = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": "none", "AWS_SHARED_CREDENTIALS_FILE": "none"}
-
-
-@contextmanager
-def serving(*command: str, port: int, **env: str) -> Iterator[str]:
-    """The address of a server in a separate process."""
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen(command, env=os.environ | env, stdout=quiet, stderr=quiet)
-    try:
-        for _ in range(200):
-            try:
-                with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as connection:
-                    connection.request("GET", "/")
-                    connection.getresponse()
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture(scope="module")
-def s3_server() -> Iterator[str]:
-    port = free_port()
-    with serving(sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port), port=port) as address:
-        yield address
-
-
-@pytest.fixture
-def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """URL below which nothing is stored yet."""
-    for name, value in (CREDENTIALS | ISOLATED | {"AWS_ENDPOINT_URL": s3_server}).items():
-        monkeypatch.setenv(name, value)
-    fresh_sessions()
-    fsspec.filesystem("s3").makedirs("bucket", exist_ok=True)
-    return f"s3://bucket/{tmp_path.name}"
+NO_CHECKPOINTS = LocalCheckpoints(Path("nothing"))
 
 
 @pytest.fixture(scope="module")
@@ -156,15 +117,10 @@ def storage(request: pytest.FixtureRequest) -> str:
     return request.getfixturevalue(request.param)
 
 
-def fresh_sessions() -> None:
-    """Forget the file systems of other servers and credentials, which fsspec keeps."""
-    for scheme in bucket.PACKAGES:
-        with suppress(ImportError):
-            fsspec.get_filesystem_class(scheme).clear_instance_cache()
-
-
 @contextmanager
-def machine(world: World, url: str, folder: Path, keep: int | None = 2) -> Iterator[tuple[Checkpointer, ObjectStorage]]:
+def machine(
+    world: World, url: str, folder: Path, keep: int | None = 2
+) -> Iterator[tuple[Checkpointer, BucketCheckpoints]]:
     """The run "test" under `url` on a machine with the working directory `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     mask = os.umask(0o077)
@@ -173,17 +129,15 @@ def machine(world: World, url: str, folder: Path, keep: int | None = 2) -> Itera
         with chdir(folder):
             run_dir = RunDir("test", url)
             run_dir.lock(world)
-            distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
-            with (
-                ExitStack() as after_error,
-                core.init(distributed=distributed) as context,
-                stored(run_dir, context, world, after_error),
-            ):
-                place = context.checkpoint._storage_manager
-                assert isinstance(place, ObjectStorage)
-                world.on_rank0(lambda: place.start(run_dir.path))
-                config = CheckpointConfig.model_validate({"keep_checkpoints": keep})
-                yield Checkpointer(config, context.checkpoint, world, run_dir.checkpoints, {}), place
+            store = BucketCheckpoints(f"{url}/test", run_dir.path)
+            config = CheckpointConfig.model_validate({"keep_checkpoints": keep})
+            try:
+                store.start(world)
+                yield Checkpointer(config, store, world, {}), store
+            except RunError:
+                store.close_after_error()
+                raise
+            store.close(world)
     finally:
         tempfile.tempdir = None
         os.umask(mask)
@@ -192,7 +146,7 @@ def machine(world: World, url: str, folder: Path, keep: int | None = 2) -> Itera
 def load(checkpointer: Checkpointer, world: World, checkpoint: str) -> tuple[int, bool]:
     """The step of the checkpoint at a path or URL, and whether the loaded model is the one that was saved."""
     model = toy(-1)
-    fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
+    fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
     step = checkpointer.load(checkpoint, lambda _: {"model": model.state_dict()}).step
     return step, all(bool((parameter.to_local() == step).all()) for parameter in model.parameters())  # type: ignore[attr-defined]
 
@@ -201,10 +155,10 @@ def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.is_file())
 
 
-def damage(place: ObjectStorage, uuid: str, name: str) -> None:
+def damage(place: BucketCheckpoints, uuid: str, name: str) -> None:
     path = f"checkpoints/{uuid}/{name}"
-    content = place.bucket.call("cat_file", path)
-    place.bucket.call("pipe_file", path, content[:-1] + bytes([content[-1] ^ 1]))
+    content = place.bucket.read(path)
+    place.bucket.write(path, content[:-1] + bytes([content[-1] ^ 1]))
 
 
 def flip_last_bit(checkpoint: Path) -> Path:
@@ -228,8 +182,8 @@ def use_two_machines(world: World, url: str, root: Path) -> dict[str, Any]:
         again = load(checkpointer, world, place.locate(uuids[2]))
     errors = [str(refused.value)]
     if world.rank == 1:  # damage its download of the file that rank 0 verifies on a shared disk
-        fetch = ObjectStorage.fetch_checkpoint
-        ObjectStorage.fetch_checkpoint = lambda self, directory: flip_last_bit(fetch(self, directory))
+        download = remote.download
+        remote.download = lambda url, directory: flip_last_bit(download(url, directory))
     (root / "shared").mkdir(exist_ok=True)
     with opened(world, root / "shared") as on_disk, pytest.raises(CheckpointError) as refused:
         load(on_disk, world, place.locate(uuids[2]))
@@ -263,11 +217,13 @@ def test_machines_that_share_no_disk_save_load_and_refuse_damage_together(
     folder = find_checkpoint(third)
     verify(folder, read_manifest(folder))
     for key in ("resume", "init_from"):
-        plan = plan_resume(CheckpointConfig.model_validate({key: third}), None, None, restarted=False)
+        plan = plan_resume(CheckpointConfig.model_validate({key: third}), NO_CHECKPOINTS, restarted=False)
         assert (plan.resume_candidates or plan.init_candidates) == (third,)
 
 
-def test_the_run_moves_to_an_empty_machine_with_its_metrics(storage: str, tmp_path: Path) -> None:
+def test_the_run_moves_to_an_empty_machine_with_its_metrics(
+    storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Save on one machine, continue on another, be killed in a save there, start anew on a third."""
     metrics, tracker = Path("runs/test/metrics.jsonl"), Path("runs/test/tracker_id")
 
@@ -283,26 +239,26 @@ def test_the_run_moves_to_an_empty_machine_with_its_metrics(storage: str, tmp_pa
         with machine(world, storage, tmp_path / "2", keep=1) as (checkpointer, place):
             assert (metrics.read_text(), tracker.read_text()) == ("1\n2\n", "id")
             assert load(checkpointer, world, place.locate(uuid)) == (1, True)
-            commit, place.commit = place.commit, fail
-            with pytest.raises(RunError):
-                save(checkpointer, world, 2)
-            place.commit = commit
+            with monkeypatch.context() as patch:
+                patch.setattr(place, "commit", fail)
+                with pytest.raises(RunError):
+                    save(checkpointer, world, 2)
             saved, incomplete = place.list_saved()
             assert ([entry.name for entry in saved], len(incomplete)) == ([uuid], 1)
             newer = save(checkpointer, world, 3)
-            assert list(place.checkpoints()) == [newer]  # neither the expired nor the abandoned one
+            assert list(place.files()) == [newer]  # neither the expired nor the abandoned one
             return [newer]
 
-    def fail(name: str) -> None:
+    def fail(_path: Path, name: str) -> None:
         raise RunError(name)
 
     def third(world: World) -> None:
         with machine(world, storage, tmp_path / "3") as (checkpointer, place):
             if storage.startswith("az:"):  # whose copies may end later
                 with pytest.raises(ConfigError, match="choose another run_name"):
-                    checkpointer.move_aside()
+                    place.move_aside()
                 return
-            checkpointer.move_aside()
+            place.move_aside()
             assert not place.list_saved()[0]
             assert not place.was_committed()
             (aside,) = {path.partition("/")[0] for path in place.bucket.sizes() if path.startswith("before-")}
@@ -324,56 +280,61 @@ def test_after_an_error_the_metrics_are_stored_and_any_machine_resumes_at_once(s
         in_world(diverge)
     started = time.monotonic()
     (tmp_path / "2").mkdir()
-    place = ObjectStorage(f"{s3}/test")
-    place.start(tmp_path / "2")
+    place = BucketCheckpoints(f"{s3}/test", tmp_path / "2")
+    place.acquire()
     assert time.monotonic() - started < 5
     assert (tmp_path / "2" / "metrics.jsonl").read_text() == "1\n"
-    place.close()
+    place.release()
+
+
+def kill(place: BucketCheckpoints) -> None:
+    """Neither renew nor release the lease any more."""
+    assert place._lease is not None
+    place._lease._released.set()
 
 
 def test_one_run_at_a_time_writes_and_a_dead_one_is_replaced(
-    storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, message: Message
+    storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_storage, "LEASE_SECONDS", 1.2)
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 1.2)
     folders = [tmp_path / name for name in ("a", "b", "c")]
     for folder in folders:
         folder.mkdir()
-    a, b, c = (ObjectStorage(f"{storage}/test") for _ in range(3))
-    a.start(folders[0])
-    with pytest.raises(RunError) as refused:
-        b.start(folders[1])
-    message(refused.value, mask=r"process .*? since [-\d]+ [:\d]+|\w+://[^:]*/test")
-    a._closed.set()  # as if killed: nothing is renewed nor released
-    again = ObjectStorage(f"{storage}/test")
+    a, b, c = (BucketCheckpoints(f"{storage}/test", folder) for folder in folders)
+    a.acquire()
+    with pytest.raises(RunError, match=r"/test: in use by process .* since .*run_name"):
+        b.acquire()
+    kill(a)
+    again = BucketCheckpoints(f"{storage}/test", folders[0])
     started = time.monotonic()
-    again.start(folders[0])  # on the same machine, at once
+    again.acquire()  # on the same machine, at once
     assert time.monotonic() - started < 1
-    again._closed.set()
-    b.start(folders[1])  # on another, after the lease has run out
-    for late in (a.require_lease, lambda: again.commit("late")):
+    kill(again)
+    b.acquire()  # on another, after the lease has run out
+    for late in (a, again):
         with pytest.raises(RunError, match="in use by process"):
-            late()
-    b.close()
-    c.start(folders[2])  # released: at once
-    c.close()
+            late.commit(folders[0], "late")
+    b.release()
+    c.acquire()  # released: at once
+    c.release()
     (folders[2] / "checkpoints").mkdir()
     (folders[2] / "checkpoints" / COMMITTED).touch()  # a run on this disk, which would seem to be lost
-    with pytest.raises(ConfigError) as refused:
-        c.start(folders[2])
-    message(refused.value)
+    with pytest.raises(ConfigError, match=f"^{folders[2]}: .*run_name, with resume={folders[2]} "):
+        c.acquire()
 
 
 def test_of_many_that_start_at_once_one_gets_the_lease(
     s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(object_storage, "LEASE_SECONDS", 1.2)
-    holders: list[ObjectStorage] = []
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 1.2)
+    holders: list[BucketCheckpoints] = []
 
     def compete(number: int) -> None:
-        place, folder = ObjectStorage(f"{s3}/test"), tmp_path / str(number)
+        folder = tmp_path / str(number)
         folder.mkdir()
+        place = BucketCheckpoints(f"{s3}/test", folder)
         try:
-            place.start(folder)
+            place.acquire()
             holders.append(place)
         except RunError:
             pass
@@ -384,7 +345,7 @@ def test_of_many_that_start_at_once_one_gets_the_lease(
     for thread in threads:
         thread.join()
     (holder,) = holders
-    holder.close()
+    holder.release()
 
 
 class Proxy(http.server.ThreadingHTTPServer):
@@ -449,18 +410,19 @@ def proxy(s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def test_a_server_that_fails_for_a_while_costs_nothing_but_time(
     fault: Any, s3: str, proxy: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = ObjectStorage(f"{s3}/test")
+    place = BucketCheckpoints(f"{s3}/test", tmp_path)
     place.bucket.retry_seconds = 30
     until = time.monotonic() + 1.5
     proxy.fault = lambda *_: fault if time.monotonic() < until else None
-    place.start(tmp_path)
-    place.close()
+    place.acquire()
+    place.release()
     assert "retrying for" in capsys.readouterr().err or fault != (500, "InternalError")
 
 
 @pytest.mark.slow
 def test_training_continues_while_storage_fails_in_the_middle_of_a_save(s3: str, proxy: Proxy, tmp_path: Path) -> None:
-    hp = EXACT_RUN | {"max_steps": 40, "checkpoint_rate": 10}
+    # Steps so long that those between two checkpoints take longer than it takes until an outage begins.
+    hp = EXACT_RUN | {"max_steps": 40, "checkpoint_rate": 10, "total_batch_size": 32}
     assert run(tmp_path / "disk", config=hp).returncode == 0
     kinds: list[Any] = ["away", (500, "InternalError"), "stall"]
     outages: list[tuple[float, float, Any]] = []
@@ -482,17 +444,36 @@ def test_training_continues_while_storage_fails_in_the_middle_of_a_save(s3: str,
     assert exact(tmp_path / "s3") == exact(tmp_path / "disk")
     times = [line["time"] for line in reports(tmp_path / "s3").values()]
     assert all(any(start < each < end for each in times) for start, end, _ in outages), "training waited"
-    (last, *_) = reversed(ObjectStorage(f"{s3}/test").list_saved()[0])
-    there = ObjectStorage(f"{s3}/test/checkpoints/{last.name}").read_manifest()
+    (last, *_) = reversed(BucketCheckpoints(f"{s3}/test").list_saved()[0])
+    there = remote.read_manifest(f"{s3}/test/checkpoints/{last.name}")
     assert there.files == read_manifest(checkpoints(tmp_path / "disk")[40]).files
     assert not kinds
 
 
+def test_a_download_that_fails_does_not_upload_older_metrics(s3: str, tmp_path: Path, monkeypatch: Any) -> None:
+    def fail(path: Path, content: bytes) -> None:  # noqa: ARG001
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    def start_again(world: World) -> None:
+        with machine(world, s3, tmp_path / "1") as (checkpointer, place):
+            Path("runs/test/metrics.jsonl").write_text("newer\n")
+            save(checkpointer, world, 1)
+        stale = tmp_path / "2" / "runs" / "test" / "metrics.jsonl"
+        stale.parent.mkdir(parents=True)
+        stale.write_text("older\n")
+        monkeypatch.setattr("lm.checkpoint.object_storage.write_durably", fail)
+        with pytest.raises(ConfigError, match="No space left"), machine(world, s3, tmp_path / "2"):
+            pass
+        assert place.bucket.read("metrics.jsonl") == b"newer\n"
+
+    in_world(start_again)
+
+
 @pytest.mark.slow
 def test_a_server_away_for_too_long_ends_the_run_with_the_checkpoint_that_is_kept(
-    s3: str, proxy: Proxy, tmp_path: Path, message: Message
+    s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:
-    def lose_server(world: World) -> str:
+    def lose_server(world: World) -> None:
         with machine(world, s3, tmp_path / "1") as (checkpointer, place):
             kept = save(checkpointer, world, 1)
             place.bucket.retry_seconds = 2
@@ -500,31 +481,31 @@ def test_a_server_away_for_too_long_ends_the_run_with_the_checkpoint_that_is_kep
             with pytest.raises(RunError) as failed:
                 save(checkpointer, world, 2)
             proxy.fault = lambda *_: None
-            assert kept in str(failed.value)
+            assert re.search(f"InternalError.* for 2 s; .*checkpoint {kept} is kept", str(failed.value))
             assert [entry.name for entry in place.list_saved()[0]] == [kept]
-            return str(failed.value)
 
-    message(in_world(lose_server), mask=f"s3://[^:]*/test|{UUID}")
+    in_world(lose_server)
 
 
-REFUSED: dict[str, tuple[str, dict[str, str], Any]] = {
-    "scheme": ("azure://bucket/runs", {}, None),
-    "path": ("/data/runs", {}, None),
-    "password": ("s3://key:secret@bucket/runs", {}, None),
-    "package": ("az://bucket/runs", {}, None),
-    "bucket": ("s3://no-such-bucket/runs", {}, None),
-    "no credentials": ("s3://bucket/runs", {"AWS_ACCESS_KEY_ID": ""}, None),
-    "expired": ("s3://bucket/runs", {}, (403, "ExpiredToken")),
-    "not writable": ("s3://bucket/runs", {}, (403, "AccessDenied")),
-    "disk": ("s3://bucket/runs", {}, None),
+DENIED = "s3://bucket/runs/test: access denied"
+REFUSED: dict[str, tuple[str, dict[str, str], Any, str]] = {
+    "scheme": ("azure://bucket/runs", {}, None, "azure://.* s3://BUCKET/PREFIX"),
+    "path": ("/data/runs", {}, None, ".* s3://BUCKET/PREFIX"),
+    "password": ("s3://key:secret@bucket/runs", {}, None, "s3://.* s3://BUCKET/PREFIX"),
+    "package": ("az://bucket/runs", {}, None, "az://bucket/runs/test: .*pip install adlfs"),
+    "bucket": ("s3://no-such-bucket/runs", {}, None, "s3://no-such-bucket/runs/test: .*create the bucket"),
+    "no credentials": ("s3://bucket/runs", {"AWS_ACCESS_KEY_ID": ""}, None, f"{DENIED} .*NoCredentialsError"),
+    "expired": ("s3://bucket/runs", {}, (403, "ExpiredToken"), f"{DENIED} .*ExpiredToken"),
+    "not writable": ("s3://bucket/runs", {}, (403, "AccessDenied"), f"{DENIED} .*AccessDenied"),
+    "disk": ("s3://bucket/runs", {}, None, "runs/test/lease: Is a directory"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_storage_that_cannot_be_used_is_one_line(
-    case: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, message: Message
+    case: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    url, variables, fault = REFUSED[case]
+    url, variables, fault, part = REFUSED[case]
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     if case == "disk":
@@ -541,21 +522,24 @@ def test_storage_that_cannot_be_used_is_one_line(
         in_world(start)
     assert "\n" not in str(refused.value)
     assert "secret" not in str(refused.value)
-    message(refused.value)
+    assert re.match(part, str(refused.value))
 
 
-def test_a_mistyped_url_is_a_configuration_error(s3: str, message: Message, capsys: pytest.CaptureFixture[str]) -> None:
-    for key, url in (("resume", f"{s3}/typo"), ("init_from", f"{s3}/typo"), ("init_from", "s3://a b")):
-        with pytest.raises(ConfigError) as refused:
-            plan_resume(CheckpointConfig.model_validate({key: url}), None, None, restarted=False)
-        assert refused.value.keys == {key}
-        message(refused.value, mask=s3)
-    assert command.main(["list", f"{s3}/typo"]) == 2
-    message(capsys.readouterr().err, mask=s3)
+def test_a_mistyped_url_is_a_configuration_error(s3: str, capsys: pytest.CaptureFixture[str]) -> None:
+    typo = f"{s3}/typo"
+    for key, url, part in (
+        ("resume", typo, f"{typo}: neither a checkpoint"),
+        ("init_from", typo, f"{typo}: neither a checkpoint"),
+        ("init_from", "s3://a b", "s3://.* s3://BUCKET/PREFIX"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{key}: {part}"):
+            plan_resume(CheckpointConfig.model_validate({key: url}), NO_CHECKPOINTS, restarted=False)
+    assert command.main(["list", typo]) == 2
+    assert capsys.readouterr().err.startswith(f"{typo}/checkpoints: no checkpoints")
 
 
 def test_a_checkpoint_that_its_run_deletes_during_the_download_is_skipped(
-    s3: str, proxy: Proxy, tmp_path: Path, message: Message
+    s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:
     def resume_meanwhile(world: World) -> None:
         with machine(world, s3, tmp_path) as (checkpointer, place):
@@ -568,8 +552,8 @@ def test_a_checkpoint_that_its_run_deletes_during_the_download_is_skipped(
                 plan = ResumePlan(init_candidates=(newer, older))
                 resume(plan, checkpointer, {"model": model.state_dict()}, RUN_INFO, None, log.append)
                 assert all(bool((parameter == 1).all()) for parameter in model.parameters())
-                message(log[0], mask=f"{s3}|{UUID}")
-            found = ObjectStorage(place.url)  # of another run that resumes from this one
+                assert log[0] == f"skipping {newer}: deleted while it was read"
+            found = BucketCheckpoints(place.url)  # of another run that resumes from this one
             assert [found.locate(entry.name) for entry in found.list_saved()[0]] == [older]
             proxy.fault = lambda *_: None
 
@@ -578,10 +562,10 @@ def test_a_checkpoint_that_its_run_deletes_during_the_download_is_skipped(
 
 @pytest.mark.slow
 def test_the_wait_for_a_dead_run_may_exceed_the_collective_timeout(s3: str, tmp_path: Path) -> None:
-    dead = ObjectStorage(f"{s3}/test")
-    dead.start(tmp_path)
-    dead._closed.set()  # as if killed: nothing is renewed nor released
-    script = "from lm.checkpoint import object_storage\nobject_storage.LEASE_SECONDS = 12.0"
+    dead = BucketCheckpoints(f"{s3}/test", tmp_path)
+    dead.acquire()
+    kill(dead)
+    script = "from lm.checkpoint import lease\nlease.LEASE_SECONDS = 12.0"
     overrides = (f"checkpoint_storage={s3}", "collective_timeout=8", "max_steps=1")
     run(tmp_path, *overrides, ranks=2, script=script, code=0)
 
@@ -596,7 +580,7 @@ def test_google_denies_access_in_one_line(
     for status in (401, 403):
         proxy.fault = lambda *_, status=status: (status, "no")
         with pytest.raises(ConfigError, match="access denied"):
-            ObjectStorage(f"{gs}/test").start(tmp_path)
+            BucketCheckpoints(f"{gs}/test", tmp_path).acquire()
     assert not [record for record in caplog.records if record.name == "gcsfs"], "it logs tracebacks"
     proxy.shutdown()
     proxy.server_close()
@@ -605,23 +589,21 @@ def test_google_denies_access_in_one_line(
 @pytest.mark.slow
 def test_azure_says_what_is_wrong(az: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="create the bucket"):
-        ObjectStorage("az://no-such-container/test").start(tmp_path)
+        BucketCheckpoints("az://no-such-container/test", tmp_path).acquire()
     connection = os.environ["AZURE_STORAGE_CONNECTION_STRING"]
     for wrong in (connection.replace("a2V5", "b3RoZXI="), ""):
         monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", wrong)
         fresh_sessions()
         with pytest.raises(ConfigError, match="access denied"):
-            ObjectStorage(f"{az}/test").start(tmp_path)
+            BucketCheckpoints(f"{az}/test", tmp_path).acquire()
 
 
-def test_on_a_cluster_the_platforms_storage_is_the_one(message: Message) -> None:
+def test_on_a_cluster_the_platforms_storage_is_the_one() -> None:
     hp = config.read({"hyperparameters": TINY | {"checkpoint_storage": "s3://bucket"}}, [], "test")
     nothing: Any = None
     cluster: Any = object()
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=r"^checkpoint_storage: .*top level of the experiment config"):
         preflight(hp, nothing, cluster, nothing, nothing)
-    assert refused.value.keys == {"checkpoint_storage"}
-    message(refused.value)
 
 
 @pytest.mark.slow

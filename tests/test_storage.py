@@ -20,8 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.manifest import CheckpointError
 from lm.checkpoint.resume import ResumePlan, start_date
+from lm.checkpoint.store import ClusterCheckpoints
 from lm.determined.context import TorchDistributedContext
-from lm.runtime.world import World
+from lm.runtime.world import MeshShape, World
 from tests.support import run_ranks
 from tests.test_manifest import SHARDS, save, toy
 
@@ -79,7 +80,8 @@ def use_storage(world: World, endpoint: str, folder: Path, action: Callable[...,
     context = Reporting(distributed, manager)
     context.reported = []
     config = CheckpointConfig.model_validate({"keep_checkpoints": 2})
-    return action(world, Checkpointer(config, context, world, None, {}), context, local)
+    store = ClusterCheckpoints(context, None, writes_in_place=False)
+    return action(world, Checkpointer(config, store, world, {}), context, local)
 
 
 OnTwoMachines = Callable[[Callable[..., Any]], list[Any]]
@@ -101,13 +103,13 @@ def save_and_load(world: World, checkpointer: Checkpointer, context: Reporting, 
     uuids = [save(checkpointer, world, step, loss=loss) for step, loss in enumerate([3.0, 1.0, 4.0, 5.0], start=1)]
     left_by_save = files_in(local)
     model = toy(-1)
-    fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
+    fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
     manifest = checkpointer.load(uuids[3], lambda _: {"model": model.state_dict()})
     shards = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
     plan = ResumePlan((uuids[3],))
     return {
         "uuids": uuids,
-        "date": world.on_rank0(lambda: start_date(plan, context)),
+        "date": world.on_rank0(lambda: start_date(plan, checkpointer.store)),
         "kept": [bool(objects(context._storage_manager, uuid)) for uuid in uuids],
         "reported": [(uuid, files, metadata["steps_completed"]) for uuid, files, metadata in context.reported],
         "step": manifest.step,
@@ -141,7 +143,7 @@ def damage_each_download(
         for name in SHARDS:
             manager.damages = name if world.rank == victim else None
             model = toy(-1)
-            fully_shard(model, mesh=world.device_mesh({"shard": world.size}))
+            fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
             with pytest.raises(CheckpointError) as refused:
                 checkpointer.load(uuid, lambda _, model=model: {"model": model.state_dict()})
             errors.append((victim, name, str(refused.value)))

@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from lm.checkpoint.bucket import is_url
 from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
-from lm.checkpoint.object_storage import is_url
-from lm.checkpoint.resume import find_checkpoint, locate_checkpoint, read_manifest_at, storage_at
+from lm.checkpoint.resume import find_checkpoint, locate_checkpoint, store_at
 from lm.checkpoint.retention import SavedCheckpoint, find_best
 from lm.errors import ConfigError, command, oserror_as_config_error
 
@@ -34,15 +34,15 @@ def describe(name: str, manifest: Manifest) -> str:
 @oserror_as_config_error
 def list_run(run: str) -> bool:
     """Print a line for each checkpoint of the run at a path or URL; return whether all are complete."""
-    storage = storage_at(run)
-    saved, errors = storage.list_saved()
+    store = store_at(run)
+    saved, errors = store.list_saved()
     if not (saved or errors):
-        raise ConfigError(f"{storage}: no checkpoints; pass the directory or URL of a run that has saved one")
+        raise ConfigError(f"{store}: no checkpoints; pass the directory or URL of a run that has saved one")
     lines: dict[SavedCheckpoint, str] = {}
     for entry in saved:
-        location = storage.locate(entry.name)
+        location = store.locate(entry.name)
         try:
-            manifest = read_manifest_at(location)
+            manifest = store.read_manifest(location)
             if not is_url(run):
                 verify(Path(location), manifest)
             lines[entry] = describe(entry.name, manifest)

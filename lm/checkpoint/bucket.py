@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 _PERMANENT = (errno.EINVAL, errno.ENOSPC, errno.EDQUOT)
 _DENIED = re.compile(r"\w*Credential|OSError: Forbidden")
 """start of errors of credentials, and of what gcsfs raises for 403"""
+
+
+def is_url(where: str | Path) -> bool:
+    """Return whether `where` is a URL instead of a path."""
+    return "://" in str(where)
 
 
 class Bucket:
@@ -63,55 +68,93 @@ class Bucket:
         advice = "log in, or set this storage's credentials in the environment, and check their permissions"
         return ConfigError(f"{self.url}: access denied ({_first_line(error)}); {advice}")
 
-    def call(self, method: str, *args: Any, **options: Any) -> Any:
-        """Call a method of fsspec's file system, and retry it while the server fails.
+    def sizes(self, path: str = "") -> dict[str, int]:
+        """Return the sizes of the files under `path`, by their paths relative to it."""
+        found = self._call("find", path, detail=True)
+        return {name.removeprefix(f"{path}/"): info["size"] for name, info in found.items()}
 
-        Raises:
-            FileNotFoundError: only from `cat_file` and `get_file`.
-            FileExistsError: only with `mode="create"`.
-        """
-        deadline, pause = None, 1.0  # of the retries
+    def read(self, path: str) -> bytes:
+        """Return the content of a file; raise FileNotFoundError if it does not exist."""
+        return self._call("cat_file", path)
+
+    def write(self, path: str, content: bytes) -> None:
+        """Create or replace a file."""
+        self._call("pipe_file", path, content)
+
+    def create(self, path: str, content: bytes) -> None:
+        """Create a file; raise FileExistsError if it exists."""
+        self._call("pipe_file", path, content, mode="create")
+
+    def upload(self, names: Iterable[str], source: Path, target: str = "") -> None:
+        """Upload the files `names` of the directory `source` to the prefix `target`."""
+        self._transfer("put_file", [(str(source / name), f"{target}{name}") for name in names])
+
+    def download(self, names: Iterable[str], target: Path) -> None:
+        """Download the files `names` to the directory `target`; raise FileNotFoundError if one does not exist."""
+        self._transfer("get_file", [(name, str(target / name)) for name in names])
+
+    def copy(self, paths: Iterable[str], target: str) -> None:
+        """Copy files to the prefix `target`."""
+        self._transfer("cp_file", [(path, f"{target}{path}") for path in paths])
+
+    def delete(self, paths: Sequence[str]) -> None:
+        """Delete the files that exist of `paths`."""
+        self._call("rm", list(paths))
+
+    def _transfer(self, method: str, pairs: Iterable[tuple[str, str]]) -> None:
+        with ThreadPoolExecutor(MAX_TRANSFERS) as pool:
+            list(pool.map(lambda pair: self._call(method, *pair), pairs))
+
+    def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of fsspec's file system, and retry it while the server fails."""
         # Without a timeout, some requests wait forever for the response to "Expect: 100-continue".
         if method not in ("get_file", "cp_file"):  # how long these take is unknown
             size = Path(args[0]).stat().st_size if method == "put_file" else 0
             options["timeout"] = REQUEST_SECONDS + size / MIN_UPLOAD_RATE
+        pause = 1.0
+        deadline = None
         while True:
             try:
                 return getattr(self._files, method)(*args, **options)
             except FileExistsError:
                 raise
             except Exception as error:
-                reason = _first_line(error)
-                status = getattr(error, "status_code", None) or getattr(error, "code", None)  # of Azure, of Google
-                if isinstance(error, FileNotFoundError) or status == 404:
-                    if method == "rm":
-                        return None
-                    if method in ("cat_file", "get_file"):
-                        raise FileNotFoundError(reason) from None
-                    raise ConfigError(f"{self.url}: {reason}; create the bucket, or use another URL") from None
-                if isinstance(error, PermissionError) or status in (401, 403) or _DENIED.match(reason):
-                    raise self._denied(error) from None
-                if getattr(error, "errno", None) in _PERMANENT:
-                    raise ConfigError(f"{self.url}: {method} failed ({reason})") from None
-                deadline = deadline or time.monotonic() + self.retry_seconds
-                if time.monotonic() + pause > deadline:
-                    problem = f"{method} failed for {self.retry_seconds:g} s ({reason})"
-                    raise RunError(f"{self.url}: {problem}; check the network and the server") from None
-                if pause == 1:
-                    line = f"{self.url}: {method} failed ({reason}), retrying for {self.retry_seconds:g} s"
-                    print(line, file=sys.stderr, flush=True)
+                failure = error
+            if _is_missing(failure) and method == "rm":
+                return None
+            self._refuse_permanent(method, failure)
+            is_first = deadline is None
+            if deadline is None:
+                deadline = time.monotonic() + self.retry_seconds
+            problem = f"{self.url}: {method} failed ({_first_line(failure)})"
+            if time.monotonic() + pause > deadline:
+                remedy = "check the network and the server"
+                raise RunError(f"{problem}, also when retried for {self.retry_seconds:g} s; {remedy}")
+            if is_first:
+                print(f"{problem}, retrying for {self.retry_seconds:g} s", file=sys.stderr, flush=True)
             time.sleep(pause)
             pause = min(2 * pause, 15)
 
-    def transfer(self, method: str, pairs: Iterable[tuple[str, str]]) -> None:
-        """Call `method` with each of `pairs`, several at the same time."""
-        with ThreadPoolExecutor(MAX_TRANSFERS) as pool:
-            list(pool.map(lambda pair: self.call(method, *pair), pairs))
+    def _refuse_permanent(self, method: str, failure: Exception) -> None:
+        """Raise the error to report if a retry cannot succeed."""
+        reason = _first_line(failure)
+        if _is_missing(failure):
+            if method in ("cat_file", "get_file"):
+                raise FileNotFoundError(reason)
+            raise ConfigError(f"{self.url}: {reason}; create the bucket, or use another URL")
+        if isinstance(failure, PermissionError) or _status(failure) in (401, 403) or _DENIED.match(reason):
+            raise self._denied(failure)
+        if isinstance(failure, OSError) and failure.errno in _PERMANENT:
+            raise ConfigError(f"{self.url}: {method} failed ({reason})")
 
-    def sizes(self, path: str = "") -> dict[str, int]:
-        """Return the sizes of the files under `path`, by their paths relative to it."""
-        found = self.call("find", path, detail=True)
-        return {name.removeprefix(f"{path}/"): info["size"] for name, info in found.items()}
+
+def _status(error: Exception) -> object:
+    """Return the status of the response, of Azure's or Google's errors."""
+    return getattr(error, "status_code", None) or getattr(error, "code", None)
+
+
+def _is_missing(error: Exception) -> bool:
+    return isinstance(error, FileNotFoundError) or _status(error) == 404
 
 
 def _first_line(error: Exception) -> str:

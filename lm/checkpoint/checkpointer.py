@@ -10,20 +10,19 @@ from __future__ import annotations
 import re
 import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from determined import core
 from pydantic import BaseModel, Field
 
 from lm.checkpoint import staging, tensor_files
+from lm.checkpoint.bucket import is_url
 from lm.checkpoint.manifest import (
     DRAFT,
     FORMAT,
@@ -38,14 +37,13 @@ from lm.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from lm.checkpoint.object_storage import CheckpointStorage, ObjectStorage, downloaded, is_url
-from lm.checkpoint.retention import Directory, SavedCheckpoint, expired, saved_checkpoint
+from lm.checkpoint.store import CheckpointStore
 from lm.checkpoint.tensor_files import State
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
-from lm.launch.environment import host_memory
-from lm.runtime.run_dir import TRANSFER_PREFIX
+from lm.launch.machine import host_memory
 from lm.runtime.world import World
+from lm.shards import to_local
 from model import ModelConfig
 
 SHARED = "checkpoints need a directory that all machines share"
@@ -82,40 +80,32 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
 
 
 class Checkpointer:
-    """Saves and loads the state of a run, on all ranks together.
+    """Saves the state of a run to `store` and loads it, on all ranks together.
 
     Args:
-        directory: the run's checkpoints, or with object storage the temporary directories of transfers; None on a
-            cluster.
         extra_files: further files of every checkpoint, by name.
     """
 
     def __init__(
-        self,
-        config: CheckpointConfig,
-        context: core.CheckpointContext,
-        world: World,
-        directory: Path | None,
-        extra_files: Mapping[str, bytes],
+        self, config: CheckpointConfig, store: CheckpointStore, world: World, extra_files: Mapping[str, bytes]
     ) -> None:
         self._config = config
-        self._context = context
+        self.store = store
         self.world = world
-        manager = context._storage_manager
-        on_disk = Directory(directory) if directory else None
-        self._storage: CheckpointStorage | None = manager if isinstance(manager, ObjectStorage) else on_disk
-        self._directory = directory
         self._extra_files = extra_files
-        self._writes_in_place = manager.store_path_is_direct_access()
         self._starts: dict[str, dict[str, int]] = {}  # first rows of the slices that this rank writes
         self._stager: staging.Stager | None = None
         self._writing: tuple[threading.Thread, Future[tuple[int, str]]] | None = None
-        self._saved: list[SavedCheckpoint] = []  # on a cluster: by this process, and the one it resumed from
         self._newest: str | None = None  # complete checkpoint of this run
         self._damaged: set[str] = set()
 
-    def allocate(self, state: State, log: Callable[[str], None] = lambda _: None) -> None:
+    def allocate(self, state: State) -> int:
         """Choose the slices that this rank writes and, for asynchronous saves, start to allocate memory for a copy.
+
+        Call it once, before the first `save`.
+
+        Returns:
+            Bytes of the copies of this machine's ranks; 0 without asynchronous saves.
 
         Raises:
             ConfigError: the copies of this machine's ranks do not fit into its memory.
@@ -124,7 +114,7 @@ class Checkpointer:
         slices = {part: tensor_files.owned_rows(tensors, rank, size) for part, tensors in state.items()}
         self._starts = {part: {name: start for name, (_, start) in owned.items()} for part, owned in slices.items()}
         if not self._config.async_checkpoint:
-            return
+            return 0
         n_bytes = staging.buffer_size(tensor for owned in slices.values() for tensor, _ in owned.values())
         needed = sum(size for its_node, size in self.world.all_gather_object((node, n_bytes)) if its_node == node)
 
@@ -134,11 +124,11 @@ class Checkpointer:
                 need, free = (f"{size / 2**30:.2f} GiB" for size in (needed, available))
                 problem = f"a copy of the state needs {need} of memory on {socket.gethostname()}, {free} are available"
                 remedy = "use async_checkpoint: false or more machines"
-                raise ConfigError(f"async_checkpoint: {problem}; {remedy}", keys=("async_checkpoint",))
+                raise ConfigError(f"async_checkpoint: {problem}; {remedy}")
 
         self.world.all_or_none(check)
-        log(f"asynchronous checkpoints: {needed / 2**30:.2f} GiB of host memory per node")
         self._stager = staging.Stager(n_bytes, self.world.device)
+        return needed
 
     def save(self, state: State, run_info: RunInfo, progress: TrainingProgress) -> None:
         """Start to copy `state` to host memory and to write it; `is_pending` until `commit`.
@@ -167,11 +157,9 @@ class Checkpointer:
 
     def _stage(self, state: State) -> staging.Slices:
         """Return the slices that this rank writes: copies of them, or without `async_checkpoint` the live ones."""
-        if not self._starts:
-            self.allocate(state)
         slices: staging.Slices = {}
         for part, starts in self._starts.items():
-            slices[part] = {name: (tensor_files.to_local(state[part][name]), start) for name, start in starts.items()}
+            slices[part] = {name: (to_local(state[part][name]), start) for name, start in starts.items()}
         return slices if self._stager is None else self._stager.copy(slices)
 
     def protect_copy(self) -> None:
@@ -209,30 +197,17 @@ class Checkpointer:
         written = {"time": self._next_time() if self.world.rank == 0 else 0.0, "world_size": self.world.size}
         fields = dict(run_info) | dict(progress) | written | {"format": FORMAT, "files": {}}
         manifest = Manifest.model_validate(fields)
-        with ExitStack() as stack:
-            if self._writes_in_place:
-                path, uuid = stack.enter_context(self._context.store_path(metadata, shard=True))
-                self._write_files(path, staged, manifest)
-            else:
-                path = Path(
-                    stack.enter_context(tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX, dir=self._directory))
-                )
-                self._write_files(path, staged, manifest)
-                # Without a selector, directories on two nodes with equal device and inode are taken for the same one.
-                try:
-                    uuid = self._context.upload(path, metadata, shard=True, selector=lambda _: True)
-                except RunError as error:
-                    kept = f"; checkpoint {self._newest} is kept" if self._newest else "; no checkpoint exists yet"
-                    raise type(error)(f"{error}{kept}", keys=error.keys) from None
-        self._newest = uuid
+        try:
+            with self.store.new_checkpoint(metadata, self.world) as new:
+                self._write_files(new.path, staged, manifest)
+        except RunError as error:
+            kept = f"checkpoint {self._newest} is kept" if self._newest else "no checkpoint exists yet"
+            raise type(error)(f"{error}; {kept}", rank_local=error.rank_local) from None
+        self._newest = new.name
         if self.world.rank == 0:
-            self.add_saved(uuid, manifest)
-            if self._storage is not None:
-                self._storage.prune(self._config.keep_checkpoints, self._damaged)
-            for entry in expired(self._saved, self._config.keep_checkpoints):
-                self._context.delete(entry.name)
-                self._saved.remove(entry)
-        return progress.step, uuid
+            self.store.add(new.name, manifest)
+            self.store.prune(self._config.keep_checkpoints, self._damaged)
+        return progress.step, new.name
 
     def _metadata(self, run_info: RunInfo, progress: TrainingProgress) -> dict[str, Any]:
         """Return what Determined shows of a checkpoint."""
@@ -243,7 +218,7 @@ class Checkpointer:
 
     def _next_time(self) -> float:
         """Return the time, or a later one than that of every checkpoint: clocks differ, and are set back."""
-        saved = self._storage.list_saved()[0] if self._storage else self._saved
+        saved, _ = self.store.list_saved()
         return max([time.time(), *(entry.time + 1e-3 for entry in saved)])
 
     def _write_files(self, path: Path, staged: staging.Slices, manifest: Manifest) -> None:
@@ -251,15 +226,14 @@ class Checkpointer:
         world, node = self.world, self.world.launch.node_rank
         own = sum(tensor.nbytes for slices in staged.values() for tensor, _ in slices.values())
         per_rank = world.all_gather_object((node, own))
-        needed = sum(size for its_node, size in per_rank if self._writes_in_place or its_node == node)
+        needed = sum(size for its_node, size in per_rank if self.store.writes_in_place or its_node == node)
 
         def check() -> None:
             for part, slices in staged.items():
                 for name, (tensor, _) in slices.items():
                     if not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
                         problem = f"{part}.{name} holds inf or NaN"
-                        remedy = "so it is not saved and the last checkpoint is kept: lower lr"
-                        raise RunError(f"{problem}, {remedy}", keys=("lr",))
+                        raise ConfigError(f"{problem}, so it is not saved: lower lr")
             free = shutil.disk_usage(path).free
             if free < needed:
                 problem = f"disk full: a checkpoint needs {needed:,} bytes, {free:,} are free"
@@ -282,7 +256,7 @@ class Checkpointer:
 
         def complete(files: dict[str, FileRecord]) -> None:
             missing = sorted(name for name in files if not (path / name).exists())
-            if self._writes_in_place and missing:
+            if self.store.writes_in_place and missing:
                 problem = f"{missing[0]} was written, but {socket.gethostname()} cannot see it"
                 raise RunError(f"{path}: {problem}; {SHARED}")
             with _oserror_as_run_error(path, world.rank, needed):
@@ -299,33 +273,20 @@ class Checkpointer:
             files = {name: entry for part in parts for name, entry in part.items()}
             world.all_or_none(lambda: complete(files) if world.rank == 0 else None)
         except Exception:
-            if world.rank == 0 and self._writes_in_place:
+            if world.rank == 0 and self.store.writes_in_place:
                 shutil.rmtree(path, ignore_errors=True)
             raise
 
-    def add_saved(self, uuid: str, manifest: Manifest) -> None:
-        """Count a complete checkpoint of this run, e.g. the one that it resumed from, for retention on a cluster."""
-        self._newest = uuid.rpartition("/")[2]
-        if self._storage is None and "/" not in uuid:
-            self._saved.append(saved_checkpoint(uuid, manifest))
-
-    def move_aside(self) -> None:
-        """Move the run's earlier files and checkpoints aside; on a cluster, do nothing."""
-        if (storage := self._storage) is not None:
-            self.world.run_in_thread(lambda: storage.move_aside() if self.world.rank == 0 else None)
-
-    def _open(self, checkpoint: str) -> AbstractContextManager[Path]:
-        if is_url(checkpoint):
-            return downloaded(checkpoint, self.world, self._directory)
-        if Path(checkpoint).is_absolute():
-            return nullcontext(Path(checkpoint))
-        return self._context.restore_path(checkpoint)
+    def add_saved(self, location: str, manifest: Manifest) -> None:
+        """Count the complete checkpoint that this run resumed from."""
+        self._newest = Path(location).name
+        self.store.add(location, manifest)
 
     def load(self, checkpoint: str, select: Callable[[Manifest], State]) -> Manifest:
         """Verify a checkpoint, load it into the state that `select` returns, and return its manifest.
 
         Args:
-            checkpoint: absolute path of a directory, or a URL, or a UUID that the checkpoint context knows.
+            checkpoint: its location, see `lm.checkpoint.store`.
             select: returns the state to load for a manifest, or raises to refuse it.
 
         Raises:
@@ -333,7 +294,7 @@ class Checkpointer:
                 changed while it was read.
             ConfigError: its tensors differ from the state's; lists every difference, no state changed.
         """
-        with self._open(checkpoint) as path:
+        with self.store.open(checkpoint, self.world) as path:
             seen = self.world.all_gather_object((path / MANIFEST).is_file())
             if any(seen) and not all(seen):
                 problem = f"rank {seen.index(True)} can see this checkpoint, but rank {seen.index(False)} cannot"
@@ -353,7 +314,7 @@ class Checkpointer:
 
     def _verify(self, path: Path, is_on_disk: bool) -> Manifest:
         manifest, launch = read_manifest(path), self.world.launch
-        is_shared = is_on_disk and self._writes_in_place  # otherwise every machine has downloaded the files
+        is_shared = is_on_disk and self.store.writes_in_place  # otherwise every machine has downloaded the files
         ranks = (launch.rank, launch.world_size) if is_shared else (launch.local_rank, launch.local_size)
         verify(path, manifest, *ranks)
         return manifest

@@ -14,18 +14,18 @@ import json
 import math
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import determined as det
-from determined import core
 
+from lm.checkpoint import remote
+from lm.checkpoint.bucket import Bucket, is_url
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer, State
 from lm.checkpoint.manifest import (
     FILE_NAME,
@@ -37,9 +37,9 @@ from lm.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from lm.checkpoint.object_storage import CheckpointStorage, ObjectStorage, is_url
-from lm.checkpoint.retention import Directory
-from lm.errors import ConfigError, naming, oserror_as_config_error, printable
+from lm.checkpoint.object_storage import BucketCheckpoints
+from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
+from lm.errors import ConfigError, error_prefix, oserror_as_config_error, printable
 from lm.lora import LoraConfig
 from lm.metrics.accumulator import MetricsConfig
 from lm.metrics.device import peak_memory_gib
@@ -69,50 +69,42 @@ class ResumePlan:
 
 
 @oserror_as_config_error
-def plan_resume(
-    config: CheckpointConfig, cluster_info: det.ClusterInfo | None, storage: CheckpointStorage | None, restarted: bool
-) -> ResumePlan:
+def plan_resume(config: CheckpointConfig, store: CheckpointStore, restarted: bool) -> ResumePlan:
     """Find the checkpoints to resume from, or else the one to load weights from; print to stderr what is skipped.
 
     Args:
-        storage: where the run's checkpoints are; None on a cluster.
         restarted: a launcher restarts the run, which resumes from its newest checkpoint if it has one.
 
     Raises:
         ConfigError: `resume` or `init_from` is not a checkpoint.
         CheckpointError: there are checkpoints, but none is complete.
     """
-
-    def locate(key: str, where: str) -> str:
-        if cluster_info is not None and "/" not in where:
-            return where
-        with naming(key):
-            return locate_checkpoint(where)
-
-    candidates: list[str] = []
     fresh = config.resume != "auto" and not restarted
-    if not fresh and storage is not None:
-        candidates = _complete_checkpoints(storage)
-    elif not fresh and cluster_info is not None and cluster_info.latest_checkpoint:
-        candidates = [cluster_info.latest_checkpoint]
-    if config.resume not in ("auto", "fresh") and not candidates:
-        candidates = [locate("resume", config.resume)]
+    candidates = [] if fresh else store.resume_candidates()
+    if not candidates and config.resume not in ("auto", "fresh"):
+        candidates = [_locate("resume", config.resume, store)]
     if candidates:
-        return ResumePlan(tuple(candidates), (), storage is not None and config.resume == "auto", fresh)
-    return ResumePlan((), (locate("init_from", config.init_from),) if config.init_from else (), fresh=fresh)
+        may_be_complete = config.resume == "auto" and store.shows_completion
+        return ResumePlan(tuple(candidates), (), may_be_complete, fresh)
+    if config.init_from is None:
+        return ResumePlan(fresh=fresh)
+    return ResumePlan((), (_locate("init_from", config.init_from, store),), fresh=fresh)
 
 
-def start_date(plan: ResumePlan, context: core.CheckpointContext) -> datetime.date:
+def _locate(key: str, where: str, store: CheckpointStore) -> str:
+    """Return the location of the checkpoint that the hyperparameter `key` names."""
+    if store.is_name(where):
+        return where
+    with error_prefix(key):
+        return locate_checkpoint(where)
+
+
+def start_date(plan: ResumePlan, store: CheckpointStore) -> datetime.date:
     """Return the date on which the run first started, for its chat template: the checkpoint's, or today."""
     for candidate in plan.resume_candidates:
-        mode = core.DownloadMode.NoSharedDownload
-        stored = context.restore_path(candidate, mode, selector=lambda name: name == MANIFEST)
-        with (
-            nullcontext(candidate) if "/" in candidate else stored as path,
-            suppress(CheckpointError, ValueError, TypeError),
-        ):
-            manifest = read_manifest_at(str(path), check_files=False)
-            if date := manifest.hyperparameters.get("chat_template_date"):
+        with suppress(CheckpointError, ValueError, TypeError):
+            date = store.read_manifest(candidate).hyperparameters.get("chat_template_date")
+            if date:
                 return datetime.date.fromisoformat(date)
     return datetime.date.today()
 
@@ -125,7 +117,7 @@ def find_checkpoint(where: Path | str) -> Path:
         return Path(location)
     directory = Path(tempfile.mkdtemp(prefix="checkpoint-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    return ObjectStorage(location).fetch_checkpoint(directory / Path(location).name)
+    return remote.download(location, directory / Path(location).name)
 
 
 @oserror_as_config_error
@@ -136,50 +128,34 @@ def locate_checkpoint(where: Path | str) -> str:
         ConfigError: `where` is neither, or the run has not saved a checkpoint.
         CheckpointError: the run has checkpoints, but none is complete.
     """
-    storage = storage_at(where)
-    for newest in _complete_checkpoints(storage):
-        return newest
-    if isinstance(storage, ObjectStorage):
-        location, names = storage.url, list(storage.bucket.sizes())
+    candidates = store_at(where).resume_candidates()
+    if candidates:
+        return candidates[0]
+    if is_url(where):
+        location = str(where).rstrip("/")
+        names = list(Bucket(location).sizes())
     else:
-        location, names = str(Path(where).absolute()), [path.name for path in Path(where).absolute().iterdir()]
+        location = str(Path(where).absolute())
+        names = [path.name for path in Path(location).iterdir()]
     if not any(name == MANIFEST or FILE_NAME.fullmatch(name) for name in names):
         raise ConfigError(f"{location}: neither a checkpoint nor a run that has saved one")
     return location
 
 
-def storage_at(where: Path | str) -> CheckpointStorage:
-    """Return the storage of the checkpoints of the run at `where`, a path or URL."""
-    return ObjectStorage(str(where)) if is_url(where) else Directory(Path(where) / "checkpoints")
+def store_at(where: Path | str) -> CheckpointStore:
+    """Return the checkpoints of the run at `where`, a path or URL, to read them."""
+    return BucketCheckpoints(str(where)) if is_url(where) else LocalCheckpoints(Path(where) / "checkpoints")
 
 
-def _complete_checkpoints(storage: CheckpointStorage) -> list[str]:
-    """Return where the complete checkpoints are, last written first; raise CheckpointError if all were lost."""
-    saved, incomplete = storage.list_saved()
-    if not saved and storage.was_committed():  # and not merely killed during the first save
-        remedy = f"{storage}: no complete checkpoint to resume from; resume=fresh starts at step 0"
-        raise CheckpointError(*map(str, incomplete.values()), remedy)
-    for error in incomplete.values():
-        print(f"skipping {error}", file=sys.stderr)
-    if incomplete and not saved:
-        print(f"{storage}: no checkpoint was ever completed", file=sys.stderr)
-    return [storage.locate(entry.name) for entry in reversed(saved)]
-
-
-def read_manifest_at(location: str, *, check_files: bool = True) -> Manifest:
-    """Return the manifest of the checkpoint at a path or URL; see `read_manifest`."""
-    if is_url(location):
-        return ObjectStorage(location).read_manifest()
-    return read_manifest(Path(location), check_files=check_files)
-
-
-def is_complete(plan: ResumePlan, run_info: RunInfo, max_steps: int, samples: bool, world: World) -> bool:
+def is_complete(
+    plan: ResumePlan, store: CheckpointStore, run_info: RunInfo, max_steps: int, samples: bool, world: World
+) -> bool:
     """Return whether the run's newest checkpoint completes the run and is intact; if so, print how to extend it.
 
     Raises:
         ConfigError: the checkpoint belongs to a different run.
     """
-    step = world.on_rank0(lambda: completed_step(plan, run_info, max_steps, samples))
+    step = world.on_rank0(lambda: completed_step(plan, store, run_info, max_steps, samples))
     if not step:
         return False
     newest = plan.resume_candidates[0]
@@ -208,7 +184,7 @@ def extension(config: OptimConfig, max_steps: int) -> str:
     return f"{longer} lr={last:.3g} lr_schedule=constant warmup_steps=0, or only {longer} {jump}"
 
 
-def completed_step(plan: ResumePlan, run_info: RunInfo, max_steps: int, samples: bool) -> int:
+def completed_step(plan: ResumePlan, store: CheckpointStore, run_info: RunInfo, max_steps: int, samples: bool) -> int:
     """Return the step of the run's newest checkpoint if nothing is left to do, else 0.
 
     Args:
@@ -219,7 +195,7 @@ def completed_step(plan: ResumePlan, run_info: RunInfo, max_steps: int, samples:
     """
     if not (plan.may_be_complete and max_steps):
         return 0
-    manifest = read_manifest_at(plan.resume_candidates[0])
+    manifest = store.read_manifest(plan.resume_candidates[0])
     _compare_runs(manifest, run_info)
     _compare_bases(manifest, run_info)
     is_evaluated = manifest.validation_loss is not None and (manifest.sampled or not samples)
@@ -287,8 +263,6 @@ def resume(
         if problems:
             remedy = "resume to another one or to fresh" if plan.resume_candidates else "init_from to another one"
             raise CheckpointError(*problems, f"no intact checkpoint is left; set {remedy}")
-    if plan.fresh:
-        checkpointer.move_aside()
     return progress
 
 
@@ -305,7 +279,7 @@ def _compare_runs(saved: RunInfo, run_info: RunInfo) -> list[str]:
         total = "total_batch_size"
         hint = f" (with other ranks or batch_size: {total}={old[total]})" if total in different else ""
         remedy = f"undo the change{hint}, or start it with another run_name or resume=fresh"
-        raise ConfigError(*different.values(), f"this would be a different run: {remedy}", keys=different)
+        raise ConfigError(*different.values(), f"this would be a different run: {remedy}")
     return [change for key, change in changes.items() if key not in UNLOGGED]
 
 
@@ -340,7 +314,7 @@ def compare_structures(saved: ModelConfig, now: ModelConfig) -> None:
     """Raise ConfigError if weights of the model `saved` do not have the same meaning in the model `now`."""
     if changes := _changes(saved.structure(), now.structure(), ModelConfig.model_fields):
         remedy = "the model differs from the checkpoint's: use the checkpoint's values"
-        raise ConfigError(*changes.values(), remedy, keys=changes)
+        raise ConfigError(*changes.values(), remedy)
 
 
 def refuse_adapters(saved: RunInfo, init_from: str | None) -> None:
@@ -348,7 +322,7 @@ def refuse_adapters(saved: RunInfo, init_from: str | None) -> None:
     if saved.base:
         problem = f"{init_from or 'the checkpoint'} holds only LoRA adapters of {saved.base.source}"
         remedy = "merge them with `python -m lm.hf export CHECKPOINT DIRECTORY` and set init_from to the directory"
-        raise ConfigError(f"init_from: {problem}; {remedy}", keys=("init_from",))
+        raise ConfigError(f"init_from: {problem}; {remedy}")
 
 
 def _compare_bases(saved: RunInfo, run_info: RunInfo) -> None:
@@ -358,11 +332,11 @@ def _compare_bases(saved: RunInfo, run_info: RunInfo) -> None:
         refuse_adapters(saved, run_info.hyperparameters.get("init_from"))
     if new and not old:
         problem = "lora_rank: the checkpoint holds all weights and no adapters; use lora_rank: null, or resume: fresh"
-        raise ConfigError(problem, keys=("lora_rank",))
+        raise ConfigError(problem)
     if old and new and old.files != new.files:
         problem = f"{new.source} differs from the weights that the adapters in the checkpoint belong to ({old.source})"
         remedy = "use these, or start a new run with resume=fresh or another run_name"
-        raise ConfigError(f"init_from: {problem}; {remedy}", keys=("init_from",))
+        raise ConfigError(f"init_from: {problem}; {remedy}")
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:

@@ -24,11 +24,11 @@ import google_crc32c
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
 from lm.errors import ConfigError, first_20
 from lm.fileio import MAX_JSON_BYTES, MAX_SLICES, open_regular, sync
+from lm.shards import local_rows
 
 DTYPES = {
     "F64": torch.float64,
@@ -71,20 +71,6 @@ class TensorSlice(NamedTuple):
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
-
-
-def to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's rows of `tensor`, in the same memory."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-    return getattr(local, "_tensor", local)  # torchao wraps weights that are all-gathered in float8
-
-
-def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of `tensor`, and which row of the full tensor is the first of them."""
-    if not isinstance(tensor, DTensor):
-        return to_local(tensor), 0
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return to_local(tensor), offsets[0]
 
 
 def owned_rows(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, tuple[Tensor, int]]:

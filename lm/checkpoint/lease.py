@@ -1,0 +1,107 @@
+"""A lease in object storage, which one run at a time holds: URL/lease/NNNNNN; the highest number counts."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lm.checkpoint.bucket import Bucket
+from lm.errors import RunError
+from lm.fileio import write_durably
+from lm.runtime.run_dir import in_use, this_process
+
+LEASE_SECONDS = 60.0
+"""After this time without a renewal, the holder of a lease counts as dead."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was last written of a lease; a released one has no holder."""
+
+    number: int = 0
+    holder: str = ""
+    token: str = ""
+    time: float = 0.0
+
+
+class Lease:
+    """The lease of the run in `bucket`, held by this process and renewed until `release`.
+
+    A lease is replaced if it is not renewed for `LEASE_SECONDS`, or if an earlier process on this machine held it,
+    whose token is in `token_file`: a conditional put creates the lease with the next number.
+
+    Raises:
+        RunError: another run holds it.
+    """
+
+    def __init__(self, bucket: Bucket, token_file: Path) -> None:
+        self._bucket = bucket
+        self._holder = this_process()
+        self._token = uuid.uuid4().hex
+        self._released = threading.Event()
+        former = token_file.read_text() if token_file.is_file() else None
+        last = self._wait_for_holder(former)
+        write_durably(token_file, self._token.encode())
+        self._path = f"lease/{last.number + 1:06}"
+        with suppress(FileExistsError):
+            bucket.create(self._path, self._content())
+        self.require()
+        self._delete_older()
+        threading.Thread(target=self._renew, name="lease", daemon=True).start()
+
+    def _wait_for_holder(self, former: str | None) -> Entry:
+        first = last = self._last()
+        if not first.holder or first.token == former:
+            return first
+        wait = f"waiting up to {LEASE_SECONDS:g} s to see whether it still runs"
+        print(f"{self._bucket.url}: the last run was {first.holder}; {wait}", file=sys.stderr, flush=True)
+        deadline = time.monotonic() + LEASE_SECONDS
+        while last.holder and last.token != former and time.monotonic() < deadline:
+            if last != first:
+                raise in_use(self._bucket.url, last.holder)
+            time.sleep(LEASE_SECONDS / 60)
+            last = self._last()
+        return last
+
+    def _last(self) -> Entry:
+        numbers = [int(name) for name in self._bucket.sizes("lease") if name.isdecimal()]
+        number = max(numbers, default=0)
+        with suppress(FileNotFoundError, ValueError, AttributeError):  # replaced meanwhile, or never complete
+            found = json.loads(self._bucket.read(f"lease/{number:06}"))
+            return Entry(number, found.get("holder", ""), found.get("token", ""), found.get("time", 0.0))
+        return Entry(number)
+
+    def _content(self) -> bytes:
+        return json.dumps({"holder": self._holder, "token": self._token, "time": time.time()}).encode()
+
+    def _delete_older(self) -> None:
+        older = [f"lease/{name}" for name in self._bucket.sizes("lease") if f"lease/{name}" < self._path]
+        if older:
+            self._bucket.delete(older)
+
+    def _renew(self) -> None:
+        while not self._released.wait(LEASE_SECONDS / 6):
+            with suppress(RunError):  # the next one may succeed, and `require` checks
+                self._bucket.write(self._path, self._content())
+
+    def require(self) -> None:
+        """Raise RunError unless this process still holds the lease."""
+        last = self._last()
+        if last.token != self._token:
+            raise in_use(self._bucket.url, last.holder)
+
+    @property
+    def is_released(self) -> bool:
+        return self._released.is_set()
+
+    def release(self) -> None:
+        """Let another run start at once."""
+        self._released.set()
+        self._holder = ""
+        self._bucket.write(self._path, self._content())

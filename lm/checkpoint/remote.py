@@ -1,0 +1,78 @@
+"""Checkpoints at URLs, which are downloaded to be read."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from lm.checkpoint.bucket import Bucket
+from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, check_sizes, parse_manifest
+from lm.errors import RunError
+from lm.fileio import MAX_JSON_BYTES
+from lm.runtime.run_dir import TRANSFER_PREFIX
+from lm.runtime.world import World
+
+
+def read_manifest(url: str) -> Manifest:
+    """Return the manifest of the checkpoint at `url`; see `manifest.read_manifest`."""
+    bucket = Bucket(url)
+    return parse_checked(url, bucket.sizes(), lambda: bucket.read(MANIFEST))
+
+
+def parse_checked(url: str, sizes: Mapping[str, int], read: Callable[[], bytes]) -> Manifest:
+    """Return the manifest of the checkpoint at `url`, which has files of these `sizes`, by name.
+
+    Args:
+        read: returns the content of the manifest.
+    """
+    size = sizes.get(MANIFEST, 0)
+    if size == 0:
+        raise CheckpointError(f"{url}: not a complete checkpoint, {MANIFEST}: missing")
+    if size > MAX_JSON_BYTES:
+        problem = f"{size:,} bytes, but at most {MAX_JSON_BYTES:,} are read"
+        raise CheckpointError(f"{url}: not a complete checkpoint, {MANIFEST}: {problem}")
+    try:
+        content = read()
+    except FileNotFoundError:
+        raise CheckpointError(f"{url}: deleted while it was read") from None
+    manifest = parse_manifest(f"{url}/{MANIFEST}", content)
+    check_sizes(url, manifest, sizes.__getitem__)
+    return manifest
+
+
+def download(url: str, directory: Path) -> Path:
+    """Download the checkpoint at `url` to the new directory `directory` and return it.
+
+    Raises:
+        CheckpointError: a file is missing, deleted meanwhile, or of another size; `verify` compares checksums.
+    """
+    manifest = read_manifest(url)
+    needed = sum(entry.bytes for entry in manifest.files.values())
+    free = shutil.disk_usage(directory.parent).free
+    if free < needed:
+        remedy = "free disk space, or set TMPDIR to a larger disk"
+        raise RunError(f"{directory}: disk full: the download needs {needed:,} bytes, {free:,} are free; {remedy}")
+    directory.mkdir()
+    try:
+        Bucket(url).download([*manifest.files, MANIFEST], directory)
+    except FileNotFoundError:
+        raise CheckpointError(f"{url}: deleted while it was read") from None
+    return directory
+
+
+@contextmanager
+def downloaded(url: str, world: World, parent: Path | None) -> Iterator[Path]:
+    """Yield a directory in `parent` with the checkpoint at `url`, which each machine downloads once."""
+    with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX, dir=parent) as directory:
+        path = Path(directory) / url.rpartition("/")[2]
+        node = world.launch.node_rank
+        is_first = world.launch.local_rank == 0
+        world.run_in_thread(lambda: download(url, path) if is_first else None)
+        paths: dict[int, Path] = {}
+        for place in world.all_gather_object((node, path) if is_first else None):
+            if place is not None:
+                paths[place[0]] = place[1]
+        yield paths[node]

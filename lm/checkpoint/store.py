@@ -1,0 +1,261 @@
+"""Where the checkpoints of a run are: on a disk, in object storage, or in the checkpoint storage of a cluster.
+
+A location names a checkpoint: an absolute path, a URL, or on a cluster a UUID.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from determined import core
+
+from lm.checkpoint import remote
+from lm.checkpoint.bucket import is_url
+from lm.checkpoint.manifest import DRAFT, MANIFEST, CheckpointError, Manifest, read_manifest
+from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
+from lm.runtime.run_dir import TRANSFER_PREFIX, move_aside
+from lm.runtime.world import World
+
+DELETED = ".deleted-"
+COMMITTED = ".committed"
+"""File that exists next to a run's checkpoints once one of them was complete."""
+
+
+@dataclass
+class NewCheckpoint:
+    """A checkpoint that is being saved."""
+
+    path: Path
+    """directory for this rank's files; the same on all ranks if the store writes in place"""
+    name: str = ""
+    """UUID; known once the checkpoint is complete"""
+
+
+class CheckpointStore(ABC):
+    """The checkpoints of one run. Methods without `world` are called on one rank."""
+
+    writes_in_place = True
+    """whether all ranks write to, and read from, the same directory"""
+    shows_completion = True
+    """whether the newest checkpoint shows that the run is complete; of a trial, the platform decides that"""
+    transfers: Path | None = None
+    """where directories for uploads and downloads are made; None = the system's temporary directory"""
+
+    # Resume
+
+    @abstractmethod
+    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[str, CheckpointError]]:
+        """Return the complete checkpoints, oldest first, and the error of each incomplete one, by its location.
+
+        Files are checked by size only; `verify` compares checksums.
+        """
+
+    @abstractmethod
+    def was_committed(self) -> bool:
+        """Return whether a checkpoint of this run was ever complete."""
+
+    @abstractmethod
+    def locate(self, name: str) -> str:
+        """Return the location of the checkpoint `name`."""
+
+    def is_name(self, where: str) -> bool:  # noqa: ARG002
+        """Return whether `where`, which a user has passed, is a checkpoint's name in this store."""
+        return False
+
+    def resume_candidates(self) -> list[str]:
+        """Return the locations of the complete checkpoints, last written first; print to stderr what is skipped.
+
+        Raises:
+            CheckpointError: all were lost.
+        """
+        saved, incomplete = self.list_saved()
+        if not saved and self.was_committed():  # and not merely killed during the first save
+            remedy = f"{self}: no complete checkpoint to resume from; resume=fresh starts at step 0"
+            raise CheckpointError(*map(str, incomplete.values()), remedy)
+        for error in incomplete.values():
+            print(f"skipping {error}", file=sys.stderr)
+        if incomplete and not saved:
+            print(f"{self}: no checkpoint was ever completed", file=sys.stderr)
+        return [self.locate(entry.name) for entry in reversed(saved)]
+
+    def read_manifest(self, location: str) -> Manifest:
+        """Return the manifest of the checkpoint at `location`; not all of its files are checked."""
+        if is_url(location):
+            return remote.read_manifest(location)
+        return read_manifest(Path(location), check_files=False)
+
+    @contextmanager
+    def open(self, location: str, world: World) -> Iterator[Path]:
+        """Yield a directory with the checkpoint at `location`, on all ranks together."""
+        if is_url(location):
+            with remote.downloaded(location, world, self.transfers) as path:
+                yield path
+        else:
+            yield Path(location)
+
+    # Save
+
+    def start(self, world: World) -> None:  # noqa: B027
+        """Make this run the only one that writes here; before that, a store is only read."""
+
+    @abstractmethod
+    def new_checkpoint(self, metadata: Mapping[str, Any], world: World) -> AbstractContextManager[NewCheckpoint]:
+        """Yield a new directory to all ranks together; at its end, their files become a checkpoint of this run.
+
+        Args:
+            metadata: what Determined shows of the checkpoint.
+        """
+
+    def add(self, location: str, manifest: Manifest) -> None:  # noqa: B027
+        """Count the complete checkpoint at `location`, which this run has saved or resumed from."""
+
+    @abstractmethod
+    def prune(self, keep: int | None, damaged: Collection[str]) -> None:
+        """Delete the checkpoints that are `expired`, and what killed saves left."""
+
+    @abstractmethod
+    def move_aside(self) -> None:
+        """Move all files of earlier runs, their checkpoints included, to `before-<time>/`."""
+
+    def close(self, world: World) -> None:  # noqa: B027
+        """Complete what `start` began."""
+
+    def close_after_error(self) -> None:  # noqa: B027
+        """Try to `close`, once, without the other ranks: the metrics up to an error can explain it."""
+
+
+class LocalCheckpoints(CheckpointStore):
+    """The checkpoints of a run in a directory that all machines share.
+
+    Args:
+        context: Core API's, to save; None = only to read.
+    """
+
+    def __init__(self, path: Path, context: core.CheckpointContext | None = None) -> None:
+        self.path = path
+        self.transfers = path
+        self._context = context
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def locate(self, name: str) -> str:
+        return str((self.path / name).absolute())
+
+    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[str, CheckpointError]]:
+        if self.path.is_symlink():
+            raise CheckpointError(f"{self.path}: is a symbolic link, which is not followed")
+        saved: list[SavedCheckpoint] = []
+        incomplete: dict[str, CheckpointError] = {}
+        for path in sorted(self.path.iterdir()) if self.path.is_dir() else []:
+            if path.is_dir() and not path.name.startswith("."):
+                try:
+                    saved.append(saved_checkpoint(path.name, read_manifest(path)))
+                except CheckpointError as error:
+                    incomplete[str(path)] = error
+        return sorted(saved), incomplete
+
+    def was_committed(self) -> bool:
+        return (self.path / COMMITTED).exists() or any(self.path.glob(f"[!.]*/{MANIFEST}"))
+
+    @contextmanager
+    def new_checkpoint(self, metadata: Mapping[str, Any], world: World) -> Iterator[NewCheckpoint]:  # noqa: ARG002
+        assert self._context is not None
+        with self._context.store_path(dict(metadata), shard=True) as (path, name):
+            yield NewCheckpoint(path, name)
+
+    def prune(self, keep: int | None, damaged: Collection[str]) -> None:
+        with suppress(FileExistsError):
+            (self.path / COMMITTED).open("x").close()
+        saved, _ = self.list_saved()
+        for entry in expired(saved, keep, damaged):
+            # After the rename it is no longer a checkpoint, even if deleting it is interrupted.
+            (self.path / entry.name).rename(self.path / f"{DELETED}{entry.name}")
+        for draft in self.path.glob(f"[!.]*/{DRAFT}"):  # this run, which has the lock, is not saving
+            if not draft.parent.is_symlink():
+                draft.parent.rename(self.path / f"{DELETED}{draft.parent.name}")
+        for path in self.path.glob(f"{DELETED}*"):  # includes what an interrupted deletion left
+            shutil.rmtree(path, ignore_errors=True)
+
+    def move_aside(self) -> None:
+        move_aside(self.path.parent)
+
+
+class ClusterCheckpoints(CheckpointStore):
+    """The checkpoints of a trial, through Core API's checkpoint context: it reports them to the master.
+
+    Their names are UUIDs. Only those that this process saved and the one that it resumed from are counted.
+
+    Args:
+        latest: checkpoint from which the platform resumes, or forks, the trial.
+        writes_in_place: the storage is a file system, to which ranks write without an upload.
+    """
+
+    shows_completion = False
+
+    def __init__(self, context: core.CheckpointContext, latest: str | None, *, writes_in_place: bool) -> None:
+        self.writes_in_place = writes_in_place
+        self._context = context
+        self._latest = latest
+        self._saved: list[SavedCheckpoint] = []
+
+    def locate(self, name: str) -> str:
+        return name
+
+    def is_name(self, where: str) -> bool:
+        return "/" not in where
+
+    def list_saved(self) -> tuple[list[SavedCheckpoint], dict[str, CheckpointError]]:
+        return sorted(self._saved), {}
+
+    def was_committed(self) -> bool:
+        return bool(self._saved)
+
+    def resume_candidates(self) -> list[str]:
+        return [self._latest] if self._latest else []
+
+    def read_manifest(self, location: str) -> Manifest:
+        if not self.is_name(location):
+            return super().read_manifest(location)
+        mode = core.DownloadMode.NoSharedDownload
+        with self._context.restore_path(location, mode, selector=lambda name: name == MANIFEST) as path:
+            return read_manifest(path, check_files=False)
+
+    @contextmanager
+    def open(self, location: str, world: World) -> Iterator[Path]:
+        found = self._context.restore_path(location) if self.is_name(location) else super().open(location, world)
+        with found as path:
+            yield path
+
+    @contextmanager
+    def new_checkpoint(self, metadata: Mapping[str, Any], world: World) -> Iterator[NewCheckpoint]:  # noqa: ARG002
+        if self.writes_in_place:
+            with self._context.store_path(dict(metadata), shard=True) as (path, name):
+                yield NewCheckpoint(path, name)
+            return
+        # `store_path` would report the checkpoint before all ranks have uploaded their files.
+        with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX) as directory:
+            new = NewCheckpoint(Path(directory))
+            yield new
+            # Without a selector, directories on two nodes with equal device and inode are taken for the same one.
+            new.name = self._context.upload(directory, dict(metadata), shard=True, selector=lambda _: True)
+
+    def add(self, location: str, manifest: Manifest) -> None:
+        if self.is_name(location):
+            self._saved.append(saved_checkpoint(location, manifest))
+
+    def prune(self, keep: int | None, damaged: Collection[str]) -> None:
+        for entry in expired(self._saved, keep, damaged):
+            self._context.delete(entry.name)
+            self._saved.remove(entry)
+
+    def move_aside(self) -> None:
+        """Do nothing: a trial's checkpoints are the platform's."""

@@ -1,0 +1,44 @@
+"""Servers of object storage for tests."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+
+import fsspec
+
+from lm.checkpoint import bucket
+
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+ISOLATED = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": "none", "AWS_SHARED_CREDENTIALS_FILE": "none"}
+
+
+@contextmanager
+def serving(*command: str, port: int, **env: str) -> Iterator[str]:
+    """The address of a server in a separate process."""
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, env=os.environ | env, stdout=quiet, stderr=quiet)
+    try:
+        for _ in range(200):
+            try:
+                with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as connection:
+                    connection.request("GET", "/")
+                    connection.getresponse()
+                break
+            except OSError:
+                time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def fresh_sessions() -> None:
+    """Forget the file systems of other servers and credentials, which fsspec keeps."""
+    for scheme in bucket.PACKAGES:
+        with suppress(ImportError):
+            fsspec.get_filesystem_class(scheme).clear_instance_cache()

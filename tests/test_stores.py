@@ -1,0 +1,276 @@
+"""What every checkpoint store promises: a disk, a bucket (moto's S3), and a cluster's storage of both kinds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from determined import core
+from determined.common import storage
+from determined.errors import CheckpointNotFound
+from torch import nn
+
+from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, write_manifest
+from lm.checkpoint.object_storage import BucketCheckpoints
+from lm.checkpoint.resume import ResumePlan, plan_resume, resume, start_date
+from lm.checkpoint.store import CheckpointStore, ClusterCheckpoints, LocalCheckpoints
+from lm.determined.context import TorchDistributedContext
+from lm.errors import RunError
+from lm.runtime.world import World
+from tests.support import in_world
+from tests.test_manifest import RUN_INFO, save, toy
+
+pytestmark = pytest.mark.filterwarnings("ignore:You are using a Python version:FutureWarning")
+
+WEIGHTS = "model-00000-00000.safetensors"
+AUTO = CheckpointConfig.model_validate({})
+
+
+class Uploaded(storage.SharedFSStorageManager):
+    """Storage that checkpoints are uploaded to and downloaded from, as S3, in a directory."""
+
+    def store_path_is_direct_access(self) -> bool:
+        return False
+
+
+@pytest.fixture(params=["disk", "bucket", "file system of a cluster", "bucket of a cluster"])
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "bucket":
+        request.getfixturevalue("s3")
+    return request.param
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def kind_off_cluster(request: pytest.FixtureRequest) -> str:
+    if request.param == "bucket":
+        request.getfixturevalue("s3")
+    return request.param
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Where a test's run is: a directory, or the name of a prefix in the bucket."""
+    path = tmp_path / "run"
+    (path / "checkpoints").mkdir(parents=True)
+    return path
+
+
+@contextmanager
+def opened(kind: str, place: Path, world: World, keep: int | None = 2) -> Iterator[Checkpointer]:
+    """A checkpointer of the run at `place`, started."""
+    distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
+    config = CheckpointConfig.model_validate({"keep_checkpoints": keep})
+    checkpoints = place / "checkpoints"
+    with core.init(distributed=distributed, checkpoint_storage=str(checkpoints)) as context:
+        store: CheckpointStore
+        match kind:
+            case "disk":
+                store = LocalCheckpoints(checkpoints, context.checkpoint)
+            case "bucket":
+                store = BucketCheckpoints(f"s3://bucket/{place.parent.name}/run", place)
+            case "file system of a cluster":
+                store = ClusterCheckpoints(context.checkpoint, None, writes_in_place=True)
+            case _:
+                uploading = core.DummyCheckpointContext(distributed, Uploaded(str(checkpoints)))
+                store = ClusterCheckpoints(uploading, None, writes_in_place=False)
+        store.start(world)
+        yield Checkpointer(config, store, world, {})
+        store.close(world)
+
+
+def loaded(checkpointer: Checkpointer, location: str) -> nn.Module:
+    """The model of a checkpoint."""
+    model = toy(-1)
+    checkpointer.load(location, lambda _: {"model": model.state_dict()})
+    return model
+
+
+def is_filled_with(model: nn.Module, value: float) -> bool:
+    return all(bool((parameter == value).all()) for parameter in model.parameters())
+
+
+def saved_names(store: CheckpointStore) -> list[str]:
+    return [entry.name for entry in store.list_saved()[0]]
+
+
+def change(store: CheckpointStore, name: str, file: str, content: Callable[[bytes], bytes]) -> None:
+    """Replace a file of a checkpoint."""
+    if isinstance(store, BucketCheckpoints):
+        path = f"checkpoints/{name}/{file}"
+        store.bucket.write(path, content(store.bucket.read(path)))
+    else:
+        assert isinstance(store, LocalCheckpoints)
+        path = store.path / name / file
+        path.write_bytes(content(path.read_bytes()))
+
+
+def remove(store: CheckpointStore, name: str, file: str) -> None:
+    if isinstance(store, BucketCheckpoints):
+        store.bucket.delete([f"checkpoints/{name}/{file}"])
+    else:
+        assert isinstance(store, LocalCheckpoints)
+        (store.path / name / file).unlink()
+
+
+def flipped(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+def test_a_checkpoint_loads_as_it_was_saved_and_nothing_else_is_left(kind: str, place: Path) -> None:
+    def save_and_load(world: World) -> None:
+        with opened(kind, place, world) as checkpointer:
+            store = checkpointer.store
+            names = [save(checkpointer, world, step) for step in (1, 2)]
+            assert saved_names(store) == names
+            for step, name in enumerate(names, start=1):
+                assert is_filled_with(loaded(checkpointer, store.locate(name)), step)
+                assert store.read_manifest(store.locate(name)).step == step
+            plan = ResumePlan((store.locate(names[0]),))
+            assert start_date(plan, store).isoformat() == RUN_INFO.hyperparameters["chat_template_date"]
+            assert not list(place.rglob(".transfer-*"))
+
+    in_world(save_and_load)
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [2, 5]), (2, [2, 4, 5]), (4, [2, 3, 4, 5]), (None, [1, 2, 3, 4, 5])])
+def test_the_newest_and_the_best_are_kept(keep: int | None, left: list[int], kind: str, place: Path) -> None:
+    def save_five(world: World) -> None:
+        with opened(kind, place, world, keep) as checkpointer:
+            names = {}
+            for step, loss in enumerate([3.0, 1.0, 2.0, 5.0, 4.0], start=1):
+                names[step] = save(checkpointer, world, step, loss=loss)
+            store = checkpointer.store
+            assert saved_names(store) == [names[step] for step in left]
+            for step, name in names.items():
+                if step in left:
+                    assert store.read_manifest(store.locate(name)).step == step
+                else:
+                    with pytest.raises((CheckpointError, CheckpointNotFound)):
+                        store.read_manifest(store.locate(name))
+
+    in_world(save_five)
+
+
+def test_a_failed_save_names_the_checkpoint_that_is_kept(kind: str, place: Path) -> None:
+    def save_nan(world: World) -> None:
+        with opened(kind, place, world) as checkpointer:
+            with pytest.raises(RunError, match=r"lower lr.*no checkpoint exists yet"):
+                save(checkpointer, world, 1, float("nan"))
+            good = save(checkpointer, world, 2)
+            with pytest.raises(RunError, match=rf"lower lr.*checkpoint {good} is kept"):
+                save(checkpointer, world, 3, float("nan"))
+            assert saved_names(checkpointer.store) == [good]
+            assert is_filled_with(loaded(checkpointer, checkpointer.store.locate(good)), 2)
+
+    in_world(save_nan)
+
+
+def test_a_checkpoint_of_another_run_loads_by_its_path(kind: str, place: Path, tmp_path: Path) -> None:
+    """As with `init_from`."""
+
+    def load_other(world: World) -> None:
+        (tmp_path / "other" / "checkpoints").mkdir(parents=True)
+        with opened("disk", tmp_path / "other", world) as other:
+            location = other.store.locate(save(other, world, 7))
+        config = CheckpointConfig.model_validate({"init_from": str(tmp_path / "other")})
+        with opened(kind, place, world) as checkpointer:
+            plan = plan_resume(config, checkpointer.store, restarted=False)
+            assert plan.init_candidates == (location,)
+            assert is_filled_with(loaded(checkpointer, location), 7)
+
+    in_world(load_other)
+
+
+# ---- off the cluster, where the run itself chooses the checkpoint to resume from -------------------------
+
+
+def test_a_checkpoint_is_newer_than_those_of_a_clock_that_was_ahead(kind_off_cluster: str, place: Path) -> None:
+    def set_clock_ahead(store: CheckpointStore, name: str, scratch: Path) -> None:
+        def later(content: bytes) -> bytes:
+            scratch.mkdir()
+            (scratch / MANIFEST).write_bytes(content)
+            manifest = read_manifest(scratch, check_files=False)
+            write_manifest(scratch, manifest.model_copy(update={"time": manifest.time + 3600}))
+            return (scratch / MANIFEST).read_bytes()
+
+        change(store, name, MANIFEST, later)
+
+    def save_after_another_machine(world: World) -> None:
+        with opened(kind_off_cluster, place, world) as checkpointer:
+            first = save(checkpointer, world, 1)
+            set_clock_ahead(checkpointer.store, first, place.parent / "scratch")
+        with opened(kind_off_cluster, place, world) as checkpointer:
+            second = save(checkpointer, world, 2)
+            assert saved_names(checkpointer.store) == [first, second]
+
+    in_world(save_after_another_machine)
+
+
+@pytest.mark.parametrize("damage", ["flipped bit", "no manifest"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_resumed_and_kept(
+    damage: str, kind_off_cluster: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def resume_earlier(world: World) -> None:
+        log: list[str] = []
+        with opened(kind_off_cluster, place, world, keep=2) as checkpointer:
+            store = checkpointer.store
+            first, second = (save(checkpointer, world, step) for step in (10, 20))
+            if damage == "flipped bit":
+                change(store, second, WEIGHTS, flipped)
+            else:
+                remove(store, second, MANIFEST)
+            model = toy(-1)
+            plan = plan_resume(AUTO, store, restarted=False)
+            resume(plan, checkpointer, {"model": model.state_dict()}, RUN_INFO, None, log.append)
+            assert is_filled_with(model, 10)
+            newer = [save(checkpointer, world, step) for step in (11, 12, 13)]
+            kept = [second, *newer[1:]] if damage == "flipped bit" else newer[1:]
+            assert saved_names(store) == kept
+        skipped = [line for line in [*log, *capsys.readouterr().err.splitlines()] if line.startswith("skipping")]
+        assert len(skipped) == 1
+        assert store.locate(second) in skipped[0]
+        assert f"resumed from checkpoint {first}, step 10" in log
+
+    in_world(resume_earlier)
+
+
+def test_losing_all_checkpoints_is_an_error_and_having_none_is_not(kind_off_cluster: str, place: Path) -> None:
+    """A kill during the first save costs only that save."""
+
+    def lose(world: World) -> None:
+        with opened(kind_off_cluster, place, world, keep=None) as checkpointer:
+            store = checkpointer.store
+            assert plan_resume(AUTO, store, restarted=False) == ResumePlan()
+            names = [save(checkpointer, world, step) for step in (1, 2)]
+            for name in names:
+                remove(store, name, MANIFEST)
+            with pytest.raises(CheckpointError) as lost:
+                plan_resume(AUTO, store, restarted=False)
+            assert all(name in str(lost.value) for name in names)
+            for name, file in itertools.product(names, (WEIGHTS, "metadata.json")):
+                remove(store, name, file)
+            with pytest.raises(CheckpointError, match="resume=fresh"):  # all deleted: not silently a new run
+                plan_resume(AUTO, store, restarted=False)
+            fresh = CheckpointConfig.model_validate({"resume": "fresh"})
+            assert plan_resume(fresh, store, restarted=False) == ResumePlan(fresh=True)
+
+    in_world(lose)
+
+
+def test_a_fresh_start_moves_aside_what_earlier_runs_wrote(kind_off_cluster: str, place: Path) -> None:
+    def start_anew(world: World) -> None:
+        with opened(kind_off_cluster, place, world) as checkpointer:
+            store = checkpointer.store
+            (place / "metrics.jsonl").write_text("1\n")
+            save(checkpointer, world, 1)
+            store.move_aside()
+            assert saved_names(store) == []
+            assert not store.was_committed()
+            assert not (place / "metrics.jsonl").exists()
+            assert [path.read_text() for path in place.glob("before-*/metrics.jsonl")] == ["1\n"]
+
+    in_world(start_anew)
