@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,36 +23,42 @@ import requests
 from determined.core import DummyTrainContext
 
 from lm import config
+from lm.checkpoint.store import LocalCheckpoints
 from lm.errors import ConfigError, RunError
 from lm.launch.spawn import free_port
 from lm.metrics import trackers
 from lm.metrics.logger import MetricLogger
 from lm.preflight import preflight
 from tests.cluster.master import Master
-from tests.conftest import Message
 from tests.support import EXACT_RUN, ROOT, TINY, checkpoints, in_world, reports, run, start, wait_until
 
 LOSSES = {"training": {"loss": 3.0, "lr": 0.1}, "validation": {"loss": 2.5, "batches": 10}}
-THEIR_WORDS = r"(?<=Exception: ).*"
+
+
+def log_in(patch: pytest.MonkeyPatch, master_url: str) -> None:
+    patch.setenv("DET_MASTER", master_url)
+    patch.setenv("DET_USER", "tester")
+    patch.setenv("DET_PASS", "secret")
 
 
 @pytest.fixture
 def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Master]:
     master = Master(tmp_path / "storage")
-    for key, value in {"DET_MASTER": master.url, "DET_USER": "tester", "DET_PASS": "secret"}.items():
-        monkeypatch.setenv(key, value)
+    log_in(monkeypatch, master.url)
     yield master
     master.close()
     assert not master.refused
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "DET_USER", "DET_PASS", "DET_MASTER"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    monkeypatch.setenv("DO_NOT_TRACK", "true")
+@pytest.fixture(autouse=True, scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("WANDB_API_KEY", "WANDB_MODE", "DET_USER", "DET_PASS", "DET_MASTER"):
+            patch.delenv(name, raising=False)
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        patch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        patch.setenv("DO_NOT_TRACK", "true")
+        yield
 
 
 def logger(run_dir: Path, *names: str, step: int = 0, **hyperparameters: Any) -> MetricLogger:
@@ -60,7 +68,54 @@ def logger(run_dir: Path, *names: str, step: int = 0, **hyperparameters: Any) ->
     return opened
 
 
-# ---- a run that is killed and resumed with another learning rate --------------------------------------------------
+def tracker_lines(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("tracker")]
+
+
+# ---- servers and files of the trackers ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MLflowServer:
+    url: str
+    artifacts: Path
+
+    def runs(self, run_id: str) -> list[dict[str, Any]]:
+        """Return the runs with the tag `run_id`."""
+        body = {"experiment_ids": ["0"], "filter": f"tags.run_id = '{run_id}'"}
+        return requests.post(f"{self.url}/api/2.0/mlflow/runs/search", json=body, timeout=10).json().get("runs", [])
+
+    def history(self, run_id: str, metric: str) -> list[tuple[int, float]]:
+        """Return step and value of every point of a metric of the only run with the tag `run_id`."""
+        (found,) = self.runs(run_id)
+        query = {"run_id": found["info"]["run_id"], "metric_key": metric}
+        answer = requests.get(f"{self.url}/api/2.0/mlflow/metrics/get-history", query, timeout=10).json()
+        return [(int(point.get("step", 0)), point["value"]) for point in answer.get("metrics", [])]
+
+
+@pytest.fixture(scope="module")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MLflowServer]:
+    folder = tmp_path_factory.mktemp("mlflow")
+    port = str(free_port())
+    server = MLflowServer(f"http://127.0.0.1:{port}", folder / "artifacts")
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
+    command += ["--artifacts-destination", str(server.artifacts), "--host", "127.0.0.1", "--port", port]
+    env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen([*command, "--workers", "1"], stdout=log, stderr=log, env=env)
+
+    def is_up() -> bool:
+        try:
+            return requests.get(f"{server.url}/health", timeout=5).ok
+        except requests.ConnectionError:
+            return False
+
+    try:
+        wait_until(is_up)
+        yield server
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 def wandb_records(directory: Path) -> list[Any]:
@@ -70,8 +125,9 @@ def wandb_records(directory: Path) -> list[Any]:
     (path,) = directory.glob("run-*.wandb")
     data, position, parts, records = path.read_bytes(), 7, b"", []
     while position + 7 <= len(data):
-        if (left := -position % 32768) and left < 7:
-            position += left
+        left_in_block = -position % 32768
+        if 0 < left_in_block < 7:
+            position += left_in_block
             continue
         length, kind = struct.unpack_from("<HB", data, position + 4)
         parts += data[position + 7 : position + 7 + length]
@@ -87,111 +143,194 @@ def wandb_history(directory: Path) -> list[dict[str, Any]]:
     return [{e.key or "/".join(e.nested_key): json.loads(e.value_json) for e in each} for each in items]
 
 
+def wandb_summary(directory: Path) -> dict[str, Any]:
+    return {e.key: json.loads(e.value_json) for r in wandb_records(directory) for e in r.summary.update}
+
+
 def stored_losses(master: Master, group: str) -> dict[int, float]:
     """What a Determined master shows: reports of a later start of the trial replace earlier ones."""
     return {m["step"]: m["metrics"]["loss"] for m in master.metrics if m["group"] == group}
 
 
-@pytest.fixture
-def mlflow_server(tmp_path: Path) -> Iterator[str]:
-    port, store = str(free_port()), f"sqlite:///{tmp_path}/mlflow.db"
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store, "--workers", "1"]
-    where = ["--artifacts-destination", str(tmp_path / "artifacts"), "--host", "127.0.0.1", "--port", port]
-    env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with (tmp_path / "mlflow.log").open("w") as log:
-        server = subprocess.Popen([*command, *where], stdout=log, stderr=log, env=env)
+# ---- a run that is killed after 7 steps, resumed with another learning rate, stopped after 9, and completed -------
 
-    def is_up() -> bool:
-        try:
-            return requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok
-        except requests.ConnectionError:
+DISTURBANCE = """
+report = fsdp.report
+def disturbed(t, step):
+    report(t, step)
+    if step == {step}:
+        {action}
+fsdp.report = disturbed
+"""
+
+
+@dataclass(frozen=True)
+class Story:
+    folder: Path
+    master: Master
+    mlflow: MLflowServer
+    statuses: list[tuple[str, str]]
+    """of MLflow and Determined, after each session"""
+    killed_losses: dict[int, float]
+    """training losses when the run was killed"""
+    output: str
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "runs" / "test"
+
+    @property
+    def id(self) -> str:
+        return (self.run_dir / "tracker_id").read_text()
+
+    @property
+    def wandb(self) -> Path:
+        return self.run_dir / "wandb" / "latest-run"
+
+    def losses(self, group: str) -> dict[int, float]:
+        return {step: report["loss"] for step, report in reports(self.folder, group).items()}
+
+    def samples(self) -> dict[int, str]:
+        samples = [json.loads(line) for line in (self.run_dir / "samples.jsonl").read_text().splitlines()]
+        return {sample["step"]: sample["prompt"] + sample["text"] for sample in samples}
+
+
+@pytest.fixture(scope="module")
+def story(mlflow_server: MLflowServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    folder = tmp_path_factory.mktemp("story")
+    (folder / "text").write_text("to be or not to be " * 200)
+    hyperparameters = EXACT_RUN | {"dataset": "text", "train_data": str(folder / "text"), "vocab_size": None}
+    hyperparameters |= {"max_steps": 10, "checkpoint_rate": 4, "validation_rate": 2, "keep_checkpoints": 1}
+    hyperparameters |= {"num_tokens": 8, "dropout": 0.0, "tracker": ["wandb", "mlflow", "determined"]}
+    master = Master(folder / "storage")
+    env: dict[str, Any] = {"WANDB_MODE": "offline", "DET_MASTER": master.url}
+    env |= {"MLFLOW_TRACKING_URI": mlflow_server.url.replace("//", "//user:secret@")}
+    env |= {"DET_USER": "tester", "DET_PASS": "secret"}
+    story = Story(folder, master, mlflow_server, [], {}, "")
+
+    def note_statuses() -> None:
+        (found,) = mlflow_server.runs(story.id)
+        (trial,) = master.trials.values()
+        story.statuses.append((found["info"]["status"], trial.state))
+
+    def is_reported() -> bool:
+        if not master.trials or len(stored_losses(master, "training")) < 7:
             return False
+        return bool(mlflow_server.runs(story.id)) and len(mlflow_server.history(story.id, "training/loss")) == 7
 
-    try:
-        wait_until(is_up)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(30)
+    hang = DISTURBANCE.format(step=7, action="__import__('time').sleep(999)")
+    killed = start(folder, config=hyperparameters, script=hang, **env)
+    wait_until(is_reported)
+    killed.kill()
+    killed.communicate()
+    note_statuses()
+    story.killed_losses.update(stored_losses(master, "training"))
+
+    stop = DISTURBANCE.format(step=8, action="os.kill(os.getpid(), 15)")
+    stopped = run(folder, "lr=0.05", config=hyperparameters, script="import os\n" + stop, **env)
+    note_statuses()
+    completed = run(folder, "lr=0.05", config=hyperparameters, code=0, **env)
+    note_statuses()
+    output = "".join((stopped.stdout, stopped.stderr, completed.stdout, completed.stderr))
+    yield Story(folder, master, mlflow_server, story.statuses, story.killed_losses, output)
+    master.close()
+    assert not master.refused
 
 
 @pytest.mark.slow
-def test_every_tracker_has_one_run_with_what_the_run_directory_holds(
-    tmp_path: Path, master: Master, mlflow_server: str
-) -> None:
-    text = tmp_path / "text"
-    text.write_text("to be or not to be " * 200)
-    hyperparameters = EXACT_RUN | {"dataset": "text", "train_data": str(text), "vocab_size": None, "max_steps": 10}
-    hyperparameters |= {"checkpoint_rate": 4, "validation_rate": 2, "num_tokens": 8, "keep_checkpoints": 1}
-    hyperparameters |= {"tracker": ["wandb", "mlflow", "determined"], "dropout": 0.0}
-    env: dict[str, Any] = {"MLFLOW_TRACKING_URI": mlflow_server.replace("//", "//user:secret@")}
-    env |= {"WANDB_MODE": "offline"}
-    api = f"{mlflow_server}/api/2.0/mlflow"
-    found: list[dict[str, Any]] = []
+def test_the_resumed_run_replaces_reports(story: Story) -> None:
+    assert list(story.losses("training")) == list(range(1, 11))
+    changed = {step for step, loss in story.losses("training").items() if story.killed_losses.get(step) != loss}
+    assert changed >= {6, 7}
 
-    def mlflow_history(metric: str) -> list[dict[str, Any]]:
-        body = {"experiment_ids": ["0"]}
-        found[:] = requests.post(f"{api}/runs/search", json=body, timeout=10).json().get("runs", [])
-        query = {"run_id": found[0]["info"]["run_id"], "metric_key": metric} if found else {}
-        answer = requests.get(f"{api}/metrics/get-history", query, timeout=10).json()
-        return answer.get("metrics", []) if query else []
 
-    hang = "report = fsdp.report\ndef slow(t, step):\n report(t, step)\n if step == 7: __import__('time').sleep(99)\n"
-    killed = start(tmp_path, config=hyperparameters, script=hang + "fsdp.report = slow", **env)
-    wait_until(lambda: len(mlflow_history("training/loss")) == 7 and len(stored_losses(master, "training")) == 7)
-    killed.kill()
-    killed.communicate()
-    mlflow_history("training/loss")
-    assert found[0]["info"]["status"] == "RUNNING"
-    assert [trial.state for trial in master.trials.values()] == ["STATE_RUNNING"]
-    first_losses = stored_losses(master, "training")
+@pytest.mark.slow
+def test_the_status_follows_the_run(story: Story) -> None:
+    killed, stopped, completed = story.statuses
+    assert killed == ("RUNNING", "STATE_RUNNING")
+    assert stopped == ("KILLED", "STATE_PAUSED")
+    assert completed == ("FINISHED", "STATE_COMPLETED")
 
-    result = run(tmp_path, "lr=0.05", config=hyperparameters, **env)
-    assert result.returncode == 0, result.stderr
-    run_dir = tmp_path / "runs" / "test"
-    truth = {group: {step: r["loss"] for step, r in reports(tmp_path, group).items()} for group in LOSSES}
-    assert len(truth["training"]) == 10
-    assert {step for step in range(1, 11) if first_losses.get(step) != truth["training"][step]} >= {6, 7}
-    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
-    saved = {step: path.name for step, path in checkpoints(tmp_path).items()}
-    # Weights & Biases: the newest directory holds everything once.
-    history = wandb_history(run_dir / "wandb" / "latest-run")
-    for group, losses in truth.items():
-        shown = [(row["step"], row[f"{group}/loss"]) for row in history if f"{group}/loss" in row]
-        assert shown == list(losses.items())
-    assert [row["step"] for row in history if "sample/path" in row] == [sample["step"] for sample in samples]
-    records = wandb_records(run_dir / "wandb" / "latest-run")
-    summary = {e.key: json.loads(e.value_json) for r in records for e in r.summary.update}
-    assert (summary["status"], summary["checkpoint"]) == ("completed", f"step 10, {saved[10]}")
-    runs = [r.run for path in run_dir.glob("wandb/offline-run-*") for r in wandb_records(path)]
-    identifier = (run_dir / "tracker_id").read_text()
-    assert {each.run_id for each in runs if each.run_id} == {identifier}
-    # MLflow: one run. Steps with another loss are there twice, and the later value counts; equal ones once.
-    for group, losses in truth.items():
-        points = mlflow_history(f"{group}/loss")
-        assert {int(point.get("step", 0)): point["value"] for point in points} == losses
-        twice = set(first_losses) - {s for s, loss in losses.items() if first_losses.get(s) == loss}
-        assert group == "validation" or len(points) == len(losses) + len(twice)
-    (theirs,) = found
-    tags = {tag["key"]: tag["value"] for tag in theirs["data"]["tags"]}
-    params = {param["key"]: param["value"] for param in theirs["data"]["params"]}
-    assert (theirs["info"]["status"], theirs["info"]["run_name"]) == ("FINISHED", "test")
-    assert (params["lr"], tags["lr"], tags["checkpoint"]) == ("0.01", "0.05", f"step 10, {saved[10]}")
-    texts = {f"step-{s['step']}.txt": s["prompt"] + s["text"] for s in samples}
-    stored = (tmp_path / "artifacts").rglob("step-*.txt")
-    assert {path.name: path.read_text() for path in stored} == texts
-    # Determined: one experiment and trial, started twice.
-    (trial,) = master.trials.values()
-    assert (trial.external, trial.runs, trial.state) == (identifier, 2, "STATE_COMPLETED")
-    assert trial.hparams["lr"] == 0.01
-    assert {group: stored_losses(master, group) for group in truth} == truth
-    kept = {c["metadata"]["steps_completed"]: c["uuid"] for c in master.checkpoints if c["state"] == "STATE_COMPLETED"}
-    assert kept == saved
-    assert f"sample of step 10: {samples[-1]['prompt']}{samples[-1]['text']}\n" in [line["log"] for line in master.logs]
-    # No token or password is written.
-    written = [path for path in run_dir.rglob("*") if path.is_file()]
+
+@pytest.mark.slow
+def test_no_secret_is_written(story: Story) -> None:
+    written = [path for path in story.run_dir.rglob("*") if path.is_file()]
     assert not any(b"secret" in path.read_bytes() for path in written)
-    assert "secret" not in result.stdout + result.stderr
+    assert "secret" not in story.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", LOSSES)
+def test_wandb_has_each_report_once(story: Story, group: str) -> None:
+    rows = [row for row in wandb_history(story.wandb) if f"{group}/loss" in row]
+    assert [(row["step"], row[f"{group}/loss"]) for row in rows] == list(story.losses(group).items())
+
+
+@pytest.mark.slow
+def test_wandb_has_one_run(story: Story) -> None:
+    directories = list(story.run_dir.glob("wandb/offline-run-*"))
+    assert len(directories) == 3
+    runs = [record.run for directory in directories for record in wandb_records(directory)]
+    assert {each.run_id for each in runs if each.run_id} == {story.id}
+
+
+@pytest.mark.slow
+def test_wandb_has_samples_checkpoint_and_status(story: Story) -> None:
+    rows = [row for row in wandb_history(story.wandb) if "sample/path" in row]
+    assert [row["step"] for row in rows] == list(story.samples())
+    summary = wandb_summary(story.wandb)
+    assert summary["status"] == "completed"
+    assert summary["checkpoint"] == f"step 10, {checkpoints(story.folder)[10].name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", LOSSES)
+def test_mlflow_has_each_report_once_or_its_later_value(story: Story, group: str) -> None:
+    points = story.mlflow.history(story.id, f"{group}/loss")
+    losses = story.losses(group)
+    assert dict(points) == losses
+    if group == "training":
+        changed = [step for step, loss in story.killed_losses.items() if loss != losses[step]]
+        assert len(points) == len(losses) + len(changed)
+
+
+@pytest.mark.slow
+def test_mlflow_has_hyperparameters_and_their_changes(story: Story) -> None:
+    (found,) = story.mlflow.runs(story.id)
+    params = {param["key"]: param["value"] for param in found["data"]["params"]}
+    tags = {tag["key"]: tag["value"] for tag in found["data"]["tags"]}
+    assert found["info"]["run_name"] == "test"
+    assert (params["lr"], tags["lr"]) == ("0.01", "0.05")
+    assert not params.keys() & tags.keys() - {"lr"}
+    assert tags["checkpoint"] == f"step 10, {checkpoints(story.folder)[10].name}"
+
+
+@pytest.mark.slow
+def test_mlflow_has_samples(story: Story) -> None:
+    stored = {path.name: path.read_text() for path in story.mlflow.artifacts.rglob("step-*.txt")}
+    assert stored == {f"step-{step}.txt": text for step, text in story.samples().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", LOSSES)
+def test_determined_has_each_report(story: Story, group: str) -> None:
+    assert stored_losses(story.master, group) == story.losses(group)
+
+
+@pytest.mark.slow
+def test_determined_has_one_trial(story: Story) -> None:
+    (trial,) = story.master.trials.values()
+    assert (trial.external, trial.runs) == (story.id, 3)
+    assert trial.hparams["lr"] == 0.01
+
+
+@pytest.mark.slow
+def test_determined_has_samples_and_the_checkpoints_that_exist(story: Story) -> None:
+    completed = [each for each in story.master.checkpoints if each["state"] == "STATE_COMPLETED"]
+    shown = {each["metadata"]["steps_completed"]: each["uuid"] for each in completed}
+    assert shown == {step: path.name for step, path in checkpoints(story.folder).items()}
+    lines = [line["log"] for line in story.master.logs]
+    assert f"sample of step 10: {story.samples()[10]}\n" in lines
 
 
 # ---- Determined ---------------------------------------------------------------------------------------------------
@@ -212,6 +351,10 @@ def test_the_final_status_is_the_state_of_the_trial(tmp_path: Path, master: Mast
     wait_until(lambda: master.trials[1].state == "STATE_RUNNING")
     resumed.close()
     assert len(master.trials) == 1
+
+
+def test_a_fresh_run_is_another_trial(tmp_path: Path, master: Master) -> None:
+    logger(tmp_path / "run", "determined").close()
     (tmp_path / "run" / "tracker_id").unlink()  # as a fresh start moves it
     logger(tmp_path / "run", "determined").close()
     assert len(master.trials) == 2
@@ -242,105 +385,193 @@ def test_determined_shows_the_checkpoints_of_a_run_in_object_storage(tmp_path: P
     assert shown[second] == ("STATE_COMPLETED", 8, {"manifest.json": "3"})
 
 
-def test_determined_is_not_a_tracker_of_its_own_trials(message: Message) -> None:
+def test_determined_is_not_a_tracker_of_its_own_trials() -> None:
     trial = SimpleNamespace(trial_id=1, trial_seed=0)
     info: Any = SimpleNamespace(latest_checkpoint=None, trial=trial)
     hp = config.read({"hyperparameters": TINY | {"tracker": "determined"}}, [], "test")
-    context: Any = None
-    with pytest.raises(ConfigError) as error:
-        in_world(lambda world: preflight(hp, world, info, None, context))
-    assert error.value.keys == {"tracker"}
-    message(error.value)
+    store = LocalCheckpoints(Path("nothing"))
+    with pytest.raises(ConfigError, match="tracker: determined"):
+        in_world(lambda world: preflight(hp, world, info, None, store))
 
 
 # ---- failures -----------------------------------------------------------------------------------------------------
 
 
-def without_package(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(sys.modules, "wandb", None)
+def without_package(patch: pytest.MonkeyPatch) -> str:
+    patch.setitem(sys.modules, "wandb", None)
     return "wandb"
 
 
-def without_login(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("DET_MASTER", "http://127.0.0.1:1")
+def without_login(patch: pytest.MonkeyPatch) -> str:
+    patch.setenv("DET_MASTER", "http://127.0.0.1:1")
     return "determined"
 
 
-def without_server(monkeypatch: pytest.MonkeyPatch) -> str:
-    for key, value in {"DET_MASTER": "http://127.0.0.1:1", "DET_USER": "tester", "DET_PASS": "secret"}.items():
-        monkeypatch.setenv(key, value)
+def without_server(patch: pytest.MonkeyPatch) -> str:
+    log_in(patch, "http://127.0.0.1:1")
     return "determined"
 
 
-@pytest.mark.parametrize("break_tracker", [without_package, without_login, without_server])
+@pytest.mark.parametrize(
+    ("break_tracker", "part"),
+    [
+        (without_package, "wandb is off, .*pip install wandb"),
+        (without_login, "determined is off, .*no login at http://127.0.0.1:1"),
+        (without_server, "determined is off, .*MasterNotFoundException"),
+    ],
+)
 def test_a_tracker_that_cannot_start_is_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     break_tracker: Callable[[pytest.MonkeyPatch], str],
-    message: Message,
+    part: str,
 ) -> None:
     opened = logger(tmp_path / "run", break_tracker(monkeypatch))
     opened.log("training", 10, LOSSES["training"])
     opened.close()
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("tracker"))
+    (line,) = tracker_lines(capsys.readouterr().out)
     assert "secret" not in line
-    message(line, mask=THEIR_WORDS)
+    assert re.match(f"tracker {part}", line)
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def log_in_another_process(folder: Path, setup: str, run_dir: str, info: str, **env: str) -> list[str]:
-    """Report once to W&B and MLflow, which change their process; return the lines about them."""
-    script = (
-        "import os, sys\nfrom pathlib import Path\nfrom types import SimpleNamespace\n"
-        "from determined.core import DummyTrainContext\nfrom lm.metrics.logger import MetricLogger\n"
-        "context = DummyTrainContext()\ncontext._session = None\n"
-        f"{setup}\nopened = MetricLogger(0, {run_dir}, context, 100, {info})\n"
-        "opened.start(0, hyperparameters={'tracker': ['wandb', 'mlflow']})\n"
-        "opened.log('training', 1, {'loss': 1.0})\nopened.close()\nsys.stdout.flush()\nos._exit(0)"
-    )
-    env = {"MLFLOW_TRACKING_URI": "http://user:secret@127.0.0.1:1", "PYTHONPATH": str(ROOT)} | env
+def go_away(master: Master) -> None:
+    master.is_away = True
+
+
+def refuse(master: Master) -> None:
+    master.refuse["/api/v1/trials/{trial}/metrics"] = 403
+
+
+def hang(master: Master) -> None:
+    master.delay = 5
+
+
+@pytest.mark.parametrize("break_master", [go_away, refuse, hang])
+def test_a_master_that_fails_during_a_run_is_one_line(
+    tmp_path: Path,
+    master: Master,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    break_master: Callable[[Master], None],
+) -> None:
+    monkeypatch.setattr(trackers, "CLOSE_TIMEOUT", 1)
+    monkeypatch.setenv("DET_RETRY_CONFIG", '{"total": 0}')
+    opened = logger(tmp_path / "run", "determined")
+    opened.log("training", 1, LOSSES["training"])
+    wait_until(lambda: master.metrics)
+    break_master(master)
+    before = time.monotonic()
+    for step in range(2, 20):
+        opened.log("training", step, LOSSES["training"])
+    opened.close()
+    assert time.monotonic() - before < 3
+    connected, off = tracker_lines(capsys.readouterr().out)
+    assert master.url in connected
+    assert "off" in off
+    assert len(master.metrics) == 1
+
+
+@pytest.mark.parametrize(("limit", "part"), [(10_000, "no answer for 1 s"), (5, "5 records")])
+def test_a_server_that_never_answers_delays_neither_reports_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limit: int, part: str
+) -> None:
+    monkeypatch.setattr(trackers, "CLOSE_TIMEOUT", 1)
+    monkeypatch.setattr(trackers, "MAX_WAITING", limit)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        log_in(monkeypatch, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        opened = logger(tmp_path / "run", "determined")
+        before = time.monotonic()
+        for step in range(20):
+            opened.log("training", step, LOSSES["training"])
+        assert time.monotonic() - before < 1
+        opened.close()
+        assert time.monotonic() - before < 3
+    (line,) = tracker_lines(capsys.readouterr().out)
+    assert re.match(f"tracker determined is off, .*{part}", line)
+
+
+# ---- W&B and MLflow, which change the process they run in ---------------------------------------------------------
+
+
+def log_in_another_process(
+    folder: Path,
+    *names: str,
+    env: dict[str, str],
+    run_dir: str = "Path('.')",
+    info: str = "None",
+    step: int = 1,
+) -> list[str]:
+    """Log one report to the trackers `names` as a run of one step does; return the lines about them."""
+    script = f"""
+import os, sys
+from pathlib import Path
+from types import SimpleNamespace
+from determined.core import DummyTrainContext
+from lm.metrics import trackers
+from lm.metrics.logger import MetricLogger
+trackers.CLOSE_TIMEOUT = 10
+opened = MetricLogger(0, {run_dir}, DummyTrainContext(), 100, {info})
+opened.start({step - 1}, hyperparameters={{"tracker": {list(names)}}})
+opened.log("training", {step}, {{"loss": {step}.0}})
+opened.set_status("completed")
+opened.close()
+sys.stdout.flush()
+os._exit(0)
+"""
     command = [sys.executable, "-c", script]
-    result = subprocess.run(command, cwd=folder, env=os.environ | env, capture_output=True, text=True, timeout=100)
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | env
+    result = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
     assert "secret" not in result.stdout + result.stderr
-    return sorted(line for line in result.stdout.splitlines() if line.startswith("tracker"))
+    return tracker_lines(result.stdout)
+
+
+AWAY = {"MLFLOW_TRACKING_URI": "http://user:secret@127.0.0.1:1"}
 
 
 @pytest.mark.slow
-def test_a_missing_login_and_a_server_that_is_away_are_a_line_each(tmp_path: Path, message: Message) -> None:
-    lines = log_in_another_process(tmp_path, "", "Path('.')", "None")
-    assert len(lines) == 2
-    message("\n".join(lines), mask=THEIR_WORDS)
+def test_a_missing_login_and_a_server_that_is_away_are_a_line_each(tmp_path: Path) -> None:
+    mlflow, wandb = sorted(log_in_another_process(tmp_path, "wandb", "mlflow", env=AWAY))
+    assert re.match("tracker mlflow is off, .*MlflowException", mlflow)
+    assert re.match("tracker wandb is off, .*no login: .*WANDB_API_KEY", wandb)
+
+
+@pytest.mark.slow
+def test_servers_that_never_answer_are_a_line_each_and_ten_seconds(tmp_path: Path) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        env = {"MLFLOW_TRACKING_URI": url, "WANDB_BASE_URL": url, "WANDB_API_KEY": 40 * "a"}
+        before = time.monotonic()
+        lines = log_in_another_process(tmp_path, "wandb", "mlflow", env=env)
+        assert time.monotonic() - before < 40  # with the start of Python, and imports
+    assert [line.split()[:4] for line in sorted(lines)] == [
+        ["tracker", "mlflow", "is", "off,"],
+        ["tracker", "wandb", "is", "off,"],
+    ]
+
+
+@pytest.mark.slow
+def test_mlflow_receives_at_the_next_start_what_it_missed(tmp_path: Path, mlflow_server: MLflowServer) -> None:
+    (line,) = log_in_another_process(tmp_path, "mlflow", env=AWAY)
+    assert "off" in line
+    for step in (2, 3):
+        log_in_another_process(tmp_path, "mlflow", env={"MLFLOW_TRACKING_URI": mlflow_server.url}, step=step)
+    run_id = (tmp_path / "tracker_id").read_text()
+    assert mlflow_server.history(run_id, "training/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
 @pytest.mark.slow
 def test_on_a_cluster_the_trial_identifies_the_run(tmp_path: Path) -> None:
-    info = "SimpleNamespace(cluster_id='c-1', task_id='', allocation_id='', agent_id='', trial=TRIAL)"
-    info = info.replace("TRIAL", "SimpleNamespace(trial_id=7, _config={})")
-    log_in_another_process(tmp_path, "sys.modules['mlflow'] = None", "None", info, WANDB_MODE="offline")
+    trial = "SimpleNamespace(trial_id=7, _config={})"
+    ids = "cluster_id='c-1', task_id='', allocation_id='', agent_id=''"
+    info = f"SimpleNamespace(master_url='http://127.0.0.1:1', {ids}, trial={trial})"
+    env = {"WANDB_MODE": "offline", "DET_USER": "tester", "DET_SESSION_TOKEN": "secret"}
+    log_in_another_process(tmp_path, "wandb", env=env, run_dir="None", info=info)
     (directory,) = (tmp_path / "wandb").glob("offline-run-*-c-1-7")
     assert [row["training/loss"] for row in wandb_history(directory)] == [1.0]
-
-
-def test_a_server_that_never_answers_delays_neither_reports_nor_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], message: Message
-) -> None:
-    monkeypatch.setattr(trackers, "CLOSE_TIMEOUT", 1)
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        monkeypatch.setenv("DET_MASTER", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setenv("DET_USER", "tester")
-        monkeypatch.setenv("DET_PASS", "secret")
-        for limit in (10_000, 5):
-            monkeypatch.setattr(trackers, "MAX_WAITING", limit)
-            opened, before = logger(tmp_path / str(limit), "determined"), time.monotonic()
-            for step in range(20):
-                opened.log("training", step, LOSSES["training"])
-            assert time.monotonic() - before < 1
-            opened.close()
-            assert time.monotonic() - before < 3
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tracker")]
-    assert len(lines) == 2
-    message("\n".join(lines))

@@ -1,6 +1,6 @@
 """Destinations of metrics and samples: JSON lines, TensorBoard, Core API and the console.
 
-To add a sink, write a class with the methods of `Sink` and create it in `MetricLogger.start`.
+To add a sink, write a subclass of `Sink` and create it in `MetricLogger`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from determined import core
 
-from lm.determined import master
 from lm.determined.master import BackgroundReporter
 from lm.errors import escape_control
 from lm.fileio import open_regular, read_records, replace_durably
@@ -24,23 +24,55 @@ from lm.launch.environment import elapsed
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard.writer import FileWriter
     from tqdm import tqdm
 
 
-class Sink(Protocol):
-    """A destination of metrics and samples, on rank 0."""
+@dataclass(frozen=True)
+class Record:
+    """What a run logs after `step` completed steps, at `time` (seconds since 1970).
 
-    def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of `group`, "training" or "validation", after `step` completed steps."""
+    The groups "training" and "validation" have metrics as fields, "sample" has `prompt` and `text`, and "checkpoint"
+    has the `uuid` of a complete checkpoint.
+    """
 
-    def log_sample(self, step: int, prompt: str, text: str) -> None:
-        """Write `text`, the continuation of `prompt` after `step` completed steps."""
+    group: str
+    step: int
+    time: float
+    fields: Mapping[str, Any]
+
+    @property
+    def sample(self) -> str:
+        """The prompt of a sample, and its continuation."""
+        return self.fields["prompt"] + self.fields["text"]
+
+
+class Sink:
+    """A destination of what rank 0 logs. Subclasses override the methods that they need; all others do nothing."""
+
+    def start(self, step: int) -> None:
+        """Expect the first step after `step` completed steps."""
+
+    def write(self, record: Record) -> None:
+        """Write `record`."""
+
+    def info(self, line: str) -> None:
+        """Show `line` to whoever watches the run."""
+
+    def set_status(self, status: str) -> None:
+        """Show what the run does now; the last status is "completed", "stopped", or anything else after a failure."""
+
+    def on_step_end(self) -> None:
+        """Show progress."""
+
+    def end(self) -> None:
+        """Start what `close` waits for; no record follows."""
 
     def close(self) -> None:
         """Write what is buffered, and release files and threads."""
 
 
-class JSONL:
+class JSONL(Sink):
     """metrics.jsonl and samples.jsonl, with a line of JSON per report and per sample.
 
     Lines from before a restart are removed if they are of a step after `start`, or of step `start` and of a group that
@@ -48,9 +80,8 @@ class JSONL:
     """
 
     def __init__(self, run_dir: Path, start: int, missing: Collection[str]) -> None:
-        self._metrics, self._samples = (
-            self._open(run_dir / name, start, missing) for name in ("metrics.jsonl", "samples.jsonl")
-        )
+        self._metrics = self._open(run_dir / "metrics.jsonl", start, missing)
+        self._samples = self._open(run_dir / "samples.jsonl", start, missing)
 
     @staticmethod
     def _open(path: Path, start: int, missing: Collection[str]) -> TextIO:
@@ -59,14 +90,14 @@ class JSONL:
         replace_durably(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
         return open(path, "a", opener=open_regular)
 
-    def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
-        self._write(self._metrics, group, step, metrics)
-
-    def log_sample(self, step: int, prompt: str, text: str) -> None:
-        self._write(self._samples, "sample", step, {"prompt": prompt, "text": text})
-
-    def _write(self, file: TextIO, group: str, step: int, fields: Mapping[str, Any]) -> None:
-        file.write(json.dumps({"group": group, "step": step, "time": round(time.time(), 3), **fields}) + "\n")
+    def write(self, record: Record) -> None:
+        if record.group == "checkpoint":
+            return
+        file = self._metrics
+        if record.group == "sample":
+            file = self._samples
+        line = {"group": record.group, "step": record.step, "time": record.time, **record.fields}
+        file.write(json.dumps(line) + "\n")
         file.flush()
 
     def close(self) -> None:
@@ -74,7 +105,7 @@ class JSONL:
         self._samples.close()
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Event files of two runs, `training` and `validation`, which share the chart `loss`.
 
     All other scalars are named `<group>/<metric>`, which comes after `loss`. The run `validation` also has the samples
@@ -86,71 +117,77 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        self._excepthook, threading.excepthook = threading.excepthook, self._print_exception
+        self._excepthook = threading.excepthook
+        threading.excepthook = self._print_exception
         self._writers = {
             group: SummaryWriter(run_dir / group, purge_step=start + (group not in missing), flush_secs=10)
             for group in ("training", "validation")
         }
         shown = {key: value for key, value in hyperparameters.items() if value is not None}
-        shown = {key: value if isinstance(value, str | int | float) else str(value) for key, value in shown.items()}
-        *session_start, self._session_end = hparams(shown, {"loss": 0.0})
-        for summary in session_start:
-            self._writers["validation"]._get_file_writer().add_summary(summary)
+        for key, value in shown.items():
+            if not isinstance(value, str | int | float):
+                shown[key] = str(value)
+        experiment, session_start, self._session_end = hparams(shown, {"loss": 0.0})
+        self._validation_file.add_summary(experiment)
+        self._validation_file.add_summary(session_start)
+
+    @property
+    def _validation_file(self) -> FileWriter:
+        file = self._writers["validation"].file_writer
+        assert file is not None  # before `close`
+        return file
 
     def _print_exception(self, exception: threading.ExceptHookArgs) -> None:
         # The exception of the writer's thread is raised by the next `log` or `close`.
         if not type(exception.thread).__module__.startswith("tensorboard."):
             self._excepthook(exception)
 
-    def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
-        for key, value in metrics.items():
-            self._writers[group].add_scalar(key if key == "loss" else f"{group}/{key}", value, step)
-
-    def log_sample(self, step: int, prompt: str, text: str) -> None:
-        _add_text(self._writers["validation"], step, prompt + text)
+    def write(self, record: Record) -> None:
+        if record.group == "sample":
+            _add_sample(self._writers["validation"], record)
+        elif record.group in self._writers:
+            for key, value in record.fields.items():
+                name = key if key == "loss" else f"{record.group}/{key}"
+                self._writers[record.group].add_scalar(name, value, record.step)
 
     def close(self) -> None:
-        self._writers["validation"]._get_file_writer().add_summary(self._session_end)
+        self._validation_file.add_summary(self._session_end)
         for writer in self._writers.values():
             writer.close()
         threading.excepthook = self._excepthook  # after an error, the thread of another writer may still fail
 
 
-def _add_text(writer: SummaryWriter, step: int, text: str) -> None:
-    writer.add_text("sample", "\n".join(f"    {line}" for line in text.splitlines()), step)  # code in Markdown
+def _add_sample(writer: SummaryWriter, record: Record) -> None:
+    lines = [f"    {line}" for line in record.sample.splitlines()]  # code in Markdown
+    writer.add_text("sample", "\n".join(lines), record.step)
 
 
-class CoreAPI:
-    """Metrics, progress and status of the trial in Determined's Web UI.
+class CoreAPI(Sink):
+    """Metrics, progress and status of the trial in Determined's Web UI."""
 
-    In a search, it asks the master after every report whether the search has stopped the trial.
-    """
-
-    def __init__(self, train_context: core.TrainContext, max_steps: int, in_search: bool) -> None:
+    def __init__(self, train_context: core.TrainContext, max_steps: int) -> None:
         self._train_context = train_context
         self._max_steps = max_steps
-        self._in_search = in_search
         self._background = BackgroundReporter()
         self._samples: SummaryWriter | None = None
-        self.stopped_by_search = False
 
-    def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
-        self._train_context.report_metrics(group, steps_completed=step, metrics=dict(metrics))
-        if group == "training":
-            self._background.submit(self._train_context.report_progress, min(1.0, step / self._max_steps))
-        if self._in_search:
-            self._background.submit(self._check_search, self._train_context)
+    def write(self, record: Record) -> None:
+        if record.group == "sample":
+            self._write_sample(record)
+        elif record.group != "checkpoint":
+            metrics = dict(record.fields)
+            self._train_context.report_metrics(record.group, steps_completed=record.step, metrics=metrics)
+            if record.group == "training":
+                progress = min(1.0, record.step / self._max_steps)
+                self._background.submit(self._train_context.report_progress, progress)
 
-    def log_sample(self, step: int, prompt: str, text: str) -> None:
+    def _write_sample(self, record: Record) -> None:
         if self._samples is None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._samples = SummaryWriter(self._train_context.get_tensorboard_path())
-        _add_text(self._samples, step, prompt + text)
+        _add_sample(self._samples, record)
         self._samples.flush()
-
-    def _check_search(self, train_context: core.TrainContext) -> None:
-        self.stopped_by_search |= master.is_stopped(train_context)
 
     def set_status(self, status: str) -> None:
         self._background.submit(self._train_context.set_status, status)
@@ -175,7 +212,7 @@ _FORMATS = {
 _COLORS = {"training": "cyan", "validation": "green", "sample": "magenta"}
 
 
-class Console:
+class Console(Sink):
     """A line per report, on a terminal in color and above a progress bar."""
 
     def __init__(self, max_steps: int, write: Callable[[str], None]) -> None:
@@ -185,7 +222,8 @@ class Console:
         self._has_stepped = False
 
     def start(self, step: int) -> None:
-        self._start_step, self._start_time = step, time.monotonic()
+        self._start_step = step
+        self._start_time = time.monotonic()
         if step < self._max_steps:
             self.info(f"{elapsed()}  running the first step")
         if sys.stderr.isatty():
@@ -208,22 +246,36 @@ class Console:
         if self._bar is not None:
             self._bar.update()
 
-    def log(self, group: str, step: int, metrics: Mapping[str, float]) -> None:
-        shown = [(label, f"{metrics[key]:{spec}}") for key, (label, spec) in _FORMATS.items() if key in metrics]
-        if group == "training" and self._bar is None and step > self._start_step:
+    def write(self, record: Record) -> None:
+        if record.group == "checkpoint":
+            self.info(f"checkpoint  step {record.step}  {record.fields['uuid']}")
+        elif record.group == "sample":
+            self.info(f"{self._label(record)}\n{escape_control(record.sample)}\n")
+        else:
+            self.info(f"{self._label(record)}  {'  '.join(self._shown(record))}".rstrip())
+
+    def _shown(self, record: Record) -> list[str]:
+        shown: list[str] = []
+        for key, (label, spec) in _FORMATS.items():
+            if key in record.fields:
+                shown.append(f"{self._dark(label)} {record.fields[key]:{spec}}")
+        if record.group == "training" and self._bar is None and record.step > self._start_step:
             from tqdm import tqdm
 
-            step_seconds = (time.monotonic() - self._start_time) / (step - self._start_step)
-            shown.append(("left", tqdm.format_interval(step_seconds * (self._max_steps - step))))
-        fields = [f"{self._colored(label, attrs=['dark'])} {value}" for label, value in shown]
-        self.info(f"{self._label(group, step)}  {'  '.join(fields)}".rstrip())
+            step_seconds = (time.monotonic() - self._start_time) / (record.step - self._start_step)
+            left = tqdm.format_interval(step_seconds * (self._max_steps - record.step))
+            shown.append(f"{self._dark('left')} {left}")
+        return shown
 
-    def log_sample(self, step: int, prompt: str, text: str) -> None:
-        self.info(f"{self._label('sample', step)}\n{escape_control(prompt + text)}\n")
+    def _label(self, record: Record) -> str:
+        end = ""
+        if self._max_steps:
+            end = f"/{self._max_steps}"
+        group = self._colored(f"{record.group:<10}", _COLORS[record.group])
+        return f"{group}  step {record.step:>{max(len(end) - 1, 1)}}{end}"
 
-    def _label(self, group: str, step: int) -> str:
-        end = f"/{self._max_steps}" if self._max_steps else ""
-        return f"{self._colored(f'{group:<10}', _COLORS[group])}  step {step:>{max(len(end) - 1, 1)}}{end}"
+    def _dark(self, label: str) -> str:
+        return self._colored(label, attrs=["dark"])
 
     def _colored(self, text: str, color: str | None = None, attrs: Collection[str] = ()) -> str:
         if self._bar is None:  # srun can make stdout a terminal although it writes a file
