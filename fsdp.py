@@ -11,11 +11,11 @@ from __future__ import annotations
 import gc
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
-from lm.launch.environment import Launch, announce, exit_code_of_stop, setup_environment
+from lm.launch.environment import Launch, announce, exit_code_of_stop, record_error, setup_environment
 from lm.launch.spawn import run_and_exit
 
 setup_environment()  # before torch is imported
@@ -28,11 +28,13 @@ from lm import config, lora, optim, parallelize, precision, sampling, seeds  # n
 from lm.checkpoint import resume as resuming  # noqa: E402
 from lm.checkpoint.checkpointer import Checkpointer, State  # noqa: E402
 from lm.checkpoint.manifest import Evaluation, TrainingProgress  # noqa: E402
-from lm.checkpoint.object_storage import stored  # noqa: E402
+from lm.checkpoint.object_storage import BucketCheckpoints  # noqa: E402
+from lm.checkpoint.store import CheckpointStore, ClusterCheckpoints, LocalCheckpoints  # noqa: E402
 from lm.data.loader import Loader  # noqa: E402
 from lm.determined import master  # noqa: E402
 from lm.determined.context import TorchDistributedContext  # noqa: E402
-from lm.errors import RankError, RunError  # noqa: E402
+from lm.determined.search import SearchStop, retry_warning  # noqa: E402
+from lm.errors import ConfigError, RunError, error_prefix  # noqa: E402
 from lm.hf import weights  # noqa: E402
 from lm.metrics.accumulator import MetricsAccumulator  # noqa: E402
 from lm.metrics.device import peak_flops  # noqa: E402
@@ -55,6 +57,7 @@ class Run:
     hp: config.Hyperparameters
     world: World
     context: core.Context
+    store: CheckpointStore
     info: det.ClusterInfo | None = None  # on a cluster
     run_dir: RunDir | None = None  # off the cluster
     on_step_start: Callable[[int], None] = lambda _: None
@@ -74,6 +77,7 @@ class Training:
     accumulator: MetricsAccumulator
     logger: MetricLogger
     preemption: PreemptionHandler
+    search_stop: SearchStop
 
     def state(self) -> State:
         """Return the live state that a checkpoint holds."""
@@ -87,10 +91,19 @@ class Training:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the configuration, join the other ranks, open the Core API context and run. Return the exit code."""
     args = config.parse(arguments)
-    launch, info, watchdog, after_error = Launch(), None, None, ExitStack()
+    launch = Launch()
+    info = None
+    watchdog = None
+    store = None
     try:
         launch, info = Launch.from_env(os.environ), master.trial_info()
-        hp = config.load(args.config, args.overrides, weights.model_defaults, info and info.trial)
+        experiment = None
+        if info:
+            experiment = master.experiment_config(info)
+            warning = retry_warning(experiment)
+            if warning:
+                announce(warning)
+        hp = config.load(args.config, args.overrides, weights.model_defaults, experiment)
         run_dir = None if info else RunDir(hp.run_name or args.config.stem, hp.checkpoint_storage)
         with (
             join_world(launch, hp.collective_timeout, hp.cpu_offload) as world,
@@ -101,20 +114,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 preempt_mode=core.PreemptMode.ChiefOnly,
             ) as context,
             Watchdog(world.store, launch.rank, world.size, hp.collective_timeout) as watchdog,
-            stored(run_dir, context, world, after_error),
         ):
-            return execute(Run(hp, world, context, info, run_dir, watchdog.on_step_start), args.dry_run)
+            store = open_store(world, context, info, run_dir)
+            code = execute(Run(hp, world, context, store, info, run_dir, watchdog.on_step_start), args.dry_run)
+            store.close(world)
+            return code
     except RunError as error:
-        # Until the ranks have joined, each machine prints its own errors.
-        is_reporter = isinstance(error, RankError) or (launch.rank if watchdog else launch.local_rank) == 0
-        with after_error:
-            return master.exit_code(error, info, is_reporter, watchdog and watchdog.publish_error)
+        record_error(str(error))
+        has_joined = watchdog is not None
+        rank = launch.rank if has_joined else launch.local_rank  # before, each machine prints its own errors
+        if error.rank_local or rank == 0:
+            print(error, file=sys.stderr)
+            if watchdog is not None:
+                watchdog.publish_error(error)
+        if store is not None:  # after the error has been printed, as this can take long
+            store.close_after_error()
+        return error.exit_code
+
+
+def open_store(
+    world: World, context: core.Context, info: det.ClusterInfo | None, run_dir: RunDir | None
+) -> CheckpointStore:
+    """Return where the run's checkpoints are: in the cluster's storage, in a bucket, or on a disk."""
+    if info is not None:
+        in_place = master.storage_is_file_system(info)
+        return ClusterCheckpoints(context.checkpoint, info.latest_checkpoint, writes_in_place=in_place)
+    assert run_dir is not None
+    if run_dir.url is None:
+        return LocalCheckpoints(run_dir.checkpoints, context.checkpoint)
+    url = run_dir.url
+    with error_prefix("checkpoint_storage"):
+        return world.all_or_none(lambda: BucketCheckpoints(url, run_dir.path))
 
 
 def execute(run: Run, dry_run: bool = False) -> int:
     """Run from the first check to the last message. Return the exit code."""
-    setup, plan = preflight(run.hp, run.world, run.info, run.run_dir, run.context.checkpoint, dry_run)
-    if resuming.is_complete(plan, setup.run_info, setup.max_steps, bool(setup.sample_rate), run.world) or dry_run:
+    setup, plan = preflight(run.hp, run.world, run.info, run.run_dir, run.store, dry_run)
+    samples = setup.sample_rate is not None
+    is_complete = resuming.is_complete(plan, run.store, setup.run_info, setup.max_steps, samples, run.world)
+    if is_complete or dry_run:
         return 0
     directory, train_context = run.run_dir and run.run_dir.path, run.context.train
     with MetricLogger(run.world.rank, directory, train_context, setup.max_steps, run.info) as logger:
@@ -130,30 +168,51 @@ def execute(run: Run, dry_run: bool = False) -> int:
 
 def build(run: Run, setup: Setup, logger: MetricLogger) -> Training:
     """Build the sharded model, then the parts that work on it."""
-    hp, world, device, context, run_dir = run.hp, run.world, run.world.device, run.context, run.run_dir
+    hp, world, device, context = run.hp, run.world, run.world.device, run.context
     announce("building the model")
     with torch.device("meta"):
         model = lora.add_adapters(Transformer(hp), hp, setup.dtype)
-    model = parallelize.parallelize(model, hp, world.device_mesh(setup.layout.dims), setup.dtype, setup.seed, hp.float8)
+    model = parallelize.parallelize(model, hp, world.device_mesh(setup.mesh), setup.dtype, setup.seed, hp.float8)
     logger.info("\n".join([*setup.notes(hp), setup.summary(hp, world)]))
     optimizer = optim.Optimizer(hp, model.named_parameters())
     scaler = precision.LossScaler(setup.dtype, device)
-    loader = Loader(hp, setup.data, setup.global_batch_size, setup.layout.dp_rank, setup.layout.dp_size, device)
-    checkpoints, files = run_dir and run_dir.checkpoints, setup.data.tokenizer.files if setup.data.tokenizer else {}
-    checkpointer = Checkpointer(hp, context.checkpoint, world, checkpoints, files)
+    loader = Loader(hp, setup.data, setup.global_batch_size, world.rank, world.size, device)
+    files = setup.data.tokenizer.files if setup.data.tokenizer else {}
+    checkpointer = Checkpointer(hp, run.store, world, files)
     accumulator = MetricsAccumulator(device, world, lora.flops_per_token(hp, hp), peak_flops(device, setup.dtype))
-    preemption = PreemptionHandler(world, lambda: logger.stopped_by_search or master.should_preempt(context, run.info))
-    return Training(run, setup, model, optimizer, scaler, loader, checkpointer, accumulator, logger, preemption)
+    search_stop = SearchStop(
+        setup.searcher, context.train, world.rank, setup.max_steps, setup.validation_rate, hp.collective_timeout
+    )
+    preemption = PreemptionHandler(
+        world, lambda: search_stop.reason is not None or master.should_preempt(context, run.info)
+    )
+    return Training(
+        run,
+        setup,
+        model,
+        optimizer,
+        scaler,
+        loader,
+        checkpointer,
+        accumulator,
+        logger,
+        preemption,
+        search_stop,
+    )
 
 
 def resume(t: Training, plan: resuming.ResumePlan) -> TrainingProgress:
     """Load the checkpoint of `plan`, if any, and start the run's files. Return the progress so far."""
     hp, world, run_dir, setup, run_info = t.run.hp, t.run.world, t.run.run_dir, t.setup, t.setup.run_info
     if setup.max_steps:
-        t.checkpointer.allocate(t.state(), t.logger.info)
+        host_bytes = t.checkpointer.allocate(t.state())
+        if host_bytes:
+            t.logger.info(f"asynchronous checkpoints: {host_bytes / 2**30:.2f} GiB of host memory per node")
     if hp.init_from is not None and (run_info.base or not (plan.resume_candidates or plan.init_candidates)):
         weights.load_into(t.model, run_info.base.source if run_info.base else hp.init_from, world, t.logger.info)
     progress = resuming.resume(plan, t.checkpointer, t.state(), run_info, t.run.info, t.logger.info)
+    if plan.fresh:
+        world.run_in_thread(lambda: t.run.store.move_aside() if world.rank == 0 else None)
     if note := t.loader.load_state_dict(progress.dataset_state):
         t.logger.info(note)
     if run_dir:
@@ -165,7 +224,7 @@ def resume(t: Training, plan: resuming.ResumePlan) -> TrainingProgress:
 
 def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None]) -> tuple[int, bool]:
     """Train to the last step, or until asked to stop. Return the number of completed steps and whether asked."""
-    hp, model, setup, layout = t.run.hp, t.model, t.setup, t.setup.layout
+    hp, model, setup, world = t.run.hp, t.model, t.setup, t.run.world
     batches, step = t.loader.training(start.step), start.step
     gc.freeze()  # collection is disabled but at reports, on all ranks at the same time
     t.preemption.install()  # before this, there is nothing to save
@@ -175,13 +234,13 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
         t.run.on_step_start(step)
         with t.accumulator.waiting_for_data():
             batch = next(batches)
-        torch.manual_seed(seeds.derive_seed(setup.seed, "dropout", step, layout.dp_rank))
-        loss_sum = torch.zeros((), device=t.run.world.device)
+        torch.manual_seed(seeds.derive_seed(setup.seed, "dropout", step, world.rank))
+        loss_sum = torch.zeros((), device=world.device)
         for micro_batch in batch.micro_batches:
             parallelize.start_micro_step(model, hp, micro_batch is batch.micro_batches[-1])
             loss = model(*micro_batch)
-            # FSDP averages gradients over data-parallel ranks; scaled like this, that is the mean over all targets.
-            (loss * (t.scaler.scale * (layout.dp_size / batch.n_target_tokens))).backward()
+            # FSDP averages gradients over ranks; scaled like this, that is the mean over all targets.
+            (loss * (t.scaler.scale * (world.size / batch.n_target_tokens))).backward()
             loss_sum += loss.detach()
         agreement = t.preemption.start_agreement(t.checkpointer.is_writing)
         grad_norm, skipped = t.optimizer.clip_grad_norm(t.scaler.scale)
@@ -217,7 +276,7 @@ def complete_resumed_step(t: Training, start: TrainingProgress) -> bool:
 
 
 def report(t: Training, step: int) -> None:
-    """Log the training metrics since the last report; raise RunError after too many consecutive skipped steps."""
+    """Log the training metrics since the last report; raise ConfigError after too many consecutive skipped steps."""
     gc.collect()
     metrics, n_skipped = t.accumulator.report()
     t.logger.log("training", step, metrics | {"lr": optim.learning_rate(t.run.hp, step - 1, t.setup.max_steps)})
@@ -227,8 +286,12 @@ def report(t: Training, step: int) -> None:
 def evaluate(t: Training, step: int, known: Evaluation) -> tuple[Evaluation, bool]:
     """Validate and sample where due and not yet `known`. Return the results and whether asked to stop."""
     loss, sampled = known
-    if loss is None and t.is_due(step, t.setup.validation_rate) and (loss := validate(t, step)) is None:
-        return known, True
+    if loss is None and t.is_due(step, t.setup.validation_rate):
+        loss = validate(t, step)
+        if loss is None:
+            return known, True
+        if t.search_stop.decides_after(step) and t.preemption.is_requested():
+            return Evaluation(loss), True
     if not sampled and t.is_due(step, t.setup.sample_rate) and not (sampled := sample(t, step)):
         return Evaluation(loss), True
     return Evaluation(loss, sampled), False
@@ -247,7 +310,7 @@ def validate(t: Training, step: int) -> float | None:
         loss_sum, n_targets = map(math.fsum, zip(*t.run.world.all_gather(sums).tolist(), strict=True))
     loss = loss_sum / n_targets
     if not math.isfinite(loss):
-        raise RunError(f"validation loss is {loss} at step {step}: lower lr or set grad_clip", keys=("lr", "grad_clip"))
+        raise ConfigError(f"validation loss is {loss} at step {step}: lower lr or set grad_clip")
     metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700)), "batches": step} | t.loader.bits_per_byte(loss_sum)
     t.logger.log("validation", step, metrics)
     return loss
@@ -286,13 +349,23 @@ def save(t: Training, step: int, evaluation: Evaluation, wait: bool) -> None:
 def finish(t: Training, step: int, stopped: bool) -> int:
     """Acknowledge a preemption, and write the report. Return the exit code."""
     if stopped:
-        if t.run.world.rank == 0 and not t.logger.stopped_by_search:  # otherwise exit code 0 means: trial complete
+        if t.run.world.rank == 0 and t.search_stop.reason is None:  # otherwise exit code 0 means: trial complete
             t.run.context.preempt.acknowledge_preemption_signal()
-        t.logger.info(f"stopped after step {step}/{t.setup.max_steps} as requested; {t.run.hp.rerun} to resume")
+        t.logger.info(f"stopped after step {step}/{t.setup.max_steps} {why_stopped(t, step)}")
     if run_dir := t.run.run_dir:  # no rank ends before rank 0: Slurm would kill it
         report = t.run.world.on_rank0(lambda: write_report(run_dir.path))
         t.logger.info(f"curves and traces: make board; report: {report}")
     return exit_code_of_stop(os.environ) if stopped else 0
+
+
+def why_stopped(t: Training, step: int) -> str:
+    """Return on rank 0 who stopped the run, and what makes it resume."""
+    if t.search_stop.reason is not None:
+        return f"by the search of this experiment, for good: {t.search_stop.reason}"
+    if t.run.info:
+        resumes = "when it is activated or has its slots again"
+        return f"as requested; the trial resumes from step {step} {resumes}"
+    return f"as requested; {t.run.hp.rerun} to resume"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -18,13 +17,13 @@ from typing import Any
 
 import determined as det
 from determined import core
-from determined.common.api import Session, bindings
+from determined.common import util
+from determined.common.api import authentication, bindings, certs
 from determined.common.api.bindings import APIHttpError
 from determined.common.api.errors import BadRequestException
 from determined.core._metrics import _Shipper
 
-from lm.errors import RankError, RunError
-from lm.launch.environment import record_error
+from lm.errors import RunError
 
 MASTER_TIMEOUT = 3 * 3600
 """longest time that calls to an unreachable master are retried (seconds)"""
@@ -34,8 +33,9 @@ CLOSE_TIMEOUT = 30.0
 _RETRY_INTERVAL = 15  # each retry of urllib3 is a recursive call, of which Python allows fewer than 1,000
 _LOG_INTERVAL = 1.0
 _MAX_LINES = 1000  # per call, as Determined's log shipper
-_RANGES = {"int", "double", "log", "categorical"}
-_REFUSALS = (BadRequestException, APIHttpError)
+
+REFUSALS = (BadRequestException, APIHttpError)
+"""errors of calls that the master refuses"""
 
 
 @contextmanager
@@ -43,50 +43,26 @@ def retrying() -> Iterator[None]:
     """Retry calls to an unreachable master for `MASTER_TIMEOUT`, at most 15 seconds apart; enter it before `core.init`.
 
     Core API's own intervals grow to two minutes, it treats a proxy's 502, 503 or 504 as a refusal, and after 1,000
-    waiting reports it blocks rank 0. A `DET_RETRY_CONFIG` in the environment overrides the intervals. Raises RankError
+    waiting reports it blocks rank 0. A `DET_RETRY_CONFIG` in the environment overrides the intervals. Raises RunError
     for a refusal, also after `MASTER_TIMEOUT`.
     """
-    _Shipper.METRICS_QUEUE_MAXSIZE = 0  # no limit  # pyright: ignore[reportAttributeAccessIssue]
+    # No limit. The name is private, and 0.38.1 is Determined's last release.
+    _Shipper.METRICS_QUEUE_MAXSIZE = 0  # pyright: ignore[reportAttributeAccessIssue]
     retries = {"total": MASTER_TIMEOUT // _RETRY_INTERVAL, "backoff_factor": 0.5, "backoff_max": _RETRY_INTERVAL}
     retries |= {"allowed_methods": False, "status_forcelist": [502, 503, 504]}
     os.environ.setdefault("DET_RETRY_CONFIG", json.dumps(retries))
     try:
         yield
-    except _REFUSALS as error:
+    except REFUSALS as error:
         reason = " ".join(str(error).split())
-        raise RankError(f"the Determined master refused a report: {reason}; the last checkpoint is kept") from error
+        raise RunError(
+            f"the Determined master refused a report: {reason}; the last checkpoint is kept", rank_local=True
+        ) from error
 
 
-def exit_code(
-    error: RunError, info: det.ClusterInfo | None, is_reporter: bool, publish: Callable[[RunError], None] | None = None
-) -> int:
-    """Print `error`, which ended the run, report invalid hyperparameters to a search, and return the exit code.
-
-    If hyperparameters that the search varies caused all of `error`, the exit code is 0: the search drops this trial,
-    without restarts, and continues with its other trials. Any other error would be the same in the next trial.
-
-    Args:
-        publish: shows the error to ranks that lose their connection to this one, so that they exit alike.
-    """
-    record_error(str(error))
-    if is_reporter:
-        print(error, file=sys.stderr)
-        if publish is not None:
-            publish(error)
-    if info is None or not error.is_caused_by(searched_keys(info.trial._config)):
-        return error.exit_code
-    if is_reporter:
-        with suppress(*_REFUSALS):  # another rank has reported it, or the trial fails anyway
-            manual = core.TensorboardMode.MANUAL
-            with core.init(distributed=core.DummyDistributedContext(), tensorboard_mode=manual) as context:
-                context.train.report_early_exit(core.EarlyExitReason.INVALID_HP)
-    return 0
-
-
-def searched_keys(experiment: Mapping[str, Any]) -> set[str]:
-    """Return the hyperparameters for which an experiment's config has a range instead of a value."""
-    hyperparameters = experiment.get("hyperparameters") or {}
-    return {key for key, value in hyperparameters.items() if isinstance(value, dict) and value.get("type") in _RANGES}
+def storage_is_file_system(info: det.ClusterInfo) -> bool:
+    """Return whether ranks write to the trial's checkpoint storage without an upload."""
+    return experiment_config(info)["checkpoint_storage"]["type"] in ("shared_fs", "directory")
 
 
 def trial_info() -> det.ClusterInfo | None:
@@ -95,21 +71,18 @@ def trial_info() -> det.ClusterInfo | None:
     return info if info and info.task_type == "TRIAL" else None
 
 
-def in_search(info: det.ClusterInfo) -> bool:
-    """Return whether a search runs several trials, and may stop this one."""
-    return (info.trial._config.get("searcher") or {}).get("name") not in (None, "single")
+def experiment_config(info: det.ClusterInfo) -> Mapping[str, Any]:
+    """Return the config of a trial's experiment, with the hyperparameters of this trial.
+
+    Only the hyperparameters are public; Determined's own Trainer reads the config in the same way.
+    """
+    return {**info.trial._config, "hyperparameters": info.trial.hparams}
 
 
 def should_preempt(context: core.Context, info: det.ClusterInfo | None) -> bool:
     """Return on rank 0 of a trial whether the master wants it to stop."""
     # Outside of trials and on other ranks, asking is a broadcast of all ranks.
     return info is not None and context.distributed.rank == 0 and context.preempt.should_preempt(auto_ack=False)
-
-
-def is_stopped(train: core.TrainContext) -> bool:
-    """Ask the master whether the search has stopped this trial. Determined 0.38 marks the trial and signals nothing."""
-    state = bindings.get_GetTrial(train._session, trialId=train._trial_id).trial.state
-    return state.value.startswith("STATE_STOPPING")
 
 
 class BackgroundReporter:
@@ -128,7 +101,7 @@ class BackgroundReporter:
     def _send(self, name: str) -> None:
         report, value = self._latest.pop(name, (None, None))
         if report is not None:
-            with suppress(*_REFUSALS):
+            with suppress(*REFUSALS):
                 report(value)
 
     def close(self) -> None:
@@ -145,8 +118,10 @@ class LogSender:
     master. Lines that it refuses, and all lines after `close`, are printed.
     """
 
-    def __init__(self, session: Session, info: det.ClusterInfo) -> None:
-        self._session, self._waiting = session, list[bindings.v1TaskLog]()
+    def __init__(self, info: det.ClusterInfo) -> None:
+        session = authentication.login_from_task(info.master_url, certs.default_load(info.master_url))
+        self._session = session.with_retry(util.get_max_retries_config())
+        self._waiting: list[bindings.v1TaskLog] = []
         container = os.environ.get("DET_CONTAINER_ID", "")
         self._fields: dict[str, Any] = {"taskId": info.task_id, "allocationId": info.allocation_id, "rankId": 0}
         self._fields |= {"agentId": info.agent_id, "containerId": container, "source": "task", "stdtype": "stdout"}
@@ -166,7 +141,7 @@ class LogSender:
             time.sleep(_LOG_INTERVAL)  # the log shipper sends first what was printed before
             try:
                 bindings.post_PostTaskLogs(self._session, body=bindings.v1PostTaskLogsRequest(logs=logs))
-            except _REFUSALS:
+            except REFUSALS:
                 _print_lines(logs)
             del waiting[: len(logs)]
 

@@ -17,8 +17,6 @@ import tarfile
 import threading
 import time
 import uuid
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -28,6 +26,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import yaml
+
+from tests.cluster.searcher import Searcher, make_searcher
 
 PROFILER_GROUPS = {"gpu", "cpu", "memory", "disk", "network"}
 VERSION = "0.38.1"
@@ -70,8 +70,6 @@ class Allocation:
     preempt: threading.Event = field(default_factory=threading.Event)
     acknowledged: bool = False
     kill: Callable[[], None] = lambda: None
-    invalid: bool = False
-    """the trial reported invalid hyperparameters"""
 
     @property
     def task(self) -> str:
@@ -104,7 +102,7 @@ class Experiment:
     id: int
     config: dict[str, Any]
     state: str = "STATE_ACTIVE"
-    halving: Halving | None = None
+    searcher: Searcher | None = None
     external: str = ""
 
 
@@ -183,6 +181,13 @@ class Master:
 
     # ---- trials ---------------------------------------------------------------------------------------
 
+    def create_trial(self, experiment: Experiment) -> None:
+        """Create the next trial that the experiment's searcher wants."""
+        assert experiment.searcher is not None
+        source = experiment.config["searcher"].get("source_checkpoint_uuid")
+        record = TrialRecord(len(self.trials) + 1, experiment.id, experiment.searcher.create(), source)
+        self.trials[record.id] = record
+
     def allocate(self, trial: int, latest: str | None = None) -> Allocation:
         """Return a new start of the trial `trial`, from its newest checkpoint; a fork starts from `latest`."""
         self._runs += 1
@@ -198,7 +203,7 @@ class Master:
 
     def collect(self, experiment: Experiment) -> None:
         """Delete the checkpoints that `checkpoint_storage` does not keep after the experiment's end."""
-        n_latest = experiment.config["checkpoint_storage"]["save_trial_latest"]
+        n_latest = experiment.config["checkpoint_storage"].get("save_trial_latest", 1)
         for trial in (t.id for t in self.trials.values() if t.experiment == experiment.id):
             validations = [m for m in self.metrics if (m["trial"], m["group"]) == (trial, "validation")]
             losses = {m["step"]: m["metrics"]["loss"] for m in validations}
@@ -275,31 +280,6 @@ class Master:
         return [c.body for c in self.calls if (c.method, c.route, c.status) == (method, route, 200)]
 
 
-class Halving:
-    """Asynchronous successive halving as the adaptive ASHA of Determined 0.38.1 does it in `mode: aggressive`."""
-
-    def __init__(self, searcher: Mapping[str, Any]) -> None:
-        self._divisor, length = searcher["divisor"], searcher["max_time"]
-        largest = min(length, searcher["max_trials"])
-        n_rungs = min(searcher["max_rungs"], int(math.log(largest) / math.log(self._divisor)) + 1)
-        self.rungs = [max(int(length / self._divisor**rung), 1) for rung in reversed(range(n_rungs))]
-        self._losses: list[list[float]] = [[] for _ in self.rungs]
-        self._reached: Counter[int] = Counter()
-
-    def stops(self, trial: int, steps: int, loss: float) -> bool:
-        """Return whether the trial stops after a validation: at the last rung, or outside the best 1/divisor."""
-        for rung in range(self._reached[trial], len(self.rungs)):
-            self._reached[trial] = rung
-            if steps < self.rungs[rung]:
-                return False
-            losses = self._losses[rung]
-            place = bisect_left(losses, loss)
-            losses.insert(place, loss)
-            if rung == len(self.rungs) - 1 or place >= max(int(len(losses) / self._divisor), 1):
-                return True
-        return False
-
-
 # ---- calls ----------------------------------------------------------------------------------------------
 
 Body = Mapping[str, Any]
@@ -327,9 +307,8 @@ def create_experiment(master: Master, body: Body, _query: Body) -> dict[str, Any
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
     master.context = base64.b64encode(packed.getvalue()).decode()
-    searcher = master.experiment["searcher"]
-    halving = Halving(searcher) if searcher["name"] == "adaptive_asha" else None
-    experiment = Experiment(len(master.experiments) + 1, master.experiment, halving=halving)
+    number = len(master.experiments) + 1
+    experiment = Experiment(number, master.experiment, searcher=make_searcher(master.experiment))
     master.experiments.append(experiment)
     master.on_experiment(experiment)
     return show_experiment(master, None, {}, str(experiment.id)) | {"warnings": []}
@@ -356,6 +335,9 @@ def change_experiment(state: str) -> Callable[..., None]:
 
 def continue_experiment(master: Master, body: Body, query: Body) -> dict[str, Any]:
     change_experiment("STATE_ACTIVE")(master, None, query, body["id"])
+    for trial in master.trials.values():
+        if trial.experiment == body["id"]:
+            trial.state = "STATE_RUNNING"
     master.on_experiment(master.experiments[body["id"] - 1])
     return show_experiment(master, None, query, body["id"])
 
@@ -505,10 +487,9 @@ def accept_metrics(master: Master, body: Body, _query: Body, trial: str) -> None
     report, group = body["metrics"], body["group"]
     record = master.trials.get(int(trial))
     if record and record.external:
-        found, searcher = Allocation(record.id, record.runs, None), master.experiments[record.experiment - 1].config
+        found = Allocation(record.id, record.runs, None)
     else:
-        found, searcher = master._require_current(trial=trial), master.experiment
-    searcher = searcher["searcher"]
+        found = master._require_current(trial=trial)
     require(report["trialId"] == found.trial and report["trialRunId"] == found.run, "not of this run of the trial")
     require("." not in group, "a group name contains a dot")
     values = report["metrics"]["avgMetrics"]
@@ -520,17 +501,30 @@ def accept_metrics(master: Master, body: Body, _query: Body, trial: str) -> None
         of_run = [m for m in master.metrics if (m["group"], m["run"], m["step"]) == (group, found.run, steps)]
         require(not any(m["metrics"].keys() & values.keys() for m in of_run), "reported twice")
         require(all(isinstance(value, int | float) for value in values.values()), "a metric is not a number")
-        if group == "validation":  # otherwise the experiment fails
-            needed = [searcher["metric"], *([searcher["time_metric"]] if "time_metric" in searcher else [])]
-            require(all(math.isfinite(values.get(key, math.nan)) for key in needed), f"{needed} must be finite")
     with master._lock:
-        fixed = {"trial": found.trial, "run": found.run, "time": f"{datetime.now(UTC):%FT%T.%fZ}"}
+        fixed = {"trial": found.trial, "run": found.run, "time": f"{datetime.now(UTC):%FT%TZ}"}
         master.metrics.append(fixed | {"group": group, "step": steps, "metrics": values})
-        halving = master.experiments[-1].halving
-        if group == "validation" and halving and halving.stops(found.trial, values["batches"], values["loss"]):
-            master.trials[found.trial].state = "STATE_STOPPING_COMPLETED"
+        if group == "validation":
+            decide(master, found, values)
     if steps is not None:
         master.on_metrics(group, steps)
+
+
+def decide(master: Master, allocation: Allocation, values: Mapping[str, float]) -> None:
+    """Let the searcher decide about a trial after its validation; fail the experiment if a metric is missing."""
+    trial = master.trials[allocation.trial]
+    experiment = master.experiments[trial.experiment - 1]
+    config = experiment.config["searcher"]
+    needed = [config[key] for key in ("metric", "time_metric") if key in config]
+    if not all(math.isfinite(values.get(key, math.nan)) for key in needed):
+        experiment.state = "STATE_ERROR"
+        allocation.kill()
+        return
+    searcher = experiment.searcher
+    if searcher and searcher.stops(trial.id, int(values.get("batches", 0)), values[config["metric"]]):
+        trial.state = "STATE_STOPPING_COMPLETED"
+        if searcher.wants_more:
+            master.create_trial(experiment)
 
 
 def accept_progress(master: Master, body: Body, _query: Body, trial: str) -> None:
@@ -588,10 +582,9 @@ def accept_task_logs(master: Master, body: Body, _query: Body) -> None:
 
 
 def exit_early(master: Master, body: Body, _query: Body, trial: str) -> None:
-    found = master._require_current(trial=trial)
+    """Accept the report, and lose it, as the real master does."""
+    master._require_current(trial=trial)
     require(body["reason"] == "EXITED_REASON_INVALID_HP", "not a reason")
-    require(not found.invalid, "reported twice")
-    found.invalid = True
 
 
 _CALLS: dict[str, Callable[..., Any]] = {

@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lm.checkpoint.manifest import read_manifest
 from tests.cluster import trial
-from tests.cluster.master import PROFILER_GROUPS, Halving, Master
+from tests.cluster.master import PROFILER_GROUPS, Master
 from tests.support import EXACT, ROOT, wait_until
 
 MASTER = os.environ.get("DET_MASTER")
@@ -209,34 +209,72 @@ def test_a_paused_run_and_a_killed_one_equal_an_uninterrupted_one(
     tell(f"twins: {interruptions}; reports and the last checkpoint's {len(checksums[0])} files equal bit for bit")
 
 
-@pytest.mark.slow
-def test_a_search_stops_its_losers(cluster: Cluster, tell: Tell) -> None:
-    rate, length = 50, 200
-    shape = {
-        "dataset": "synthetic",
-        "tokenizer": None,
-        "max_steps": length,
-        "report_rate": rate,
-        "validation_rate": rate,
-    }
-    lr = {"type": "log", "base": 10, "minval": -4, "maxval": -1}
-    config = trial.experiment("recipes/search.yaml", lr=lr, **shape)
-    config["searcher"] |= {"mode": "aggressive", "max_time": length, "max_trials": 4, "max_concurrent_trials": 4}
+def search(cluster: Cluster, searcher: dict[str, Any], **hyperparameters: Any) -> dict[int, client.Trial]:
+    """Run a search of a small model, and return its trials by ID."""
+    data = {"dataset": "synthetic", "tokenizer": None, "compile": False, "num_tokens": 0}
+    config = trial.experiment("recipes/search.yaml", **data | hyperparameters)
+    config["searcher"] = {"metric": "loss", "smaller_is_better": True} | searcher
     experiment = cluster.create(config)
     assert experiment.wait(0.5) == client.ExperimentState.COMPLETED
-    runs = {run.id: run for run in experiment.list_trials()}
-    reports = [report for run in runs.values() for report in run.iter_metrics("validation")]
-    halving, stops = Halving(config["searcher"]), dict[int, int]()
-    for report in sorted(reports, key=lambda report: report.end_time):
-        if halving.stops(report.trial_id, report.steps_completed, report.metrics["loss"]):
-            stops.setdefault(report.trial_id, report.steps_completed)
-    assert stops.keys() == runs.keys()
-    assert min(stops.values()) < length, "every trial was better than the ones before: change experiment_seed"
-    for number, stop in stops.items():
-        assert stop <= max(curve(runs[number])) <= min(stop + rate, length)
-    trained = {number: max(saved(run)) for number, run in runs.items()}
-    total = f"{sum(trained.values())} steps in all, {len(runs) * length} without stops"
-    tell(f"search: trials stopped at steps {[*stops.values()]}, trained {[*trained.values()]}; {total}")
+    return {run.id: run for run in experiment.list_trials()}
+
+
+ASHA = {
+    "name": "adaptive_asha",
+    "mode": "aggressive",
+    "time_metric": "batches",
+    "max_time": 200,
+    "max_rungs": 2,  # steps 50 and 200
+    "divisor": 4,
+    "max_concurrent_trials": 4,
+}
+LENGTHS = {"max_steps": 200, "report_rate": 10, "validation_rate": 50, "checkpoint_rate": 50}
+
+
+@pytest.mark.slow
+def test_a_search_stops_its_losers(cluster: Cluster, tell: Tell) -> None:
+    lr = {"type": "log", "base": 10, "minval": -4, "maxval": -1}
+    runs = search(cluster, ASHA | {"max_trials": 4}, lr=lr, **LENGTHS)
+    assert len(runs) == 4
+    assert {shown_trial(run).state for run in runs.values()} == {bindings.trialv1State.COMPLETED}
+    trained = {number: max(curve(run)) for number, run in runs.items()}
+    assert set(trained.values()) <= {50, 200}, "a trial trained on after the rung at which it was stopped"
+    assert min(trained.values()) == 50, "every trial was better than the ones before: change experiment_seed"
+    assert trained == {number: max(saved(run)) for number, run in runs.items()}
+    total = f"{sum(trained.values())} steps in all, {len(runs) * 200} without stops"
+    tell(f"search: trials trained {[*trained.values()]} steps; {total}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "searcher",
+    [
+        ASHA | {"max_trials": 6, "max_concurrent_trials": 2},
+        {"name": "random", "max_trials": 4, "max_concurrent_trials": 2},
+        {"name": "grid", "max_concurrent_trials": 2},
+    ],
+    ids=lambda searcher: searcher["name"],
+)
+def test_a_search_runs_all_its_trials_although_points_are_refused(
+    cluster: Cluster, tell: Tell, searcher: dict[str, Any]
+) -> None:
+    dropout = {"type": "categorical", "vals": [0.0, 1.5]}  # the second is refused
+    point = {"lr": 1.0e-3, "n_layers": 2, "weight_decay": 0.1}
+    runs = search(cluster, searcher, dropout=dropout, **point, **LENGTHS)
+    assert len(runs) == searcher.get("max_trials", 2)
+    shown = [shown_trial(run) for run in runs.values()]
+    refused = [each for each in shown if each.hparams["dropout"] == 1.5]
+    assert refused, "no point was refused: change experiment_seed"
+    for each in shown:
+        assert each.restarts == 0
+        expected = bindings.trialv1State.ERROR if each in refused else bindings.trialv1State.COMPLETED
+        assert each.state == expected, each.id
+    for each in refused:
+        log = [line for line in runs[each.id].iter_logs(sources=["task"]) if "dropout: 1.5" in line]
+        assert log, each.id
+    trained = {each.id: max(curve(runs[each.id]), default=0) for each in shown}
+    total = f"{len(refused)} refused; steps trained: {[*trained.values()]}"
+    tell(f"search {searcher['name']}: {len(runs)} trials, {total}")
 
 
 @pytest.mark.slow

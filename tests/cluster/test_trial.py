@@ -211,6 +211,7 @@ POINT = {"lr": 1.0e-2, "n_layers": 2, "weight_decay": 0.1}
 def searching(master: Master, tmp_path: Path) -> Master:
     """A master with the shipped search, on a small model."""
     config = trial.experiment("recipes/search.yaml", **HYPERPARAMETERS)
+    config["searcher"] |= {"max_time": 24, "max_rungs": 2}  # the rungs are 6 and 24
     ranges = yaml.safe_load((ROOT / "recipes" / "search.yaml").read_text())["hyperparameters"]
     config["hyperparameters"] |= {key: ranges[key] for key in POINT}
     config["hyperparameters"] |= {"vocab_size": 257, "amp_dtype": "float16", "n_heads": 4}
@@ -230,22 +231,107 @@ def test_a_trial_whose_state_is_refused_trains_to_its_end(searching: Master, tmp
     route, statuses = "/api/v1/trials/{trial}", [401, 403, 404, 500, 200]  # 200 without a trial in the answer
     turn = itertools.cycle(statuses)
     searching.on_metrics = lambda _group, _step: searching.refuse.update({route: next(turn)})
-    done = trial.run(searching, folder=tmp_path, hyperparameters=point(searching))
+    done = trial.run(searching, folder=tmp_path, hyperparameters=point(searching, validation_rate=2))
     assert done.process.returncode == 0, done.log
     assert {call.status for call in searching.calls if (call.method, call.route) == ("GET", route)} == {*statuses}
     assert max(saved(searching)) == 24
 
 
+def last_step(master: Master) -> int:
+    """Return the step of the last training report."""
+    return max(m["step"] for m in master.metrics if m["group"] == "training")
+
+
+def stop_at(master: Master, rung: int) -> None:
+    """Let the search stop its trial at the validation of step `rung`."""
+    searcher = master.experiments[-1].searcher
+    assert searcher is not None
+    searcher.stops = lambda _trial, steps, _loss: steps == rung  # type: ignore[method-assign]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("lr", "why"), [(-1.0, "lr: -1.0"), (1.0e5, "lower lr")], ids=["invalid", "diverged"])
-def test_a_search_drops_a_trial_with_invalid_hyperparameters(
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_trial_that_is_stopped_at_a_rung_trains_no_step_after_it(
+    searching: Master, tmp_path: Path, slots: int
+) -> None:
+    searching.experiment["resources"]["slots_per_trial"] = slots
+    searching.delay = 0.3
+    stop_at(searching, 6)
+    stopped = trial.run(searching, folder=tmp_path, hyperparameters=point(searching))
+    assert stopped.process.returncode == 0, stopped.log
+    assert last_step(searching) == 6
+    assert saved(searching) == {6}
+    assert not stopped.allocation.acknowledged
+    (line,) = [line for line in stopped.log.splitlines() if "stopped after step 6/24" in line]
+    loss = next(m["metrics"]["loss"] for m in searching.metrics if m["group"] == "validation")
+    assert "search" in line
+    assert f"loss {loss:.4f} at step 6" in line
+    assert "rerun" not in line
+    assert searching.refused == []
+
+
+DO_NOT_WAIT = """
+from lm.determined import search
+
+search.DECISION_TIMEOUT = 0.0
+"""
+
+
+@pytest.mark.slow
+def test_a_trial_whose_master_decides_late_trains_on_and_stops_then(searching: Master, tmp_path: Path) -> None:
+    run_script(searching, tmp_path, DO_NOT_WAIT)
+    searching.delay = 0.3
+    stop_at(searching, 6)
+    # No samples, as a stop is also noticed while sampling; and 18 steps that take longer than the answer.
+    hyperparameters = point(searching, num_tokens=0, total_batch_size=128)
+    stopped = trial.run(searching, folder=tmp_path, hyperparameters=hyperparameters, PYTHONPATH=str(ROOT))
+    assert stopped.process.returncode == 0, stopped.log
+    assert 6 < last_step(searching) < 24
+    assert "at step 6" in stopped.log.split("stopped after step ")[1]
+
+
+@pytest.mark.slow
+def test_a_searcher_that_cannot_work_ends_the_trial_before_its_first_step(searching: Master, tmp_path: Path) -> None:
+    searching.experiment["searcher"] |= {"metric": "validation_loss", "max_time": 100}
+    searching.experiment["log_policies"] = []
+    refused = trial.run(searching, folder=tmp_path, hyperparameters=point(searching))
+    assert re.search(r"exitcode *: 2 ", refused.log)
+    lines = [line.removeprefix("[rank=0] ") for line in refused.log.splitlines() if line.startswith("[rank=0] ")]
+    warnings = [number for number, line in enumerate(lines) if "log_policies" in line]
+    problems = [number for number, line in enumerate(lines) if line.startswith("searcher.")]
+    assert [lines[number].partition(":")[0] for number in problems] == ["searcher.metric", "searcher.max_time"]
+    assert warnings < problems
+    assert searching.metrics == []
+    assert searching.refused == []
+
+
+@pytest.mark.slow
+def test_a_paused_trial_says_when_it_resumes(master: Master, tmp_path: Path) -> None:
+    trial.submit(master, trial.experiment(**HYPERPARAMETERS), tmp_path / "cli")
+
+    def pause(_group: str, step: int) -> None:
+        if step == 8 and master.allocation:
+            master.allocation.preempt.set()
+
+    master.on_metrics = pause
+    paused = trial.run(master, folder=tmp_path)
+    assert paused.process.returncode == 0, paused.log
+    assert paused.allocation.acknowledged
+    (line,) = [line for line in paused.log.splitlines() if "stopped after step" in line]
+    assert f"resumes from step {max(saved(master))} when" in line
+    assert "rerun" not in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lr", "why"), [(-1.0, "lr: -1.0"), (1.0e5, "lower lr")], ids=["refused", "diverged"])
+def test_a_refused_or_diverged_point_ends_with_exit_code_2(
     searching: Master, tmp_path: Path, lr: float, why: str
 ) -> None:
-    dropped = trial.run(searching, folder=tmp_path, hyperparameters=point(searching, lr=lr))
-    assert dropped.process.returncode == 0, dropped.log
-    assert searching.allocation is not None
-    assert searching.allocation.invalid
-    assert why in dropped.log
+    ended = trial.run(searching, folder=tmp_path, hyperparameters=point(searching, lr=lr))
+    assert ended.process.returncode != 0
+    assert re.search(r"exitcode *: 2 ", ended.log), ended.log
+    assert why in ended.log
+    assert not searching.bodies("/api/v1/trials/{trial}/early_exit")
     assert searching.refused == []
 
 
@@ -267,14 +353,10 @@ Loader.training = allocate_too_much
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_search_drops_a_trial_in_which_one_rank_runs_out_of_memory(
-    searching: Master, tmp_path: Path, victim: int
-) -> None:
+def test_a_trial_in_which_one_rank_runs_out_of_memory_fails(searching: Master, tmp_path: Path, victim: int) -> None:
     searching.experiment["resources"]["slots_per_trial"] = 2
     run_script(searching, tmp_path, OUT_OF_MEMORY.format(victim=victim))
-    dropped = trial.run(searching, folder=tmp_path, hyperparameters=point(searching), PYTHONPATH=str(ROOT))
-    assert dropped.process.returncode == 0, dropped.log
-    assert searching.allocation is not None
-    assert searching.allocation.invalid
-    assert re.search(rf"rank {1 - victim}\b.*step 3\b.*rank {victim}\b.*out of memory \(", dropped.log)
-    assert all("/early_exit: reported twice" in refusal for refusal in searching.refused)
+    failed = trial.run(searching, folder=tmp_path, hyperparameters=point(searching), PYTHONPATH=str(ROOT))
+    assert failed.process.returncode != 0, failed.log
+    assert re.search(rf"rank {1 - victim}\b.*step 3\b.*rank {victim}\b.*out of memory \(", failed.log)
+    assert searching.refused == []

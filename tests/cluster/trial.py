@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import shutil
 import subprocess
@@ -39,6 +38,9 @@ SHORT = TINY | {
 }
 
 PASSWORD = "password-of-a-user"
+
+ENDED = ("STATE_COMPLETED", "STATE_ERROR")
+"""States of trials that are not started again."""
 
 STORAGE = "/run/checkpoints"
 """The checkpoint storage inside a container."""
@@ -157,26 +159,29 @@ def run(master: Master, number: int = 1, *, folder: Path, timeout: float = 300, 
 
 def run_experiment(master: Master, experiment: Experiment, folder: Path) -> None:
     """Run the trials of an experiment, new or continued, one after another; then collect its checkpoints."""
-    searcher, seed = experiment.config["searcher"], experiment.config["reproducibility"]["experiment_seed"]
-    records = [record for record in master.trials.values() if record.experiment == experiment.id]
-    for number in range(len(records), searcher.get("max_trials", 1)):
-        hyperparameters = dict(experiment.config["hyperparameters"])
-        for key, value in hyperparameters.items():
-            if isinstance(value, dict) and value.get("type") == "log":
-                exponent = random.Random(seed + number).uniform(value["minval"], value["maxval"])
-                hyperparameters[key] = value["base"] ** exponent
-        source = searcher.get("source_checkpoint_uuid")
-        records.append(TrialRecord(len(master.trials) + 1, experiment.id, hyperparameters, source))
-        master.trials[records[-1].id] = records[-1]
-    ended = "STATE_ERROR"
+    searcher = experiment.searcher
+    assert searcher is not None
+    if not searcher.points:
+        for _ in range(searcher.n_at_start()):
+            master.create_trial(experiment)
+    ended, records = "STATE_ERROR", list[TrialRecord]()
     try:
-        for record in records:
-            while experiment.state in ("STATE_ACTIVE", "STATE_PAUSED"):
-                if experiment.state == "STATE_PAUSED":
-                    time.sleep(0.1)
-                elif run_once(master, experiment, record, folder):
-                    break
-        ended = "STATE_CANCELED" if experiment.state == "STATE_STOPPING_KILLED" else records[-1].state
+        while experiment.state in ("STATE_ACTIVE", "STATE_PAUSED"):
+            records = [record for record in master.trials.values() if record.experiment == experiment.id]
+            waiting = [record for record in records if record.state not in ENDED]
+            if not waiting:
+                break
+            if experiment.state == "STATE_PAUSED":
+                time.sleep(0.1)
+                continue
+            record = waiting[0]
+            has_ended = run_once(master, experiment, record, folder)
+            if has_ended and searcher.replaces(record.id, record.state):
+                master.create_trial(experiment)
+        if experiment.state == "STATE_STOPPING_KILLED":
+            ended = "STATE_CANCELED"
+        elif experiment.state == "STATE_ACTIVE" and any(record.state == "STATE_COMPLETED" for record in records):
+            ended = "STATE_COMPLETED"
         master.collect(experiment)
     finally:
         experiment.state = ended
@@ -195,7 +200,7 @@ def run_once(master: Master, experiment: Experiment, record: TrialRecord, folder
         record.state = "STATE_ERROR"
     else:
         record.restarts += experiment.state == "STATE_ACTIVE"  # else it was killed
-    return record.state in ("STATE_COMPLETED", "STATE_ERROR")
+    return record.state in ENDED
 
 
 def environment(master: Master, allocation: Allocation, hyperparameters: Mapping[str, Any] | None) -> dict[str, str]:

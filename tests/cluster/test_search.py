@@ -1,0 +1,119 @@
+"""Searchers that cannot work with a trial, the rungs of adaptive ASHA, and log policies that do not cancel retries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from lm.determined.search import Searcher, adaptive_asha_rungs, retry_warning
+from lm.errors import ConfigError
+from tests.cluster.searcher import Halving
+from tests.support import ROOT
+
+SEARCH = yaml.safe_load((ROOT / "recipes" / "search.yaml").read_text())
+METRICS = ["loss", "perplexity", "bits_per_byte"]
+
+
+def problems(max_steps: int, validation_rate: int, **searcher: Any) -> tuple[str, ...]:
+    """Return what is wrong with the shipped search after these changes."""
+    config = SEARCH | {"searcher": SEARCH["searcher"] | searcher}
+    try:
+        Searcher.from_config(config).check(METRICS, max_steps, validation_rate)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def test_the_shipped_search_works() -> None:
+    hyperparameters = SEARCH["hyperparameters"]
+    assert problems(hyperparameters["max_steps"], hyperparameters["validation_rate"]) == ()
+
+
+@pytest.mark.parametrize(
+    ("searcher", "parts"),
+    [
+        ({"metric": "validation_loss"}, ["searcher.metric", "validation_loss", "did you mean loss?"]),
+        ({"metric": "perplexty"}, ["searcher.metric", "perplexty", "did you mean perplexity?"]),
+        ({"metric": "accuracy"}, ["searcher.metric", "accuracy", *METRICS]),
+        ({"smaller_is_better": False}, ["searcher.smaller_is_better", "true"]),
+        ({"time_metric": "steps"}, ["searcher.time_metric", "steps", "batches"]),
+        ({"time_metric": "loss"}, ["searcher.time_metric", "loss", "batches"]),
+        ({"max_time": 1000}, ["searcher.max_time", "1000", "max_steps 400"]),
+        ({"max_rungs": 4, "max_trials": 64}, ["validation_rate", "step 6", "6, 25, 100, 400", "max_rungs 3"]),
+        ({"bracket_rungs": [2, 5]}, ["validation_rate", "step 1", "validation_rate 1"]),
+    ],
+)
+def test_a_searcher_that_cannot_work_is_refused(searcher: dict[str, Any], parts: list[str]) -> None:
+    (problem,) = problems(400, 25, **searcher)
+    assert all(part in problem for part in parts), problem
+
+
+def test_all_problems_of_a_searcher_are_reported() -> None:
+    found = problems(400, 25, metric="accuracy", max_time=1000)
+    assert [problem.partition(":")[0] for problem in found] == ["searcher.metric", "searcher.max_time"]
+
+
+@pytest.mark.parametrize("name", ["single", "random", "grid"])
+def test_only_the_metric_matters_where_no_trial_is_stopped(name: str) -> None:
+    assert problems(10, 25, name=name) == ()
+    (problem,) = problems(10, 25, name=name, metric="val_loss")
+    assert "searcher.metric" in problem
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "validation_rate", "searcher", "late"),
+    [
+        (400, 25, {}, None),
+        (400, 20, {}, ["25 at step 40"]),
+        (1000, 25, {"max_time": 1000}, ["62 at step 75"]),
+        (400, 300, {"max_rungs": 1}, None),
+        (450, 300, {"max_rungs": 1}, ["400 at step 450"]),
+    ],
+)
+def test_rungs_between_validations_are_noted(
+    max_steps: int, validation_rate: int, searcher: dict[str, Any], late: list[str] | None
+) -> None:
+    assert problems(max_steps, validation_rate, **searcher) == ()
+    config = SEARCH | {"searcher": SEARCH["searcher"] | searcher}
+    note = Searcher.from_config(config).note(max_steps, validation_rate)
+    if late is None:
+        assert note is None
+    else:
+        assert note is not None
+        assert all(part in note for part in late)
+
+
+@pytest.mark.parametrize(
+    ("searcher", "rungs"),
+    [
+        ({"max_time": 900, "max_trials": 10, "divisor": 3}, [100, 300, 900]),
+        ({"max_time": 1000, "max_trials": 10, "divisor": 2.0, "mode": "conservative"}, [125, 250, 500, 1000]),
+        ({"max_time": 6400, "max_trials": 1024}, [25, 100, 400, 1600, 6400]),
+        ({"max_time": 400, "max_trials": 32, "max_rungs": 3}, [25, 100, 400]),
+        ({"max_time": 3, "max_trials": 100}, [3]),
+        ({"max_time": 100, "max_trials": 1}, [100]),
+    ],
+)
+def test_rungs_are_those_of_the_bracket_with_the_most(searcher: dict[str, Any], rungs: list[int]) -> None:
+    assert adaptive_asha_rungs(searcher) == rungs
+    assert Halving({"searcher": searcher | {"name": "adaptive_asha"}, "hyperparameters": {}}).rungs == rungs
+
+
+def test_a_search_without_a_policy_for_exit_code_2_is_warned_of_restarts() -> None:
+    assert retry_warning(SEARCH) is None
+    others = [policy for policy in SEARCH["log_policies"] if policy["name"] != "bad configuration"]
+    for policies in (
+        [],
+        None,
+        others,
+        [{"pattern": ".*exitcode *: 2 .*"}],
+        [{"pattern": "(", "action": "cancel_retries"}],
+    ):
+        warning = retry_warning(SEARCH | {"log_policies": policies})
+        assert warning is not None
+        assert "max_restarts" in warning
+        assert "\n" not in warning
+    assert retry_warning(SEARCH | {"log_policies": [], "max_restarts": 0}) is None
+    assert retry_warning(SEARCH | {"log_policies": [], "searcher": {"name": "single"}}) is None
