@@ -15,8 +15,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lm.launch.environment import Launch, announce, exit_code_of_stop, record_error, setup_environment
+from lm.launch.console import announce, record_error
+from lm.launch.launch import Launch, exit_code_of_stop
 from lm.launch.spawn import run_and_exit
+from lm.launch.startup import setup_environment
 
 setup_environment()  # before torch is imported
 
@@ -24,7 +26,7 @@ import determined as det  # noqa: E402
 import torch  # noqa: E402
 from determined import core  # noqa: E402
 
-from lm import config, lora, optim, parallelize, precision, sampling, seeds  # noqa: E402
+from lm import config, sampling, seeds  # noqa: E402
 from lm.checkpoint import resume as resuming  # noqa: E402
 from lm.checkpoint.checkpointer import Checkpointer, State  # noqa: E402
 from lm.checkpoint.manifest import Evaluation, TrainingProgress  # noqa: E402
@@ -40,13 +42,14 @@ from lm.metrics.accumulator import MetricsAccumulator  # noqa: E402
 from lm.metrics.device import peak_flops  # noqa: E402
 from lm.metrics.logger import MetricLogger  # noqa: E402
 from lm.preflight import Setup, preflight  # noqa: E402
-from lm.profiling import profiling  # noqa: E402
 from lm.report import write_report  # noqa: E402
 from lm.runtime.preemption import PreemptionHandler  # noqa: E402
 from lm.runtime.rendezvous import join_world  # noqa: E402
 from lm.runtime.run_dir import RunDir  # noqa: E402
 from lm.runtime.watchdog import Watchdog  # noqa: E402
 from lm.runtime.world import World  # noqa: E402
+from lm.training import lora, optim, parallelize, precision  # noqa: E402
+from lm.training.profiling import profiling  # noqa: E402
 from model import IGNORE_INDEX, Transformer  # noqa: E402
 
 

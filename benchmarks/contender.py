@@ -31,7 +31,7 @@ import torch.nn.functional as F  # noqa: E402
 
 from lm import config  # noqa: E402
 from lm.data.loader import derive_global_batch_size  # noqa: E402
-from lm.launch.environment import Launch  # noqa: E402
+from lm.launch.launch import Launch  # noqa: E402
 from lm.metrics.device import peak_flops, peak_memory_gib  # noqa: E402
 from lm.runtime.rendezvous import join_world  # noqa: E402
 from lm.runtime.world import MeshShape, World  # noqa: E402

@@ -39,16 +39,16 @@ import model
 from benchmarks import gpu
 from benchmarks.common import ROOT, STEP, shares
 from benchmarks.gpu import Row
-from lm import optim, parallelize, precision
 from lm.checkpoint.store import ClusterCheckpoints
 from lm.config import Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.determined.context import TorchDistributedContext
-from lm.launch.environment import Launch
+from lm.launch.launch import Launch
 from lm.launch.spawn import die_with_parent, run_and_exit
 from lm.metrics.device import peak_flops, peak_memory_gib
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
+from lm.training import optim, parallelize, precision
 
 WARMUP = 3
 ROUNDS = 3

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from benchmarks.common import environment, launched
-from lm import parallelize
 from lm.config import Hyperparameters
 from lm.plan.fit import state_bytes
+from lm.training import parallelize
 from model import Transformer
 
 SHAPE = {"d_model": 256, "n_heads": 8, "n_layers": 8, "vocab_size": 2048, "max_seq_len": 64}

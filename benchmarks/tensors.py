@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm import config
 from lm.determined.context import TorchDistributedContext
-from lm.launch.environment import Launch
+from lm.launch.launch import Launch
 from lm.launch.spawn import run_and_exit
 from lm.runtime.rendezvous import join_world
 from lm.runtime.run_dir import RunDir

@@ -1,12 +1,12 @@
 """The parts of the trainer, floor by floor: imports go down only, and parts on one floor do not import each other.
 
-7  fsdp.py                                                       the run, top to bottom
-6  lm.preflight                                                  what a run needs
-5  lm.plan, lm.generate, lm.prepare, lm.report                   commands
-4  lm.config, lm.hf                                              all hyperparameters; Hugging Face models in and out
-3  lm.checkpoint                                                 save, verify, retain, resume
-2  lm.parallelize, lm.metrics, lm.data, lm.profiling             what a step is made of
-1  lm.precision, lm.float8, lm.optim, lm.lora, lm.offload, lm.sampling, lm.runtime, lm.determined
+7  fsdp.py                                       the run, top to bottom
+6  lm.preflight                                  what a run needs
+5  lm.plan, lm.generate, lm.prepare, lm.report   commands
+4  lm.config, lm.hf                              all hyperparameters; Hugging Face models in and out
+3  lm.checkpoint                                 save, verify, retain, resume
+2  lm.training, lm.metrics, lm.data              what a step is made of
+1  lm.sampling, lm.runtime, lm.determined        text from a model; the ranks of a run; the Determined master
 0  model.py, lm.launch, lm.seeds, lm.shards, lm.fileio, lm.strict_yaml   import nothing of ours but lm.errors
 
 A name is a module or a package. Inside a package, files import each other in one direction.

@@ -23,18 +23,18 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, Field, ValidationError, create_model, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from lm import lora
 from lm.checkpoint.checkpointer import CheckpointConfig
-from lm.data.open import DataConfig, default_vocab_size
+from lm.data.run_data import DataConfig, default_vocab_size
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, command
-from lm.launch.environment import announce
-from lm.lora import LoraConfig
+from lm.launch.console import announce
 from lm.metrics.accumulator import MetricsConfig
-from lm.optim import OptimConfig
-from lm.parallelize import ParallelConfig
-from lm.precision import PrecisionConfig
-from lm.profiling import ProfilingConfig
+from lm.training import lora
+from lm.training.lora import LoraConfig
+from lm.training.optim import OptimConfig
+from lm.training.parallelize import ParallelConfig
+from lm.training.precision import PrecisionConfig
+from lm.training.profiling import ProfilingConfig
 from model import PRESETS, ModelConfig
 
 ROOT = Path(__file__).parent.parent

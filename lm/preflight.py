@@ -17,24 +17,25 @@ from typing import Any
 import determined as det
 import torch
 
-from lm import lora, parallelize, precision
 from lm.checkpoint.manifest import Base, RunInfo
 from lm.checkpoint.resume import ResumePlan, plan_resume, start_date
 from lm.checkpoint.store import CheckpointStore
 from lm.config import DEFAULT_SEED, Hyperparameters
 from lm.data.loader import derive_global_batch_size
-from lm.data.open import Data, open_data
+from lm.data.run_data import Data, open_data
 from lm.data.tokens import check_files
 from lm.determined import master
 from lm.determined.search import Searcher
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.hf import weights
 from lm.hf.base import find_base
-from lm.launch.environment import announce, exit_code_of_stop, is_restart
+from lm.launch.console import announce
+from lm.launch.launch import exit_code_of_stop, is_restart
 from lm.launch.machine import usable_cores
 from lm.plan.refusal import check_memory
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
+from lm.training import lora, parallelize, precision
 from model import ModelConfig
 
 

@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from lm.launch import environment, machine, spawn
+from lm.launch import console, machine, spawn
 
 READ_AT_START = {"LD_PRELOAD", "PYTHONPATH"}
 METHOD = "spawn" if machine.has_gpu() else "forkserver"  # CUDA may not be initialized before a fork
-PRELOADED = ["tests.support", "lm.metrics.logger", "lm.preflight", "lm.profiling", "lm.report"]
+PRELOADED = ["tests.support", "lm.metrics.logger", "lm.preflight", "lm.training.profiling", "lm.report"]
 PRELOADED += ["torch._dynamo", "torch.utils.tensorboard"]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
 
@@ -74,7 +74,7 @@ def _run(arguments: list[str], cwd: str, env: dict[str, str], streams: list[Any]
     os.environ.clear()
     os.environ.update(env)
     torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # PyTorch was imported with another environment
-    environment.START = time.monotonic()
+    console.START = time.monotonic()
     if arguments[:2] == ["-m", "lm.launch"]:
         Forked.method, spawn.subprocess = "fork", SimpleNamespace(Popen=Forked)  # type: ignore[assignment]
         sys.argv = arguments[1:]

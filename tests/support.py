@@ -22,7 +22,7 @@ from determined import core
 from lm import config
 from lm.data.tokenizer import train_tokenizer
 from lm.determined.context import TorchDistributedContext
-from lm.launch.environment import Launch
+from lm.launch.launch import Launch
 from lm.launch.spawn import free_port
 from lm.runtime.rendezvous import join_world
 from lm.runtime.run_dir import RunDir

@@ -20,8 +20,8 @@ from benchmarks.curves import deviations
 from benchmarks.sharding import PARTS, STRATEGIES, gathered_bytes, run_ranks
 from lm.config import Hyperparameters
 from lm.metrics.device import GIB
-from lm.parallelize import mesh_shape
 from lm.plan import fit
+from lm.training.parallelize import mesh_shape
 from tests.support import ROOT, TINY
 
 

@@ -14,8 +14,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm import config, parallelize
+from lm import config
 from lm.errors import ConfigError
+from lm.training import parallelize
 from model import PRESETS, ModelConfig
 from tests.support import TINY, byte_level_tokenizer, checkpoints, named_keys, reports, run
 

@@ -27,11 +27,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from lm import config, parallelize, precision
+from lm import config
 from lm.checkpoint.store import ClusterCheckpoints
 from lm.determined.context import TorchDistributedContext
 from lm.metrics.device import peak_flops
 from lm.runtime.world import World
+from lm.training import parallelize, precision
 from model import Transformer
 from tests.support import LLAMA_STYLE, run, run_ranks
 

@@ -254,7 +254,7 @@ def test_pods_of_a_trainjob_stop_when_one_is_evicted_and_machines_of_a_sky_job_c
 @pytest.mark.slow
 def test_pods_of_a_pytorchjob_are_ranks_of_one_run(hosts: Hosts, tmp_path: Path) -> None:
     """With exactly the variables that version 1.9 of the training operator sets, also RANK and WORLD_SIZE of pods."""
-    program = "import os\nfrom lm.launch.environment import Launch\n"
+    program = "import os\nfrom lm.launch.launch import Launch\n"
     program += "os.write(1, f'{Launch.from_env(os.environ)}\\n'.encode())"  # one write: lines of two ranks do not mix
     (tmp_path / "fsdp.py").write_text(program)
     (job,) = documents("pytorchjob.yaml")

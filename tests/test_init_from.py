@@ -26,11 +26,11 @@ from lm import config
 from lm.checkpoint import tensor_files
 from lm.checkpoint.tensor_files import TensorSlice
 from lm.data.loader import Loader
-from lm.data.open import open_data
+from lm.data.run_data import open_data
 from lm.errors import ConfigError, RunError
 from lm.hf import weights
-from lm.parallelize import ParallelConfig, parallelize
 from lm.runtime.world import MeshShape, World
+from lm.training.parallelize import ParallelConfig, parallelize
 from model import Transformer
 from tests import support
 from tests.support import named_keys

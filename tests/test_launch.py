@@ -21,8 +21,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, E
 
 from lm.errors import ConfigError
 from lm.launch import machine
-from lm.launch.environment import Launch, is_restart, launcher_pid, record_error, require_torch
+from lm.launch.console import record_error
+from lm.launch.launch import Launch, is_restart, launcher_pid
 from lm.launch.machine import has_gpu
+from lm.launch.startup import require_torch
 from tests.support import ROOT, run
 
 

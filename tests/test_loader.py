@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lm.data.dataset import Dataset
 from lm.data.loader import Batch, Loader, derive_global_batch_size
-from lm.data.open import Data, DataConfig, open_data
+from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.sampler import SampledSource
 from lm.data.tokens import TokenWindowDataset
 from lm.errors import ConfigError

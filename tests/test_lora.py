@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from lm import config, generate, lora, optim, parallelize
+from lm import config, generate
 from lm.checkpoint.manifest import Base, read_manifest
 from lm.checkpoint.resume import ResumePlan, resume
 from lm.checkpoint.tensor_files import load_weights, read_headers
@@ -25,6 +25,7 @@ from lm.hf import base as hf_base
 from lm.hf import export, families, weights
 from lm.plan import fit
 from lm.runtime.world import World
+from lm.training import lora, optim, parallelize
 from model import Transformer
 from tests import support
 from tests.support import named_keys, run_ranks, unit_sizes

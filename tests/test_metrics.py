@@ -25,7 +25,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from termcolor import can_colorize
 
 from lm.errors import RunError
-from lm.launch.environment import Launch
+from lm.launch.launch import Launch
 from lm.metrics import accumulator
 from lm.metrics.accumulator import MetricsAccumulator
 from lm.metrics.device import peak_flops, peak_flops_by_name, peak_memory_gib

@@ -179,7 +179,7 @@ def test_the_ranks_of_each_mpiexec_agree_on_a_different_port_even_in_one_job_and
     command: list[str], job: dict[str, str], tmp_path: Path
 ) -> None:
     line = "f'{Launch.from_env(os.environ).port}\\n'.encode()"  # in one write, since two ranks share the output
-    code = f"import os; from lm.launch.environment import Launch; os.write(1, {line})"
+    code = f"import os; from lm.launch.launch import Launch; os.write(1, {line})"
     (tmp_path / "rank.sh").write_text(f'{sys.executable} -c "{code}"\nexit 0\n')
     env = os.environ | job | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     words = [*command, "-n", "2", "bash", str(tmp_path / "rank.sh")]

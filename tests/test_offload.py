@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from lm import lora, parallelize
 from lm.config import Hyperparameters
 from lm.runtime.world import MeshShape, World
+from lm.training import lora, parallelize
 from model import Transformer
 from tests.support import LLAMA_STYLE, TINY, in_world, run_ranks
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lm.optim import OptimConfig, Optimizer, learning_rate
+from lm.training.optim import OptimConfig, Optimizer, learning_rate
 
 SCHEDULES = ["constant", "linear", "cosine", "wsd"]
 

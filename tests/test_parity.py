@@ -17,11 +17,12 @@ from torch._inductor import config as inductor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from lm import config, optim, parallelize
+from lm import config
 from lm.checkpoint.tensor_files import read_headers
-from lm.data.open import open_data
+from lm.data.run_data import open_data
 from lm.data.sampler import SampledSource
 from lm.runtime.world import MeshShape, World
+from lm.training import optim, parallelize
 from model import IGNORE_INDEX, Transformer
 from tests.support import LLAMA_STYLE, TINY, execute, in_world, reports, run_ranks
 

@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lm import lora, optim, parallelize, precision
 from lm.config import Hyperparameters
 from lm.metrics.device import GIB
 from lm.plan import fit, memory, speed
 from lm.plan.__main__ import main
 from lm.plan.predict import DTYPES, Plan, make_plan
 from lm.plan.trace import LiveBytes, trace
+from lm.training import lora, optim, parallelize, precision
 from model import Transformer
 from tests.support import ROOT, run
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lm.errors import ConfigError
-from lm.precision import LossScaler, PrecisionConfig, compute_dtype
+from lm.training.precision import LossScaler, PrecisionConfig, compute_dtype
 
 CPU = torch.device("cpu")
 INTERVAL = LossScaler.GROWTH_INTERVAL

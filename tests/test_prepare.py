@@ -27,7 +27,7 @@ from tokenizers import Tokenizer as Encoder
 from tokenizers import models, pre_tokenizers
 
 from lm.data.files import blocks
-from lm.data.open import DataConfig, open_data
+from lm.data.run_data import DataConfig, open_data
 from lm.data.tokenizer import FILE, ByteTokenizer, load_tokenizer
 from lm.data.tokens import read_index
 from lm.errors import ConfigError, RunError

@@ -22,7 +22,7 @@ from determined.core import DummyProfilerContext
 
 from lm.errors import ConfigError
 from lm.launch.spawn import free_port
-from lm.profiling import ProfilingConfig, profiling
+from lm.training.profiling import ProfilingConfig, profiling
 from tests import support
 from tests.support import named_keys
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from lm import config, optim, parallelize
+from lm import config
 from lm.runtime.world import World
+from lm.training import optim, parallelize
 from model import Transformer
 from tests.support import TINY, in_world, run_ranks
 from tests.test_manifest import RUN_INFO, opened, progress

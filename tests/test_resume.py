@@ -19,8 +19,8 @@ from lm.checkpoint.manifest import read_manifest
 from lm.checkpoint.resume import IDENTITY, UNLOGGED, extension
 from lm.data.loader import Loader, MicroBatch
 from lm.data.tokenizer import FILE
-from lm.optim import OptimConfig, learning_rate
 from lm.runtime.world import World
+from lm.training.optim import OptimConfig, learning_rate
 from tests.support import (
     EXACT,
     EXACT_RUN,

@@ -20,7 +20,7 @@ import torch
 import zstandard
 
 from lm.data.loader import Loader
-from lm.data.open import Data, DataConfig, open_data
+from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.stream import StreamingDataset, TokenStream, Window, first_tokens, open_documents
 from lm.data.tokenizer import ByteTokenizer
 from lm.data.tokens import TokenWindowDataset

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.data.open import Data, DataConfig, open_data
+from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.tokenizer import FILE, ByteTokenizer
 from lm.data.tokens import TokenFileDataset, TokenIndex, TokenWindowDataset, check_files
 from lm.errors import ConfigError

@@ -34,7 +34,7 @@ from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.hf.export import export_model, locked
 from lm.hf.weights import open_model
-from lm.launch.environment import announce
+from lm.launch.console import announce
 from lm.metrics.sinks import JSONL, Console
 from lm.preflight import choose_cache
 from lm.prepare.__main__ import main as prepare

@@ -21,13 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lm import precision
 from lm.errors import ConfigError, RunError
-from lm.launch.environment import Launch
+from lm.launch.launch import Launch
 from lm.launch.spawn import free_port
 from lm.runtime.rendezvous import choose_device, join_world
 from lm.runtime.watchdog import Heartbeat, Watchdog
 from lm.runtime.world import MeshShape, World
+from lm.training import precision
 from tests.support import ROOT, in_world, run_ranks
 
 
@@ -287,7 +287,7 @@ def test_a_mesh_has_replicas_of_shards_and_all_groups_have_the_timeout(
 
 THREADS = """
 import os, sys, torch
-from lm.launch.environment import Launch
+from lm.launch.launch import Launch
 from lm.runtime.rendezvous import join_world
 os.sched_setaffinity(0, eval(sys.argv[1])[int(os.environ["RANK"])])
 with join_world(Launch.from_env(os.environ), 60):

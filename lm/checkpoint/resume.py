@@ -40,12 +40,12 @@ from lm.checkpoint.manifest import (
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error, printable
-from lm.lora import LoraConfig
 from lm.metrics.accumulator import MetricsConfig
 from lm.metrics.device import peak_memory_gib
-from lm.optim import OptimConfig, learning_rate
-from lm.profiling import ProfilingConfig
 from lm.runtime.world import World
+from lm.training.lora import LoraConfig
+from lm.training.optim import OptimConfig, learning_rate
+from lm.training.profiling import ProfilingConfig
 from model import ModelConfig
 
 IDENTITY = {"dataset", "optim_dtype", "seed", "shuffle", "tokenizer", "total_batch_size", "train_data"}

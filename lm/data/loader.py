@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lm.data.dataset import Sample
-from lm.data.open import Data, DataConfig
+from lm.data.run_data import Data, DataConfig
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from determined import core
 
-from lm.launch.environment import Launch
+from lm.launch.launch import Launch
 
 
 class TorchDistributedContext(core.DistributedContext):

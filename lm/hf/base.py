@@ -15,8 +15,8 @@ from lm.checkpoint.resume import find_checkpoint, refuse_adapters
 from lm.checkpoint.tensor_files import load_weights
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
-from lm.lora import Adapters, LoraConfig, n_trained
 from lm.runtime.world import World
+from lm.training.lora import Adapters, LoraConfig, n_trained
 from model import Transformer
 
 

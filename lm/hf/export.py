@@ -31,7 +31,7 @@ from lm.hf import families
 from lm.hf.base import open_base, read_adapters
 from lm.hf.families import Family, Place
 from lm.hf.weights import CONFIG, DTYPES, INDEX, WEIGHTS, find_weights
-from lm.lora import Adapters, LoraConfig
+from lm.training.lora import Adapters, LoraConfig
 from model import ModelConfig, Transformer
 
 

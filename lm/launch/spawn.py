@@ -21,8 +21,9 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from lm.launch.environment import announce, require_torch
+from lm.launch.console import announce
 from lm.launch.machine import has_gpu
+from lm.launch.startup import require_torch
 
 GRACE = 1.0  # seconds that the other ranks have to end when one fails
 

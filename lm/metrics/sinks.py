@@ -20,7 +20,7 @@ from determined import core
 from lm.determined.master import BackgroundReporter
 from lm.errors import escape_control
 from lm.fileio import open_regular, read_records, replace_durably
-from lm.launch.environment import elapsed
+from lm.launch.console import elapsed
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

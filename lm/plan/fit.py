@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from lm import parallelize
 from lm.config import Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.metrics.device import GIB
-from lm.offload import RESIDENT
 from lm.plan.memory import MASTER, Activations, Memory, Step, count_units, state
 from lm.plan.trace import trace
+from lm.training import parallelize
+from lm.training.offload import RESIDENT
 
 USABLE = 0.9
 """fraction of memory that a plan may fill; the CUDA context, NCCL and fragmentation need the rest"""

@@ -19,11 +19,11 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from lm import lora
 from lm.config import Hyperparameters
-from lm.float8 import gathers_in_float8, is_supported
-from lm.offload import RESIDENT
 from lm.plan.trace import Piece, Trace
+from lm.training import lora
+from lm.training.float8 import gathers_in_float8, is_supported
+from lm.training.offload import RESIDENT
 from model import Block, ModelConfig, loss_chunk, make_norm
 
 Activations = Callable[[Hyperparameters, torch.dtype | None, str], Trace]

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from lm import parallelize
 from lm.config import Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.errors import ConfigError
 from lm.plan import fit
 from lm.plan.memory import Memory, count_units
 from lm.plan.speed import Card, Layout, Links, Seconds, step_time
+from lm.training import parallelize
 
 DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, None: None}
 """Compute dtype on a GPU that has bfloat16, by `amp_dtype`; None = float32."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lm import precision
 from lm.config import Hyperparameters
 from lm.errors import ConfigError
 from lm.launch.machine import host_memory
@@ -17,6 +16,7 @@ from lm.plan.memory import bound
 from lm.plan.nearest import nearest
 from lm.plan.trace import trace
 from lm.runtime.world import World
+from lm.training import precision
 
 WORTH_A_LINE = GIB // 4
 """bytes of state from which a run on a CPU says what it needs"""

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from lm import lora
 from lm.config import Hyperparameters
 from lm.metrics.device import peak_flops_by_name
-from lm.offload import RESIDENT
 from lm.plan.memory import count_units, float8_layers, itemsize
 from lm.plan.trace import trace
+from lm.training import lora
+from lm.training.offload import RESIDENT
 
 GB = 1e9
 MATMUL, ATTENTION, COPY, LINK = 0.65, 0.45, 0.85, 0.8

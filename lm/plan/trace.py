@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lm import lora, parallelize
 from lm.config import Hyperparameters
+from lm.training import lora, parallelize
 from model import Transformer, chunk_cross_entropy, loss_chunk
 
 

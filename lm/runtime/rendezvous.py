@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lm.errors import ConfigError, RunError
-from lm.launch.environment import Launch, threads_are_given
+from lm.launch.launch import Launch, threads_are_given
 from lm.launch.machine import affinity, cpu_quota
 from lm.runtime.world import World
 

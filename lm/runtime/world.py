@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lm.errors import ConfigError, RunError
-from lm.launch.environment import Launch
+from lm.launch.launch import Launch
 
 T = TypeVar("T")
 

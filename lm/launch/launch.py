@@ -7,27 +7,14 @@ e.g. torchrun in srun tasks or Open MPI daemons started by srun, the innermost c
 
 from __future__ import annotations
 
-import gc
-import importlib.metadata
-import json
-import logging
 import os
 import re
-import resource
-import signal
-import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lm.errors import ConfigError, error_prefix
-from lm.launch.machine import keep_freed_memory, share_cores
-
-OLDEST_PYTHON = (3, 11)
-OLDEST_TORCH = (2, 11)
-START = time.monotonic()
 
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _VARIABLES = {
@@ -42,96 +29,6 @@ _NODE_RANK = {"torchrun": "GROUP_RANK", "PALS": "PALS_NODEID", "srun": "SLURM_NO
 
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # from here on, Slurm's step IDs are those of batch scripts and interactive shells
 _FIRST_PORT, _N_PORTS = 20000, 12763  # below Linux's ephemeral ports; a prime number of ports
-
-
-def require_torch() -> None:
-    """Exit with code 2 if Python is too old, or PyTorch missing or too old. Call before importing torch."""
-    if sys.version_info[:2] < OLDEST_PYTHON:
-        sys.exit(
-            f"Python: {sys.executable} is {sys.version.split()[0]}; use {'.'.join(map(str, OLDEST_PYTHON))} or newer"
-        )
-    try:
-        found = importlib.metadata.version("torch")
-        problem = f"version {found} is too old"
-        if tuple(map(int, re.findall(r"\d+", found)[:2])) >= OLDEST_TORCH:
-            return
-    except importlib.metadata.PackageNotFoundError:
-        problem = f"not installed for {sys.executable}"
-    if _is_rank0():
-        install = f"install {'.'.join(map(str, OLDEST_TORCH))} or newer"
-        print(f"torch: {problem}; {install}: pip install -r requirements.txt -c constraints.txt", file=sys.stderr)
-    sys.exit(ConfigError.exit_code)
-
-
-def _is_rank0() -> bool:
-    return all(os.environ.get(name, "0") == "0" for name, *_ in _VARIABLES.values())
-
-
-def elapsed() -> str:
-    """Return the seconds since the command started, as the start of a line."""
-    return f"{time.monotonic() - START:6.1f} s"
-
-
-def announce(what: str) -> None:
-    """Print on rank 0 what starts now, and when."""
-    if _is_rank0():
-        with suppress(OSError):  # a full disk, or head has closed the pipe
-            sys.stdout.write(f"{elapsed()}  {what}\n")  # one write: srun labels every write of an unbuffered stream
-            sys.stdout.flush()
-
-
-def setup_environment() -> None:
-    """Set up what must precede the import of torch: its version, allocators, logging, limits and signals."""
-    gc.disable()  # training collects garbage at its reports, on all ranks at once
-    require_torch()
-    announce("importing PyTorch")
-    keep_freed_memory()
-    share_cores()
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the newer one would override
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # quiet profiler
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack traces for lost connections
-    for name in ("determined.tensorboard", "determined.common.storage"):  # warnings of every trial, for no reason
-        logging.getLogger(name).setLevel(logging.ERROR)
-    with suppress(ValueError, OSError):  # five files per rank of the job
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports exits without a traceback
-
-
-def threads_are_given() -> bool:
-    """Return whether the user set OMP_NUM_THREADS. torchrun sets it to 1 for its workers if the user did not."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return "OMP_NUM_THREADS" in os.environ
-    pid = os.getppid()
-    try:
-        while True:  # up to torchrun, whose environment is the user's
-            names = {entry.partition(b"=")[0] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
-            if b"TORCHELASTIC_RUN_ID" not in names:
-                return b"OMP_NUM_THREADS" in names
-            pid = _parent(pid)
-    except OSError:
-        return True
-
-
-def record_error(text: str) -> None:
-    """Write `text` to where torchrun reads what it prints at the end of its report of a failure."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with suppress(OSError):  # of another torchrun that has ended
-            message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}  # the format of its @record
-            Path(path).write_text(json.dumps({"message": message}))
-
-
-def launcher_pid() -> int:
-    """Return the process that started the ranks of this machine in a session each, as Hydra does; 0 if unknown."""
-    try:
-        return _parent(os.getsid(0))
-    except OSError:
-        return 0
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @dataclass(frozen=True)
@@ -187,6 +84,38 @@ def is_restart(env: Mapping[str, str]) -> bool:
 def exit_code_of_stop(env: Mapping[str, str]) -> int:
     """Return the exit code of a run that stopped before its last step: 0, or 75 if RESTART_WHEN_STOPPED is set."""
     return 75 if env.get("RESTART_WHEN_STOPPED") else 0  # Kubernetes and SkyPilot start a job again only if it failed
+
+
+def threads_are_given() -> bool:
+    """Return whether the user set OMP_NUM_THREADS. torchrun sets it to 1 for its workers if the user did not."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return "OMP_NUM_THREADS" in os.environ
+    pid = os.getppid()
+    try:
+        while True:  # up to torchrun, whose environment is the user's
+            names = {entry.partition(b"=")[0] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
+            if b"TORCHELASTIC_RUN_ID" not in names:
+                return b"OMP_NUM_THREADS" in names
+            pid = _parent(pid)
+    except OSError:
+        return True
+
+
+def launcher_pid() -> int:
+    """Return the process that started the ranks of this machine in a session each, as Hydra does; 0 if unknown."""
+    try:
+        return _parent(os.getsid(0))
+    except OSError:
+        return 0
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_rank0() -> bool:
+    """Return whether no launcher gives this process another rank than 0."""
+    return all(os.environ.get(name, "0") == "0" for name, *_ in _VARIABLES.values())
 
 
 def _is_set(launcher: str, env: Mapping[str, str]) -> bool:

@@ -24,13 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lm import lora, seeds
+from lm import seeds
 from lm.errors import ConfigError
-from lm.float8 import compute_scales, convert_to_float8
-from lm.launch.environment import announce
-from lm.offload import ActivationOffload
+from lm.launch.console import announce
 from lm.runtime.world import MeshShape
 from lm.shards import local_rows
+from lm.training import lora
+from lm.training.float8 import compute_scales, convert_to_float8
+from lm.training.offload import ActivationOffload
 from model import Transformer
 
 
