@@ -2,8 +2,9 @@
 
     python fsdp.py --config FILE [key=value ...] [--dry-run]
 
-The same file runs alone, under any launcher, and as a Determined trial. `execute` is the order of a run: `preflight`,
-`build`, `resume`, `train`, `finish`. The loop in `train` shows every part of a step; what the parts do is in lm/.
+The same file runs alone, under any launcher, and as a Determined trial. `execute` is the order of a
+run: `preflight`, `build`, `resume`, `train`, `finish`. The loop in `train` shows every part of a
+    step; what the parts do is in lm/.
 """
 
 from __future__ import annotations
@@ -88,7 +89,9 @@ class Training:
         return {"model": lora.trained(self.model), "optim": optimizer, "scaler": scaler}
 
     def is_due(self, step: int, rate: int | None) -> bool:
-        return rate is not None and (step >= self.setup.max_steps or (step > 0 and step % rate == 0))
+        return rate is not None and (
+            step >= self.setup.max_steps or (step > 0 and step % rate == 0)
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,13 +122,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Watchdog(world.store, launch.rank, world.size, hp.collective_timeout) as watchdog,
         ):
             store = open_store(world, context, info, run_dir)
-            code = execute(Run(hp, world, context, store, info, run_dir, watchdog.on_step_start), args.dry_run)
+            code = execute(
+                Run(hp, world, context, store, info, run_dir, watchdog.on_step_start), args.dry_run
+            )
             store.close(world)
             return code
     except RunError as error:
         record_error(str(error))
         has_joined = watchdog is not None
-        rank = launch.rank if has_joined else launch.local_rank  # before, each machine prints its own errors
+        rank = (
+            launch.rank if has_joined else launch.local_rank
+        )  # before, each machine prints its own errors
         if error.rank_local or rank == 0:
             print(error, file=sys.stderr)
             if watchdog is not None:
@@ -141,7 +148,9 @@ def open_store(
     """Return where the run's checkpoints are: in the cluster's storage, in a bucket, or on a disk."""
     if info is not None:
         in_place = master.storage_is_file_system(info)
-        return ClusterCheckpoints(context.checkpoint, info.latest_checkpoint, writes_in_place=in_place)
+        return ClusterCheckpoints(
+            context.checkpoint, info.latest_checkpoint, writes_in_place=in_place
+        )
     assert run_dir is not None
     if run_dir.url is None:
         return LocalCheckpoints(run_dir.checkpoints, context.checkpoint)
@@ -154,16 +163,22 @@ def execute(run: Run, dry_run: bool = False) -> int:
     """Run from the first check to the last message. Return the exit code."""
     setup, plan = preflight(run.hp, run.world, run.info, run.run_dir, run.store, dry_run)
     samples = setup.sample_rate is not None
-    is_complete = resuming.is_complete(plan, run.store, setup.run_info, setup.max_steps, samples, run.world)
+    is_complete = resuming.is_complete(
+        plan, run.store, setup.run_info, setup.max_steps, samples, run.world
+    )
     if is_complete or dry_run:
         return 0
     directory, train_context = run.run_dir and run.run_dir.path, run.context.train
-    with MetricLogger(run.world.rank, directory, train_context, setup.max_steps, run.info) as logger:
+    with MetricLogger(
+        run.world.rank, directory, train_context, setup.max_steps, run.info
+    ) as logger:
         t = build(run, setup, logger)
         start = resume(t, plan)
         traces = run.run_dir.traces if run.run_dir else train_context.get_tensorboard_path()
         left = setup.max_steps - start.step
-        with profiling(run.hp, run.context.profiler, traces, run.world.rank, left, logger.info) as profiler_step:
+        with profiling(
+            run.hp, run.context.profiler, traces, run.world.rank, left, logger.info
+        ) as profiler_step:
             step, stopped = train(t, start, profiler_step)
         logger.set_status("stopped" if stopped else "completed")
     return finish(t, step, stopped)
@@ -175,16 +190,25 @@ def build(run: Run, setup: Setup, logger: MetricLogger) -> Training:
     announce("building the model")
     with torch.device("meta"):
         model = lora.add_adapters(Transformer(hp), hp, setup.dtype)
-    model = parallelize.parallelize(model, hp, world.device_mesh(setup.mesh), setup.dtype, setup.seed, hp.float8)
+    model = parallelize.parallelize(
+        model, hp, world.device_mesh(setup.mesh), setup.dtype, setup.seed, hp.float8
+    )
     logger.info("\n".join([*setup.notes(hp), setup.summary(hp, world)]))
     optimizer = optim.Optimizer(hp, model.named_parameters())
     scaler = precision.LossScaler(setup.dtype, device)
     loader = Loader(hp, setup.data, setup.global_batch_size, world.rank, world.size, device)
     files = setup.data.tokenizer.files if setup.data.tokenizer else {}
     checkpointer = Checkpointer(hp, run.store, world, files)
-    accumulator = MetricsAccumulator(device, world, lora.flops_per_token(hp, hp), peak_flops(device, setup.dtype))
+    accumulator = MetricsAccumulator(
+        device, world, lora.flops_per_token(hp, hp), peak_flops(device, setup.dtype)
+    )
     search_stop = SearchStop(
-        setup.searcher, context.train, world.rank, setup.max_steps, setup.validation_rate, hp.collective_timeout
+        setup.searcher,
+        context.train,
+        world.rank,
+        setup.max_steps,
+        setup.validation_rate,
+        hp.collective_timeout,
     )
     preemption = PreemptionHandler(
         world, lambda: search_stop.reason is not None or master.should_preempt(context, run.info)
@@ -206,26 +230,42 @@ def build(run: Run, setup: Setup, logger: MetricLogger) -> Training:
 
 def resume(t: Training, plan: resuming.ResumePlan) -> TrainingProgress:
     """Load the checkpoint of `plan`, if any, and start the run's files. Return the progress so far."""
-    hp, world, run_dir, setup, run_info = t.run.hp, t.run.world, t.run.run_dir, t.setup, t.setup.run_info
+    hp, world, run_dir, setup, run_info = (
+        t.run.hp,
+        t.run.world,
+        t.run.run_dir,
+        t.setup,
+        t.setup.run_info,
+    )
     if setup.max_steps:
         host_bytes = t.checkpointer.allocate(t.state())
         if host_bytes:
-            t.logger.info(f"asynchronous checkpoints: {host_bytes / 2**30:.2f} GiB of host memory per node")
-    if hp.init_from is not None and (run_info.base or not (plan.resume_candidates or plan.init_candidates)):
-        weights.load_into(t.model, run_info.base.source if run_info.base else hp.init_from, world, t.logger.info)
+            t.logger.info(
+                f"asynchronous checkpoints: {host_bytes / 2**30:.2f} GiB of host memory per node"
+            )
+    if hp.init_from is not None and (
+        run_info.base or not (plan.resume_candidates or plan.init_candidates)
+    ):
+        weights.load_into(
+            t.model, run_info.base.source if run_info.base else hp.init_from, world, t.logger.info
+        )
     progress = resuming.resume(plan, t.checkpointer, t.state(), run_info, t.run.info, t.logger.info)
     if plan.fresh:
         world.run_in_thread(lambda: t.run.store.move_aside() if world.rank == 0 else None)
     if note := t.loader.load_state_dict(progress.dataset_state):
         t.logger.info(note)
     if run_dir:
-        world.on_rank0(lambda: run_dir.start(run_info.hyperparameters, setup.session(world, progress.step)))
+        world.on_rank0(
+            lambda: run_dir.start(run_info.hyperparameters, setup.session(world, progress.step))
+        )
     t.logger.start(progress.step, progress.missing_reports(), run_info.hyperparameters)
     t.accumulator.load_state_dict(progress.metric_sums)
     return progress
 
 
-def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None]) -> tuple[int, bool]:
+def train(
+    t: Training, start: TrainingProgress, profiler_step: Callable[[], None]
+) -> tuple[int, bool]:
     """Train to the last step, or until asked to stop. Return the number of completed steps and whether asked."""
     hp, model, setup, world = t.run.hp, t.model, t.setup, t.run.world
     batches, step = t.loader.training(start.step), start.step
@@ -242,7 +282,8 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
         for micro_batch in batch.micro_batches:
             parallelize.start_micro_step(model, hp, micro_batch is batch.micro_batches[-1])
             loss = model(*micro_batch)
-            # FSDP averages gradients over ranks; scaled like this, that is the mean over all targets.
+            # FSDP averages gradients over ranks; scaled like this, that is the mean over all
+            # targets.
             (loss * (t.scaler.scale * (world.size / batch.n_target_tokens))).backward()
             loss_sum += loss.detach()
         agreement = t.preemption.start_agreement(t.checkpointer.is_writing)
@@ -251,7 +292,9 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
         t.optimizer.step(optim.learning_rate(hp, step, setup.max_steps))
         t.optimizer.zero_grad()
         t.scaler.update(skipped)
-        t.accumulator.add(loss_sum, batch.n_target_tokens, setup.tokens_per_step, grad_norm, skipped)
+        t.accumulator.add(
+            loss_sum, batch.n_target_tokens, setup.tokens_per_step, grad_norm, skipped
+        )
         profiler_step()
         step += 1
         t.logger.on_step_end()
@@ -262,7 +305,12 @@ def train(t: Training, start: TrainingProgress, profiler_step: Callable[[], None
             report(t, step)
         evaluation, stopping = (Evaluation(), True) if stopping else evaluate(t, step, Evaluation())
         if stopping or t.is_due(step, hp.checkpoint_rate):
-            save(t, step, evaluation, wait=stopping or step == setup.max_steps or not hp.async_checkpoint)
+            save(
+                t,
+                step,
+                evaluation,
+                wait=stopping or step == setup.max_steps or not hp.async_checkpoint,
+            )
     return step, stopping
 
 
@@ -273,7 +321,12 @@ def complete_resumed_step(t: Training, start: TrainingProgress) -> bool:
         report(t, step)
     known = Evaluation(start.validation_loss, start.sampled) if max_steps else Evaluation()
     evaluation, stopping = evaluate(t, step, known)
-    if max_steps and evaluation != known and not stopping and t.is_due(step, t.run.hp.checkpoint_rate):
+    if (
+        max_steps
+        and evaluation != known
+        and not stopping
+        and t.is_due(step, t.run.hp.checkpoint_rate)
+    ):
         save(t, step, evaluation, wait=True)
     return stopping
 
@@ -282,7 +335,11 @@ def report(t: Training, step: int) -> None:
     """Log the training metrics since the last report; raise ConfigError after too many consecutive skipped steps."""
     gc.collect()
     metrics, n_skipped = t.accumulator.report()
-    t.logger.log("training", step, metrics | {"lr": optim.learning_rate(t.run.hp, step - 1, t.setup.max_steps)})
+    t.logger.log(
+        "training",
+        step,
+        metrics | {"lr": optim.learning_rate(t.run.hp, step - 1, t.setup.max_steps)},
+    )
     optim.check_skipped(t.run.hp, step, n_skipped)
 
 
@@ -310,11 +367,17 @@ def validate(t: Training, step: int) -> float | None:
             if t.preemption.is_requested():
                 return None
         t.model.train()
-        loss_sum, n_targets = map(math.fsum, zip(*t.run.world.all_gather(sums).tolist(), strict=True))
+        loss_sum, n_targets = map(
+            math.fsum, zip(*t.run.world.all_gather(sums).tolist(), strict=True)
+        )
     loss = loss_sum / n_targets
     if not math.isfinite(loss):
         raise ConfigError(f"validation loss is {loss} at step {step}: lower lr or set grad_clip")
-    metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700)), "batches": step} | t.loader.bits_per_byte(loss_sum)
+    metrics = {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700)),
+        "batches": step,
+    } | t.loader.bits_per_byte(loss_sum)
     t.logger.log("validation", step, metrics)
     return loss
 
@@ -328,10 +391,14 @@ def sample(t: Training, step: int) -> bool:
         for token in sampling.generate(t.model, prompt, t.run.hp.num_tokens, **options):
             if t.preemption.is_requested():
                 return False
-            tokens.append(token)  # past its end, as ranks that disagreed on the end would wait for each other
+            tokens.append(
+                token
+            )  # past its end, as ranks that disagreed on the end would wait for each other
         t.model.train()
     end = next((i for i, token in enumerate(tokens) if token in tokenizer.stop_ids), None)
-    t.logger.log_sample(step, tokenizer.decode(prompt), tokenizer.decode(tokens[:end], after=prompt))
+    t.logger.log_sample(
+        step, tokenizer.decode(prompt), tokenizer.decode(tokens[:end], after=prompt)
+    )
     return True
 
 
@@ -342,7 +409,11 @@ def save(t: Training, step: int, evaluation: Evaluation, wait: bool) -> None:
         if t.checkpointer.is_pending:
             t.logger.log_checkpoint(*t.checkpointer.commit())
         dataset, sums = map(list, zip(*t.run.world.all_gather_object(state), strict=True))
-        progress = {"step": step, "tokens": step * t.setup.tokens_per_step, "metric_sums": sums} | evaluation._asdict()
+        progress = {
+            "step": step,
+            "tokens": step * t.setup.tokens_per_step,
+            "metric_sums": sums,
+        } | evaluation._asdict()
         progress = TrainingProgress(dataset_state=None if None in dataset else dataset, **progress)
         t.checkpointer.save(t.state(), t.setup.run_info, progress)
         if wait:
@@ -352,7 +423,9 @@ def save(t: Training, step: int, evaluation: Evaluation, wait: bool) -> None:
 def finish(t: Training, step: int, stopped: bool) -> int:
     """Acknowledge a preemption, and write the report. Return the exit code."""
     if stopped:
-        if t.run.world.rank == 0 and t.search_stop.reason is None:  # otherwise exit code 0 means: trial complete
+        if (
+            t.run.world.rank == 0 and t.search_stop.reason is None
+        ):  # otherwise exit code 0 means: trial complete
             t.run.context.preempt.acknowledge_preemption_signal()
         t.logger.info(f"stopped after step {step}/{t.setup.max_steps} {why_stopped(t, step)}")
     if run_dir := t.run.run_dir:  # no rank ends before rank 0: Slurm would kill it

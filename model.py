@@ -1,16 +1,16 @@
 """Decoder-only Transformer in plain PyTorch.
 
-The default is the architecture of Determined's FSDP example: learned positions, LayerNorm and a ReLU feed-forward
-network. Other configurations are GPT-2 (GELU, tied embeddings, dropout), Llama and Mistral (RoPE, RMSNorm, SwiGLU,
-grouped-query attention, sliding window), Qwen2 and Qwen3 (biases on query, key and value; norms on query and key) and
-OLMo 2 (norms after the sublayers).
+The default is the architecture of Determined's FSDP example: learned positions, LayerNorm and a
+ReLU feed-forward network. Other configurations are GPT-2 (GELU, tied embeddings, dropout), Llama
+and Mistral (RoPE, RMSNorm, SwiGLU, grouped-query attention, sliding window), Qwen2 and Qwen3
+(biases on query, key and value; norms on query and key) and OLMo 2 (norms after the sublayers).
 
-Reading order: `ModelConfig`, then `Transformer.forward`, then the modules above it. The module has no ranks, meshes
-or precision policies. A trainer reads the structure from `Transformer.fsdp_units`, `Transformer.init_rule` and
-`ModelConfig.flops_per_token`.
+Reading order: `ModelConfig`, then `Transformer.forward`, then the modules above it. The module has
+no ranks, meshes or precision policies. A trainer reads the structure from `Transformer.fsdp_units`,
+`Transformer.init_rule` and `ModelConfig.flops_per_token`.
 
-Shapes: B batch, T sequence length, S keys attended to (cached ones included), D d_model, H query heads,
-G key-value heads, K head_width, F d_ff, V vocab_size.
+Shapes: B batch, T sequence length, S keys attended to (cached ones included), D d_model, H query
+heads, G key-value heads, K head_width, F d_ff, V vocab_size.
 """
 
 from __future__ import annotations
@@ -34,25 +34,45 @@ class RopeScaling(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Llama 3's scaling of the rotary frequencies for contexts longer than the one in pre-training."""
 
     factor: float = Field(gt=0, description="divisor of the low frequencies (a ratio)")
-    low_freq_factor: float = Field(gt=0, description="wavelengths above the original context / this are scaled")
-    high_freq_factor: float = Field(gt=0, description="wavelengths below the original context / this are kept")
-    original_max_position_embeddings: int = Field(gt=0, le=2**24, description="context length in pre-training (tokens)")
+    low_freq_factor: float = Field(
+        gt=0, description="wavelengths above the original context / this are scaled"
+    )
+    high_freq_factor: float = Field(
+        gt=0, description="wavelengths below the original context / this are kept"
+    )
+    original_max_position_embeddings: int = Field(
+        gt=0, le=2**24, description="context length in pre-training (tokens)"
+    )
 
     @model_validator(mode="after")
     def _check_factors(self) -> RopeScaling:
         if self.high_freq_factor <= self.low_freq_factor:
             low, high = self.low_freq_factor, self.high_freq_factor
-            raise ValueError(f"high_freq_factor {high:g} must be greater than low_freq_factor {low:g}")
+            raise ValueError(
+                f"high_freq_factor {high:g} must be greater than low_freq_factor {low:g}"
+            )
         return self
 
 
 def _gpt2(d_model: int, n_layers: int, n_heads: int) -> dict[str, Any]:
-    shape = {"d_model": d_model, "n_layers": n_layers, "n_heads": n_heads, "vocab_size": 50257, "max_seq_len": 1024}
+    shape = {
+        "d_model": d_model,
+        "n_layers": n_layers,
+        "n_heads": n_heads,
+        "vocab_size": 50257,
+        "max_seq_len": 1024,
+    }
     return shape | {"ffn": "gelu", "bias": "all", "tie_embeddings": True}
 
 
 def _llama(d_model: int, n_layers: int, n_heads: int, **changes: Any) -> dict[str, Any]:
-    shape = {"d_model": d_model, "n_layers": n_layers, "n_heads": n_heads, "vocab_size": 32000, "max_seq_len": 4096}
+    shape = {
+        "d_model": d_model,
+        "n_layers": n_layers,
+        "n_heads": n_heads,
+        "vocab_size": 32000,
+        "max_seq_len": 4096,
+    }
     return shape | _LLAMA_STYLE | changes
 
 
@@ -82,15 +102,31 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3.2-3b": _llama(3072, 28, 24, **_LLAMA32),
     "codellama-7b": _llama(4096, 32, 32, vocab_size=32016, max_seq_len=16384, rope_theta=1000000.0),
     "mistral": _LLAMA_STYLE,
-    "mistral-7b": _llama(4096, 32, 32, n_kv_heads=8, d_ff=14336, max_seq_len=32768, sliding_window=4096),
+    "mistral-7b": _llama(
+        4096, 32, 32, n_kv_heads=8, d_ff=14336, max_seq_len=32768, sliding_window=4096
+    ),
     "mistral-nemo-12b": _llama(
-        *(5120, 40, 32), n_kv_heads=8, head_dim=128, d_ff=14336, vocab_size=131072, max_seq_len=131072, rope_theta=1e6
+        *(5120, 40, 32),
+        n_kv_heads=8,
+        head_dim=128,
+        d_ff=14336,
+        vocab_size=131072,
+        max_seq_len=131072,
+        rope_theta=1e6,
     ),
     "qwen2.5-0.5b": _llama(
-        896, 24, 14, **_QWEN25 | {"max_seq_len": 32768}, n_kv_heads=2, d_ff=4864, tie_embeddings=True
+        896,
+        24,
+        14,
+        **_QWEN25 | {"max_seq_len": 32768},
+        n_kv_heads=2,
+        d_ff=4864,
+        tie_embeddings=True,
     ),
     "qwen2.5-1.5b": _llama(1536, 28, 12, **_QWEN25, n_kv_heads=2, d_ff=8960, tie_embeddings=True),
-    "qwen2.5-7b": _llama(3584, 28, 28, **_QWEN25 | {"vocab_size": 152064}, n_kv_heads=4, d_ff=18944),
+    "qwen2.5-7b": _llama(
+        3584, 28, 28, **_QWEN25 | {"vocab_size": 152064}, n_kv_heads=4, d_ff=18944
+    ),
     "qwen3-0.6b": _llama(1024, 28, 16, **_QWEN3, d_ff=3072, tie_embeddings=True),
     "qwen3-1.7b": _llama(2048, 28, 16, **_QWEN3, d_ff=6144, tie_embeddings=True),
     "qwen3-4b": _llama(2560, 36, 32, **_QWEN3, d_ff=9728, tie_embeddings=True),
@@ -104,42 +140,69 @@ VocabSize = Annotated[int, Field(gt=1, le=2**24)]
 class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Hyperparameters of the architecture. `model` names a preset that supplies the keys that are not set."""
 
-    model: str | None = Field(None, description="preset that supplies the keys below that are not set")
-    # The limits keep the number of elements of every tensor within int64, and a model on the meta device small.
+    model: str | None = Field(
+        None, description="preset that supplies the keys below that are not set"
+    )
+    # The limits keep the number of elements of every tensor within int64, and a model on the meta
+    # device small.
     d_model: int = Field(512, gt=0, le=2**20, description="width of the residual stream")
-    n_heads: int = Field(8, gt=0, le=2**14, description="query heads per layer; divides d_model if head_dim is null")
+    n_heads: int = Field(
+        8, gt=0, le=2**14, description="query heads per layer; divides d_model if head_dim is null"
+    )
     n_layers: int = Field(4, gt=0, le=2**12, description="Transformer blocks")
     vocab_size: VocabSize = Field(
         None,
         validate_default=True,
         description="token ids; null = the tokenizer's, rounded up to a multiple of 64; 32000 for synthetic data",
     )
-    max_seq_len: int = Field(2048, gt=0, le=2**24, description="longest sequence; the length in training (tokens)")
-    n_kv_heads: int | None = Field(None, gt=0, le=2**14, description="key-value heads; divides n_heads; null = n_heads")
-    head_dim: int | None = Field(None, gt=0, le=2**14, description="width of a head; null = d_model / n_heads")
-    d_ff: int | None = Field(
-        None, gt=0, le=2**24, description="feed-forward width; null = 4 d_model, or Llama's rule for swiglu"
+    max_seq_len: int = Field(
+        2048, gt=0, le=2**24, description="longest sequence; the length in training (tokens)"
     )
-    norm: Literal["layernorm", "rmsnorm"] = Field("layernorm", description="normalization of sublayers and output")
+    n_kv_heads: int | None = Field(
+        None, gt=0, le=2**14, description="key-value heads; divides n_heads; null = n_heads"
+    )
+    head_dim: int | None = Field(
+        None, gt=0, le=2**14, description="width of a head; null = d_model / n_heads"
+    )
+    d_ff: int | None = Field(
+        None,
+        gt=0,
+        le=2**24,
+        description="feed-forward width; null = 4 d_model, or Llama's rule for swiglu",
+    )
+    norm: Literal["layernorm", "rmsnorm"] = Field(
+        "layernorm", description="normalization of sublayers and output"
+    )
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance in each norm")
     norm_placement: Literal["pre", "post"] = Field(
-        "pre", description="normalize a sublayer's input (GPT, Llama), or its output before it is added (OLMo 2)"
+        "pre",
+        description="normalize a sublayer's input (GPT, Llama), or its output before it is added (OLMo 2)",
     )
     qk_norm: Literal["none", "head", "projection"] = Field(
-        "none", description="RMSNorm of queries and keys: of each head (Qwen3), or of all heads together (OLMo 2)"
+        "none",
+        description="RMSNorm of queries and keys: of each head (Qwen3), or of all heads together (OLMo 2)",
     )
-    positions: Literal["learned", "rope"] = Field("learned", description="learned table, or rotary embedding")
+    positions: Literal["learned", "rope"] = Field(
+        "learned", description="learned table, or rotary embedding"
+    )
     rope_theta: float = Field(10000.0, gt=0, description="base of the rotary wavelengths")
-    rope_scaling: RopeScaling | None = Field(None, description="Llama 3 frequency scaling (a mapping)")
+    rope_scaling: RopeScaling | None = Field(
+        None, description="Llama 3 frequency scaling (a mapping)"
+    )
     ffn: Literal["relu", "gelu", "swiglu"] = Field(
         "relu", description="feed-forward network; gelu is GPT-2's tanh form"
     )
     bias: Literal["ffn", "none", "qkv", "all"] = Field(
-        "ffn", description="linear layers with a bias (the head has none); qkv = query, key and value (Qwen2)"
+        "ffn",
+        description="linear layers with a bias (the head has none); qkv = query, key and value (Qwen2)",
     )
     tie_embeddings: bool = Field(False, description="use the token embedding as the output matrix")
-    sliding_window: int | None = Field(None, gt=0, description="attend to the last N positions only (tokens)")
-    dropout: float = Field(0.0, ge=0, lt=1, description="probability of zeroing an activation in training")
+    sliding_window: int | None = Field(
+        None, gt=0, description="attend to the last N positions only (tokens)"
+    )
+    dropout: float = Field(
+        0.0, ge=0, lt=1, description="probability of zeroing an activation in training"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -147,7 +210,9 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         if not isinstance(values, dict) or not isinstance(values.get("model"), str):
             return values  # no preset, or a value that pydantic rejects
         if values["model"] not in PRESETS:
-            raise ValueError(f"model: unknown preset {values['model']!r}; available: {', '.join(PRESETS)}")
+            raise ValueError(
+                f"model: unknown preset {values['model']!r}; available: {', '.join(PRESETS)}"
+            )
         return PRESETS[values["model"]] | values
 
     @field_validator("vocab_size", mode="before", json_schema_input_type=VocabSize | None)
@@ -161,13 +226,19 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         if self.head_dim is None and self.d_model % self.n_heads:
             fits = [n for n in range(1, min(self.d_model, 1024) + 1) if self.d_model % n == 0]
             near = sorted(sorted(fits, key=lambda n: abs(n - self.n_heads))[:4])
-            problems.append(f"n_heads: {self.n_heads} does not divide d_model {self.d_model}; nearest: {near}")
+            problems.append(
+                f"n_heads: {self.n_heads} does not divide d_model {self.d_model}; nearest: {near}"
+            )
         elif self.positions == "rope" and self.head_width % 2:
-            key, what = ("head_dim", "head_dim") if self.head_dim else ("n_heads", "d_model / n_heads")
+            key, what = (
+                ("head_dim", "head_dim") if self.head_dim else ("n_heads", "d_model / n_heads")
+            )
             problems.append(f"{key}: positions: rope needs an even {what}, not {self.head_width}")
         if self.n_heads % self.kv_heads:
             fits = [n for n in range(1, min(self.n_heads, 1024) + 1) if self.n_heads % n == 0]
-            problems.append(f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}; choose from {fits}")
+            problems.append(
+                f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}; choose from {fits}"
+            )
         if self.rope_scaling and self.positions != "rope":
             problems.append("rope_scaling: needs positions: rope")
         if problems:
@@ -188,7 +259,11 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         """Inner width: `d_ff`, else 4 d_model, else two thirds of that rounded up to 256 (Llama, swiglu)."""
         if self.d_ff:
             return self.d_ff
-        return 256 * math.ceil(8 * self.d_model / 3 / 256) if self.ffn == "swiglu" else 4 * self.d_model
+        return (
+            256 * math.ceil(8 * self.d_model / 3 / 256)
+            if self.ffn == "swiglu"
+            else 4 * self.d_model
+        )
 
     def can_use_flex(self, device: torch.device, training: bool) -> bool:
         """Return whether masked attention can use FlexAttention, which needs CUDA, head_width >= 16 and no dropout."""
@@ -197,8 +272,8 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     def needs_kv_repeat(self, device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
         """Return whether the fused kernel needs key-value heads repeated for each query head.
 
-        On CUDA only FlashAttention supports grouped queries, and it supports neither masks nor float32 nor GPUs
-        older than Ampere.
+        On CUDA only FlashAttention supports grouped queries, and it supports neither masks nor
+        float32 nor GPUs older than Ampere.
         """
         if device.type != "cuda" or self.kv_heads == self.n_heads:
             return False
@@ -224,13 +299,15 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     def flops_per_token(self, seq_len: int) -> float:
         """Return the FLOPs per token of one forward and backward pass over sequences of `seq_len` tokens.
 
-        Counts six FLOPs per weight of a matrix product (two forward, four backward), the head included and the
-        embedding lookup not, plus 12 S H K per layer for causal attention, where S is half of `seq_len` on average, and
-        at most the sliding window. Recomputation is not counted. Source: Chowdhery et al., PaLM (2022),
-        appendix B.
+        Counts six FLOPs per weight of a matrix product (two forward, four backward), the head
+        included and the embedding lookup not, plus 12 S H K per layer for causal attention, where S
+        is half of `seq_len` on average, and at most the sliding window. Recomputation is not
+        counted. Source: Chowdhery et al., PaLM (2022), appendix B.
         """
         d, q, kv = self.d_model, self.n_heads * self.head_width, self.kv_heads * self.head_width
-        weights = self.n_layers * (d * (2 * q + 2 * kv) + (3 if self.ffn == "swiglu" else 2) * d * self.ffn_width)
+        weights = self.n_layers * (
+            d * (2 * q + 2 * kv) + (3 if self.ffn == "swiglu" else 2) * d * self.ffn_width
+        )
         weights += self.vocab_size * d
         window = min(self.sliding_window or seq_len, seq_len)
         attended = window - window**2 / (2 * seq_len)
@@ -264,7 +341,9 @@ class AttentionInputs(NamedTuple):
     """Inputs of attention that all layers share."""
 
     rope: tuple[Tensor, Tensor] | None  # cos and sin, (T, 1, K/2) or (B, T, 1, K/2) float32
-    mask: Tensor | BlockMask | None  # (T, S) or (B, 1, T, T), true = attend; None = every key, or causal
+    mask: (
+        Tensor | BlockMask | None
+    )  # (T, S) or (B, 1, T, T), true = attend; None = every key, or causal
     causal: bool
     repeat_kv: bool  # see `ModelConfig.needs_kv_repeat`
 
@@ -272,11 +351,14 @@ class AttentionInputs(NamedTuple):
 def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     """Return the rotary frequencies `(K/2,)`, float32, in radians per position.
 
-    Sources: Su et al., RoFormer (2021), equation 15; the scaling of Llama 3.1. Wavelengths longer than the original
-    context / low_freq_factor are multiplied by `factor`, those shorter than the original context / high_freq_factor
-    are kept, and those in between are interpolated.
+    Sources: Su et al., RoFormer (2021), equation 15; the scaling of Llama 3.1. Wavelengths longer
+    than the original context / low_freq_factor are multiplied by `factor`, those shorter than the
+    original context / high_freq_factor are kept, and those in between are interpolated.
     """
-    exponents = torch.arange(0, config.head_width, 2, dtype=torch.float32, device=device) / config.head_width
+    exponents = (
+        torch.arange(0, config.head_width, 2, dtype=torch.float32, device=device)
+        / config.head_width
+    )
     frequencies = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
     if scaling is None:
@@ -314,7 +396,11 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.layer = layer
-        d, q, kv = config.d_model, config.n_heads * config.head_width, config.kv_heads * config.head_width
+        d, q, kv = (
+            config.d_model,
+            config.n_heads * config.head_width,
+            config.kv_heads * config.head_width,
+        )
         bias = config.bias in ("qkv", "all")
         self.q_proj = nn.Linear(d, q, bias=bias)
         self.k_proj = nn.Linear(d, kv, bias=bias)
@@ -324,7 +410,9 @@ class Attention(nn.Module):
             widths = (q, kv) if config.qk_norm == "projection" else (config.head_width,) * 2
             self.q_norm, self.k_norm = (nn.RMSNorm(width, eps=config.norm_eps) for width in widths)
 
-    def forward(self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None) -> Tensor:  # (B, T, D) -> (B, T, D)
+    def forward(
+        self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None
+    ) -> Tensor:  # (B, T, D) -> (B, T, D)
         c = self.config
         batch, length, _ = x.shape
         q, k = self.q_proj(x), self.k_proj(x)
@@ -335,7 +423,9 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(batch, length, c.kv_heads, c.head_width)
         if c.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        if inputs.rope is not None:  # before the transposition: attention returns the layout of q, and needs no copy
+        if (
+            inputs.rope is not None
+        ):  # before the transposition: attention returns the layout of q, and needs no copy
             q, k = rotate(q, inputs.rope), rotate(k, inputs.rope)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # B H T K and B G T K
         if cache is not None:
@@ -350,7 +440,9 @@ class Attention(nn.Module):
                 k, v = (heads.repeat_interleave(c.n_heads // c.kv_heads, dim=1) for heads in (k, v))
             dropout = c.dropout if self.training else 0.0
             gqa = grouped and not inputs.repeat_kv
-            y = F.scaled_dot_product_attention(q, k, v, inputs.mask, dropout, inputs.causal, enable_gqa=gqa)
+            y = F.scaled_dot_product_attention(
+                q, k, v, inputs.mask, dropout, inputs.causal, enable_gqa=gqa
+            )
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, c.n_heads * c.head_width))
 
 
@@ -387,7 +479,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None = None) -> Tensor:
         if self.post_norm:
-            x = x + F.dropout(self.attention_norm(self.attention(x, inputs, cache)), self.dropout, self.training)
+            x = x + F.dropout(
+                self.attention_norm(self.attention(x, inputs, cache)), self.dropout, self.training
+            )
             return x + F.dropout(self.ffn_norm(self.ffn(x)), self.dropout, self.training)
         attended = self.attention(self.attention_norm(x), inputs, cache)
         x = x + F.dropout(attended, self.dropout, self.training)
@@ -404,7 +498,9 @@ class Embedding(nn.Module):
         learned = config.positions == "learned"
         self.positions = nn.Embedding(config.max_seq_len, config.d_model) if learned else None
 
-    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:  # (B, T), (T,) or (B, T) -> (B, T, D)
+    def forward(
+        self, tokens: Tensor, position_ids: Tensor
+    ) -> Tensor:  # (B, T), (T,) or (B, T) -> (B, T, D)
         x = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions(position_ids)
@@ -419,18 +515,23 @@ def loss_chunk(device: torch.device, memory: int | None = None) -> int:
     """Return the most logits in memory at once; with their gradients, at most a sixteenth of a GPU's `memory`."""
     if device.type != "cuda":
         return LOSS_CHUNK["cpu"]
-    return min(LOSS_CHUNK["cuda"], (memory or torch.cuda.get_device_properties(device).total_memory) // 64)
+    return min(
+        LOSS_CHUNK["cuda"], (memory or torch.cuda.get_device_properties(device).total_memory) // 64
+    )
 
 
 ChunkCrossEntropy = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
 
 
-def chunk_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+def chunk_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of -log p(target) (nats, float32) for the logits `x @ weight.T`, and its gradients.
 
     Args:
         x, weight, targets: `(N, D)`, `(V, D)`, `(N,)`.
-        needs_grad: if false, the gradients are empty tensors; the one for `weight` also is if `weight` is frozen.
+        needs_grad: if false, the gradients are empty tensors; the one for `weight` also is if
+            `weight` is frozen.
     """
     logits = F.linear(x, weight).float()
     counts = targets != IGNORE_INDEX
@@ -454,13 +555,20 @@ def even_chunk_size(total: int, limit: int) -> int:
 class LinearCrossEntropy(torch.autograd.Function):
     """Sum of -log p(target) for the logits `x @ weight.T`, computed in chunks so that few logits are in memory.
 
-    The gradients of a chunk are computed in the forward pass, while its logits exist; the backward pass scales them
-    by the gradient of the sum. Source: Hsu et al., Liger Kernel (2024), section 3.2.
+    The gradients of a chunk are computed in the forward pass, while its logits exist; the backward
+    pass scales them by the gradient of the sum. Source: Hsu et al., Liger Kernel (2024), section
+    3.2.
     """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, size: int, needs_grad: bool, function: ChunkCrossEntropy
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        size: int,
+        needs_grad: bool,
+        function: ChunkCrossEntropy,
     ) -> Tensor:
         """Return the sum in nats, a float32 scalar, of chunks of `size` targets; see `chunk_cross_entropy`."""
         loss_sum, x_grads, weight_grad = torch.zeros((), device=x.device), [], None
@@ -488,7 +596,11 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = make_norm(config)
-        self.output = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.output = (
+            None
+            if config.tie_embeddings
+            else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        )
         self.chunk_cross_entropy: ChunkCrossEntropy = chunk_cross_entropy
         """Can be replaced by its compiled form."""
         self.loss_chunk: Callable[[torch.device], int] = loss_chunk
@@ -502,9 +614,18 @@ class Head(nn.Module):
             return F.linear(x, weight)
         x, targets = x.flatten(0, 1), targets.flatten()
         # float16 cannot hold a chunk's gradients before the loss scale is applied to them.
-        if (x.is_cuda or self.chunk_cross_entropy is not chunk_cross_entropy) and x.dtype != torch.float16:
+        if (
+            x.is_cuda or self.chunk_cross_entropy is not chunk_cross_entropy
+        ) and x.dtype != torch.float16:
             size = even_chunk_size(len(x), max(1, self.loss_chunk(x.device) // len(weight)))
-            arguments = (x, weight, targets, size, torch.is_grad_enabled(), self.chunk_cross_entropy)
+            arguments = (
+                x,
+                weight,
+                targets,
+                size,
+                torch.is_grad_enabled(),
+                self.chunk_cross_entropy,
+            )
             return cast(Tensor, LinearCrossEntropy.apply(*arguments))
         logits = F.linear(x, weight).float()
         return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
@@ -532,17 +653,19 @@ class Transformer(nn.Module):
 
         Args:
             tokens: `(B, T)` token ids.
-            targets: `(B, T)` token ids, or `IGNORE_INDEX` for tokens that are excluded from the loss.
-            document_ids: `(B, T)`, equal for adjacent tokens of one document. Attention stays within a document.
-                None = one document per sequence.
+            targets: `(B, T)` token ids, or `IGNORE_INDEX` for tokens that are excluded from the
+                loss.
+            document_ids: `(B, T)`, equal for adjacent tokens of one document. Attention stays
+                within a document. None = one document per sequence.
             cache: keys and values of the tokens before `tokens`; is extended by T.
-            position_ids: `(T,)` or `(B, T)`, positions for the rotary or learned embedding; they do not affect
-                which tokens are attended to. None = consecutive, restarting in each document.
+            position_ids: `(T,)` or `(B, T)`, positions for the rotary or learned embedding; they do
+                not affect which tokens are attended to. None = consecutive, restarting in each
+                document.
 
         Returns:
-            With `targets`: the sum of -log p(target) in nats, a float32 scalar. It is a sum, so that ranks and
-            micro-steps can be averaged exactly. With `cache`: the logits after the last token, `(B, V)`. Otherwise
-            all logits, `(B, T, V)`.
+            With `targets`: the sum of -log p(target) in nats, a float32 scalar. It is a sum, so
+            that ranks and micro-steps can be averaged exactly. With `cache`: the logits after the
+            last token, `(B, V)`. Otherwise all logits, `(B, T, V)`.
 
         Raises:
             ValueError: the tokens, with those cached, are longer than `max_seq_len`.
@@ -555,7 +678,9 @@ class Transformer(nn.Module):
         indices = torch.arange(start, end, device=tokens.device)  # T, in the sequence
         use_flex = cache is None and c.can_use_flex(tokens.device, self.training)
         if document_ids is None and use_flex and end > (c.sliding_window or end):
-            document_ids = torch.zeros_like(tokens)  # FlexAttention skips the blocks outside the window
+            document_ids = torch.zeros_like(
+                tokens
+            )  # FlexAttention skips the blocks outside the window
         if document_ids is None:
             mask, default_position_ids = self._sequence_mask(indices, end), indices
         else:
@@ -563,7 +688,9 @@ class Transformer(nn.Module):
         position_ids = default_position_ids if position_ids is None else position_ids
         x = self.embedding(tokens, position_ids)  # B T D
         repeat_kv = c.needs_kv_repeat(x.device, x.dtype, mask is not None)
-        inputs = AttentionInputs(self._rope(position_ids), mask, mask is None and len(indices) > 1, repeat_kv)
+        inputs = AttentionInputs(
+            self._rope(position_ids), mask, mask is None and len(indices) > 1, repeat_kv
+        )
         for block in self.blocks:
             x = block(x, inputs, cache)
         if cache is not None:
@@ -578,14 +705,19 @@ class Transformer(nn.Module):
         if not has_window and len(queries) in (1, end):  # one token, or no cached ones
             return None
         distance = queries[:, None] - torch.arange(end, device=queries.device)
-        return (distance >= 0) & (distance < window) if window is not None and has_window else distance >= 0
+        return (
+            (distance >= 0) & (distance < window)
+            if window is not None and has_window
+            else distance >= 0
+        )
 
     def _document_mask(
         self, document_ids: Tensor, indices: Tensor, use_flex: bool
     ) -> tuple[Tensor | BlockMask, Tensor]:
         """Return the mask of sequences of several documents, and each token's position in its document `(B, T)`.
 
-        With `use_flex` the mask is FlexAttention's, which skips masked blocks, otherwise `(B, 1, T, T)`.
+        With `use_flex` the mask is FlexAttention's, which skips masked blocks, otherwise `(B, 1, T,
+        T)`.
         """
         is_first = torch.ones_like(document_ids, dtype=torch.bool)
         is_first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
@@ -599,7 +731,9 @@ class Transformer(nn.Module):
 
         if use_flex:
             make = compiled(create_block_mask) if indices.is_cuda else create_block_mask
-            mask = make(mask_mod, len(document_ids), None, len(indices), len(indices), device=indices.device)
+            mask = make(
+                mask_mod, len(document_ids), None, len(indices), len(indices), device=indices.device
+            )
         else:
             b = torch.arange(len(document_ids), device=indices.device)[:, None, None, None]
             mask = mask_mod(b, b, indices[:, None], indices)
@@ -608,13 +742,16 @@ class Transformer(nn.Module):
     def _rope(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:  # (T,) or (B, T)
         if self.config.positions != "rope":
             return None
-        angles = position_ids.float()[..., None, None] * rope_frequencies(self.config, position_ids.device)
+        angles = position_ids.float()[..., None, None] * rope_frequencies(
+            self.config, position_ids.device
+        )
         return angles.cos(), angles.sin()  # the same for all heads
 
     def fsdp_units(self) -> list[nn.Module]:
         """Return the modules to shard separately, in forward order; the root holds all other parameters.
 
-        A tied output matrix is used at both ends of the model, so embedding and head belong to the root.
+        A tied output matrix is used at both ends of the model, so embedding and head belong to the
+        root.
         """
         if self.config.tie_embeddings:
             return list(self.blocks)
@@ -623,9 +760,10 @@ class Transformer(nn.Module):
     def init_rule(self, name: str) -> tuple[Literal["constant", "normal"], float]:
         """Return how to initialize the parameter `name`: a constant, or a normal distribution and its deviation.
 
-        Matrices have deviation 0.02, those that write to the residual stream 0.02 / sqrt(2 n_layers), so that its
-        variance does not grow with depth (GPT-2 and Llama). The FSDP example's model, with learned positions and
-        untied embeddings, keeps the variances of PyTorch's modules.
+        Matrices have deviation 0.02, those that write to the residual stream 0.02 / sqrt(2
+        n_layers), so that its variance does not grow with depth (GPT-2 and Llama). The FSDP
+        example's model, with learned positions and untied embeddings, keeps the variances of
+        PyTorch's modules.
         """
         c = self.config
         *_, module, parameter = name.split(".")
@@ -637,6 +775,8 @@ class Transformer(nn.Module):
         if c.positions == "learned" and not c.tie_embeddings:
             if module == "positions":
                 return "constant", 0.0
-            inputs = {"down_proj": c.ffn_width, "o_proj": c.n_heads * c.head_width}.get(module, c.d_model)
+            inputs = {"down_proj": c.ffn_width, "o_proj": c.n_heads * c.head_width}.get(
+                module, c.d_model
+            )
             return "normal", 1.0 if module == "tokens" else 1 / math.sqrt(3 * inputs)
         return "normal", 0.02 / math.sqrt(2 * c.n_layers) if to_stream else 0.02

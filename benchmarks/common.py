@@ -28,7 +28,15 @@ SHARES = ("optimizer", *NAMES, "other", "idle")
 
 def launched(processes: int, script: str, *arguments: str) -> list[str]:
     """Return the command that runs the project's file `script` on `processes` ranks, in `environment`."""
-    return [sys.executable, "-m", "lm.launch", "--nproc", str(processes), str(ROOT / script), *arguments]
+    return [
+        sys.executable,
+        "-m",
+        "lm.launch",
+        "--nproc",
+        str(processes),
+        str(ROOT / script),
+        *arguments,
+    ]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -47,32 +55,44 @@ def shares(events: Iterable[dict[str, Any]], seconds: float) -> dict[str, float]
     FSDP's are its collectives and copies.
 
     Args:
-        events: of a profiler trace. If it has GPU kernels they count, else the CPU operators. What lies outside of the
-            annotation `STEP`, if any, does not count.
+        events: of a profiler trace. If it has GPU kernels they count, else the CPU operators. What
+            lies outside of the annotation `STEP`, if any, does not count.
     """
     spans = [event for event in events if event.get("ph") == "X" and event.get("dur")]
     on_gpu = any(event["cat"] == "kernel" for event in spans)
     work = {"kernel", "gpu_memcpy", "gpu_memset"} if on_gpu else {"cpu_op"}
     marks = "gpu_user_annotation" if on_gpu else "user_annotation"
-    steps = [event for event in spans if event["name"] == STEP and event["cat"] == "user_annotation"]
-    first, last = (steps[0]["ts"], steps[0]["ts"] + steps[0]["dur"]) if steps else (-math.inf, math.inf)
+    steps = [
+        event for event in spans if event["name"] == STEP and event["cat"] == "user_annotation"
+    ]
+    first, last = (
+        (steps[0]["ts"], steps[0]["ts"] + steps[0]["dur"]) if steps else (-math.inf, math.inf)
+    )
     marked: dict[tuple[str, Any], list[Interval]] = {}  # by kind, and stream or thread
     for event in spans:
         if event["cat"] == marks and event["name"].startswith(("Optimizer.step", "FSDP::")):
             kind = "FSDP" if event["name"].startswith("FSDP") else "optimizer"
-            marked.setdefault((kind, event.get("tid")), []).append((event["ts"], event["ts"] + event["dur"]))
+            marked.setdefault((kind, event.get("tid")), []).append(
+                (event["ts"], event["ts"] + event["dur"])
+            )
     marked = {key: _union(own) for key, own in marked.items()}
     intervals: dict[str, list[Interval]] = {kind: [] for kind in SHARES[:-1]}
     for event in spans:
         name, start, end = event["name"], event["ts"], event["ts"] + event["dur"]
-        counts = event["cat"] in work and "c10d" not in name  # c10d's operators wait for the collective
+        counts = (
+            event["cat"] in work and "c10d" not in name
+        )  # c10d's operators wait for the collective
         if not on_gpu:
             counts |= name.startswith(("gloo:", "## Call Compiled"))
         if counts and first < end and start < last:
             kinds = [
-                kind for kind in ("optimizer", "FSDP") if _contain(marked.get((kind, event.get("tid")), []), start)
+                kind
+                for kind in ("optimizer", "FSDP")
+                if _contain(marked.get((kind, event.get("tid")), []), start)
             ]
-            kinds += [kind for kind, pattern in NAMES.items() if re.search(pattern, name, re.IGNORECASE)]
+            kinds += [
+                kind for kind, pattern in NAMES.items() if re.search(pattern, name, re.IGNORECASE)
+            ]
             intervals[[*kinds, "other"][0]].append((max(start, first), min(end, last)))
     found, everything, busy = {}, [], 0.0
     for kind, own in intervals.items():

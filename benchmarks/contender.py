@@ -2,9 +2,9 @@
 
     python -m lm.launch benchmarks/contender.py NAME FILE [key=value ...]
 
-Rank 0 reads a command per line from standard input, and answers each with `MARK` and a line of JSON: `run N` trains N
-steps, `profile N FILE` measures the peak FLOP/s and trains N steps under the profiler. The end of the input ends all
-ranks. The first step needs no command.
+Rank 0 reads a command per line from standard input, and answers each with `MARK` and a line of
+JSON: `run N` trains N steps, `profile N FILE` measures the peak FLOP/s and trains N steps under the
+profiler. The end of the input ends all ranks. The first step needs no command.
 """
 
 # torchtitan is no dependency:
@@ -56,7 +56,10 @@ class Pacer:
         device = self._world.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        answer: dict[str, Any] = {"seconds": time.perf_counter() - self._start_time, "steps": self._steps}
+        answer: dict[str, Any] = {
+            "seconds": time.perf_counter() - self._start_time,
+            "steps": self._steps,
+        }
         answer["peak_flops"] = self._peak_flops
         if self._profiler is not None:
             self._profiler.stop()
@@ -66,7 +69,9 @@ class Pacer:
         answer["peak_gib"] = max(self._world.all_gather_object(peak_memory_gib(device)))
         if self._world.rank == 0:
             print(MARK + json.dumps(answer), flush=True)
-        command = self._world.all_gather_object(sys.stdin.readline().split() if self._world.rank == 0 else [])[0]
+        command = self._world.all_gather_object(
+            sys.stdin.readline().split() if self._world.rank == 0 else []
+        )[0]
         if not command:
             sys.stdout.flush()
             os._exit(0)
@@ -106,12 +111,16 @@ def ours(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
 
     run_dir = RunDir("bench")
     distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
-    with core.init(distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())) as context:
+    with core.init(
+        distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())
+    ) as context:
         store = fsdp.open_store(world, context, None, run_dir)
         fsdp.execute(fsdp.Run(hp, world, context, store, None, run_dir, pacer))
 
 
-def fsdp1(world: World, hp: config.Hyperparameters, pacer: Pacer, dtype: torch.dtype | None) -> None:
+def fsdp1(
+    world: World, hp: config.Hyperparameters, pacer: Pacer, dtype: torch.dtype | None
+) -> None:
     """Train our model with FSDP1, transformer_auto_wrap_policy, autocast and AdamW."""
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -141,12 +150,18 @@ def transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None
     from lm.hf import families
 
     # Without positions: rope, the closest family is GPT-2.
-    near = hp if hp.positions == "rope" else hp.model_copy(update={"norm": "layernorm", "ffn": "gelu", "bias": "all"})
+    near = (
+        hp
+        if hp.positions == "rope"
+        else hp.model_copy(update={"norm": "layernorm", "ffn": "gelu", "bias": "all"})
+    )
     shape: dict[str, Any] = families.write_config(near, "float32", None) | {"use_cache": False}
     if hp.ffn == "relu":
         shape["activation_function"] = "relu"
     torch.manual_seed(0)
-    hf_model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape), attn_implementation="sdpa")
+    hf_model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**shape), attn_implementation="sdpa"
+    )
     model = hf_model.to(world.device)
     mesh = world.device_mesh(MeshShape(1, world.size))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -164,7 +179,9 @@ def as_llama(hp: config.Hyperparameters) -> config.Hyperparameters:
     """Return Llama's architecture with the width, depth and vocabulary of `hp`."""
     if hp.positions == "rope":
         return hp
-    return hp.model_copy(update={"positions": "rope", "norm": "rmsnorm", "ffn": "swiglu", "bias": "none"})
+    return hp.model_copy(
+        update={"positions": "rope", "norm": "rmsnorm", "ffn": "swiglu", "bias": "none"}
+    )
 
 
 def torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
@@ -177,17 +194,27 @@ def torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
     from torchtitan.models.llama3 import TransformerModelArgs, parallelize_llama
 
     if hp.tie_embeddings or hp.sliding_window or hp.dropout:
-        sys.exit("torchtitan's Llama supports neither tie_embeddings nor sliding_window nor dropout")
+        sys.exit(
+            "torchtitan's Llama supports neither tie_embeddings nor sliding_window nor dropout"
+        )
     width = as_llama(hp).ffn_width
     sizes = {key: getattr(hp, key) for key in ("n_layers", "n_heads", "vocab_size", "max_seq_len")}
-    sizes |= {"dim": hp.d_model, "n_kv_heads": hp.kv_heads, "ffn_dim_multiplier": width / (4 * hp.d_model)}
-    shape = TransformerModelArgs(**sizes, multiple_of=width)  # 2/3 of ffn_dim_multiplier x 4 dim is rounded up to this
+    sizes |= {
+        "dim": hp.d_model,
+        "n_kv_heads": hp.kv_heads,
+        "ffn_dim_multiplier": width / (4 * hp.d_model),
+    }
+    shape = TransformerModelArgs(
+        **sizes, multiple_of=width
+    )  # 2/3 of ffn_dim_multiplier x 4 dim is rounded up to this
     job = JobConfig()
     job.compile.enable = True
     job.activation_checkpoint.mode = "none"
     job.training.seq_len = hp.max_seq_len
     parallel_dims.device_type = world.device.type  # default: CUDA
-    dims = ParallelDims(dp_replicate=1, dp_shard=world.size, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world.size)
+    dims = ParallelDims(
+        dp_replicate=1, dp_shard=world.size, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world.size
+    )
     with torch.device("meta"):
         model = Llama(shape)
     parallelize_llama(model, dims, job)
@@ -198,7 +225,9 @@ def torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
     with torch.no_grad():
         model.init_weights(buffer_device=None)
     measure = build_cross_entropy_loss(job)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=hp.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=hp.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     precision = utils.maybe_enable_amp(dims, job.training.mixed_precision_param, world.device.type)
     for inputs, targets in _batches(world, hp, pacer):
         with precision:
@@ -209,14 +238,18 @@ def torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
         optimizer.zero_grad()
 
 
-def _batches(world: World, hp: config.Hyperparameters, pacer: Pacer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _batches(
+    world: World, hp: config.Hyperparameters, pacer: Pacer
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield this rank's inputs and targets of every step, random tokens."""
     batch_size = derive_global_batch_size(hp, world.size) // world.size
     generator = torch.Generator().manual_seed(world.rank)
     step = 0
     while True:
         pacer(step)
-        tokens = torch.randint(hp.vocab_size, (batch_size, hp.max_seq_len + 1), generator=generator).to(world.device)
+        tokens = torch.randint(
+            hp.vocab_size, (batch_size, hp.max_seq_len + 1), generator=generator
+        ).to(world.device)
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         step += 1
 

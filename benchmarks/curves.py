@@ -2,8 +2,8 @@
 
     python -m benchmarks.curves [--config recipes/quickstart.yaml] [--steps 200] [key=value ...]
 
-The reference is float32 without compilation. The deviation of a curve is that of its mean loss over each tenth of the
-run, relative to the reference.
+The reference is float32 without compilation. The deviation of a curve is that of its mean loss over
+each tenth of the run, relative to the reference.
 """
 
 from __future__ import annotations
@@ -29,10 +29,23 @@ VARIANTS = {
 
 def losses(config: Path, settings: Sequence[str], steps: int, processes: int) -> list[float]:
     """Return the training loss of every step of a run."""
-    length = [f"max_steps={steps}", f"checkpoint_rate={steps}", f"validation_rate={steps}", "report_rate=1"]
+    length = [
+        f"max_steps={steps}",
+        f"checkpoint_rate={steps}",
+        f"validation_rate={steps}",
+        "report_rate=1",
+    ]
     with tempfile.TemporaryDirectory() as directory:
         subprocess.run(
-            launched(processes, "fsdp.py", "--config", str(config.absolute()), *length, "prompt=null", *settings),
+            launched(
+                processes,
+                "fsdp.py",
+                "--config",
+                str(config.absolute()),
+                *length,
+                "prompt=null",
+                *settings,
+            ),
             cwd=directory,
             env=environment(),
             check=True,
@@ -46,7 +59,9 @@ def deviations(curve: Sequence[float], reference: Sequence[float]) -> list[float
     """Return the relative deviation of the mean over each tenth of the run."""
     tenth = max(1, len(curve) // 10)
     parts = [slice(start, start + tenth) for start in range(0, len(curve), tenth)]
-    return [abs(statistics.fmean(curve[part]) / statistics.fmean(reference[part]) - 1) for part in parts]
+    return [
+        abs(statistics.fmean(curve[part]) / statistics.fmean(reference[part]) - 1) for part in parts
+    ]
 
 
 def main() -> None:
@@ -62,7 +77,10 @@ def main() -> None:
         changes = [*args.overrides, *(settings or [])]
         curve = losses(args.config, changes, args.steps, args.nproc) if settings else reference
         last = statistics.fmean(curve[-max(1, args.steps // 10) :])
-        print(f"| {name} | {curve[0]:.4f} | {last:.4f} | {max(deviations(curve, reference)):.2%} |", flush=True)
+        print(
+            f"| {name} | {curve[0]:.4f} | {last:.4f} | {max(deviations(curve, reference)):.2%} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -65,7 +65,15 @@ TEST_SECONDS = 120.0
 
 RUN = {"max_steps": 10**6, "report_rate": 10**6, "checkpoint_rate": 10**6, "validation_batches": 1}
 RUN |= {"async_checkpoint": False}  # no host copy of the state, except where saves are measured
-TINY = {"model": None, "d_model": 32, "n_heads": 4, "n_layers": 3, "d_ff": 64, "vocab_size": 64, "max_seq_len": 64}
+TINY = {
+    "model": None,
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 3,
+    "d_ff": 64,
+    "vocab_size": 64,
+    "max_seq_len": 64,
+}
 TINY |= {"n_kv_heads": 2, "batch_size": 1, "compile": False, "rope_scaling": None}
 
 Settings = dict[str, Any]
@@ -91,12 +99,15 @@ class Bench:
         return time.perf_counter()
 
     def hyperparameters(self, settings: Settings) -> Hyperparameters:
-        keys = {key: value for key, value in settings.items() if key not in ("inductor", "loss_chunk")}
+        keys = {
+            key: value for key, value in settings.items() if key not in ("inductor", "loss_chunk")
+        }
         if self.tiny:
             keys |= TINY | ({"total_batch_size": 2} if "total_batch_size" in keys else {})
         return Hyperparameters.model_validate(RUN | keys)
 
-    # ---- runs ----------------------------------------------------------------------------------------------
+    # ---- runs
+    # ----------------------------------------------------------------------------------------------
 
     def train(self, settings: Settings, stages: Callable[[Hyperparameters, Path], Stages]) -> Row:
         """Run `fsdp.execute` until the generator that `stages` returns for its checkpoints' directory ends."""
@@ -110,7 +121,9 @@ class Bench:
             steps = stages(hp, Path(directory))
             try:
                 store = ClusterCheckpoints(context.checkpoint, None, writes_in_place=True)
-                fsdp.execute(fsdp.Run(hp, world, context, store, on_step_start=lambda _: next(steps)))
+                fsdp.execute(
+                    fsdp.Run(hp, world, context, store, on_step_start=lambda _: next(steps))
+                )
             except StopIteration as end:
                 return end.value
         raise AssertionError("the run ended before it was measured")
@@ -137,13 +150,21 @@ class Bench:
             for _ in range(n_steps):
                 yield
             seconds.append((self.now() - start) / n_steps)
-        found = {"step_seconds": seconds, "n_steps": n_steps, "first_step": first_step, "clocks": self.clocks()}
+        found = {
+            "step_seconds": seconds,
+            "n_steps": n_steps,
+            "first_step": first_step,
+            "clocks": self.clocks(),
+        }
         return found | {"peak_gib": peak_memory_gib(self.device)}
 
     def _speed(self, hp: Hyperparameters, directory: Path) -> Stages:
         found = yield from self._rounds(hp, directory)
         # The first profiled step pays for the start of the profiler.
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
+        activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if self.device.type == "cuda" else []),
+        ]
         with profile(activities=activities) as profiler:
             yield
             start = self.now()
@@ -153,8 +174,14 @@ class Bench:
             step = self.now() - start
         tokens = derive_global_batch_size(hp, 1) * hp.max_seq_len
         peak = peak_flops(self.device, precision.compute_dtype(hp, self.device))
-        flops = tokens * hp.flops_per_token(hp.max_seq_len) / statistics.median(found["step_seconds"])
-        return found | {"tokens": tokens, "mfu": peak and flops / peak, "shares": self._shares(profiler, step)}
+        flops = (
+            tokens * hp.flops_per_token(hp.max_seq_len) / statistics.median(found["step_seconds"])
+        )
+        return found | {
+            "tokens": tokens,
+            "mfu": peak and flops / peak,
+            "shares": self._shares(profiler, step),
+        }
 
     def _shares(self, profiler: profile, seconds: float) -> dict[str, float]:
         with tempfile.TemporaryDirectory() as directory:
@@ -178,10 +205,14 @@ class Bench:
                 wait_start = self.now()
                 while not (new := set(directory.glob("*/manifest.json")) - written):
                     if time.perf_counter() > wait_start + WRITE_SECONDS:
-                        raise TimeoutError(f"a checkpoint took {WRITE_SECONDS:g} s: choose TMPDIR on a faster disk")
+                        raise TimeoutError(
+                            f"a checkpoint took {WRITE_SECONDS:g} s: choose TMPDIR on a faster disk"
+                        )
                     time.sleep(0.01)
                 written |= new
-                n_bytes = sum(path.stat().st_size for path in new.pop().parent.glob("*.safetensors"))
+                n_bytes = sum(
+                    path.stat().st_size for path in new.pop().parent.glob("*.safetensors")
+                )
                 write_seconds.append(sum(seconds[-n_after:]) + self.now() - wait_start)
             start = self.now()
             yield
@@ -191,7 +222,9 @@ class Bench:
         return {
             "plain_step": plain,
             "stall_seconds": [s - plain for s in saved],
-            "steps_after": [seconds[i * SAVE_RATE : i * SAVE_RATE + 5] for i in range(1, SAVES + 1)],
+            "steps_after": [
+                seconds[i * SAVE_RATE : i * SAVE_RATE + 5] for i in range(1, SAVES + 1)
+            ],
             "write_seconds": write_seconds,
             "bytes": n_bytes,
         }
@@ -216,7 +249,9 @@ class Bench:
         transformer = parallelize.parallelize(transformer, hp, mesh, dtype, 0, hp.float8)
         optimizer = optim.Optimizer(hp, transformer.named_parameters())
         micro_steps = derive_global_batch_size(hp, 1) // hp.batch_size
-        tokens = torch.randint(hp.vocab_size, (2, hp.batch_size, hp.max_seq_len), device=self.device)
+        tokens = torch.randint(
+            hp.vocab_size, (2, hp.batch_size, hp.max_seq_len), device=self.device
+        )
         scale = precision.LossScaler(dtype, self.device).scale
 
         def step() -> None:
@@ -227,9 +262,16 @@ class Bench:
             optimizer.step(hp.lr)
             optimizer.zero_grad()
 
-        seconds = [self.seconds(step, loop["n_steps"], WARMUP if turn == 0 else 0) for turn in range(ROUNDS)]
+        seconds = [
+            self.seconds(step, loop["n_steps"], WARMUP if turn == 0 else 0)
+            for turn in range(ROUNDS)
+        ]
         added = statistics.median(loop["step_seconds"]) / statistics.median(seconds) - 1
-        return {"bare_step_seconds": seconds, "loop_step_seconds": loop["step_seconds"], "loop_adds": added}
+        return {
+            "bare_step_seconds": seconds,
+            "loop_step_seconds": loop["step_seconds"],
+            "loop_adds": added,
+        }
 
     def pair(self, a: Settings, b: Settings) -> Row:
         """Measure A and B in turns. `ratio` is B's step time over A's."""
@@ -242,9 +284,14 @@ class Bench:
                 seconds[name] += found["step_seconds"]
                 memory[f"{name}_gib"] = found["peak_gib"]
         ratio = statistics.median(seconds["b"]) / statistics.median(seconds["a"])
-        return {"ratio": ratio, **{f"{name}_seconds": values for name, values in seconds.items()}, **memory}
+        return {
+            "ratio": ratio,
+            **{f"{name}_seconds": values for name, values in seconds.items()},
+            **memory,
+        }
 
-    # ---- kernels -------------------------------------------------------------------------------------------
+    # ---- kernels
+    # -------------------------------------------------------------------------------------------
 
     def seconds(self, action: Callable[[], object], repeats: int, warmup: int = WARMUP) -> float:
         """Return the mean time of `action` over `repeats` calls after `warmup` ones."""
@@ -274,7 +321,15 @@ class Bench:
         found: Row = {}
         for size in (64, 128):
             q, k, v = (
-                torch.randn(batch, heads, length, size, dtype=torch.bfloat16, device=self.device, requires_grad=True)
+                torch.randn(
+                    batch,
+                    heads,
+                    length,
+                    size,
+                    dtype=torch.bfloat16,
+                    device=self.device,
+                    requires_grad=True,
+                )
                 for heads in (32, 8, 8)
             )
 
@@ -282,22 +337,43 @@ class Bench:
                 y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
                 torch.autograd.grad(y, (q, k, v), q.detach())
 
-            flops = 7 * batch * 32 * length**2 * size  # two products forward and five backward, half of each
+            flops = (
+                7 * batch * 32 * length**2 * size
+            )  # two products forward and five backward, half of each
             for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
                 with sdpa_kernel(backend):
-                    found[f"{backend.name.lower().removesuffix('_attention')} {size}"] = self._tflops(flops, step)
+                    found[f"{backend.name.lower().removesuffix('_attention')} {size}"] = (
+                        self._tflops(flops, step)
+                    )
         return found
 
     def products(self) -> Row:
         """Measure matrix products of the models' shapes (TFLOP/s), in bfloat16 and in float8 with scales per tensor."""
         rows = 16 if self.tiny else 8192
-        shapes = {"1B attention": (2048, 2048), "1B feed-forward": (2048, 8192), "1B head": (2048, 128256)}
-        shapes |= {"8B attention": (4096, 4096), "8B feed-forward": (4096, 14336), "8B head": (4096, 128256)}
+        shapes = {
+            "1B attention": (2048, 2048),
+            "1B feed-forward": (2048, 8192),
+            "1B head": (2048, 128256),
+        }
+        shapes |= {
+            "8B attention": (4096, 4096),
+            "8B feed-forward": (4096, 14336),
+            "8B head": (4096, 128256),
+        }
         found: Row = {}
-        for name, (k, n) in ({"tiny": (32, 32)} if self.tiny else shapes | {"8192": (8192, 8192)}).items():
-            a, b = (torch.randn(size, k, device=self.device, dtype=torch.bfloat16) for size in (rows, n))
-            one, eights = torch.ones((), device=self.device), [x.to(torch.float8_e4m3fn) for x in (a, b)]
-            eight = partial(torch._scaled_mm, eights[0], eights[1].t(), one, one, out_dtype=torch.bfloat16)
+        for name, (k, n) in (
+            {"tiny": (32, 32)} if self.tiny else shapes | {"8192": (8192, 8192)}
+        ).items():
+            a, b = (
+                torch.randn(size, k, device=self.device, dtype=torch.bfloat16) for size in (rows, n)
+            )
+            one, eights = (
+                torch.ones((), device=self.device),
+                [x.to(torch.float8_e4m3fn) for x in (a, b)],
+            )
+            eight = partial(
+                torch._scaled_mm, eights[0], eights[1].t(), one, one, out_dtype=torch.bfloat16
+            )
             for kind, product in (("bfloat16", partial(torch.mm, a, b.t())), ("float8", eight)):
                 found[f"{name} {kind}"] = self._tflops(2 * rows * k * n, product)
         return found
@@ -309,14 +385,21 @@ class Bench:
         p.grad = torch.ones_like(p)
         adamw = torch.optim.AdamW([p], fused=True)
         host = torch.ones(n, pin_memory=self.device.type == "cuda")
-        copies = {"copy": (p.data, p.grad, 8), "to_host": (host, p.data, 4), "from_host": (p.data, host, 4)}
-        found = {"adamw": 28 * n / self._fastest(adamw.step) / 1e9}  # reads 4 float32 values and writes 3
+        copies = {
+            "copy": (p.data, p.grad, 8),
+            "to_host": (host, p.data, 4),
+            "from_host": (p.data, host, 4),
+        }
+        found = {
+            "adamw": 28 * n / self._fastest(adamw.step) / 1e9
+        }  # reads 4 float32 values and writes 3
         for name, (target, source, n_bytes) in copies.items():
             copy = partial(target.copy_, source, non_blocking=True)
             found[name] = n_bytes * n / self._fastest(copy) / 1e9
         return found
 
-    # ---- the machine and its tests -------------------------------------------------------------------------
+    # ---- the machine and its tests
+    # -------------------------------------------------------------------------
 
     def machine(self) -> Row:
         """Return versions and the card."""
@@ -325,21 +408,40 @@ class Bench:
             found["torchao"] = metadata.version("torchao")
         if self.device.type == "cuda":
             card = torch.cuda.get_device_properties(0)
-            found |= {"gpu": card.name, "gib": card.total_memory / 2**30, "processors": card.multi_processor_count}
+            found |= {
+                "gpu": card.name,
+                "gib": card.total_memory / 2**30,
+                "processors": card.multi_processor_count,
+            }
             found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-        return found | {"state": self.clocks("driver_version,power.limit,clocks.max.sm,ecc.mode.current,")}
+        return found | {
+            "state": self.clocks("driver_version,power.limit,clocks.max.sm,ecc.mode.current,")
+        }
 
     def clocks(self, more: str = "") -> str:
         """Return clock, power and temperature, and what slows the card down, or "" without nvidia-smi."""
         if shutil.which("nvidia-smi") is None:
             return ""
-        query = f"--query-gpu={more}clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
+        query = (
+            f"--query-gpu={more}clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active"
+        )
         command = ["nvidia-smi", query, "--format=csv,noheader", "--id=0"]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     def start_tests(self) -> None:
         """Start the quick GPU tests, which end while the first point compiles."""
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu_quick", "-p", "no:cacheprovider", "-W", "default"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-m",
+            "gpu_quick",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "default",
+        ]
         command.append("tests/test_gpu.py")
         env = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         self._tests_start = time.perf_counter()
@@ -359,7 +461,11 @@ class Bench:
             tests.kill()
         lines = self._log.with_suffix(".tests.log").read_text().splitlines()
         said = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-        row = {"point": "tests", "seconds": time.perf_counter() - self._tests_start, "exit_code": tests.wait()}
+        row = {
+            "point": "tests",
+            "seconds": time.perf_counter() - self._tests_start,
+            "exit_code": tests.wait(),
+        }
         gpu.write(self._out, row | {"said": [*said, *lines[-1:]]})
 
     def release(self) -> None:
@@ -376,11 +482,15 @@ class Bench:
 @contextlib.contextmanager
 def _patches(settings: Settings, device: torch.device) -> Iterator[None]:
     chunk = settings.get("loss_chunk", model.LOSS_CHUNK[device.type])
-    with patch.dict(model.LOSS_CHUNK, {device.type: chunk}), inductor.patch(settings.get("inductor", {})):
+    with (
+        patch.dict(model.LOSS_CHUNK, {device.type: chunk}),
+        inductor.patch(settings.get("inductor", {})),
+    ):
         yield
 
 
-# ---- points ------------------------------------------------------------------------------------------------
+# ---- points
+# ------------------------------------------------------------------------------------------------
 
 LLAMA = {"max_seq_len": 4096, "amp_dtype": "bfloat16", "sharding": "grad-shard"}
 ONE_B: Settings = LLAMA | {"model": "llama3.2-1b", "batch_size": 8}
@@ -405,7 +515,9 @@ def points(bench: Bench) -> dict[str, Callable[[], Row]]:
         f"{layers}, tensorwise": partial(bench.speed, part | tensorwise),
         "8B": partial(bench.speed, full),
         "8B, bfloat16 moments": partial(bench.speed, EIGHT_B | moments | {"total_batch_size": 8}),
-        "8B selective": partial(bench.speed, full | {"batch_size": 2, "activation_checkpointing": "selective"}),
+        "8B selective": partial(
+            bench.speed, full | {"batch_size": 2, "activation_checkpointing": "selective"}
+        ),
         "attention TFLOP/s": bench.attention,
         "matrix products TFLOP/s": bench.products,
         "GB/s": bench.bandwidth,
@@ -415,7 +527,10 @@ def points(bench: Bench) -> dict[str, Callable[[], Row]]:
 def pairs(bench: Bench) -> dict[str, Callable[[], Row]]:
     """Return the pairs of settings to compare by name; A is the model's, B changes it."""
     one, part = sizes(bench)
-    tuned, recomputed = {"inductor": {"coordinate_descent_tuning": True}}, {"activation_checkpointing": "full"}
+    tuned, recomputed = (
+        {"inductor": {"coordinate_descent_tuning": True}},
+        {"activation_checkpointing": "full"},
+    )
     tensorwise, rowwise = ({"float8": recipe} for recipe in ("tensorwise", "rowwise"))
     changes = {
         "1B full-shard": (one, {"sharding": "full-shard"}),
@@ -429,7 +544,10 @@ def pairs(bench: Bench) -> dict[str, Callable[[], Row]]:
         "8B slice rowwise over tensorwise": (part | tensorwise, rowwise),
         "1B not compiled": (one, {"compile": False}),
         "1B activation_offload": (one | {"batch_size": 2}, {"activation_offload": True}),
-        "8B slice recomputed, activation_offload": (part | recomputed, {"activation_offload": True}),
+        "8B slice recomputed, activation_offload": (
+            part | recomputed,
+            {"activation_offload": True},
+        ),
         "1B max-autotune": (one, {"inductor": {"max_autotune": True}}),
     }
     return {name: partial(bench.pair, a, a | change) for name, (a, change) in changes.items()}
@@ -437,7 +555,10 @@ def pairs(bench: Bench) -> dict[str, Callable[[], Row]]:
 
 def sizes(bench: Bench) -> tuple[Settings, Settings]:
     """Return the 1B model and the slice of the 8B model that fit the card, at 32,768 tokens per step."""
-    small = bench.device.type == "cuda" and torch.cuda.get_device_properties(0).total_memory < SMALL_CARD
+    small = (
+        bench.device.type == "cuda"
+        and torch.cuda.get_device_properties(0).total_memory < SMALL_CARD
+    )
     one = ONE_B | {"batch_size": 4 if small else 8, "total_batch_size": 8}
     return one, EIGHT_B | {"n_layers": 8 if small else 16, "total_batch_size": 8}
 
@@ -449,8 +570,12 @@ def main() -> int:
         todo = (pairs if options["pairs"] else points)(bench)
         chosen = options["names"] or [*todo, *([] if options["pairs"] else ["tests"])]
         if unknown := set(chosen) - {*todo, "tests"}:
-            sys.exit(f"no such points: {', '.join(unknown)}; choose from {', '.join([*todo, 'tests'])}")
-        pending = set(chosen) - {name for name, row in gpu.read(out).items() if "started" not in row}
+            sys.exit(
+                f"no such points: {', '.join(unknown)}; choose from {', '.join([*todo, 'tests'])}"
+            )
+        pending = set(chosen) - {
+            name for name, row in gpu.read(out).items() if "started" not in row
+        }
         if "tests" in pending:
             bench.start_tests()
         for name in (name for name in todo if name in pending):

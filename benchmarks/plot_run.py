@@ -3,7 +3,8 @@
     script -qec "make train" terminal.txt
     python -m benchmarks.plot_run runs/quickstart --terminal terminal.txt --out docs/run.png
 
-A terminal's progress bar overwrites its line: of such a line, the picture shows what was last visible.
+A terminal's progress bar overwrites its line: of such a line, the picture shows what was last
+visible.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ COLORS = {"": "#d4d4d4", "2": "#858585", "32": "#6fc276", "35": "#c586c0", "36":
 def screen(recording: str) -> list[list[tuple[str, str]]]:
     """Return the last lines that a terminal shows after it printed `recording`: characters and keys of `COLORS`."""
     lines, color = [list[tuple[str, str]]()], ""
-    for match in re.finditer(r"\x1b\[([0-9;?]*)([A-Za-z])|[^\x1b]", recording.replace("\r\n", "\n")):
+    for match in re.finditer(
+        r"\x1b\[([0-9;?]*)([A-Za-z])|[^\x1b]", recording.replace("\r\n", "\n")
+    ):
         if match[2]:
             color = match[1] if match[1] in COLORS else ""
         elif match[0] == "\r":
@@ -34,7 +37,11 @@ def screen(recording: str) -> list[list[tuple[str, str]]]:
                 lines.append([])
             lines[-1].append((match[0], color))
     texts = ["".join(character for character, _ in line).strip() for line in lines]
-    shown = [at for at, text in enumerate(texts) if not text.startswith("Script ") and (text or (at and texts[at - 1]))]
+    shown = [
+        at
+        for at, text in enumerate(texts)
+        if not text.startswith("Script ") and (text or (at and texts[at - 1]))
+    ]
     return [lines[at] for at in shown][-ROWS:]
 
 
@@ -50,7 +57,13 @@ def plot(run: Path, terminal: Path, out: Path) -> None:
     for row, line in enumerate(lines, 1):
         for key, color in COLORS.items():  # a text for each color, with spaces where the others are
             text = "".join(character if its_key == key else " " for character, its_key in line)
-            options = {"family": "monospace", "fontsize": 8, "color": color, "parse_math": False, "in_layout": False}
+            options = {
+                "family": "monospace",
+                "fontsize": 8,
+                "color": color,
+                "parse_math": False,
+                "in_layout": False,
+            }
             left.text(0.015, 1 - row / (ROWS + 1), text, **options)
     left.set_title("terminal")
     records = RunRecords(run)
@@ -63,9 +76,13 @@ def plot(run: Path, terminal: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plot_run", description="Draw a run as a picture.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.plot_run", description="Draw a run as a picture."
+    )
     parser.add_argument("run", type=Path, help="the run's directory")
-    parser.add_argument("--terminal", type=Path, required=True, help="what the run printed, as script(1) records it")
+    parser.add_argument(
+        "--terminal", type=Path, required=True, help="what the run printed, as script(1) records it"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the PNG to write")
     args = parser.parse_args()
     plot(args.run, args.terminal, args.out)

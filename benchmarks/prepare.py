@@ -3,10 +3,11 @@
     python -m benchmarks.prepare [--megabytes 50] [--rounds 3] [--workers 1 2]
     python -m benchmarks.prepare --document [--megabytes 50]
 
-The text is the source of the Python standard library, tests included, as JSONL; the tokenizer is a byte-level BPE of
-8,192 tokens trained on it. The library encodes texts in memory and discards the ids; the command is timed from start
-to end, with its reading and writing. MB/s are of elapsed time, and of processor time over all threads and cores.
---document writes the text as one document instead and reports the peak memory of the command.
+The text is the source of the Python standard library, tests included, as JSONL; the tokenizer is a
+byte-level BPE of 8,192 tokens trained on it. The library encodes texts in memory and discards the
+ids; the command is timed from start to end, with its reading and writing. MB/s are of elapsed time,
+and of processor time over all threads and cores. --document writes the text as one document instead
+and reports the peak memory of the command.
 """
 
 from __future__ import annotations
@@ -59,9 +60,14 @@ def write_corpus(path: Path, size: int) -> list[str]:
 
 def library(tokenizer: Path, corpus: Path, threads: int) -> tuple[float, float]:
     """Return elapsed and processor seconds."""
-    variables = {"TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false", "RAYON_NUM_THREADS": str(threads)}
+    variables = {
+        "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
+        "RAYON_NUM_THREADS": str(threads),
+    }
     command = [sys.executable, "-c", LIBRARY, str(tokenizer), str(corpus)]
-    done = subprocess.run(command, env=os.environ | variables, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=os.environ | variables, check=True, capture_output=True, text=True
+    )
     elapsed, used = map(float, done.stdout.split())
     return elapsed, used
 
@@ -69,7 +75,16 @@ def library(tokenizer: Path, corpus: Path, threads: int) -> tuple[float, float]:
 def command(tokenizer: Path, corpus: Path, workers: int, out: Path) -> tuple[float, float]:
     """Return elapsed and processor seconds."""
     before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    arguments = [sys.executable, "-m", "lm.prepare", str(corpus), "--tokenizer", str(tokenizer), "--out", str(out)]
+    arguments = [
+        sys.executable,
+        "-m",
+        "lm.prepare",
+        str(corpus),
+        "--tokenizer",
+        str(tokenizer),
+        "--out",
+        str(out),
+    ]
     subprocess.run([*arguments, "--workers", str(workers)], check=True, stdout=subprocess.DEVNULL)
     elapsed, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     return elapsed, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -95,7 +110,9 @@ def main() -> None:
             peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
             print(f"one document of {size:,.1f} MB: {elapsed:,.1f} s, peak memory {peak:,.2f} GiB")
             return
-        print("| workers | of time | library MB/s | lm.prepare MB/s | ratio |\n|---|---|---|---|---|")
+        print(
+            "| workers | of time | library MB/s | lm.prepare MB/s | ratio |\n|---|---|---|---|---|"
+        )
         for workers in args.workers:
             pairs = [
                 (

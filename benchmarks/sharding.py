@@ -2,8 +2,9 @@
 
     python -m benchmarks.sharding [--out DIRECTORY]
 
-Every point is a call of `fsdp.execute` in bfloat16. Memory is that of tensors (benchmarks/tensors.py),
-not of the process. Prints a table and writes sharding.png. Takes one minute on two cores.
+Every point is a call of `fsdp.execute` in bfloat16. Memory is that of tensors
+(benchmarks/tensors.py), not of the process. Prints a table and writes sharding.png. Takes one
+minute on two cores.
 """
 
 from __future__ import annotations
@@ -79,7 +80,11 @@ def measure() -> list[Point]:
     """Return a point for each strategy and number of ranks, hybrid ones in groups of 2."""
     found = []
     for ranks in RANKS:
-        common = SHAPE | {"batch_size": 1, "amp_dtype": "bfloat16", "shard_group_size": min(2, ranks)}
+        common = SHAPE | {
+            "batch_size": 1,
+            "amp_dtype": "bfloat16",
+            "shard_group_size": min(2, ranks),
+        }
         settings = [common | {"sharding": sharding} for sharding in STRATEGIES]
         for setting, measured in zip(settings, run_ranks(ranks, settings, 0), strict=True):
             hp = Hyperparameters.model_validate(setting)
@@ -92,7 +97,9 @@ def measure() -> list[Point]:
 
 def print_table(points: list[Point]) -> None:
     """Print MiB per rank."""
-    print("| sharding | ranks | shards | parameters | gradients | moments | 16 P / S | gathered | formula |")
+    print(
+        "| sharding | ranks | shards | parameters | gradients | moments | 16 P / S | gathered | formula |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for point in points:
         columns = [point.measured[part] for part in PARTS]
@@ -121,7 +128,9 @@ def plot(points: list[Point], path: Path) -> None:
     state.plot(bars, expected_state, "kD", markersize=4, label="16 P / S")
     gathered.plot(bars, expected_gathered, "kD", markersize=4, label="formula")
     for axis in (state, gathered):
-        axis.set_xticks(range(len(STRATEGIES)), [name.replace("hybrid-", "hybrid-\n") for name in STRATEGIES])
+        axis.set_xticks(
+            range(len(STRATEGIES)), [name.replace("hybrid-", "hybrid-\n") for name in STRATEGIES]
+        )
         axis.set_ylim(top=1.3 * axis.get_ylim()[1])
         axis.set_ylabel("MiB per rank; bars: 1, 2 and 4 ranks")
         axis.legend(loc="upper left")
@@ -130,7 +139,9 @@ def plot(points: list[Point], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sharding", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/sharding"), help="output directory (%(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/sharding"), help="output directory (%(default)s)"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     points = measure()

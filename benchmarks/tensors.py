@@ -2,7 +2,8 @@
 
     python -m lm.launch benchmarks/tensors.py STEPS POINTS FOUND
 
-POINTS is a JSON list of hyperparameters; rank 0 writes the list of what `measure` returned to the file FOUND.
+POINTS is a JSON list of hyperparameters; rank 0 writes the list of what `measure` returned to the
+file FOUND.
 """
 
 from __future__ import annotations
@@ -39,16 +40,20 @@ from lm.runtime.world import World
 from model import Transformer
 
 
-def measure(world: World, context: core.Context, point: dict[str, Any], steps: int, name: str) -> dict[str, Any]:
+def measure(
+    world: World, context: core.Context, point: dict[str, Any], steps: int, name: str
+) -> dict[str, Any]:
     """Measure a run with the hyperparameters `point`.
 
     Returns:
-        parameters, gradients, moments: bytes of the shards of a rank when the optimizer step starts.
-        gathered: peak bytes of unsharded parameters and all-gather buffers.
-        transient: peak bytes in addition to parameters and moments, of each of `steps` steps on rank 0.
-        Bytes are those of the rank that has most, unless stated.
+        parameters, gradients, moments: bytes of the shards of a rank when the optimizer step
+        starts. gathered: peak bytes of unsharded parameters and all-gather buffers.
+        transient: peak bytes in addition to parameters and moments, of each of `steps` steps on
+        rank 0. Bytes are those of the rank that has most, unless stated.
     """
-    hp = config.read({"hyperparameters": point | {"max_steps": 10**6, "report_rate": 10**6}}, [], "point")
+    hp = config.read(
+        {"hyperparameters": point | {"max_steps": 10**6, "report_rate": 10**6}}, [], "point"
+    )
     found: dict[str, Any] = {}
     stages = _watch(steps, found)
     with suppress(StopIteration):
@@ -58,7 +63,10 @@ def measure(world: World, context: core.Context, point: dict[str, Any], steps: i
     gc.unfreeze()
     gc.collect()  # the model, before the next one is made
     everyone = world.all_gather_object(found)
-    return {key: value if isinstance(value, list) else max(o[key] for o in everyone) for key, value in found.items()}
+    return {
+        key: value if isinstance(value, list) else max(o[key] for o in everyone)
+        for key, value in found.items()
+    }
 
 
 def _watch(steps: int, found: dict[str, Any]) -> Iterator[None]:
@@ -73,12 +81,15 @@ def _watch(steps: int, found: dict[str, Any]) -> Iterator[None]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         found["parameters"] = _bytes(parameters)
         found["gradients"] = _bytes(p.grad for p in parameters)
-        found["moments"] = _bytes(optimizer.state[p][key] for p in parameters for key in ("exp_avg", "exp_avg_sq"))
+        found["moments"] = _bytes(
+            optimizer.state[p][key] for p in parameters for key in ("exp_avg", "exp_avg_sq")
+        )
 
     with register_module_forward_pre_hook(see_model), register_optimizer_step_pre_hook(see_state):
         yield
         yield  # one more step for warm-up
-    # gloo's threads free buffers late and unseen by the profiler, which only increases a peak: use the minimum.
+    # gloo's threads free buffers late and unseen by the profiler, which only increases a peak: use
+    # the minimum.
     gathered: list[int] = []
     for _ in range(2):
         with _Gathered(models[0]) as mode:
@@ -112,7 +123,9 @@ class _Gathered(TorchDispatchMode):
             storage = args[0].untyped_storage()
             self._buffers.append((StorageWeakRef(storage), storage.nbytes()))
         result = func(*args, **(kwargs or {}))
-        unsharded = [p.untyped_storage() for p in self._model.parameters() if not isinstance(p, DTensor)]
+        unsharded = [
+            p.untyped_storage() for p in self._model.parameters() if not isinstance(p, DTensor)
+        ]
         n_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in unsharded}.values())
         self._buffers = [(buffer, size) for buffer, size in self._buffers if not buffer.expired()]
         self.peak = max(self.peak, n_bytes + sum(size for _, size in self._buffers))
@@ -125,7 +138,9 @@ def main() -> int:
         distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
         with core.init(distributed=distributed, checkpoint_storage=str(Path.cwd())) as context:
             points = enumerate(json.loads(Path(points_file).read_text()))
-            found = [measure(world, context, point, int(steps), str(number)) for number, point in points]
+            found = [
+                measure(world, context, point, int(steps), str(number)) for number, point in points
+            ]
         if world.rank == 0:
             Path(out).write_text(json.dumps(found))
     return 0

@@ -1,17 +1,20 @@
 """Speed and memory of fsdp.py and of reference loops, measured alternately on one machine.
 
-    python -m benchmarks.throughput [--config config.yaml] [key=value ...] [--contenders ours fsdp1-bfloat16]
-    python -m benchmarks.throughput --sweep batch_size=1,2,4 max_seq_len=512,1024,2048 --plot sweep.png
+    python -m benchmarks.throughput [--config config.yaml] [key=value ...] [--contenders ours
+    fsdp1-bfloat16] python -m benchmarks.throughput --sweep batch_size=1,2,4
+    max_seq_len=512,1024,2048 --plot sweep.png
 
 Contenders: `ours`, fsdp.py; `fsdp1-float32` and `fsdp1-bfloat16`, FullyShardedDataParallel with
-transformer_auto_wrap_policy, autocast and AdamW; `transformers`, Hugging Face's model with FSDP2; `torchtitan`, its
-Llama, compiled and sharded by its code, if installed (pip install "torchtitan<0.3" triton). `ours+key=value` changes
-hyperparameters of ours. Every contender has its own processes and trains the same batch size; they alternate round by
-round. If a GPU cannot hold all of them, use `--alone`.
+transformer_auto_wrap_policy, autocast and AdamW; `transformers`, Hugging Face's model with FSDP2;
+`torchtitan`, its Llama, compiled and sharded by its code, if installed (pip install
+"torchtitan<0.3" triton). `ours+key=value` changes hyperparameters of ours. Every contender has its
+own processes and trains the same batch size; they alternate round by round. If a GPU cannot hold
+all of them, use `--alone`.
 
-Step times are medians over rounds. MFU is causal (half of the attention square), without embeddings, relative to the
-GPU's dense 16-bit peak, or to the measured speed of 2048 x 2048 matrix products on all ranks of a CPU. Shares are those
-of a profiled round on rank 0, see `benchmarks.common.shares`; the data share is what the run reports.
+Step times are medians over rounds. MFU is causal (half of the attention square), without
+embeddings, relative to the GPU's dense 16-bit peak, or to the measured speed of 2048 x 2048 matrix
+products on all ranks of a CPU. Shares are those of a profiled round on rank 0, see
+`benchmarks.common.shares`; the data share is what the run reports.
 """
 
 from __future__ import annotations
@@ -121,21 +124,45 @@ class Result:
         return self.peak_flops and self.flops / self.step / self.peak_flops
 
     def row(self, first: Result) -> str:
-        ratio = statistics.median(time / reference for time, reference in zip(self.steps, first.steps, strict=True))
+        ratio = statistics.median(
+            time / reference for time, reference in zip(self.steps, first.steps, strict=True)
+        )
         parts = [f"{self.shares[part]:.1%}" if part in self.shares else "" for part in PARTS]
         mfu = f"{self.mfu:.1%}" if self.mfu else ""
-        cells = [self.name, f"{self.tokens / self.step:,.0f}", spread(self.steps, 3), f"{ratio:.2f}", mfu]
-        return "| " + " | ".join([*cells, f"{self.peak_gib:.2f}", f"{self.first_step:.1f}", *parts]) + " |"
+        cells = [
+            self.name,
+            f"{self.tokens / self.step:,.0f}",
+            spread(self.steps, 3),
+            f"{ratio:.2f}",
+            mfu,
+        ]
+        return (
+            "| "
+            + " | ".join([*cells, f"{self.peak_gib:.2f}", f"{self.first_step:.1f}", *parts])
+            + " |"
+        )
 
 
 PARTS = (*SHARES, "data")
-HEAD = ["contender", "tokens/s", "step s (spread)", "x first's time", "MFU", "peak GiB", "first step s", *PARTS]
+HEAD = [
+    "contender",
+    "tokens/s",
+    "step s (spread)",
+    "x first's time",
+    "MFU",
+    "peak GiB",
+    "first step s",
+    *PARTS,
+]
 
 
-# ---- measuring ---------------------------------------------------------------------------------------------
+# ---- measuring
+# ---------------------------------------------------------------------------------------------
 
 
-def compare(names: Sequence[str], args: argparse.Namespace, overrides: Sequence[str]) -> list[Result]:
+def compare(
+    names: Sequence[str], args: argparse.Namespace, overrides: Sequence[str]
+) -> list[Result]:
     """Measure the contenders `names`; those that run out of memory have no result."""
     running: dict[str, Contender] = {}
     results: dict[str, Result] = {}
@@ -174,7 +201,9 @@ def compare(names: Sequence[str], args: argparse.Namespace, overrides: Sequence[
         except (EndedError, OSError) as error:
             drop(name, error)
     for result in results.values():  # one peak for all
-        result.peak_flops = max((other.peak_flops or 0 for other in results.values()), default=0) or None
+        result.peak_flops = (
+            max((other.peak_flops or 0 for other in results.values()), default=0) or None
+        )
     return [results[name] for name in names if name in results]
 
 
@@ -220,11 +249,17 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=ROOT / "config.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all contenders")
     parser.add_argument("--contenders", nargs="+", default=CONTENDERS)
-    parser.add_argument("--sweep", nargs="+", default=[], metavar="key=a,b,c", help="measure all combinations")
-    parser.add_argument("--nproc", type=int, default=default_processes(), help="ranks (%(default)s)")
+    parser.add_argument(
+        "--sweep", nargs="+", default=[], metavar="key=a,b,c", help="measure all combinations"
+    )
+    parser.add_argument(
+        "--nproc", type=int, default=default_processes(), help="ranks (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="per round (%(default)s)")
-    parser.add_argument("--alone", action="store_true", help="one contender after another instead of alternating")
+    parser.add_argument(
+        "--alone", action="store_true", help="one contender after another instead of alternating"
+    )
     parser.add_argument("--json", type=Path, help="write all measurements to this file")
     parser.add_argument("--plot", type=Path, help="plot tokens/s of a sweep to this file")
     args = parser.parse_args()
@@ -240,7 +275,10 @@ def main() -> None:
         print(*(f"{key}={value}" for key, value in settings.items()))
         print(table(results), flush=True)
     if args.json:
-        record = [{"settings": settings, "results": list(map(as_json, results))} for settings, results in points]
+        record = [
+            {"settings": settings, "results": list(map(as_json, results))}
+            for settings, results in points
+        ]
         args.json.write_text(json.dumps(record, indent=1) + "\n")
     if args.plot and args.sweep:
         plot(args.plot, points)

@@ -2,8 +2,8 @@
 
     python -m lm.config [KEY ...] [--presets]
 
-Lists all hyperparameters, describes each KEY, or lists the presets. `--write` writes docs/hyperparameters.md and its
-JSON Schema for editors.
+Lists all hyperparameters, describes each KEY, or lists the presets. `--write` writes
+docs/hyperparameters.md and its JSON Schema for editors.
 """
 
 from __future__ import annotations
@@ -45,15 +45,29 @@ DEFAULT_SEED = 42
 class RunConfig(BaseModel, frozen=True, extra="forbid"):
     """Length, seed and name of the run, and its samples."""
 
-    max_steps: int | None = Field(None, gt=0, description="optimizer steps; null = searcher.max_length, else 100")
-    max_epochs: float | None = Field(
-        None, le=1e6, description="passes over the data, instead of max_steps; below 0 = only validate and generate"
+    max_steps: int | None = Field(
+        None, gt=0, description="optimizer steps; null = searcher.max_length, else 100"
     )
-    seed: int | None = Field(None, ge=0, description="of weights, data order and dropout; null = the trial's, else 42")
-    run_name: str | None = Field(None, description="directory under runs/; null = the config file's name")
-    prompt: str | None = Field(None, description="text that samples continue; null = the start of the validation data")
-    num_tokens: int = Field(100, ge=0, description="tokens per sample, each a forward pass; 0 = no samples")
-    collective_timeout: float = Field(600.0, ge=1, le=604800, description="longest wait for another rank (seconds)")
+    max_epochs: float | None = Field(
+        None,
+        le=1e6,
+        description="passes over the data, instead of max_steps; below 0 = only validate and generate",
+    )
+    seed: int | None = Field(
+        None, ge=0, description="of weights, data order and dropout; null = the trial's, else 42"
+    )
+    run_name: str | None = Field(
+        None, description="directory under runs/; null = the config file's name"
+    )
+    prompt: str | None = Field(
+        None, description="text that samples continue; null = the start of the validation data"
+    )
+    num_tokens: int = Field(
+        100, ge=0, description="tokens per sample, each a forward pass; 0 = no samples"
+    )
+    collective_timeout: float = Field(
+        600.0, ge=1, le=604800, description="longest wait for another rank (seconds)"
+    )
 
     @field_validator("max_epochs")
     @classmethod
@@ -121,7 +135,12 @@ _PROBLEMS = {
     "value_error": "{message}",
 }
 """What is wrong, by pydantic's error type; for all others, "{value} is not {accepted}"."""
-_TYPES = {"integer": "an integer", "boolean": "true or false", "object": "a mapping", "null": "null"}
+_TYPES = {
+    "integer": "an integer",
+    "boolean": "true or false",
+    "object": "a mapping",
+    "null": "null",
+}
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
@@ -145,13 +164,23 @@ def as_overrides(arguments: Sequence[str]) -> list[str]:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line of fsdp.py (default: that of this process): `config`, `overrides`, `dry_run`."""
-    parser = argparse.ArgumentParser(description="Train a language model with PyTorch FSDP.", epilog=HELP)
-    parser.add_argument("--config", type=Path, default=Path("config.yaml"), help="experiment file (%(default)s)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check everything, print the memory of a step, then exit"
+    parser = argparse.ArgumentParser(
+        description="Train a language model with PyTorch FSDP.", epilog=HELP
     )
-    return parser.parse_intermixed_args(as_overrides(sys.argv[1:] if arguments is None else arguments))
+    parser.add_argument(
+        "--config", type=Path, default=Path("config.yaml"), help="experiment file (%(default)s)"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="hyperparameters to change"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything, print the memory of a step, then exit",
+    )
+    return parser.parse_intermixed_args(
+        as_overrides(sys.argv[1:] if arguments is None else arguments)
+    )
 
 
 def load(
@@ -179,9 +208,11 @@ def read(
     """Return the hyperparameters of an experiment's config, e.g. of the one that Determined passes to a trial.
 
     Args:
-        overrides: `key=value`; the value is YAML, or for a key that accepts a string, the literal text.
+        overrides: `key=value`; the value is YAML, or for a key that accepts a string, the literal
+            text.
         name: of the config in errors, with `lines` of its keys, e.g. `{"hyperparameters.lr": 12}`.
-        defaults: values of keys that are not set, by `init_from`; keys that are set must agree with them.
+        defaults: values of keys that are not set, by `init_from`; keys that are set must agree with
+            them.
 
     Raises:
         ConfigError: lists every problem.
@@ -194,23 +225,36 @@ def read(
         return f"{name}{line}: {key.removeprefix('hyperparameters.')}"
 
     if not isinstance(raw, dict):
-        raise ConfigError(f"{label('hyperparameters')}: {_show(raw)} is not a mapping of keys to values")
+        raise ConfigError(
+            f"{label('hyperparameters')}: {_show(raw)} is not a mapping of keys to values"
+        )
     values, labels = dict(raw), {key: label(f"hyperparameters.{key}") for key in raw}
     errors: _Errors = {}
     for key in lines or ():
-        if key in Hyperparameters.model_fields and key != "checkpoint_storage":  # a section of Determined's, too
-            errors[(key,)] = ConfigError(f"{label(key)}: is not part of hyperparameters; indent it below that line")
+        if (
+            key in Hyperparameters.model_fields and key != "checkpoint_storage"
+        ):  # a section of Determined's, too
+            errors[(key,)] = ConfigError(
+                f"{label(key)}: is not part of hyperparameters; indent it below that line"
+            )
     for override in overrides:
         key, equals, text = override.partition("=")
         key = key.strip()
         if key and key.isprintable() and equals:
             values[key], labels[key] = _parse_override(key, text), f"argument {key}"
         else:
-            hint = f"; did you mean --config {override}?" if override.endswith((".yaml", ".yml")) else ""
+            hint = (
+                f"; did you mean --config {override}?"
+                if override.endswith((".yaml", ".yml"))
+                else ""
+            )
             errors[(override,)] = ConfigError(f"argument {_show(override)}: is not key=value{hint}")
-    # On the command line, a preset overrides what shapes the model in the file, and lora_rank=null its adapters.
+    # On the command line, a preset overrides what shapes the model in the file, and lora_rank=null
+    # its adapters.
     preset = PRESETS.get(str(values.get("model")), {})
-    shape = preset.keys() | (ModelConfig.model_fields.keys() - {"dropout"} if "d_model" in preset else set())
+    shape = preset.keys() | (
+        ModelConfig.model_fields.keys() - {"dropout"} if "d_model" in preset else set()
+    )
     adapters = LoraConfig.model_fields.keys() if values.get("lora_rank") is None else set[str]()
     for cause, keys in (("model", shape), ("lora_rank", adapters)):
         if labels.get(cause) == f"argument {cause}":
@@ -251,14 +295,19 @@ def _apply_defaults(
     structure = ModelConfig.model_validate(theirs).structure()
     for key in structure.keys() & given.keys():
         try:
-            same = ModelConfig.model_validate(theirs | {key: given[key]}).structure()[key] == structure[key]
+            same = (
+                ModelConfig.model_validate(theirs | {key: given[key]}).structure()[key]
+                == structure[key]
+            )
         except ValidationError:
             continue  # `_validate` reports it
         if not same:
             label = labels.get(key) or f"{labels['model']}: {key}"
             problem = f"{_show(given[key])} differs from {_show(structure[key])} in {source}"
             errors[(key,)] = ConfigError(f"{label}: {problem}; remove {key}, or use other weights")
-    missing = {key: value for key, value in defaults.items() if key not in given and key != "tokenizer"}
+    missing = {
+        key: value for key, value in defaults.items() if key not in given and key != "tokenizer"
+    }
     labels |= {key: f"init_from: {source}: {key}" for key in missing}
     dataset, tokenizer = values.get("dataset", "synthetic"), values.get("tokenizer")
     if tokenizer is None and dataset != "synthetic":
@@ -291,7 +340,9 @@ def _parse_override(key: str, text: str) -> Any:
         return text
 
 
-def _validate(values: Mapping[str, Any], labels: Mapping[str, str], errors: _Errors) -> Hyperparameters:
+def _validate(
+    values: Mapping[str, Any], labels: Mapping[str, str], errors: _Errors
+) -> Hyperparameters:
     """Validate each part separately, so that an error in one does not hide the relations between keys of another."""
     for key in values.keys() - Hyperparameters.model_fields.keys():
         nearest = _nearest(key, Hyperparameters.model_fields)
@@ -300,16 +351,24 @@ def _validate(values: Mapping[str, Any], labels: Mapping[str, str], errors: _Err
         try:
             part.model_validate({key: values[key] for key in part.model_fields if key in values})
         except ValidationError as invalid:
-            # The innermost first: a mapping's wrong key hides that the mapping is not a string either.
+            # The innermost first: a mapping's wrong key hides that the mapping is not a string
+            # either.
             for problem in sorted(invalid.errors(), key=lambda problem: -len(problem["loc"])):
                 for path, error in _explain(problem, values, labels).items():
-                    if not any(path == known[: len(path)] or known == path[: len(known)] for known in errors):
+                    if not any(
+                        path == known[: len(path)] or known == path[: len(known)]
+                        for known in errors
+                    ):
                         errors[path] = error
     if errors:
         position = {key: index for index, key in enumerate(values)}
-        raise ConfigError.merge(errors[path] for path in sorted(errors, key=lambda path: position.get(path[0], -1)))
+        raise ConfigError.merge(
+            errors[path] for path in sorted(errors, key=lambda path: position.get(path[0], -1))
+        )
     hp = Hyperparameters.model_validate(values)
-    if hp.float8 and (tokens := hp.batch_size * hp.max_seq_len) % 16:  # the inner dimension of weight gradients
+    if (
+        hp.float8 and (tokens := hp.batch_size * hp.max_seq_len) % 16
+    ):  # the inner dimension of weight gradients
         problem = f"{labels['float8']}: batch_size x max_seq_len is {tokens}, not a multiple of 16"
         raise ConfigError(problem)
     if hp.lora_rank:
@@ -325,9 +384,13 @@ def _validate(values: Mapping[str, Any], labels: Mapping[str, str], errors: _Err
     return hp
 
 
-def _explain(problem: ErrorDetails, values: Mapping[str, Any], labels: Mapping[str, str]) -> _Errors:
+def _explain(
+    problem: ErrorDetails, values: Mapping[str, Any], labels: Mapping[str, str]
+) -> _Errors:
     message = problem["msg"].removeprefix("Value error, ")
-    if not problem["loc"]:  # relations between keys: one per line, which starts with a key and names the others
+    if not problem[
+        "loc"
+    ]:  # relations between keys: one per line, which starts with a key and names the others
         errors = {}
         for line in message.splitlines():
             key = line.partition(":")[0]
@@ -338,10 +401,18 @@ def _explain(problem: ErrorDetails, values: Mapping[str, Any], labels: Mapping[s
     for name in rest:  # also names of union members, e.g. "dict[str,float]"
         if isinstance(value, dict) and (name in value or problem["type"] == "missing"):
             siblings = _nested(schema)
-            path, value, schema = (*path, name), value.get(name), siblings.get(name, siblings.get("*", {}))
+            path, value, schema = (
+                (*path, name),
+                value.get(name),
+                siblings.get(name, siblings.get("*", {})),
+            )
     is_item = isinstance(problem["loc"][-1], int)  # of a list, which is shown as one value
-    is_not_text = problem["type"] == "string_type" and isinstance(value, dict | list)  # with or without quotes
-    template = _PROBLEMS.get("" if is_item or is_not_text else problem["type"], "{value} is not {accepted}")
+    is_not_text = problem["type"] == "string_type" and isinstance(
+        value, dict | list
+    )  # with or without quotes
+    template = _PROBLEMS.get(
+        "" if is_item or is_not_text else problem["type"], "{value} is not {accepted}"
+    )
     accepted, nearest = _accepted(schema), _nearest(path[-1], siblings)
     text = template.format(value=_show(value), accepted=accepted, message=message, nearest=nearest)
     return {path: ConfigError(f"{'.'.join((labels[key], *path[1:]))}: {text}")}
@@ -414,29 +485,45 @@ def _accepted(schema: Mapping[str, Any]) -> str:
             return f"a list of {kind}s"
         case {"prefixItems": items}:
             return f"a list of {len(items)} {items[0]['type']}s"
-    bounds = " and ".join(f"{sign} {schema[bound]:.15g}" for bound, sign in _BOUNDS.items() if bound in schema)
+    bounds = " and ".join(
+        f"{sign} {schema[bound]:.15g}" for bound, sign in _BOUNDS.items() if bound in schema
+    )
     kind = schema.get("type", "object")
     return f"{_TYPES.get(kind, f'a {kind}')} {bounds}".rstrip()
 
 
 def page() -> str:
     """Return docs/hyperparameters.md: the keys of every part, and the presets."""
-    lines = ["# Hyperparameters\n\nAll keys of `hyperparameters:` in an experiment file and of `key=value` arguments."]
-    lines += ["`make docs` writes this page, and the [JSON Schema](hyperparameters.schema.json) for editors."]
+    lines = [
+        "# Hyperparameters\n\nAll keys of `hyperparameters:` in an experiment file and of `key=value` arguments."
+    ]
+    lines += [
+        "`make docs` writes this page, and the [JSON Schema](hyperparameters.schema.json) for editors."
+    ]
     for part in PARTS:
         summary = (part.__doc__ or "").partition("\n")[0]
         lines += [f"\n## {Path(inspect.getfile(part)).relative_to(ROOT)}\n\n{summary}\n"]
         lines += ["| key | default | accepted values | meaning |\n|---|---|---|---|"]
-        lines += [f"| `{name}` | `{default}` | {accepted} | {text} |" for name, default, accepted, text in _rows(part)]
-    lines += ["\n## Presets\n\nValues of `model`. A key that is set in the file overrides the preset's.\n"]
+        lines += [
+            f"| `{name}` | `{default}` | {accepted} | {text} |"
+            for name, default, accepted, text in _rows(part)
+        ]
+    lines += [
+        "\n## Presets\n\nValues of `model`. A key that is set in the file overrides the preset's.\n"
+    ]
     lines += ["| model | parameters | keys |\n|---|---|---|"]
     lines += [f"| `{name}` | {size} | {keys} |" for name, size, keys in _presets()]
     return "\n".join(lines) + "\n"
 
 
 def _presets() -> list[tuple[str, str, str]]:
-    sizes = {name: ModelConfig.model_validate({"model": name}).n_parameters / 1e6 for name in PRESETS}
-    keys = {name: ", ".join(f"{key}: {json.dumps(value)}" for key, value in PRESETS[name].items()) for name in PRESETS}
+    sizes = {
+        name: ModelConfig.model_validate({"model": name}).n_parameters / 1e6 for name in PRESETS
+    }
+    keys = {
+        name: ", ".join(f"{key}: {json.dumps(value)}" for key, value in PRESETS[name].items())
+        for name in PRESETS
+    }
     return [(name, f"{sizes[name]:,.0f}M", keys[name]) for name in PRESETS]
 
 
@@ -444,7 +531,11 @@ def _rows(part: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
     """Yield name, default, accepted values and meaning of the keys of `part`, including those inside of a mapping."""
     for key, field in part.model_fields.items():
         schema = _SCHEMA["properties"][key]
-        nested = {f"{key}.{name}": ("required", inner) for name, inner in _nested(schema).items() if name != "*"}
+        nested = {
+            f"{key}.{name}": ("required", inner)
+            for name, inner in _nested(schema).items()
+            if name != "*"
+        }
         for name, (default, inner) in ({key: (json.dumps(field.default), schema)} | nested).items():
             yield name, default, _accepted(inner), inner["description"]
 
@@ -452,7 +543,10 @@ def _rows(part: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
 def _fit(rows: Sequence[tuple[str, str, str]]) -> str:
     """Align `rows` in columns, the last of which is wrapped at the width of the terminal."""
     first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-    indent, width = " " * (first + second + 4), max(first + second + 24, shutil.get_terminal_size().columns)
+    indent, width = (
+        " " * (first + second + 4),
+        max(first + second + 24, shutil.get_terminal_size().columns),
+    )
     texts = [f"{name:<{first}}  {value:<{second}}  {text}" for name, value, text in rows]
     return "\n".join(textwrap.fill(text, width, subsequent_indent=indent) for text in texts)
 
@@ -461,19 +555,32 @@ def schema() -> str:
     """Return docs/hyperparameters.schema.json: a value or a search range for each key; Determined's own are free."""
     types = ["const", "int", "double", "log", "categorical"]
     search = {"type": "object", "required": ["type"], "properties": {"type": {"enum": types}}}
-    keys = {key: {"anyOf": [value, {"$ref": "#/$defs/Search"}]} for key, value in _SCHEMA["properties"].items()}
+    keys = {
+        key: {"anyOf": [value, {"$ref": "#/$defs/Search"}]}
+        for key, value in _SCHEMA["properties"].items()
+    }
     inner = {"type": "object", "additionalProperties": False, "properties": keys}
-    outer = {"type": "object", "$defs": _SCHEMA["$defs"] | {"Search": search}, "required": ["hyperparameters"]}
+    outer = {
+        "type": "object",
+        "$defs": _SCHEMA["$defs"] | {"Search": search},
+        "required": ["hyperparameters"],
+    }
     return json.dumps(outer | {"properties": {"hyperparameters": inner}}, indent=1) + "\n"
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m lm.config", description="List and describe hyperparameters.")
-    parser.add_argument("keys", nargs="*", metavar="KEY", help="hyperparameters to describe (default: list all)")
+    parser = argparse.ArgumentParser(
+        prog="python -m lm.config", description="List and describe hyperparameters."
+    )
+    parser.add_argument(
+        "keys", nargs="*", metavar="KEY", help="hyperparameters to describe (default: list all)"
+    )
     parser.add_argument("--presets", action="store_true", help="list the presets of `model`")
-    parser.add_argument("--write", action="store_true", help="write docs/hyperparameters.md and the JSON Schema")
+    parser.add_argument(
+        "--write", action="store_true", help="write docs/hyperparameters.md and the JSON Schema"
+    )
     args = parser.parse_args(arguments)
     if args.write:
         (ROOT / "docs" / "hyperparameters.md").write_text(page())
@@ -481,7 +588,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if unknown := [key for key in args.keys if key not in Hyperparameters.model_fields]:
         known = Hyperparameters.model_fields
-        raise ConfigError(*(f"{key}: no such hyperparameter{_nearest(key, known)}" for key in unknown))
+        raise ConfigError(
+            *(f"{key}: no such hyperparameter{_nearest(key, known)}" for key in unknown)
+        )
     rows = [row for part in PARTS for row in _rows(part)]
     shown = [(key, default, text) for key, default, _, text in rows if default != "required"]
     if args.keys:

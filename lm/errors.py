@@ -21,7 +21,9 @@ def printable(text: str) -> str:
     """Return `text` cut to `MAX_LINE` characters, without what would change a terminal or cannot be encoded."""
     if len(text) > MAX_LINE:
         text = f"{text[: MAX_LINE - 300]} ... {text[-295:]}"
-    return re.sub(r"[^\n ]", lambda match: match[0] if match[0].isprintable() else ascii(match[0])[1:-1], text)
+    return re.sub(
+        r"[^\n ]", lambda match: match[0] if match[0].isprintable() else ascii(match[0])[1:-1], text
+    )
 
 
 def escape_control(text: str) -> str:
@@ -38,8 +40,10 @@ class RunError(Exception):
     """The run cannot continue for a reason outside the program. Says what is wrong, why, and what to do.
 
     Args:
-        problems: one line each. The line starts with what is wrong: a hyperparameter, a file or a rank.
-        rank_local: whether only this rank knows the error, so that it prints it; rank 0 prints all others.
+        problems: one line each. The line starts with what is wrong: a hyperparameter, a file or a
+            rank.
+        rank_local: whether only this rank knows the error, so that it prints it; rank 0 prints all
+            others.
     """
 
     exit_code = 1
@@ -86,7 +90,9 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
             print(error, file=sys.stderr)
             return error.exit_code
         except OSError as error:  # most likely of stdout: a full disk, or head has closed the pipe
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which Python flushes when it exits
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # which Python flushes when it exits
             print(f"{error.filename or 'stdout'}: {error.strerror}", file=sys.stderr)
             return RunError.exit_code
         except KeyboardInterrupt:
@@ -103,6 +109,8 @@ def oserror_as_config_error(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*args, **kwargs)
         except OSError as error:
-            raise ConfigError(f"{error.filename}: {error.strerror}" if error.filename else str(error)) from None
+            raise ConfigError(
+                f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            ) from None
 
     return wrapper

@@ -1,7 +1,7 @@
 """Files that are not trusted to be files: opened without links, read up to a limit, checked, and written crash-safe.
 
-The limits keep what a stranger's checkpoint, model or dataset can cost below 1 GB of memory and 10 s beyond its real
-tensors. Parsed JSON takes up to 25 times its size.
+The limits keep what a stranger's checkpoint, model or dataset can cost below 1 GB of memory and 10
+s beyond its real tensors. Parsed JSON takes up to 25 times its size.
 """
 
 from __future__ import annotations
@@ -75,7 +75,11 @@ def parse_json(text: bytes) -> Any:
         raise ValueError(f"more than {MAX_JSON_DEPTH} levels") from None
     for _ in range(MAX_JSON_DEPTH + 1):
         containers = [value for value in level if isinstance(value, dict | list)]
-        level = [item for value in containers for item in (value.values() if isinstance(value, dict) else value)]
+        level = [
+            item
+            for value in containers
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
     if level:
         raise ValueError(f"more than {MAX_JSON_DEPTH} levels")
     return content[0]
@@ -91,7 +95,11 @@ def read_records(path: Path, keys: Set[str]) -> list[dict[str, Any]]:
         for line in file.read().splitlines():
             with suppress(ValueError):
                 records.append(parse_json(line))
-    return [each for each in records if isinstance(each, dict) and each.keys() >= keys and type(each["step"]) is int]
+    return [
+        each
+        for each in records
+        if isinstance(each, dict) and each.keys() >= keys and type(each["step"]) is int
+    ]
 
 
 def crc32c(path: Path) -> int:

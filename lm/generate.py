@@ -3,14 +3,16 @@
     python -m lm.generate CHECKPOINT --prompt TEXT [--samples N] [--batch-size B]
     python -m lm.generate CHECKPOINT --chat [--system TEXT]
 
-Both accept [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] [--seed S] [--stop TEXT] [--base DIRECTORY].
+Both accept [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] [--seed S] [--stop TEXT]
+[--base DIRECTORY].
 
-If --prompt is -, prompts are read from standard input, one per line, and continued in batches with the same results as
-one by one. --chat answers each line of standard input with the tokenizer's chat template: Ctrl-C ends an answer, the
-end of the input ends the chat. A text ends at the tokenizer's `stop_ids` or before the TEXT of --stop. CHECKPOINT is
-the directory or URL of a checkpoint, written by any number of ranks, or of a run, which means its newest. It is loaded
-into one process, on a GPU if one is available. LoRA adapters are merged into their base, which is read from where it
-was in training, or from DIRECTORY.
+If --prompt is -, prompts are read from standard input, one per line, and continued in batches with
+the same results as one by one. --chat answers each line of standard input with the tokenizer's chat
+template: Ctrl-C ends an answer, the end of the input ends the chat. A text ends at the tokenizer's
+`stop_ids` or before the TEXT of --stop. CHECKPOINT is the directory or URL of a checkpoint, written
+by any number of ranks, or of a run, which means its newest. It is loaded into one process, on a GPU
+if one is available. LoRA adapters are merged into their base, which is read from where it was in
+training, or from DIRECTORY.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ STDIN = "-"
 MAX_NEW_TOKENS = 200
 
 
-def load_model(directory: Path, device: torch.device, base_dir: Path | None = None) -> tuple[Transformer, Tokenizer]:
+def load_model(
+    directory: Path, device: torch.device, base_dir: Path | None = None
+) -> tuple[Transformer, Tokenizer]:
     """Return the model and the tokenizer of a checkpoint; see `base.load_model`.
 
     Raises:
@@ -45,8 +49,12 @@ def load_model(directory: Path, device: torch.device, base_dir: Path | None = No
     """
     manifest = read_manifest(directory)
     if manifest.tokenizer is None:
-        raise ConfigError(f"{directory}: has no tokenizer: trained on random tokens, or on ids of an unknown tokenizer")
-    tokenizer = saved_tokenizer(manifest.tokenizer, directory, manifest.files, manifest.hyperparameters)
+        raise ConfigError(
+            f"{directory}: has no tokenizer: trained on random tokens, or on ids of an unknown tokenizer"
+        )
+    tokenizer = saved_tokenizer(
+        manifest.tokenizer, directory, manifest.files, manifest.hyperparameters
+    )
     if tokenizer.vocab_size > (size := model_of(directory, manifest).vocab_size):
         problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {size}"
         raise ConfigError(f"{directory}: {problem}; use another checkpoint")
@@ -81,7 +89,10 @@ def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
         if found := [at for stop in stops if (at := pending.find(stop)) >= 0]:
             yield pending[: min(found)]
             return
-        n_held = max((n for stop in stops for n in range(1, len(stop)) if pending.endswith(stop[:n])), default=0)
+        n_held = max(
+            (n for stop in stops for n in range(1, len(stop)) if pending.endswith(stop[:n])),
+            default=0,
+        )
         yield pending[: len(pending) - n_held]
         pending = pending[len(pending) - n_held :]
     yield pending
@@ -98,9 +109,15 @@ def continuations(
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     for prompt, tokens in zip(prompts, ids, strict=True):
         if not tokens:
-            raise ConfigError(f"--prompt: {prompt!r} has no tokens in this tokenizer; use other text")
+            raise ConfigError(
+                f"--prompt: {prompt!r} has no tokens in this tokenizer; use other text"
+            )
     n = MAX_NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens
-    samples = [(i, seed) for i in range(len(prompts)) for seed in range(args.seed, args.seed + args.samples)]
+    samples = [
+        (i, seed)
+        for i in range(len(prompts))
+        for seed in range(args.seed, args.seed + args.samples)
+    ]
     for start in range(0, len(samples), args.batch_size):
         batch = samples[start : start + args.batch_size]
         seeds = [seed for _, seed in batch]
@@ -126,16 +143,25 @@ def chat(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> 
         text, _ = tokenizer.render([*first, *history], add_generation_prompt=True)
         return tokenizer.encode_with_ends([text], add_special_tokens=False)[0][0].tolist()
 
-    tokenizer.render([*first, {"role": "user", "content": "?"}], add_generation_prompt=True)  # raises before any input
+    tokenizer.render(
+        [*first, {"role": "user", "content": "?"}], add_generation_prompt=True
+    )  # raises before any input
     while (line := read_line()) is not None:
         history.append({"role": "user", "content": line})
         while len(ids := encode()) > context - room and len(history) > 1:
             del history[:2]
         if len(ids) > context - room:
-            print(f"too long: {len(ids)} tokens of at most {context - room} (max_seq_len {context})", file=sys.stderr)
+            print(
+                f"too long: {len(ids)} tokens of at most {context - room} (max_seq_len {context})",
+                file=sys.stderr,
+            )
             history.clear()
             continue
-        n = context - len(ids) if args.max_new_tokens is None else min(args.max_new_tokens, context - len(ids))
+        n = (
+            context - len(ids)
+            if args.max_new_tokens is None
+            else min(args.max_new_tokens, context - len(ids))
+        )
         answer = ""
         try:
             for piece in next(generate_texts(model, tokenizer, [ids], [args.seed], n, args)):
@@ -197,22 +223,53 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         ConfigError: lists every value out of range.
     """
-    parser = argparse.ArgumentParser(prog="python -m lm.generate", description="Generate text from a checkpoint.")
+    parser = argparse.ArgumentParser(
+        prog="python -m lm.generate", description="Generate text from a checkpoint."
+    )
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="directory or URL of a checkpoint or run")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", help="text to continue; - = standard input, one prompt per line")
     what.add_argument("--chat", action="store_true", help="answer each line of standard input")
     add("--system", metavar="TEXT", help="system message of the chat (none)")
-    add("--samples", type=int, default=1, metavar="N", help="continuations of each prompt (%(default)s)")
-    add("--batch-size", type=int, default=16, metavar="B", help="continuations per batch (%(default)s)")
+    add(
+        "--samples",
+        type=int,
+        default=1,
+        metavar="N",
+        help="continuations of each prompt (%(default)s)",
+    )
+    add(
+        "--batch-size",
+        type=int,
+        default=16,
+        metavar="B",
+        help="continuations per batch (%(default)s)",
+    )
     length = f"tokens to generate at most ({MAX_NEW_TOKENS}; chat: up to max_seq_len)"
     add("--max-new-tokens", type=int, metavar="N", help=length)
     add("--temperature", type=float, default=0.8, metavar="T", help="0 = greedy (%(default)s)")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (all)")
-    add("--top-p", type=float, metavar="P", help="sample from the fewest tokens of probability P (all)")
-    add("--seed", type=int, default=0, metavar="S", help="random seed; S + n for the n-th sample (%(default)s)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; can be repeated")
+    add(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample from the fewest tokens of probability P (all)",
+    )
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="random seed; S + n for the n-th sample (%(default)s)",
+    )
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before TEXT; can be repeated",
+    )
     add("--base", type=Path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
     args = parser.parse_args(arguments)
     is_valid = {
@@ -222,10 +279,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         f"--samples: {args.samples} must be 1 or more": args.samples >= 1,
         "--samples: requires --prompt": args.samples == 1 or not args.chat,
         "--stop: is empty; it needs at least one character": all(args.stop),
-        f"--max-new-tokens: {args.max_new_tokens} must be 0 or more": (args.max_new_tokens or 0) >= 0,
+        f"--max-new-tokens: {args.max_new_tokens} must be 0 or more": (args.max_new_tokens or 0)
+        >= 0,
         f"--temperature: {args.temperature:g} must be 0 or more": args.temperature >= 0,
         f"--top-k: {args.top_k} must be 1 or more": args.top_k is None or args.top_k >= 1,
-        f"--top-p: {args.top_p or 0:g} must be above 0 and at most 1": args.top_p is None or 0 < args.top_p <= 1,
+        f"--top-p: {args.top_p or 0:g} must be above 0 and at most 1": args.top_p is None
+        or 0 < args.top_p <= 1,
         f"--seed: {args.seed} must be from 0 to 2^63 - 1": 0 <= args.seed < 2**63,
         f"--batch-size: {args.batch_size} must be 1 or more": args.batch_size >= 1,
     }

@@ -73,9 +73,16 @@ class Setup:
     def session(self, world: World, step: int) -> dict[str, Any]:
         """Return what the report says about a start after `step` steps: command, versions and hardware."""
         n_gpus = world.size if world.device.type == "cuda" else 0
-        device = torch.cuda.get_device_name(world.device) if n_gpus else f"CPU of {usable_cores()} cores"
+        device = (
+            torch.cuda.get_device_name(world.device) if n_gpus else f"CPU of {usable_cores()} cores"
+        )
         versions = f"Python {platform.python_version()}, PyTorch {torch.__version__}, Determined {det.__version__}"
-        hardware = {"ranks": world.size, "gpus": n_gpus, "device": device, "host": socket.gethostname()}
+        hardware = {
+            "ranks": world.size,
+            "gpus": n_gpus,
+            "device": device,
+            "host": socket.gethostname(),
+        }
         command = {"command": shlex.join(sys.argv), "versions": versions}
         return {"step": step, "tokens_per_step": self.tokens_per_step} | hardware | command
 
@@ -85,9 +92,17 @@ class Setup:
         if hp.warmup_steps > self.max_steps > 0:
             lasts = f"warmup_steps {hp.warmup_steps:g} is more than max_steps {self.max_steps}"
             notes.append(f"{lasts}: the learning rate never reaches lr")
-        if hp.checkpoint_rate < self.max_steps <= math.lcm(hp.checkpoint_rate, self.validation_rate):
-            rates = f"checkpoint_rate {hp.checkpoint_rate} and validation_rate {self.validation_rate}"
-            notes.append(f"{rates} meet at no step: only the last checkpoint has a validation loss and can be the best")
+        if (
+            hp.checkpoint_rate
+            < self.max_steps
+            <= math.lcm(hp.checkpoint_rate, self.validation_rate)
+        ):
+            rates = (
+                f"checkpoint_rate {hp.checkpoint_rate} and validation_rate {self.validation_rate}"
+            )
+            notes.append(
+                f"{rates} meet at no step: only the last checkpoint has a validation loss and can be the best"
+            )
         if self.searcher:
             note = self.searcher.note(self.max_steps, self.validation_rate)
             if note:
@@ -96,9 +111,15 @@ class Setup:
 
     def summary(self, hp: Hyperparameters, world: World) -> str:
         """Return one line about the model, how it is sharded, and the size of a step."""
-        dtype = f"float8 {hp.float8}" if hp.float8 else str(self.dtype or torch.float32).removeprefix("torch.")
+        dtype = (
+            f"float8 {hp.float8}"
+            if hp.float8
+            else str(self.dtype or torch.float32).removeprefix("torch.")
+        )
         samples = self.data.train.samples_per_epoch
-        epoch = f"{samples / self.global_batch_size:,.0f} steps per epoch" if samples else "streamed"
+        epoch = (
+            f"{samples / self.global_batch_size:,.0f} steps per epoch" if samples else "streamed"
+        )
         adapters = f" and {lora.n_trained(hp, hp) / 1e6:,.1f}M in adapters" if hp.lora_rank else ""
         return (
             f"{hp.n_parameters / 1e6:,.1f}M parameters{adapters}, {hp.sharding} over {world.size} x"
@@ -117,25 +138,28 @@ def preflight(
 ) -> tuple[Setup, ResumePlan]:
     """Find everything that can be wrong, locally on every rank, and agree on it once.
 
-    Locks the run directory and starts `store`, or in a dry run writes nothing and prints what the run needs.
+    Locks the run directory and starts `store`, or in a dry run writes nothing and prints what the
+    run needs.
 
     Raises:
-        ConfigError: the hyperparameters, the data, the machines and the checkpoints do not fit together.
+        ConfigError: the hyperparameters, the data, the machines and the checkpoints do not fit
+            together.
     """
     announce("reading the data")
     if info and hp.checkpoint_storage:
         problem = "not a hyperparameter of trials; set checkpoint_storage at the top level of the experiment config"
         raise ConfigError(f"checkpoint_storage: {problem}")
     if exit_code_of_stop(os.environ) and hp.resume != "auto":
-        problem = (
-            f"resume: {hp.resume} would discard all progress at every restart, for which RESTART_WHEN_STOPPED is set"
-        )
-        raise ConfigError(f"{problem}; use auto with another run_name, or init_from")
+        problem = f"resume: {hp.resume} would discard all progress at every restart"
+        cause = "for which RESTART_WHEN_STOPPED is set"
+        raise ConfigError(f"{problem}, {cause}; use auto with another run_name, or init_from")
     if run_dir and not dry_run:
         run_dir.lock(world)
         store.start(world)
     checkpoint_config = hp
-    if hp.init_from is not None and (hp.lora_rank or weights.is_model(hp.init_from)):  # a base of adapters, or a model
+    if hp.init_from is not None and (
+        hp.lora_rank or weights.is_model(hp.init_from)
+    ):  # a base of adapters, or a model
         checkpoint_config = hp.model_copy(update={"init_from": None})
     plan = world.on_rank0(lambda: plan_resume(checkpoint_config, store, is_restart(os.environ)))
     if hp.dataset == "jsonl" and hp.chat_template_date is None:
@@ -155,7 +179,8 @@ def preflight(
 def choose_cache(dry_run: bool = False) -> None:
     """Let PyTorch cache compiled code, which it executes, where no other user can write; its default is in /tmp.
 
-    A dry run compiles nothing, but imports the compiler, which creates the directory: it gets one that exists.
+    A dry run compiles nothing, but imports the compiler, which creates the directory: it gets one
+    that exists.
     """
     if dry_run:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.sep
@@ -163,14 +188,22 @@ def choose_cache(dry_run: bool = False) -> None:
         cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
         cache.mkdir(mode=0o700, exist_ok=True)
         status = cache.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        if (
+            not stat.S_ISDIR(status.st_mode)
+            or status.st_uid != os.getuid()
+            or status.st_mode & 0o022
+        ):
             problem = "a link, or other users can write to it; set TORCHINDUCTOR_CACHE_DIR to a directory of yours"
             raise ConfigError(f"{cache}: {problem}")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
 
 
 def _check(
-    hp: Hyperparameters, world: World, info: det.ClusterInfo | None, base: Base | None, memory: str | None
+    hp: Hyperparameters,
+    world: World,
+    info: det.ClusterInfo | None,
+    base: Base | None,
+    memory: str | None,
 ) -> Setup:
     seed = hp.seed if hp.seed is not None else info.trial.trial_seed if info else DEFAULT_SEED
     mesh = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
@@ -186,7 +219,9 @@ def _check(
     if info and "determined" in (hp.tracker or ()):
         problem = "tracker: determined is for runs outside Determined, and this is a trial; remove determined"
         raise ConfigError(problem)
-    max_steps = hp.run_length(data.train.samples_per_epoch and data.train.samples_per_epoch / batch_size)
+    max_steps = hp.run_length(
+        data.train.samples_per_epoch and data.train.samples_per_epoch / batch_size
+    )
     hyperparameters = hp.model_dump(mode="json") | {"seed": seed, "max_steps": max_steps or None}
     run_info = RunInfo(
         sharding=hp.sharding,
@@ -215,8 +250,12 @@ def _check(
         tokens_per_step=batch_size * hp.max_seq_len,
         max_steps=max_steps,
         validation_rate=validation_rate,
-        sample_rate=(hp.sample_rate or validation_rate) if data.tokenizer and hp.num_tokens else None,
-        prompt=data.tokenizer.encode(hp.prompt) if data.tokenizer and hp.prompt is not None else data.prompt(),
+        sample_rate=(hp.sample_rate or validation_rate)
+        if data.tokenizer and hp.num_tokens
+        else None,
+        prompt=data.tokenizer.encode(hp.prompt)
+        if data.tokenizer and hp.prompt is not None
+        else data.prompt(),
         run_info=run_info,
         searcher=searcher,
         memory=memory,

@@ -2,8 +2,9 @@
 
     python -m lm.report RUN [RUN ...]
 
-Writes report.md and, if matplotlib is installed, report.png to the directory of the run, which a run also does when it
-ends or stops. Several runs are side by side, with the hyperparameters that differ, in the directory that holds them.
+Writes report.md and, if matplotlib is installed, report.png to the directory of the run, which a
+run also does when it ends or stops. Several runs are side by side, with the hyperparameters that
+differ, in the directory that holds them.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class RunRecords:
         if not (path / "metrics.jsonl").is_file():
             raise ConfigError(f"{path.absolute()}: is not a run directory: it has no metrics.jsonl")
         self.name, config = path.resolve().name, path / "config.yaml"
-        self.hyperparameters = strict_yaml.load(config)[0]["hyperparameters"] if config.is_file() else {}
+        self.hyperparameters = (
+            strict_yaml.load(config)[0]["hyperparameters"] if config.is_file() else {}
+        )
         self.metrics, self.samples, self.sessions = (
             read_records(path / f"{name}.jsonl", keys) for name, keys in _KEYS.items()
         )
@@ -68,7 +71,9 @@ class RunRecords:
         steps, losses = self.curve("validation", "loss")
         if losses:
             best = min(losses)
-            facts["validation loss"] = f"{losses[-1]:.4f}, best {best:.4f} (step {steps[losses.index(best)]})"
+            facts["validation loss"] = (
+                f"{losses[-1]:.4f}, best {best:.4f} (step {steps[losses.index(best)]})"
+            )
         for last in self.curve("training", "loss")[1][-1:]:
             facts["training loss"] = f"{last:.4f}"
         for label, (key, combine, spec) in _SUMMARIES.items():
@@ -77,12 +82,19 @@ class RunRecords:
         for last in self.sessions[-1:]:
             step = max((each["step"] for each in self.metrics), default=0)
             starts, ends = ([each[key] for each in self.sessions] for key in ("time", "last_write"))
-            ends = [*ends[1:], max((each["time"] for each in self.metrics + self.samples), default=0)]
-            seconds = [max(0.0, (end or 0) - start) for start, end in zip(starts, ends, strict=True)]
+            ends = [
+                *ends[1:],
+                max((each["time"] for each in self.metrics + self.samples), default=0),
+            ]
+            seconds = [
+                max(0.0, (end or 0) - start) for start, end in zip(starts, ends, strict=True)
+            ]
             facts["steps"] = f"{step} of {self.hyperparameters.get('max_steps') or step}"
             facts["tokens"] = f"{step * last['tokens_per_step']:,}"
             facts["wall time"] = f"{timedelta(seconds=int(sum(seconds)))}, {len(seconds)} start(s)"
-            if used := sum(each["gpus"] * time for each, time in zip(self.sessions, seconds, strict=True)):
+            if used := sum(
+                each["gpus"] * time for each, time in zip(self.sessions, seconds, strict=True)
+            ):
                 facts["GPU-hours"] = f"{used / 3600:.2f}"
             facts["hardware"] = f"{last['ranks']} x {last['device']}, {last['host']}"
             facts["versions"] = last["versions"]
@@ -92,10 +104,18 @@ class RunRecords:
 
 def page(runs: Sequence[RunRecords], picture: Path | None = None) -> str:
     """Return the report on `runs` as Markdown."""
-    lines = [f"# {' and '.join(run.name for run in runs)}", "", *_table(runs, [run.facts() for run in runs])]
+    lines = [
+        f"# {' and '.join(run.name for run in runs)}",
+        "",
+        *_table(runs, [run.facts() for run in runs]),
+    ]
     if len(runs) > 1:
         shown = [
-            {f"`{key}`": json.dumps(value) for key, value in run.hyperparameters.items() if key != "run_name"}
+            {
+                f"`{key}`": json.dumps(value)
+                for key, value in run.hyperparameters.items()
+                if key != "run_name"
+            }
             for run in runs
         ]
         common = set.intersection(*(set(each.items()) for each in shown))
@@ -106,7 +126,12 @@ def page(runs: Sequence[RunRecords], picture: Path | None = None) -> str:
     for run in runs:
         for sample in run.samples[-1:]:
             text = escape_control(sample["prompt"] + sample["text"]).splitlines()
-            lines += ["", f"Sample of {run.name} after step {sample['step']}:", "", *(f"    {line}" for line in text)]
+            lines += [
+                "",
+                f"Sample of {run.name} after step {sample['step']}:",
+                "",
+                *(f"    {line}" for line in text),
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -124,9 +149,14 @@ def draw(runs: Sequence[RunRecords], path: Path) -> None:
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     axes = figure.subplot_mosaic([["loss"] * len(_PANELS), list(_PANELS)], height_ratios=(2, 1))
     for number, run in enumerate(runs):
-        for group, color, style in (("training", number, "-"), ("validation", number + (len(runs) == 1), "o--")):
+        for group, color, style in (
+            ("training", number, "-"),
+            ("validation", number + (len(runs) == 1), "o--"),
+        ):
             label = f"{run.name} {group}" if len(runs) > 1 else group
-            axes["loss"].plot(*run.curve(group, "loss"), style, color=f"C{color}", markersize=4, label=label)
+            axes["loss"].plot(
+                *run.curve(group, "loss"), style, color=f"C{color}", markersize=4, label=label
+            )
         for key in _PANELS:
             axes[key].plot(*run.curve("training", key), color=f"C{number}")
     for key, panel in axes.items():
@@ -138,7 +168,11 @@ def draw(runs: Sequence[RunRecords], path: Path) -> None:
 
 def write(paths: Sequence[Path], directory: Path) -> str:
     """Write the report on the runs at `paths` to `directory`. Return what was written."""
-    runs, text, picture = [RunRecords(path) for path in paths], directory / "report.md", directory / "report.png"
+    runs, text, picture = (
+        [RunRecords(path) for path in paths],
+        directory / "report.md",
+        directory / "report.png",
+    )
     has_curves, note = any(len(run.curve("training", "loss")[0]) > 1 for run in runs), ""
     for file in (text, picture):
         file.unlink(missing_ok=True)  # neither follow a link nor leave an old picture
@@ -168,7 +202,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lm.report", description="Report on runs.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
     paths = parser.parse_args(arguments).runs
-    written = write(paths, Path(os.path.relpath(os.path.commonpath([path.absolute() for path in paths]))))
+    written = write(
+        paths, Path(os.path.relpath(os.path.commonpath([path.absolute() for path in paths])))
+    )
     print(page([RunRecords(path) for path in paths]), written, sep="\n")
     return 0
 

@@ -16,19 +16,25 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 
 
 def choose(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator,
 ) -> Tensor:
     """Sample one token per sequence from `logits` `(B, V)`, as `(B,)` int64 on the CPU.
 
-    Temperature 0 selects the most likely token. top_k samples from the k most likely tokens, top_p from the fewest of
-    these whose probabilities sum to at least top_p (Holtzman et al., 2020).
+    Temperature 0 selects the most likely token. top_k samples from the k most likely tokens, top_p
+    from the fewest of these whose probabilities sum to at least top_p (Holtzman et al., 2020).
     """
     if temperature == 0:
         return logits.argmax(dim=-1).cpu()
     logits, ids, vocab_size = logits.float().cpu(), None, logits.shape[-1]
     if top_k or top_p:
         logits, ids = logits.topk(min(top_k or vocab_size, vocab_size))  # descending
-    probabilities = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)  # no overflow
+    probabilities = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(
+        dim=-1
+    )  # no overflow
     if not probabilities.isfinite().all():
         raise RunError("generation: the model computes inf or NaN; use another checkpoint")
     if top_p is not None:
@@ -53,10 +59,11 @@ def generate_batch(
 ) -> Iterator[list[int | None]]:
     """Yield at each step one token per sequence, None for a sequence that is still in its prompt or complete.
 
-    The prompts can differ in length. All sequences start at position 0 and advance together: the input of a sequence
-    is its prompt, then the tokens sampled from it. Nothing is padded or masked, so each sequence is the same as if
-    generated alone. A sequence is complete after max_new_tokens or at its first stop id. Once the context is full,
-    generation continues from its latest half. Under FSDP all ranks must call this with the same arguments.
+    The prompts can differ in length. All sequences start at position 0 and advance together: the
+    input of a sequence is its prompt, then the tokens sampled from it. Nothing is padded or masked,
+    so each sequence is the same as if generated alone. A sequence is complete after max_new_tokens
+    or at its first stop id. Once the context is full, generation continues from its latest half.
+    Under FSDP all ranks must call this with the same arguments.
 
     Args:
         prompts: at least one token id each.
@@ -80,15 +87,23 @@ def generate_batch(
     cache = KVCache(min(context, max(ends)))
     model.eval()
     while length < max(ends):
-        if cache.length + len(next_input[0]) > context:  # all prompts have been read, as none is longer
-            cache, next_input = KVCache(context), [sequence[-max(1, context // 2) :] for sequence in sequences]
-        # Lengths change at each step: compiling, or planning cuDNN's attention, for each would be slow.
+        if (
+            cache.length + len(next_input[0]) > context
+        ):  # all prompts have been read, as none is longer
+            cache, next_input = (
+                KVCache(context),
+                [sequence[-max(1, context // 2) :] for sequence in sequences],
+            )
+        # Lengths change at each step: compiling, or planning cuDNN's attention, for each would be
+        # slow.
         with torch.compiler.set_stance("force_eager"), sdpa_kernel(_KERNELS):
             logits = model(torch.tensor(next_input, device=device), cache=cache)
         sampled: list[int | None] = [None] * len(sequences)
         for i, sequence in enumerate(sequences):
             if len(sequence) == length:
-                sequence.append(int(choose(logits[i : i + 1], temperature, top_k, top_p, generators[i]).item()))
+                sequence.append(
+                    int(choose(logits[i : i + 1], temperature, top_k, top_p, generators[i]).item())
+                )
                 if sequence[-1] in stop_ids:
                     ends[i] = min(ends[i], length)
                 if length < ends[i]:
@@ -98,7 +113,9 @@ def generate_batch(
         yield sampled
 
 
-def generate(model: Transformer, prompt: list[int], max_new_tokens: int, *, seed: int, **options: Any) -> Iterator[int]:
+def generate(
+    model: Transformer, prompt: list[int], max_new_tokens: int, *, seed: int, **options: Any
+) -> Iterator[int]:
     """Yield up to `max_new_tokens` tokens that continue `prompt`, one by one; for `options` see `generate_batch`."""
     steps = generate_batch(model, [prompt], max_new_tokens, seeds=[seed], **options)
     return (token for (token,) in steps if token is not None)

@@ -13,14 +13,16 @@ def to_local(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     local = tensor.detach()
-    # torchao wraps weights that are all-gathered in float8, and has no public name for what it wraps.
+    # torchao wraps weights that are all-gathered in float8, and has no public name for what it
+    # wraps.
     return getattr(local, "_tensor", local)
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """Return this rank's rows of `tensor`, and which row of the full tensor is the first of them.
 
-    FSDP divides the rows like `torch.chunk`: each rank but the last ones has ceil(rows / shards), which may be none.
+    FSDP divides the rows like `torch.chunk`: each rank but the last ones has ceil(rows / shards),
+    which may be none.
     """
     local = to_local(tensor)
     if not isinstance(tensor, DTensor):

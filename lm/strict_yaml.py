@@ -134,5 +134,7 @@ def _syntax_error(error: yaml.MarkedYAMLError) -> ConfigError:
     if "'\\t'" in problem:
         problem += "; use spaces, not tabs"
     elif isinstance(error, ScannerError | ParserError):
-        problem += "; check indentation, spaces after colons and quotes, here and on the line before"
+        problem += (
+            "; check indentation, spaces after colons and quotes, here and on the line before"
+        )
     return ConfigError(f"{mark.name}:{mark.line + 1}: {problem}")

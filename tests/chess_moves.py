@@ -2,8 +2,9 @@
 
     python -m tests.chess_moves RUN [--games N] [--temperature T] [--seed S]
 
-Games in standard algebraic notation are generated from a run's newest checkpoint with the prompt "1. " and played on
-a board up to the first illegal move, which counts; the rest of the game does not.
+Games in standard algebraic notation are generated from a run's newest checkpoint with the prompt
+"1. " and played on a board up to the first illegal move, which counts; the rest of the game does
+not.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ def count(games: Iterable[str]) -> tuple[int, int, int]:
     for game in games:
         ended = game.split()[-1:] and game.split()[-1] in RESULTS
         moves, is_illegal = play(game if ended else game.rpartition(" ")[0])
-        legal, illegal, complete = legal + moves, illegal + is_illegal, complete + bool(ended and not is_illegal)
+        legal, illegal, complete = (
+            legal + moves,
+            illegal + is_illegal,
+            complete + bool(ended and not is_illegal),
+        )
     return legal, illegal, complete
 
 
@@ -58,15 +63,23 @@ def main() -> None:
     model, tokenizer = load_model(find_checkpoint(args.run), device)
     prompt = tokenizer.encode("1. ")
     max_new_tokens = model.config.max_seq_len - len(prompt)
-    options: dict[str, Any] = {"device": device, "temperature": args.temperature, "stop_ids": tokenizer.stop_ids}
+    options: dict[str, Any] = {
+        "device": device,
+        "temperature": args.temperature,
+        "stop_ids": tokenizer.stop_ids,
+    }
     games = []
     for seed in range(args.seed, args.seed + args.games):
         tokens = generate(model, prompt, max_new_tokens, seed=seed, **options)
         games.append("1. " + tokenizer.decode(tokens, after=prompt))
     legal, illegal, complete = count(games)
     share = legal / (legal + illegal)
-    print(f"{args.games} games, {complete} complete: {legal} of {legal + illegal} moves are legal, {share:.1%}")
-    print(f"moves up to the first illegal one: {legal / max(1, illegal):.1f} on average\n{games[0]}")
+    print(
+        f"{args.games} games, {complete} complete: {legal} of {legal + illegal} moves are legal, {share:.1%}"
+    )
+    print(
+        f"moves up to the first illegal one: {legal / max(1, illegal):.1f} on average\n{games[0]}"
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = "1"  # the models are too small for more threads, and the cores belong to many ranks
+os.environ["OMP_NUM_THREADS"] = (
+    "1"  # the models are too small for more threads, and the cores belong to many ranks
+)
 
 import pytest
 
@@ -32,7 +34,9 @@ def s3_server() -> Iterator[str]:
     from tests.servers import serving
 
     port = free_port()
-    with serving(sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port), port=port) as address:
+    with serving(
+        sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port), port=port
+    ) as address:
         yield address
 
 

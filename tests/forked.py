@@ -1,10 +1,12 @@
 """Processes that are forked from one that has imported PyTorch, because importing it takes most of a short run.
 
-`Forked` is `subprocess.Popen` for Python programs: a process with its own arguments, environment, working directory,
-streams, signals and exit code. What depends on how Python starts needs a real command: the variables `READ_AT_START`,
-signals during imports, and other launchers. PYTHONUNBUFFERED has no effect in a forked process.
+`Forked` is `subprocess.Popen` for Python programs: a process with its own arguments, environment,
+working directory, streams, signals and exit code. What depends on how Python starts needs a real
+command: the variables `READ_AT_START`, signals during imports, and other launchers.
+    PYTHONUNBUFFERED has no effect in a forked process.
 
-It overrides the private methods `_execute_child`, `_internal_poll` and `_wait`; tested with Python 3.11.
+It overrides the private methods `_execute_child`, `_internal_poll` and `_wait`; tested with Python
+3.11.
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ from lm.launch import console, machine, spawn
 
 READ_AT_START = {"LD_PRELOAD", "PYTHONPATH"}
 METHOD = "spawn" if machine.has_gpu() else "forkserver"  # CUDA may not be initialized before a fork
-PRELOADED = ["tests.support", "lm.metrics.logger", "lm.preflight", "lm.training.profiling", "lm.report"]
+PRELOADED = [
+    "tests.support",
+    "lm.metrics.logger",
+    "lm.preflight",
+    "lm.training.profiling",
+    "lm.report",
+]
 PRELOADED += ["torch._dynamo", "torch.utils.tensorboard"]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
 
@@ -43,9 +51,15 @@ class Forked(subprocess.Popen[str]):
         _, preexec_fn, _, _, cwd, env, _, _, _, *pipes, _, _, _, _, _, new_session, _ = rest
         streams = [Connection(os.dup(fd)) if fd >= 0 else None for fd in (pipes[3], pipes[5])]
         os.umask(umask := os.umask(0))
-        before = [partial(os.umask, umask), *[os.setsid] * new_session, *[preexec_fn] * bool(preexec_fn)]
+        before = [
+            partial(os.umask, umask),
+            *[os.setsid] * new_session,
+            *[preexec_fn] * bool(preexec_fn),
+        ]
         context: Any = multiprocessing.get_context(self.method)
-        self._process = context.Process(target=_run, args=(args[1:], cwd or ".", env, streams, before))
+        self._process = context.Process(
+            target=_run, args=(args[1:], cwd or ".", env, streams, before)
+        )
         self._process.start()
         self.pid, self._child_created = self._process.pid, True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
@@ -61,7 +75,9 @@ class Forked(subprocess.Popen[str]):
         return self.returncode
 
 
-def _run(arguments: list[str], cwd: str, env: dict[str, str], streams: list[Any], before: list[Any]) -> None:
+def _run(
+    arguments: list[str], cwd: str, env: dict[str, str], streams: list[Any], before: list[Any]
+) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_DFL)
     for action in before:
@@ -73,7 +89,9 @@ def _run(arguments: list[str], cwd: str, env: dict[str, str], streams: list[Any]
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    torch.set_num_threads(int(env["OMP_NUM_THREADS"]))  # PyTorch was imported with another environment
+    torch.set_num_threads(
+        int(env["OMP_NUM_THREADS"])
+    )  # PyTorch was imported with another environment
     console.START = time.monotonic()
     if arguments[:2] == ["-m", "lm.launch"]:
         Forked.method, spawn.subprocess = "fork", SimpleNamespace(Popen=Forked)  # type: ignore[assignment]

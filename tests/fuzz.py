@@ -2,8 +2,9 @@
 
     python -m tests.fuzz [COUNT] [--seed S]
 
-A value of the manifest, of a header or of the tokenizer is replaced, or bytes of the weights. Each checkpoint must be
-refused with a RunError, or generate text from the weights that the safetensors library, if it accepts the file, reads.
+A value of the manifest, of a header or of the tokenizer is replaced, or bytes of the weights. Each
+checkpoint must be refused with a RunError, or generate text from the weights that the safetensors
+library, if it accepts the file, reads.
 
 Exit code 1 after anything else, more than 10 s, or more than 1 GB.
 """
@@ -40,8 +41,36 @@ from tests.support import rewrite_header
 from tests.test_manifest import forge_manifest
 from tests.test_untrusted import WEIGHTS, make_checkpoint
 
-VALUES: list[Any] = [None, True, -1, 0, 1, 2, 7, 64, 2**31, 2**63, 10**30, 0.5, 1e308, float("nan"), float("inf")]
-VALUES += ["", "x", "\x1b[2J", "../x", "é" * 5000, [], [1], [[]] * 1000, {}, {"a": 1}, {"type": "Replace"}]
+VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2,
+    7,
+    64,
+    2**31,
+    2**63,
+    10**30,
+    0.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+]
+VALUES += [
+    "",
+    "x",
+    "\x1b[2J",
+    "../x",
+    "é" * 5000,
+    [],
+    [1],
+    [[]] * 1000,
+    {},
+    {"a": 1},
+    {"type": "Replace"},
+]
 
 
 def change(draw: random.Random, tree: Any) -> Any:
@@ -49,7 +78,9 @@ def change(draw: random.Random, tree: Any) -> Any:
     changed = copy.deepcopy(tree)
     nodes = [changed]
     for node in nodes:
-        children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        children = (
+            node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        )
         nodes += [child for child in children if isinstance(child, dict | list) and child][:20]
     node = draw.choice(nodes)
     key: Any = draw.choice(list(node)) if isinstance(node, dict) else draw.randrange(len(node))
@@ -69,7 +100,9 @@ def change_header(draw: random.Random, header: dict[str, Any]) -> dict[str, Any]
     if draw.random() >= 0.3:
         return change(draw, header)
     metadata = header["__metadata__"]
-    metadata["DCP_SHARDING_INFO"] = json.dumps(change(draw, json.loads(metadata["DCP_SHARDING_INFO"])))
+    metadata["DCP_SHARDING_INFO"] = json.dumps(
+        change(draw, json.loads(metadata["DCP_SHARDING_INFO"]))
+    )
     return header
 
 
@@ -79,13 +112,17 @@ def mutate(draw: random.Random, folder: Path) -> str:
     fields = json.loads((folder / MANIFEST).read_text())
     if what == "manifest":
         changed = change(draw, fields)
-        forge_manifest(folder, **{key: value for key, value in changed.items() if key != "checksum"})
+        forge_manifest(
+            folder, **{key: value for key, value in changed.items() if key != "checksum"}
+        )
         return what
     if what == "tokenizer":
         text = json.dumps(change(draw, json.loads((folder / FILE).read_text()))).encode()
         (folder / FILE).write_bytes(text)
         size = fields["tokenizer"].partition(" ")[0]
-        forge_manifest(folder, tokenizer=f"{size} tokens, sha256 {hashlib.sha256(text).hexdigest()}")
+        forge_manifest(
+            folder, tokenizer=f"{size} tokens, sha256 {hashlib.sha256(text).hexdigest()}"
+        )
         return what
     if what == "header":
         rewrite_header(folder / WEIGHTS, partial(change_header, draw))
@@ -93,7 +130,9 @@ def mutate(draw: random.Random, folder: Path) -> str:
         content = (folder / WEIGHTS).read_bytes()
         end = 8 + struct.unpack("<Q", content[:8])[0]
         at, n_bytes = draw.randrange(end, len(content) - 8), draw.randint(1, 8)
-        (folder / WEIGHTS).write_bytes(content[:at] + draw.randbytes(n_bytes) + content[at + n_bytes :])
+        (folder / WEIGHTS).write_bytes(
+            content[:at] + draw.randbytes(n_bytes) + content[at + n_bytes :]
+        )
     forge_manifest(folder)
     return what
 
@@ -102,7 +141,9 @@ def use(folder: Path) -> None:
     """Generate text from the checkpoint in `folder` and compare its weights with an independent reader's."""
     model, tokenizer = generate.load_model(folder, torch.device("cpu"))
     prompt = tokenizer.encode("To be, or not") or [0]
-    tokenizer.decode(sampling.generate(model, prompt, 2, seed=0, device=torch.device("cpu"), temperature=1.0))
+    tokenizer.decode(
+        sampling.generate(model, prompt, 2, seed=0, device=torch.device("cpu"), temperature=1.0)
+    )
     try:
         other = load_file(folder / WEIGHTS)
     except SafetensorError:  # metadata that only it checks
@@ -113,8 +154,12 @@ def use(folder: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Load changed checkpoints.")
-    parser.add_argument("count", type=int, nargs="?", default=500, metavar="COUNT", help="(%(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description="Load changed checkpoints."
+    )
+    parser.add_argument(
+        "count", type=int, nargs="?", default=500, metavar="COUNT", help="(%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="(%(default)s)")
     args = parser.parse_args(arguments)
     outcomes: Counter[str] = Counter()
@@ -136,7 +181,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if isinstance(error, KeyboardInterrupt):
                     raise
                 outcomes["failed"] += 1
-                print(f"seed {seed}, {what}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+                print(
+                    f"seed {seed}, {what}: {type(error).__name__}: {str(error)[:200]}", flush=True
+                )
             slowest = max(slowest, time.monotonic() - started)
         signal.alarm(0)
         memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) >> 10

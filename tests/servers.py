@@ -13,8 +13,16 @@ import fsspec
 
 from lm.checkpoint import bucket
 
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-ISOLATED = {"AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": "none", "AWS_SHARED_CREDENTIALS_FILE": "none"}
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
+ISOLATED = {
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_CONFIG_FILE": "none",
+    "AWS_SHARED_CREDENTIALS_FILE": "none",
+}
 
 
 @contextmanager
@@ -25,7 +33,9 @@ def serving(*command: str, port: int, **env: str) -> Iterator[str]:
     try:
         for _ in range(200):
             try:
-                with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=5)) as connection:
+                with closing(
+                    http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+                ) as connection:
                     connection.request("GET", "/")
                     connection.getresponse()
                 break

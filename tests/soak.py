@@ -2,15 +2,17 @@
 
     python -m tests.soak [COUNT] [--seed S] [--ranks N] [--storage URL]
 
-A small run with dropout and shuffled data is made once without interruption. The same run is then started in a new
-directory, killed or stopped at a random moment or inside of a random file operation, and rerun with the same command
-until it is complete; and so on until COUNT interruptions. After every start all losses so far must equal the
-uninterrupted ones bit for bit and every checkpoint must be intact, and at the end the checksums of the last
-checkpoint's files must be equal. Runs save synchronously and asynchronously in turn. With --storage, e.g.
-s3://bucket/soak, the runs are in object storage, whose server and credentials the environment names, and about half
+A small run with dropout and shuffled data is made once without interruption. The same run is then
+started in a new directory, killed or stopped at a random moment or inside of a random file
+operation, and rerun with the same command until it is complete; and so on until COUNT
+interruptions. After every start all losses so far must equal the uninterrupted ones bit for bit and
+every checkpoint must be intact, and at the end the checksums of the last checkpoint's files must be
+equal. Runs save synchronously and asynchronously in turn. With --storage, e.g. s3://bucket/soak,
+the runs are in object storage, whose server and credentials the environment names, and about half
 of the starts are on an empty machine.
 
-Exit code 1 if a loss or a file differs, a start does not resume by itself, or a process is left running.
+Exit code 1 if a loss or a file differs, a start does not resume by itself, or a process is left
+running.
 """
 
 from __future__ import annotations
@@ -56,7 +58,12 @@ STARTUP = 2
 """Seconds from a start to its first step, about."""
 AT_OPERATION, OPERATIONS = "SIGKILL in a file operation", 0.3
 """An interruption inside of the n-th file operation of all ranks, and the share of these."""
-TO_ALL, TO_ONE, STOP, FREEZE = "SIGKILL to all", "SIGKILL to one rank", "SIGTERM", "SIGSTOP, then SIGKILL"
+TO_ALL, TO_ONE, STOP, FREEZE = (
+    "SIGKILL to all",
+    "SIGKILL to one rank",
+    "SIGTERM",
+    "SIGSTOP, then SIGKILL",
+)
 KINDS = {TO_ALL: 4, TO_ONE: 2, STOP: 1, FREEZE: 1}
 """Relative frequency of each kind."""
 SHORT_LEASE = "from lm.checkpoint import lease\nlease.LEASE_SECONDS = 2.0"
@@ -73,7 +80,10 @@ class SoakError(Exception):
 def lines(folder: Path) -> Lines:
     """The metrics in metrics.jsonl that must be exact, by group and step."""
     records = read_records(folder / "runs" / "test" / "metrics.jsonl", {"group", "step"})
-    return {(each["group"], each["step"]): {key: each[key] for key in EXACT if key in each} for each in records}
+    return {
+        (each["group"], each["step"]): {key: each[key] for key in EXACT if key in each}
+        for each in records
+    }
 
 
 def last_step(folder: Path) -> int:
@@ -108,7 +118,11 @@ def unfinished(folder: Path, storage: str | None) -> set[str]:
         time.sleep(0.01)  # callers poll
         return {name for name, files in where.files().items() if MANIFEST not in files}
     assert isinstance(where, LocalCheckpoints)
-    return {path.name for path in where.path.glob("[!.]*") if not (path / MANIFEST).exists() and path.exists()}
+    return {
+        path.name
+        for path in where.path.glob("[!.]*")
+        if not (path / MANIFEST).exists() and path.exists()
+    }
 
 
 def alive(process: psutil.Process) -> bool:
@@ -120,8 +134,14 @@ def alive(process: psutil.Process) -> bool:
 class Job:
     """A launcher and its ranks that run in `folder`."""
 
-    def __init__(self, folder: Path, ranks: int, storage: str | None, *overrides: str, **env: str) -> None:
-        self.folder, self.storage, self.at_operation = folder, storage, env.get("FAULT_AT", "0") != "0"
+    def __init__(
+        self, folder: Path, ranks: int, storage: str | None, *overrides: str, **env: str
+    ) -> None:
+        self.folder, self.storage, self.at_operation = (
+            folder,
+            storage,
+            env.get("FAULT_AT", "0") != "0",
+        )
         if storage:
             overrides = (*overrides, f"checkpoint_storage={storage}/{folder.name}")
         script = SHORT_LEASE if storage else ""
@@ -165,7 +185,9 @@ class Job:
 
 
 @contextmanager
-def started(folder: Path, ranks: int, storage: str | None, *overrides: str, **env: str) -> Iterator[Job]:
+def started(
+    folder: Path, ranks: int, storage: str | None, *overrides: str, **env: str
+) -> Iterator[Job]:
     """Start the run in `folder` as its user would; kill what is left of it at the end."""
     job = Job(folder, ranks, storage, *overrides, **env)
     try:
@@ -196,7 +218,9 @@ def interrupt(job: Job, draw: random.Random, length: float) -> Interruption | No
     code = job.finish() if kind else 0
     if kind is None or (kind == AT_OPERATION and code == 0):
         return None
-    saved = max(checkpoints(job.folder, job.storage), default=0)  # a stop saves a step before it is reported
+    saved = max(
+        checkpoints(job.folder, job.storage), default=0
+    )  # a stop saves a step before it is reported
     lost = max(0, last_step(job.folder) - saved)
     if kind == STOP and (code or lost) and code != 128 + signal.SIGTERM:  # before its first step
         raise SoakError(f"SIGTERM ended the run with {code} and lost {lost} steps:\n{job.output}")
@@ -259,7 +283,9 @@ def soak(
     draw = random.Random(seed)
     reference, faults = root / "reference", preload(root) | {"FAULT_WITH": "kill"}
     counter = Path(faults["FAULT_COUNTER"])
-    with started(reference, ranks, storage, FAULT_BELOW=f"{reference}/runs/", FAULT_AT="0", **faults) as job:
+    with started(
+        reference, ranks, storage, FAULT_BELOW=f"{reference}/runs/", FAULT_AT="0", **faults
+    ) as job:
         job.wait_until(lambda: last_step(reference))
         started_at = time.monotonic()
         if job.finish():
@@ -277,7 +303,9 @@ def soak(
                 counter.write_bytes(bytes(8192))
                 at = str(draw.randint(1, n_operations))
                 env = faults | {"FAULT_AT": at, "FAULT_BELOW": f"{folder}/runs/"}
-            with started(folder, ranks, storage, f"async_checkpoint={str(saves == 'async').lower()}", **env) as job:
+            with started(
+                folder, ranks, storage, f"async_checkpoint={str(saves == 'async').lower()}", **env
+            ) as job:
                 found = interrupt(job, draw, length) if made < count else None
                 if found:
                     made += 1
@@ -294,11 +322,17 @@ def soak(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description="Interrupt training, compare the losses.")
-    parser.add_argument("count", nargs="?", type=int, default=500, help="interruptions (%(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soak", description="Interrupt training, compare the losses."
+    )
+    parser.add_argument(
+        "count", nargs="?", type=int, default=500, help="interruptions (%(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--storage", metavar="URL", help="object storage for the checkpoints (none: on disk)")
+    parser.add_argument(
+        "--storage", metavar="URL", help="object storage for the checkpoints (none: on disk)"
+    )
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="soak-"))
     try:

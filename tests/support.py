@@ -32,10 +32,22 @@ from tests.forked import METHOD, READ_AT_START, Forked
 
 ROOT = Path(__file__).parent.parent
 
-TINY: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 16}
+TINY: dict[str, Any] = {
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 2,
+    "vocab_size": 64,
+    "max_seq_len": 16,
+}
 """Hyperparameters of a model so small that a run takes hardly longer than its imports."""
 
-LLAMA_STYLE: dict[str, Any] = {"norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none", "n_kv_heads": 2}
+LLAMA_STYLE: dict[str, Any] = {
+    "norm": "rmsnorm",
+    "positions": "rope",
+    "ffn": "swiglu",
+    "bias": "none",
+    "n_kv_heads": 2,
+}
 """Hyperparameters of Llama's architecture, at any size."""
 
 EXACT_RUN: dict[str, Any] = TINY | {
@@ -47,7 +59,11 @@ EXACT_RUN: dict[str, Any] = TINY | {
 }
 """Hyperparameters of a run whose every step is compared bit for bit, without `max_steps` and `checkpoint_rate`."""
 
-REQUEUED: dict[str, Any] = EXACT_RUN | {"max_steps": 12, "validation_rate": 50, "checkpoint_rate": 1000}
+REQUEUED: dict[str, Any] = EXACT_RUN | {
+    "max_steps": 12,
+    "validation_rate": 50,
+    "checkpoint_rate": 1000,
+}
 """Hyperparameters of a run that a scheduler stops and requeues."""
 
 EXACT = ("loss", "perplexity", "bits_per_byte", "grad_norm", "lr", "skipped_steps")
@@ -80,13 +96,16 @@ def _enter(
         (results / str(rank)).write_bytes(pickle.dumps(action(world, *arguments)))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # as fsdp.py: PyTorch aborts if the interpreter shuts down while one of its threads runs
+    os._exit(
+        0
+    )  # as fsdp.py: PyTorch aborts if the interpreter shuts down while one of its threads runs
 
 
 def run_ranks(size: int, action: Callable[..., Any], *arguments: Any, nodes: int = 1) -> list[Any]:
     """Run `action(world, *arguments)` on `size` ranks with gloo; return the results by rank.
 
-    `action` is a function at the top level of a module; its result is picklable and holds no tensors.
+    `action` is a function at the top level of a module; its result is picklable and holds no
+    tensors.
     """
     with tempfile.TemporaryDirectory() as folder:
         how = (size, nodes, free_port(), action, arguments, Path(folder), dict(os.environ))
@@ -101,7 +120,9 @@ def in_world(action: Callable[[World], Any]) -> Any:
 
 
 def execute(
-    world: World, hyperparameters: Mapping[str, Any], on_step_start: Callable[[int], None] = lambda _: None
+    world: World,
+    hyperparameters: Mapping[str, Any],
+    on_step_start: Callable[[int], None] = lambda _: None,
 ) -> Path:
     """Call `fsdp.execute` off the cluster on the ranks of `world`; return the run's directory."""
     import fsdp  # changes signals and garbage collection: not in the processes of all tests
@@ -109,7 +130,9 @@ def execute(
     hp = config.read({"hyperparameters": hyperparameters}, [], "test")
     run_dir = RunDir(hp.run_name or "test")
     distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
-    with core.init(distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())) as context:
+    with core.init(
+        distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())
+    ) as context:
         store = fsdp.open_store(world, context, None, run_dir)
         fsdp.execute(fsdp.Run(hp, world, context, store, None, run_dir, on_step_start))
     return run_dir.path
@@ -128,17 +151,22 @@ def start(
 
     Args:
         config: hyperparameters (default: `TINY`), written to `folder/test.yaml`.
-        launcher: Python's arguments that start the ranks (default: those of `lm.launch`, if `ranks` > 1).
+        launcher: Python's arguments that start the ranks (default: those of `lm.launch`, if `ranks`
+            > 1).
         script: Python lines that every rank runs before; they can use `rank`.
         env: environment variables to set.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "test.yaml").write_text(json.dumps({"hyperparameters": dict(TINY if config is None else config)}))
+    (folder / "test.yaml").write_text(
+        json.dumps({"hyperparameters": dict(TINY if config is None else config)})
+    )
     popen = subprocess.Popen[str] if launcher or env.keys() & READ_AT_START else Forked
     if launcher is None:
         launcher = ["-m", "lm.launch", "--nproc", str(ranks)] if ranks > 1 else []
     program = str(scripted(folder, script) if script else ROOT / "fsdp.py")
-    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    variables = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     variables |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env
     return popen(
         [sys.executable, *launcher, program, "--config", "test.yaml", *overrides],
@@ -173,7 +201,9 @@ def run(
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
-def wait_until(condition: Callable[[], Any], explain: Callable[[], str] = str, seconds: float = 300) -> None:
+def wait_until(
+    condition: Callable[[], Any], explain: Callable[[], str] = str, seconds: float = 300
+) -> None:
     """Wait until `condition()` is true; after `seconds`, fail with `explain()`."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -190,7 +220,10 @@ def reports(folder: Path, group: str = "training", name: str = "test") -> dict[i
 
 def exact(folder: Path, group: str = "training") -> dict[int, dict[str, Any]]:
     """Return the metrics `EXACT` of a run, by step."""
-    return {step: {key: line[key] for key in EXACT if key in line} for step, line in reports(folder, group).items()}
+    return {
+        step: {key: line[key] for key in EXACT if key in line}
+        for step, line in reports(folder, group).items()
+    }
 
 
 def checkpoints(folder: Path, name: str = "test") -> dict[int, Path]:
@@ -221,7 +254,10 @@ def unit_sizes(config: ModelConfig) -> list[int]:
     """Return the number of parameters of each block, of the embedding and of the head."""
     with torch.device("meta"):
         model = Transformer(config)
-    return [sum(p.numel() for p in unit.parameters()) for unit in (*model.blocks, model.embedding, model.head)]
+    return [
+        sum(p.numel() for p in unit.parameters())
+        for unit in (*model.blocks, model.embedding, model.head)
+    ]
 
 
 def byte_level_tokenizer(vocab_size: int = 300) -> bytes:
@@ -241,7 +277,9 @@ def llama_tokenizer() -> bytes:
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.train_from_iterator([_WORDS] * 3, trainer)
     begin = tokenizer.token_to_id("<s>")
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", begin)]
+    )
     return tokenizer.to_str().encode()
 
 
@@ -249,7 +287,8 @@ def llama2_tokenizer(*, newer: bool = False) -> bytes:
     """Return `llama_tokenizer` without word splitting and with byte fallback, as Llama 2's.
 
     Args:
-        newer: in the format of newer versions of `transformers`: Metaspace pre-tokenizer instead of a normalizer.
+        newer: in the format of newer versions of `transformers`: Metaspace pre-tokenizer instead of
+            a normalizer.
     """
     from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 
@@ -257,8 +296,15 @@ def llama2_tokenizer(*, newer: bool = False) -> bytes:
     size = len(content["model"]["vocab"])
     content["model"]["vocab"] |= {f"<0x{byte:02X}>": size + byte for byte in range(256)}
     content["model"] |= {"byte_fallback": True, "fuse_unk": True}
-    spaced = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    plain = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    spaced = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    plain = [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer = Tokenizer.from_str(json.dumps(content | {"pre_tokenizer": None}))
     if newer:
         metaspace = pre_tokenizers.Metaspace("\u2581", prepend_scheme="first", split=False)

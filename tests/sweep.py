@@ -1,10 +1,12 @@
 """Fail the n-th file operation of a run, of `lm.prepare` and of an export, then do the same again without a failure.
 
-    python -m tests.sweep [run|resume|prepare|replace|export ...] [--count N] [--seed S] [--fault kill|ENOSPC|...]
+    python -m tests.sweep [run|resume|prepare|replace|export ...] [--count N] [--seed S] [--fault
+    kill|ENOSPC|...]
 
-N operations of each are chosen at random (default: all), and a fault for each. A killed process leaves every complete
-checkpoint or dataset intact. An error ends the command with at most three lines on stderr and exit code 1 or 2, or does
-not matter: then the result is complete. The same command again ends with the files of one that nothing disturbed.
+N operations of each are chosen at random (default: all), and a fault for each. A killed process
+leaves every complete checkpoint or dataset intact. An error ends the command with at most three
+lines on stderr and exit code 1 or 2, or does not matter: then the result is complete. The same
+command again ends with the files of one that nothing disturbed.
 
 Exit code 1 after anything else, or more than 30 s.
 """
@@ -29,7 +31,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-FAULTS = {"kill": "kill"} | {name: str(getattr(errno, name)) for name in ("ENOSPC", "EIO", "EROFS", "EMFILE")}
+FAULTS = {"kill": "kill"} | {
+    name: str(getattr(errno, name)) for name in ("ENOSPC", "EIO", "EROFS", "EMFILE")
+}
 SOURCE = Path(__file__).parent / "faults.c"
 TIMEOUT = 30
 
@@ -46,7 +50,8 @@ def operations(counter: Path) -> int:
     return struct.unpack("<q", counter.read_bytes()[:8])[0]
 
 
-# ---- what is disturbed: a command, run in a folder, and its result -------------------------------------------------
+# ---- what is disturbed: a command, run in a folder, and its result
+# -------------------------------------------------
 
 
 class Scenario(NamedTuple):
@@ -66,7 +71,12 @@ def train(*overrides: str) -> int:
 def write_config() -> int:
     from tests.support import EXACT_RUN
 
-    run = EXACT_RUN | {"n_layers": 1, "checkpoint_rate": 1, "keep_checkpoints": 1, "validation_rate": 1}
+    run = EXACT_RUN | {
+        "n_layers": 1,
+        "checkpoint_rate": 1,
+        "keep_checkpoints": 1,
+        "validation_rate": 1,
+    }
     Path("test.yaml").write_text(json.dumps({"hyperparameters": run}))
     return 0
 
@@ -115,7 +125,11 @@ def make_checkpoint() -> int:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    found = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
     return {name: content for name, content in found.items() if Path(name).name != "lock"}
 
 
@@ -130,9 +144,21 @@ def dataset(folder: Path) -> bool:
 
 SPLIT = ("--validation-fraction", "0.3")
 SCENARIOS = {
-    "run": Scenario(write_config, lambda: train("max_steps=3", "async_checkpoint=false"), trained, lambda _: True),
-    "resume": Scenario(lambda: write_config() or train("max_steps=1"), lambda: train("max_steps=3"), trained, verified),
-    "prepare": Scenario(lambda: write_text("To be", "or not"), lambda: prepare(*SPLIT), files, dataset),
+    "run": Scenario(
+        write_config,
+        lambda: train("max_steps=3", "async_checkpoint=false"),
+        trained,
+        lambda _: True,
+    ),
+    "resume": Scenario(
+        lambda: write_config() or train("max_steps=1"),
+        lambda: train("max_steps=3"),
+        trained,
+        verified,
+    ),
+    "prepare": Scenario(
+        lambda: write_text("To be", "or not"), lambda: prepare(*SPLIT), files, dataset
+    ),
     "replace": Scenario(
         lambda: write_text("old") or prepare() or write_text("new", "text"),
         lambda: prepare("--overwrite", *SPLIT),
@@ -143,7 +169,8 @@ SCENARIOS = {
 }
 
 
-# ---- one case ------------------------------------------------------------------------------------------------------
+# ---- one case
+# ------------------------------------------------------------------------------------------------------
 
 
 class Outcome(NamedTuple):
@@ -171,7 +198,10 @@ def call(folder: Path, action: Callable[[], int], **variables: str) -> Outcome:
         if time.monotonic() > deadline:
             os.killpg(pid, signal.SIGKILL)
             deadline = float("inf")
-    return Outcome(os.waitstatus_to_exitcode(ended[1]), errors.read_text() + "TIMEOUT" * (deadline == float("inf")))
+    return Outcome(
+        os.waitstatus_to_exitcode(ended[1]),
+        errors.read_text() + "TIMEOUT" * (deadline == float("inf")),
+    )
 
 
 def problem(scenario: Scenario, expected: Any, folder: Path, fault: str, outcome: Outcome) -> str:
@@ -179,7 +209,11 @@ def problem(scenario: Scenario, expected: Any, folder: Path, fault: str, outcome
     code, stderr = outcome
     if code not in ((-signal.SIGKILL, 0, 1, 2) if fault == "kill" else (0, 1, 2)):
         return f"exit code {code}"
-    if "Traceback" in stderr or "TIMEOUT" in stderr or (code > 0 and not 1 <= stderr.count("\n") <= 3):
+    if (
+        "Traceback" in stderr
+        or "TIMEOUT" in stderr
+        or (code > 0 and not 1 <= stderr.count("\n") <= 3)
+    ):
         return "a traceback, a timeout, or not one to three lines on stderr"
     if not scenario.intact(folder):
         return "the last complete result was lost"
@@ -191,7 +225,9 @@ def problem(scenario: Scenario, expected: Any, folder: Path, fault: str, outcome
     return "" if scenario.result(folder) == expected else "the rerun has another result"
 
 
-def sweep(name: str, root: Path, faults: Sequence[str], count: int | None, draw: random.Random) -> Counter[str]:
+def sweep(
+    name: str, root: Path, faults: Sequence[str], count: int | None, draw: random.Random
+) -> Counter[str]:
     """Disturb a scenario; return the outcomes."""
     scenario, outcomes = SCENARIOS[name], Counter[str]()
     base, folder = root / f"{name}-base", root / name
@@ -209,35 +245,54 @@ def sweep(name: str, root: Path, faults: Sequence[str], count: int | None, draw:
     assert outcome.code == 0, outcome.stderr
     expected, total = scenario.result(folder), operations(root / "counter")
     for fault in faults:
-        chosen = [(n, last) for n in range(1, total + 1) for last in (("", "+") if fault != "kill" else ("",))]
+        chosen = [
+            (n, last)
+            for n in range(1, total + 1)
+            for last in (("", "+") if fault != "kill" else ("",))
+        ]
         for n, last in draw.sample(chosen, min(count or len(chosen), len(chosen))):
             outcome = disturb(f"{n}{last}", fault)
-            what = (root / "counter").read_bytes()[8:].rstrip(b"\0").decode().replace(f"{folder}/", "")
+            what = (
+                (root / "counter").read_bytes()[8:].rstrip(b"\0").decode().replace(f"{folder}/", "")
+            )
             if found := problem(scenario, expected, folder, fault, outcome):
-                print(f"{name}, {fault} at {n}{last} of {total} ({what}): {found}\n{outcome.stderr}", flush=True)
+                print(
+                    f"{name}, {fault} at {n}{last} of {total} ({what}): {found}\n{outcome.stderr}",
+                    flush=True,
+                )
             outcomes[f"{fault}: {'failed' if found else f'exit code {outcome.code}'}"] += 1
     return outcomes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.sweep", description="Fail file operations.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.sweep", description="Fail file operations."
+    )
     parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help=", ".join(SCENARIOS))
-    parser.add_argument("--count", type=int, metavar="N", help="operations of each scenario and fault (all)")
+    parser.add_argument(
+        "--count", type=int, metavar="N", help="operations of each scenario and fault (all)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="(%(default)s)")
     parser.add_argument("--fault", choices=FAULTS, action="append", help="default: each")
     args = parser.parse_args(arguments)
     if "LD_PRELOAD" not in os.environ:
         with tempfile.TemporaryDirectory() as root:
             command = [sys.executable, "-m", "tests.sweep", *sys.argv[1:]]
-            return subprocess.call(command, env=os.environ | preload(Path(root)) | {"OMP_NUM_THREADS": "1"})
+            return subprocess.call(
+                command, env=os.environ | preload(Path(root)) | {"OMP_NUM_THREADS": "1"}
+            )
     import fsdp  # noqa: F401 - once, for all children
 
     root, draw, failed = Path(os.environ["FAULT_COUNTER"]).parent, random.Random(args.seed), 0
     for name in args.scenarios or SCENARIOS:
         outcomes = sweep(name, root, args.fault or list(FAULTS), args.count, draw)
         failed += sum(number for what, number in outcomes.items() if "failed" in what)
-        print(f"{name}: " + ", ".join(f"{number} {what}" for what, number in sorted(outcomes.items())), flush=True)
+        print(
+            f"{name}: "
+            + ", ".join(f"{number} {what}" for what, number in sorted(outcomes.items())),
+            flush=True,
+        )
     return int(failed > 0)
 
 

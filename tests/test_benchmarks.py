@@ -39,7 +39,14 @@ def test_the_shares_of_a_cpu_step_do_not_overlap() -> None:
         event("cpu_op", "aten::_fused_adamw_", 700, 800),
         {"ph": "M", "name": "process_name"},
     ]
-    expected = {"optimizer": 0.1, "attention": 0, "matrix products": 0.4, "FSDP": 0.2, "other": 0, "idle": 0.3}
+    expected = {
+        "optimizer": 0.1,
+        "attention": 0,
+        "matrix products": 0.4,
+        "FSDP": 0.2,
+        "other": 0,
+        "idle": 0.3,
+    }
     assert shares(events, 1.0) == pytest.approx(expected)
 
 
@@ -57,18 +64,36 @@ def test_the_shares_of_a_gpu_step_are_those_of_its_kernels() -> None:
         event("kernel", "elementwise_kernel", 900, 950),
         event("kernel", "after the step", 1100, 1200),
     ]
-    expected = {"optimizer": 0.1, "attention": 0.1, "matrix products": 0.35, "FSDP": 0.2, "other": 0.05, "idle": 0.2}
+    expected = {
+        "optimizer": 0.1,
+        "attention": 0.1,
+        "matrix products": 0.35,
+        "FSDP": 0.2,
+        "other": 0.05,
+        "idle": 0.2,
+    }
     assert shares(events, 1.0) == pytest.approx(expected)
 
 
 def test_the_deviation_is_that_of_the_mean_of_each_tenth() -> None:
-    assert deviations([2.0] * 10 + [1.1] * 10, [2.0] * 10 + [1.0] * 10) == pytest.approx([0.0] * 5 + [0.1] * 5)
+    assert deviations([2.0] * 10 + [1.1] * 10, [2.0] * 10 + [1.0] * 10) == pytest.approx(
+        [0.0] * 5 + [0.1] * 5
+    )
 
 
 @pytest.mark.slow
 def test_ours_and_fsdp1_are_measured(tmp_path: Path) -> None:
     settings = [f"{key}={value}" for key, value in TINY.items()]
-    short = ["--nproc", "1", "--rounds", "2", "--steps", "1", "--json", str(tmp_path / "found.json")]
+    short = [
+        "--nproc",
+        "1",
+        "--rounds",
+        "2",
+        "--steps",
+        "1",
+        "--json",
+        str(tmp_path / "found.json"),
+    ]
     names = ["ours", "fsdp1-float32", "ours+vocab_size=0"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.throughput", *settings, *short, "--contenders", *names],
@@ -89,12 +114,19 @@ def test_ours_and_fsdp1_are_measured(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_memory_of_a_rank_equals_the_formulas() -> None:
-    shape = TINY | {"max_seq_len": 64, "batch_size": 4, "amp_dtype": "bfloat16", "shard_group_size": 1}
+    shape = TINY | {
+        "max_seq_len": 64,
+        "batch_size": 4,
+        "amp_dtype": "bfloat16",
+        "shard_group_size": 1,
+    }
     points = [shape | {"sharding": name} for name in STRATEGIES]
     for point, found in zip(points, run_ranks(2, points, 1), strict=True):
         hp = Hyperparameters.model_validate(point)
         shards = mesh_shape(hp, 2, 2).shard
-        assert [found[part] for part in PARTS] == [4 * hp.n_parameters // shards * times for times in (1, 1, 2)]
+        assert [found[part] for part in PARTS] == [
+            4 * hp.n_parameters // shards * times for times in (1, 1, 2)
+        ]
         assert sum(found[part] for part in PARTS) == fit.state_bytes(hp, torch.bfloat16, shards)
         assert found["gathered"] == gathered_bytes(hp, shards), hp.sharding
         peak = found["parameters"] + found["moments"] + min(found["transient"])
@@ -103,7 +135,9 @@ def test_the_memory_of_a_rank_equals_the_formulas() -> None:
 
 
 INSTALLED = "torch torchgen functorch torchao triton numpy sympy mpmath networkx jinja2 markupsafe fsspec setuptools"
-INSTALLED += " pydantic pydantic_core annotated_types typing_extensions typing_inspection google_crc32c"
+INSTALLED += (
+    " pydantic pydantic_core annotated_types typing_extensions typing_inspection google_crc32c"
+)
 INSTALLED += " determined ruamel appdirs requests urllib3 idna certifi charset_normalizer psutil pynvml filelock"
 INSTALLED += " pytest _pytest py pluggy iniconfig packaging pygments"
 """What a machine has that measures a GPU: PyTorch, the packages of docs/performance.md, and what these import."""
@@ -125,17 +159,25 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 
 
 @pytest.mark.slow
-def test_the_gpu_benchmark_measures_every_point_with_little_more_than_pytorch(tmp_path: Path) -> None:
+def test_the_gpu_benchmark_measures_every_point_with_little_more_than_pytorch(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(OTHERS_ARE_MISSING)
     out = tmp_path / "gpu.jsonl"
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
 
     def start(*arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), *arguments]
-        return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return subprocess.Popen(
+            command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
 
     def rows() -> dict[str, dict[str, Any]]:
-        return {row["point"]: row for row in map(json.loads, out.read_text().splitlines())} if out.exists() else {}
+        return (
+            {row["point"]: row for row in map(json.loads, out.read_text().splitlines())}
+            if out.exists()
+            else {}
+        )
 
     names = ("tqdm", "tensorboard", "yaml", "tokenizers", "safetensors")
     check = f"from importlib.util import find_spec; sys.exit(any(map(find_spec, {names})))"
@@ -144,7 +186,11 @@ def test_the_gpu_benchmark_measures_every_point_with_little_more_than_pytorch(tm
     process = start("--tiny")
     while "1B tensorwise" not in rows() and process.poll() is None:
         time.sleep(0.05)
-    (worker,) = (child for child in psutil.Process(process.pid).children() if "gpu_points" in " ".join(child.cmdline()))
+    (worker,) = (
+        child
+        for child in psutil.Process(process.pid).children()
+        if "gpu_points" in " ".join(child.cmdline())
+    )
     worker.kill()
     printed, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors + out.with_suffix(".log").read_text()
@@ -159,7 +205,11 @@ def test_the_gpu_benchmark_measures_every_point_with_little_more_than_pytorch(tm
         assert row["tokens"] > 0
         assert sum(row["shares"].values()) == pytest.approx(1)
     saves = found["1B saves"]
-    assert [len(saves[key]) for key in ("stall_seconds", "steps_after", "write_seconds")] == [3, 3, 3]
+    assert [len(saves[key]) for key in ("stall_seconds", "steps_after", "write_seconds")] == [
+        3,
+        3,
+        3,
+    ]
     assert saves["bytes"] > saves["copy_seconds"] > 0
     assert found["1B bare"]["loop_adds"] > -1
     for point in ("attention TFLOP/s", "matrix products TFLOP/s", "GB/s"):

@@ -87,14 +87,18 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_gives_the_same_loss
     newest = checkpoints(stopped)[6]
     damage(newest)
     done = run(stopped, config=RUN, code=0)
-    assert any("skipping" in line and newest.name in line for line in (done.stdout + done.stderr).splitlines())
+    assert any(
+        "skipping" in line and newest.name in line
+        for line in (done.stdout + done.stderr).splitlines()
+    )
     assert f"resumed from checkpoint {checkpoints(stopped)[4].name}, step 4" in done.stdout
     assert exact(stopped) == exact(reference)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("damage", "part"), [(flip_in_shard, "checksum"), (remove_manifest, "manifest.json: No such file")]
+    ("damage", "part"),
+    [(flip_in_shard, "checksum"), (remove_manifest, "manifest.json: No such file")],
 )
 def test_if_all_are_damaged_all_are_named_and_the_run_does_not_start(
     damage: Callable[[Path], None], part: str, stopped: Path
@@ -123,7 +127,11 @@ def test_resume_refuses_a_directory_that_is_not_a_checkpoint(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_fresh_moves_the_old_run_aside_once_the_new_one_starts(stopped: Path) -> None:
     def sizes() -> dict[Path, int]:
-        return {path: path.stat().st_size for path in (stopped / "runs/test").rglob("*") if path.name != "lock"}
+        return {
+            path: path.stat().st_size
+            for path in (stopped / "runs/test").rglob("*")
+            if path.name != "lock"
+        }
 
     before, old = sizes(), {path.name for path in checkpoints(stopped).values()}
     run(stopped, "resume=fresh", "dataset=tokens", "train_data=nowhere", config=RUN, code=2)
@@ -147,7 +155,9 @@ def test_what_a_run_writes_has_the_modes_of_the_umask(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
-def test_a_run_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_directory_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     in_world(RunDir("x").lock)
     os.chown(tmp_path / "runs" / "x", 1234, -1)
@@ -156,15 +166,22 @@ def test_a_run_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_asynchronous_and_synchronous_checkpoints_are_equal(reference: Path, tmp_path: Path) -> None:
+def test_asynchronous_and_synchronous_checkpoints_are_equal(
+    reference: Path, tmp_path: Path
+) -> None:
     run(tmp_path, "async_checkpoint=false", config=RUN, code=0)
     for step, path in checkpoints(reference).items():
-        expected, found = read_manifest(path).files, read_manifest(checkpoints(tmp_path)[step]).files
+        expected, found = (
+            read_manifest(path).files,
+            read_manifest(checkpoints(tmp_path)[step]).files,
+        )
         assert found == expected
 
 
 def large(value: float) -> nn.ParameterDict:
-    state = nn.ParameterDict({"weight": torch.full((30_000_000,), value), "scalar": torch.tensor(value)})
+    state = nn.ParameterDict(
+        {"weight": torch.full((30_000_000,), value), "scalar": torch.tensor(value)}
+    )
     state["odd"] = torch.full((3, 7), value, dtype=torch.bfloat16)
     return state
 
@@ -205,7 +222,9 @@ def test_copies_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path: P
     assert str(error).startswith("async_checkpoint: a copy of the state needs 4096.00 GiB")
 
 
-def save_with_a_limit_on_one_rank(world: World, folder: Path) -> tuple[str | None, float, list[str], str]:
+def save_with_a_limit_on_one_rank(
+    world: World, folder: Path
+) -> tuple[str | None, float, list[str], str]:
     with opened(world, folder) as checkpointer:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if world.rank == 1:
@@ -246,7 +265,9 @@ def test_nonfinite_weights_are_not_saved_and_replace_nothing(tmp_path: Path) -> 
         assert names(tmp_path) == [good]
 
 
-def test_an_existing_directory_is_never_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_directory_is_never_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(uuid, "uuid4", lambda: "taken")
 
     def save_again(world: World) -> tuple[dict[str, bytes], str | None]:
@@ -268,7 +289,10 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
     def mount(kib: int) -> Path:
         command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", str(where)]
-        if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        if (
+            shutil.which("mount") is None
+            or subprocess.run(command, capture_output=True, check=False).returncode
+        ):
             pytest.skip("mounting a file system is not allowed here")
         return where
 
@@ -281,15 +305,21 @@ def test_a_full_disk_ends_the_run_with_the_bytes_and_keeps_the_last_checkpoint(
     small_disk: Callable[[int], Path],
 ) -> None:
     disk = small_disk(1024)
-    done = run(disk, "async_checkpoint=false", config=RUN)  # else a report may meet the full disk first
+    done = run(
+        disk, "async_checkpoint=false", config=RUN
+    )  # else a report may meet the full disk first
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     complete = checkpoints(disk)
     assert complete
     (line,) = done.stderr.splitlines()
-    needed, free = (int(number.replace(",", "")) for number in re.findall(r"([\d,]+) (?:bytes|are free)", line))
+    needed, free = (
+        int(number.replace(",", "")) for number in re.findall(r"([\d,]+) (?:bytes|are free)", line)
+    )
     assert needed > free
-    assert sorted(names(disk / "runs/test/checkpoints")) == sorted(path.name for path in complete.values())
+    assert sorted(names(disk / "runs/test/checkpoints")) == sorted(
+        path.name for path in complete.values()
+    )
     for path in complete.values():
         verify(path, read_manifest(path))
 
@@ -298,7 +328,9 @@ def steps_left(folder: Path) -> list[int]:
     return sorted(json.loads(path.read_text())["step"] for path in folder.glob("*/manifest.json"))
 
 
-def test_partial_checkpoints_are_neither_counted_nor_deleted_and_half_deleted_ones_are(tmp_path: Path) -> None:
+def test_partial_checkpoints_are_neither_counted_nor_deleted_and_half_deleted_ones_are(
+    tmp_path: Path,
+) -> None:
     def save_next_to_remains(world: World) -> None:
         with opened(world, tmp_path, keep_checkpoints=2) as checkpointer:
             cut, killed = (save(checkpointer, world, step) for step in (8, 9))
@@ -329,9 +361,14 @@ def test_every_tensor_that_differs_is_listed_and_none_is_loaded(tmp_path: Path) 
     def load_others(world: World) -> None:
         with opened(world, tmp_path) as checkpointer:
             name = save(checkpointer, world, 1)
-            for model, differences in ((other, of_other), (fewer, ["model.bias: only in the checkpoint"])):
+            for model, differences in (
+                (other, of_other),
+                (fewer, ["model.bias: only in the checkpoint"]),
+            ):
                 with pytest.raises(ConfigError) as refused:
-                    checkpointer.load(str(tmp_path / name), lambda _, model=model: {"model": model.state_dict()})
+                    checkpointer.load(
+                        str(tmp_path / name), lambda _, model=model: {"model": model.state_dict()}
+                    )
                 assert list(refused.value.problems[1:]) == differences
                 assert all(bool((parameter == -1).all()) for parameter in model.parameters())
 
@@ -353,10 +390,14 @@ def test_list_describes_each_complete_checkpoint_and_why_another_is_not(
     manifest = read_manifest(third)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
     assert lines[third.name].startswith(f"{third.name}  step 6  {when}  0.")
-    assert lines[third.name].endswith(f"full-shard x 1  validation loss {manifest.validation_loss:.4f}  complete  best")
+    assert lines[third.name].endswith(
+        f"full-shard x 1  validation loss {manifest.validation_loss:.4f}  complete  best"
+    )
 
 
-def test_verify_prints_complete_or_the_damaged_file(stopped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_prints_complete_or_the_damaged_file(
+    stopped: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = checkpoints(stopped)[6]
     assert main(["verify", str(path)]) == 0
     assert capsys.readouterr().out.endswith("  complete\n")

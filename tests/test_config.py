@@ -40,10 +40,13 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refusal:
 
 def accept(*overrides: str, **hyperparameters: Any) -> dict[str, Any]:
     """The hyperparameters that are set, without defaults."""
-    return config.read({"hyperparameters": hyperparameters}, overrides, "test").model_dump(exclude_unset=True)
+    return config.read({"hyperparameters": hyperparameters}, overrides, "test").model_dump(
+        exclude_unset=True
+    )
 
 
-# ---- one key at a time ------------------------------------------------------------------------------------
+# ---- one key at a time
+# ------------------------------------------------------------------------------------
 
 
 INVALID: list[tuple[str, list[Any], str]] = [
@@ -86,7 +89,8 @@ INVALID: list[tuple[str, list[Any], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "accepted"), [(key, value, accepted) for key, values, accepted in INVALID for value in values]
+    ("key", "value", "accepted"),
+    [(key, value, accepted) for key, values, accepted in INVALID for value in values],
 )
 def test_an_invalid_value_is_named_with_its_line_and_what_is_accepted(
     key: str, value: Any, accepted: str, refusal: Refusal
@@ -98,9 +102,15 @@ def test_an_invalid_value_is_named_with_its_line_and_what_is_accepted(
 
 @pytest.mark.parametrize(
     ("key", "advice"),
-    [("n_layer", "did you mean n_layers?"), ("xyzzy", "lm.config lists all"), ("5", "lm.config lists all")],
+    [
+        ("n_layer", "did you mean n_layers?"),
+        ("xyzzy", "lm.config lists all"),
+        ("5", "lm.config lists all"),
+    ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest(key: str, advice: str, refusal: Refusal) -> None:
+def test_an_unknown_key_is_refused_with_the_nearest(
+    key: str, advice: str, refusal: Refusal
+) -> None:
     error = refusal(f"hyperparameters:\n  {key}: 3\n")
     assert str(error).startswith(f"exp.yaml:2: {key}: ")
     assert str(error).endswith(advice)
@@ -119,15 +129,24 @@ def test_an_unknown_key_is_refused_with_the_nearest(key: str, advice: str, refus
         ("optim_dtype: bfloat16", r"optim_dtype: bfloat16 .*beta2 0\.999; .*0\.99,"),
     ],
 )
-def test_a_relation_between_keys_carries_all_of_them(source: str, part: str, refusal: Refusal) -> None:
+def test_a_relation_between_keys_carries_all_of_them(
+    source: str, part: str, refusal: Refusal
+) -> None:
     error = refusal(f"hyperparameters:\n  {source}\n")
     assert re.match(f"exp.yaml:2: {part}", str(error))
 
 
 def test_keys_inside_a_mapping_are_named_one_by_one(refusal: Refusal) -> None:
-    scaling = "{factor: -2, low_freq_factor: a, low_freq: 1, original_max_position_embeddings: 8192}"
+    scaling = (
+        "{factor: -2, low_freq_factor: a, low_freq: 1, original_max_position_embeddings: 8192}"
+    )
     error = refusal(f"hyperparameters:\n  positions: rope\n  rope_scaling: {scaling}\n")
-    parts = ["factor: -2 ", 'low_freq_factor: "a"', "high_freq_factor: is missing", "low_freq: .*low_freq_factor[?]"]
+    parts = [
+        "factor: -2 ",
+        'low_freq_factor: "a"',
+        "high_freq_factor: is missing",
+        "low_freq: .*low_freq_factor[?]",
+    ]
     for problem, part in zip(error.problems, parts, strict=True):
         assert re.match(f"exp.yaml:3: rope_scaling.{part}", problem)
 
@@ -143,32 +162,54 @@ hyperparameters:
   norm: x
 """
     error = refusal(source, "dropout=2", "oops", "lr=0")
-    starts = ['argument "oops"', "exp.yaml:2: report_rate", "exp.yaml:3: n_layers", "argument lr", "exp.yaml:5: n_head"]
+    starts = [
+        'argument "oops"',
+        "exp.yaml:2: report_rate",
+        "exp.yaml:3: n_layers",
+        "argument lr",
+        "exp.yaml:5: n_head",
+    ]
     starts += ["exp.yaml:7: norm", "argument dropout"]
-    assert [line[: len(start)] for line, start in zip(error.problems, starts, strict=True)] == starts
+    assert [
+        line[: len(start)] for line, start in zip(error.problems, starts, strict=True)
+    ] == starts
 
 
 def test_an_error_in_one_part_does_not_hide_those_in_others(refusal: Refusal) -> None:
-    error = refusal("hyperparameters:\n  n_heads: 7\n  n_kv_heads: 2\n  warmup_steps: 1.5\n  lr_schedule: cosine\n")
-    starts = ["exp.yaml:2: n_heads: 7", "exp.yaml:3: n_kv_heads: 2", "exp.yaml:4: warmup_steps: 1.5"]
-    assert [line[: len(start)] for line, start in zip(error.problems, starts, strict=True)] == starts
+    error = refusal(
+        "hyperparameters:\n  n_heads: 7\n  n_kv_heads: 2\n  warmup_steps: 1.5\n  lr_schedule: cosine\n"
+    )
+    starts = [
+        "exp.yaml:2: n_heads: 7",
+        "exp.yaml:3: n_kv_heads: 2",
+        "exp.yaml:4: warmup_steps: 1.5",
+    ]
+    assert [
+        line[: len(start)] for line, start in zip(error.problems, starts, strict=True)
+    ] == starts
 
 
-# ---- numbers and text -------------------------------------------------------------------------------------
+# ---- numbers and text
+# -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spelling", ["1e-4", "1.0e-4", "1E-4", "0.0001", "'1e-4'", "+1e-04"])
 def test_a_number_may_be_written_in_any_form(spelling: str, tmp_path: Path) -> None:
-    (tmp_path / "exp.yaml").write_text(f"hyperparameters: {{lr: {spelling}, n_layers: '4', d_model: 1e3}}")
+    (tmp_path / "exp.yaml").write_text(
+        f"hyperparameters: {{lr: {spelling}, n_layers: '4', d_model: 1e3}}"
+    )
     hp = config.load(tmp_path / "exp.yaml", [])
     assert (hp.lr, hp.n_layers, hp.d_model) == (1e-4, 4, 1000)
 
 
 @pytest.mark.parametrize(
-    ("spelling", "value"), [("on", True), ("Yes", True), ("true", True), ("off", False), ("no", False), ("'on'", True)]
+    ("spelling", "value"),
+    [("on", True), ("Yes", True), ("true", True), ("off", False), ("no", False), ("'on'", True)],
 )
 def test_a_boolean_may_be_written_in_any_form(spelling: str, value: bool, tmp_path: Path) -> None:
-    (tmp_path / "exp.yaml").write_text(f"hyperparameters:\n  tie_embeddings: {spelling}\n  compile: {spelling}\n")
+    (tmp_path / "exp.yaml").write_text(
+        f"hyperparameters:\n  tie_embeddings: {spelling}\n  compile: {spelling}\n"
+    )
     hp = config.load(tmp_path / "exp.yaml", [])
     assert (hp.tie_embeddings, hp.compile) == (value, value)
 
@@ -222,7 +263,8 @@ def test_an_invalid_override_is_named(override: str, part: str, refusal: Refusal
     assert part in str(error)
 
 
-# ---- the file ---------------------------------------------------------------------------------------------
+# ---- the file
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -246,7 +288,11 @@ def test_an_invalid_override_is_named(override: str, part: str, refusal: Refusal
         ("a: &x 1\nb: &x 2\nhyperparameters: {}", 2, "anchor 'x'"),
         ("hyperparameters: " + "[" * 2000, None, "nested too deeply"),
         ("hyperparameters:\n  lr: &a [*a]", 2, "lr: "),
-        ("hyperparameters:\n  prompt: !!python/object/apply:os.mkdir [pwned]\n", 2, "!!python/object/apply:os.mkdir"),
+        (
+            "hyperparameters:\n  prompt: !!python/object/apply:os.mkdir [pwned]\n",
+            2,
+            "!!python/object/apply:os.mkdir",
+        ),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
@@ -309,20 +355,27 @@ def test_quotes_are_not_advised_for_a_mapping(refusal: Refusal) -> None:
 
 
 def test_a_section_of_determined_is_not_taken_for_a_hyperparameter(tmp_path: Path) -> None:
-    (tmp_path / "exp.yaml").write_text("checkpoint_storage:\n  type: shared_fs\nhyperparameters:\n  lr: 1\n")
+    (tmp_path / "exp.yaml").write_text(
+        "checkpoint_storage:\n  type: shared_fs\nhyperparameters:\n  lr: 1\n"
+    )
     assert config.load(tmp_path / "exp.yaml", []).checkpoint_storage is None
 
 
 def test_all_keys_outside_of_hyperparameters_are_named_in_their_order(refusal: Refusal) -> None:
     error = refusal("name: x\nmax_steps: 5\nhyperparameters:\nlr: 1\nd_model: 64\n")
     starts = ["exp.yaml:2: max_steps: ", "exp.yaml:4: lr: ", "exp.yaml:5: d_model: "]
-    assert [problem[: len(start)] for problem, start in zip(error.problems, starts, strict=True)] == starts
+    assert [
+        problem[: len(start)] for problem, start in zip(error.problems, starts, strict=True)
+    ] == starts
 
 
 def test_merged_and_repeated_yaml_is_named_with_its_own_line(refusal: Refusal) -> None:
     def lines(source: str) -> list[str]:
         shared = "shared: &s\n  lr: -1\n  n_head: 2\n"
-        return [re.sub(r"(\w+:\d+: \w+):.*", r"\1", problem) for problem in refusal(shared + source).problems]
+        return [
+            re.sub(r"(\w+:\d+: \w+):.*", r"\1", problem)
+            for problem in refusal(shared + source).problems
+        ]
 
     expected = ["exp.yaml:2: lr", "exp.yaml:3: n_head"]
     assert lines("hyperparameters: *s\n") == expected
@@ -347,10 +400,13 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_an_empty_hyperparameters_section_means_all_defaults() -> None:
-    assert config.read({"hyperparameters": None}, [], "test") == config.Hyperparameters.model_validate({})
+    assert config.read(
+        {"hyperparameters": None}, [], "test"
+    ) == config.Hyperparameters.model_validate({})
 
 
-# ---- Determined's forms -------------------------------------------------------------------------------
+# ---- Determined's forms
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -368,7 +424,12 @@ def test_an_empty_hyperparameters_section_means_all_defaults() -> None:
 def test_max_length_is_the_length_of_the_run_unless_steps_or_epochs_are_set(
     searcher: Any, hyperparameters: dict[str, Any], steps: int | None
 ) -> None:
-    assert config.read({"searcher": searcher, "hyperparameters": hyperparameters}, [], "test").max_steps == steps
+    assert (
+        config.read(
+            {"searcher": searcher, "hyperparameters": hyperparameters}, [], "test"
+        ).max_steps
+        == steps
+    )
 
 
 @pytest.mark.parametrize("length", ["abc", "0", "{epochs: 50}", "{}"])
@@ -390,11 +451,17 @@ def test_a_constant_is_its_value_and_a_range_needs_a_cluster(refusal: Refusal) -
 
 NUMBERS = st.integers(-1_000_000, 1_000_000) | st.floats() | st.just(2**64)
 SCALARS = (
-    st.none() | st.booleans() | NUMBERS | st.text() | st.sampled_from([*PRESETS, "rope", "llama3", "auto", "type"])
+    st.none()
+    | st.booleans()
+    | NUMBERS
+    | st.text()
+    | st.sampled_from([*PRESETS, "rope", "llama3", "auto", "type"])
 )
 NAMES = st.text().filter(str.isprintable)  # YAML with other keys is refused
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner) | st.dictionaries(NAMES | st.just("factor"), inner), max_leaves=5
+    SCALARS,
+    lambda inner: st.lists(inner) | st.dictionaries(NAMES | st.just("factor"), inner),
+    max_leaves=5,
 )
 KEYS = st.sampled_from([*config.Hyperparameters.model_fields]) | NAMES
 
@@ -413,24 +480,47 @@ SECTIONS = st.sampled_from(["hyperparameters", "searcher"])
 @settings(deadline=None)
 @given(
     st.dictionaries(SECTIONS, VALUES | st.dictionaries(KEYS, VALUES)),
-    st.lists(st.text() | st.builds("{}={}".format, KEYS, SCALARS.map(str) | VALUES.map(json.dumps))),
+    st.lists(
+        st.text() | st.builds("{}={}".format, KEYS, SCALARS.map(str) | VALUES.map(json.dumps))
+    ),
 )
-def test_any_experiment_is_refused_with_one_line_per_problem(contents: dict[str, Any], overrides: list[str]) -> None:
-    assert not any("\n" in line for line in problems(lambda: config.read(contents, overrides, "test")))
+def test_any_experiment_is_refused_with_one_line_per_problem(
+    contents: dict[str, Any], overrides: list[str]
+) -> None:
+    assert not any(
+        "\n" in line for line in problems(lambda: config.read(contents, overrides, "test"))
+    )
 
 
-PIECES = [*"[]{}'|", "\n", "  ", "lr", ": ", "- ", "&a ", "*a", "<<", "!!int ", "!!map ", "1e-4", "? "]
+PIECES = [
+    *"[]{}'|",
+    "\n",
+    "  ",
+    "lr",
+    ": ",
+    "- ",
+    "&a ",
+    "*a",
+    "<<",
+    "!!int ",
+    "!!map ",
+    "1e-4",
+    "? ",
+]
 
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3)).map("".join))
-def test_any_file_is_refused_with_one_line_per_problem(tmp_path_factory: pytest.TempPathFactory, source: str) -> None:
+def test_any_file_is_refused_with_one_line_per_problem(
+    tmp_path_factory: pytest.TempPathFactory, source: str
+) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(f"hyperparameters:\n  {source}", encoding="utf-8", errors="replace")
     assert not any("\n" in line for line in problems(lambda: config.load(path, [])))
 
 
-# ---- the keys ---------------------------------------------------------------------------------------------
+# ---- the keys
+# ---------------------------------------------------------------------------------------------
 
 
 def test_every_hyperparameter_belongs_to_one_part_and_has_a_description() -> None:
@@ -439,7 +529,8 @@ def test_every_hyperparameter_belongs_to_one_part_and_has_a_description() -> Non
     assert all(field.description for _, field in fields)
 
 
-# ---- complete runs ----------------------------------------------------------------------------------------
+# ---- complete runs
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -449,7 +540,9 @@ def test_every_rank_exits_with_2_and_one_prints_the_problems(tmp_path: Path) -> 
 
 
 def test_a_shard_group_size_that_does_not_divide_the_ranks_is_refused_with_those_that_do() -> None:
-    hp = config.read({"hyperparameters": {"sharding": "hybrid-full-shard", "shard_group_size": 4}}, [], "test")
+    hp = config.read(
+        {"hyperparameters": {"sharding": "hybrid-full-shard", "shard_group_size": 4}}, [], "test"
+    )
     with pytest.raises(ConfigError, match=r"^shard_group_size: 6 ranks .*\[1, 2, 3, 6\]"):
         parallelize.mesh_shape(hp, 6, 6)
 
@@ -459,7 +552,9 @@ RUN = TINY | {"dataset": "text", "train_data": "text.txt", "vocab_size": 264, "m
 
 def digests(folder: Path) -> dict[Path, str]:
     """SHA-256 of every file of a run except the lock."""
-    files = (path for path in (folder / "runs").rglob("*") if path.is_file() and path.name != "lock")
+    files = (
+        path for path in (folder / "runs").rglob("*") if path.is_file() and path.name != "lock"
+    )
     return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -519,7 +614,14 @@ def test_the_vocabulary_is_the_tokenizers_unless_it_is_set(tmp_path: Path) -> No
         return accept(*overrides, **keys).get("vocab_size", 32000)
 
     (tmp_path / "tokenizer.json").write_bytes(byte_level_tokenizer(300))
-    index = {"format": 1, "tokenizer": None, "tokens": 1, "documents": 1, "dtype": "uint16", "sources": []}
+    index = {
+        "format": 1,
+        "tokenizer": None,
+        "tokens": 1,
+        "documents": 1,
+        "dtype": "uint16",
+        "sources": [],
+    }
     for name, ids in (("a", 900), ("b", 1025)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train.bin").write_bytes(bytes(2))
@@ -527,32 +629,72 @@ def test_the_vocabulary_is_the_tokenizers_unless_it_is_set(tmp_path: Path) -> No
             json.dumps(index | {"vocab_size": ids, "crc32c": 0, "ends_crc32c": 0})
         )
     assert size() == size("vocab_size=null") == ModelConfig.model_validate({}).vocab_size == 32000
-    assert size(dataset="text") == size(dataset="jsonl") == size("vocab_size=null", dataset="text", vocab_size=9) == 320
+    assert (
+        size(dataset="text")
+        == size(dataset="jsonl")
+        == size("vocab_size=null", dataset="text", vocab_size=9)
+        == 320
+    )
     assert size(dataset="text", tokenizer=str(tmp_path)) == 320
     assert size(dataset="text", vocab_size=257) == 257
-    assert accept(dataset="text", model="gpt2") == {"dataset": "text", "model": "gpt2"} | PRESETS["gpt2"]
+    assert (
+        accept(dataset="text", model="gpt2")
+        == {"dataset": "text", "model": "gpt2"} | PRESETS["gpt2"]
+    )
     assert size(dataset="text", model="mistral") == 320  # an architecture, without sizes
     assert size(dataset="tokens", train_data=str(tmp_path / "a")) == 960
-    assert size(dataset="tokens", train_data={str(tmp_path / "a"): 1, str(tmp_path / "b"): 1}) == 1088
+    assert (
+        size(dataset="tokens", train_data={str(tmp_path / "a"): 1, str(tmp_path / "b"): 1}) == 1088
+    )
     with pytest.raises(ConfigError) as refused:
         accept(dataset="tokens", train_data=str(tmp_path))
     assert named_keys(refused.value) >= {"train_data"}
 
 
 def test_hyperparameters_may_be_given_as_flags() -> None:
-    arguments = ["--config", "a.yaml", "--lr=1e-3", "--max-steps", "5", "seed=1", "--prompt", "a b", "--", "--help"]
-    expected = ["--config", "a.yaml", "lr=1e-3", "max_steps=5", "seed=1", "prompt=a b", "--", "--help"]
+    arguments = [
+        "--config",
+        "a.yaml",
+        "--lr=1e-3",
+        "--max-steps",
+        "5",
+        "seed=1",
+        "--prompt",
+        "a b",
+        "--",
+        "--help",
+    ]
+    expected = [
+        "--config",
+        "a.yaml",
+        "lr=1e-3",
+        "max_steps=5",
+        "seed=1",
+        "prompt=a b",
+        "--",
+        "--help",
+    ]
     assert config.as_overrides(arguments) == expected
 
 
-def test_a_preset_on_the_command_line_replaces_the_shape_in_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_preset_on_the_command_line_replaces_the_shape_in_the_file(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def read(*overrides: str) -> config.Hyperparameters:
         shape = {"d_model": 64, "n_kv_heads": 2, "dropout": 0.1, "lr": 1e-3}
         return config.read({"hyperparameters": shape}, overrides, "exp.yaml")
 
     small = read("model=gpt2", "n_layers=2")
-    assert "model=gpt2 overrides d_model: 64, n_kv_heads: 2 of exp.yaml\n" in capsys.readouterr().out
-    assert (small.d_model, small.n_kv_heads, small.n_layers, small.dropout, small.lr) == (768, None, 2, 0.1, 1e-3)
+    assert (
+        "model=gpt2 overrides d_model: 64, n_kv_heads: 2 of exp.yaml\n" in capsys.readouterr().out
+    )
+    assert (small.d_model, small.n_kv_heads, small.n_layers, small.dropout, small.lr) == (
+        768,
+        None,
+        2,
+        0.1,
+        1e-3,
+    )
     assert read("model=mistral").d_model == 64  # a preset without sizes
     assert read("model=gpt2", "d_model=96").d_model == 96
     capsys.readouterr()
@@ -560,11 +702,23 @@ def test_a_preset_on_the_command_line_replaces_the_shape_in_the_file(capsys: pyt
     assert capsys.readouterr().out == ""
 
 
-def test_no_adapters_on_the_command_line_override_those_in_the_file(capsys: pytest.CaptureFixture[str]) -> None:
-    file = {"hyperparameters": {"init_from": "weights", "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.1}}
+def test_no_adapters_on_the_command_line_override_those_in_the_file(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = {
+        "hyperparameters": {
+            "init_from": "weights",
+            "lora_rank": 8,
+            "lora_alpha": 32,
+            "lora_dropout": 0.1,
+        }
+    }
     hp = config.read(file, ["lora_rank=null"], "exp.yaml")
     assert (hp.lora_rank, hp.lora_alpha, hp.lora_dropout) == (None, 16.0, 0.0)
-    assert "lora_rank=null overrides lora_alpha: 32, lora_dropout: 0.1 of exp.yaml\n" in capsys.readouterr().out
+    assert (
+        "lora_rank=null overrides lora_alpha: 32, lora_dropout: 0.1 of exp.yaml\n"
+        in capsys.readouterr().out
+    )
     with pytest.raises(ConfigError) as refused:
         config.read(file, ["lora_rank=null", "lora_alpha=8"], "exp.yaml")
     assert named_keys(refused.value) >= {"lora_alpha", "lora_rank"}
@@ -578,11 +732,17 @@ def test_the_command_lists_and_describes_keys_and_presets_in_lines_that_fit(
         assert config.main(arguments) == 0
         output = capsys.readouterr().out
         assert max(map(len, output.splitlines())) <= 100
-        assert all(key in output for key in (PRESETS if "--presets" in arguments else arguments or TINY))
+        assert all(
+            key in output for key in (PRESETS if "--presets" in arguments else arguments or TINY)
+        )
     assert config.main(["learning_rate"]) == 2
     assert capsys.readouterr().err.endswith("did you mean lr?\n")
 
 
 def test_names_of_other_trainers_are_answered() -> None:
-    with pytest.raises(ConfigError, match=r"learning_rate: .* lr\?\n.*train_batch_size: .* batch_size\?$"):
-        config.read({"hyperparameters": {}}, ["learning_rate=1", "per_device_train_batch_size=2"], "test")
+    with pytest.raises(
+        ConfigError, match=r"learning_rate: .* lr\?\n.*train_batch_size: .* batch_size\?$"
+    ):
+        config.read(
+            {"hyperparameters": {}}, ["learning_rate=1", "per_device_train_batch_size=2"], "test"
+        )

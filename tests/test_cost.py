@@ -1,7 +1,7 @@
 """The cost of a step, counted and not timed: bytes between ranks, synchronizations, operators, compilations.
 
-Dispatch modes count in `fsdp.execute` itself, including backward and FSDP's hooks. A step is everything between two
-calls of `on_step_start`, in steps without a report.
+Dispatch modes count in `fsdp.execute` itself, including backward and FSDP's hooks. A step is
+everything between two calls of `on_step_start`, in steps without a report.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ from lm.runtime.world import World
 from model import Transformer
 from tests.support import TINY, execute, run_ranks, unit_sizes
 
-BASE = TINY | {"max_steps": 4, "report_rate": 100, "validation_batches": 1, "grad_clip": 1.0, "amp_dtype": None}
+BASE = TINY | {
+    "max_steps": 4,
+    "report_rate": 100,
+    "validation_batches": 1,
+    "grad_clip": 1.0,
+    "amp_dtype": None,
+}
 """Sizes divisible by two ranks, so that FSDP adds no padding. Only the last of the four steps reports."""
 
 Collective = tuple[str, int | str, int]
@@ -82,9 +88,15 @@ class Operators(TorchDispatchMode):
             group = _resolve_process_group(args[-1])  # type: ignore[arg-type]  # a NewType
         else:
             objects = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
-            (group,) = (dist.ProcessGroup.unbox(arg) for arg in objects if "ProcessGroup" in str(arg._type()))
+            (group,) = (
+                dist.ProcessGroup.unbox(arg)
+                for arg in objects
+                if "ProcessGroup" in str(arg._type())
+            )
         size = "control" if group.group_name == self._control else group.size()
-        step.collectives[KINDS.get(name, name), size, max(x.nbytes for x in args if isinstance(x, torch.Tensor))] += 1
+        step.collectives[
+            KINDS.get(name, name), size, max(x.nbytes for x in args if isinstance(x, torch.Tensor))
+        ] += 1
 
 
 class Copies(TorchFunctionMode):
@@ -97,12 +109,16 @@ class Copies(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         name = getattr(func, "__name__", "")
-        if self._steps and (name in ("tolist", "numpy", "cpu", "__array__") or (name == "to" and "cpu" in args[1:2])):
+        if self._steps and (
+            name in ("tolist", "numpy", "cpu", "__array__") or (name == "to" and "cpu" in args[1:2])
+        ):
             self._steps[-1].synchronizations.append(f"{name} of {args[0].dtype}")
         return func(*args, **(kwargs or {}))
 
 
-def count_each(world: World, directory: str, runs: dict[str, dict[str, Any]]) -> dict[str, list[Step]]:
+def count_each(
+    world: World, directory: str, runs: dict[str, dict[str, Any]]
+) -> dict[str, list[Step]]:
     """Train with the hyperparameters of each of `runs`; return the three steps without a report, by name."""
     os.chdir(directory)
     found = {}
@@ -125,7 +141,11 @@ def start_step(steps: list[Step], _step: int) -> None:
 
 
 SHARDINGS = ("full-shard", "grad-shard", "no-shard")
-QUICK: dict[str, dict[str, Any]] = {"full-shard": {}, "layers-1": {"n_layers": 1}, "layers-3": {"n_layers": 3}}
+QUICK: dict[str, dict[str, Any]] = {
+    "full-shard": {},
+    "layers-1": {"n_layers": 1},
+    "layers-3": {"n_layers": 3},
+}
 TWO: dict[str, dict[str, Any]] = {  # runs of two ranks
     **{name: {"sharding": name} for name in SHARDINGS[1:]},
     **{f"{name}-x3": {"sharding": name, "total_batch_size": 6} for name in SHARDINGS},
@@ -139,7 +159,11 @@ TWO: dict[str, dict[str, Any]] = {  # runs of two ranks
 FOUR: dict[str, dict[str, Any]] = {  # runs of four ranks, two groups of two
     "hybrid-full-shard": {"sharding": "hybrid-full-shard", "shard_group_size": 2},
     "hybrid-grad-shard": {"sharding": "hybrid-grad-shard", "shard_group_size": 2},
-    "hybrid-grad-shard-x3": {"sharding": "hybrid-grad-shard", "shard_group_size": 2, "total_batch_size": 12},
+    "hybrid-grad-shard-x3": {
+        "sharding": "hybrid-grad-shard",
+        "shard_group_size": 2,
+        "total_batch_size": 12,
+    },
 }
 FOUR["hybrid-grad-shard-x3-each"] = FOUR["hybrid-grad-shard-x3"] | {"sync_each_micro_step": True}
 
@@ -153,7 +177,10 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Step]]:
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Step]]:
     """Steps of the other runs, on the last rank."""
-    runs = TWO | {f"recompute-{how}": {"activation_checkpointing": how} for how in ("none", "selective", "full")}
+    runs = TWO | {
+        f"recompute-{how}": {"activation_checkpointing": how}
+        for how in ("none", "selective", "full")
+    }
     runs["compiled"] = {"compile": True}
     two = run_ranks(2, count_each, str(tmp_path_factory.mktemp("two")), runs)[-1]
     return two | run_ranks(4, count_each, str(tmp_path_factory.mktemp("four")), FOUR)[-1]
@@ -164,27 +191,39 @@ def expected(ranks: int, changes: dict[str, Any]) -> Counter[Collective]:
     hp = config.read({"hyperparameters": BASE | changes}, [], "test")
     *blocks, embedding, head = unit_sizes(hp)
     blocks, ends = blocks if hp.layer_wrap else [], [embedding, head]
-    units = [*blocks, *([sum(ends)] if hp.tie_embeddings else ends)] if hp.layer_wrap else [hp.n_parameters]
+    units = (
+        [*blocks, *([sum(ends)] if hp.tie_embeddings else ends)]
+        if hp.layer_wrap
+        else [hp.n_parameters]
+    )
     gathered = units
     micro_steps = (hp.total_batch_size or ranks) // ranks
-    if hp.reshard_after_forward:  # in every micro-step, and blocks, which are resharded after forward, twice
+    if (
+        hp.reshard_after_forward
+    ):  # in every micro-step, and blocks, which are resharded after forward, twice
         gathered = (units + blocks) * micro_steps
     reduced = units * (micro_steps if hp.sync_each_micro_step else 1)
     replicas = ranks if hp.sharding == "no-shard" else ranks // (hp.shard_group_size or ranks)
     shards = ranks // replicas
     width = 4 if hp.amp_dtype is None else 2  # bytes per gathered value
     reduced_width = 4 if hp.reduce_dtype == "float32" else 2
-    step: Counter[Collective] = Counter({("all-reduce", "control", 8): 1})  # the preemption agreement, two int32
+    step: Counter[Collective] = Counter(
+        {("all-reduce", "control", 8): 1}
+    )  # the preemption agreement, two int32
     if shards > 1:
         step.update(("all-gather", shards, width * size) for size in gathered)
         step.update(("reduce-scatter", shards, reduced_width * size) for size in reduced)
-        step["all-reduce", shards, 4 * len(list(Transformer(hp).parameters()))] += 1  # gradient norms
+        step["all-reduce", shards, 4 * len(list(Transformer(hp).parameters()))] += (
+            1  # gradient norms
+        )
     if replicas > 1:
         step.update(("all-reduce", replicas, 4 * size // shards) for size in units)
     return step
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in TWO | FOUR)])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in TWO | FOUR)]
+)
 def test_a_step_has_the_collectives_of_its_strategy_and_no_synchronization(
     name: str, request: pytest.FixtureRequest
 ) -> None:
@@ -200,11 +239,14 @@ def test_the_operators_grow_linearly_with_the_layers(quick: dict[str, list[Step]
     for name in ("layers-1", "full-shard", "layers-3"):
         _, second, third = quick[name]
         assert second.operators == third.operators
-        assert second.operators["aten._fused_adamw_"] == 2  # parameters with weight decay, and without
+        assert (
+            second.operators["aten._fused_adamw_"] == 2
+        )  # parameters with weight decay, and without
         totals.append(second.operators.total())
     one, two, three = totals
     assert three - two == two - one
-    # Room for other versions of PyTorch: with 2.13 a step has 112 operators outside of blocks and 168 per block.
+    # Room for other versions of PyTorch: with 2.13 a step has 112 operators outside of blocks and
+    # 168 per block.
     assert 2 * one - two < 150
     assert two - one < 190
 
@@ -216,9 +258,16 @@ def test_one_compiled_block_serves_all(others: dict[str, list[Step]]) -> None:
 
 
 @pytest.mark.slow
-def test_selective_recomputation_repeats_neither_products_nor_attention(others: dict[str, list[Step]]) -> None:
-    attention, products = "aten._scaled_dot_product_flash_attention_for_cpu", ("aten.mm", "aten.addmm")
-    nothing, selective, full = (others[f"recompute-{how}"][-1].operators for how in ("none", "selective", "full"))
+def test_selective_recomputation_repeats_neither_products_nor_attention(
+    others: dict[str, list[Step]],
+) -> None:
+    attention, products = (
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        ("aten.mm", "aten.addmm"),
+    )
+    nothing, selective, full = (
+        others[f"recompute-{how}"][-1].operators for how in ("none", "selective", "full")
+    )
     assert selective[attention] == nothing[attention] == 2  # blocks
     assert [selective[name] for name in products] == [nothing[name] for name in products]
     assert selective.total() > nothing.total()

@@ -48,7 +48,9 @@ FORBIDDEN = (
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
     """The fenced code blocks of a page: language and text, continued lines joined."""
-    for language, text in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+    for language, text in re.findall(
+        r"^```(\w*)\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
+    ):
         yield language, text.replace("\\\n", " ")
 
 
@@ -83,7 +85,9 @@ def test_files_modules_and_targets_exist(page: Path) -> None:
         assert target in TARGETS, target
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != GENERATED], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page != GENERATED], ids=lambda page: page.name
+)
 def test_hyperparameters_exist(page: Path) -> None:
     for language, text in blocks(page):
         if language == "yaml":
@@ -91,10 +95,15 @@ def test_hyperparameters_exist(page: Path) -> None:
         for line in text.splitlines():
             if re.search(r"fsdp\.py|make (train|bench)|sbatch|qsub|det experiment", line):
                 command = line.partition(" #")[0].replace("[key=value ...]", "")
-                assert set(re.findall(r"(?<![-\w])(?:hyperparameters\.)?([a-z][a-z0-9_]*)=", command)) <= KEYS, line
+                assert (
+                    set(re.findall(r"(?<![-\w])(?:hyperparameters\.)?([a-z][a-z0-9_]*)=", command))
+                    <= KEYS
+                ), line
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page != GENERATED], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page != GENERATED], ids=lambda page: page.name
+)
 def test_a_page_tells_at_its_top_what_was_measured(page: Path) -> None:
     assert re.search("measured|tested", page.read_text()[:1500], re.IGNORECASE)
 

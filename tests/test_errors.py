@@ -33,12 +33,16 @@ TOO_LONG = "x" * 300
     ],
     ids=["text", "tokens", "jsonl", "hf", "tokenizer", "resume", "init_from"],
 )
-def test_a_hyperparameter_with_an_invalid_file_name_is_refused(hyperparameters: dict[str, str]) -> None:
+def test_a_hyperparameter_with_an_invalid_file_name_is_refused(
+    hyperparameters: dict[str, str],
+) -> None:
     def use() -> object:
         if "dataset" in hyperparameters:
             return open_data(DataConfig.model_validate(hyperparameters), 300, 8, 1, 0)
         nothing = LocalCheckpoints(Path("nothing"))
-        return plan_resume(CheckpointConfig.model_validate(hyperparameters), nothing, restarted=False)
+        return plan_resume(
+            CheckpointConfig.model_validate(hyperparameters), nothing, restarted=False
+        )
 
     with pytest.raises(ConfigError, match="File name too long") as refused:
         use()

@@ -58,7 +58,9 @@ class Job:
         return self.process.returncode, stderr
 
     def remaining(self) -> list[psutil.Process]:
-        return [p for p in self._descendants if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        return [
+            p for p in self._descendants if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
+        ]
 
 
 @contextmanager
@@ -85,7 +87,8 @@ def verified(folder: Path) -> dict[int, Path]:
     return found
 
 
-# ---- signals --------------------------------------------------------------------------------------------
+# ---- signals
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -105,7 +108,9 @@ def test_a_second_signal_during_the_save_does_not_damage_the_checkpoint(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_in_a_terminal_saves_and_a_second_one_quits_at_once(times: int, tmp_path: Path) -> None:
+def test_ctrl_c_in_a_terminal_saves_and_a_second_one_quits_at_once(
+    times: int, tmp_path: Path
+) -> None:
     reading, terminal = os.openpty()
     termios.tcsetwinsize(terminal, (24, 120))
     long_step = {"total_batch_size": 20_000} if times == 2 else {}
@@ -132,7 +137,9 @@ def test_ctrl_c_in_a_terminal_saves_and_a_second_one_quits_at_once(times: int, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.5, 2.5])
-def test_a_signal_during_startup_ends_the_run_without_a_traceback(seconds: float, tmp_path: Path) -> None:
+def test_a_signal_during_startup_ends_the_run_without_a_traceback(
+    seconds: float, tmp_path: Path
+) -> None:
     with started(tmp_path, launcher=("-m", "lm.launch", "--nproc", "2")) as job:
         job.ranks()
         time.sleep(seconds)
@@ -144,7 +151,9 @@ def test_a_signal_during_startup_ends_the_run_without_a_traceback(seconds: float
 
 @pytest.mark.slow
 def test_a_signal_during_a_long_validation_saves_a_checkpoint_at_once(tmp_path: Path) -> None:
-    with started(tmp_path, "total_batch_size=40", "validation_batches=1000", "checkpoint_rate=1000") as job:
+    with started(
+        tmp_path, "total_batch_size=40", "validation_batches=1000", "checkpoint_rate=1000"
+    ) as job:
         job.wait_for("training")  # then the ranks validate for many minutes
         time.sleep(1)
         asked = time.monotonic()
@@ -157,11 +166,14 @@ def test_a_signal_during_a_long_validation_saves_a_checkpoint_at_once(tmp_path: 
     assert not reports(tmp_path, "validation")
 
 
-# ---- killed, stopped and hung ranks -----------------------------------------------------------------------
+# ---- killed, stopped and hung ranks
+# -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_killed_rank_is_named_and_ends_the_run_within_two_seconds(victim: int, tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_and_ends_the_run_within_two_seconds(
+    victim: int, tmp_path: Path
+) -> None:
     with started(tmp_path) as job:
         job.wait_for("checkpoint")
         ranks = job.ranks()
@@ -176,7 +188,9 @@ def test_a_killed_rank_is_named_and_ends_the_run_within_two_seconds(victim: int,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_rank_is_named_within_the_timeout_and_five_seconds(victim: int, tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named_within_the_timeout_and_five_seconds(
+    victim: int, tmp_path: Path
+) -> None:
     with started(tmp_path, "collective_timeout=8") as job:
         job.wait_for("checkpoint")
         job.ranks()[victim].suspend()
@@ -228,10 +242,13 @@ def test_out_of_memory_names_hyperparameters_that_reduce_memory(tmp_path: Path) 
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (5 << 30, 5 << 30))"
     done = run(tmp_path, "vocab_size=16777216", "d_model=8", script=limit, code=1)
     assert re.search(r"; needs about .*; what needs at most .* GiB: 2 ranks", done.stderr)
-    assert re.match(r"rank 0: out of memory .*reduce memory with .*batch_size.*cpu_offload", done.stderr)
+    assert re.match(
+        r"rank 0: out of memory .*reduce memory with .*batch_size.*cpu_offload", done.stderr
+    )
 
 
-# ---- inf and NaN --------------------------------------------------------------------------------------
+# ---- inf and NaN
+# --------------------------------------------------------------------------------------
 
 
 SKIPPED = {
@@ -242,7 +259,9 @@ SKIPPED = {
 
 
 @pytest.mark.parametrize("how", [pytest.param("loss", marks=pytest.mark.slow), "gradient"])
-def test_nan_or_inf_on_one_rank_makes_all_ranks_skip_the_step_without_changing_a_bit(how: str, tmp_path: Path) -> None:
+def test_nan_or_inf_on_one_rank_makes_all_ranks_skip_the_step_without_changing_a_bit(
+    how: str, tmp_path: Path
+) -> None:
     script = f"""
 from model import Transformer
 
@@ -265,13 +284,23 @@ Transformer.forward = forward_step
     text = (tmp_path / "runs" / "test" / "metrics.jsonl").read_text()
     assert not any(word in text for word in ("NaN", "Infinity"))
     found = reports(tmp_path)
-    assert {step: line["skipped_steps"] for step, line in found.items()} == {1: 0, 2: 0, 3: 1, 4: 0, 5: 0, 6: 0}
+    assert {step: line["skipped_steps"] for step, line in found.items()} == {
+        1: 0,
+        2: 0,
+        3: 1,
+        4: 0,
+        5: 0,
+        6: 0,
+    }
     assert [step for step, line in found.items() if "loss" not in line] == [3]
-    tensors = {step: read_manifest(path).files for step, path in verified(tmp_path).items()}  # with checksums
+    tensors = {
+        step: read_manifest(path).files for step, path in verified(tmp_path).items()
+    }  # with checksums
     assert tensors[2] == tensors[3] != tensors[4]
 
 
-# ---- under torchrun -----------------------------------------------------------------------------------
+# ---- under torchrun
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -309,7 +338,9 @@ def test_a_killed_torchrun_makes_its_ranks_save_and_end(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_that_torchrun_restarts_ends_with_the_same_losses(tmp_path: Path) -> None:
     run(tmp_path / "uninterrupted", "max_steps=8", ranks=2, config=RUN, code=0)
-    with started(tmp_path / "killed", "max_steps=8", launcher=(*TORCHRUN, "--max-restarts", "1")) as job:
+    with started(
+        tmp_path / "killed", "max_steps=8", launcher=(*TORCHRUN, "--max-restarts", "1")
+    ) as job:
         job.wait_for("checkpoint")
         job.ranks()[0].kill()
         job.wait_for("resumed")
@@ -319,13 +350,16 @@ def test_a_run_that_torchrun_restarts_ends_with_the_same_losses(tmp_path: Path) 
     assert 8 in verified(tmp_path / "killed")
 
 
-# ---- random interruptions -----------------------------------------------------------------------------
+# ---- random interruptions
+# -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_twenty_interruptions_lose_at_most_two_intervals_and_change_no_loss_and_no_weight() -> None:
     command = [sys.executable, "-m", "tests.soak", "20", "--seed", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     count, most_lost = map(int, done.stdout.splitlines()[-1].split()[1:])
     assert count == 20

@@ -14,14 +14,20 @@ import lm
 from tests.support import ROOT
 
 FILES = [*ROOT.glob("*.py"), *(ROOT / "lm").rglob("*.py")]
-MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES if path.name != "__init__.py"}
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for path in FILES
+    if path.name != "__init__.py"
+}
 """Files by the name they are imported under, e.g. "lm.data.text"."""
 
 
 def floors() -> dict[str, int]:
     """The floors in `lm`'s docstring by part: a module or a package. `lm.errors` is the ground below floor 0."""
     table = {}
-    for floor, names in re.findall(r"^(\d)  ([^\s,]+(?:, [^\s,]+)*)", lm.__doc__ or "", re.MULTILINE):
+    for floor, names in re.findall(
+        r"^(\d)  ([^\s,]+(?:, [^\s,]+)*)", lm.__doc__ or "", re.MULTILINE
+    ):
         table |= {name.removesuffix(".py"): int(floor) for name in names.split(", ")}
     return table | {"lm.errors": -1}
 
@@ -38,7 +44,9 @@ def imports(path: Path) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}:{node.lineno}: relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]  # a module's name, or one in a module
+            names = [
+                f"{node.module}.{alias.name}" for alias in node.names
+            ]  # a module's name, or one in a module
             names = [name if name in MODULES else name.rpartition(".")[0] for name in names]
         else:
             continue
@@ -53,7 +61,9 @@ def test_every_part_has_a_floor() -> None:
 def test_a_module_imports_other_parts_only_from_lower_floors(module: str) -> None:
     table, here = floors(), part(module)
     others = {other for other in imports(MODULES[module]) if part(other) != here}
-    assert not {other for other in others if table[part(other)] >= table[here]}, f"floor {table[here]}"
+    assert not {other for other in others if table[part(other)] >= table[here]}, (
+        f"floor {table[here]}"
+    )
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -71,7 +81,15 @@ def test_init_files_hold_a_docstring_and_no_code() -> None:
 def test_the_model_stands_alone() -> None:
     source = (ROOT / "model.py").read_text()
     modules = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE))
-    assert modules <= {"__future__", "math", "typing", "torch", "pydantic", "collections", "functools"}
+    assert modules <= {
+        "__future__",
+        "math",
+        "typing",
+        "torch",
+        "pydantic",
+        "collections",
+        "functools",
+    }
     assert "distributed" not in modules
 
 

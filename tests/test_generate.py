@@ -31,8 +31,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generate")
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text(TEXT * 40)
-    config = support.TINY | {"dataset": "text", "train_data": "text", "vocab_size": 264, "max_seq_len": 64, "lr": 1e-2}
-    support.run(folder, "max_steps=40", "batch_size=4", "report_rate=40", ranks=2, config=config, code=0)
+    config = support.TINY | {
+        "dataset": "text",
+        "train_data": "text",
+        "vocab_size": 264,
+        "max_seq_len": 64,
+        "lr": 1e-2,
+    }
+    support.run(
+        folder, "max_steps=40", "batch_size=4", "report_rate=40", ranks=2, config=config, code=0
+    )
     return folder / "runs" / "test"
 
 
@@ -63,14 +71,27 @@ def test_temperature_0_is_greedy(checkpoint: Path, capsys: pytest.CaptureFixture
     start = len(tokens)
     for _ in range(30):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-    text = text_of(capsys, checkpoint, "--prompt", "Köln, ", "--max-new-tokens", 30, "--temperature", 0)
+    text = text_of(
+        capsys, checkpoint, "--prompt", "Köln, ", "--max-new-tokens", 30, "--temperature", 0
+    )
     assert text == "Köln, " + tokenizer.decode(tokens[start:]) + "\n"
 
 
 @pytest.mark.slow
 def test_text_is_printed_while_it_is_generated_in_complete_characters(checkpoint: Path) -> None:
-    command = [sys.executable, "-m", "lm.generate", checkpoint, "--prompt", "ü", "--max-new-tokens", "1000000"]
-    with subprocess.Popen(command, cwd=support.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "lm.generate",
+        checkpoint,
+        "--prompt",
+        "ü",
+        "--max-new-tokens",
+        "1000000",
+    ]
+    with subprocess.Popen(
+        command, cwd=support.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         received, characters = b"", 0
         try:
@@ -86,13 +107,20 @@ def test_text_is_printed_while_it_is_generated_in_complete_characters(checkpoint
 def test_invalid_utf8_from_the_model_does_not_end_a_run(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(support.llama2_tokenizer())
     (tmp_path / "a.txt").write_text(TEXT * 40)
-    how = {"dataset": "text", "train_data": "a.txt", "tokenizer": FILE, "vocab_size": 384, "prompt": "to be"}
+    how = {
+        "dataset": "text",
+        "train_data": "a.txt",
+        "tokenizer": FILE,
+        "vocab_size": 384,
+        "prompt": "to be",
+    }
     done = support.run(tmp_path, "max_steps=1", "num_tokens=300", config=support.TINY | how, code=0)
     assert "\ufffd" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("missing", "part"), [("directory", "No such file"), ("manifest", "neither"), ("checkpoint", "neither")]
+    ("missing", "part"),
+    [("directory", "No such file"), ("manifest", "neither"), ("checkpoint", "neither")],
 )
 def test_a_directory_without_a_checkpoint_is_refused(
     missing: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -109,10 +137,14 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "copy")
-    write_manifest(tmp_path / "copy", read_manifest(checkpoint).model_copy(update={"tokenizer": None}))
+    write_manifest(
+        tmp_path / "copy", read_manifest(checkpoint).model_copy(update={"tokenizer": None})
+    )
     code, message = refusal(capsys, tmp_path / "copy", "--prompt", "a")
     assert code == 2
-    assert "has no tokenizer: trained on random tokens, or on ids of an unknown tokenizer" in message
+    assert (
+        "has no tokenizer: trained on random tokens, or on ids of an unknown tokenizer" in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +188,9 @@ def feed(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 
 
-def test_samples_are_those_of_consecutive_seeds(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_are_those_of_consecutive_seeds(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     how = ("--prompt", "Köln, ", "--max-new-tokens", 20)
     alone = [text_of(capsys, checkpoint, *how, "--seed", seed) for seed in (5, 6, 7)]
     assert len(set(alone)) > 1
@@ -165,10 +199,19 @@ def test_samples_are_those_of_consecutive_seeds(checkpoint: Path, capsys: pytest
         assert text_of(capsys, checkpoint, *how, *more) == "".join(alone)
 
 
-def test_text_ends_before_the_first_stop_text(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_ends_before_the_first_stop_text(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     how = (checkpoint, "--prompt", "Köln, ", "--max-new-tokens", 60, "--temperature", 0)
     text = text_of(capsys, *how).removeprefix("Köln, ")
-    for stops in (["der"], ["Käse", "der Kä"], ["nowhere"], ["ä", "nowhere", "ö"], [text[:1]], [text[-3:-1] + "?"]):
+    for stops in (
+        ["der"],
+        ["Käse", "der Kä"],
+        ["nowhere"],
+        ["ä", "nowhere", "ö"],
+        [text[:1]],
+        [text[-3:-1] + "?"],
+    ):
         flags = [flag for stop in stops for flag in ("--stop", stop)]
         end = min([at for stop in stops if (at := text.find(stop)) >= 0], default=len(text) - 1)
         assert text_of(capsys, *how, *flags) == f"Köln, {text[:end]}\n"
@@ -201,7 +244,9 @@ def test_prompts_from_standard_input_continue_as_each_does_alone(
     alone = "".join(text_of(capsys, checkpoint, "--prompt", prompt, *how) for prompt in prompts)
     for batch_size, end in ((1, "\n"), (3, "\r\n"), (16, "\n")):
         feed(monkeypatch, (end.join(prompts) + end).encode())
-        assert text_of(capsys, checkpoint, "--prompt", "-", *how, "--batch-size", batch_size) == alone
+        assert (
+            text_of(capsys, checkpoint, "--prompt", "-", *how, "--batch-size", batch_size) == alone
+        )
 
 
 @pytest.mark.parametrize(
@@ -213,16 +258,21 @@ def test_prompts_from_standard_input_continue_as_each_does_alone(
     ],
 )
 def test_invalid_standard_input_is_refused(
-    content: bytes, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    content: bytes,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     feed(monkeypatch, content)
     assert refusal(capsys, "anywhere", "--prompt", "-") == (2, message)
 
 
-# ---- chat --------------------------------------------------------------------------------------------------
+# ---- chat
+# --------------------------------------------------------------------------------------------------
 
 SYSTEM, HI, HO = (
-    {"role": role, "content": text} for role, text in [("system", "0"), ("user", "hi"), ("assistant", "ho")]
+    {"role": role, "content": text}
+    for role, text in [("system", "0"), ("user", "hi"), ("assistant", "ho")]
 )
 CHATS = [
     [HI, HO],
@@ -236,13 +286,34 @@ def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a run that has learned `CHATS`."""
     folder = tmp_path_factory.mktemp("chat")
     (folder / FILE).write_bytes(support.llama_tokenizer())
-    template = support.CHAT_TEMPLATE.replace("] ", "]")  # a space would be a part of the first token of the reply
+    template = support.CHAT_TEMPLATE.replace(
+        "] ", "]"
+    )  # a space would be a part of the first token of the reply
     specials = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(specials))
-    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
-    data = {"dataset": "jsonl", "train_data": "chats.jsonl", "val_data": "chats.jsonl", "tokenizer": FILE}
-    shape = {"vocab_size": 200, "max_seq_len": 64, "positions": "rope", "loss_on": "completion", "packing": False}
-    how = {"max_steps": 150, "batch_size": 3, "lr": 1e-2, "report_rate": 150, "validation_batches": 1}
+    (folder / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS)
+    )
+    data = {
+        "dataset": "jsonl",
+        "train_data": "chats.jsonl",
+        "val_data": "chats.jsonl",
+        "tokenizer": FILE,
+    }
+    shape = {
+        "vocab_size": 200,
+        "max_seq_len": 64,
+        "positions": "rope",
+        "loss_on": "completion",
+        "packing": False,
+    }
+    how = {
+        "max_steps": 150,
+        "batch_size": 3,
+        "lr": 1e-2,
+        "report_rate": 150,
+        "validation_batches": 1,
+    }
     support.run(folder, config=support.TINY | data | shape | how, code=0)
     return folder / "runs" / "test"
 
@@ -265,14 +336,22 @@ def test_a_chat_answers_each_line_and_remembers_the_ones_before(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_an_answer_and_the_end_of_the_input_the_chat(chat_run: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_an_answer_and_the_end_of_the_input_the_chat(
+    chat_run: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(find_checkpoint(chat_run), tmp_path / "copy"))
     manifest = read_manifest(folder)
-    write_manifest(folder, manifest.model_copy(update={"model": manifest.model | {"max_seq_len": 10**5}}))
+    write_manifest(
+        folder, manifest.model_copy(update={"model": manifest.model | {"max_seq_len": 10**5}})
+    )
     endless = "from lm import generate; from lm.data.tokenizer import FileTokenizer as T; T.stop_ids = frozenset()"
     script = f"import sys; {endless}; sys.exit(generate.main())"
     command = [sys.executable, "-c", script, folder, "--chat", "--temperature", "100"]
-    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    streams: dict[str, Any] = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
     # A shell's background jobs, and their children, ignore SIGINT.
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, cwd=support.ROOT, preexec_fn=heed, **streams) as process:
@@ -285,7 +364,9 @@ def test_ctrl_c_ends_an_answer_and_the_end_of_the_input_the_chat(chat_run: Path,
             while len(received) < 50 and (block := os.read(process.stdout.fileno(), 1 << 16)):
                 received += block
             process.send_signal(signal.SIGINT)
-            while not received.endswith(b"\n") and (block := os.read(process.stdout.fileno(), 1 << 16)):
+            while not received.endswith(b"\n") and (
+                block := os.read(process.stdout.fileno(), 1 << 16)
+            ):
                 received += block
         output, errors = process.communicate(timeout=60)
     assert (process.returncode, output, errors) == (0, b"", b"")
@@ -295,7 +376,10 @@ def test_a_chat_needs_a_chat_template(checkpoint: Path, capsys: pytest.CaptureFi
     code, text = refusal(capsys, checkpoint, "--chat")
     assert code == 2
     assert text.startswith("tokenizer: bytes: has no chat template")
-    assert refusal(capsys, checkpoint, "--chat", "--samples", 2) == (2, "--samples: requires --prompt")
+    assert refusal(capsys, checkpoint, "--chat", "--samples", 2) == (
+        2,
+        "--samples: requires --prompt",
+    )
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What users run on a GPU: kernels, bfloat16 and float8, recomputation, offloading, saves, and out of memory.
 
-Without a GPU, all tests are skipped. `-m gpu_quick` selects those that end within 60 seconds, in one process.
+Without a GPU, all tests are skipped. `-m gpu_quick` selects those that end within 60 seconds, in
+one process.
 """
 
 from __future__ import annotations
@@ -40,11 +41,20 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 FLOAT8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 FLOAT8 = FLOAT8 and importlib.util.find_spec("torchao") is not None
-needs_float8 = pytest.mark.skipif(not FLOAT8, reason="float8 needs a GPU of compute capability 8.9 and torchao")
+needs_float8 = pytest.mark.skipif(
+    not FLOAT8, reason="float8 needs a GPU of compute capability 8.9 and torchao"
+)
 
-# ---- gradients ------------------------------------------------------------------------------------------
+# ---- gradients
+# ------------------------------------------------------------------------------------------
 
-SHAPE: dict[str, Any] = {"d_model": 128, "n_heads": 4, "n_layers": 4, "vocab_size": 512, "max_seq_len": 256}
+SHAPE: dict[str, Any] = {
+    "d_model": 128,
+    "n_heads": 4,
+    "n_layers": 4,
+    "vocab_size": 512,
+    "max_seq_len": 256,
+}
 SHAPE |= {"amp_dtype": None}
 LLAMA = SHAPE | LLAMA_STYLE
 MODELS = {
@@ -95,7 +105,10 @@ def gradients(world: World | None, settings: dict[str, Any], has_documents: bool
         with torch.device("meta"):
             model = Transformer(hp)
         device = world.device
-        mesh, dtype = world.device_mesh(parallelize.mesh_shape(hp, 1, 1)), precision.compute_dtype(hp, device)
+        mesh, dtype = (
+            world.device_mesh(parallelize.mesh_shape(hp, 1, 1)),
+            precision.compute_dtype(hp, device),
+        )
         model = parallelize.parallelize(model, hp, mesh, dtype, 7, hp.float8)
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), plain.parameters(), strict=True):
@@ -127,7 +140,9 @@ def expected_gradients(model: str, has_documents: bool) -> Gradients:
     return gradients(None, MODELS[model], has_documents)
 
 
-@pytest.mark.parametrize("option", [pytest.param(o, marks=needs_float8 if o == "float8" else ()) for o in OPTIONS])
+@pytest.mark.parametrize(
+    "option", [pytest.param(o, marks=needs_float8 if o == "float8" else ()) for o in OPTIONS]
+)
 def test_loss_and_gradients_equal_those_of_the_cpu(option: str) -> None:
     (found,) = run_ranks(1, all_gradients, OPTIONS[option])
     for (model, has_documents), values in found.items():
@@ -138,28 +153,48 @@ def test_loss_and_gradients_equal_those_of_the_cpu(option: str) -> None:
             assert difference <= TOLERANCES.get(option, 0.01), (model, has_documents, name)
 
 
-# ---- runs -----------------------------------------------------------------------------------------------
+# ---- runs
+# -----------------------------------------------------------------------------------------------
 
-RUN: dict[str, Any] = LLAMA_STYLE | {"d_model": 256, "n_heads": 8, "n_layers": 8, "vocab_size": 512, "lr": 3e-3}
-RUN |= {"max_seq_len": 1024, "batch_size": 8, "validation_batches": 1, "amp_dtype": "bfloat16", "compile": False}
+RUN: dict[str, Any] = LLAMA_STYLE | {
+    "d_model": 256,
+    "n_heads": 8,
+    "n_layers": 8,
+    "vocab_size": 512,
+    "lr": 3e-3,
+}
+RUN |= {
+    "max_seq_len": 1024,
+    "batch_size": 8,
+    "validation_batches": 1,
+    "amp_dtype": "bfloat16",
+    "compile": False,
+}
 RUN |= {"report_rate": 1, "max_steps": 10**6, "checkpoint_rate": 10**6, "validation_rate": 10**6}
 STEPS = 12
 EVENT_CATEGORIES = ("kernel", "gpu_memcpy")
 """Categories of events in a trace of PyTorch's profiler."""
 
 
-def execute(world: World, settings: dict[str, Any], folder: Path, on_step_start: Callable[[int], None]) -> list[Any]:
+def execute(
+    world: World, settings: dict[str, Any], folder: Path, on_step_start: Callable[[int], None]
+) -> list[Any]:
     """The metrics of every step of `fsdp.execute`, which `on_step_start` ends by raising StopIteration."""
     import fsdp  # changes signals and garbage collection: not in the process of the tests
 
     reports: list[dict[str, float]] = []
     distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
     with core.init(distributed=distributed, checkpoint_storage=str(folder)) as context:
-        report = lambda _group, *, steps_completed, metrics: reports.append({"step": steps_completed} | metrics)  # noqa: E731
+
+        def report(_group: str, *, steps_completed: int, metrics: dict[str, float]) -> None:
+            reports.append({"step": steps_completed} | metrics)
+
         with patch.object(context.train, "report_metrics", report):
             try:
                 store = ClusterCheckpoints(context.checkpoint, None, writes_in_place=True)
-                fsdp.execute(fsdp.Run(read(settings), world, context, store, on_step_start=on_step_start))
+                fsdp.execute(
+                    fsdp.Run(read(settings), world, context, store, on_step_start=on_step_start)
+                )
             except StopIteration:
                 return reports
     raise AssertionError("the run has ended")
@@ -174,8 +209,12 @@ def train(world: World, **settings: Any) -> list[dict[str, float]]:
 
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder, "text")
-        text.write_text("".join(f"{number} is the square of {number**0.5:.3f}.\n" for number in range(10_000)))
-        return execute(world, RUN | {"dataset": "text", "train_data": str(text)} | settings, Path(folder), stop)
+        text.write_text(
+            "".join(f"{number} is the square of {number**0.5:.3f}.\n" for number in range(10_000))
+        )
+        return execute(
+            world, RUN | {"dataset": "text", "train_data": str(text)} | settings, Path(folder), stop
+        )
 
 
 def attention(world: World) -> set[str]:
@@ -210,24 +249,41 @@ def saves(world: World, n_layers: int = 4, d_model: int = 1024) -> dict[int, dic
         return trainings[0]
 
     def on_step_start(step: int) -> None:
-        if step in (2, 4, 6):  # cloned on the device, so that the next steps do not wait for the copy to the host
+        if step in (
+            2,
+            4,
+            6,
+        ):  # cloned on the device, so that the next steps do not wait for the copy to the host
             parts = trainings[0].state().items()
-            state = {f"{part}.{name}": t for part, holder in parts for name, t in holder.state_dict().items()}
+            state = {
+                f"{part}.{name}": t
+                for part, holder in parts
+                for name, t in holder.state_dict().items()
+            }
             expected[step] = {name: local(tensor).clone() for name, tensor in state.items()}
         if step == 7:
             deadline = time.monotonic() + 60
-            while len(list(Path(folder).glob("*/manifest.json"))) < 3 and time.monotonic() < deadline:
+            while (
+                len(list(Path(folder).glob("*/manifest.json"))) < 3 and time.monotonic() < deadline
+            ):
                 time.sleep(0.01)
             raise StopIteration
 
     size = {"n_layers": n_layers, "d_model": d_model, "max_seq_len": 64, "batch_size": 1}
     with tempfile.TemporaryDirectory() as folder, patch.object(fsdp, "build", build_and_keep):
-        execute(world, RUN | size | {"checkpoint_rate": 2, "keep_checkpoints": None}, Path(folder), on_step_start)
+        execute(
+            world,
+            RUN | size | {"checkpoint_rate": 2, "keep_checkpoints": None},
+            Path(folder),
+            on_step_start,
+        )
         same: dict[int, dict[str, bool]] = {}
         for manifest in Path(folder).glob("*/manifest.json"):
             step, tensors = json.loads(manifest.read_text())["step"], read_tensors(manifest.parent)
             assert tensors.keys() == expected[step].keys()
-            same[step] = {name: contents(expected[step][name]) == data for name, data in tensors.items()}
+            same[step] = {
+                name: contents(expected[step][name]) == data for name, data in tensors.items()
+            }
     return same
 
 
@@ -247,7 +303,11 @@ def copies(world: World) -> dict[str, float]:
             torch.cuda.synchronize()
         profiler.export_chrome_trace(str(Path(folder, "trace.json")))
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    spans = [(e["cat"], e["name"], e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat", "") in EVENT_CATEGORIES]
+    spans = [
+        (e["cat"], e["name"], e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e.get("cat", "") in EVENT_CATEGORIES
+    ]
     kernels = [(start, end) for cat, _, start, end in spans if cat == "kernel"]
     found = {}
     for direction in ("DtoH", "HtoD"):
@@ -286,7 +346,9 @@ CASES: dict[str, Callable[[World], Any]] = {
     "selective": functools.partial(train, activation_checkpointing="selective"),
     "full": functools.partial(train, activation_checkpointing="full"),
     "activation_offload": functools.partial(train, activation_offload=True),
-    "full, activation_offload": functools.partial(train, activation_checkpointing="full", activation_offload=True),
+    "full, activation_offload": functools.partial(
+        train, activation_checkpointing="full", activation_offload=True
+    ),
     "copies": copies,
     "cpu_offload": functools.partial(train, cpu_offload=True),
     "compiled": functools.partial(train, compile=True),
@@ -340,10 +402,17 @@ def test_attention_runs_in_a_fused_kernel(result: Callable[[str], Any]) -> None:
 
 
 @pytest.mark.gpu_quick
-def test_three_asynchronous_saves_hold_the_state_of_their_steps(result: Callable[[str], Any]) -> None:
+def test_three_asynchronous_saves_hold_the_state_of_their_steps(
+    result: Callable[[str], Any],
+) -> None:
     same = result("saves")
     assert sorted(same) == [2, 4, 6]
-    assert [(step, name) for step, tensors in same.items() for name, equal in tensors.items() if not equal] == []
+    assert [
+        (step, name)
+        for step, tensors in same.items()
+        for name, equal in tensors.items()
+        if not equal
+    ] == []
 
 
 @pytest.mark.gpu_quick
@@ -366,7 +435,9 @@ def test_float8_training_follows_bfloat16(result: Callable[[str], Any]) -> None:
 @pytest.mark.parametrize(
     "option", ["selective", "full", "activation_offload", "full, activation_offload", "cpu_offload"]
 )
-def test_an_option_that_saves_memory_computes_the_same(option: str, result: Callable[[str], Any]) -> None:
+def test_an_option_that_saves_memory_computes_the_same(
+    option: str, result: Callable[[str], Any]
+) -> None:
     plain, other = result("plain"), result(option)
     assert losses(other) == pytest.approx(losses(plain), rel=0.02)
     assert other[-1]["peak_memory_gib"] < plain[-1]["peak_memory_gib"]
@@ -400,5 +471,7 @@ def test_out_of_memory_names_the_keys_that_help(tmp_path: Path) -> None:
     done = run(tmp_path, "d_model=2048", "n_layers=8", "n_heads=16", script=limit)
     assert done.returncode == 1
     assert "out of memory" in done.stderr
-    assert all(key in done.stderr for key in ("batch_size", "activation_checkpointing", "cpu_offload"))
+    assert all(
+        key in done.stderr for key in ("batch_size", "activation_checkpointing", "cpu_offload")
+    )
     assert "Traceback" not in done.stderr

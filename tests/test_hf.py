@@ -72,14 +72,19 @@ OLMO2 = LLAMA | {"model_type": "olmo2", "num_key_value_heads": 2, "pad_token_id"
 MODELS: dict[str, dict[str, Any]] = {
     "llama 1": LLAMA,
     "llama 2, 4 heads on 2": LLAMA | {"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
-    "llama 3.1, rope scaling": LLAMA | {"num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 1e2}},
-    "llama 3.2, tied": LLAMA | {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 5e5}},
-    "codellama, theta 1e6": LLAMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "llama 3.1, rope scaling": LLAMA
+    | {"num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 1e2}},
+    "llama 3.2, tied": LLAMA
+    | {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 5e5}},
+    "codellama, theta 1e6": LLAMA
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "llama, ffn biases": LLAMA | {"mlp_bias": True},
-    "llama, all biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
+    "llama, all biases": LLAMA
+    | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
     "mistral, window 8": MISTRAL | {"sliding_window": 8},
     "mistral, no window": MISTRAL | {"sliding_window": None},
-    "mistral, window, scaling": MISTRAL | {"sliding_window": 8, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 1e6}},
+    "mistral, window, scaling": MISTRAL
+    | {"sliding_window": 8, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 1e6}},
     "mistral nemo, head_dim 16": MISTRAL | {"sliding_window": None, "head_dim": 16},
     "qwen2": QWEN2,
     "qwen2, tied": QWEN2 | {"tie_word_embeddings": True, "num_key_value_heads": 1},
@@ -100,7 +105,9 @@ def make_reference(raw: dict[str, Any], seed: int = 0) -> Any:
         kind, **{key: value for key, value in raw.items() if key != "model_type"}
     )
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(std=0.15)
@@ -131,7 +138,11 @@ def save_checkpoint(model: Transformer, folder: Path) -> Path:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +157,8 @@ def table(request: pytest.FixtureRequest) -> Iterator[dict[str, tuple[float, flo
             print(f"{name:28}{logits:.1e}   {gradients:.1e}    {tokens} of 40")
 
 
-# ---- parity -----------------------------------------------------------------------------------------------
+# ---- parity
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -176,7 +188,9 @@ def test_logits_gradients_and_generation_equal_transformers(
         gradients = max(gradients, (error.norm() / wanted.norm()).item())
 
     def generate_theirs(prompt: Tensor, **options: Any) -> list[int]:
-        generated = reference.generate(prompt[None], do_sample=False, max_new_tokens=40, pad_token_id=0, **options)
+        generated = reference.generate(
+            prompt[None], do_sample=False, max_new_tokens=40, pad_token_id=0, **options
+        )
         return generated[0, len(prompt) :].tolist()
 
     greedy: Any = {"device": torch.device("cpu"), "temperature": 0}
@@ -186,7 +200,12 @@ def test_logits_gradients_and_generation_equal_transformers(
     stop_ids = set(generated[10:12])
     steps = list(
         sampling.generate_batch(
-            ours, [prompt.tolist() for prompt in prompts], 40, seeds=[0] * 3, stop_ids=stop_ids, **greedy
+            ours,
+            [prompt.tolist() for prompt in prompts],
+            40,
+            seeds=[0] * 3,
+            stop_ids=stop_ids,
+            **greedy,
         )
     )
     for i, prompt in enumerate(prompts):
@@ -206,8 +225,13 @@ def round_trip(reference: Any, folder: Path, dtype: str = "float32", **saving: A
     export.export_model(save_checkpoint(load_folder(folder / "in"), folder), folder / "out", dtype)
     before, after = tensors_of(folder / "in"), tensors_of(folder / "out")
     assert before.keys() == after.keys()
-    assert all(tensor.dtype == after[key].dtype and tensor.equal(after[key]) for key, tensor in before.items())
-    return transformers.AutoModelForCausalLM.from_pretrained(folder / "out", attn_implementation="eager")
+    assert all(
+        tensor.dtype == after[key].dtype and tensor.equal(after[key])
+        for key, tensor in before.items()
+    )
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "out", attn_implementation="eager"
+    )
 
 
 @pytest.mark.slow
@@ -225,8 +249,12 @@ def test_reading_and_exporting_preserve_every_bit(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama 3.2, tied", "gpt2"])
-def test_half_precision_weights_survive_reading_and_exporting(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    loaded = round_trip(make_reference(MODELS[name]).to(dtype), tmp_path, str(dtype).removeprefix("torch."))
+def test_half_precision_weights_survive_reading_and_exporting(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    loaded = round_trip(
+        make_reference(MODELS[name]).to(dtype), tmp_path, str(dtype).removeprefix("torch.")
+    )
     assert loaded.dtype == dtype
 
 
@@ -253,7 +281,9 @@ def older(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-@pytest.mark.parametrize("name", ["codellama, theta 1e6", "llama 3.1, rope scaling", "mistral, window, scaling"])
+@pytest.mark.parametrize(
+    "name", ["codellama, theta 1e6", "llama 3.1, rope scaling", "mistral, window, scaling"]
+)
 def test_both_config_formats_are_equivalent(name: str, tmp_path: Path) -> None:
     make_reference(MODELS[name]).config.save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
@@ -278,14 +308,22 @@ def test_presets_survive_export_and_import(preset: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama 3.2, tied", "gpt2"])
-def test_unprefixed_names_buffers_and_a_copy_of_the_tied_head_are_read(name: str, tmp_path: Path) -> None:
+def test_unprefixed_names_buffers_and_a_copy_of_the_tied_head_are_read(
+    name: str, tmp_path: Path
+) -> None:
     reference = make_reference(MODELS[name])
     reference.base_model.save_pretrained(tmp_path / "bare")
     tensors = tensors_of(tmp_path / "bare")
     assert not any(key.startswith(("model.", "transformer.")) for key in tensors)
     embedding = reference.get_input_embeddings().weight.detach()
-    tensors |= {"lm_head.weight": embedding.clone(), "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    tensors |= {"h.0.attn.bias": torch.ones(1, 1, 64, 64), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    tensors |= {
+        "lm_head.weight": embedding.clone(),
+        "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+    }
+    tensors |= {
+        "h.0.attn.bias": torch.ones(1, 1, 64, 64),
+        "h.0.attn.masked_bias": torch.tensor(-1e4),
+    }
     save_file(tensors, tmp_path / "bare" / "model.safetensors")
     tokens = torch.randint(0, 96, (1, 40))
     torch.testing.assert_close(load_folder(tmp_path / "bare")(tokens), reference(tokens).logits)
@@ -297,28 +335,61 @@ def test_unprefixed_names_buffers_and_a_copy_of_the_tied_head_are_read(name: str
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type: 'mixtral' is not supported; supported: llama, mistral, qwen2"),
+        (
+            {"model_type": "mixtral"},
+            "model_type: 'mixtral' is not supported; supported: llama, mistral, qwen2",
+        ),
         ({}, "model_type: None is not supported"),
-        (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config: quantized models"),
+        (
+            LLAMA | {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config: quantized models",
+        ),
         (LLAMA | {"num_local_experts": 8}, "num_local_experts: 8 is not supported"),
-        (LLAMA | {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported, only 'silu' or 'swish'"),
-        (LLAMA | {"attention_bias": True}, "attention_bias: True with mlp_bias: False is not supported"),
+        (
+            LLAMA | {"hidden_act": "gelu"},
+            "hidden_act: 'gelu' is not supported, only 'silu' or 'swish'",
+        ),
+        (
+            LLAMA | {"attention_bias": True},
+            "attention_bias: True with mlp_bias: False is not supported",
+        ),
         (MISTRAL | {"attention_bias": True}, "attention_bias: True is not supported"),
         (LLAMA | {"head_dim": 7}, "head_dim: positions: rope needs an even head_dim, not 7"),
         (QWEN2 | {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
-        (QWEN2 | {"layer_types": ["sliding_attention"] * 2}, "layer_types: 'sliding_attention' is not supported"),
+        (
+            QWEN2 | {"layer_types": ["sliding_attention"] * 2},
+            "layer_types: 'sliding_attention' is not supported",
+        ),
         (QWEN3 | {"attention_bias": True}, "attention_bias: True is not supported"),
-        (QWEN3 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: rope_type 'yarn' is not"),
-        (OLMO2 | {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling: rope_type 'dynamic' is not"),
-        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling: rope_type 'linear' is not"),
-        (LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters: rope_type 'yarn'"),
+        (
+            QWEN3 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling: rope_type 'yarn' is not",
+        ),
+        (
+            OLMO2 | {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "rope_scaling: rope_type 'dynamic' is not",
+        ),
+        (
+            LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_scaling: rope_type 'linear' is not",
+        ),
+        (
+            LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            "rope_parameters: rope_type 'yarn'",
+        ),
         (
             LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
             "unless it is one mapping for all layers",
         ),
-        (LLAMA | {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "high_freq_factor 4 must be greater"),
+        (
+            LLAMA | {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 4.0}},
+            "high_freq_factor 4 must be greater",
+        ),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
-        (LLAMA | {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types: not supported"),
+        (
+            LLAMA | {"layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types: not supported",
+        ),
         (LLAMA | {"layer_types": 5}, "layer_types: not supported"),
         (LLAMA | {"num_attention_heads": 5}, "n_heads: 5 does not divide d_model 32"),
         (LLAMA | {"hidden_size": "wide"}, "hidden_size: Input should be a valid integer"),
@@ -327,8 +398,14 @@ def test_unprefixed_names_buffers_and_a_copy_of_the_tied_head_are_read(name: str
             "dropout: Input should be a valid number",
         ),
         (GPT2 | {"activation_function": "relu"}, "activation_function: 'relu' is not supported"),
-        (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights: False is not supported, only True"),
-        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx: True is not"),
+        (
+            GPT2 | {"scale_attn_weights": False},
+            "scale_attn_weights: False is not supported, only True",
+        ),
+        (
+            GPT2 | {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx: True is not",
+        ),
         (GPT2 | {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn: True is not"),
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention: True is not"),
     ],
@@ -346,14 +423,19 @@ def test_an_unsupported_config_is_refused_by_key(raw: dict[str, Any], message: s
     [
         ({}, ["ffn"]),
         ({"ffn": "gelu", "norm_placement": "post", "head_dim": 32}, ["norm_placement", "head_dim"]),
-        ({"bias": "all", "ffn": "gelu", "norm": "rmsnorm", "sliding_window": 4}, ["norm", "sliding_window"]),
+        (
+            {"bias": "all", "ffn": "gelu", "norm": "rmsnorm", "sliding_window": 4},
+            ["norm", "sliding_window"],
+        ),
         ({"bias": "all", "ffn": "gelu", "n_kv_heads": 1}, ["n_kv_heads"]),
         ({"positions": "rope"}, ["positions", "ffn"]),
         ({"positions": "rope", "norm": "rmsnorm", "ffn": "swiglu", "sliding_window": 4}, ["bias"]),
         ({"model": "qwen2.5-0.5b", "qk_norm": "head"}, ["bias"]),
     ],
 )
-def test_exporting_a_model_without_a_counterpart_is_refused(changes: dict[str, Any], keys: list[str]) -> None:
+def test_exporting_a_model_without_a_counterpart_is_refused(
+    changes: dict[str, Any], keys: list[str]
+) -> None:
     with pytest.raises(ConfigError) as refused:
         families.write_config(ModelConfig.model_validate(changes), "float32", None)
     assert [problem.partition(":")[0] for problem in refused.value.problems] == keys
@@ -373,7 +455,10 @@ def test_inspect_prints_what_a_model_is(source: Path, capsys: pytest.CaptureFixt
     assert lines[0].startswith(f"{source}: LlamaForCausalLM, 0.0M parameters, 0.00 GB in float32")
     assert lines[1] == f"can be read: init_from: {source}"
     tensors = load_file(source / "model.safetensors")
-    save_file(tensors | {"lm_head.weight": torch.zeros(95, 32), "x": torch.zeros(1)}, source / "model.safetensors")
+    save_file(
+        tensors | {"lm_head.weight": torch.zeros(95, 32), "x": torch.zeros(1)},
+        source / "model.safetensors",
+    )
     assert hf_main.main(["inspect", str(source)]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
         "lm_head.weight: [95, 32] in the file, [96, 32] in config.json",
@@ -381,7 +466,9 @@ def test_inspect_prints_what_a_model_is(source: Path, capsys: pytest.CaptureFixt
     ]
     (source / "config.json").unlink()
     assert hf_main.main(["inspect", str(source)]) == 2
-    assert capsys.readouterr().err.startswith(f"{source / 'config.json'}: No such file or directory")
+    assert capsys.readouterr().err.startswith(
+        f"{source / 'config.json'}: No such file or directory"
+    )
 
 
 def exported(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 1) -> str:
@@ -400,7 +487,9 @@ def checkpoint(source: Path, tmp_path: Path) -> Path:
     return save_checkpoint(load_folder(source), tmp_path / "checkpoints")
 
 
-def test_nothing_is_overwritten(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "out").mkdir()
     assert "already exists" in exported(capsys, checkpoint, tmp_path / "out", code=2)
 
@@ -415,7 +504,9 @@ def test_an_export_has_the_modes_of_the_umask(checkpoint: Path, tmp_path: Path) 
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}
 
 
-def test_a_full_disk_leaves_no_files(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_leaves_no_files(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "there").mkdir()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -450,7 +541,14 @@ def test_a_damaged_checkpoint_is_not_exported(
 
 
 def test_a_gpt2_without_biases_is_exported_with_zeros(tmp_path: Path) -> None:
-    shape = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 96, "max_seq_len": 64, "ffn": "gelu"}
+    shape = {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "vocab_size": 96,
+        "max_seq_len": 64,
+        "ffn": "gelu",
+    }
     tokens = torch.randint(0, 96, (1, 40))
     for bias in ("none", "ffn", "qkv"):
         torch.manual_seed(0)
@@ -460,7 +558,8 @@ def test_a_gpt2_without_biases_is_exported_with_zeros(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(tokens).logits, ours(tokens), rtol=1e-5, atol=1e-5)
 
 
-# ---- tokenizers -------------------------------------------------------------------------------------------
+# ---- tokenizers
+# -------------------------------------------------------------------------------------------
 
 TEXTS = ["Grüße aus Köln, wo der Käse zäh ist.", "def f(x):\n\treturn x + 1\n", "漢字 🎉"]
 
@@ -484,14 +583,22 @@ def started(folder: Path, source: Path, **changes: Any) -> Path:
     """Train a step that changes nothing from the weights in `source`, and return the run's directory."""
     (folder / "text").mkdir(parents=True, exist_ok=True)
     (folder / "text" / "a.txt").write_text("".join(TEXTS) * 100)
-    training = {"lr": 1e-30, "max_steps": 1, "validation_batches": 1, "amp_dtype": None, "max_seq_len": 16}
+    training = {
+        "lr": 1e-30,
+        "max_steps": 1,
+        "validation_batches": 1,
+        "amp_dtype": None,
+        "max_seq_len": 16,
+    }
     data = {"dataset": "text", "train_data": "text", "init_from": str(source)}
     support.run(folder, config=training | data | changes, code=0)
     return folder / "runs" / "test"
 
 
 @pytest.mark.slow
-def test_tokenizer_and_generated_text_equal_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tokenizer_and_generated_text_equal_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     reference = make_reference(LLAMA | {"vocab_size": 300})
     reference.save_pretrained(tmp_path / "in")
     theirs = add_tokenizer(tmp_path / "in", 280)
@@ -500,18 +607,32 @@ def test_tokenizer_and_generated_text_equal_transformers(tmp_path: Path, capsys:
     how = ["--prompt", TEXTS[0], "--max-new-tokens", "20", "--temperature", "0"]
     assert generate.main([str(run), *how]) == 0
     ids = theirs(TEXTS[0], return_tensors="pt")
-    greedy: Any = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0, "eos_token_id": theirs.eos_token_id}
+    greedy: Any = {
+        "do_sample": False,
+        "max_new_tokens": 20,
+        "pad_token_id": 0,
+        "eos_token_id": theirs.eos_token_id,
+    }
     drawn = reference.generate(**ids, **greedy)[0, ids.input_ids.shape[1] :]
     expected = theirs.decode(drawn, skip_special_tokens=True)
     assert capsys.readouterr().out.strip() == (TEXTS[0] + expected).strip()
 
     export.export_model(run, tmp_path / "out")
-    assert all(tensor.equal(tensors_of(tmp_path / "in")[key]) for key, tensor in tensors_of(tmp_path / "out").items())
+    assert all(
+        tensor.equal(tensors_of(tmp_path / "in")[key])
+        for key, tensor in tensors_of(tmp_path / "out").items()
+    )
     again = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert all(again(text).input_ids == theirs(text).input_ids for text in TEXTS)
     assert again.eos_token == "<end>"
-    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == theirs.eos_token_id
-    assert transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == theirs.eos_token_id
+    assert (
+        transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id
+        == theirs.eos_token_id
+    )
+    assert (
+        transformers.GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id
+        == theirs.eos_token_id
+    )
 
 
 @pytest.mark.slow
@@ -519,14 +640,21 @@ def test_special_tokens_and_the_chat_template_are_exported(tmp_path: Path) -> No
     make_reference(LLAMA | {"vocab_size": 384}).save_pretrained(tmp_path / "in")
     (tmp_path / "in" / "tokenizer.json").write_bytes(support.llama2_tokenizer())
     (tmp_path / "in" / "chat_template.jinja").write_text(support.CHAT_TEMPLATE)
-    (tmp_path / "in" / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7], "top_p": 0.9}))
+    (tmp_path / "in" / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, 7], "top_p": 0.9})
+    )
     for named, beginning in (("<s>", 1), (None, None)):
         settings = json.dumps({"bos_token": named, "eos_token": "</s>"})
         (tmp_path / "in" / "tokenizer_config.json").write_text(settings)
-        export.export_model(started(tmp_path / str(named), tmp_path / "in"), tmp_path / f"{named}-out")
+        export.export_model(
+            started(tmp_path / str(named), tmp_path / "in"), tmp_path / f"{named}-out"
+        )
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{named}-out")
         assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (beginning, 2)
-        assert (loaded.generation_config.eos_token_id, loaded.generation_config.top_p) == ([2, 7], 0.9)
+        assert (loaded.generation_config.eos_token_id, loaded.generation_config.top_p) == (
+            [2, 7],
+            0.9,
+        )
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / f"{named}-out")
         assert tokenizer.chat_template == support.CHAT_TEMPLATE
 
@@ -537,7 +665,8 @@ def test_gpt2_uses_end_of_text_as_bos() -> None:
     assert (raw["bos_token_id"], raw["eos_token_id"]) == (50256, 50256)
 
 
-# ---- a trained run ----------------------------------------------------------------------------------------
+# ---- a trained run
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -555,7 +684,9 @@ def test_a_run_of_two_ranks_on_bytes_is_exported(tmp_path: Path) -> None:
     data = {"dataset": "text", "train_data": "text", "max_steps": 3, "report_rate": 3}
     support.run(tmp_path, ranks=2, config=support.TINY | shape | data, code=0)
     export.export_model(tmp_path / "runs" / "test", tmp_path / "out")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager"
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.eos_token_id == loaded.config.eos_token_id == 256
     model, ours = generate.load_model(support.checkpoints(tmp_path)[3], torch.device("cpu"))
@@ -563,4 +694,6 @@ def test_a_run_of_two_ranks_on_bytes_is_exported(tmp_path: Path) -> None:
         ids = tokenizer(text).input_ids
         assert ids == ours.encode(text)
         assert tokenizer.decode(ids) == text
-        torch.testing.assert_close(loaded(torch.tensor([ids[:16]])).logits, model(torch.tensor([ids[:16]])))
+        torch.testing.assert_close(
+            loaded(torch.tensor([ids[:16]])).logits, model(torch.tensor([ids[:16]]))
+        )

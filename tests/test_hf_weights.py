@@ -47,13 +47,25 @@ class Hub(BaseHTTPRequestHandler):
         elif path.startswith("/api/"):
             names = sorted(file.name for file in self.files.iterdir())
             files = [
-                {"type": "file", "path": name, "size": (self.files / name).stat().st_size, "oid": ""} for name in names
+                {
+                    "type": "file",
+                    "path": name,
+                    "size": (self.files / name).stat().st_size,
+                    "oid": "",
+                }
+                for name in names
             ]
-            about = {"id": f"{owner}/{name}", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
+            about = {
+                "id": f"{owner}/{name}",
+                "sha": COMMIT,
+                "siblings": [{"rfilename": name} for name in names],
+            }
             if rest and rest[0] == "revision" and rest[1] not in ("main", COMMIT):
                 self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
             else:
-                self.answer(200, json.dumps(files if rest and rest[0] == "tree" else about).encode(), {})
+                self.answer(
+                    200, json.dumps(files if rest and rest[0] == "tree" else about).encode(), {}
+                )
         elif name == "gated":
             self.answer(403, b"", {"X-Error-Code": "GatedRepo"})
         else:
@@ -69,7 +81,9 @@ class Hub(BaseHTTPRequestHandler):
                 return self.answer(200, content, headers, len(content) // 2)
         return self.answer(200, content, headers)
 
-    def answer(self, status: int, content: bytes, headers: dict[str, str], upto: int | None = None) -> None:
+    def answer(
+        self, status: int, content: bytes, headers: dict[str, str], upto: int | None = None
+    ) -> None:
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(len(content))}).items():
             self.send_header(name, value)
@@ -100,7 +114,9 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def cache(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Direct downloads to `hub` and an empty cache; returned for further changes."""
     monkeypatch.setattr(constants, "ENDPOINT", hub)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub + "/{repo_id}/resolve/{revision}/{filename}"
+    )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
     return monkeypatch
@@ -117,14 +133,18 @@ def refusal(source: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_download_fetches_only_needed_files_and_resumes_after_an_interruption(cache: pytest.MonkeyPatch) -> None:
+def test_a_download_fetches_only_needed_files_and_resumes_after_an_interruption(
+    cache: pytest.MonkeyPatch,
+) -> None:
     Hub.sent.clear()
     Hub.cut_short.add("model.safetensors")
     folder = find_source("someone/llama")
     needed = ["config.json", "generation_config.json", "model.safetensors"]
     assert sorted(path.name for path in folder.iterdir()) == needed
     assert sorted(Hub.sent) == [*needed, "model.safetensors"]
-    assert (folder / "model.safetensors").read_bytes() == (Hub.files / "model.safetensors").read_bytes()
+    assert (folder / "model.safetensors").read_bytes() == (
+        Hub.files / "model.safetensors"
+    ).read_bytes()
     cache.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_source("someone/llama") == folder
     assert find_source(f"someone/llama@{COMMIT}") == folder
@@ -147,7 +167,10 @@ def test_every_error_of_the_hub_has_a_remedy(cache: pytest.MonkeyPatch) -> None:
     assert "download failed: Server disconnected" in broken
     cache.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     unreachable = refusal("someone/llama")
-    assert "Connection refused; run `hf download someone/llama --local-dir DIRECTORY` on a machine" in unreachable
+    assert (
+        "Connection refused; run `hf download someone/llama --local-dir DIRECTORY` on a machine"
+        in unreachable
+    )
     cache.setattr(constants, "HF_HUB_OFFLINE", True)
     offline = refusal("someone/llama")
     assert "HF_HUB_OFFLINE is set; run `hf download someone/llama" in offline

@@ -36,14 +36,31 @@ class Hosts:
     addresses = ("10.77.0.1", "10.77.0.2")
 
     def __init__(self) -> None:
-        self.keepers = [subprocess.Popen(["unshare", "--net", "--mount", "sleep", "infinity"]) for _ in self.addresses]
+        self.keepers = [
+            subprocess.Popen(["unshare", "--net", "--mount", "sleep", "infinity"])
+            for _ in self.addresses
+        ]
         outside = Path("/proc/self/ns/net").readlink()
         for keeper in self.keepers:
             while Path(f"/proc/{keeper.pid}/ns/net").readlink() == outside:
                 assert keeper.poll() is None
                 time.sleep(0.01)
         first, second = (str(keeper.pid) for keeper in self.keepers)
-        cable = ["ip", "link", "add", "cable", "netns", first, "type", "veth", "peer", "name", "cable", "netns", second]
+        cable = [
+            "ip",
+            "link",
+            "add",
+            "cable",
+            "netns",
+            first,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            second,
+        ]
         subprocess.run(cable, check=True)
         for host, address in enumerate(self.addresses):
             self.on(host, "ip", "address", "add", f"{address}/24", "dev", "cable")
@@ -59,32 +76,65 @@ class Hosts:
     def cable(self, host: int, state: str) -> None:
         self.on(host, "ip", "link", "set", "cable", state)
 
-    def start(self, host: int, folder: Path, *overrides: str, torchrun: bool = True) -> subprocess.Popen[str]:
+    def start(
+        self, host: int, folder: Path, *overrides: str, torchrun: bool = True
+    ) -> subprocess.Popen[str]:
         """Start `fsdp.py` with one rank per host, by torchrun or without a launcher."""
         folder.mkdir(exist_ok=True)
         (folder / "test.yaml").write_text(json.dumps({"hyperparameters": RUN}))
-        env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "cable"}
+        env = {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "GLOO_SOCKET_IFNAME": "cable",
+        }
         command = [sys.executable]
         if torchrun:
-            command += ["-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={host}", "--nproc-per-node=1"]
+            command += [
+                "-m",
+                "torch.distributed.run",
+                "--nnodes=2",
+                f"--node-rank={host}",
+                "--nproc-per-node=1",
+            ]
             command += [f"--master-addr={self.addresses[0]}", "--master-port=29500"]
         else:
-            env |= {"RANK": str(host), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-            env |= {"GROUP_RANK": str(host), "MASTER_ADDR": self.addresses[0], "MASTER_PORT": "29500"}
-        return self.run(host, folder, [*command, str(ROOT / "fsdp.py"), "--config", "test.yaml", *overrides], env)
+            env |= {
+                "RANK": str(host),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+            }
+            env |= {
+                "GROUP_RANK": str(host),
+                "MASTER_ADDR": self.addresses[0],
+                "MASTER_PORT": "29500",
+            }
+        return self.run(
+            host,
+            folder,
+            [*command, str(ROOT / "fsdp.py"), "--config", "test.yaml", *overrides],
+            env,
+        )
 
-    def run(self, host: int, folder: Path, command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    def run(
+        self, host: int, folder: Path, command: list[str], env: dict[str, str]
+    ) -> subprocess.Popen[str]:
         """Start a command in `folder`."""
         # A working directory set outside of the namespace would be on the mounts outside.
         inside = self.inside(host, "env", f"--chdir={folder}", *command)
-        outside = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}  # of other tests
+        outside = {
+            name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"
+        }  # of other tests
         pipe = subprocess.PIPE
         return subprocess.Popen(inside, env=outside | env, text=True, stdout=pipe, stderr=pipe)
 
     def names(self, folder: Path, first: str) -> None:
         """Make `first` the name of the first host, and resolve each host's own name as a pod does."""
         for host, address in enumerate(self.addresses):
-            (folder / f"hosts{host}").write_text(f"{self.addresses[0]} {first}\n{address} {os.uname().nodename}\n")
+            (folder / f"hosts{host}").write_text(
+                f"{self.addresses[0]} {first}\n{address} {os.uname().nodename}\n"
+            )
             self.on(host, "mount", "--bind", str(folder / f"hosts{host}"), "/etc/hosts")
 
     def close(self) -> None:
@@ -98,7 +148,9 @@ def hosts() -> Iterator[Hosts]:
     for program in ("unshare", "nsenter", "ip"):
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed (Debian: util-linux, iproute2)")
-    tried = subprocess.run(["unshare", "--net", "--mount", "true"], capture_output=True, text=True, check=False)
+    tried = subprocess.run(
+        ["unshare", "--net", "--mount", "true"], capture_output=True, text=True, check=False
+    )
     if tried.returncode:
         pytest.skip(f"cannot create namespaces: {tried.stderr.strip()}")
     two = Hosts()
@@ -132,7 +184,11 @@ def test_a_disconnected_network_ends_both_hosts_and_the_run_resumes_when_restart
     hosts.cable(1, "down")
     for host, (code, _, stderr) in enumerate(finish(both)):
         assert code == 1
-        line = next(line for line in stderr.splitlines() if line.startswith(f"rank {host} (last completed step "))
+        line = next(
+            line
+            for line in stderr.splitlines()
+            if line.startswith(f"rank {host} (last completed step ")
+        )
         assert re.search(rf"timed out after 10 s .*waiting for rank {1 - host}\b", line)
     step = max(checkpoints(tmp_path))
     assert step % 4 == 0
@@ -167,7 +223,9 @@ def test_a_host_that_sees_older_checkpoints_is_refused(hosts: Hosts, tmp_path: P
     shutil.copytree(saved[4], tmp_path / "stale" / saved[4].name)
     hosts.on(1, "mount", "--bind", str(tmp_path / "stale"), str(seen))
     try:
-        results = finish([hosts.start(host, tmp_path, "max_steps=10", torchrun=False) for host in (0, 1)])
+        results = finish(
+            [hosts.start(host, tmp_path, "max_steps=10", torchrun=False) for host in (0, 1)]
+        )
     finally:
         hosts.on(1, "umount", str(seen))
     assert [code for code, _, _ in results] == [2, 2]
@@ -179,7 +237,8 @@ def test_a_host_that_sees_older_checkpoints_is_refused(hosts: Hosts, tmp_path: P
     assert checkpoints(tmp_path) == saved
 
 
-# ---- Kubernetes and SkyPilot ------------------------------------------------------------------------------
+# ---- Kubernetes and SkyPilot
+# ------------------------------------------------------------------------------
 
 PROGRAMS = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 """What a container's image sets."""
@@ -201,7 +260,9 @@ def package(folder: Path) -> Path:
     folder.mkdir()
     (folder / "fsdp.py").symlink_to(ROOT / "fsdp.py")
     (folder / ".venv").symlink_to(sys.prefix)
-    (folder / "config.yaml").write_text(json.dumps({"hyperparameters": RUN | {"max_steps": 100000}}))
+    (folder / "config.yaml").write_text(
+        json.dumps({"hyperparameters": RUN | {"max_steps": 100000}})
+    )
     return folder
 
 
@@ -210,22 +271,45 @@ def test_pods_of_a_trainjob_stop_when_one_is_evicted_and_machines_of_a_sky_job_c
     hosts: Hosts, tmp_path: Path
 ) -> None:
     """With exactly the variables that Kubeflow Trainer 2.3 and SkyPilot 0.14 set; the machines share only S3."""
-    env = PROGRAMS | {"PYTHONPATH": str(ROOT), "AWS_ENDPOINT_URL": f"http://{hosts.addresses[0]}:5555"}
-    env |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    env = PROGRAMS | {
+        "PYTHONPATH": str(ROOT),
+        "AWS_ENDPOINT_URL": f"http://{hosts.addresses[0]}:5555",
+    }
+    env |= {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     server = [sys.executable, "-m", "moto.server", "-H", hosts.addresses[0], "-p", "5555"]
     job = documents("trainjob.yaml")[1]
     name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
     hosts.names(tmp_path, f"{name}-node-0-0.{name}")
-    with (tmp_path / "moto.log").open("w") as log, subprocess.Popen(hosts.inside(0, *server), stderr=log) as moto:
+    with (
+        (tmp_path / "moto.log").open("w") as log,
+        subprocess.Popen(hosts.inside(0, *server), stderr=log) as moto,
+    ):
         try:
             hosts.on(0, sys.executable, "-c", CREATE_BUCKET, f"{env['AWS_ENDPOINT_URL']}/bucket")
             pods = []
             for host in (0, 1):
-                injected = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(host)}
-                injected |= {"PET_MASTER_ADDR": f"{name}-node-0-0.{name}", "PET_MASTER_PORT": "29500"}
+                injected = {
+                    "PET_NNODES": "2",
+                    "PET_NPROC_PER_NODE": "1",
+                    "PET_NODE_RANK": str(host),
+                }
+                injected |= {
+                    "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
+                    "PET_MASTER_PORT": "29500",
+                }
                 injected |= {variable["name"]: variable["value"] for variable in trainer["env"]}
-                command = [*trainer["command"], *trainer["args"], "checkpoint_storage=s3://bucket/runs"]
-                pods.append(hosts.run(host, package(tmp_path / f"pod{host}"), command, env | injected))
+                command = [
+                    *trainer["command"],
+                    *trainer["args"],
+                    "checkpoint_storage=s3://bucket/runs",
+                ]
+                pods.append(
+                    hosts.run(host, package(tmp_path / f"pod{host}"), command, env | injected)
+                )
             assert pods[0].stdout is not None
             for line in pods[0].stdout:
                 if line.startswith("training"):
@@ -238,12 +322,23 @@ def test_pods_of_a_trainjob_stop_when_one_is_evicted_and_machines_of_a_sky_job_c
             step = int(stopped[1])
 
             task, machines = documents("sky.yaml")[0], []
-            arguments = f"--config config.yaml checkpoint_storage=s3://bucket/runs max_steps={step + 4}"
+            arguments = (
+                f"--config config.yaml checkpoint_storage=s3://bucket/runs max_steps={step + 4}"
+            )
             for host in (0, 1):
-                injected = {"SKYPILOT_NODE_IPS": "\n".join(hosts.addresses), "SKYPILOT_NODE_RANK": str(host)}
-                injected |= {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1", "ARGS": arguments}
+                injected = {
+                    "SKYPILOT_NODE_IPS": "\n".join(hosts.addresses),
+                    "SKYPILOT_NODE_RANK": str(host),
+                }
+                injected |= {
+                    "SKYPILOT_NUM_NODES": "2",
+                    "SKYPILOT_NUM_GPUS_PER_NODE": "1",
+                    "ARGS": arguments,
+                }
                 folder = package(tmp_path / f"machine{host}")
-                machines.append(hosts.run(host, folder, ["bash", "-c", task["run"]], env | injected))
+                machines.append(
+                    hosts.run(host, folder, ["bash", "-c", task["run"]], env | injected)
+                )
             completed = finish(machines)
         finally:
             moto.kill()
@@ -262,13 +357,28 @@ def test_pods_of_a_pytorchjob_are_ranks_of_one_run(hosts: Hosts, tmp_path: Path)
     hosts.names(tmp_path, first)
     pods = []
     for host, replica in enumerate(job["spec"]["pytorchReplicaSpecs"].values()):
-        injected = {"MASTER_ADDR": first, "MASTER_PORT": "23456", "PET_MASTER_ADDR": first, "PET_MASTER_PORT": "23456"}
-        injected |= {"WORLD_SIZE": "4", "RANK": str(host), "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2"}
+        injected = {
+            "MASTER_ADDR": first,
+            "MASTER_PORT": "23456",
+            "PET_MASTER_ADDR": first,
+            "PET_MASTER_PORT": "23456",
+        }
+        injected |= {
+            "WORLD_SIZE": "4",
+            "RANK": str(host),
+            "PET_NNODES": "2",
+            "PET_NPROC_PER_NODE": "2",
+        }
         injected |= {"PET_NODE_RANK": str(host), "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
         pod = container(replica["template"])
         injected |= {variable["name"]: variable["value"] for variable in pod["env"]}
         pods.append(hosts.run(host, tmp_path, [*pod["command"], *pod["args"]], PROGRAMS | injected))
     for host, (code, output, errors) in enumerate(finish(pods)):
         assert code == 0, errors
-        places = [f"rank={2 * host + r}, world_size=4, local_rank={r}, local_size=2, node_rank={host}" for r in (0, 1)]
-        assert [line.split("(")[1].split(", address")[0] for line in sorted(output.splitlines())] == places
+        places = [
+            f"rank={2 * host + r}, world_size=4, local_rank={r}, local_size=2, node_rank={host}"
+            for r in (0, 1)
+        ]
+        assert [
+            line.split("(")[1].split(", address")[0] for line in sorted(output.splitlines())
+        ] == places

@@ -36,7 +36,14 @@ from tests import support
 from tests.support import named_keys
 from tests.test_hf import GPT2, LLAMA, QWEN3, add_tokenizer, make_reference
 
-TRAINING = {"max_steps": 3, "report_rate": 1, "checkpoint_rate": 100, "lr": 1e-2, "weight_decay": 0.1, "grad_clip": 1.0}
+TRAINING = {
+    "max_steps": 3,
+    "report_rate": 1,
+    "checkpoint_rate": 100,
+    "lr": 1e-2,
+    "weight_decay": 0.1,
+    "grad_clip": 1.0,
+}
 TRAINING |= {"total_batch_size": 4, "validation_batches": 1, "amp_dtype": None}
 
 
@@ -56,7 +63,9 @@ def settings(source: Path, **changes: Any) -> dict[str, Any]:
 
 
 def read(hyperparameters: dict[str, Any], *overrides: str) -> config.Hyperparameters:
-    return config.read({"hyperparameters": hyperparameters}, overrides, "test", defaults=weights.model_defaults)
+    return config.read(
+        {"hyperparameters": hyperparameters}, overrides, "test", defaults=weights.model_defaults
+    )
 
 
 def train_reference(
@@ -69,7 +78,10 @@ def train_reference(
     losses = []
     for _ in range(hp.max_steps or 0):
         micro_batches = next(batches).micro_batches
-        inputs, targets = (torch.cat([getattr(part, name) for part in micro_batches]) for name in ("inputs", "targets"))
+        inputs, targets = (
+            torch.cat([getattr(part, name) for part in micro_batches])
+            for name in ("inputs", "targets")
+        )
         loss = nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -115,7 +127,9 @@ def test_training_from_hugging_face_weights_equals_training_in_transformers(
     assert losses == pytest.approx(expected, rel=1e-5)
     assert losses[0] > 5.8  # random initial weights have ln 300 = 5.7
 
-    done = support.run(tmp_path, "max_steps=4", ranks=3 - ranks, config=hyperparameters | {"batch_size": 1}, code=0)
+    done = support.run(
+        tmp_path, "max_steps=4", ranks=3 - ranks, config=hyperparameters | {"batch_size": 1}, code=0
+    )
     assert "step 3\n" in done.stdout
     assert "weights of" not in done.stdout
     assert [*support.reports(tmp_path)] == [1, 2, 3, 4]
@@ -139,11 +153,21 @@ def test_init_from_refuses_a_missing_directory(tmp_path: Path) -> None:
 
 def test_keys_that_are_not_set_are_the_models(sources: dict[str, Path]) -> None:
     hp = read({"init_from": str(sources["qwen3"]), "dataset": "text", "dropout": 0.1})
-    assert (hp.vocab_size, hp.head_dim, hp.qk_norm, hp.max_seq_len, hp.dropout) == (300, 12, "head", 64, 0.1)
+    assert (hp.vocab_size, hp.head_dim, hp.qk_norm, hp.max_seq_len, hp.dropout) == (
+        300,
+        12,
+        "head",
+        64,
+        0.1,
+    )
     assert hp.tokenizer == str(sources["qwen3"])
-    again = read(hp.model_dump(mode="json"), "n_heads=4", f"tokenizer={sources['qwen3'] / 'tokenizer.json'}")
+    again = read(
+        hp.model_dump(mode="json"), "n_heads=4", f"tokenizer={sources['qwen3'] / 'tokenizer.json'}"
+    )
     assert again.model_copy(update={"tokenizer": hp.tokenizer}) == hp
-    assert read({"init_from": str(sources["llama"])}).tokenizer is None  # synthetic data have no tokenizer
+    assert (
+        read({"init_from": str(sources["llama"])}).tokenizer is None
+    )  # synthetic data have no tokenizer
 
 
 def test_keys_that_differ_from_the_model_are_refused(sources: dict[str, Path]) -> None:
@@ -172,7 +196,10 @@ def test_text_without_a_tokenizer_is_refused(sources: dict[str, Path], tmp_path:
     with pytest.raises(ConfigError) as refused:
         read({"init_from": str(tmp_path), "dataset": "text"})
     assert named_keys(refused.value) >= {"tokenizer"}
-    assert read({"init_from": str(tmp_path), "dataset": "text", "tokenizer": "bytes"}).tokenizer == "bytes"
+    assert (
+        read({"init_from": str(tmp_path), "dataset": "text", "tokenizer": "bytes"}).tokenizer
+        == "bytes"
+    )
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -193,8 +220,14 @@ def write_index(folder: Path, weight_map: Any) -> None:
 WEIGHTS = "model.safetensors"
 INDEX = "in/model.safetensors.index.json: weight_map"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no JSON": (lambda folder: (folder / "config.json").write_text("["), "config.json: invalid JSON"),
-    "no mapping": (lambda folder: (folder / "config.json").write_text("[]"), "config.json: not a JSON object"),
+    "no JSON": (
+        lambda folder: (folder / "config.json").write_text("["),
+        "config.json: invalid JSON",
+    ),
+    "no mapping": (
+        lambda folder: (folder / "config.json").write_text("[]"),
+        "config.json: not a JSON object",
+    ),
     "unknown type": (
         lambda folder: change_config(folder, model_type="mixtral"),
         "'mixtral' is not supported; supported: llama, ",
@@ -211,7 +244,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_config(folder, vocab_size=10**400),
         "vocab_size: Input should be less than or equal to 16777216",
     ),
-    "infinite theta": (lambda folder: change_config(folder, rope_parameters={"rope_theta": math.inf}), "rope_theta: "),
+    "infinite theta": (
+        lambda folder: change_config(folder, rope_parameters={"rope_theta": math.inf}),
+        "rope_theta: ",
+    ),
     "wide": (
         lambda folder: change_config(folder, hidden_size=2**20),
         "lm_head.weight: [300, 32] in the file, [300, 1048576]",
@@ -243,13 +279,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_tensors(folder, {"model.norm.weight": None}),
         "model.norm.weight: missing",
     ),
-    "unexpected tensor": (lambda folder: change_tensors(folder, {"x": torch.zeros(32)}), "model.x: unexpected"),
+    "unexpected tensor": (
+        lambda folder: change_tensors(folder, {"x": torch.zeros(32)}),
+        "model.x: unexpected",
+    ),
     "another shape": (
         lambda folder: change_tensors(folder, {"lm_head.weight": torch.zeros(299, 32)}),
         "lm_head.weight: [299, 32] in the file, [300, 32]",
     ),
     "quantized": (
-        lambda folder: change_tensors(folder, {"lm_head.weight": torch.zeros(300, 32, dtype=torch.int8)}),
+        lambda folder: change_tensors(
+            folder, {"lm_head.weight": torch.zeros(300, 32, dtype=torch.int8)}
+        ),
         "lm_head.weight: torch.int8",
     ),
     "inf": (
@@ -257,10 +298,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "in/model.safetensors: contains inf or NaN",
     ),
     "nan": (
-        lambda folder: change_tensors(folder, {"model.embed_tokens.weight": torch.full((300, 32), torch.nan)}),
+        lambda folder: change_tensors(
+            folder, {"model.embed_tokens.weight": torch.full((300, 32), torch.nan)}
+        ),
         "in/model.safetensors: contains inf or NaN",
     ),
-    "tied head": (lambda folder: change_config(folder, tie_word_embeddings=True), "tie_word_embeddings: false"),
+    "tied head": (
+        lambda folder: change_config(folder, tie_word_embeddings=True),
+        "tie_word_embeddings: false",
+    ),
     "tied head of another shape": (
         lambda folder: [
             change_config(folder, tie_word_embeddings=True),
@@ -269,7 +315,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "tie_word_embeddings: false",
     ),
     "large tokenizer": (lambda folder: add_tokenizer(folder, 320), "306 tokens, the model 300"),
-    "damaged tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "in: cannot be read: "),
+    "damaged tokenizer": (
+        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        "in: cannot be read: ",
+    ),
 }
 
 
@@ -293,7 +342,10 @@ def test_a_damaged_folder_is_refused_at_once_in_little_memory(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 << 10, "KiB"
     assert not any("\n" in problem for problem in refused.value.problems)
     assert sorted(tmp_path.rglob("*")) == files
-    assert len(refused.value.problems) == 1 or " the tensors do not match config.json:" in refused.value.problems[0]
+    assert (
+        len(refused.value.problems) == 1
+        or " the tensors do not match config.json:" in refused.value.problems[0]
+    )
     assert refused.value.exit_code == (1 if damage in ("truncated weights", "inf", "nan") else 2)
     assert part in str(refused.value)
 
@@ -313,7 +365,13 @@ def _bytes_read(world: World, folder: str) -> tuple[int, int]:
     """Bytes of the files that this rank reads for its half of the weights, and their total."""
     with torch.device("meta"):
         model = Transformer(weights.open_model(Path(folder)).config)
-    parallelize(model, ParallelConfig.model_validate({}), world.device_mesh(MeshShape(1, world.size)), None, 0)
+    parallelize(
+        model,
+        ParallelConfig.model_validate({}),
+        world.device_mesh(MeshShape(1, world.size)),
+        None,
+        0,
+    )
     read = 0
     read_rows = tensor_files._read_rows
 

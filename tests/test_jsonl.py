@@ -44,7 +44,12 @@ def write(path: Path, records: Iterable[Any]) -> Path:
 
 def targets(samples: JsonlDataset) -> list[int]:
     """All targets that are not ignored."""
-    return [int(token) for i in range(len(samples)) for token in samples[i].targets if token != IGNORE_INDEX]
+    return [
+        int(token)
+        for i in range(len(samples))
+        for token in samples[i].targets
+        if token != IGNORE_INDEX
+    ]
 
 
 texts = st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=8)
@@ -70,7 +75,9 @@ def test_packed_sequences_hold_each_sample_in_one_piece_as_a_document(
         assert document_ids is not None
         documents = [document_ids == number for number in range(document_ids[-1] + 1)]
         pieces = [(inputs[here].tolist(), targets[here].tolist()) for here in documents]
-        if pieces[-1][1][0] == IGNORE_INDEX:  # padding is a separate document, so that nothing attends to it
+        if (
+            pieces[-1][1][0] == IGNORE_INDEX
+        ):  # padding is a separate document, so that nothing attends to it
             assert set(pieces.pop()[1]) == {IGNORE_INDEX}
         found += pieces
         used.append(sum(len(piece) for piece, _ in pieces))
@@ -80,9 +87,15 @@ def test_packed_sequences_hold_each_sample_in_one_piece_as_a_document(
 
 
 def test_packed_sequences_and_their_samples_have_the_order_of_the_file(tmp_path: Path) -> None:
-    file = write(tmp_path / "a.jsonl", [{"text": text} for text in ("ab", "efgh", "klm", "c", "de", "ij")])
+    file = write(
+        tmp_path / "a.jsonl", [{"text": text} for text in ("ab", "efgh", "klm", "c", "de", "ij")]
+    )
     samples = JsonlDataset([file], BYTES, 5)
-    assert [bytes(samples[i].inputs.tolist()) for i in range(len(samples))] == [b"abklm", b"efgh\0", b"cdeij"]
+    assert [bytes(samples[i].inputs.tolist()) for i in range(len(samples))] == [
+        b"abklm",
+        b"efgh\0",
+        b"cdeij",
+    ]
 
 
 @settings(deadline=None)
@@ -137,9 +150,16 @@ def test_the_assistants_messages_are_the_targets_of_a_chat(tmp_path: Path) -> No
 
 def test_a_message_with_a_tool_call_needs_no_content(tmp_path: Path) -> None:
     calls = "<s>{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}"
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "question", "arguments": {}}}]}
+    call = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "question", "arguments": {}}}],
+    }
     file = write(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "hi"}, call]}])
-    assert LLAMA.decode(targets(JsonlDataset([file], llama(calls), 64, completion_only=True))) == "question"
+    assert (
+        LLAMA.decode(targets(JsonlDataset([file], llama(calls), 64, completion_only=True)))
+        == "question"
+    )
 
 
 def test_content_can_be_parts_of_text(tmp_path: Path) -> None:
@@ -154,7 +174,12 @@ def test_content_can_be_parts_of_text(tmp_path: Path) -> None:
 
 
 def test_keys_of_messages_that_the_template_does_not_read_are_refused(tmp_path: Path) -> None:
-    user = {"role": "user", "content": "hi", "name": None, "tool_call_id": "1"}  # null says nothing; an ID is no text
+    user = {
+        "role": "user",
+        "content": "hi",
+        "name": None,
+        "tool_call_id": "1",
+    }  # null says nothing; an ID is no text
     reply = {"role": "assistant", "content": "ho", "thinking": "hm", "name": "bob"}
     file = write(tmp_path / "a.jsonl", [{"messages": [user, reply]}])
     with pytest.raises(ConfigError) as error:
@@ -178,7 +203,10 @@ def test_a_message_of_weight_0_is_no_target(tmp_path: Path) -> None:
         {"role": "assistant", "content": "the question", "weight": 1},
     ]
     file = write(tmp_path / "a.jsonl", [{"messages": chat}])
-    assert LLAMA.decode(targets(JsonlDataset([file], LLAMA, 256, completion_only=True))) == "the question\n\n"
+    assert (
+        LLAMA.decode(targets(JsonlDataset([file], LLAMA, 256, completion_only=True)))
+        == "the question\n\n"
+    )
     with pytest.raises(ConfigError, match="weight requires loss_on: completion"):
         JsonlDataset([file], LLAMA, 256)
 
@@ -191,19 +219,27 @@ def test_a_prompt_and_a_completion_can_be_messages(tmp_path: Path) -> None:
     ]
     reply = [{"role": "assistant", "content": "the question"}]
     file = write(tmp_path / "a.jsonl", [{"prompt": prompt, "completion": reply}])
-    assert LLAMA.decode(targets(JsonlDataset([file], LLAMA, 256, completion_only=True))) == "the question\n\n"
+    assert (
+        LLAMA.decode(targets(JsonlDataset([file], LLAMA, 256, completion_only=True)))
+        == "the question\n\n"
+    )
     chat = write(tmp_path / "b.jsonl", [{"messages": prompt + reply}])
     assert targets(JsonlDataset([file], LLAMA, 256)) == targets(JsonlDataset([chat], LLAMA, 256))
 
 
 def test_the_tools_of_a_line_are_passed_to_the_template(tmp_path: Path) -> None:
-    template = "<s>{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE
+    template = (
+        "<s>{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE
+    )
     tokenizer = llama(template)
     tools = [{"type": "function", "function": {"name": "question"}}]
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     file = write(tmp_path / "a.jsonl", [{"messages": messages, "tools": tools}])
     assert LLAMA.decode(targets(JsonlDataset([file], tokenizer, 256))).startswith("question")
-    assert LLAMA.decode(targets(JsonlDataset([file], tokenizer, 256, completion_only=True))).strip() == "ho"
+    assert (
+        LLAMA.decode(targets(JsonlDataset([file], tokenizer, 256, completion_only=True))).strip()
+        == "ho"
+    )
     with pytest.raises(ConfigError, match="does not read tools"):
         JsonlDataset([file], LLAMA, 256)
 
@@ -216,7 +252,9 @@ def test_the_template_gets_its_variables_and_the_date_of_the_run() -> None:
 
     prefix = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
     first = llama(prefix + "{{ date_string }}" + CHAT_TEMPLATE)
-    second = llama("{{ strftime_now( \"%Y\" ) }}, {{ strftime_now('%d') }}{{ mark }}" + CHAT_TEMPLATE)
+    second = llama(
+        "{{ strftime_now( \"%Y\" ) }}, {{ strftime_now('%d') }}{{ mark }}" + CHAT_TEMPLATE
+    )
     assert str(datetime.date.today().year) in date(first)
     first.date = second.date = datetime.date(1996, 2, 29)
     assert (date(first), date(second)) == ("29 Feb 1996", "1996, 29")
@@ -230,10 +268,15 @@ def test_a_date_whose_format_the_template_computes_is_refused_unless_it_is_set()
         tokenizer.render([{"role": "user", "content": "hi"}], add_generation_prompt=False)
     assert named_keys(error.value) >= {"tokenizer"}
     tokenizer.template_kwargs = {"date_string": "today"}
-    assert tokenizer.render([{"role": "user", "content": "hi"}], add_generation_prompt=False)[0] == "today"
+    assert (
+        tokenizer.render([{"role": "user", "content": "hi"}], add_generation_prompt=False)[0]
+        == "today"
+    )
 
 
-def masked_by_transformers(files: Mapping[str, bytes], chat: list[dict[str, Any]], folder: Path) -> list[int]:
+def masked_by_transformers(
+    files: Mapping[str, bytes], chat: list[dict[str, Any]], folder: Path
+) -> list[int]:
     """Return the tokens that transformers marks as the assistant's."""
     import transformers
 
@@ -242,10 +285,14 @@ def masked_by_transformers(files: Mapping[str, bytes], chat: list[dict[str, Any]
     masked = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
         chat, return_dict=True, return_assistant_tokens_mask=True
     )
-    return [t for t, kept in zip(masked["input_ids"], masked["assistant_masks"], strict=True) if kept]
+    return [
+        t for t, kept in zip(masked["input_ids"], masked["assistant_masks"], strict=True) if kept
+    ]
 
 
-def test_generation_tags_of_the_template_mark_the_targets_as_in_transformers(tmp_path: Path) -> None:
+def test_generation_tags_of_the_template_mark_the_targets_as_in_transformers(
+    tmp_path: Path,
+) -> None:
     template = (
         "<s>{% for m in messages %}[{{ m.role }}] {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
         "{% if loop.last %}</s>{% endif %}{% endgeneration %}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
@@ -253,14 +300,18 @@ def test_generation_tags_of_the_template_mark_the_targets_as_in_transformers(tmp
     config = SPECIALS | {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
     files = {FILE: llama_tokenizer(), "tokenizer_config.json": json.dumps(config).encode()}
     contents = ["to be", "or not", "that is", "the question"]
-    chat: list[dict[str, Any]] = [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(contents)]
+    chat: list[dict[str, Any]] = [
+        {"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(contents)
+    ]
     expected = masked_by_transformers(files, chat, tmp_path)
     tokenizer = FileTokenizer(files, "llama")
     file = write(tmp_path / "a.jsonl", [{"messages": chat}])
     assert targets(JsonlDataset([file], tokenizer, 256, completion_only=True)) == expected
     chat[1]["weight"] = 0
     file = write(tmp_path / "b.jsonl", [{"messages": chat}])
-    only_last = tokenizer.decode(targets(JsonlDataset([file], tokenizer, 256, completion_only=True)))
+    only_last = tokenizer.decode(
+        targets(JsonlDataset([file], tokenizer, 256, completion_only=True))
+    )
     assert only_last == "the question\n\n"
 
 
@@ -268,15 +319,21 @@ def test_the_templates_of_trl_mark_the_targets_as_in_transformers(tmp_path: Path
     (package,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr]
     config = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     contents = ["What is 2 + 2?", "It is 4.", "And 3 + 3?", "  Six,\nof them. "]
-    chat = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    chat = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)
+    ]
     file, compared = write(tmp_path / "a.jsonl", [{"messages": chat}]), []
     for path in sorted(Path(package, "chat_templates").glob("*.jinja")):
         template = path.read_text()
-        if "{% generation %}" not in template.replace("-", "") or path.name.startswith("llava"):  # which needs images
+        if "{% generation %}" not in template.replace("-", "") or path.name.startswith(
+            "llava"
+        ):  # which needs images
             continue
         settings = json.dumps(config | {"chat_template": template}).encode()
         files = {FILE: byte_level_tokenizer(), "tokenizer_config.json": settings}
-        found = targets(JsonlDataset([file], FileTokenizer(files, path.name), 8192, completion_only=True))
+        found = targets(
+            JsonlDataset([file], FileTokenizer(files, path.name), 8192, completion_only=True)
+        )
         assert found == masked_by_transformers(files, chat, tmp_path), path.name
         assert found
         compared.append(path.name)
@@ -321,16 +378,31 @@ INVALID = {
     "content-list": ('{"messages": [{"role": "user", "content": ["a"]}]}', "messages[0]: content"),
     "sharegpt": ('{"conversations": [{"from": "human", "value": "a"}]}', "jq -c '{messages: "),
     "alpaca": ('{"instruction": "a", "input": "", "output": "b"}', "jq -c '{prompt: "),
-    "other-key": ('{"messages": [{"role": "user", "content": "a"}], "tool": []}', "jq -c 'del(.\"tool\")'"),
-    "weight": ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', "messages[0]: weight is 0.5"),
-    "weight-user": ('{"messages": [{"role": "user", "content": "a", "weight": 1}]}', "messages[0]: weight is 1;"),
-    "completion-text": ('{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}', 'completion is "b"'),
+    "other-key": (
+        '{"messages": [{"role": "user", "content": "a"}], "tool": []}',
+        "jq -c 'del(.\"tool\")'",
+    ),
+    "weight": (
+        '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}',
+        "messages[0]: weight is 0.5",
+    ),
+    "weight-user": (
+        '{"messages": [{"role": "user", "content": "a", "weight": 1}]}',
+        "messages[0]: weight is 1;",
+    ),
+    "completion-text": (
+        '{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}',
+        'completion is "b"',
+    ),
     "parts": (
         '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}]}',
         'messages[0]: content is not text: {"role"',
     ),
     "template": ('{"messages": [{"role": "cat", "content": ""}]}', "no such role: cat"),
-    "tools-text": ('{"messages": [{"role": "user", "content": "a"}], "tools": "[]"}', 'tools: "[]"'),
+    "tools-text": (
+        '{"messages": [{"role": "user", "content": "a"}], "tools": "[]"}',
+        'tools: "[]"',
+    ),
     "tools-name": (
         '{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}',
         'tools: {"type": "function"}',
@@ -368,8 +440,13 @@ def test_truncated_files_and_files_without_targets_are_errors(tmp_path: Path) ->
     assert named_keys(error.value) >= {"loss_on"}
     assert len(JsonlDataset([users], LLAMA, 8)) == 1
     empty = write(tmp_path / "empty.jsonl", [{"prompt": "ab", "completion": ""}])
-    assert len(JsonlDataset([empty], BYTES, 8, completion_only=True)) == 1  # its end-of-text token is a target
-    nothing = write(tmp_path / "nothing.jsonl", [{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}])
+    assert (
+        len(JsonlDataset([empty], BYTES, 8, completion_only=True)) == 1
+    )  # its end-of-text token is a target
+    nothing = write(
+        tmp_path / "nothing.jsonl",
+        [{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}],
+    )
     plain = write(tmp_path / "plain.jsonl", [{"text": "ab"}])
     for file, start in ((nothing, f"{nothing}: "), (plain, f"{plain}:1: ")):
         with pytest.raises(ConfigError, match=f"^{start}") as error:
@@ -378,7 +455,10 @@ def test_truncated_files_and_files_without_targets_are_errors(tmp_path: Path) ->
 
 
 def test_files_without_samples_are_an_error(tmp_path: Path) -> None:
-    empty, one = write(tmp_path / "empty.jsonl", []), write(tmp_path / "one.jsonl", [{"text": "ab"}])
+    empty, one = (
+        write(tmp_path / "empty.jsonl", []),
+        write(tmp_path / "one.jsonl", [{"text": "ab"}]),
+    )
     for file, held_out, keys in ((empty, None, set[str]()), (one, False, {"val_data"})):
         with pytest.raises(ConfigError, match=f"{file}: ") as error:
             JsonlDataset([file], BYTES, 8, held_out=held_out)

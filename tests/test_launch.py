@@ -17,7 +17,11 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ErrorHandler, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ErrorHandler,
+    ProcessFailure,
+)
 
 from lm.errors import ConfigError
 from lm.launch import machine
@@ -33,25 +37,43 @@ def variables(text: str) -> dict[str, str]:
     return dict(variable.split("=") for variable in text.split())
 
 
-TORCHRUN = variables("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 MASTER_ADDR=node0")
+TORCHRUN = variables(
+    "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 MASTER_ADDR=node0"
+)
 TORCHRUN |= {"MASTER_PORT": "29500"}
 JOB = variables("SLURM_JOB_ID=71 SLURM_JOB_NODELIST=gpu[07-08] SLURM_NTASKS=4")
-SRUN = JOB | variables("SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_PROCID=3 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=gpu[07-08]")
-SRUN |= variables("SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2)")  # of srun --nodes 2 --ntasks-per-node 2
-SBATCH = JOB | variables("SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_PROCID=0 SLURM_TASKS_PER_NODE=2(x2)")  # outside of srun
+SRUN = JOB | variables(
+    "SLURM_LOCALID=1 SLURM_NODEID=1 SLURM_PROCID=3 SLURM_STEP_ID=0 SLURM_STEP_NODELIST=gpu[07-08]"
+)
+SRUN |= variables(
+    "SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2)"
+)  # of srun --nodes 2 --ntasks-per-node 2
+SBATCH = JOB | variables(
+    "SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_PROCID=0 SLURM_TASKS_PER_NODE=2(x2)"
+)  # outside of srun
 OPEN_MPI = {
-    f"OMPI_COMM_WORLD_{name}": value for name, value in variables("RANK=3 SIZE=4 LOCAL_RANK=1 LOCAL_SIZE=2").items()
+    f"OMPI_COMM_WORLD_{name}": value
+    for name, value in variables("RANK=3 SIZE=4 LOCAL_RANK=1 LOCAL_SIZE=2").items()
 }
-OPEN_MPI |= variables("OMPI_COMM_WORLD_NODE_RANK=1 PMIX_NAMESPACE=1376387073 PMIX_RANK=3")  # not the rank of the node
+OPEN_MPI |= variables(
+    "OMPI_COMM_WORLD_NODE_RANK=1 PMIX_NAMESPACE=1376387073 PMIX_RANK=3"
+)  # not the rank of the node
 HYDRA = variables("MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1 PMI_FD=8 PMI_RANK=3 PMI_SIZE=4")
-PALS = variables("PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=2 PALS_NODEID=1 PALS_RANKID=3 PMI_RANK=3 PMI_SIZE=4")
+PALS = variables(
+    "PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=2 PALS_NODEID=1 PALS_RANKID=3 PMI_RANK=3 PMI_SIZE=4"
+)
 PALS |= variables("PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2")
 ONE_NODE = {"MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "3"}  # for HYDRA
-ONE_TASK = variables("SLURM_STEP_TASKS_PER_NODE=1 SLURM_STEP_NUM_TASKS=1 SLURM_NODEID=0 SLURM_LOCALID=0 SLURM_PROCID=0")
-FOUR_TASKS = variables("SLURM_STEP_TASKS_PER_NODE=4 SLURM_NODEID=0 SLURM_LOCALID=3")  # on one node, for SRUN
+ONE_TASK = variables(
+    "SLURM_STEP_TASKS_PER_NODE=1 SLURM_STEP_NUM_TASKS=1 SLURM_NODEID=0 SLURM_LOCALID=0 SLURM_PROCID=0"
+)
+FOUR_TASKS = variables(
+    "SLURM_STEP_TASKS_PER_NODE=4 SLURM_NODEID=0 SLURM_LOCALID=3"
+)  # on one node, for SRUN
 ALL = TORCHRUN | SRUN | OPEN_MPI | HYDRA | PALS
 
-# ---- environment variables --------------------------------------------------------------------------------
+# ---- environment variables
+# --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -66,25 +88,42 @@ ALL = TORCHRUN | SRUN | OPEN_MPI | HYDRA | PALS
         (SRUN, Launch(3, 4, 1, 2, 1, "gpu07", 20000 + 16 * 71, "srun")),
         (SRUN | ONE_TASK, Launch(launcher="srun")),
         (SRUN | FOUR_TASKS, Launch(3, 4, 3, 4, 0, "127.0.0.1", 21136, "srun")),
-        (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "7"}, Launch(3, 4, 1, 2, 1, "gpu07", 21136, "srun")),
-        (HYDRA | ONE_NODE, Launch(3, 4, 3, 4, 0, "127.0.0.1", 20000 + 16 * launcher_pid() % 12763, "Hydra")),
-        (HYDRA | ONE_NODE | {"PBS_JOBID": "2.pbs"}, Launch(3, 4, 3, 4, 0, "127.0.0.1", 20000 + 16 * 2, "Hydra")),
+        (
+            SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "7"},
+            Launch(3, 4, 1, 2, 1, "gpu07", 21136, "srun"),
+        ),
+        (
+            HYDRA | ONE_NODE,
+            Launch(3, 4, 3, 4, 0, "127.0.0.1", 20000 + 16 * launcher_pid() % 12763, "Hydra"),
+        ),
+        (
+            HYDRA | ONE_NODE | {"PBS_JOBID": "2.pbs"},
+            Launch(3, 4, 3, 4, 0, "127.0.0.1", 20000 + 16 * 2, "Hydra"),
+        ),
         (HYDRA | {"MASTER_ADDR": "a"}, Launch(3, 4, 1, 2, 1, "a", 20000, "Hydra")),
     ],
 )
-def test_the_launcher_sets_ranks_and_rendezvous_address(env: dict[str, str], launch: Launch) -> None:
+def test_the_launcher_sets_ranks_and_rendezvous_address(
+    env: dict[str, str], launch: Launch
+) -> None:
     assert Launch.from_env(env) == launch
 
 
 @pytest.mark.parametrize(
-    ("env", "launcher"), [(OPEN_MPI, "Open MPI"), (HYDRA, "Hydra"), (PALS, "PALS"), (PALS | HYDRA, "PALS")]
+    ("env", "launcher"),
+    [(OPEN_MPI, "Open MPI"), (HYDRA, "Hydra"), (PALS, "PALS"), (PALS | HYDRA, "PALS")],
 )
-def test_mpiexec_sets_ranks_and_pbs_the_rendezvous_address(env: dict[str, str], launcher: str, tmp_path: Path) -> None:
+def test_mpiexec_sets_ranks_and_pbs_the_rendezvous_address(
+    env: dict[str, str], launcher: str, tmp_path: Path
+) -> None:
     (tmp_path / "nodes").write_text("x3001c0s7b0n0\nx3001c0s7b0n0\nx3001c0s7b1n0\n")
     job = {"PBS_JOBID": "2071.polaris-pbs-01", "PBS_NODEFILE": str(tmp_path / "nodes")}
     launch = Launch.from_env(env | job)
     assert launch == Launch(3, 4, 1, 2, 1, "x3001c0s7b0n0", launch.port, launcher)
-    for incomplete, part in ((job | {"PBS_NODEFILE": "gone"}, "PBS_NODEFILE='gone'"), ({}, "set MASTER_ADDR")):
+    for incomplete, part in (
+        (job | {"PBS_NODEFILE": "gone"}, "PBS_NODEFILE='gone'"),
+        ({}, "set MASTER_ADDR"),
+    ):
         with pytest.raises(ConfigError, match=f"^environment: .*{part}"):
             Launch.from_env(env | incomplete)
     chosen = Launch.from_env(env | job | {"MASTER_ADDR": "here", "MASTER_PORT": "1234"})
@@ -92,7 +131,11 @@ def test_mpiexec_sets_ranks_and_pbs_the_rendezvous_address(env: dict[str, str], 
 
 
 def test_jobs_that_can_share_a_machine_use_different_ports() -> None:
-    steps = [SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job in range(700) for step in range(16)]
+    steps = [
+        SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+        for job in range(700)
+        for step in range(16)
+    ]
     ports = [Launch.from_env(step).port or 0 for step in steps]
     assert len(set(ports)) == len(ports)
     assert min(ports) >= 20000
@@ -101,20 +144,31 @@ def test_jobs_that_can_share_a_machine_use_different_ports() -> None:
     assert Launch.from_env(jobs[0]).port != Launch.from_env(jobs[1]).port
 
 
-@pytest.mark.parametrize("outer", [SRUN, SBATCH, OPEN_MPI, HYDRA, PALS, {"PMI_RANK": "0", "SLURM_STEP_ID": "0"}])
+@pytest.mark.parametrize(
+    "outer", [SRUN, SBATCH, OPEN_MPI, HYDRA, PALS, {"PMI_RANK": "0", "SLURM_STEP_ID": "0"}]
+)
 def test_torchrun_inside_of_another_launcher_counts(outer: dict[str, str]) -> None:
-    assert Launch.from_env(outer | TORCHRUN | {"TORCHELASTIC_RUN_ID": "x"}) == Launch.from_env(TORCHRUN)
+    assert Launch.from_env(outer | TORCHRUN | {"TORCHELASTIC_RUN_ID": "x"}) == Launch.from_env(
+        TORCHRUN
+    )
 
 
 @pytest.mark.parametrize(("mpi", "launcher"), [(OPEN_MPI, "Open MPI"), (HYDRA, "Hydra")])
 def test_mpiexec_counts_if_srun_started_its_daemons(mpi: dict[str, str], launcher: str) -> None:
     daemon = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     launch = Launch.from_env(SRUN | daemon | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"} | mpi)
-    assert (launch.rank, launch.world_size, launch.address, launch.launcher) == (3, 4, "gpu07", launcher)
+    assert (launch.rank, launch.world_size, launch.address, launch.launcher) == (
+        3,
+        4,
+        "gpu07",
+        launcher,
+    )
 
 
 def test_torchrun_variables_may_agree_with_another_launcher() -> None:
-    assert Launch.from_env(SRUN | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}) == Launch.from_env(SRUN)
+    assert Launch.from_env(
+        SRUN | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    ) == Launch.from_env(SRUN)
     assert Launch.from_env(SRUN | TORCHRUN).launcher == "srun"
 
 
@@ -132,7 +186,10 @@ AGAINST_SRUN = ["RANK=0, but 3 by SLURM_PROCID", "WORLD_SIZE=8, but 4 by SLURM_S
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, ["LOCAL_WORLD_SIZE=8 is greater than WORLD_SIZE=4"]),
         (TORCHRUN | {"MASTER_PORT": "70000"}, ["MASTER_PORT=70000"]),
         (TORCHRUN | {"MASTER_ADDR": ""}, ["MASTER_ADDR is empty"]),
-        (SRUN | {"SLURM_PROCID": "4"}, ["SLURM_PROCID=4 is out of range for SLURM_STEP_NUM_TASKS=4"]),
+        (
+            SRUN | {"SLURM_PROCID": "4"},
+            ["SLURM_PROCID=4 is out of range for SLURM_STEP_NUM_TASKS=4"],
+        ),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, ["SLURM_STEP_TASKS_PER_NODE='2(x3)'"]),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2(x"}, ["SLURM_STEP_TASKS_PER_NODE='2(x'"]),
         (SRUN | {"SLURM_NODEID": "2"}, ["SLURM_STEP_TASKS_PER_NODE='2(x2)' contradicts"]),
@@ -140,13 +197,18 @@ AGAINST_SRUN = ["RANK=0, but 3 by SLURM_PROCID", "WORLD_SIZE=8, but 4 by SLURM_S
         (SRUN | {"RANK": "0", "WORLD_SIZE": "8"}, AGAINST_SRUN),
         (SRUN | TORCHRUN | {"RANK": "0", "WORLD_SIZE": "8"}, AGAINST_SRUN),
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, ["OMPI_COMM_WORLD_RANK='x'"]),
-        (OPEN_MPI | HYDRA | {"PMI_RANK": "2", "MPI_LOCALRANKID": "0"}, ["rank 3 of 4 from Open MPI, rank 2 of 4 from"]),
+        (
+            OPEN_MPI | HYDRA | {"PMI_RANK": "2", "MPI_LOCALRANKID": "0"},
+            ["rank 3 of 4 from Open MPI, rank 2 of 4 from"],
+        ),
         (HYDRA | {"MPI_LOCALRANKID": "0"}, ["rank 3 of 4 has local rank 0 of 2"]),
         (HYDRA | {"PMI_SIZE": "5"}, ["rank 3 of 5 has local rank 1 of 2"]),
         (PALS | {"MASTER_ADDR": "a", "MASTER_PORT": "0"}, ["MASTER_PORT=0 "]),
     ],
 )
-def test_variables_with_invalid_or_contradictory_values_are_named(env: dict[str, str], starts: list[str]) -> None:
+def test_variables_with_invalid_or_contradictory_values_are_named(
+    env: dict[str, str], starts: list[str]
+) -> None:
     with pytest.raises(ConfigError) as refused:
         Launch.from_env(env)
     for problem, start in zip(refused.value.problems, starts, strict=True):
@@ -155,8 +217,17 @@ def test_variables_with_invalid_or_contradictory_values_are_named(env: dict[str,
 
 REQUIRED = {
     "torchrun": (TORCHRUN, TORCHRUN.keys() - {"GROUP_RANK"}),
-    "srun": (SRUN, {f"SLURM_{name}" for name in ("NODEID", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE", "STEP_NODELIST")}),
-    "Open MPI": (OPEN_MPI, {name for name in OPEN_MPI if name.startswith("OMPI") and "NODE" not in name}),
+    "srun": (
+        SRUN,
+        {
+            f"SLURM_{name}"
+            for name in ("NODEID", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE", "STEP_NODELIST")
+        },
+    ),
+    "Open MPI": (
+        OPEN_MPI,
+        {name for name in OPEN_MPI if name.startswith("OMPI") and "NODE" not in name},
+    ),
     "Hydra": (HYDRA, {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"}),
     "PALS": (PALS, {"PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"}),
 }
@@ -171,14 +242,26 @@ def test_a_missing_variable_of_a_launcher_is_named(launcher: str) -> None:
 
 
 def test_rank_0_is_on_the_first_host_of_slurms_node_list() -> None:
-    first = {"a": "a", "a,b": "a", "a[01-03,7],b": "a01", "a[7,01-03]": "a7", "127.0.0.[2-3]": "127.0.0.2"}
+    first = {
+        "a": "a",
+        "a,b": "a",
+        "a[01-03,7],b": "a01",
+        "a[7,01-03]": "a7",
+        "127.0.0.[2-3]": "127.0.0.2",
+    }
     first |= {"rack[1-2]-gpu[07,09-12],login": "rack1-gpu07", "gpu[08-09]-ib0,x": "gpu08-ib0"}
-    assert {nodes: Launch.from_env(SRUN | {"SLURM_STEP_NODELIST": nodes}).address for nodes in first} == first
+    assert {
+        nodes: Launch.from_env(SRUN | {"SLURM_STEP_NODELIST": nodes}).address for nodes in first
+    } == first
 
 
 @pytest.mark.slow
 @settings(deadline=None)
-@given(st.dictionaries(st.sampled_from([*ALL]), st.text() | st.integers(-1, 5).map(str) | st.integers().map(str)))
+@given(
+    st.dictionaries(
+        st.sampled_from([*ALL]), st.text() | st.integers(-1, 5).map(str) | st.integers().map(str)
+    )
+)
 def test_any_environment_has_valid_ranks_or_is_refused(changes: dict[str, str]) -> None:
     for env in ({}, TORCHRUN, SRUN, OPEN_MPI, HYDRA, PALS):
         try:
@@ -197,7 +280,12 @@ def test_a_run_with_missing_variables_exits_with_2(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_on_another_node_prints_its_own_errors(tmp_path: Path) -> None:
-    env: dict[str, Any] = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    env: dict[str, Any] = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+    }
     env |= {"GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     done = run(tmp_path, "n_heads=5", **env)
     assert done.returncode == 2
@@ -223,7 +311,8 @@ def test_torchruns_report_of_a_failure_shows_every_line_of_the_error(
     assert not caplog.text
 
 
-# ---- PyTorch ----------------------------------------------------------------------------------------------
+# ---- PyTorch
+# ----------------------------------------------------------------------------------------------
 
 
 def install(folder: Path, version: str) -> None:
@@ -234,10 +323,14 @@ def install(folder: Path, version: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "version", ["2.10.1", "1.13", "2.1.0a0+git", "0", "2.11", "2.11.0rc1+cu130", "2.11rc1", "3.0", "10.0.0"]
+    "version",
+    ["2.10.1", "1.13", "2.1.0a0+git", "0", "2.11", "2.11.0rc1+cu130", "2.11rc1", "3.0", "10.0.0"],
 )
 def test_only_an_old_torch_is_refused(
-    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    version: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     install(tmp_path, version)
     monkeypatch.syspath_prepend(tmp_path)
@@ -263,7 +356,9 @@ def test_a_run_that_requires_a_missing_gpu_exits_with_2_and_one_line(tmp_path: P
     assert re.fullmatch(r"CUDA_VISIBLE_DEVICES=0: .*\n", done.stderr)
 
 
-@pytest.mark.parametrize(("device", "found"), [("nvidia1", True), ("kfd", True), ("dxg", True), ("nvidiactl", False)])
+@pytest.mark.parametrize(
+    ("device", "found"), [("nvidia1", True), ("kfd", True), ("dxg", True), ("nvidiactl", False)]
+)
 def test_a_gpu_is_recognized_by_its_device(
     device: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +367,8 @@ def test_a_gpu_is_recognized_by_its_device(
     assert has_gpu() == found
 
 
-# ---- several ranks on this machine ------------------------------------------------------------------------
+# ---- several ranks on this machine
+# ------------------------------------------------------------------------
 
 PREAMBLE = """
 import os, signal, subprocess, sys, time
@@ -283,13 +379,29 @@ READY = "say('ready', os.getpid())\n"
 
 
 @contextmanager
-def launched(folder: Path, script: str, ranks: int = 2, **env: str) -> Iterator[subprocess.Popen[str]]:
+def launched(
+    folder: Path, script: str, ranks: int = 2, **env: str
+) -> Iterator[subprocess.Popen[str]]:
     """Start `python -m lm.launch` with `script`."""
     (folder / "script.py").write_text(PREAMBLE + script)
-    command = [sys.executable, "-m", "lm.launch", "--nproc", str(ranks), "script.py", "a b", "--flag"]
+    command = [
+        sys.executable,
+        "-m",
+        "lm.launch",
+        "--nproc",
+        str(ranks),
+        "script.py",
+        "a b",
+        "--flag",
+    ]
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | env
     with subprocess.Popen(
-        command, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=folder,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as launcher:
         try:
             yield launcher
@@ -310,12 +422,18 @@ def finish(launcher: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 def test_ranks_receive_their_variables_and_the_arguments(tmp_path: Path) -> None:
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"]
-    script = f"say(*[os.environ[name] for name in {names}], sys.argv[1:], os.environ['MASTER_PORT'])"
+    script = (
+        f"say(*[os.environ[name] for name in {names}], sys.argv[1:], os.environ['MASTER_PORT'])"
+    )
     with launched(tmp_path, script, ranks=3) as launcher:
         code, output, errors = finish(launcher)
     assert (code, errors) == (0, "")
-    variables, ports = zip(*(line.rsplit(" ", 1) for line in sorted(output.splitlines())), strict=True)
-    assert variables == tuple(f"{rank} {rank} 3 3 0 127.0.0.1 ['a b', '--flag']" for rank in range(3))
+    variables, ports = zip(
+        *(line.rsplit(" ", 1) for line in sorted(output.splitlines())), strict=True
+    )
+    assert variables == tuple(
+        f"{rank} {rank} 3 3 0 127.0.0.1 ['a b', '--flag']" for rank in range(3)
+    )
     assert len(set(ports)) == 1
 
 
@@ -365,7 +483,9 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
-def test_a_signal_is_forwarded_and_exit_code_0_returned(signum: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_is_forwarded_and_exit_code_0_returned(
+    signum: signal.Signals, tmp_path: Path
+) -> None:
     script = f"""
 def stop(signum, frame):
     say("received", signum)

@@ -38,12 +38,18 @@ def container(pod: Document) -> Document:
 
 
 def read_by_trainer(document: Document) -> Any:
-    return getattr(kubeflow_trainer_api.models, f"TrainerV1alpha1{document['kind']}").from_dict(document).to_dict()
+    return (
+        getattr(kubeflow_trainer_api.models, f"TrainerV1alpha1{document['kind']}")
+        .from_dict(document)
+        .to_dict()
+    )
 
 
 def read_by_operator(document: Document) -> Any:
     client = pytest.importorskip("kubeflow.training").ApiClient()
-    model = client.deserialize(SimpleNamespace(data=json.dumps(document)), "KubeflowOrgV1PyTorchJob")
+    model = client.deserialize(
+        SimpleNamespace(data=json.dumps(document)), "KubeflowOrgV1PyTorchJob"
+    )
     return client.sanitize_for_serialization(model)
 
 
@@ -53,7 +59,10 @@ READERS = {"trainjob.yaml": read_by_trainer, "pytorchjob.yaml": read_by_operator
 def mappings(value: Any) -> list[Document]:
     """Return all mappings inside of `value`."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-    return [*([value] if isinstance(value, dict) else []), *(found for item in inner for found in mappings(item))]
+    return [
+        *([value] if isinstance(value, dict) else []),
+        *(found for item in inner for found in mappings(item)),
+    ]
 
 
 @pytest.mark.parametrize("file", READERS)
@@ -75,7 +84,8 @@ def test_a_run_has_time_to_save_before_torchrun_or_kubernetes_kills_it() -> None
     pods = [(node["template"]["spec"]["template"], job["spec"]["trainer"]["env"])]
     (job,) = documents("pytorchjob.yaml")
     pods += [
-        (each["template"], container(each["template"])["env"]) for each in job["spec"]["pytorchReplicaSpecs"].values()
+        (each["template"], container(each["template"])["env"])
+        for each in job["spec"]["pytorchReplicaSpecs"].values()
     ]
     for pod, env in pods:
         (timeout,) = (e["value"] for e in env if e["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
@@ -93,20 +103,26 @@ def test_a_bad_configuration_ends_a_trainjob(tmp_path: Path) -> None:
     assert (rule["action"], rule["onExitCodes"]["operator"]) == ("FailJob", "In")
     assert rule["onExitCodes"]["containerName"] == container(pod)["name"]
     assert pod["spec"]["restartPolicy"] == "Never", "or Kubernetes refuses a podFailurePolicy"
-    assert [(r["action"], r["onJobFailureReasons"]) for r in policy["rules"]] == [("FailJobSet", ["PodFailurePolicy"])]
+    assert [(r["action"], r["onJobFailureReasons"]) for r in policy["rules"]] == [
+        ("FailJobSet", ["PodFailurePolicy"])
+    ]
     (tmp_path / "fsdp.py").symlink_to(ROOT / "fsdp.py")
     (tmp_path / "config.yaml").write_text(json.dumps({"hyperparameters": TINY | {"lr": -1}}))
     env = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     env |= {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}
     command = [*trainer["command"], *trainer["args"]]
-    refused = subprocess.run(command, env=os.environ | env, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    refused = subprocess.run(
+        command, env=os.environ | env, cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
     assert [refused.returncode] == rule["onExitCodes"]["values"]
     assert "lr: -1" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
 @pytest.mark.parametrize("resume", ["fresh", "runs/other"])
-def test_a_run_that_is_restarted_resumes_by_itself(resume: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_restarted_resumes_by_itself(
+    resume: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every restart would start over."""
     monkeypatch.setenv("RESTART_WHEN_STOPPED", "1")
     hp, nothing = config.read({"hyperparameters": TINY | {"resume": resume}}, [], "test"), None
@@ -128,4 +144,6 @@ def test_skypilot_reads_its_task(tmp_path: Path) -> None:
         pytest.skip("sky is not installed (pip install skypilot in a separate environment)")
     python = Path(command).read_text().partition("\n")[0].removeprefix("#!")
     env = {"HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
-    subprocess.run([python, "-c", SKYPILOT, str(ROOT / "launch" / "sky.yaml")], env=env, cwd=ROOT, check=True)
+    subprocess.run(
+        [python, "-c", SKYPILOT, str(ROOT / "launch" / "sky.yaml")], env=env, cwd=ROOT, check=True
+    )

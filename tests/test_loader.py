@@ -39,9 +39,18 @@ def numbered(samples: int) -> TokenWindowDataset:
 
 
 def loader(
-    samples: int, total: int, *, rank: int = 0, ranks: int = 1, validation: int = 1, seed: int = 0, **keys: Any
+    samples: int,
+    total: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    validation: int = 1,
+    seed: int = 0,
+    **keys: Any,
 ) -> Loader:
-    source = SampledSource([numbered(samples)], [1.0], total, rank, ranks, seed, keys.get("shuffle", True))
+    source = SampledSource(
+        [numbered(samples)], [1.0], total, rank, ranks, seed, keys.get("shuffle", True)
+    )
     return Loader(config(**keys), Data(source, numbered(validation), None), total, rank, ranks, CPU)
 
 
@@ -63,7 +72,8 @@ some_steps = st.integers(0, 30)
 a_few = st.integers(1, 4)
 
 
-# ---- training ------------------------------------------------------------------------------------------------
+# ---- training
+# ------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -74,7 +84,9 @@ def test_a_global_batch_holds_the_same_samples_whatever_ranks_and_batch_size(
     total = ranks * batch_size * accumulation
     shares = []
     for rank in range(ranks):
-        mine = loader(samples, total, rank=rank, ranks=ranks, batch_size=batch_size, shuffle=shuffle)
+        mine = loader(
+            samples, total, rank=rank, ranks=ranks, batch_size=batch_size, shuffle=shuffle
+        )
         batch = next(mine.training(step))
         assert len(batch.micro_batches) == accumulation
         shares += ids_of(batch)
@@ -96,7 +108,8 @@ def test_without_shuffling_each_epoch_is_in_order() -> None:
     assert sample_ids(loader(5, 2, shuffle=False), 6) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
-# ---- validation ----------------------------------------------------------------------------------------------
+# ---- validation
+# ----------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -121,18 +134,24 @@ def test_validation_uses_each_sample_once_in_equally_many_micro_batches(
     assert len(passes) == 1
 
 
-# ---- the size of a batch ---------------------------------------------------------------------------------------
+# ---- the size of a batch
+# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("total", "nearest"), [(13, "12 or 24"), (35, "24 or 36"), (5, "12")])
-def test_an_uneven_global_batch_is_an_error_with_the_nearest_multiples(total: int, nearest: str) -> None:
+def test_an_uneven_global_batch_is_an_error_with_the_nearest_multiples(
+    total: int, nearest: str
+) -> None:
     assert derive_global_batch_size(config(batch_size=3), dp_size=4) == 12
     assert derive_global_batch_size(config(batch_size=3, total_batch_size=36), dp_size=4) == 36
-    with pytest.raises(ConfigError, match=f"^total_batch_size: {total} .*batch_size 3 x 4 .* {nearest}$"):
+    with pytest.raises(
+        ConfigError, match=f"^total_batch_size: {total} .*batch_size 3 x 4 .* {nearest}$"
+    ):
         derive_global_batch_size(config(batch_size=3, total_batch_size=total), dp_size=4)
 
 
-# ---- synthetic data --------------------------------------------------------------------------------------------
+# ---- synthetic data
+# --------------------------------------------------------------------------------------------
 
 
 def ids_in(dataset: Dataset, index: int) -> list[int]:
@@ -157,7 +176,10 @@ def test_synthetic_data_with_files_are_an_error(key: str) -> None:
 
 
 def test_synthetic_samples_are_ten_batches_that_are_the_same_on_every_machine() -> None:
-    data, other = (open_data(config(), vocab_size=100, seq_len=8, global_batch_size=3, seed=seed) for seed in (42, 1))
+    data, other = (
+        open_data(config(), vocab_size=100, seq_len=8, global_batch_size=3, seed=seed)
+        for seed in (42, 1)
+    )
     assert data.train.samples_per_epoch == len(data.validation) == 30
     datasets = (train_dataset(data), data.validation, train_dataset(other))
     samples = [ids_in(dataset, i) for dataset in datasets for i in range(20)]
@@ -169,16 +191,23 @@ def test_synthetic_samples_are_ten_batches_that_are_the_same_on_every_machine() 
     assert data.tokenizer is None
 
 
-# ---- text ------------------------------------------------------------------------------------------------------
+# ---- text
+# ------------------------------------------------------------------------------------------------------
 
 
-def open_text(folder: Path, *, vocab_size: int = 257, seq_len: int = 10, total: int = 2, **keys: Any) -> Data:
-    return open_data(config(dataset="text", train_data=str(folder), **keys), vocab_size, seq_len, total, seed=0)
+def open_text(
+    folder: Path, *, vocab_size: int = 257, seq_len: int = 10, total: int = 2, **keys: Any
+) -> Data:
+    return open_data(
+        config(dataset="text", train_data=str(folder), **keys), vocab_size, seq_len, total, seed=0
+    )
 
 
 def decoded(data: Data, windows: Dataset) -> str:
     assert data.tokenizer is not None
-    return data.tokenizer.decode(int(token) for i in range(len(windows)) for token in windows[i].inputs)
+    return data.tokenizer.decode(
+        int(token) for i in range(len(windows)) for token in windows[i].inputs
+    )
 
 
 def test_the_end_of_the_text_is_held_out_unless_val_data_are_given(tmp_path: Path) -> None:
@@ -210,7 +239,9 @@ def test_fewer_samples_than_one_batch_are_an_error(tmp_path: Path) -> None:
         ("train_data", 10, str(tmp_path), 9, 10),
         ("val_data", 2, str(tmp_path / "b"), 0, 1),
     ):
-        with pytest.raises(ConfigError, match=f"^{key}: {few} sequences of max_seq_len 10, .*at least {needed};"):
+        with pytest.raises(
+            ConfigError, match=f"^{key}: {few} sequences of max_seq_len 10, .*at least {needed};"
+        ):
             open_text(tmp_path / "a.txt", total=total, val_data=val_data)
 
 
@@ -240,22 +271,34 @@ def test_bits_per_byte_count_the_text_of_the_validated_targets_on_any_ranks(tmp_
     assert data.tokenizer.eos_id in ids
     for validated, targets in ((2, ids[:20]), (99, ids)):
         settings = config(dataset="text", validation_batches=validated)
-        found = {rank: Loader(settings, data, 1, rank, 3, CPU).bits_per_byte(10.0) for rank in range(3)}
+        found = {
+            rank: Loader(settings, data, 1, rank, 3, CPU).bits_per_byte(10.0) for rank in range(3)
+        }
         found[3] = Loader(settings, data, 1, 0, 1, CPU).bits_per_byte(10.0)
         n_bytes = sum(token < 256 for token in targets)  # the others end a text
-        assert list(found.values()) == [{"bits_per_byte": pytest.approx(10 / math.log(2) / n_bytes)}] * 4
+        assert (
+            list(found.values())
+            == [{"bits_per_byte": pytest.approx(10 / math.log(2) / n_bytes)}] * 4
+        )
         assert len({str(value) for value in found.values()}) == 1
     synthetic = open_data(config(), 9, 4, 1, 0)
     assert Loader(config(), synthetic, 1, 0, 1, CPU).bits_per_byte(10.0) == {}
 
 
-# ---- JSON lines ------------------------------------------------------------------------------------------------
+# ---- JSON lines
+# ------------------------------------------------------------------------------------------------
 
 
-def open_lines(folder: Path, *lines: dict[str, str], seq_len: int = 4, without: str = "", **keys: Any) -> Data:
+def open_lines(
+    folder: Path, *lines: dict[str, str], seq_len: int = 4, without: str = "", **keys: Any
+) -> Data:
     file = folder / "a.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings: dict[str, Any] = {"dataset": "jsonl", "train_data": str(file), "val_data": str(file)} | keys
+    settings: dict[str, Any] = {
+        "dataset": "jsonl",
+        "train_data": str(file),
+        "val_data": str(file),
+    } | keys
     settings.pop(without, None)
     return open_data(config(**settings), 300, seq_len, 1, 0)
 
@@ -272,12 +315,17 @@ def test_padding_truncated_and_dropped_samples_are_counted_in_a_note(tmp_path: P
     dropped = ["1 samples", "1 sequences", "50.0 % padding", "1 more"]
     for packing in (True, False):
         assert counts(open_lines(tmp_path, *lines, packing=packing)) == [truncated] * 2
-        assert counts(open_lines(tmp_path, *answers, packing=packing, loss_on="completion")) == [dropped] * 2
+        assert (
+            counts(open_lines(tmp_path, *answers, packing=packing, loss_on="completion"))
+            == [dropped] * 2
+        )
     assert counts(open_lines(tmp_path, {"text": "ab"}, {"text": ""})) == [dropped] * 2
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_samples_that_are_all_too_long_for_a_target_are_an_error(packing: bool, tmp_path: Path) -> None:
+def test_samples_that_are_all_too_long_for_a_target_are_an_error(
+    packing: bool, tmp_path: Path
+) -> None:
     lines = [{"prompt": "a" * length, "completion": "b"} for length in (11, 7)]
     with pytest.raises(ConfigError, match=r"max_seq_len 4 .* 11 or more"):
         open_lines(tmp_path, *lines, packing=packing, loss_on="completion")
@@ -289,9 +337,14 @@ def test_samples_that_are_all_too_long_for_a_target_are_an_error(packing: bool, 
 def test_a_batch_counts_the_target_tokens_of_all_ranks(tmp_path: Path) -> None:
     lines = [{"prompt": "a", "completion": "b" * count} for count in range(1, 7)]
     data = open_lines(tmp_path, *lines, packing=False, loss_on="completion", seq_len=8)
-    sources = [SampledSource([train_dataset(data)], [1.0], 4, rank, 2, 0, shuffle=True) for rank in range(2)]
+    sources = [
+        SampledSource([train_dataset(data)], [1.0], 4, rank, 2, 0, shuffle=True)
+        for rank in range(2)
+    ]
     batches = [next(source.batches(0)) for source in sources]
-    counts = [int((sample.targets != IGNORE_INDEX).sum()) for batch in batches for sample in batch.samples]
+    counts = [
+        int((sample.targets != IGNORE_INDEX).sum()) for batch in batches for sample in batch.samples
+    ]
     assert len(counts) == 4
     assert batches[0].n_target_tokens == batches[1].n_target_tokens == sum(counts)
 
@@ -305,7 +358,9 @@ def test_jsonl_requires_training_data(tmp_path: Path) -> None:
 def test_every_20th_line_is_held_out_unless_val_data_are_given(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "b"}\n' * 3)
     lines = [{"text": chr(ord("A") + i)} for i in range(38)]
-    data = open_lines(tmp_path, *lines, train_data=f"{tmp_path}/*.jsonl", without="val_data", packing=False)
+    data = open_lines(
+        tmp_path, *lines, train_data=f"{tmp_path}/*.jsonl", without="val_data", packing=False
+    )
     held_out = [chr(data.validation[i].inputs[0]) for i in range(len(data.validation))]
     assert held_out == ["A", "U", "b"]
     assert data.train.samples_per_epoch == 38

@@ -35,12 +35,31 @@ from tests.test_init_from import read, train_reference
 from tests.test_manifest import RUN_INFO, opened, progress, toy
 from tests.test_parity import DTYPES, EQUAL, STRATEGIES, run_each
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT reads it
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated"
+)  # PEFT reads it
 
 STEPS = 4
-TRAINING: dict[str, Any] = {"lora_rank": 3, "max_steps": STEPS, "report_rate": 1, "validation_rate": STEPS}
-TRAINING |= {"total_batch_size": 8, "batch_size": 2, "validation_batches": 1, "checkpoint_rate": 100}
-TRAINING |= {"max_seq_len": 16, "lr": 1e-2, "weight_decay": 0.1, "grad_clip": 1.0, "amp_dtype": None, "seed": 7}
+TRAINING: dict[str, Any] = {
+    "lora_rank": 3,
+    "max_steps": STEPS,
+    "report_rate": 1,
+    "validation_rate": STEPS,
+}
+TRAINING |= {
+    "total_batch_size": 8,
+    "batch_size": 2,
+    "validation_batches": 1,
+    "checkpoint_rate": 100,
+}
+TRAINING |= {
+    "max_seq_len": 16,
+    "lr": 1e-2,
+    "weight_decay": 0.1,
+    "grad_clip": 1.0,
+    "amp_dtype": None,
+    "seed": 7,
+}
 
 
 @pytest.fixture(scope="module")
@@ -51,16 +70,18 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         name = str(raw["model_type"])
         make_reference(raw | {"vocab_size": 300}).save_pretrained(folder / name)
         add_tokenizer(folder / name, 280)
-    make_reference(LLAMA | {"num_key_value_heads": 2, "vocab_size": 300}, seed=1).save_pretrained(folder / "other")
+    make_reference(LLAMA | {"num_key_value_heads": 2, "vocab_size": 300}, seed=1).save_pretrained(
+        folder / "other"
+    )
     add_tokenizer(folder / "other", 280)
     return {path.name: path for path in folder.iterdir()}
 
 
 def settings(base: Path, **changes: Any) -> dict[str, Any]:
     """Hyperparameters of a run on `base`, with the keys of its model."""
-    return {key: value for key, value in weights.model_defaults(str(base)).items() if key != "tokenizer"} | (
-        TRAINING | {"init_from": str(base)} | changes
-    )
+    return {
+        key: value for key, value in weights.model_defaults(str(base)).items() if key != "tokenizer"
+    } | (TRAINING | {"init_from": str(base)} | changes)
 
 
 def adapters_of(checkpoint: Path) -> lora.Adapters:
@@ -79,7 +100,10 @@ def initial_adapters(hp: config.Hyperparameters, seed: int) -> dict[str, torch.T
 def names_in_peft(family: str, hp: config.Hyperparameters) -> dict[str, str]:
     """The parameter in PEFT's model of each adapter."""
     places, _ = families.layout(families.FAMILIES[family], hp)
-    layers = {name.removesuffix(".weight"): place.name.removesuffix(".weight") for name, place in places.items()}
+    layers = {
+        name.removesuffix(".weight"): place.name.removesuffix(".weight")
+        for name, place in places.items()
+    }
     return {
         f"{ours}.{part}.weight": f"base_model.model.{theirs}.{part}.default.weight"
         for ours, theirs in layers.items()
@@ -87,15 +111,23 @@ def names_in_peft(family: str, hp: config.Hyperparameters) -> dict[str, str]:
     }
 
 
-def train_with_peft(hp: config.Hyperparameters, base: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_with_peft(
+    hp: config.Hyperparameters, base: Path
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and the trained adapters of PEFT, from the same initial values on the same batches."""
     import peft  # imports torchao, which takes seconds: not in all ranks
 
-    options = {"r": hp.lora_rank, "lora_alpha": hp.lora_alpha, "target_modules": hp.lora_targets or "all-linear"}
+    options = {
+        "r": hp.lora_rank,
+        "lora_alpha": hp.lora_alpha,
+        "target_modules": hp.lora_targets or "all-linear",
+    }
     model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options)).train()
     parameters = dict(model.named_parameters())
-    names = {ours: theirs for ours, theirs in names_in_peft("llama", hp).items() if theirs in parameters}
+    names = {
+        ours: theirs for ours, theirs in names_in_peft("llama", hp).items() if theirs in parameters
+    }
     with torch.no_grad():
         initial = initial_adapters(hp, 7)
         assert names.keys() == initial.keys()
@@ -111,8 +143,12 @@ def train_with_peft(hp: config.Hyperparameters, base: Path) -> tuple[list[float]
 Q_AND_V = {"lora_targets": ["q_proj", "v_proj"], "lora_alpha": 3.0}
 
 
-@pytest.mark.parametrize("changes", [{}, pytest.param(Q_AND_V, marks=pytest.mark.slow)], ids=["all", "q, v"])
-def test_training_equals_training_in_peft(changes: dict[str, Any], bases: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param(Q_AND_V, marks=pytest.mark.slow)], ids=["all", "q, v"]
+)
+def test_training_equals_training_in_peft(
+    changes: dict[str, Any], bases: dict[str, Path], tmp_path: Path
+) -> None:
     hyperparameters = settings(bases["llama"], max_steps=20, lr=1e-3, **changes)
     support.run(tmp_path, ranks=2, config=hyperparameters, code=0)
     expected, adapters = train_with_peft(read(hyperparameters), bases["llama"])
@@ -124,7 +160,15 @@ def test_training_equals_training_in_peft(changes: dict[str, Any], bases: dict[s
         torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0)
 
 
-OPTIONS = (*STRATEGIES, "1x4", "1x4-no-shard-each", "one-unit", "recompute", "recompute-some", "offload")
+OPTIONS = (
+    *STRATEGIES,
+    "1x4",
+    "1x4-no-shard-each",
+    "one-unit",
+    "recompute",
+    "recompute-some",
+    "offload",
+)
 DROPOUT: dict[str, dict[str, Any]] = {
     "dropout": {"lora_dropout": 0.2},
     "dropout-recompute": {"lora_dropout": 0.2, "activation_checkpointing": "full"},
@@ -132,7 +176,9 @@ DROPOUT: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def losses(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+def losses(
+    bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[float]]:
     """The losses on one rank, and those of every run above on two."""
     folder = str(tmp_path_factory.mktemp("losses"))
     base = settings(bases["llama"])
@@ -150,7 +196,9 @@ def test_two_ranks_train_as_one(name: str, losses: dict[str, list[float]]) -> No
 
 
 @pytest.mark.slow
-def test_two_ranks_train_a_model_with_tied_embeddings_as_one(losses: dict[str, list[float]]) -> None:
+def test_two_ranks_train_a_model_with_tied_embeddings_as_one(
+    losses: dict[str, list[float]],
+) -> None:
     assert losses["tied"] == pytest.approx(losses["tied-one"], rel=1e-5)
 
 
@@ -169,16 +217,24 @@ def test_adapters_have_dropout_which_recomputation_repeats(losses: dict[str, lis
 
 
 @pytest.mark.slow
-def test_groups_of_ranks_train_as_one(bases: dict[str, Path], losses: dict[str, list[float]], tmp_path: Path) -> None:
+def test_groups_of_ranks_train_as_one(
+    bases: dict[str, Path], losses: dict[str, list[float]], tmp_path: Path
+) -> None:
     grouped = {"shard_group_size": 2, "batch_size": 1}
-    runs = {name: settings(bases["llama"], sharding=name, **grouped) for name in STRATEGIES if "hybrid" in name}
+    runs = {
+        name: settings(bases["llama"], sharding=name, **grouped)
+        for name in STRATEGIES
+        if "hybrid" in name
+    }
     for name, found in run_ranks(4, run_each, str(tmp_path), runs, {})[0].items():
         assert found == pytest.approx(losses["one"], rel=1e-5), name
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs g++")
-def test_compiled_blocks_train_the_same(bases: dict[str, Path], losses: dict[str, list[float]], tmp_path: Path) -> None:
+def test_compiled_blocks_train_the_same(
+    bases: dict[str, Path], losses: dict[str, list[float]], tmp_path: Path
+) -> None:
     runs = {
         "compiled": settings(bases["llama"], compile=True),
         "recompute": settings(bases["llama"], compile=True, activation_checkpointing="full"),
@@ -190,7 +246,9 @@ def test_compiled_blocks_train_the_same(bases: dict[str, Path], losses: dict[str
 # ---- what is frozen ---------------------------------------------------------------------------
 
 
-def built(world: World, hyperparameters: dict[str, Any], dtype: torch.dtype | None) -> tuple[Transformer, Any]:
+def built(
+    world: World, hyperparameters: dict[str, Any], dtype: torch.dtype | None
+) -> tuple[Transformer, Any]:
     hp = read(hyperparameters)
     with torch.device("meta"):
         model = lora.add_adapters(Transformer(hp), hp, dtype)
@@ -212,10 +270,14 @@ def sizes(world: World, hyperparameters: dict[str, Any]) -> dict[str, int]:
     base = [p for p in model.parameters() if not p.requires_grad]
     adapters = [p for p in model.parameters() if p.requires_grad]
     assert not [p for p in base if p.grad is not None]
-    moments = [tensor for name, tensor in optimizer.state_dict().items() if not name.endswith("step")]
-    return {"base": local(base), "adapters": local(adapters), "gradients": local(p.grad for p in adapters)} | {
-        "moments": local(moments)
-    }
+    moments = [
+        tensor for name, tensor in optimizer.state_dict().items() if not name.endswith("step")
+    ]
+    return {
+        "base": local(base),
+        "adapters": local(adapters),
+        "gradients": local(p.grad for p in adapters),
+    } | {"moments": local(moments)}
 
 
 @pytest.mark.slow
@@ -253,8 +315,12 @@ def test_no_gradient_of_the_base_is_computed(chunked: bool, bases: dict[str, Pat
 
 
 @pytest.mark.slow
-def test_a_step_gathers_the_base_in_16_bits_and_reduces_adapters_alone(bases: dict[str, Path], tmp_path: Path) -> None:
-    hyperparameters = settings(bases["llama"], lora_rank=4, amp_dtype="bfloat16", report_rate=100, total_batch_size=4)
+def test_a_step_gathers_the_base_in_16_bits_and_reduces_adapters_alone(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    hyperparameters = settings(
+        bases["llama"], lora_rank=4, amp_dtype="bfloat16", report_rate=100, total_batch_size=4
+    )
     hp = read(hyperparameters)
     *blocks, embedding, head = unit_sizes(hp)
     adapters = lora.n_trained(hp, hp) // hp.n_layers
@@ -267,7 +333,9 @@ def test_a_step_gathers_the_base_in_16_bits_and_reduces_adapters_alone(bases: di
 
 
 @pytest.mark.slow
-def test_the_first_block_and_the_others_are_compiled_once_each(bases: dict[str, Path], tmp_path: Path) -> None:
+def test_the_first_block_and_the_others_are_compiled_once_each(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
     hyperparameters = settings(bases["llama"], compile=True, report_rate=100, lora_dropout=0.1)
     steps = run_ranks(1, count_each, str(tmp_path), {"compiled": hyperparameters})[0]["compiled"]
     assert [step.graphs for step in steps] == [0, 3, 3]  # and one of the loss
@@ -275,13 +343,19 @@ def test_the_first_block_and_the_others_are_compiled_once_each(bases: dict[str, 
 
 def adapters_on(world: World, hyperparameters: dict[str, Any]) -> dict[str, Any]:
     model, _ = built(world, hyperparameters, None)
-    found = {name: p.full_tensor().numpy() for name, p in lora.trained(model).items() if isinstance(p, DTensor)}
+    found = {
+        name: p.full_tensor().numpy()
+        for name, p in lora.trained(model).items()
+        if isinstance(p, DTensor)
+    }
     world.all_gather_object(None)  # no rank leaves while another one needs its store
     return found
 
 
 @pytest.mark.slow
-def test_initial_adapters_are_pefts_and_depend_neither_on_world_size_nor_on_strategy(bases: dict[str, Path]) -> None:
+def test_initial_adapters_are_pefts_and_depend_neither_on_world_size_nor_on_strategy(
+    bases: dict[str, Path],
+) -> None:
     hp = read(settings(bases["llama"]))
     initial = initial_adapters(hp, 7)
     for ranks, sharding in ((3, "full-shard"), (2, "no-shard")):
@@ -309,17 +383,28 @@ def trained(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def resumable(bases: dict[str, Path]) -> dict[str, Any]:
-    return settings(bases["llama"], lora_dropout=0.1, max_steps=6, checkpoint_rate=3, batch_size=1, dataset="text") | {
+    return settings(
+        bases["llama"],
+        lora_dropout=0.1,
+        max_steps=6,
+        checkpoint_rate=3,
+        batch_size=1,
+        dataset="text",
+    ) | {
         "train_data": str(support.ROOT / "model.py"),
         "val_data": str(support.ROOT / "fsdp.py"),
     }
 
 
 @pytest.mark.slow
-def test_a_checkpoint_holds_the_adapters_alone_and_names_their_base(bases: dict[str, Path], trained: Path) -> None:
+def test_a_checkpoint_holds_the_adapters_alone_and_names_their_base(
+    bases: dict[str, Path], trained: Path
+) -> None:
     checkpoint = support.checkpoints(trained)[6]
     manifest = read_manifest(checkpoint)
-    tensors = read_headers(checkpoint / name for name in manifest.files if name.startswith(("model-", "optim-")))
+    tensors = read_headers(
+        checkpoint / name for name in manifest.files if name.startswith(("model-", "optim-"))
+    )
     assert tensors
     assert all(".lora_A.weight" in name or ".lora_B.weight" in name for name in tensors)
     assert manifest.base is not None
@@ -340,7 +425,9 @@ def test_a_run_resumes_exactly(bases: dict[str, Path], trained: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_resuming_with_another_base_is_refused(bases: dict[str, Path], trained: Path, tmp_path: Path) -> None:
+def test_resuming_with_another_base_is_refused(
+    bases: dict[str, Path], trained: Path, tmp_path: Path
+) -> None:
     shutil.copytree(trained / "runs" / "test", tmp_path / "runs" / "test")
     longer, other = "max_steps=8", f"init_from={bases['other']}"
     rank, none = ("lora_rank=2", "lora_alpha=8"), ("lora_rank=null", "lora_dropout=0")
@@ -356,7 +443,9 @@ def test_resuming_with_another_base_is_refused(bases: dict[str, Path], trained: 
 
 
 @pytest.mark.slow
-def test_full_training_from_adapters_is_refused(bases: dict[str, Path], trained: Path, tmp_path: Path) -> None:
+def test_full_training_from_adapters_is_refused(
+    bases: dict[str, Path], trained: Path, tmp_path: Path
+) -> None:
     source = support.checkpoints(trained)[6]
     hyperparameters = resumable(bases) | {"init_from": str(source)}
     for changes in ({"lora_rank": None, "lora_dropout": 0.0}, {}):
@@ -394,29 +483,43 @@ def test_a_checkpoint_can_be_the_base(tmp_path: Path) -> None:
     model = hf_base.load_model(support.checkpoints(tmp_path)[2], torch.device("cpu"))
     base = Transformer(model.config)
     load_weights(source, base.state_dict())
-    changed = {name for name, p in model.named_parameters() if not p.equal(dict(base.named_parameters())[name])}
-    assert changed == {name for name, p in base.named_parameters() if name.startswith("blocks") and p.ndim == 2}
+    changed = {
+        name
+        for name, p in model.named_parameters()
+        if not p.equal(dict(base.named_parameters())[name])
+    }
+    assert changed == {
+        name for name, p in base.named_parameters() if name.startswith("blocks") and p.ndim == 2
+    }
 
     support.run(tmp_path, "max_steps=3", "run_name=base", config=shape, code=0)
     done = support.run(tmp_path, *how, "max_steps=4", config=shape, code=2)
-    assert re.match(f"init_from: {support.checkpoints(tmp_path, 'base')[3]} .*{source}", done.stderr)
+    assert re.match(
+        f"init_from: {support.checkpoints(tmp_path, 'base')[3]} .*{source}", done.stderr
+    )
     done = support.run(tmp_path, *how, "run_name=wide", "n_heads=2", config=shape, code=2)
-    assert re.match("n_heads: 4 .*now 2\nn_kv_heads: 4 .*now 2\nhead_dim: 8 .*now 16\n", done.stderr)
+    assert re.match(
+        "n_heads: 4 .*now 2\nn_kv_heads: 4 .*now 2\nhead_dim: 8 .*now 16\n", done.stderr
+    )
 
 
-# ---- export and generation -------------------------------------------------------------------------
+# ---- export and generation
+# -------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "targets"), [("llama", None), ("gpt2", None), ("gpt2", ["q_proj", "v_proj", "down_proj"])]
+    ("family", "targets"),
+    [("llama", None), ("gpt2", None), ("gpt2", ["q_proj", "v_proj", "down_proj"])],
 )
 def test_transformers_and_peft_load_what_is_exported(
     family: str, targets: list[str] | None, bases: dict[str, Path], tmp_path: Path
 ) -> None:
     import peft
 
-    hyperparameters = settings(bases[family], lora_targets=targets, lora_alpha=5.0, max_steps=3, max_seq_len=64)
+    hyperparameters = settings(
+        bases[family], lora_targets=targets, lora_alpha=5.0, max_steps=3, max_seq_len=64
+    )
     support.run(tmp_path, config=hyperparameters, code=0)
     run = tmp_path / "runs" / "test"
     assert hf_main.main(["export", str(run), str(tmp_path / "merged")]) == 0
@@ -449,9 +552,15 @@ def test_generation_merges_adapters_into_their_base_wherever_it_is(
     command = [str(checkpoint), "--prompt", "class", "--max-new-tokens", "5"]
     assert generate.main(command) == 0
     said = capsys.readouterr().out
-    assert generate.main([*command, "--base", str(shutil.copytree(bases["llama"], tmp_path / "copy"))]) == 0
+    assert (
+        generate.main([*command, "--base", str(shutil.copytree(bases["llama"], tmp_path / "copy"))])
+        == 0
+    )
     assert capsys.readouterr().out == said
-    for wrong, part in ((bases["other"], f"differ from .*{bases['llama']}.*--base"), (tmp_path / "nowhere", "--base")):
+    for wrong, part in (
+        (bases["other"], f"differ from .*{bases['llama']}.*--base"),
+        (tmp_path / "nowhere", "--base"),
+    ):
         assert generate.main([*command, "--base", str(wrong)]) == 2
         assert re.search(f"{wrong}: .*{part}", capsys.readouterr().err)
 
@@ -463,7 +572,8 @@ def test_a_checkpoint_without_adapters_cannot_be_exported_as_adapters(tmp_path: 
         export.export_model(tmp_path / "runs" / "test", tmp_path / "out", adapters_only=True)
 
 
-# ---- errors -----------------------------------------------------------------------------------------
+# ---- errors
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -472,16 +582,27 @@ def test_a_checkpoint_without_adapters_cannot_be_exported_as_adapters(tmp_path: 
         ({"init_from": None}, ["lora_rank: .*rank 3 .*init_from"]),
         ({"lora_rank": 17}, [r"lora_rank: 17 .*k_proj \(16 x 32\).* 16$"]),
         ({"lora_rank": 0}, ["lora_rank: 0 "]),
-        ({"lora_rank": 40, "lora_targets": ["down_proj"]}, [r"lora_rank: 40 .*down_proj \(32 x 48\).* 32$"]),
-        ({"lora_targets": ["q_proj", "qkv_proj"]}, ["lora_targets: .*qkv_proj; .*q_proj, k_proj, .*, down_proj$"]),
+        (
+            {"lora_rank": 40, "lora_targets": ["down_proj"]},
+            [r"lora_rank: 40 .*down_proj \(32 x 48\).* 32$"],
+        ),
+        (
+            {"lora_targets": ["q_proj", "qkv_proj"]},
+            ["lora_targets: .*qkv_proj; .*q_proj, k_proj, .*, down_proj$"],
+        ),
         ({"lora_targets": "q_proj"}, ['lora_targets: "q_proj" ']),
         ({"lora_targets": []}, [r"lora_targets: \[\] "]),
-        ({"lora_rank": None, "lora_alpha": 8.0, "lora_dropout": 0.1}, ["lora_alpha: ", "lora_dropout: .*lora_rank"]),
+        (
+            {"lora_rank": None, "lora_alpha": 8.0, "lora_dropout": 0.1},
+            ["lora_alpha: ", "lora_dropout: .*lora_rank"],
+        ),
         ({"float8": "rowwise"}, ["float8: rowwise .*lora_rank: 3"]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_wrong_values_are_refused(changes: dict[str, Any], parts: list[str], bases: dict[str, Path]) -> None:
+def test_wrong_values_are_refused(
+    changes: dict[str, Any], parts: list[str], bases: dict[str, Path]
+) -> None:
     with pytest.raises(ConfigError) as refused:
         read(settings(bases["llama"]) | changes)
     for problem, part in zip(refused.value.problems, parts, strict=True):

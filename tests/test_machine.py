@@ -62,7 +62,11 @@ def test_memory_without_a_limit_is_that_of_the_machine(tree: Tree) -> None:
 
 def test_the_limits_of_a_container_are_at_the_root_of_its_mount(tree: Tree) -> None:
     files = {"memory/memory.limit_in_bytes": f"{GIB}\n", "cpu/cpu.cfs_quota_us": "150000\n"}
-    tree("4:memory:/docker/1f\n2:cpu,cpuacct:/docker/1f\n", **files, **{"cpu/cpu.cfs_period_us": "100000\n"})
+    tree(
+        "4:memory:/docker/1f\n2:cpu,cpuacct:/docker/1f\n",
+        **files,
+        **{"cpu/cpu.cfs_period_us": "100000\n"},
+    )
     assert machine.host_memory()[0] == GIB
     assert machine.cpu_quota() == 1.5
     assert machine.usable_cores() == 1
@@ -115,7 +119,11 @@ print(machine.host_memory()[0], machine.cpu_quota(), machine.usable_cores())
 
 def test_the_limits_of_a_real_cgroup_are_found() -> None:
     version2 = (machine.CGROUPS / "cgroup.controllers").exists()
-    mounts = [machine.CGROUPS] * 2 if version2 else [machine.CGROUPS / name for name in ("cpu", "memory")]
+    mounts = (
+        [machine.CGROUPS] * 2
+        if version2
+        else [machine.CGROUPS / name for name in ("cpu", "memory")]
+    )
     cpu, memory = (mount / f"lm-test-{os.getpid()}" for mount in mounts)
     limits = {cpu / "cpu.max": "50000 100000", memory / "memory.max": str(GIB)}
     if not version2:

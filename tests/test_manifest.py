@@ -79,7 +79,11 @@ def opened(world: World, folder: Path, **settings: Any) -> Iterator[Checkpointer
 
 
 def save(
-    checkpointer: Checkpointer, world: World, step: int, value: float | None = None, loss: float | None = None
+    checkpointer: Checkpointer,
+    world: World,
+    step: int,
+    value: float | None = None,
+    loss: float | None = None,
 ) -> str:
     """Save a sharded `toy` with all values `step`, or `value` on this rank; return the directory's name."""
     model = toy(step if value is None else value)
@@ -131,14 +135,18 @@ def test_a_loaded_checkpoint_equals_the_saved_state(saved: list[Path]) -> None:
         assert all(bool((parameter == step).all()) for parameter in model.parameters())
 
 
-def test_a_thousand_of_a_thousand_corruptions_are_refused_with_the_file(saved: list[Path], victim: Path) -> None:
+def test_a_thousand_of_a_thousand_corruptions_are_refused_with_the_file(
+    saved: list[Path], victim: Path
+) -> None:
     good, other_step, draw, n_refused = files(victim), files(saved[0]), random.Random(1), 0
     while n_refused < 1000:
         name = draw.choice([*good])
         content = good[name]
         start, end = sorted(draw.choices(range(len(content)), k=2))
         kinds = {
-            "flip": content[:start] + bytes([content[start] ^ 1 << draw.randrange(8)]) + content[start + 1 :],
+            "flip": content[:start]
+            + bytes([content[start] ^ 1 << draw.randrange(8)])
+            + content[start + 1 :],
             "truncate": content[:start],
             "zero": content[:start] + bytes(end - start) + content[end:],
             "swap": good[draw.choice([*good])],
@@ -199,7 +207,9 @@ def test_the_checkpoint_written_last_is_found_and_skipped_ones_are_printed(
     for number, path in enumerate([saved[1], saved[0], saved[0]]):
         shutil.copytree(path, checkpoints / f"{number}")
         manifest = read_manifest(path)
-        write_manifest(checkpoints / f"{number}", manifest.model_copy(update={"time": 1000.0 + number}))
+        write_manifest(
+            checkpoints / f"{number}", manifest.model_copy(update={"time": 1000.0 + number})
+        )
     (checkpoints / "2" / SHARDS[0]).unlink()
     (checkpoints / ".deleted-x").mkdir()
     assert find_checkpoint(tmp_path) == checkpoints / "1"
@@ -238,8 +248,16 @@ class Payload:
 
 def forge_manifest(folder: Path, **changes: Any) -> None:
     """Write a manifest that matches the files in `folder`, with `changes`."""
-    fields = {key: value for key, value in json.loads((folder / MANIFEST).read_text()).items() if key != "checksum"}
-    fields["files"] = {name: record(folder / name).model_dump() for name in fields["files"] if (folder / name).exists()}
+    fields = {
+        key: value
+        for key, value in json.loads((folder / MANIFEST).read_text()).items()
+        if key != "checksum"
+    }
+    fields["files"] = {
+        name: record(folder / name).model_dump()
+        for name in fields["files"]
+        if (folder / name).exists()
+    }
     (folder / MANIFEST).write_bytes(_encode(fields | changes))
 
 
@@ -260,7 +278,9 @@ def plant(folder: Path, payload: Payload, as_zip: bool | None = None) -> None:
 
 
 @pytest.mark.parametrize("as_zip", [None, True, False])
-def test_no_payload_runs_in_place_of_tensors(as_zip: bool | None, victim: Path, tmp_path: Path) -> None:
+def test_no_payload_runs_in_place_of_tensors(
+    as_zip: bool | None, victim: Path, tmp_path: Path
+) -> None:
     plant(victim, Payload(tmp_path / "ran"), as_zip)
     assert refusal(victim).startswith(f"{victim / SHARDS[0]}: damaged header")
     assert not (tmp_path / "ran").exists()
@@ -282,7 +302,13 @@ def test_no_product_code_unpickles() -> None:
             if isinstance(node, ast.Import | ast.ImportFrom)
             for name in (getattr(node, "module", None), *(alias.name for alias in node.names))
         }
-        assert not imported & {"pickle", "torch.distributed.checkpoint", "dill", "shelve", "marshal"}, path
+        assert not imported & {
+            "pickle",
+            "torch.distributed.checkpoint",
+            "dill",
+            "shelve",
+            "marshal",
+        }, path
         assert "torch.load(" not in path.read_text(), path
 
 
@@ -309,7 +335,10 @@ def test_slices_that_do_not_cover_a_tensor_exactly_once_are_refused(
 
 def test_a_slice_in_two_files_is_refused(victim: Path) -> None:
     shutil.copy(victim / SHARDS[1], victim / "model-00002-00000.safetensors")
-    entries = {name: record(victim / name).model_dump() for name in (*SHARDS, "model-00002-00000.safetensors")}
+    entries = {
+        name: record(victim / name).model_dump()
+        for name in (*SHARDS, "model-00002-00000.safetensors")
+    }
     forge_manifest(victim, files=entries)
     assert "weight" in refusal(victim)
 
@@ -317,13 +346,27 @@ def test_a_slice_in_two_files_is_refused(victim: Path) -> None:
 def test_a_manifest_that_lists_too_few_files_is_refused(victim: Path) -> None:
     forge_manifest(victim, files={SHARDS[0]: record(victim / SHARDS[0]).model_dump()})
     model = toy(-1)
-    with pytest.raises(ConfigError, match=r"model\.weight: \[3, 4\] .*\[6, 4\] .*\nmodel\.bias: \[3\] .*\[6\] "):
+    with pytest.raises(
+        ConfigError, match=r"model\.weight: \[3, 4\] .*\[6, 4\] .*\nmodel\.bias: \[3\] .*\[6\] "
+    ):
         load_weights(victim, model.state_dict())
     assert all(bool((parameter == -1).all()) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "/etc/passwd", "a/b", "..", ".", "", "a\0b", "manifest.json", "model-00000-00000.py", ".metadata"]
+    "name",
+    [
+        "../x",
+        "/etc/passwd",
+        "a/b",
+        "..",
+        ".",
+        "",
+        "a\0b",
+        "manifest.json",
+        "model-00000-00000.py",
+        ".metadata",
+    ],
 )
 def test_a_manifest_that_lists_other_files_is_refused(name: str, victim: Path) -> None:
     entries = read_manifest(victim).files
@@ -376,6 +419,8 @@ def test_malformed_json_is_refused(text: bytes, victim: Path) -> None:
         ("more", 1),
     ],
 )
-def test_a_manifest_with_impossible_values_is_refused_with_the_field(field: str, value: Any, victim: Path) -> None:
+def test_a_manifest_with_impossible_values_is_refused_with_the_field(
+    field: str, value: Any, victim: Path
+) -> None:
     forge_manifest(victim, **{field: value})
     assert refusal(victim).startswith(f"{victim}/manifest.json: damaged: {field}")

@@ -65,13 +65,16 @@ def metrics(world: World, clock: Clock) -> MetricsAccumulator:  # noqa: ARG001
     return MetricsAccumulator(CPU, world, flops_per_token=1e6, peak_flops=None)
 
 
-def add(to: MetricsAccumulator, *, n_target_tokens: int = 4, n_tokens: int = 8, **scalars: float) -> None:
+def add(
+    to: MetricsAccumulator, *, n_target_tokens: int = 4, n_tokens: int = 8, **scalars: float
+) -> None:
     scalars = {"loss_sum": 2.0, "grad_norm": 1.0, "skipped": 0.0} | scalars
     tensors = {name: torch.tensor(float(value)) for name, value in scalars.items()}
     to.add(n_target_tokens=n_target_tokens, n_tokens=n_tokens, **tensors)
 
 
-# ---- accumulator ---------------------------------------------------------------------------------------------
+# ---- accumulator
+# ---------------------------------------------------------------------------------------------
 
 
 def report_of_two_steps(world: World) -> dict[str, float]:
@@ -98,17 +101,26 @@ def test_a_report_covers_all_ranks() -> None:
     assert last["loss"] == (1 + 2) * (2 + 8) / 30
     assert (last["step_seconds"], last["waiting_for_data_percent"]) == (2.5, 80)
     assert (last["tokens_per_second"], last["mfu"]) == (100, 100 * 1e6 / (3 * 1e9))
-    assert last["peak_memory_gib"] == pytest.approx(max(report["own_memory"] for report in reports), rel=0.01)
+    assert last["peak_memory_gib"] == pytest.approx(
+        max(report["own_memory"] for report in reports), rel=0.01
+    )
     assert last["own_memory"] > 0.5
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_skipped_steps_do_not_count_in_loss_and_norm(metrics: MetricsAccumulator, clock: Clock, value: float) -> None:
+def test_skipped_steps_do_not_count_in_loss_and_norm(
+    metrics: MetricsAccumulator, clock: Clock, value: float
+) -> None:
     add(metrics, loss_sum=2, n_target_tokens=4, grad_norm=3)
     add(metrics, loss_sum=value, n_target_tokens=4, grad_norm=value, skipped=1)
     clock.now = 4
     report, most_consecutive_skipped = metrics.report()
-    assert (report["loss"], report["grad_norm"], report["skipped_steps"], most_consecutive_skipped) == (0.5, 3, 1, 1)
+    assert (
+        report["loss"],
+        report["grad_norm"],
+        report["skipped_steps"],
+        most_consecutive_skipped,
+    ) == (0.5, 3, 1, 1)
     assert (report["step_seconds"], report["tokens_per_second"]) == (2, 4)
     add(metrics, loss_sum=value, grad_norm=value, skipped=1)
     clock.now += 1
@@ -117,7 +129,9 @@ def test_skipped_steps_do_not_count_in_loss_and_norm(metrics: MetricsAccumulator
     assert not {"loss", "grad_norm", "mfu"} & report.keys()
 
 
-def test_consecutive_skipped_steps_count_across_reports(metrics: MetricsAccumulator, clock: Clock) -> None:
+def test_consecutive_skipped_steps_count_across_reports(
+    metrics: MetricsAccumulator, clock: Clock
+) -> None:
     most = []
     for steps in ([0, 1, 1, 0, 1], [1, 1, 0, 0], [0, 1, 0]):
         for skipped in steps:
@@ -127,7 +141,9 @@ def test_consecutive_skipped_steps_count_across_reports(metrics: MetricsAccumula
     assert most == [2, 3, 1]
 
 
-def test_loading_nothing_and_reporting_reset_the_sums_and_the_clock(metrics: MetricsAccumulator, clock: Clock) -> None:
+def test_loading_nothing_and_reporting_reset_the_sums_and_the_clock(
+    metrics: MetricsAccumulator, clock: Clock
+) -> None:
     for start in (lambda: metrics.load_state_dict(None), metrics.report):
         add(metrics, loss_sum=100, n_tokens=1000)
         clock.now += 50
@@ -149,16 +165,42 @@ def test_pauses_and_saves_are_not_training_time(metrics: MetricsAccumulator, clo
             with metrics.saving():
                 clock.now += seconds
         report, _ = metrics.report()
-        seen.append((report["tokens_per_second"], report["step_seconds"], report.get("save_stall_seconds")))
+        seen.append(
+            (report["tokens_per_second"], report["step_seconds"], report.get("save_stall_seconds"))
+        )
     assert seen == [(100, 1, 7), (100, 1, None)]
 
 
 def test_the_peak_follows_from_the_name_of_the_gpu() -> None:
-    tflops = {"NVIDIA B200": 2250, "NVIDIA H200": 989, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H100 PCIe": 756}
-    tflops |= {"NVIDIA H100 NVL": 835, "NVIDIA A100-SXM4-80GB": 312, "NVIDIA A100-PCIE-40GB": 312, "NVIDIA L40S": 362}
-    tflops |= {"NVIDIA L4": 121, "Tesla V100-SXM2-16GB": 125, "Tesla V100-PCIE-32GB": 112, "Tesla T4": 65}
-    assert {name: peak_flops_by_name(name) for name in tflops} == {name: peak * 1e12 for name, peak in tflops.items()}
-    unknown = ("L40", "A10", "T400 4GB", "GeForce RTX 3060", "GeForce RTX 4090 Laptop GPU", "A100 MIG 1g.5gb")
+    tflops = {
+        "NVIDIA B200": 2250,
+        "NVIDIA H200": 989,
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H100 PCIe": 756,
+    }
+    tflops |= {
+        "NVIDIA H100 NVL": 835,
+        "NVIDIA A100-SXM4-80GB": 312,
+        "NVIDIA A100-PCIE-40GB": 312,
+        "NVIDIA L40S": 362,
+    }
+    tflops |= {
+        "NVIDIA L4": 121,
+        "Tesla V100-SXM2-16GB": 125,
+        "Tesla V100-PCIE-32GB": 112,
+        "Tesla T4": 65,
+    }
+    assert {name: peak_flops_by_name(name) for name in tflops} == {
+        name: peak * 1e12 for name, peak in tflops.items()
+    }
+    unknown = (
+        "L40",
+        "A10",
+        "T400 4GB",
+        "GeForce RTX 3060",
+        "GeForce RTX 4090 Laptop GPU",
+        "A100 MIG 1g.5gb",
+    )
     assert [name for name in unknown if peak_flops_by_name(f"NVIDIA {name}")] == []
 
 
@@ -167,7 +209,8 @@ def test_the_peak_of_cpus_and_of_float32_is_unknown(device: str, dtype: torch.dt
     assert peak_flops(torch.device(device), dtype) is None
 
 
-# ---- logger and sinks ----------------------------------------------------------------------------------------
+# ---- logger and sinks
+# ----------------------------------------------------------------------------------------
 
 
 class Cluster(DummyTrainContext):
@@ -192,11 +235,19 @@ class Cluster(DummyTrainContext):
         self.statuses.put(status)
 
 
-TRAINING = {"loss": 3.14159, "tokens_per_second": 12345.6, "lr": 1e-4, "mfu": 0.4567, "step_seconds": 0.1}
+TRAINING = {
+    "loss": 3.14159,
+    "tokens_per_second": 12345.6,
+    "lr": 1e-4,
+    "mfu": 0.4567,
+    "step_seconds": 0.1,
+}
 VALIDATION = {"loss": 2.5, "perplexity": 12.18249, "batches": 10}
 
 
-def started(run_dir: Path | None, *, step: int = 0, rank: int = 0, cluster: Cluster | None = None) -> MetricLogger:
+def started(
+    run_dir: Path | None, *, step: int = 0, rank: int = 0, cluster: Cluster | None = None
+) -> MetricLogger:
     logger = MetricLogger(rank, run_dir, cluster or Cluster(), max_steps=100)
     logger.start(step)
     return logger
@@ -208,7 +259,10 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 def scalars(run_dir: Path, group: str, key: str) -> dict[int, float]:
     events = EventAccumulator(str(run_dir / group)).Reload()
-    return {event.step: event.value for event in events.Scalars(key if key == "loss" else f"{group}/{key}")}
+    return {
+        event.step: event.value
+        for event in events.Scalars(key if key == "loss" else f"{group}/{key}")
+    }
 
 
 def test_reports_are_lines_written_at_once_and_scalars(tmp_path: Path) -> None:
@@ -231,7 +285,9 @@ def test_repeated_steps_are_logged_once(tmp_path: Path, start: int) -> None:
         killed.log("training", step, {"loss": float(step)})
     killed.close()
     with (tmp_path / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 1}\n[1]\n{}\n"\xff"\n{"group": "training", "st')  # truncated by the kill
+        file.write(
+            b'{"step": 1}\n[1]\n{}\n"\xff"\n{"group": "training", "st'
+        )  # truncated by the kill
     resumed = started(tmp_path, step=start)
     resumed.log("training", 30, {"loss": 31.0})
     resumed.close()
@@ -278,14 +334,20 @@ def test_errors_of_tensorboards_thread_end_the_run_with_one_line(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_the_cluster_receives_metrics_progress_and_status(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cluster_receives_metrics_progress_and_status(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     cluster = Cluster()
     logger = started(None, cluster=cluster)
     assert cluster.statuses.get(timeout=10) == "training"
     with logger.status("validating"):
         assert cluster.statuses.get(timeout=10) == "validating"
     assert cluster.statuses.get(timeout=10) == "training"
-    reports = [("training", 25, TRAINING), ("validation", 25, VALIDATION), ("training", 100, TRAINING)]
+    reports = [
+        ("training", 25, TRAINING),
+        ("validation", 25, VALIDATION),
+        ("training", 100, TRAINING),
+    ]
     for report in reports:
         logger.log(*report)
     logger.close()
@@ -317,7 +379,13 @@ def test_a_sample_is_a_line_of_its_file_a_text_in_tensorboard_and_harmless_on_a_
         logger.close()
         assert "sample      step  10/100\nto be or\n\\x1b[2Jnot\n" in capsys.readouterr().out
     (line,) = (json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines())
-    assert line == {"group": "sample", "step": 10, "time": line["time"], "prompt": "to be", "text": " or\n\x1b[2Jnot"}
+    assert line == {
+        "group": "sample",
+        "step": 10,
+        "time": line["time"],
+        "prompt": "to be",
+        "text": " or\n\x1b[2Jnot",
+    }
     for folder in (tmp_path / "validation", tmp_path / "cluster"):
         (text,) = EventAccumulator(str(folder)).Reload().Tensors("sample/text_summary")
         assert (text.step, text.tensor_proto.string_val[0]) == (10, b"    to be or\n    \x1b[2Jnot")
@@ -338,7 +406,9 @@ def test_other_ranks_log_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr() == ("", "")
 
 
-def test_without_a_terminal_a_report_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_a_report_is_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     logger = started(tmp_path, step=5)
     logger.log("training", 10, TRAINING)
     logger.log("validation", 10, VALIDATION)
@@ -346,7 +416,10 @@ def test_without_a_terminal_a_report_is_a_line(tmp_path: Path, capsys: pytest.Ca
     logger.info("after the end")
     output = capsys.readouterr().out
     assert len(output.splitlines()) == 4
-    assert re.search(r"training +step +10/100 +loss +3.1416 +lr 1.00e-04 +tokens/s +12,346 +MFU 45.7% +left", output)
+    assert re.search(
+        r"training +step +10/100 +loss +3.1416 +lr 1.00e-04 +tokens/s +12,346 +MFU 45.7% +left",
+        output,
+    )
     assert re.search(r"validation +step +10/100 +loss +2.5000 +perplexity 12.18\n", output)
 
 

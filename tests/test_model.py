@@ -27,7 +27,13 @@ from model import (
     even_chunk_size,
 )
 
-TINY: dict[str, Any] = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 24}
+TINY: dict[str, Any] = {
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 2,
+    "vocab_size": 64,
+    "max_seq_len": 24,
+}
 LLAMA: dict[str, Any] = TINY | {
     "norm": "rmsnorm",
     "positions": "rope",
@@ -91,7 +97,8 @@ def tokens_of(model: Transformer, batch: int = 2, length: int | None = None) -> 
     return torch.randint(0, model.config.vocab_size, size, generator=generator)
 
 
-# ---- counts -------------------------------------------------------------------------------------------
+# ---- counts
+# -------------------------------------------------------------------------------------------
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -128,7 +135,12 @@ def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
 
 def test_explicit_keys_override_the_preset() -> None:
     config = ModelConfig.model_validate({"model": "llama3-8b", "n_layers": 2, "vocab_size": 1000})
-    assert (config.n_layers, config.vocab_size, config.d_model, config.norm) == (2, 1000, 4096, "rmsnorm")
+    assert (config.n_layers, config.vocab_size, config.d_model, config.norm) == (
+        2,
+        1000,
+        4096,
+        "rmsnorm",
+    )
 
 
 def test_an_unknown_preset_is_refused_with_the_list() -> None:
@@ -143,9 +155,9 @@ def test_flops_are_those_that_pytorch_counts(style: dict[str, Any], length: int)
     config = ModelConfig.model_validate(style)
     model = on_meta(config)
     tokens = torch.zeros(3, length, dtype=torch.int64, device="meta")
-    # On the meta device attention is two plain matrix products forward and four backward. The counter does
-    # not know the CPU's fused kernel at all, and would count a fifth product in a GPU kernel's backward:
-    # the recomputation of the scores, which is no useful work.
+    # On the meta device attention is two plain matrix products forward and four backward. The
+    # counter does not know the CPU's fused kernel at all, and would count a fifth product in a GPU
+    # kernel's backward: the recomputation of the scores, which is no useful work.
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
     causal = config.model_copy(update={"sliding_window": None}).flops_per_token(length)
@@ -170,10 +182,16 @@ def test_causal_flops_count_the_positions_that_are_attended_to() -> None:
     [
         ({"d_model": 32, "n_heads": 5}, r"n_heads: 5 .*\[1, 2, 4, 8\]"),
         ({"n_heads": 8, "n_kv_heads": 3}, r"n_kv_heads: 3 .*\[1, 2, 4, 8\]"),
-        ({"d_model": 24, "n_heads": 8, "positions": "rope"}, "n_heads: .*even d_model / n_heads, not 3"),
+        (
+            {"d_model": 24, "n_heads": 8, "positions": "rope"},
+            "n_heads: .*even d_model / n_heads, not 3",
+        ),
         ({"head_dim": 7, "positions": "rope"}, "head_dim: .*even head_dim, not 7"),
         ({"rope_scaling": LLAMA3_SCALING}, "rope_scaling: .*positions: rope"),
-        ({"positions": "rope", "rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1.0}}, "high_freq_factor 1 "),
+        (
+            {"positions": "rope", "rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1.0}},
+            "high_freq_factor 1 ",
+        ),
     ],
 )
 def test_an_invalid_structure_is_refused_by_key(settings: dict[str, Any], key: str) -> None:
@@ -181,7 +199,8 @@ def test_an_invalid_structure_is_refused_by_key(settings: dict[str, Any], key: s
         ModelConfig.model_validate(settings)
 
 
-# ---- architecture; tests/test_hf.py compares the other families with transformers --------------------------
+# ---- architecture; tests/test_hf.py compares the other families with transformers
+# --------------------------
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -204,7 +223,11 @@ def original_logits(weights: dict[str, Tensor], tokens: Tensor, layers: int, hea
         b = f"blocks.{i}."
         h = F.layer_norm(x, (d,), w[b + "attention_norm.weight"], w[b + "attention_norm.bias"])
         q, k, v = (by_head(h @ w[f"{b}attention.{part}_proj.weight"].T, heads) for part in "qkv")
-        x = x + plain_attention(q, k, v).transpose(1, 2).flatten(2) @ w[b + "attention.o_proj.weight"].T
+        x = (
+            x
+            + plain_attention(q, k, v).transpose(1, 2).flatten(2)
+            @ w[b + "attention.o_proj.weight"].T
+        )
         h = F.layer_norm(x, (d,), w[b + "ffn_norm.weight"], w[b + "ffn_norm.bias"])
         h = torch.relu(h @ w[b + "ffn.up_proj.weight"].T + w[b + "ffn.up_proj.bias"])
         x = x + h @ w[b + "ffn.down_proj.weight"].T + w[b + "ffn.down_proj.bias"]
@@ -215,7 +238,9 @@ def original_logits(weights: dict[str, Tensor], tokens: Tensor, layers: int, hea
 def test_the_default_is_the_original_examples_architecture() -> None:
     model = make(TINY)
     tokens = tokens_of(model)
-    torch.testing.assert_close(model(tokens), original_logits(model.state_dict(), tokens, 2, 4), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        model(tokens), original_logits(model.state_dict(), tokens, 2, 4), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_tied_embeddings_are_one_parameter_that_both_ends_train() -> None:
@@ -248,10 +273,13 @@ def test_a_token_outside_the_sliding_window_is_not_attended_to() -> None:
     assert differs.nonzero().flatten().tolist() == [3, 4, 5, 6, 7]
 
 
-# ---- the key-value cache ---------------------------------------------------------------------------------
+# ---- the key-value cache
+# ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pieces", [[1] * 24, [10] + [1] * 14, [7, 9, 8], [24], [2, 20, 1, 1]], ids=str)
+@pytest.mark.parametrize(
+    "pieces", [[1] * 24, [10] + [1] * 14, [7, 9, 8], [24], [2, 20, 1, 1]], ids=str
+)
 @every_style
 def test_reading_in_pieces_equals_reading_at_once(style: dict[str, Any], pieces: list[int]) -> None:
     model = make(style)
@@ -275,11 +303,14 @@ def test_more_tokens_than_max_seq_len_are_refused(cached: int) -> None:
         model(tokens_of(model, length=25 - cached), cache=cache)
 
 
-# ---- loss and initial state --------------------------------------------------------------------------------
+# ---- loss and initial state
+# --------------------------------------------------------------------------------
 
 
 @every_style
-def test_the_loss_is_the_sum_in_nats_over_targets_that_are_not_ignored(style: dict[str, Any]) -> None:
+def test_the_loss_is_the_sum_in_nats_over_targets_that_are_not_ignored(
+    style: dict[str, Any],
+) -> None:
     model = make(style)
     tokens = tokens_of(model)
     targets = tokens.roll(-1, dims=1)
@@ -301,7 +332,9 @@ def test_targets_that_are_all_ignored_give_no_loss_and_no_gradient() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler, which meets its own
-@pytest.mark.parametrize(("size", "compiled"), [(1, False), (3, False), (10, False), (64, False), (3, True)])
+@pytest.mark.parametrize(
+    ("size", "compiled"), [(1, False), (3, False), (10, False), (64, False), (3, True)]
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 def test_the_loss_in_chunks_is_the_loss_with_its_gradients(
     dtype: torch.dtype, tolerance: float, size: int, compiled: bool
@@ -312,12 +345,21 @@ def test_the_loss_in_chunks_is_the_loss_with_its_gradients(
     targets[[2, 7]] = IGNORE_INDEX
 
     def plain(x: Tensor, weight: Tensor) -> Tensor:
-        return F.cross_entropy((x @ weight.T).float(), targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        return F.cross_entropy(
+            (x @ weight.T).float(), targets, ignore_index=IGNORE_INDEX, reduction="sum"
+        )
 
-    chunk = torch.compile(chunk_cross_entropy, fullgraph=True, dynamic=False) if compiled else chunk_cross_entropy
+    chunk = (
+        torch.compile(chunk_cross_entropy, fullgraph=True, dynamic=False)
+        if compiled
+        else chunk_cross_entropy
+    )
 
     def chunked(x: Tensor, weight: Tensor) -> Tensor:
-        return cast(Tensor, LinearCrossEntropy.apply(x, weight, targets, size, torch.is_grad_enabled(), chunk))
+        return cast(
+            Tensor,
+            LinearCrossEntropy.apply(x, weight, targets, size, torch.is_grad_enabled(), chunk),
+        )
 
     results = []
     for loss_of in (plain, chunked):
@@ -327,7 +369,9 @@ def test_the_loss_in_chunks_is_the_loss_with_its_gradients(
         results.append((loss.detach(), *(value.grad for value in inputs)))
     for expected, found in zip(*results, strict=True):
         assert found.dtype == expected.dtype
-        assert torch.linalg.vector_norm(found - expected) <= tolerance * torch.linalg.vector_norm(expected)
+        assert torch.linalg.vector_norm(found - expected) <= tolerance * torch.linalg.vector_norm(
+            expected
+        )
     with torch.no_grad():
         assert chunked(x, weight).item() == pytest.approx(results[1][0].item(), rel=1e-5)
 
@@ -336,7 +380,9 @@ def test_the_chunked_loss_never_holds_all_logits() -> None:
     class Largest(TorchDispatchMode):
         size = 0
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = func(*args, **(kwargs or {}))
             if isinstance(out, Tensor) and out.dim() == 2 and out.shape[-1] == 1000:
                 self.size = max(self.size, len(out))
@@ -345,15 +391,21 @@ def test_the_chunked_loss_never_holds_all_logits() -> None:
     x, weight = torch.randn(64, 8, requires_grad=True), torch.randn(1000, 8, requires_grad=True)
     with Largest() as largest:
         cast(
-            Tensor, LinearCrossEntropy.apply(x, weight, torch.randint(1000, (64,)), 16, True, chunk_cross_entropy)
+            Tensor,
+            LinearCrossEntropy.apply(
+                x, weight, torch.randint(1000, (64,)), 16, True, chunk_cross_entropy
+            ),
         ).backward()
     assert largest.size == 16
 
 
 @pytest.mark.parametrize(
-    ("total", "limit", "size"), [(8192, 4185, 4096), (2048, 524, 512), (7, 100, 7), (13, 4, 4), (10, 3, 2), (1, 1, 1)]
+    ("total", "limit", "size"),
+    [(8192, 4185, 4096), (2048, 524, 512), (7, 100, 7), (13, 4, 4), (10, 3, 2), (1, 1, 1)],
 )
-def test_chunks_have_equal_sizes_if_a_divisor_is_near_the_limit(total: int, limit: int, size: int) -> None:
+def test_chunks_have_equal_sizes_if_a_divisor_is_near_the_limit(
+    total: int, limit: int, size: int
+) -> None:
     assert even_chunk_size(total, limit) == size
 
 
@@ -389,7 +441,9 @@ def test_norms_start_as_the_identity_and_biases_at_zero(style: dict[str, Any]) -
     model = on_meta(ModelConfig.model_validate(style))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
-            assert model.init_rule(name) == ("constant", 0.0 if name.endswith("bias") else 1.0), name
+            assert model.init_rule(name) == ("constant", 0.0 if name.endswith("bias") else 1.0), (
+                name
+            )
 
 
 @pytest.mark.parametrize("style", ["gpt2", "llama", "llama3.2", "qwen3", "olmo2"])
@@ -398,7 +452,10 @@ def test_gpt2_and_llama_scale_down_matrices_that_write_to_the_residual_stream(st
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             writes = name.endswith(("attention.o_proj.weight", "ffn.down_proj.weight"))
-            assert model.init_rule(name) == ("normal", 0.02 / math.sqrt(2 * 2) if writes else 0.02), name
+            assert model.init_rule(name) == (
+                "normal",
+                0.02 / math.sqrt(2 * 2) if writes else 0.02,
+            ), name
 
 
 def test_the_original_examples_model_starts_with_the_variances_of_pytorchs_modules() -> None:
@@ -408,7 +465,10 @@ def test_the_original_examples_model_starts_with_the_variances_of_pytorchs_modul
         if name == "embedding.positions.weight":
             assert model.init_rule(name) == ("constant", 0.0)
         elif parameter.ndim == 2:
-            assert model.init_rule(name) == ("normal", pytest.approx(parameter.std().item(), rel=0.05)), name
+            assert model.init_rule(name) == (
+                "normal",
+                pytest.approx(parameter.std().item(), rel=0.05),
+            ), name
 
 
 @every_style
@@ -428,7 +488,8 @@ def test_fsdp_units_hold_every_parameter_except_tied_embeddings(style: dict[str,
     assert left == (ends if model.config.tie_embeddings else [])
 
 
-# ---- several documents in a sequence --------------------------------------------------------------------------------
+# ---- several documents in a sequence
+# --------------------------------------------------------------------------------
 
 
 @every_style
@@ -449,7 +510,9 @@ def flex_masks(monkeypatch: pytest.MonkeyPatch) -> list[AttentionInputs]:
     received: list[AttentionInputs] = []
     forward = Block.forward
 
-    def record(block: Block, x: Tensor, inputs: AttentionInputs, cache: KVCache | None = None) -> Tensor:
+    def record(
+        block: Block, x: Tensor, inputs: AttentionInputs, cache: KVCache | None = None
+    ) -> Tensor:
         received.append(inputs)
         return forward(block, x, inputs, cache)
 
@@ -458,11 +521,15 @@ def flex_masks(monkeypatch: pytest.MonkeyPatch) -> list[AttentionInputs]:
 
 
 @pytest.mark.parametrize(
-    ("style", "packed_documents"), [*((style, True) for style in STYLES), ("mistral", False), ("windowed", False)]
+    ("style", "packed_documents"),
+    [*((style, True) for style in STYLES), ("mistral", False), ("windowed", False)],
 )
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_equals_attention_with_a_mask(
-    style: str, packed_documents: bool, flex_masks: list[AttentionInputs], monkeypatch: pytest.MonkeyPatch
+    style: str,
+    packed_documents: bool,
+    flex_masks: list[AttentionInputs],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = make(STYLES[style])
     _, sequence, ids = packed()
@@ -476,11 +543,14 @@ def test_flex_attention_equals_attention_with_a_mask(
     assert isinstance(flex_masks[-1].mask, BlockMask)
 
 
-# ---- position ids ------------------------------------------------------------------------------------------
+# ---- position ids
+# ------------------------------------------------------------------------------------------
 
 
 @every_style
-def test_default_position_ids_are_consecutive_and_restart_in_each_document(style: dict[str, Any]) -> None:
+def test_default_position_ids_are_consecutive_and_restart_in_each_document(
+    style: dict[str, Any],
+) -> None:
     model = make(style)
     _, tokens, document_ids = packed()
     for position_ids in (torch.arange(24), torch.arange(24)[None]):
@@ -502,13 +572,23 @@ def test_shifted_position_ids_compute_a_sequence_at_that_offset(style: dict[str,
         assert not torch.allclose(shifted, model(tokens[:, 10:]), atol=1e-2)
         with torch.no_grad():
             assert model.embedding.positions is not None
-            model.embedding.positions.weight.copy_(model.embedding.positions.weight.roll(-10, dims=0))
-    torch.testing.assert_close(model(tokens[:, 10:]), shifted, rtol=1e-4, atol=1e-4)  # RoPE is relative
+            model.embedding.positions.weight.copy_(
+                model.embedding.positions.weight.roll(-10, dims=0)
+            )
+    torch.testing.assert_close(
+        model(tokens[:, 10:]), shifted, rtol=1e-4, atol=1e-4
+    )  # RoPE is relative
 
 
 def test_rotary_angles_are_those_of_the_position_ids() -> None:
     model, tokens = make(LLAMA), torch.arange(24)[None]
-    every_frequency_times_3 = LLAMA3_SCALING | {"factor": 1 / 3, "low_freq_factor": 1e8, "high_freq_factor": 1e9}
+    every_frequency_times_3 = LLAMA3_SCALING | {
+        "factor": 1 / 3,
+        "low_freq_factor": 1e8,
+        "high_freq_factor": 1e9,
+    }
     expected = make(LLAMA | {"rope_scaling": every_frequency_times_3})(tokens)
-    torch.testing.assert_close(model(tokens, position_ids=3 * torch.arange(24)), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(tokens, position_ids=3 * torch.arange(24)), expected, rtol=1e-4, atol=1e-4
+    )
     assert not torch.allclose(model(tokens), expected, atol=1e-2)

@@ -21,7 +21,9 @@ MPICH, OPEN_MPI = "mpiexec.mpich", "mpiexec.openmpi"
 
 def needs(*programs: str) -> pytest.MarkDecorator:
     missing = [program for program in programs if shutil.which(program) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed (Debian: mpich, openmpi-bin)")
+    return pytest.mark.skipif(
+        bool(missing), reason=f"{', '.join(missing)} not installed (Debian: mpich, openmpi-bin)"
+    )
 
 
 class Queue:
@@ -47,7 +49,9 @@ class Queue:
         wait = f"until grep --no-messages --quiet {after!r} pbs-*.log; do kill -0 $JOB || exit; sleep 0.1; done; "
         self.script("qstat", f"{wait if after else ''}echo '    Resource_List.walltime = {limit}'")
 
-    def job(self, number: int, mpiexec: str, arguments: str, errors: str = "", **env: str) -> tuple[int, str]:
+    def job(
+        self, number: int, mpiexec: str, arguments: str, errors: str = "", **env: str
+    ) -> tuple[int, str]:
         """Run launch/pbs.sh as PBS does, which prints `errors`; return the exit code and the log."""
         pbs = {
             "PBS_JOBID": f"{number}.pbs",
@@ -91,7 +95,12 @@ def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_e
     assert log.splitlines()[-1] == "job 1.pbs: resumes as 2.pbs (exit code 0)"
     submitted = (job / "submitted").read_text().splitlines()
     exported = "ARGS,TOTAL_BATCH_SIZE,BATCH_SIZE,PYTHON,MPIEXEC"
-    assert submitted == ["-v", exported, "launch/pbs.sh", f"--config test.yaml {ENDLESS} resume=auto"]
+    assert submitted == [
+        "-v",
+        exported,
+        "launch/pbs.sh",
+        f"--config test.yaml {ENDLESS} resume=auto",
+    ]
 
     (job / "submitted").unlink()
     queue.walltime("10:00:00")
@@ -101,7 +110,13 @@ def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_e
     assert code == 0, log
     assert f"0: resumed from checkpoint {checkpoints(job)[saved].name}" in log
     done = run(
-        tmp_path / "uninterrupted", "total_batch_size=8", "batch_size=2", steps, ranks=2, config=REQUEUED, timeout=300
+        tmp_path / "uninterrupted",
+        "total_batch_size=8",
+        "batch_size=2",
+        steps,
+        ranks=2,
+        config=REQUEUED,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert exact(job) == exact(tmp_path / "uninterrupted")
@@ -129,7 +144,9 @@ def test_an_unknown_walltime_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("node", "signaled"), [(os.uname().nodename, True), ("elsewhere", False)])
-def test_only_ranks_on_the_first_node_are_signaled(node: str, signaled: bool, tmp_path: Path) -> None:
+def test_only_ranks_on_the_first_node_are_signaled(
+    node: str, signaled: bool, tmp_path: Path
+) -> None:
     """All nodes may share the directory of process IDs, which have no meaning on another node."""
     rank = ["rank", str(tmp_path), str(tmp_path), node, "1.pbs", "localhost", "1", "true"]
     with subprocess.Popen(["bash", str(ROOT / "launch" / "pbs.sh"), *rank]) as process:
@@ -152,7 +169,9 @@ def test_a_job_that_saves_no_checkpoint_submits_no_follow_up_job(tmp_path: Path)
 
 @pytest.mark.slow
 @needs(OPEN_MPI)
-def test_a_job_that_diverges_submits_no_follow_up_job_although_it_saved_a_checkpoint(tmp_path: Path) -> None:
+def test_a_job_that_diverges_submits_no_follow_up_job_although_it_saved_a_checkpoint(
+    tmp_path: Path,
+) -> None:
     queue = Queue(tmp_path)
     (tmp_path / "nodes").write_text("localhost\n")
     saves = "checkpoint_rate=1 async_checkpoint=false validation_rate=100"
@@ -168,13 +187,19 @@ def test_arguments_are_not_expanded_by_a_shell(tmp_path: Path) -> None:
     queue = Queue(tmp_path)
     (tmp_path / "nodes").write_text("localhost\n")
     arguments = "a;touch x `touch x` $(touch x) * '$HOME\" total_batch_size=3"
-    code, log = queue.job(1, MPICH, arguments, PYTHON="echo", TOTAL_BATCH_SIZE="4", BATCH_SIZE="5;touch x")
+    code, log = queue.job(
+        1, MPICH, arguments, PYTHON="echo", TOTAL_BATCH_SIZE="4", BATCH_SIZE="5;touch x"
+    )
     assert (code, log) == (0, f"0: fsdp.py --config test.yaml {arguments} batch_size=5;touch x\n")
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("job", [{}, {"PBS_JOBID": "1.pbs"}, {"SLURM_JOB_ID": "1"}], ids=lambda job: "".join(job))
-@pytest.mark.parametrize("command", [pytest.param([m], marks=needs(m), id=m) for m in (MPICH, OPEN_MPI)])
+@pytest.mark.parametrize(
+    "job", [{}, {"PBS_JOBID": "1.pbs"}, {"SLURM_JOB_ID": "1"}], ids=lambda job: "".join(job)
+)
+@pytest.mark.parametrize(
+    "command", [pytest.param([m], marks=needs(m), id=m) for m in (MPICH, OPEN_MPI)]
+)
 def test_the_ranks_of_each_mpiexec_agree_on_a_different_port_even_in_one_job_and_inside_of_shells(
     command: list[str], job: dict[str, str], tmp_path: Path
 ) -> None:
@@ -183,9 +208,15 @@ def test_the_ranks_of_each_mpiexec_agree_on_a_different_port_even_in_one_job_and
     (tmp_path / "rank.sh").write_text(f'{sys.executable} -c "{code}"\nexit 0\n')
     env = os.environ | job | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     words = [*command, "-n", "2", "bash", str(tmp_path / "rank.sh")]
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:  # Open MPI fails if two make it
+    with (
+        tempfile.TemporaryDirectory() as one,
+        tempfile.TemporaryDirectory() as other,
+    ):  # Open MPI fails if two make it
         envs = [env | {"TMPDIR": directory} for directory in (one, other)]
-        two = [subprocess.Popen(words, cwd=ROOT, env=own, stdout=subprocess.PIPE, text=True) for own in envs]
+        two = [
+            subprocess.Popen(words, cwd=ROOT, env=own, stdout=subprocess.PIPE, text=True)
+            for own in envs
+        ]
         ports = [mpiexec.communicate(timeout=60)[0].split() for mpiexec in two]
     assert [len(both) for both in ports] == [2, 2], ports
     assert [len(set(both)) for both in ports] == [1, 1]

@@ -1,7 +1,7 @@
 """A run in object storage is as safe as one on a disk, and needs nothing of the machines that made it.
 
-The servers are moto for S3, gcp-storage-emulator for Google's storage, Microsoft's Azurite for Azure's. A proxy in
-front of moto fails on request.
+The servers are moto for S3, gcp-storage-emulator for Google's storage, Microsoft's Azurite for
+Azure's. A proxy in front of moto fails on request.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def az_server() -> Iterator[str]:
         pytest.skip("needs azurite: npm install --global azurite")
     port = free_port()
     options = ("--silent", "--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck")
-    with serving(azurite, *options, f"--blobPort={port}", port=port, AZURITE_ACCOUNTS="account:a2V5") as address:
+    with serving(
+        azurite, *options, f"--blobPort={port}", port=port, AZURITE_ACCOUNTS="account:a2V5"
+    ) as address:
         yield address
 
 
@@ -112,7 +114,13 @@ def az(az_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     return f"az://bucket/{tmp_path.name}"
 
 
-@pytest.fixture(params=["s3", pytest.param("gs", marks=pytest.mark.slow), pytest.param("az", marks=pytest.mark.slow)])
+@pytest.fixture(
+    params=[
+        "s3",
+        pytest.param("gs", marks=pytest.mark.slow),
+        pytest.param("az", marks=pytest.mark.slow),
+    ]
+)
 def storage(request: pytest.FixtureRequest) -> str:
     return request.getfixturevalue(request.param)
 
@@ -172,7 +180,10 @@ def use_two_machines(world: World, url: str, root: Path) -> dict[str, Any]:
     folder = root / f"machine-{world.rank}"
     with machine(world, url, folder) as (checkpointer, place):
         (folder / "runs" / "test" / "metrics.jsonl").write_text("1\n")
-        uuids = [save(checkpointer, world, step, loss=loss) for step, loss in enumerate([3.0, 1.0, 4.0, 5.0], start=1)]
+        uuids = [
+            save(checkpointer, world, step, loss=loss)
+            for step, loss in enumerate([3.0, 1.0, 4.0, 5.0], start=1)
+        ]
         left = [name for name in files_in(folder) if "safetensors" in name]
         saved = [entry.name for entry in place.list_saved()[0]]
         found = load(checkpointer, world, place.locate(uuids[3]))
@@ -188,7 +199,13 @@ def use_two_machines(world: World, url: str, root: Path) -> dict[str, Any]:
     with opened(world, root / "shared") as on_disk, pytest.raises(CheckpointError) as refused:
         load(on_disk, world, place.locate(uuids[2]))
     errors.append(str(refused.value))
-    return {"uuids": uuids, "left": left, "saved": saved, "loaded": [found, again], "errors": errors}
+    return {
+        "uuids": uuids,
+        "left": left,
+        "saved": saved,
+        "loaded": [found, again],
+        "errors": errors,
+    }
 
 
 @pytest.mark.slow
@@ -203,7 +220,9 @@ def test_machines_that_share_no_disk_save_load_and_refuse_damage_together(
         assert rank["left"] == []
         assert rank["saved"] == rank["uuids"][1:]  # the newest two and the best
         assert rank["loaded"] == [(4, True), (3, True)]
-        for error, uuid, name in zip(rank["errors"], (rank["uuids"][3], rank["uuids"][2]), SHARDS[::-1], strict=True):
+        for error, uuid, name in zip(
+            rank["errors"], (rank["uuids"][3], rank["uuids"][2]), SHARDS[::-1], strict=True
+        ):
             assert error.startswith(f"{url}/checkpoints/{uuid}/{name}: damaged")
     # From elsewhere, without a lease.
     assert command.main(["list", url]) == 0
@@ -213,11 +232,15 @@ def test_machines_that_share_no_disk_save_load_and_refuse_damage_together(
     third = f"{url}/checkpoints/{first['uuids'][2]}"
     assert command.main(["verify", third]) == 0
     assert command.main(["verify", url]) == CheckpointError.exit_code  # the newest is damaged
-    assert capsys.readouterr().err.startswith(f"{url}/checkpoints/{first['uuids'][3]}/{SHARDS[1]}: damaged")
+    assert capsys.readouterr().err.startswith(
+        f"{url}/checkpoints/{first['uuids'][3]}/{SHARDS[1]}: damaged"
+    )
     folder = find_checkpoint(third)
     verify(folder, read_manifest(folder))
     for key in ("resume", "init_from"):
-        plan = plan_resume(CheckpointConfig.model_validate({key: third}), NO_CHECKPOINTS, restarted=False)
+        plan = plan_resume(
+            CheckpointConfig.model_validate({key: third}), NO_CHECKPOINTS, restarted=False
+        )
         assert (plan.resume_candidates or plan.init_candidates) == (third,)
 
 
@@ -261,7 +284,11 @@ def test_the_run_moves_to_an_empty_machine_with_its_metrics(
             place.move_aside()
             assert not place.list_saved()[0]
             assert not place.was_committed()
-            (aside,) = {path.partition("/")[0] for path in place.bucket.sizes() if path.startswith("before-")}
+            (aside,) = {
+                path.partition("/")[0]
+                for path in place.bucket.sizes()
+                if path.startswith("before-")
+            }
             moved = f"{place.url}/{aside}/checkpoints/{newest[0]}"
             assert load(checkpointer, world, moved) == (3, True)
 
@@ -270,7 +297,9 @@ def test_the_run_moves_to_an_empty_machine_with_its_metrics(
     in_world(third)
 
 
-def test_after_an_error_the_metrics_are_stored_and_any_machine_resumes_at_once(s3: str, tmp_path: Path) -> None:
+def test_after_an_error_the_metrics_are_stored_and_any_machine_resumes_at_once(
+    s3: str, tmp_path: Path
+) -> None:
     def diverge(world: World) -> None:
         with machine(world, s3, tmp_path / "1"):
             Path("runs/test/metrics.jsonl").write_text("1\n")
@@ -318,7 +347,9 @@ def test_one_run_at_a_time_writes_and_a_dead_one_is_replaced(
     c.acquire()  # released: at once
     c.release()
     (folders[2] / "checkpoints").mkdir()
-    (folders[2] / "checkpoints" / COMMITTED).touch()  # a run on this disk, which would seem to be lost
+    (
+        folders[2] / "checkpoints" / COMMITTED
+    ).touch()  # a run on this disk, which would seem to be lost
     with pytest.raises(ConfigError, match=f"^{folders[2]}: .*run_name, with resume={folders[2]} "):
         c.acquire()
 
@@ -365,7 +396,9 @@ class Proxy(http.server.ThreadingHTTPServer):
                 match self.fault(handler.command, handler.path):
                     case (status, text):
                         handler.send_response(status)
-                        content = f"<Error><Code>{text}</Code><Message>{text}</Message></Error>".encode()
+                        content = (
+                            f"<Error><Code>{text}</Code><Message>{text}</Message></Error>".encode()
+                        )
                         headers = {"Content-Length": str(len(content))}
                     case str(fault):
                         handler.close_connection = True
@@ -373,11 +406,17 @@ class Proxy(http.server.ThreadingHTTPServer):
                         return
                     case _:
                         with closing(http.client.HTTPConnection(host, timeout=20)) as connection:
-                            connection.request(handler.command, handler.path, body, dict(handler.headers))
+                            connection.request(
+                                handler.command, handler.path, body, dict(handler.headers)
+                            )
                             response = connection.getresponse()
                             content = response.read()
                         handler.send_response(response.status)
-                        headers = {k: v for k, v in response.getheaders() if k.lower() not in ("connection", "server")}
+                        headers = {
+                            k: v
+                            for k, v in response.getheaders()
+                            if k.lower() not in ("connection", "server")
+                        }
                 for name, value in headers.items():
                     handler.send_header(name, value)
                 handler.end_headers()
@@ -406,7 +445,9 @@ def proxy(s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     server.server_close()
 
 
-@pytest.mark.parametrize("fault", [(500, "InternalError"), (503, "SlowDown"), "stall"], ids=["500", "503", "stall"])
+@pytest.mark.parametrize(
+    "fault", [(500, "InternalError"), (503, "SlowDown"), "stall"], ids=["500", "503", "stall"]
+)
 def test_a_server_that_fails_for_a_while_costs_nothing_but_time(
     fault: Any, s3: str, proxy: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -420,8 +461,11 @@ def test_a_server_that_fails_for_a_while_costs_nothing_but_time(
 
 
 @pytest.mark.slow
-def test_training_continues_while_storage_fails_in_the_middle_of_a_save(s3: str, proxy: Proxy, tmp_path: Path) -> None:
-    # Steps so long that those between two checkpoints take longer than it takes until an outage begins.
+def test_training_continues_while_storage_fails_in_the_middle_of_a_save(
+    s3: str, proxy: Proxy, tmp_path: Path
+) -> None:
+    # Steps so long that those between two checkpoints take longer than it takes until an outage
+    # begins.
     hp = EXACT_RUN | {"max_steps": 40, "checkpoint_rate": 10, "total_batch_size": 32}
     assert run(tmp_path / "disk", config=hp).returncode == 0
     kinds: list[Any] = ["away", (500, "InternalError"), "stall"]
@@ -443,14 +487,18 @@ def test_training_continues_while_storage_fails_in_the_middle_of_a_save(s3: str,
     assert done.stderr.count("retrying for") >= 2
     assert exact(tmp_path / "s3") == exact(tmp_path / "disk")
     times = [line["time"] for line in reports(tmp_path / "s3").values()]
-    assert all(any(start < each < end for each in times) for start, end, _ in outages), "training waited"
+    assert all(any(start < each < end for each in times) for start, end, _ in outages), (
+        "training waited"
+    )
     (last, *_) = reversed(BucketCheckpoints(f"{s3}/test").list_saved()[0])
     there = remote.read_manifest(f"{s3}/test/checkpoints/{last.name}")
     assert there.files == read_manifest(checkpoints(tmp_path / "disk")[40]).files
     assert not kinds
 
 
-def test_a_download_that_fails_does_not_upload_older_metrics(s3: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_download_that_fails_does_not_upload_older_metrics(
+    s3: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     def fail(path: Path, content: bytes) -> None:  # noqa: ARG001
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
@@ -481,7 +529,9 @@ def test_a_server_away_for_too_long_ends_the_run_with_the_checkpoint_that_is_kep
             with pytest.raises(RunError) as failed:
                 save(checkpointer, world, 2)
             proxy.fault = lambda *_: None
-            assert re.search(f"InternalError.* for 2 s; .*checkpoint {kept} is kept", str(failed.value))
+            assert re.search(
+                f"InternalError.* for 2 s; .*checkpoint {kept} is kept", str(failed.value)
+            )
             assert [entry.name for entry in place.list_saved()[0]] == [kept]
 
     in_world(lose_server)
@@ -493,8 +543,18 @@ REFUSED: dict[str, tuple[str, dict[str, str], Any, str]] = {
     "path": ("/data/runs", {}, None, ".* s3://BUCKET/PREFIX"),
     "password": ("s3://key:secret@bucket/runs", {}, None, "s3://.* s3://BUCKET/PREFIX"),
     "package": ("az://bucket/runs", {}, None, "az://bucket/runs/test: .*pip install adlfs"),
-    "bucket": ("s3://no-such-bucket/runs", {}, None, "s3://no-such-bucket/runs/test: .*create the bucket"),
-    "no credentials": ("s3://bucket/runs", {"AWS_ACCESS_KEY_ID": ""}, None, f"{DENIED} .*NoCredentialsError"),
+    "bucket": (
+        "s3://no-such-bucket/runs",
+        {},
+        None,
+        "s3://no-such-bucket/runs/test: .*create the bucket",
+    ),
+    "no credentials": (
+        "s3://bucket/runs",
+        {"AWS_ACCESS_KEY_ID": ""},
+        None,
+        f"{DENIED} .*NoCredentialsError",
+    ),
     "expired": ("s3://bucket/runs", {}, (403, "ExpiredToken"), f"{DENIED} .*ExpiredToken"),
     "not writable": ("s3://bucket/runs", {}, (403, "AccessDenied"), f"{DENIED} .*AccessDenied"),
     "disk": ("s3://bucket/runs", {}, None, "runs/test/lease: Is a directory"),
@@ -525,7 +585,9 @@ def test_storage_that_cannot_be_used_is_one_line(
     assert re.match(part, str(refused.value))
 
 
-def test_a_mistyped_url_is_a_configuration_error(s3: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_url_is_a_configuration_error(
+    s3: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     typo = f"{s3}/typo"
     for key, url, part in (
         ("resume", typo, f"{typo}: neither a checkpoint"),
@@ -533,7 +595,9 @@ def test_a_mistyped_url_is_a_configuration_error(s3: str, capsys: pytest.Capture
         ("init_from", "s3://a b", "s3://.* s3://BUCKET/PREFIX"),
     ):
         with pytest.raises(ConfigError, match=f"^{key}: {part}"):
-            plan_resume(CheckpointConfig.model_validate({key: url}), NO_CHECKPOINTS, restarted=False)
+            plan_resume(
+                CheckpointConfig.model_validate({key: url}), NO_CHECKPOINTS, restarted=False
+            )
     assert command.main(["list", typo]) == 2
     assert capsys.readouterr().err.startswith(f"{typo}/checkpoints: no checkpoints")
 
@@ -550,7 +614,9 @@ def test_a_checkpoint_that_its_run_deletes_during_the_download_is_skipped(
                 )
                 model, log = toy(-1), list[str]()
                 plan = ResumePlan(init_candidates=(newer, older))
-                resume(plan, checkpointer, {"model": model.state_dict()}, RUN_INFO, None, log.append)
+                resume(
+                    plan, checkpointer, {"model": model.state_dict()}, RUN_INFO, None, log.append
+                )
                 assert all(bool((parameter == 1).all()) for parameter in model.parameters())
                 assert log[0] == f"skipping {newer}: deleted while it was read"
             found = BucketCheckpoints(place.url)  # of another run that resumes from this one
@@ -602,7 +668,9 @@ def test_on_a_cluster_the_platforms_storage_is_the_one() -> None:
     hp = config.read({"hyperparameters": TINY | {"checkpoint_storage": "s3://bucket"}}, [], "test")
     nothing: Any = None
     cluster: Any = object()
-    with pytest.raises(ConfigError, match=r"^checkpoint_storage: .*top level of the experiment config"):
+    with pytest.raises(
+        ConfigError, match=r"^checkpoint_storage: .*top level of the experiment config"
+    ):
         preflight(hp, nothing, cluster, nothing, nothing)
 
 
@@ -615,6 +683,8 @@ def test_a_run_says_what_is_wrong_with_its_storage_and_ends_with_2(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_run_killed_three_times_on_changing_machines_equals_an_uninterrupted_one(s3: str, tmp_path: Path) -> None:
+def test_a_run_killed_three_times_on_changing_machines_equals_an_uninterrupted_one(
+    s3: str, tmp_path: Path
+) -> None:
     lost = soak(tmp_path, 3, seed=2, ranks=1, storage=s3)
     assert sum(map(len, lost.values())) == 3

@@ -22,7 +22,12 @@ from model import Transformer
 from tests.support import LLAMA_STYLE, TINY, in_world, run_ranks
 
 LAYERS = 5
-BASE: dict[str, Any] = TINY | {"n_layers": LAYERS, "max_seq_len": 64, "amp_dtype": None, "compile": False}
+BASE: dict[str, Any] = TINY | {
+    "n_layers": LAYERS,
+    "max_seq_len": 64,
+    "amp_dtype": None,
+    "compile": False,
+}
 MODES: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama": LLAMA_STYLE,
@@ -39,7 +44,8 @@ MODES: dict[str, dict[str, Any]] = {
 class LateCopies(TorchFunctionMode):
     """A module of streams, as torch.cuda, whose copies run only when another stream waits for them.
 
-    A copy fails if its source was freed before. Reading its target before waiting reads other values.
+    A copy fails if its source was freed before. Reading its target before waiting reads other
+    values.
     """
 
     def __init__(self) -> None:
@@ -53,7 +59,8 @@ class LateCopies(TorchFunctionMode):
         self.pending.append((weakref.ref(args[0]), weakref.ref(args[1])))
         return args[0]
 
-    # ---- the module ---------------------------------------------------------------------------------------
+    # ---- the module
+    # ---------------------------------------------------------------------------------------
 
     def Stream(self) -> LateCopies:  # noqa: N802
         return self
@@ -66,7 +73,8 @@ class LateCopies(TorchFunctionMode):
         with self:
             yield
 
-    # ---- its streams --------------------------------------------------------------------------------------
+    # ---- its streams
+    # --------------------------------------------------------------------------------------
 
     def wait_stream(self, _stream: LateCopies) -> None:
         pass  # what the current stream computes runs at once
@@ -102,7 +110,9 @@ def gradients(
         parallelize.parallelize(model, hp, mesh, None, 7)
     parameters = list(model.parameters())  # sharded
     with torch.no_grad():
-        for seed, parameter in enumerate(parameters):  # also of a frozen base, and of adapters that are 0
+        for seed, parameter in enumerate(
+            parameters
+        ):  # also of a frozen base, and of adapters that are 0
             assert isinstance(parameter, DTensor)
             parameter.to_local().normal_(0, 0.1, generator=torch.Generator().manual_seed(seed))
     tokens = torch.randint(64, (2, 65), generator=torch.Generator().manual_seed(1))
@@ -130,7 +140,9 @@ def check(world: World, settings: dict[str, Any], backend: Any) -> None:
 
 @pytest.mark.parametrize("backend", [torch.cpu, LateCopies()], ids=["at once", "late"])
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients_are_those_without_offloading_and_host_memory_is_reused(mode: str, backend: Any) -> None:
+def test_gradients_are_those_without_offloading_and_host_memory_is_reused(
+    mode: str, backend: Any
+) -> None:
     in_world(lambda world: check(world, MODES[mode], backend))
 
 

@@ -24,7 +24,8 @@ def rates(max_steps: int, **settings: Any) -> list[float]:
     return [learning_rate(config(**settings), step, max_steps) for step in range(max_steps)]
 
 
-# ---- learning rate -------------------------------------------------------------------------------------------
+# ---- learning rate
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,9 @@ def rates(max_steps: int, **settings: Any) -> list[float]:
     ],
 )
 def test_the_schedule_of_a_short_run(schedule: str, expected: list[float]) -> None:
-    assert rates(10, lr=1, lr_schedule=schedule, warmup_steps=2, min_lr_ratio=0.2) == pytest.approx(expected)
+    assert rates(10, lr=1, lr_schedule=schedule, warmup_steps=2, min_lr_ratio=0.2) == pytest.approx(
+        expected
+    )
 
 
 def test_cosine_is_half_a_period() -> None:
@@ -45,13 +48,17 @@ def test_cosine_is_half_a_period() -> None:
 
 
 @pytest.mark.parametrize(("warmup", "expected"), [(8, [1, 1, 0.5]), (9, [8 / 9, 1, 1])])
-def test_wsd_is_continuous_if_the_warmup_reaches_into_its_decay(warmup: int, expected: list[float]) -> None:
+def test_wsd_is_continuous_if_the_warmup_reaches_into_its_decay(
+    warmup: int, expected: list[float]
+) -> None:
     assert rates(10, lr=1, lr_schedule="wsd", warmup_steps=warmup)[7:] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_warmup_below_1_is_a_fraction_of_the_run(schedule: str) -> None:
-    assert rates(200, lr_schedule=schedule, warmup_steps=0.1) == rates(200, lr_schedule=schedule, warmup_steps=20)
+    assert rates(200, lr_schedule=schedule, warmup_steps=0.1) == rates(
+        200, lr_schedule=schedule, warmup_steps=20
+    )
 
 
 @settings(deadline=None)
@@ -65,7 +72,9 @@ def test_a_warmup_below_1_is_a_fraction_of_the_run(schedule: str) -> None:
 def test_every_schedule_rises_to_the_peak_and_decays_to_the_minimum(
     schedule: str, max_steps: int, warmup: float, floor: float, peak: float
 ) -> None:
-    schedule_rates = rates(max_steps, lr=peak, lr_schedule=schedule, warmup_steps=warmup, min_lr_ratio=floor)
+    schedule_rates = rates(
+        max_steps, lr=peak, lr_schedule=schedule, warmup_steps=warmup, min_lr_ratio=floor
+    )
     top = min(max_steps, round(warmup * max_steps) if warmup < 1 else int(warmup))
     rising, falling = schedule_rates[:top], schedule_rates[top:]
     assert rising == sorted(set(rising))
@@ -77,7 +86,8 @@ def test_every_schedule_rises_to_the_peak_and_decays_to_the_minimum(
         assert not rising or rising[-1] == peak
 
 
-# ---- optimizer -----------------------------------------------------------------------------------------------
+# ---- optimizer
+# -----------------------------------------------------------------------------------------------
 
 
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -99,8 +109,12 @@ def fill_gradients(model: nn.Module, seed: int, scale: float = 1.0) -> None:
         parameter.grad = gradient if parameter.requires_grad else None
 
 
-def take_step(optimizer: Optimizer, lr: float = 0.1, loss_scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    grad_norm, skipped = optimizer.clip_grad_norm(torch.tensor(loss_scale) if loss_scale != 1 else 1.0)
+def take_step(
+    optimizer: Optimizer, lr: float = 0.1, loss_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    grad_norm, skipped = optimizer.clip_grad_norm(
+        torch.tensor(loss_scale) if loss_scale != 1 else 1.0
+    )
     optimizer.step(lr)
     optimizer.zero_grad()
     return grad_norm, skipped
@@ -117,13 +131,16 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 @each_dtype
 @pytest.mark.parametrize("clip", [None, 0.5, 1e6])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_a_step_equals_clip_grad_norm_and_pytorchs_optimizer(dtype: str, clip: float | None, scale: float) -> None:
+def test_a_step_equals_clip_grad_norm_and_pytorchs_optimizer(
+    dtype: str, clip: float | None, scale: float
+) -> None:
     model, reference_model = network("2.weight"), network("2.weight")
     settings = config(weight_decay=0.1, beta1=0.8, beta2=0.95, grad_clip=clip, optim_dtype=dtype)
     optimizer = Optimizer(settings, model.named_parameters())
     trained = [p for p in reference_model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim == n], "weight_decay": decay} for n, decay in ((2, 0.1), (1, 0.0))
+        {"params": [p for p in trained if p.ndim == n], "weight_decay": decay}
+        for n, decay in ((2, 0.1), (1, 0.0))
     ]
     reference = torch.optim.AdamW(groups, betas=(0.8, 0.95), foreach=True)
     tolerance = 2e-3 if dtype == "bfloat16" else 1e-6  # of updates of up to 0.05 in five steps
@@ -148,9 +165,13 @@ def test_a_step_equals_clip_grad_norm_and_pytorchs_optimizer(dtype: str, clip: f
 @each_dtype
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_gradient_that_is_not_finite_changes_nothing(dtype: str, value: float, clip: float | None) -> None:
+def test_a_gradient_that_is_not_finite_changes_nothing(
+    dtype: str, value: float, clip: float | None
+) -> None:
     model = network()
-    optimizer = Optimizer(config(grad_clip=clip, beta2=0.95, optim_dtype=dtype), model.named_parameters())
+    optimizer = Optimizer(
+        config(grad_clip=clip, beta2=0.95, optim_dtype=dtype), model.named_parameters()
+    )
     fill_gradients(model, 0)
     take_step(optimizer)
     weights, state = copies(model.state_dict()), copies(optimizer.state_dict())
@@ -184,7 +205,9 @@ def test_an_optimizer_resumes_from_the_state_of_another(dtype: str) -> None:
     keys = ("step", "exp_avg", "exp_avg_sq")
     first, second = network(), network()
     optimizer = Optimizer(config(beta2=0.95, optim_dtype=dtype), first.named_parameters())
-    assert optimizer.state_dict().keys() == {f"{name}.{key}" for name, _ in first.named_parameters() for key in keys}
+    assert optimizer.state_dict().keys() == {
+        f"{name}.{key}" for name, _ in first.named_parameters() for key in keys
+    }
     for seed in range(3):
         fill_gradients(first, seed)
         take_step(optimizer)

@@ -57,12 +57,17 @@ def plain_losses(changes: dict[str, Any]) -> list[float]:
     hp, source, model = setup(changes)
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": decay, "weight_decay": hp.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups = [
+        {"params": decay, "weight_decay": hp.weight_decay},
+        {"params": rest, "weight_decay": 0.0},
+    ]
     adamw = torch.optim.AdamW(groups, lr=hp.lr, betas=(hp.beta1, hp.beta2))
     losses = []
     for step in range(STEPS):
         loss_sum, n_targets = torch.zeros(()), 0
-        for inputs, targets, document_ids in (dataset[i] for dataset, i in source.global_batch(step)):
+        for inputs, targets, document_ids in (
+            dataset[i] for dataset, i in source.global_batch(step)
+        ):
             ids = np.zeros_like(targets) if document_ids is None else document_ids
             for mask in (ids == document for document in np.unique(ids)):
                 document_targets = torch.from_numpy(targets[mask])
@@ -92,7 +97,11 @@ def run_each(
     return losses
 
 
-DEEP = {"n_layers": 4, "max_seq_len": 32, "activation_offload": True}  # so that blocks save enough to be offloaded
+DEEP = {
+    "n_layers": 4,
+    "max_seq_len": 32,
+    "activation_offload": True,
+}  # so that blocks save enough to be offloaded
 EQUAL: dict[str, dict[str, Any]] = {  # options that train as one process does without them
     **{name: {"sharding": name} for name in STRATEGIES},
     "4x1": {"batch_size": 4},
@@ -111,7 +120,11 @@ EQUAL: dict[str, dict[str, Any]] = {  # options that train as one process does w
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA_STYLE,
     "tied": {"tie_embeddings": True, "ffn": "gelu", "bias": "all"},
-    "odd": {"d_model": 36, "vocab_size": 61, "d_ff": 50},  # dimensions that are not divisible by the ranks
+    "odd": {
+        "d_model": 36,
+        "vocab_size": 61,
+        "d_ff": 50,
+    },  # dimensions that are not divisible by the ranks
     "windowed": LLAMA_STYLE | {"sliding_window": 5},
 }
 DROPOUT: dict[str, dict[str, Any]] = {
@@ -119,7 +132,10 @@ DROPOUT: dict[str, dict[str, Any]] = {
     "dropout-recompute": {"dropout": 0.2, "activation_checkpointing": "full"},
     "dropout-recompute-some": {"dropout": 0.2, "activation_checkpointing": "selective"},
 }
-DTYPES: dict[str, dict[str, Any]] = {"bfloat16": {"amp_dtype": "bfloat16"}, "float16": {"amp_dtype": "float16"}}
+DTYPES: dict[str, dict[str, Any]] = {
+    "bfloat16": {"amp_dtype": "bfloat16"},
+    "float16": {"amp_dtype": "float16"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -137,23 +153,32 @@ def equal(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """The training losses of the other runs on two ranks."""
-    return run_ranks(2, run_each, str(tmp_path_factory.mktemp("others")), MODELS | DROPOUT | DTYPES)[0]
+    return run_ranks(
+        2, run_each, str(tmp_path_factory.mktemp("others")), MODELS | DROPOUT | DTYPES
+    )[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EQUAL)
-def test_two_ranks_train_as_one_process(name: str, equal: dict[str, list[float]], plain: list[float]) -> None:
+def test_two_ranks_train_as_one_process(
+    name: str, equal: dict[str, list[float]], plain: list[float]
+) -> None:
     expected = plain_losses(DEEP) if DEEP.items() <= EQUAL[name].items() else plain
     assert equal[name] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_one_and_four_ranks_train_as_one_process(ranks: int, plain: list[float], tmp_path: Path) -> None:
+def test_one_and_four_ranks_train_as_one_process(
+    ranks: int, plain: list[float], tmp_path: Path
+) -> None:
     runs = {name: EQUAL[name] for name in STRATEGIES}
     if ranks == 4:
         runs["groups-of-2"] = {"sharding": "hybrid-full-shard", "shard_group_size": 2}
-        runs["groups-of-2-each"] = runs["groups-of-2"] | {"batch_size": 1, "sync_each_micro_step": True}
+        runs["groups-of-2-each"] = runs["groups-of-2"] | {
+            "batch_size": 1,
+            "sync_each_micro_step": True,
+        }
     for name, losses in run_ranks(ranks, run_each, str(tmp_path), runs)[0].items():
         assert losses == pytest.approx(plain, rel=1e-5), name
 
@@ -173,12 +198,21 @@ def test_recomputation_repeats_dropout(others: dict[str, list[float]], plain: li
 @pytest.mark.parametrize("positions", ["learned", "rope"])
 def test_packed_documents_train_as_separate_ones(positions: str, tmp_path: Path) -> None:
     lines = [
-        {"prompt": f"{n} squared is ", "completion": f"{n * n}, which is {'even' if n % 2 else 'odd'}"}
+        {
+            "prompt": f"{n} squared is ",
+            "completion": f"{n * n}, which is {'even' if n % 2 else 'odd'}",
+        }
         for n in range(60)
     ]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     name = str(tmp_path / "samples.jsonl")
-    data = {"dataset": "jsonl", "train_data": name, "val_data": name, "loss_on": "completion", "vocab_size": 264}
+    data = {
+        "dataset": "jsonl",
+        "train_data": name,
+        "val_data": name,
+        "loss_on": "completion",
+        "vocab_size": 264,
+    }
     changes = data | {"batch_size": 1, "max_seq_len": 40, "positions": positions}
     losses = run_ranks(2, run_each, str(tmp_path), {"packed": changes})[0]["packed"]
     assert losses == pytest.approx(plain_losses(changes), rel=1e-5)
@@ -195,8 +229,12 @@ def test_lower_precision_trains_close_to_float32(
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs g++")
 def test_compiled_blocks_train_the_same(plain: list[float], tmp_path: Path) -> None:
-    runs: dict[str, dict[str, Any]] = {"compiled": {"compile": True, "activation_checkpointing": "full"}}
-    assert run_ranks(1, run_each, str(tmp_path), runs)[0]["compiled"] == pytest.approx(plain, rel=1e-5)
+    runs: dict[str, dict[str, Any]] = {
+        "compiled": {"compile": True, "activation_checkpointing": "full"}
+    }
+    assert run_ranks(1, run_each, str(tmp_path), runs)[0]["compiled"] == pytest.approx(
+        plain, rel=1e-5
+    )
 
 
 class CountedAllGather(DefaultAllGather):
@@ -204,7 +242,9 @@ class CountedAllGather(DefaultAllGather):
 
     n_bytes = 0
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any
+    ) -> Any:
         self.n_bytes += input_tensor.nbytes
         return super().__call__(output_tensor, input_tensor, *args, **options)
 
@@ -239,7 +279,9 @@ def run_float8(world: World, directory: str) -> tuple[dict[str, list[float]], li
     """The training losses of the runs above and of one that resumes "stopped", and `all_gathered_bytes`."""
     losses = run_each(world, directory, RECIPES)
     (manifest,) = Path(directory, "runs", "stopped", "checkpoints").glob("*/manifest.json")
-    losses |= run_each(world, directory, {"resumed": RECIPES["tensorwise"] | {"resume": str(manifest.parent)}})
+    losses |= run_each(
+        world, directory, {"resumed": RECIPES["tensorwise"] | {"resume": str(manifest.parent)}}
+    )
     recipes = ("bfloat16", "tensorwise", "gathered-in-bfloat16")
     return losses, [all_gathered_bytes(world, RECIPES[recipe]) for recipe in recipes]
 
@@ -252,13 +294,20 @@ def test_float8_trains_close_to_bfloat16_with_the_same_checkpoints(tmp_path: Pat
         assert losses[recipe] == pytest.approx(losses["bfloat16"], rel=0.02)
     assert losses["tensorwise"] == pytest.approx(losses["gathered-in-bfloat16"], rel=0.01)
     assert losses["stopped"] + losses["resumed"] == losses["tensorwise"]
-    block = TINY["d_model"] ** 2 * 12 // 2  # weights of a rank; its two norms have 2 x 32 values, gathered in bfloat16
+    block = (
+        TINY["d_model"] ** 2 * 12 // 2
+    )  # weights of a rank; its two norms have 2 x 32 values, gathered in bfloat16
     assert n_bytes == [2 * (block + 32), block + 2 * 32, 2 * (block + 32)]
     headers = []
     for recipe in RECIPES:
         for manifest in (tmp_path / "runs" / recipe / "checkpoints").glob("*/manifest.json"):
             slices = read_headers(manifest.parent.glob("*.safetensors"))
-            headers.append({name: [(s.dtype, s.shape, s.start) for s in pieces] for name, pieces in slices.items()})
+            headers.append(
+                {
+                    name: [(s.dtype, s.shape, s.start) for s in pieces]
+                    for name, pieces in slices.items()
+                }
+            )
     assert len(headers) >= len(RECIPES)
     assert all(header == headers[0] for header in headers)
 
@@ -278,7 +327,9 @@ def test_deterministic_kernels_are_used_if_asked_for() -> None:
         inductor.deterministic = False
 
 
-def initial_weights(world: World, shardings: list[str], changes: dict[str, Any]) -> list[dict[str, Any]]:
+def initial_weights(
+    world: World, shardings: list[str], changes: dict[str, Any]
+) -> list[dict[str, Any]]:
     """The initial weights for each of `shardings`."""
     found = []
     for sharding in shardings:
@@ -287,7 +338,9 @@ def initial_weights(world: World, shardings: list[str], changes: dict[str, Any])
             model = Transformer(hp)
         shape = parallelize.mesh_shape(hp, world.size, world.size)
         parallelize.parallelize(model, hp, world.device_mesh(shape), None, 7)
-        found.append({name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()})  # type: ignore
+        found.append(
+            {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}
+        )  # type: ignore
     world.all_gather_object(None)  # no rank leaves while another one needs its store
     return found
 

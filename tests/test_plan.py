@@ -87,8 +87,22 @@ def step_on_fake_tensors(hp: Hyperparameters, ranks: int, monkeypatch: pytest.Mo
         dist.destroy_process_group()
 
 
-LLAMA = {"model": "mistral", "d_model": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 2048, "max_seq_len": 256}
-GPT2 = {"model": "gpt2", "d_model": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 2048, "max_seq_len": 256}
+LLAMA = {
+    "model": "mistral",
+    "d_model": 512,
+    "n_layers": 4,
+    "n_heads": 8,
+    "vocab_size": 2048,
+    "max_seq_len": 256,
+}
+GPT2 = {
+    "model": "gpt2",
+    "d_model": 512,
+    "n_layers": 4,
+    "n_heads": 8,
+    "vocab_size": 2048,
+    "max_seq_len": 256,
+}
 DEFAULT = {"d_model": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 4096, "max_seq_len": 256}
 QWEN3 = LLAMA | {"n_kv_heads": 2, "head_dim": 48, "qk_norm": "head", "tie_embeddings": True}
 OLMO2 = LLAMA | {"norm_placement": "post", "qk_norm": "projection"}
@@ -102,7 +116,10 @@ STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LLAMA, {"sharding": "full-shard", "amp_dtype": None} | ACCUMULATED),
     (LLAMA, {"sharding": "grad-shard", "sync_each_micro_step": True} | ACCUMULATED),
     (DEFAULT, {"sharding": "hybrid-full-shard"} | ACCUMULATED),
-    (DEFAULT, {"sharding": "hybrid-grad-shard", "activation_checkpointing": "full", "batch_size": 5}),
+    (
+        DEFAULT,
+        {"sharding": "hybrid-grad-shard", "activation_checkpointing": "full", "batch_size": 5},
+    ),
     (GPT2, {"sharding": "full-shard", "activation_checkpointing": "selective"}),
     (GPT2, {"sharding": "grad-shard", "layer_wrap": False}),
     (QWEN3, {"sharding": "grad-shard"}),
@@ -117,7 +134,9 @@ STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_memory_is_that_of_a_step_on_fake_tensors(
     model: dict[str, Any], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hp = Hyperparameters.model_validate({"amp_dtype": "bfloat16", "compile": False} | model | changes)
+    hp = Hyperparameters.model_validate(
+        {"amp_dtype": "bfloat16", "compile": False} | model | changes
+    )
     ranks = fit.Ranks(DTYPES[hp.amp_dtype], "cpu", 8, 4, 0)
     predicted = fit.required_memory(hp, ranks).total
     assert predicted == pytest.approx(step_on_fake_tensors(hp, 8, monkeypatch), rel=0.02)
@@ -133,28 +152,52 @@ def plan(hp: Hyperparameters, gpus: int = 8, card: str = "h100", gib: float = 80
 def test_a_compiled_block_saves_what_the_partitioner_decides() -> None:
     d, q, kv, f = 128, 128, 64, 512
     shape = LLAMA | {"d_model": d, "n_heads": 4, "n_kv_heads": 2, "d_ff": f}
-    saved = {"none": 4 * d + 2 * q + 2 * kv + 3 * f, "selective": 2 * d + 2 * q + 2 * kv + 2 * f, "full": d}
+    saved = {
+        "none": 4 * d + 2 * q + 2 * kv + 3 * f,
+        "selective": 2 * d + 2 * q + 2 * kv + 2 * f,
+        "full": d,
+    }
     for mode, values in saved.items():
         hp = Hyperparameters.model_validate(shape | {"activation_checkpointing": mode})
         held = trace(hp, torch.bfloat16, "cuda").block.held
-        assert held == pytest.approx(2 * values * hp.max_seq_len, rel=0.02, abs=6000), mode  # 5 kB: the RNG's state
+        assert held == pytest.approx(2 * values * hp.max_seq_len, rel=0.02, abs=6000), (
+            mode
+        )  # 5 kB: the RNG's state
 
 
 def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        main(["--config", str(ROOT / "recipes" / "chess_codellama.yaml"), "--gpus", "8", "--json", "compile=false"])
+        main(
+            [
+                "--config",
+                str(ROOT / "recipes" / "chess_codellama.yaml"),
+                "--gpus",
+                "8",
+                "--json",
+                "compile=false",
+            ]
+        )
         == 0
     )
     found = json.loads(capsys.readouterr().out)
     assert found["fits"]
     assert found["mesh"] == {"replicate": 1, "shard": 8}
-    assert found["memory"]["parameters"] == found["memory"]["moments"] // 2 == found["parameters"] * 4 // 8
+    assert (
+        found["memory"]["parameters"]
+        == found["memory"]["moments"] // 2
+        == found["parameters"] * 4 // 8
+    )
     assert found["peak"] == sum(found["memory"].values())
     assert found["tokens_per_step"] == 64 * 1024
     assert found["tokens_per_second"] == pytest.approx(found["tokens_per_step"] / found["step"])
 
 
-CODELLAMA = {"model": "codellama-7b", "max_seq_len": 1024, "compile": False, "activation_checkpointing": "full"}
+CODELLAMA = {
+    "model": "codellama-7b",
+    "max_seq_len": 1024,
+    "compile": False,
+    "activation_checkpointing": "full",
+}
 
 
 def test_the_largest_batch_size_fits_and_one_more_does_not() -> None:
@@ -206,7 +249,9 @@ def test_links_carry_gathered_parameters_and_reduced_gradients() -> None:
     ],
     ids=str,
 )
-def test_wrong_arguments_are_refused(arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused(
+    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--config", str(ROOT / "config.yaml"), *arguments]) == 2
     (problem,) = capsys.readouterr().err.splitlines()
     assert re.match(part, problem)
@@ -233,7 +278,9 @@ fsdp.main = measured
 @pytest.mark.slow
 def test_a_run_that_cannot_fit_is_refused_at_once_with_what_fits(tmp_path: Path) -> None:
     config = {"d_model": 32768, "n_layers": 80, "n_heads": 8}
-    done = run(tmp_path, config=config, script=REFUSAL, timeout=120, PYTHONPATH=str(ROOT))  # starts Python
+    done = run(
+        tmp_path, config=config, script=REFUSAL, timeout=120, PYTHONPATH=str(ROOT)
+    )  # starts Python
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert float(done.stdout.splitlines()[-1]) < 1.5  # seconds; takes 0.2, with traces 4
@@ -247,21 +294,42 @@ def test_a_run_that_cannot_fit_is_refused_at_once_with_what_fits(tmp_path: Path)
 
 def test_a_dry_run_says_what_a_run_needs_and_writes_nothing(tmp_path: Path) -> None:
     config = {"d_model": 64, "n_layers": 1, "vocab_size": 30000, "max_seq_len": 16, "max_steps": 1}
-    done = run(tmp_path, "--dry-run", config=config, TMPDIR=str(tmp_path), PYTHONPATH=str(ROOT))  # starts Python
+    done = run(
+        tmp_path, "--dry-run", config=config, TMPDIR=str(tmp_path), PYTHONPATH=str(ROOT)
+    )  # starts Python
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["test.yaml"]
-    parts = re.findall(r"^(\w+) +([\d.]+) GiB$", done.stdout[done.stdout.index("needs about 0.1 of") :], re.M)
-    assert dict(parts).items() >= {"parameters": "0.01", "moments": "0.03", "gradients": "0.02"}.items()
+    parts = re.findall(
+        r"^(\w+) +([\d.]+) GiB$", done.stdout[done.stdout.index("needs about 0.1 of") :], re.M
+    )
+    assert (
+        dict(parts).items()
+        >= {"parameters": "0.01", "moments": "0.03", "gradients": "0.02"}.items()
+    )
 
 
 def test_a_run_says_what_it_needs(tmp_path: Path) -> None:
-    config = {"d_model": 256, "n_layers": 2, "vocab_size": 60000, "max_seq_len": 16, "max_steps": 3, "report_rate": 1}
+    config = {
+        "d_model": 256,
+        "n_layers": 2,
+        "vocab_size": 60000,
+        "max_seq_len": 16,
+        "max_steps": 3,
+        "report_rate": 1,
+    }
     done = run(tmp_path, config=config)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"needs about 0.5 of .* per rank", done.stdout)) == 1
 
 
-SEARCHED = ["--config", str(ROOT / "config.yaml"), "model=gpt2", "init_from=base", "compile=false", "beta2=0.95"]
+SEARCHED = [
+    "--config",
+    str(ROOT / "config.yaml"),
+    "model=gpt2",
+    "init_from=base",
+    "compile=false",
+    "beta2=0.95",
+]
 
 
 def test_a_search_finds_the_fastest_settings_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,18 +339,29 @@ def test_a_search_finds_the_fastest_settings_that_fit(capsys: pytest.CaptureFixt
     kinds = [(plan["gpus"], plan["settings"].get("lora_rank")) for plan in plans]
     assert kinds == [(1, None), (1, 16), (2, None), (2, 16), (3, None), (3, 16)]
     assert all(plan["fits"] for plan in plans)
-    gib, shape = speed.CARDS["l4"].gib, {"model": "gpt2", "init_from": "base", "compile": False, "beta2": 0.95}
+    gib, shape = (
+        speed.CARDS["l4"].gib,
+        {"model": "gpt2", "init_from": "base", "compile": False, "beta2": 0.95},
+    )
     for best in plans:
-        hp = Hyperparameters.model_validate(shape | {"batch_size": 2, "total_batch_size": 12} | best["settings"])
+        hp = Hyperparameters.model_validate(
+            shape | {"batch_size": 2, "total_batch_size": 12} | best["settings"]
+        )
         again = plan(hp, best["gpus"], "l4", gib)
         assert again.tokens_per_second == pytest.approx(best["tokens_per_second"])
-        for other in ({"activation_checkpointing": "full"}, {"sharding": "grad-shard"}, {"batch_size": 1}):
+        for other in (
+            {"activation_checkpointing": "full"},
+            {"sharding": "grad-shard"},
+            {"batch_size": 1},
+        ):
             slower = plan(hp.model_copy(update=other), best["gpus"], "l4", gib)
             assert slower.tokens_per_second is not None
             assert slower.tokens_per_second <= best["tokens_per_second"] or not slower.fits
 
 
-def test_a_search_needs_no_more_host_memory_than_a_node_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_needs_no_more_host_memory_than_a_node_has(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     arguments = [*SEARCHED, "model=gpt2-xl", "batch_size=1", "--gpu", "l4", "--search", "--json"]
     found = {}
     for size in (8, 64):
@@ -290,7 +369,10 @@ def test_a_search_needs_no_more_host_memory_than_a_node_has(capsys: pytest.Captu
         plans = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert all(plan["host"] <= fit.USABLE * size * GIB for plan in plans)
         found[size] = [plan["settings"].get("lora_rank") for plan in plans]
-    assert found == {8: [16], 64: [None, 16]}  # 1.6B trained parameters have 12 GB of weights and 16-bit moments
+    assert found == {
+        8: [16],
+        64: [None, 16],
+    }  # 1.6B trained parameters have 12 GB of weights and 16-bit moments
 
 
 def test_a_plot_needs_matplotlib(
@@ -345,7 +427,11 @@ def test_the_documentation_shows_the_largest_batch_sizes() -> None:
         assert table_row(sharding, hp, [(n, 80) for n in (1, 2, 4, 8)]) in text
     hp = Hyperparameters.model_validate(common | {"model": "codellama-7b", "max_seq_len": 1024})
     adapted = hp.model_copy(update={"lora_rank": 16})
-    for name, tuned, n in (("all weights | 1", hp, 1), ("all weights | 8", hp, 8), ("LoRA, rank 16 | 1", adapted, 1)):
+    for name, tuned, n in (
+        ("all weights | 1", hp, 1),
+        ("all weights | 8", hp, 8),
+        ("LoRA, rank 16 | 1", adapted, 1),
+    ):
         assert table_row(name, tuned, [(n, gib) for gib in (24, 40, 80, 141)]) in text
     hp = Hyperparameters.model_validate(common | {"model": "llama3-70b"})
     for gib in (80, 141):

@@ -26,7 +26,11 @@ def scale_after(scaler: LossScaler, *skipped: int) -> float:
 
 
 def test_a_named_dtype_is_used() -> None:
-    assert [dtype_of(amp_dtype=name) for name in ("bfloat16", "float16", None)] == [torch.bfloat16, torch.float16, None]
+    assert [dtype_of(amp_dtype=name) for name in ("bfloat16", "float16", None)] == [
+        torch.bfloat16,
+        torch.float16,
+        None,
+    ]
 
 
 def test_the_default_is_bfloat16_on_cpus_that_support_it_and_float32_on_others() -> None:
@@ -38,7 +42,9 @@ def test_the_default_is_bfloat16_on_cpus_that_support_it_and_float32_on_others()
 
 def test_float8_needs_bfloat16_and_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dtype_of(amp_dtype="bfloat16", float8="tensorwise") == torch.bfloat16
-    with pytest.raises(ConfigError, match=r"^float8: .*amp_dtype: bfloat16, here it is torch\.float32"):
+    with pytest.raises(
+        ConfigError, match=r"^float8: .*amp_dtype: bfloat16, here it is torch\.float32"
+    ):
         dtype_of(amp_dtype=None, float8="tensorwise")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"^float8: .*pip install torchao"):

@@ -36,7 +36,15 @@ from lm.prepare import readers, token_writer
 from lm.prepare.readers import TokenChunk, is_held_out, read_documents, read_ids
 from tests.support import ROOT, byte_level_tokenizer
 
-TEXTS = ["to be", "that is\nthe question", "Sein oder Nichtsein, Größe ½", '"or", not', "NA", "1984", "to be"]
+TEXTS = [
+    "to be",
+    "that is\nthe question",
+    "Sein oder Nichtsein, Größe ½",
+    '"or", not',
+    "NA",
+    "1984",
+    "to be",
+]
 END = ByteTokenizer.eos_id
 
 
@@ -44,7 +52,9 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     """Start the command in a process."""
     command = [sys.executable, "-m", "lm.prepare", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def run(*arguments: object) -> tuple[int, str, str]:
@@ -124,7 +134,8 @@ def read(path: Path, field: str = "text") -> list[str]:
     return [document.text for document in read_documents([path], None, field)]
 
 
-# ---- formats -------------------------------------------------------------------------------------------------
+# ---- formats
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -143,7 +154,9 @@ def test_the_files_of_a_command_are_read_in_order(tmp_path: Path) -> None:
         (tmp_path / f"z/{name}.txt").write_text(text, "utf-8-sig")
     (tmp_path / "z/empty.md").touch()
     (tmp_path / "z/h.txt.gz").write_bytes(gzip.compress(TEXTS[3].encode()))
-    code, output, errors = run(*paths, tmp_path / "z", "--tokenizer", "bytes", "--out", tmp_path / "out")
+    code, output, errors = run(
+        *paths, tmp_path / "z", "--tokenizer", "bytes", "--out", tmp_path / "out"
+    )
     assert (code, errors) == (0, "")
     assert dataset(tmp_path / "out") == as_bytes(*TEXTS * len(paths), *TEXTS[:4])
     index = read_index(tmp_path / "out/train.json")
@@ -151,7 +164,10 @@ def test_the_files_of_a_command_are_read_in_order(tmp_path: Path) -> None:
     sources = index.sources[: len(paths)]
     assert [source.name for source in sources] == [str(path) for path in paths]
     assert [source.bytes for source in sources] == [len(content) for content in FILES.values()]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["lock", *sorted(content(tmp_path / "out"))]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "lock",
+        *sorted(content(tmp_path / "out")),
+    ]
     assert sorted(content(tmp_path / "out")) == ["train.bin", "train.ends", "train.json"]
     (line,) = token_writer.verify(tmp_path / "out")
     assert output.splitlines()[-1] in line
@@ -176,7 +192,11 @@ def test_the_tail_of_each_of_few_documents_is_held_out(tmp_path: Path) -> None:
     common = ("--train-tokenizer", 257, "--out", out, "--validation-fraction", 0.1)
     code, output, errors = run(tmp_path / "a.txt", tmp_path / "b.txt", *common)
     assert code == 0, errors
-    parts = ["too few documents: the last 10 % ", f"{out}/train.bin: 948 tokens", f"{out}/validation.bin: 106 tokens"]
+    parts = [
+        "too few documents: the last 10 % ",
+        f"{out}/train.bin: 948 tokens",
+        f"{out}/validation.bin: 106 tokens",
+    ]
     for line, part in zip(output.splitlines()[-3:], parts, strict=True):
         assert line.startswith(part)
     (text, other), (tail,) = dataset(out), dataset(out, "validation")
@@ -200,14 +220,18 @@ def test_a_vocabulary_that_exceeds_uint16_uses_uint32(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_is_trained_on_the_input(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"moves": f"e{n} d{n % 7}"}) + "\n" for n in range(3000)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"moves": f"e{n} d{n % 7}"}) + "\n" for n in range(3000))
+    )
     out = tmp_path / "out"
     common = (tmp_path / "a.jsonl", "--text-field", "moves", "--train-tokenizer")
     code, _, errors = run(*common, 300, "--out", out)
     assert (code, errors) == (0, "")
     tokenizer = load_tokenizer(str(out))
     assert tokenizer.vocab_size == read_index(out / "train.json").vocab_size == 300
-    assert "".join(tokenizer.decode(document) for document in dataset(out)[:2]) == "e0 d0\n\ne1 d1\n\n"
+    assert (
+        "".join(tokenizer.decode(document) for document in dataset(out)[:2]) == "e0 d0\n\ne1 d1\n\n"
+    )
     larger = run(*common, 90_000, "--out", tmp_path / "larger")[1].splitlines()[1]
     assert str(read_index(tmp_path / "larger/train.json").vocab_size) in larger
     before = content(out)
@@ -221,7 +245,14 @@ def test_a_file_with_two_names_that_are_not_utf8_is_read_once(tmp_path: Path) ->
     odd, link = (tmp_path / os.fsdecode(name) for name in (b"a\xe9.txt", b"b\xe9.txt"))
     odd.write_text("to be")
     link.symlink_to(odd)
-    common = (link, tmp_path, tmp_path / ".." / tmp_path.name / odd.name, "--tokenizer", "bytes", "--out")
+    common = (
+        link,
+        tmp_path,
+        tmp_path / ".." / tmp_path.name / odd.name,
+        "--tokenizer",
+        "bytes",
+        "--out",
+    )
     for _ in range(2):  # the second time, the dataset exists
         assert run(*common, tmp_path / "out")[0] == 0
         assert dataset(tmp_path / "out") == as_bytes("to be")
@@ -230,7 +261,9 @@ def test_a_file_with_two_names_that_are_not_utf8_is_read_once(tmp_path: Path) ->
 
 
 def test_the_tokens_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
-    texts = [f"document {n}\n" * (n % 3000) for n in range(400)] + ["longer than a chunk\n" * readers.CHUNK]
+    texts = [f"document {n}\n" * (n % 3000) for n in range(400)] + [
+        "longer than a chunk\n" * readers.CHUNK
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts[1:]))
     common = (tmp_path / "a.jsonl", "--tokenizer", "bytes", "--workers")
     contents = []
@@ -247,12 +280,25 @@ def test_documents_are_held_out_by_their_content_alone(tmp_path: Path) -> None:
     texts = [*numbered, *reversed(numbered)]
     splits = []
     for count in (200, 800):
-        (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts[:count]))
+        (tmp_path / "a.jsonl").write_text(
+            "\n".join(json.dumps({"text": text}) for text in texts[:count])
+        )
         out = tmp_path / str(count)
-        common = (tmp_path / "a.jsonl", "--tokenizer", "bytes", "--validation-fraction", 0.2, "--workers", 2)
+        common = (
+            tmp_path / "a.jsonl",
+            "--tokenizer",
+            "bytes",
+            "--validation-fraction",
+            0.2,
+            "--workers",
+            2,
+        )
         assert run(*common, "--out", out)[0] == 0
         splits.append(
-            [[ByteTokenizer().decode(ids[:-1]) for ids in dataset(out, name)] for name in token_writer.SPLITS]
+            [
+                [ByteTokenizer().decode(ids[:-1]) for ids in dataset(out, name)]
+                for name in token_writer.SPLITS
+            ]
         )
     (train, validation), (more_train, more_validation) = splits
     assert sorted(train + validation) == sorted(texts[:200])
@@ -261,10 +307,13 @@ def test_documents_are_held_out_by_their_content_alone(tmp_path: Path) -> None:
     assert 50 < len(set(more_validation)) < 110
 
 
-# ---- HDF5 ----------------------------------------------------------------------------------------------------
+# ---- HDF5
+# ----------------------------------------------------------------------------------------------------
 
 
-def hdf5(path: Path, samples: Sequence[Sequence[int]], name: str = "input_ids", dtype: str = "uint16") -> Path:
+def hdf5(
+    path: Path, samples: Sequence[Sequence[int]], name: str = "input_ids", dtype: str = "uint16"
+) -> Path:
     with h5py.File(path, "w") as file:
         file[name] = np.array(samples, dtype)
     return path
@@ -287,18 +336,25 @@ def test_samples_are_joined_and_a_document_ends_at_an_end_of_text_id_and_at_the_
     path = hdf5(tmp_path / "a.h5", [[9, 9, 1, 2], [3, 4, 5, 9], [9, 9, 6, 9], [9, 7, 8, 1]])
     for chunk in (1 << 20, 1, 4, 8):
         monkeypatch.setattr(readers, "CHUNK", chunk)
-        assert joined(read_ids(path, 10, 9, 0.0)) == ([1, 2, 3, 4, 5, 9, 6, 9, 7, 8, 1, 9], [6, 8, 12])
+        assert joined(read_ids(path, 10, 9, 0.0)) == (
+            [1, 2, 3, 4, 5, 9, 6, 9, 7, 8, 1, 9],
+            [6, 8, 12],
+        )
     samples = [9, 9, 1, 2, 3, 4, 5, 9, 9, 9, 6, 9, 9, 7, 8, 1]
     assert joined(read_ids(path, 10, None, 0.0)) == (samples, [16])
 
 
-def test_samples_are_held_out_one_by_one_and_a_document_ends_where_the_split_changes(tmp_path: Path) -> None:
+def test_samples_are_held_out_one_by_one_and_a_document_ends_where_the_split_changes(
+    tmp_path: Path,
+) -> None:
     samples = np.random.default_rng(0).integers(0, 900, (60, 4))
     path = hdf5(tmp_path / "a.h5", samples.tolist())
     splits = [is_held_out(np.array(sample, "<u4").tobytes(), 0.4) for sample in samples]
     for held_out in (False, True):
         ids, ends = joined(read_ids(path, 1000, 999, 0.4), held_out)
-        assert [token for token in ids if token != 999] == samples[[s == held_out for s in splits]].ravel().tolist()
+        assert [token for token in ids if token != 999] == samples[
+            [s == held_out for s in splits]
+        ].ravel().tolist()
         assert ends == [at + 1 for at, token in enumerate(ids) if token == 999]
         assert ends[-1] == len(ids)
         assert len(ends) == sum(split == held_out for split, _ in itertools.groupby(splits))
@@ -338,7 +394,10 @@ def set_ids(values: Any, dtype: str, name: str = "input_ids") -> Callable[[h5py.
         (set_ids([1, 2], "uint16"), "input_ids (2,)"),
         (set_ids([[1, 2], [3, 4], [5, 6], [7, 300]], "uint16"), ": sample 3, token 1: id 300 "),
         (set_ids([[1, 2], [3, 4], [5, 6], [7, -1]], "int64"), ": sample 3, token 1: id -1 "),
-        (lambda file: file.update({"input_ids": h5py.ExternalLink("secret.h5", "input_ids")}), "outside"),
+        (
+            lambda file: file.update({"input_ids": h5py.ExternalLink("secret.h5", "input_ids")}),
+            "outside",
+        ),
         (write_virtual, "outside"),
         (write_ids((1, 2), external=[("secret.h5", 0, 4)]), "outside"),
         (write_ids((1 << 20, 1 << 20), chunks=(1, 1 << 20)), "0 are stored"),
@@ -348,7 +407,10 @@ def set_ids(values: Any, dtype: str, name: str = "input_ids") -> Callable[[h5py.
     ids=itertools.count(),
 )
 def test_an_hdf5_file_is_rejected_unless_it_contains_samples_of_ids(
-    write: Callable[[h5py.File], object] | None, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Callable[[h5py.File], object] | None,
+    found: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(readers, "CHUNK", 4)
     monkeypatch.chdir(tmp_path)
@@ -365,7 +427,8 @@ def test_an_hdf5_file_is_rejected_unless_it_contains_samples_of_ids(
     assert found in str(caught.value)
 
 
-# ---- invalid input -------------------------------------------------------------------------------------------
+# ---- invalid input
+# -------------------------------------------------------------------------------------------
 
 JSONL = b'{"text": "to be"}\n\n'
 TABLE = parquet_file({"text": ["to be", None], "n": [1, 2]})
@@ -376,7 +439,12 @@ NOISE = os.urandom(4000)
 @pytest.mark.parametrize(
     ("name", "content", "field", "place"),
     [
-        ("a.jsonl", JSONL + b'{"moves": "e4", "n": 1}', "text", ":3: has no 'text', only 'moves', 'n'"),
+        (
+            "a.jsonl",
+            JSONL + b'{"moves": "e4", "n": 1}',
+            "text",
+            ":3: has no 'text', only 'moves', 'n'",
+        ),
         ("a.jsonl", JSONL + b'{"text": null}', "text", ":3: 'text' is null"),
         ("a.jsonl", JSONL + b'{"text": 4}', "text", ":3: 'text' is 4"),
         ("a.csv", b"moves,n\ne4,1\n", "text", ":1: has no 'text', only 'moves', 'n'"),
@@ -394,7 +462,12 @@ NOISE = os.urandom(4000)
         *(
             (f"a.jsonl{suffix}", damaged, "text", ":")
             for suffix, compress in ((".gz", gzip.compress), (".zst", long_zstd))
-            for damaged in (b"not compressed", b"", compress(LINE)[:-1], compress(LINE) + compress(NOISE)[:2000])
+            for damaged in (
+                b"not compressed",
+                b"",
+                compress(LINE)[:-1],
+                compress(LINE) + compress(NOISE)[:2000],
+            )
         ),
     ],
     ids=itertools.count(),
@@ -425,7 +498,9 @@ def test_a_small_zst_file_with_much_text_is_read_in_blocks(tmp_path: Path) -> No
     assert max(sizes) < 80_000_000
 
 
-def test_all_problems_of_the_input_are_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_of_the_input_are_reported_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.pdf").touch()
     (tmp_path / "b.parquet.gz").touch()
     hdf5(tmp_path / "c.h5", [[1]])
@@ -435,14 +510,41 @@ def test_all_problems_of_the_input_are_reported_at_once(tmp_path: Path, capsys: 
     assert errors.startswith("INPUT: ")
     assert all(str(path) in line for path, line in zip(where, errors.splitlines(), strict=True))
     (tmp_path / "a.txt").touch()
-    common = (tmp_path / "a.txt", "--tokenizer", "none", "--vocab-size", 9, "--out", tmp_path / "out")
+    common = (
+        tmp_path / "a.txt",
+        "--tokenizer",
+        "none",
+        "--vocab-size",
+        9,
+        "--out",
+        tmp_path / "out",
+    )
     assert rejected(capsys, *common).startswith(f"{tmp_path}/a.txt: is text, but --tokenizer none ")
     assert not (tmp_path / "out").exists()
 
 
-def test_all_problems_of_the_command_line_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    errors = rejected(capsys, "--train-tokenizer", 256, "--vocab-size", 9, "--validation-fraction", 1, "--workers", 0)
-    names = ["INPUT", "--out", "--train-tokenizer", "--vocab-size", "--validation-fraction", "--workers"]
+def test_all_problems_of_the_command_line_are_reported_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    errors = rejected(
+        capsys,
+        "--train-tokenizer",
+        256,
+        "--vocab-size",
+        9,
+        "--validation-fraction",
+        1,
+        "--workers",
+        0,
+    )
+    names = [
+        "INPUT",
+        "--out",
+        "--train-tokenizer",
+        "--vocab-size",
+        "--validation-fraction",
+        "--workers",
+    ]
     assert [line.split(":")[0] for line in errors.splitlines()] == names
     assert "--train-tokenizer: 256 is less than 257 " in errors
     for arguments, names in (
@@ -454,12 +556,16 @@ def test_all_problems_of_the_command_line_are_reported_at_once(capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("package", ["datasets", "h5py", "zstandard"])
-def test_a_missing_package_is_named(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     path = tmp_path / {"datasets": "a.arrow", "h5py": "a.h5", "zstandard": "a.txt.zst"}[package]
     path.write_bytes(b"\0")
     with pytest.raises(ConfigError, match=f"pip install {package}"):
-        list(read_ids(path, 9, 1, 0.0) if package == "h5py" else read_documents([path], None, "text"))
+        list(
+            read_ids(path, 9, 1, 0.0) if package == "h5py" else read_documents([path], None, "text")
+        )
 
 
 @pytest.mark.parametrize(
@@ -468,7 +574,8 @@ def test_a_missing_package_is_named(package: str, tmp_path: Path, monkeypatch: p
         ({"a.txt": "", "b.jsonl": '\n{"text": ""}\n'}, (), "{0}/a.txt and 1 other"),
         ({"a.txt": "to be"}, ("--validation-fraction", 1e-9), "--validation-fraction: 1e-09 "),
         (
-            {"a.txt": "to be"} | dict.fromkeys(("b.jsonl", "c.jsonl"), JSONL.decode() * 9 + '{"text": 4}'),
+            {"a.txt": "to be"}
+            | dict.fromkeys(("b.jsonl", "c.jsonl"), JSONL.decode() * 9 + '{"text": 4}'),
             (),
             "{0}/b.jsonl:19: ",
         ),
@@ -487,22 +594,32 @@ def test_input_without_a_dataset_is_rejected_and_leaves_no_files(
     assert [path.name for path in out.iterdir()] == ["lock"]
 
 
-# ---- completely or not at all ----------------------------------------------------------------------------------
+# ---- completely or not at all
+# ----------------------------------------------------------------------------------
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name != "lock"}
+    return {
+        path.name: path.read_bytes()
+        for path in folder.iterdir()
+        if path.is_file() and path.name != "lock"
+    }
 
 
 @pytest.mark.slow
 def test_an_existing_dataset_is_kept_unless_overwrite_is_given(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(50)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(50))
+    )
     out = tmp_path / "out"
     common = (tmp_path / "a.jsonl", "--tokenizer", "bytes", "--out", out)
     assert run(*common, "--validation-fraction", 0.3)[0] == 0
     before = content(out)
     (out / token_writer.READY).mkdir()
-    for name in ("train.ends", "train.json"):  # as if the run had been killed during the installation
+    for name in (
+        "train.ends",
+        "train.json",
+    ):  # as if the run had been killed during the installation
         (out / name).rename(out / token_writer.READY / name)
     code, output, _ = run(*common, "--validation-fraction", 0.3)
     assert (code, content(out)) == (0, before)
@@ -576,7 +693,9 @@ def test_a_kill_during_the_installation_loses_no_file_and_the_next_run_finishes_
         except Killed:
             pass
         left = content(out)
-        assert all(b"new" in (left.get(name), content(out / token_writer.READY).get(name)) for name in new)
+        assert all(
+            b"new" in (left.get(name), content(out / token_writer.READY).get(name)) for name in new
+        )
         if "train.json" in left:
             assert left in (old, new)
         steps = 100
@@ -598,7 +717,9 @@ def wait_for(process: subprocess.Popen[str], path: Path, size: int = 0) -> None:
 @pytest.fixture
 def long_run(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A run that has written some of its tokens, and its folder."""
-    (tmp_path / "a.jsonl").write_text((json.dumps({"text": "To be, or not to be:\n" * 200}) + "\n") * 40_000)
+    (tmp_path / "a.jsonl").write_text(
+        (json.dumps({"text": "To be, or not to be:\n" * 200}) + "\n") * 40_000
+    )
     out = tmp_path / "out"
     process = start(tmp_path / "a.jsonl", "--tokenizer", "bytes", "--out", out)
     wait_for(process, out / token_writer.DRAFTS / "train.bin", size=1)
@@ -657,7 +778,9 @@ def test_ctrl_c_ends_a_run_at_once_while_a_long_document_is_encoded(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_second_run_with_the_same_folder_is_rejected(long_run: tuple[subprocess.Popen[str], Path]) -> None:
+def test_a_second_run_with_the_same_folder_is_rejected(
+    long_run: tuple[subprocess.Popen[str], Path],
+) -> None:
     process, out = long_run
     process.send_signal(signal.SIGSTOP)  # otherwise it may finish first
     (out.parent / "b.txt").write_text("to be")
@@ -672,7 +795,10 @@ def test_a_full_disk_is_an_error_and_leaves_no_files(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(command, capture_output=True, check=False).returncode
+    ):
         pytest.skip("mounting a file system is not allowed here")
     try:
         (tmp_path / "a.txt").write_bytes(b"to be\n" * 500_000)
@@ -689,7 +815,9 @@ def test_verify_finds_every_flipped_bit(tmp_path: Path, capsys: pytest.CaptureFi
     out = tmp_path / "out"
     assert run(tmp_path / "a.txt", "--tokenizer", "bytes", "--out", out)[0] == 0
     assert command.main(["--verify", str(out)]) == 0
-    assert capsys.readouterr().out == f"{out}/train.bin: 6 tokens (uint16) in 1 documents: verified\n"
+    assert (
+        capsys.readouterr().out == f"{out}/train.bin: 6 tokens (uint16) in 1 documents: verified\n"
+    )
     for name in ("train.bin", "train.ends"):
         before = (out / name).read_bytes()
         for bit in range(len(before) * 8):
@@ -712,7 +840,12 @@ def test_progress_is_logged_if_stderr_is_not_a_terminal(
 ) -> None:
     monkeypatch.setattr(command, "LOG_SECONDS", 0.0)
     (tmp_path / "a.txt").write_text("to be")
-    assert command.main([str(tmp_path / "a.txt"), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]) == 0
+    assert (
+        command.main(
+            [str(tmp_path / "a.txt"), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
+        )
+        == 0
+    )
     errors = capsys.readouterr().err
     assert "encoding: 100%" in errors
     assert "tokens/s" in errors

@@ -46,9 +46,13 @@ def config(**settings: Any) -> ProfilingConfig:
     return ProfilingConfig.model_validate(settings)
 
 
-def profile_steps(directory: Path, steps: int, *, rank: int = 0, fail: bool = False, **settings: Any) -> None:
+def profile_steps(
+    directory: Path, steps: int, *, rank: int = 0, fail: bool = False, **settings: Any
+) -> None:
     """Profile so many steps, the last of which may fail."""
-    with profiling(config(**settings), DummyProfilerContext(), directory, rank, 100, print) as profiler_step:
+    with profiling(
+        config(**settings), DummyProfilerContext(), directory, rank, 100, print
+    ) as profiler_step:
         for step in range(steps):
             with torch.profiler.record_function(f"step number {step}"):
                 torch.mm(torch.ones(8, 8), torch.ones(8, 8))
@@ -75,8 +79,19 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of two ranks with traces and samples; what it printed is in `output`."""
     folder = tmp_path_factory.mktemp("profiled")
     (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
-    text = support.TINY | {"dataset": "text", "train_data": "text.txt", "vocab_size": 264, "num_tokens": 5}
-    overrides = ("max_steps=20", "report_rate=2", "validation_rate=10", "torch_profiler=true", "core_api_profiler=true")
+    text = support.TINY | {
+        "dataset": "text",
+        "train_data": "text.txt",
+        "vocab_size": 264,
+        "num_tokens": 5,
+    }
+    overrides = (
+        "max_steps=20",
+        "report_rate=2",
+        "validation_rate=10",
+        "torch_profiler=true",
+        "core_api_profiler=true",
+    )
     done = support.run(folder, *overrides, ranks=2, config=text | {"prompt": "to be"}, code=0)
     (folder / "output").write_text(done.stdout)
     return folder
@@ -88,14 +103,22 @@ def test_every_rank_writes_a_trace_with_shapes_memory_and_module_names(profiled:
     for trace in traces(profiled):
         assert trace.stat().st_size < 1e6  # so that real models stay below 50 MB
         names = {event.get("name", "") for event in events(trace)}
-        assert {"FSDP::pre_forward (blocks.0)", "FSDP::pre_backward (blocks.1)", "[memory]"} <= names
+        assert {
+            "FSDP::pre_forward (blocks.0)",
+            "FSDP::pre_backward (blocks.1)",
+            "[memory]",
+        } <= names
         products = [event["args"] for event in events(trace) if event.get("name") == "aten::mm"]
         assert any([16, 32] in product["Input Dims"] for product in products)  # tokens x d_model
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("torch_tb_profiler") is None, reason="torch-tb-profiler is missing")
-def test_tensorboard_serves_curves_hyperparameters_samples_and_the_traces_of_both_ranks(profiled: Path) -> None:
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch_tb_profiler") is None, reason="torch-tb-profiler is missing"
+)
+def test_tensorboard_serves_curves_hyperparameters_samples_and_the_traces_of_both_ranks(
+    profiled: Path,
+) -> None:
     """As `make board` starts it; the answers are those that the pages in a browser draw."""
     url = f"http://127.0.0.1:{free_port()}/data/plugin"
     command = ["--logdir", "runs", "--host", "127.0.0.1", "--port"]
@@ -117,30 +140,59 @@ def test_tensorboard_serves_curves_hyperparameters_samples_and_the_traces_of_bot
 
     with (profiled / "tensorboard.log").open("wb") as log:
         process = subprocess.Popen(
-            [Path(sys.executable).parent / "tensorboard", *command, url.split("/")[2].partition(":")[2]],
+            [
+                Path(sys.executable).parent / "tensorboard",
+                *command,
+                url.split("/")[2].partition(":")[2],
+            ],
             cwd=profiled,
             stdout=log,
             stderr=log,
             env=os.environ | {"NO_PROXY": "*"},
         )
     try:
-        assert get("scalars/tags", "validation/perplexity").keys() == {"test/training", "test/validation"}
-        for group in ("training", "validation"):  # two lines in the chart of one tag, which is the first
+        assert get("scalars/tags", "validation/perplexity").keys() == {
+            "test/training",
+            "test/validation",
+        }
+        for group in (
+            "training",
+            "validation",
+        ):  # two lines in the chart of one tag, which is the first
             assert min(get("scalars/tags", "validation/perplexity")[f"test/{group}"]) == "loss"
-            drawn = {step: loss for _, step, loss in get(f"scalars/scalars?run=test/{group}&tag=loss", "20,")}
-            reported = {step: line["loss"] for step, line in support.reports(profiled, group).items()}
+            drawn = {
+                step: loss
+                for _, step, loss in get(f"scalars/scalars?run=test/{group}&tag=loss", "20,")
+            }
+            reported = {
+                step: line["loss"] for step, line in support.reports(profiled, group).items()
+            }
             assert drawn == pytest.approx(reported)
-        samples = [json.loads(line) for line in (profiled / "runs/test/samples.jsonl").read_text().splitlines()]
+        samples = [
+            json.loads(line)
+            for line in (profiled / "runs/test/samples.jsonl").read_text().splitlines()
+        ]
         assert [sample["step"] for sample in samples] == [10, 20]
         texts = get("text/text?run=test/validation&tag=sample/text_summary", '"step": 20')
         assert "to be" in texts[0]["text"]
-        asked = {"allowedStatuses": ["STATUS_SUCCESS"], "colParams": [{"metric": {"tag": "loss"}}], "sliceSize": 9}
-        (row,) = get(f"hparams/session_groups?request={quote(json.dumps(asked))}", "d_model")["sessionGroups"]
-        assert row["hparams"].items() >= {"d_model": 32, "sharding": "full-shard", "prompt": "to be"}.items()
+        asked = {
+            "allowedStatuses": ["STATUS_SUCCESS"],
+            "colParams": [{"metric": {"tag": "loss"}}],
+            "sliceSize": 9,
+        }
+        (row,) = get(f"hparams/session_groups?request={quote(json.dumps(asked))}", "d_model")[
+            "sessionGroups"
+        ]
+        assert (
+            row["hparams"].items()
+            >= {"d_model": 32, "sharding": "full-shard", "prompt": "to be"}.items()
+        )
         (metric,) = row["metricValues"]
         assert metric["value"] == pytest.approx(support.reports(profiled, "validation")[20]["loss"])
         (run,) = get("pytorch_profiler/runs", "test")["runs"]
-        assert {"Overview", "Operator", "Trace"} <= set(get(f"pytorch_profiler/views?run={run}", "Trace"))
+        assert {"Overview", "Operator", "Trace"} <= set(
+            get(f"pytorch_profiler/views?run={run}", "Trace")
+        )
         assert get(f"pytorch_profiler/workers?run={run}&view=Trace", "rank1") == ["rank0", "rank1"]
     finally:
         process.terminate()
@@ -152,8 +204,20 @@ def test_the_console_shows_phases_samples_where_traces_are_and_the_report(profil
     output = (profiled / "output").read_text()
     first = next(line for line in output.splitlines() if line)
     assert float(first.split()[0]) < 1, "something appears within a second"
-    shown = [line for line in output.splitlines() if re.match(r" *\d+\.\d s  |core_api|traces|sample|curves", line)]
-    parts = ["importing", "reading", "building", "running the first", "core_api", "first step completed", "traces: "]
+    shown = [
+        line
+        for line in output.splitlines()
+        if re.match(r" *\d+\.\d s  |core_api|traces|sample|curves", line)
+    ]
+    parts = [
+        "importing",
+        "reading",
+        "building",
+        "running the first",
+        "core_api",
+        "first step completed",
+        "traces: ",
+    ]
     parts += ["sample      step 10/20", "sample      step 20/20", "curves and traces: make board"]
     assert all(part in line for part, line in zip(parts, shown, strict=True)), shown
     assert "traces: runs/test/traces/rank*.pt.trace.json.gz" in shown
@@ -165,7 +229,11 @@ def test_the_console_shows_phases_samples_where_traces_are_and_the_report(profil
 def test_a_run_too_short_for_a_trace_warns(tmp_path: Path) -> None:
     for steps, is_short in ((3, True), (8, False)):  # the second run resumes from step 3
         done = support.run(
-            tmp_path, f"max_steps={steps}", "torch_profiler=true", "torch_profiler_steps=[3, 1, 2]", code=0
+            tmp_path,
+            f"max_steps={steps}",
+            "torch_profiler=true",
+            "torch_profiler_steps=[3, 1, 2]",
+            code=0,
         )
         warnings = [line for line in done.stdout.splitlines() if line.startswith("torch_profiler")]
         assert len(warnings) == is_short
@@ -174,7 +242,9 @@ def test_a_run_too_short_for_a_trace_warns(tmp_path: Path) -> None:
 
 
 def test_a_trace_contains_the_configured_steps(tmp_path: Path) -> None:
-    profile_steps(tmp_path / "traces", 12, rank=3, torch_profiler=True, torch_profiler_steps=[2, 1, 3])
+    profile_steps(
+        tmp_path / "traces", 12, rank=3, torch_profiler=True, torch_profiler_steps=[2, 1, 3]
+    )
     (trace,) = (tmp_path / "traces").iterdir()
     assert trace.name.startswith("rank3.")
     assert steps_in(trace) == [3, 4, 5]
@@ -189,10 +259,17 @@ def test_a_run_that_fails_keeps_its_trace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_determineds_profiler_is_on_during_the_run_if_enabled(tmp_path: Path, enabled: bool, fails: bool) -> None:
+def test_determineds_profiler_is_on_during_the_run_if_enabled(
+    tmp_path: Path, enabled: bool, fails: bool
+) -> None:
     cluster = Cluster()
     expected = pytest.raises(RuntimeError) if fails else nullcontext()
-    with expected, profiling(config(core_api_profiler=enabled), cluster, tmp_path, 0, 100, print) as profiler_step:
+    with (
+        expected,
+        profiling(
+            config(core_api_profiler=enabled), cluster, tmp_path, 0, 100, print
+        ) as profiler_step,
+    ):
         profiler_step()
         assert cluster.calls == ["on"] * enabled
         if fails:
@@ -207,14 +284,23 @@ def test_a_memory_snapshot_is_written_also_after_running_out_of_memory(
 ) -> None:
     memory, calls = torch.cuda.memory, []
     for name in ("_record_memory_history", "_dump_snapshot"):
-        monkeypatch.setattr(memory, name, lambda *args, name=name, **kwargs: calls.append((name, args, kwargs)))
+        monkeypatch.setattr(
+            memory, name, lambda *args, name=name, **kwargs: calls.append((name, args, kwargs))
+        )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     directory = tmp_path / "tensorboard"
     expected = pytest.raises(torch.OutOfMemoryError) if error else nullcontext()
-    with expected, profiling(config(memory_snapshot=True), DummyProfilerContext(), directory, 3, 100, print):
+    with (
+        expected,
+        profiling(config(memory_snapshot=True), DummyProfilerContext(), directory, 3, 100, print),
+    ):
         if error:
             raise error
-    assert [name for name, *_ in calls] == ["_record_memory_history", "_dump_snapshot", "_record_memory_history"]
+    assert [name for name, *_ in calls] == [
+        "_record_memory_history",
+        "_dump_snapshot",
+        "_record_memory_history",
+    ]
     assert "enabled" not in calls[0][2]
     assert calls[1][1] == (str(directory / "rank3.memory.pickle"),)
     assert calls[2][2] == {"enabled": None}

@@ -35,17 +35,47 @@ def make_run(name: str, **hyperparameters: object) -> Path:
         "versions": "PyTorch 3",
     }
     sessions = [{"time": 1000.0, "last_write": None}, {"time": 2000.0, "last_write": 1100.0}]
-    metrics = {"mfu": 0.5, "peak_memory_gib": 3.5, "save_stall_seconds": 1.5, "skipped_steps": 1.0, "lr": 1e-3}
+    metrics = {
+        "mfu": 0.5,
+        "peak_memory_gib": 3.5,
+        "save_stall_seconds": 1.5,
+        "skipped_steps": 1.0,
+        "lr": 1e-3,
+    }
     reports = [
-        {"group": "training", "step": 10, "time": 1050.0, "loss": 3.0, "tokens_per_second": 100.0, **metrics},
+        {
+            "group": "training",
+            "step": 10,
+            "time": 1050.0,
+            "loss": 3.0,
+            "tokens_per_second": 100.0,
+            **metrics,
+        },
         {"group": "validation", "step": 10, "time": 1060.0, "loss": 2.5},
-        {"group": "training", "step": 20, "time": 2040.0, "loss": 2.0, "tokens_per_second": 120.0, **metrics},
+        {
+            "group": "training",
+            "step": 20,
+            "time": 2040.0,
+            "loss": 2.0,
+            "tokens_per_second": 120.0,
+            **metrics,
+        },
         {"group": "validation", "step": 20, "time": 2050.0, "loss": 2.7},
     ]
-    samples = [{"group": "sample", "step": 20, "time": 2050.0, "prompt": "to be", "text": " or\nnot\x1b[2J"}]
+    samples = [
+        {
+            "group": "sample",
+            "step": 20,
+            "time": 2050.0,
+            "prompt": "to be",
+            "text": " or\nnot\x1b[2J",
+        }
+    ]
     sessions = [each | session | {"command": "fsdp.py lr=1"} for each in sessions]
     for file, records in (("metrics", reports), ("samples", samples), ("sessions", sessions)):
-        (path / f"{file}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + '{"trunc')
+        (path / f"{file}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records) + '{"trunc'
+        )
     return path
 
 

@@ -58,7 +58,10 @@ def full(tensor: torch.Tensor) -> Any:
 
 
 def weights(world: World) -> dict[str, Any]:
-    return {name: full(parameter) for name, parameter in build(world, "no-shard", seed=7)[0].named_parameters()}
+    return {
+        name: full(parameter)
+        for name, parameter in build(world, "no-shard", seed=7)[0].named_parameters()
+    }
 
 
 def differences(world: World, folder: Path, uuids: list[str]) -> list[str]:
@@ -91,7 +94,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_checkpoint_loads_under_any_world_size_and_strategy(ranks: int, written: tuple[Path, list[str]]) -> None:
+def test_a_checkpoint_loads_under_any_world_size_and_strategy(
+    ranks: int, written: tuple[Path, list[str]]
+) -> None:
     folder, uuids = written
     assert len(uuids) == 20
     assert not [wrong for part in run_ranks(ranks, differences, folder, uuids) for wrong in part]
@@ -107,5 +112,7 @@ def test_pytorch_reads_the_weights_alone(written: tuple[Path, list[str]], tmp_pa
         for path in (folder / uuid).glob("model-*.safetensors"):
             shutil.copy(path, tmp_path / uuid)
         read = {name: torch.zeros(value.shape) for name, value in expected.items()}
-        dcp.load(read, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / uuid)), no_dist=True)
+        dcp.load(
+            read, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / uuid)), no_dist=True
+        )
         assert all(np.array_equal(read[name].numpy(), value) for name, value in expected.items())

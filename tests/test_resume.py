@@ -76,10 +76,15 @@ def test_another_world_size_resumes_with_the_same_weights_and_samples(tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [("bfloat16", "float16"), ("float16", "null"), ("float16", "float16")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("bfloat16", "float16"), ("float16", "null"), ("float16", "float16")]
+)
 def test_a_resumed_run_may_change_its_precision(before: str, after: str, tmp_path: Path) -> None:
     first = f"amp_dtype={before}", "max_steps=2", "warmup_steps=3", "resume=fresh"
-    assert "warmup_steps 3 is more than max_steps 2" in run(tmp_path, *first, config=RUN, code=0).stdout
+    assert (
+        "warmup_steps 3 is more than max_steps 2"
+        in run(tmp_path, *first, config=RUN, code=0).stdout
+    )
     done = run(tmp_path, f"amp_dtype={after}", "max_steps=4", config=RUN, code=0)
     assert ("changed: amp_dtype" in done.stdout) == (before != after)
     assert "changed: resume" not in done.stdout
@@ -106,8 +111,12 @@ def test_a_signal_saves_a_checkpoint_and_the_resumed_run_has_the_same_losses(
     assert exact(tmp_path) == exact(reference)
 
 
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(reference: Path, tmp_path: Path) -> None:
-    process = start(tmp_path, "max_steps=1000", "checkpoint_rate=1000", "resume=fresh", ranks=2, config=RUN)
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(
+    reference: Path, tmp_path: Path
+) -> None:
+    process = start(
+        tmp_path, "max_steps=1000", "checkpoint_rate=1000", "resume=fresh", ranks=2, config=RUN
+    )
     assert process.stdout is not None
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     for line in process.stdout:
@@ -125,7 +134,13 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(reference: Path, tmp
 
 INTERRUPTED = RUN | {"report_rate": 3, "validation_rate": 4, "checkpoint_rate": 4, "max_steps": 12}
 INTERRUPTED |= {"total_batch_size": 2, "validation_batches": 4, "keep_checkpoints": None}
-INTERRUPTED |= {"dataset": "text", "train_data": "../text.txt", "vocab_size": 264, "sample_rate": 6, "num_tokens": 8}
+INTERRUPTED |= {
+    "dataset": "text",
+    "train_data": "../text.txt",
+    "vocab_size": 264,
+    "sample_rate": 6,
+    "num_tokens": 8,
+}
 
 
 def interrupt(world: World, step: int, how: str) -> None:
@@ -163,7 +178,9 @@ def test_an_interrupted_run_reports_the_curve_of_an_uninterrupted_one(
         files = (folder / "runs" / "test" / f"{name}.jsonl" for name in ("metrics", "samples"))
         keys = ("group", "step", "prompt", "text", *EXACT)
         return [
-            tuple(json.loads(line).get(key) for key in keys) for file in files for line in file.read_text().splitlines()
+            tuple(json.loads(line).get(key) for key in keys)
+            for file in files
+            for line in file.read_text().splitlines()
         ]
 
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
@@ -177,8 +194,8 @@ def test_an_interrupted_run_reports_the_curve_of_an_uninterrupted_one(
     folder = tmp_path / "interrupted"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    # Before a report; in a validation; again in that validation; before a report and a sample; in that sample; killed
-    # after a saved checkpoint; before the last report; in the last sample.
+    # Before a report; in a validation; again in that validation; before a report and a sample; in
+    # that sample; killed after a saved checkpoint; before the last report; in the last sample.
     stops = [(3, "signal"), (4, "validation"), (4, "validation"), (6, "signal"), (6, "sample")]
     stops += [(11, "kill"), (12, "signal"), (12, "sample")]
     for step, how in stops:
@@ -190,16 +207,26 @@ def test_an_interrupted_run_reports_the_curve_of_an_uninterrupted_one(
             assert max(checkpoints(folder)) == step
     run_ranks(1, interrupt, 100, "signal")
     assert curve(folder) == expected
-    complete = [path.parent for path in (folder / "runs" / "test" / "checkpoints").glob("*-*/manifest.json")]
+    complete = [
+        path.parent for path in (folder / "runs" / "test" / "checkpoints").glob("*-*/manifest.json")
+    ]
     saved = list(map(read_manifest, complete))
-    assert {manifest.step for manifest in saved if manifest.validation_loss is not None} == {4, 8, 12}
+    assert {manifest.step for manifest in saved if manifest.validation_loss is not None} == {
+        4,
+        8,
+        12,
+    }
     assert {manifest.step for manifest in saved if manifest.sampled} == {12}
 
 
 @pytest.mark.slow
 def test_a_complete_run_reports_it_and_changes_nothing(reference: Path) -> None:
     def times() -> dict[Path, int]:
-        return {path: path.stat().st_mtime_ns for path in (reference / "runs").rglob("*") if path.name != "lock"}
+        return {
+            path: path.stat().st_mtime_ns
+            for path in (reference / "runs").rglob("*")
+            if path.name != "lock"
+        }
 
     before = times()
     again = run(reference, config=RUN, code=0)
@@ -224,7 +251,9 @@ def test_a_launchers_restart_resumes_whatever_resume_was_set_to(tmp_path: Path) 
     before.rename(tmp_path / "runs" / "before")
     assert reports(tmp_path, name="before") == later, "step 4 is not made again"
     assert sorted(checkpoints(tmp_path, "before")) == [3, 4]
-    restarted_early = run(tmp_path, "max_steps=3", f"resume={source}", TORCHELASTIC_RESTART_COUNT="1", code=0)
+    restarted_early = run(
+        tmp_path, "max_steps=3", f"resume={source}", TORCHELASTIC_RESTART_COUNT="1", code=0
+    )
     assert f"resumed from checkpoint {source.name}, step 2" in restarted_early.stdout
     for steps, restarts in ((3, "0"), (4, "1")):  # the first start moves `source` aside
         overrides = (f"max_steps={steps}", "run_name=elsewhere", f"resume={source}")
@@ -240,20 +269,35 @@ def test_a_run_keeps_the_date_of_its_first_start_for_its_chat_template(tmp_path:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(specials))
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": chat}))
-    data = {"dataset": "jsonl", "train_data": "chat.jsonl", "val_data": "chat.jsonl", "tokenizer": FILE}
+    data = {
+        "dataset": "jsonl",
+        "train_data": "chat.jsonl",
+        "val_data": "chat.jsonl",
+        "tokenizer": FILE,
+    }
     how = {"vocab_size": 200, "max_seq_len": 32, "validation_batches": 1, "report_rate": 1}
     found = []
     for day in (1, 2):
         script = f"import datetime\nclass Day(datetime.date):\n    today = lambda: datetime.date(2026, 1, {day})\n"
         done = run(
-            tmp_path, f"max_steps={day}", config=TINY | data | how, script=f"{script}datetime.date = Day", code=0
+            tmp_path,
+            f"max_steps={day}",
+            config=TINY | data | how,
+            script=f"{script}datetime.date = Day",
+            code=0,
         )
         found.append(read_manifest(checkpoints(tmp_path)[day]))
     assert "step 1\n" in done.stdout
     assert "changed" not in done.stdout
     assert found[0].data == found[1].data
-    assert [manifest.hyperparameters["chat_template_date"] for manifest in found] == ["2026-01-01", "2026-01-01"]
-    assert "chat_template_date: '2026-01-01'\n" in (tmp_path / "runs" / "test" / "config.yaml").read_text()
+    assert [manifest.hyperparameters["chat_template_date"] for manifest in found] == [
+        "2026-01-01",
+        "2026-01-01",
+    ]
+    assert (
+        "chat_template_date: '2026-01-01'\n"
+        in (tmp_path / "runs" / "test" / "config.yaml").read_text()
+    )
     _, tokenizer = generate.load_model(checkpoints(tmp_path)[2], torch.device("cpu"))
     assert tokenizer.render(chat, add_generation_prompt=True)[0] == "<s>[date] 2026-01-01hiho"
 
@@ -262,11 +306,16 @@ def test_a_longer_run_keeps_the_learning_rate_or_says_how_it_jumps() -> None:
     cosine = {"lr_schedule": "cosine", "min_lr_ratio": 0.1}
     for changes, expected in (
         ({}, "max_steps=600$"),
-        (cosine, "max_steps=600 lr=0.0002 lr_schedule=constant warmup_steps=0, .*from 2.00e-04 to 1.15e-03"),
+        (
+            cosine,
+            "max_steps=600 lr=0.0002 lr_schedule=constant warmup_steps=0, .*from 2.00e-04 to 1.15e-03",
+        ),
         ({"lr_schedule": "cosine"}, r"max_steps=600 \(.*from 6.29e-08 to 1.05e-03"),
         ({"lr_schedule": "wsd"}, r"max_steps=600 \(.*from 3.33e-05 to 2.00e-03"),
     ):
         config = OptimConfig.model_validate({"lr": 2e-3, "warmup_steps": 20} | changes)
         assert re.match(expected, extension(config, 300))
     decayed = OptimConfig.model_validate({"lr": 2e-3} | cosine)
-    assert f"lr={learning_rate(decayed, 299, 300):.3g} lr_schedule=constant" in extension(decayed, 300)
+    assert f"lr={learning_rate(decayed, 299, 300):.3g} lr_schedule=constant" in extension(
+        decayed, 300
+    )

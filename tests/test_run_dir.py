@@ -30,9 +30,15 @@ def _chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start_python(script: str) -> subprocess.Popen[str]:
     """Start `script` in another process, after `from lm.runtime.run_dir import lock_file`."""
-    command = [sys.executable, "-c", f"import os\nfrom lm.runtime.run_dir import lock_file\n{script}"]
+    command = [
+        sys.executable,
+        "-c",
+        f"import os\nfrom lm.runtime.run_dir import lock_file\n{script}",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
 
 
 def started(name: str = "x") -> RunDir:
@@ -42,7 +48,9 @@ def started(name: str = "x") -> RunDir:
     return run_dir
 
 
-@pytest.mark.parametrize("name", ["", "..", "../x", "/tmp/x", "a/b", ".hidden", "-rf", "a b", "a\n", "a;b", "é", "~"])
+@pytest.mark.parametrize(
+    "name", ["", "..", "../x", "/tmp/x", "a/b", ".hidden", "-rf", "a b", "a\n", "a;b", "é", "~"]
+)
 def test_a_name_that_could_point_outside_of_runs_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^run_name: {re.escape(repr(name))} "):
         RunDir(name)
@@ -54,9 +62,12 @@ def test_the_constructor_creates_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("umask", "directory", "file"), [(0o077, 0o700, 0o600), (0o002, 0o775, 0o664), (0, 0o775, 0o666)]
+    ("umask", "directory", "file"),
+    [(0o077, 0o700, 0o600), (0o002, 0o775, 0o664), (0, 0o775, 0o666)],
 )
-def test_the_modes_are_those_of_the_umask_but_never_writable_by_all(umask: int, directory: int, file: int) -> None:
+def test_the_modes_are_those_of_the_umask_but_never_writable_by_all(
+    umask: int, directory: int, file: int
+) -> None:
     before = os.umask(umask)
     try:
         run_dir = started()
@@ -95,13 +106,17 @@ def test_a_run_whose_directory_is_in_use_is_refused_soon_and_the_holder_named(na
 
 def test_the_lock_is_free_once_its_holder_has_ended_whatever_processes_it_forked() -> None:
     fork = "if os.fork() == 0:\n    os.close(1)\n    input()\n"
-    with start_python(f"lock_file(__import__('pathlib').Path('x'))\n{fork}os.kill(os.getpid(), 9)") as holder:
+    with start_python(
+        f"lock_file(__import__('pathlib').Path('x'))\n{fork}os.kill(os.getpid(), 9)"
+    ) as holder:
         holder.wait()
         assert lock_file(Path("x")) is None
         assert Path("x").read_text().startswith(f"process {os.getpid()} on ")
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="uses the number of a system call of x86-64")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="uses the number of a system call of x86-64"
+)
 def test_the_lock_of_a_killed_process_is_waited_for() -> None:
     """After SIGKILL in the middle of a write, the process is a zombie with a live thread."""
     script = (
@@ -152,14 +167,19 @@ def test_fresh_moves_the_files_of_every_previous_run_aside() -> None:
     assert sorted(moved) == ["0", "1"]
     for lr, path in moved.items():
         files = {"config.yaml", "metrics.jsonl", "sessions.jsonl", "fifo", "link"}
-        assert {each.name for each in path.iterdir()} - {"training", "validation"} == {"checkpoints", "traces"} | files
+        assert {each.name for each in path.iterdir()} - {"training", "validation"} == {
+            "checkpoints",
+            "traces",
+        } | files
         assert f"lr: {lr}\n" in (path / "config.yaml").read_text()
         assert (path / "checkpoints" / f"of-{lr}").is_dir()
 
 
 def test_config_yaml_resumes_the_same_run() -> None:
     run_dir = started()
-    hp = config.read({"hyperparameters": {"model": "llama3.2-1b", "lr": "1e-4", "prompt": "é: #"}}, [], "test")
+    hp = config.read(
+        {"hyperparameters": {"model": "llama3.2-1b", "lr": "1e-4", "prompt": "é: #"}}, [], "test"
+    )
     run_dir.start(hp.model_dump(mode="json") | {"resume": "fresh"}, {"step": 0})
     assert config.load(run_dir.config, []) == hp.model_copy(update={"run_name": "x"})
     assert yaml.safe_load(run_dir.config.read_text())["hyperparameters"]["d_model"] == 2048

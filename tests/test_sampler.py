@@ -27,7 +27,10 @@ def test_each_block_holds_every_datasets_share_and_each_epoch_every_sample_once(
     order = Sampler(counts, weights, seed=1, shuffle=data.draw(st.booleans()))
     samples = [order[i] for i in range(2 * BLOCK)]
     for dataset, (count, weight) in enumerate(zip(counts, weights, strict=True)):
-        mine = [[index for number, index in block if number == dataset] for block in (samples[:BLOCK], samples[BLOCK:])]
+        mine = [
+            [index for number, index in block if number == dataset]
+            for block in (samples[:BLOCK], samples[BLOCK:])
+        ]
         assert len(mine[0]) == len(mine[1]), dataset
         assert abs(len(mine[0]) - BLOCK * weight / sum(weights)) < 1
         joined = mine[0] + mine[1]

@@ -15,7 +15,9 @@ CPU = torch.device("cpu")
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0, -1.0])
 
 
-def draw(times: int = 20_000, logits: Tensor = LOGITS, temperature: float = 1.0, **limits: Any) -> Tensor:
+def draw(
+    times: int = 20_000, logits: Tensor = LOGITS, temperature: float = 1.0, **limits: Any
+) -> Tensor:
     """Return the frequency of each token in `times` samples."""
     settings = {"top_k": None, "top_p": None} | limits
     generator = torch.Generator().manual_seed(0)
@@ -24,7 +26,13 @@ def draw(times: int = 20_000, logits: Tensor = LOGITS, temperature: float = 1.0,
 
 
 def tiny(**changes: Any) -> Transformer:
-    settings = {"d_model": 16, "n_heads": 2, "n_layers": 2, "vocab_size": 32, "max_seq_len": 16} | changes
+    settings = {
+        "d_model": 16,
+        "n_heads": 2,
+        "n_layers": 2,
+        "vocab_size": 32,
+        "max_seq_len": 16,
+    } | changes
     torch.manual_seed(0)
     model = Transformer(ModelConfig.model_validate(settings))
     with torch.no_grad():
@@ -33,11 +41,14 @@ def tiny(**changes: Any) -> Transformer:
     return model
 
 
-def continued(model: Transformer, prompt: list[int], count: int, seed: int = 0, **options: Any) -> list[int]:
+def continued(
+    model: Transformer, prompt: list[int], count: int, seed: int = 0, **options: Any
+) -> list[int]:
     return list(generate(model, prompt, count, device=CPU, seed=seed, **options))
 
 
-# ---- one token -------------------------------------------------------------------------------------------
+# ---- one token
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
@@ -50,7 +61,9 @@ def test_temperature_0_selects_the_most_likely_token() -> None:
     assert draw(temperature=0, times=10)[1] == 1
 
 
-@pytest.mark.parametrize(("top_k", "kept"), [(1, [1]), (2, [1, 2]), (3, [0, 1, 2]), (99, [0, 1, 2, 3, 4])])
+@pytest.mark.parametrize(
+    ("top_k", "kept"), [(1, [1]), (2, [1, 2]), (3, [0, 1, 2]), (99, [0, 1, 2, 3, 4])]
+)
 def test_top_k_keeps_the_k_most_likely_tokens_in_proportion(top_k: int, kept: list[int]) -> None:
     expected = torch.zeros(5)
     expected[kept] = LOGITS[kept].softmax(dim=0)
@@ -64,7 +77,14 @@ def test_top_k_keeps_only_k_of_equally_likely_tokens() -> None:
 # The probabilities are 0.636, 0.234, 0.086, 0.032, 0.012, of tokens 1, 2, 0, 3, 4.
 @pytest.mark.parametrize(
     ("top_p", "kept"),
-    [(0.01, [1]), (0.63, [1]), (0.64, [1, 2]), (0.88, [0, 1, 2]), (0.99, [0, 1, 2, 3, 4]), (1.0, [0, 1, 2, 3, 4])],
+    [
+        (0.01, [1]),
+        (0.63, [1]),
+        (0.64, [1, 2]),
+        (0.88, [0, 1, 2]),
+        (0.99, [0, 1, 2, 3, 4]),
+        (1.0, [0, 1, 2, 3, 4]),
+    ],
 )
 def test_top_p_keeps_the_fewest_that_reach_the_probability(top_p: float, kept: list[int]) -> None:
     expected = torch.zeros(5)
@@ -83,10 +103,13 @@ def test_each_sequence_is_sampled_from_its_own_logits() -> None:
     assert choose(logits, 1.0, None, 0.9, torch.Generator()).tolist() == [3, 0, 2]
 
 
-# ---- one sequence ---------------------------------------------------------------------------------------
+# ---- one sequence
+# ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"positions": "rope", "n_kv_heads": 1, "sliding_window": 4}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"positions": "rope", "n_kv_heads": 1, "sliding_window": 4}], ids=str
+)
 def test_greedy_generation_is_the_argmax_loop_without_a_cache(changes: dict[str, Any]) -> None:
     model = tiny(**changes)
     tokens = [3, 1, 4]
@@ -118,7 +141,9 @@ def test_generation_continues_from_the_latest_half_of_a_full_context(context: in
 def test_a_prompt_longer_than_the_context_is_truncated_to_its_end() -> None:
     model = tiny(max_seq_len=8)
     prompt = list(range(20))
-    assert continued(model, prompt, 5, temperature=0) == continued(model, prompt[-8:], 5, temperature=0)
+    assert continued(model, prompt, 5, temperature=0) == continued(
+        model, prompt[-8:], 5, temperature=0
+    )
 
 
 def test_an_empty_prompt_is_refused() -> None:
@@ -139,7 +164,9 @@ def test_generation_ends_before_the_first_stop_id() -> None:
     for stop_ids in ({tokens[20]}, set(tokens[5:30]), {tokens[0]}):
         first = next(at for at, token in enumerate(tokens) if token in stop_ids)
         assert continued(model, [3, 1], 40, stop_ids=stop_ids) == tokens[:first]
-    assert continued(model, [3, 1], 40, stop_ids={3, 99} - set(tokens)) == tokens  # also a stop id in the prompt
+    assert (
+        continued(model, [3, 1], 40, stop_ids={3, 99} - set(tokens)) == tokens
+    )  # also a stop id in the prompt
 
 
 def test_generation_uses_neither_dropout_nor_gradients() -> None:
@@ -149,7 +176,8 @@ def test_generation_uses_neither_dropout_nor_gradients() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-# ---- several sequences -----------------------------------------------------------------------------------------
+# ---- several sequences
+# -----------------------------------------------------------------------------------------
 
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -169,8 +197,12 @@ def test_prompts_of_different_lengths_continue_as_each_does_alone(
     for count, stop_ids in ((0, ()), (1, ()), (40, ()), (40, {5, 6, 7})):
         how: dict[str, Any] = options | {"stop_ids": stop_ids}
         steps = list(generate_batch(model, prompts, count, device=CPU, seeds=seeds, **how))
-        sequences = [[step[i] for step in steps if step[i] is not None] for i in range(len(prompts))]
-        assert sequences == [continued(model, prompts[i], count, seeds[i], **how) for i in range(len(prompts))]
+        sequences = [
+            [step[i] for step in steps if step[i] is not None] for i in range(len(prompts))
+        ]
+        assert sequences == [
+            continued(model, prompts[i], count, seeds[i], **how) for i in range(len(prompts))
+        ]
 
 
 def test_generation_does_not_change_the_prompts() -> None:

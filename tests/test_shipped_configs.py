@@ -16,10 +16,19 @@ from lm import config
 from lm.data.tokenizer import FILE
 from tests.support import CHAT_TEMPLATE, ROOT, llama_tokenizer, reports, run
 
-SHIPPED = sorted([ROOT / "config.yaml", ROOT / "distributed.yaml", *(ROOT / "recipes").glob("*.yaml")])
+SHIPPED = sorted(
+    [ROOT / "config.yaml", ROOT / "distributed.yaml", *(ROOT / "recipes").glob("*.yaml")]
+)
 
 ORIGINAL = {"batch_size", "lr", "d_model", "n_heads", "n_layers", "vocab_size", "max_seq_len"}
-ORIGINAL |= {"report_rate", "checkpoint_rate", "validation_batches", "amp_dtype", "core_api_profiler", "torch_profiler"}
+ORIGINAL |= {
+    "report_rate",
+    "checkpoint_rate",
+    "validation_batches",
+    "amp_dtype",
+    "core_api_profiler",
+    "torch_profiler",
+}
 """The hyperparameters of Determined's FSDP example."""
 
 SECTIONS = {
@@ -29,9 +38,20 @@ SECTIONS = {
 }
 SEARCHERS = {
     "single": {"max_length"},
-    "adaptive_asha": {"max_trials", "time_metric", "max_time", "divisor", "max_rungs", "max_concurrent_trials"},
+    "adaptive_asha": {
+        "max_trials",
+        "time_metric",
+        "max_time",
+        "divisor",
+        "max_rungs",
+        "max_concurrent_trials",
+    },
 }
-RANGES = {"int": {"minval", "maxval"}, "double": {"minval", "maxval"}, "log": {"minval", "maxval", "base"}}
+RANGES = {
+    "int": {"minval", "maxval"},
+    "double": {"minval", "maxval"},
+    "log": {"minval", "maxval", "base"},
+}
 """Keys of an experiment by the reference of Determined 0.38.1; its master refuses any other."""
 
 
@@ -58,20 +78,32 @@ def test_a_shipped_file_is_a_complete_experiment(path: Path) -> None:
         assert experiment[section].keys() == keys
     assert "# workspace:" in path.read_text()
     assert "# project:" in path.read_text()
-    assert experiment["entrypoint"].startswith("python3 -m determined.launch.torch_distributed -- python3 fsdp.py")
+    assert experiment["entrypoint"].startswith(
+        "python3 -m determined.launch.torch_distributed -- python3 fsdp.py"
+    )
     searcher = experiment["searcher"]
     assert searcher.keys() == {"name", "metric", "smaller_is_better"} | SEARCHERS[searcher["name"]]
-    ranges = [value for value in experiment["hyperparameters"].values() if isinstance(value, dict) and "type" in value]
+    ranges = [
+        value
+        for value in experiment["hyperparameters"].values()
+        if isinstance(value, dict) and "type" in value
+    ]
     for found in ranges:
         assert found.keys() == {"type"} | RANGES[found["type"]]
         assert found["minval"] < found["maxval"]
     assert isinstance(experiment["resources"]["slots_per_trial"], int)
     assert experiment["resources"]["shm_size"] >= 2**32
-    assert re.fullmatch(r"pytorch/pytorch:2\.13\.\d-.*-devel", experiment["environment"]["image"]["cuda"])
+    assert re.fullmatch(
+        r"pytorch/pytorch:2\.13\.\d-.*-devel", experiment["environment"]["image"]["cuda"]
+    )
     assert "PIP_BREAK_SYSTEM_PACKAGES=1" in experiment["environment"]["environment_variables"]
     assert all(re.compile(policy["pattern"]) for policy in experiment["log_policies"])
     actions = {policy["name"]: policy["action"] for policy in experiment["log_policies"]}
-    assert actions == {"CUDA OOM": "cancel_retries", "bad configuration": "cancel_retries", "ECC Error": "exclude_node"}
+    assert actions == {
+        "CUDA OOM": "cancel_retries",
+        "bad configuration": "cancel_retries",
+        "ECC Error": "exclude_node",
+    }
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
@@ -96,13 +128,20 @@ def test_an_editor_finds_the_schema_of_a_shipped_file_and_accepts_it(path: Path)
     assert schema.resolve() == ROOT / "docs" / "hyperparameters.schema.json"
     jsonschema.validate(yaml.safe_load(path.read_text()), json.loads(schema.read_text()))
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({"hyperparameters": {"lr": {"type": "logarithmic"}}}, json.loads(schema.read_text()))
+        jsonschema.validate(
+            {"hyperparameters": {"lr": {"type": "logarithmic"}}}, json.loads(schema.read_text())
+        )
 
 
 @pytest.mark.slow
 def test_the_recipe_for_own_text_runs_on_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("To be, or not to be, that is the question.\n" * 100)
-    recipe = ["--config", str(ROOT / "recipes" / "own_text.yaml"), "train_data=a.txt", "max_steps=1"]
+    recipe = [
+        "--config",
+        str(ROOT / "recipes" / "own_text.yaml"),
+        "train_data=a.txt",
+        "max_steps=1",
+    ]
     run(tmp_path, *recipe, "d_model=32", "n_layers=1", "max_seq_len=32", "num_tokens=1", code=0)
     assert reports(tmp_path, "validation", name="own_text")[1]["bits_per_byte"] > 0
 
@@ -110,15 +149,30 @@ def test_the_recipe_for_own_text_runs_on_a_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_chat_recipe_runs_on_a_model_and_chats_in_a_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, vocab_size=256))
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / FILE).write_bytes(llama_tokenizer())
     specials = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(specials))
-    chat = {"messages": [{"role": "user", "content": "to be"}, {"role": "assistant", "content": "or not to be"}]}
+    chat = {
+        "messages": [
+            {"role": "user", "content": "to be"},
+            {"role": "assistant", "content": "or not to be"},
+        ]
+    }
     (tmp_path / "chat.jsonl").write_text((json.dumps(chat) + "\n") * 40)
-    recipe = ["--config", str(ROOT / "recipes" / "chat.yaml"), "init_from=model", "train_data=chat.jsonl"]
+    recipe = [
+        "--config",
+        str(ROOT / "recipes" / "chat.yaml"),
+        "init_from=model",
+        "train_data=chat.jsonl",
+    ]
     done = run(tmp_path, *recipe, "max_steps=2", "max_seq_len=32", code=0)
     assert "held out" in done.stdout
     assert reports(tmp_path, "validation", name="chat")[2]["bits_per_byte"] > 0
@@ -127,11 +181,14 @@ def test_the_chat_recipe_runs_on_a_model_and_chats_in_a_folder(tmp_path: Path) -
 def test_config_yaml_has_the_hyperparameters_and_defaults_of_the_original_example() -> None:
     hyperparameters = yaml.safe_load((ROOT / "config.yaml").read_text())["hyperparameters"]
     assert hyperparameters.keys() == ORIGINAL
-    assert config.load(ROOT / "config.yaml", ["max_steps=1"]) == config.read({}, ["max_steps=1"], "defaults")
+    assert config.load(ROOT / "config.yaml", ["max_steps=1"]) == config.read(
+        {}, ["max_steps=1"], "defaults"
+    )
 
 
 @pytest.mark.parametrize(
-    ("file", "text"), [("hyperparameters.md", config.page), ("hyperparameters.schema.json", config.schema)]
+    ("file", "text"),
+    [("hyperparameters.md", config.page), ("hyperparameters.schema.json", config.schema)],
 )
 def test_the_generated_pages_match_the_code(file: str, text: Callable[[], str]) -> None:
     assert (ROOT / "docs" / file).read_text() == text(), "`make docs` writes it"

@@ -18,9 +18,13 @@ from lm.launch.spawn import free_port
 from tests.support import REQUEUED, ROOT, checkpoints, exact, run, scripted, wait_until
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
-MISSING = [name for name in NEEDED if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]
+MISSING = [
+    name for name in NEEDED if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
+]
 pytestmark = [
-    pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed (Debian: slurm-wlm)"),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"{', '.join(MISSING)} not installed (Debian: slurm-wlm)"
+    ),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can start Slurm's daemons"),
 ]
 CONFIG = """
@@ -63,19 +67,38 @@ class Cluster:
         }
 
     def command(self, *words: str, folder: Path | None = None, **env: str) -> str:
-        done = subprocess.run(words, cwd=folder, env=self._env | env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            words, cwd=folder, env=self._env | env, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout
 
-    def submit(self, folder: Path, *arguments: str, options: tuple[str, ...] = (), **env: str) -> str:
+    def submit(
+        self, folder: Path, *arguments: str, options: tuple[str, ...] = (), **env: str
+    ) -> str:
         """Submit launch/slurm.sbatch for two nodes with one rank each; return the job ID."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "fsdp.py").symlink_to(ROOT / "fsdp.py")
         if not (folder / "test.yaml").exists():
             (folder / "test.yaml").write_text(json.dumps({"hyperparameters": REQUEUED}))
-        small = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=0", "--time=10")
+        small = (
+            "--nodes=2",
+            "--ntasks-per-node=1",
+            "--cpus-per-task=1",
+            "--gpus-per-node=0",
+            "--time=10",
+        )
         script = str(ROOT / "launch" / "slurm.sbatch")
-        words = ("sbatch", "--parsable", *small, *options, script, "--config", "test.yaml", *arguments)
+        words = (
+            "sbatch",
+            "--parsable",
+            *small,
+            *options,
+            script,
+            "--config",
+            "test.yaml",
+            *arguments,
+        )
         return self.command(*words, folder=folder, **({"PYTHON": sys.executable} | env)).strip()
 
     def log(self, job: str, folder: Path) -> str:
@@ -102,28 +125,42 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    # Not in pytest's folder: the path of munged's socket would be too long, and its folder readable by others.
+    # Not in pytest's folder: the path of munged's socket would be too long, and its folder readable
+    # by others.
     folder = Path(subprocess.check_output(["mktemp", "-d"], text=True).strip())
     folder.chmod(0o755)
     host = socket.gethostname().partition(".")[0]
-    (folder / "slurm.conf").write_text(CONFIG.format(host=host, folder=folder, ports=[free_port() for _ in range(3)]))
+    (folder / "slurm.conf").write_text(
+        CONFIG.format(host=host, folder=folder, ports=[free_port() for _ in range(3)])
+    )
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "key").chmod(0o400)
     cluster = Cluster(folder)
     munge = [f"--{what}={folder}/{what}" for what in ("pid-file", "log-file", "seed-file")]
-    munge = ["munged", "--foreground", "--force", f"--key-file={folder}/key", f"--socket={folder}/munge.socket", *munge]
+    munge = [
+        "munged",
+        "--foreground",
+        "--force",
+        f"--key-file={folder}/key",
+        f"--socket={folder}/munge.socket",
+        *munge,
+    ]
     nodes = [["slurmd", "-D", "-N", name] for name in ("127.0.0.2", "127.0.0.3")]
     states = ["sinfo", "--noheader", "--Node", "--format=%T"]
     log = folder / "log"
     daemons: list[subprocess.Popen[bytes]] = []
 
     def output(command: list[str]) -> list[str]:
-        return subprocess.run(command, env=cluster._env, capture_output=True, text=True, check=False).stdout.split()
+        return subprocess.run(
+            command, env=cluster._env, capture_output=True, text=True, check=False
+        ).stdout.split()
 
     try:
         with log.open("w") as file:
             for command in (munge, ["slurmctld", "-D"], *nodes):
-                daemons.append(subprocess.Popen(command, env=cluster._env, stdout=file, stderr=file))
+                daemons.append(
+                    subprocess.Popen(command, env=cluster._env, stdout=file, stderr=file)
+                )
                 wait_until((folder / "munge.socket").exists, log.read_text, 10)
             wait_until(lambda: output(states) == ["idle"] * 2, log.read_text, 120)
         yield cluster
@@ -186,33 +223,57 @@ Loader.training = fail
 def test_a_run_stopped_before_the_time_limit_is_requeued_and_ends_with_the_same_losses(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    run(tmp_path / "uninterrupted", "total_batch_size=4", "batch_size=2", ranks=2, config=REQUEUED, code=0)
+    run(
+        tmp_path / "uninterrupted",
+        "total_batch_size=4",
+        "batch_size=2",
+        ranks=2,
+        config=REQUEUED,
+        code=0,
+    )
     folder = tmp_path / "job"
     env = {"TOTAL_BATCH_SIZE": "4", "BATCH_SIZE": "2", "PYTHON": python(tmp_path, WAIT_FOR_SIGNAL)}
     job = cluster.submit(folder, "lr=1e-2", options=("--job-name", NAME), **env)
     cluster.wait_for(job, "^0: training", folder)
     cluster.command("scancel", "--batch", "--signal=USR2", job)  # as --signal=B:USR2@... does
     fields, log = cluster.finish(job, folder)
-    assert (fields["JobState"], fields["Restarts"], fields["Requeue"]) == ("COMPLETED", "1", "1"), log
+    assert (fields["JobState"], fields["Restarts"], fields["Requeue"]) == ("COMPLETED", "1", "1"), (
+        log
+    )
     assert log.count("requeue 1 (exit code 0)") == 1
     assert exact(folder) == exact(tmp_path / "uninterrupted")
     assert len(re.findall(r"^0: training +step +1\b", log, re.MULTILINE)) == 1, "resumed"
-    assert {path.name for path in folder.iterdir()} == {"fsdp.py", "test.yaml", "runs", f"slurm-{job}.log"}
+    assert {path.name for path in folder.iterdir()} == {
+        "fsdp.py",
+        "test.yaml",
+        "runs",
+        f"slurm-{job}.log",
+    }
 
 
 @pytest.mark.slow
-def test_a_job_that_saves_no_new_checkpoint_is_not_requeued_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_that_saves_no_new_checkpoint_is_not_requeued_again(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     """It saves after step 5 and fails in step 8 of every start."""
-    job = cluster.submit(tmp_path, "checkpoint_rate=5", "async_checkpoint=false", PYTHON=python(tmp_path, FAIL))
+    job = cluster.submit(
+        tmp_path, "checkpoint_rate=5", "async_checkpoint=false", PYTHON=python(tmp_path, FAIL)
+    )
     fields, log = cluster.finish(job, tmp_path)
-    assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", "1:0", "1"), log
+    assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", "1:0", "1"), (
+        log
+    )
     assert log.count("0: failed in step 8") == 2
     assert list(checkpoints(tmp_path)) == [5]
-    assert [line for line in log.splitlines() if line.startswith(f"job {job}: requeue 1 (exit code 1)")]
+    assert [
+        line for line in log.splitlines() if line.startswith(f"job {job}: requeue 1 (exit code 1)")
+    ]
     assert [line for line in log.splitlines() if line.startswith(f"job {job}: not requeued: ")]
 
 
-def test_a_job_with_invalid_hyperparameters_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_with_invalid_hyperparameters_is_not_requeued(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     job = cluster.submit(tmp_path, "batch_size=2", "n_heads=5", BATCH_SIZE="0")
     fields, log = cluster.finish(job, tmp_path)
     assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", "2:0", "0")
@@ -220,17 +281,23 @@ def test_a_job_with_invalid_hyperparameters_is_not_requeued(cluster: Cluster, tm
 
 
 @pytest.mark.slow
-def test_a_job_that_diverges_is_not_requeued_although_it_saved_a_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_that_diverges_is_not_requeued_although_it_saved_a_checkpoint(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     saves = ("checkpoint_rate=1", "async_checkpoint=false", "validation_rate=100")
     job = cluster.submit(tmp_path, "lr=1e18", "skip_nonfinite=2", "report_rate=1", *saves)
     fields, log = cluster.finish(job, tmp_path)
-    assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", "2:0", "0"), log
+    assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", "2:0", "0"), (
+        log
+    )
     assert min(checkpoints(tmp_path)) == 1, log
     assert "lower lr" in log
 
 
 @pytest.mark.slow
-def test_a_cancelled_job_saves_a_checkpoint_and_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_cancelled_job_saves_a_checkpoint_and_is_not_requeued(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     job = cluster.submit(tmp_path, "max_steps=100000")
     cluster.wait_for(job, "^0: training", tmp_path)
     cluster.command("scancel", job)

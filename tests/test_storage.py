@@ -47,13 +47,20 @@ class Reporting(core.DummyCheckpointContext):
 
     reported: list[tuple[str, list[str], dict[str, Any]]]
 
-    def _report_checkpoint(self, storage_id: str, resources: Any = None, metadata: Any = None) -> None:  # noqa: ARG002
+    def _report_checkpoint(
+        self,
+        storage_id: str,
+        resources: Any = None,  # noqa: ARG002
+        metadata: Any = None,
+    ) -> None:
         self.reported.append((storage_id, objects(self._storage_manager, storage_id), metadata))
 
 
 def objects(manager: storage.StorageManager, storage_id: str) -> list[str]:
     assert isinstance(manager, storage.S3StorageManager)
-    return sorted(item.key.partition("/")[2] for item in manager.bucket.objects.filter(Prefix=storage_id))
+    return sorted(
+        item.key.partition("/")[2] for item in manager.bucket.objects.filter(Prefix=storage_id)
+    )
 
 
 class Machine(storage.S3StorageManager):
@@ -61,7 +68,9 @@ class Machine(storage.S3StorageManager):
 
     damages: str | None = None
 
-    def download(self, src: str, dst: str | os.PathLike[str], selector: storage.Selector | None = None) -> None:
+    def download(
+        self, src: str, dst: str | os.PathLike[str], selector: storage.Selector | None = None
+    ) -> None:
         super().download(src, dst, selector)
         if self.damages:
             path = Path(dst) / self.damages
@@ -88,7 +97,9 @@ OnTwoMachines = Callable[[Callable[..., Any]], list[Any]]
 
 
 @pytest.fixture
-def on_two_machines(endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OnTwoMachines:
+def on_two_machines(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> OnTwoMachines:
     """Runs an action on two machines of one rank, which share only the network and the storage."""
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -99,8 +110,13 @@ def files_in(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def save_and_load(world: World, checkpointer: Checkpointer, context: Reporting, local: Path) -> dict[str, Any]:
-    uuids = [save(checkpointer, world, step, loss=loss) for step, loss in enumerate([3.0, 1.0, 4.0, 5.0], start=1)]
+def save_and_load(
+    world: World, checkpointer: Checkpointer, context: Reporting, local: Path
+) -> dict[str, Any]:
+    uuids = [
+        save(checkpointer, world, step, loss=loss)
+        for step, loss in enumerate([3.0, 1.0, 4.0, 5.0], start=1)
+    ]
     left_by_save = files_in(local)
     model = toy(-1)
     fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
@@ -111,7 +127,9 @@ def save_and_load(world: World, checkpointer: Checkpointer, context: Reporting, 
         "uuids": uuids,
         "date": world.on_rank0(lambda: start_date(plan, checkpointer.store)),
         "kept": [bool(objects(context._storage_manager, uuid)) for uuid in uuids],
-        "reported": [(uuid, files, metadata["steps_completed"]) for uuid, files, metadata in context.reported],
+        "reported": [
+            (uuid, files, metadata["steps_completed"]) for uuid, files, metadata in context.reported
+        ],
         "step": manifest.step,
         "sizes": [len(shard) for shard in shards],
         "equal": all(bool((shard == 4).all()) for shard in shards),
@@ -120,7 +138,9 @@ def save_and_load(world: World, checkpointer: Checkpointer, context: Reporting, 
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_reported_once_complete_and_loads_on_every_machine(on_two_machines: OnTwoMachines) -> None:
+def test_a_checkpoint_is_reported_once_complete_and_loads_on_every_machine(
+    on_two_machines: OnTwoMachines,
+) -> None:
     first, second = on_two_machines(save_and_load)
     reports = [(uuid, FILES, step) for step, uuid in enumerate(first["uuids"], start=1)]
     assert (first["reported"], second["reported"]) == (reports, [])
@@ -161,7 +181,9 @@ def test_every_machine_verifies_its_download_and_all_ranks_refuse_together(
             assert f"/{name}: damaged" in error
 
 
-def fail_on_one(world: World, checkpointer: Checkpointer, context: Reporting, _local: Path) -> tuple[str, float]:
+def fail_on_one(
+    world: World, checkpointer: Checkpointer, context: Reporting, _local: Path
+) -> tuple[str, float]:
     """The error on each rank when one has no write access to the storage, and the seconds until then."""
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -176,7 +198,9 @@ def fail_on_one(world: World, checkpointer: Checkpointer, context: Reporting, _l
 
 
 @pytest.mark.slow
-def test_a_machine_without_write_access_fails_all_before_the_timeout(on_two_machines: OnTwoMachines) -> None:
+def test_a_machine_without_write_access_fails_all_before_the_timeout(
+    on_two_machines: OnTwoMachines,
+) -> None:
     first, second = on_two_machines(fail_on_one)
     assert "rank 1" in first[0]
     assert max(first[1], second[1]) < 30  # timeout: 60

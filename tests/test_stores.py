@@ -120,7 +120,9 @@ def flipped(content: bytes) -> bytes:
     return content[:-1] + bytes([content[-1] ^ 1])
 
 
-def test_a_checkpoint_loads_as_it_was_saved_and_nothing_else_is_left(kind: str, place: Path) -> None:
+def test_a_checkpoint_loads_as_it_was_saved_and_nothing_else_is_left(
+    kind: str, place: Path
+) -> None:
     def save_and_load(world: World) -> None:
         with opened(kind, place, world) as checkpointer:
             store = checkpointer.store
@@ -130,14 +132,21 @@ def test_a_checkpoint_loads_as_it_was_saved_and_nothing_else_is_left(kind: str, 
                 assert is_filled_with(loaded(checkpointer, store.locate(name)), step)
                 assert store.read_manifest(store.locate(name)).step == step
             plan = ResumePlan((store.locate(names[0]),))
-            assert start_date(plan, store).isoformat() == RUN_INFO.hyperparameters["chat_template_date"]
+            assert (
+                start_date(plan, store).isoformat()
+                == RUN_INFO.hyperparameters["chat_template_date"]
+            )
             assert not list(place.rglob(".transfer-*"))
 
     in_world(save_and_load)
 
 
-@pytest.mark.parametrize(("keep", "left"), [(1, [2, 5]), (2, [2, 4, 5]), (4, [2, 3, 4, 5]), (None, [1, 2, 3, 4, 5])])
-def test_the_newest_and_the_best_are_kept(keep: int | None, left: list[int], kind: str, place: Path) -> None:
+@pytest.mark.parametrize(
+    ("keep", "left"), [(1, [2, 5]), (2, [2, 4, 5]), (4, [2, 3, 4, 5]), (None, [1, 2, 3, 4, 5])]
+)
+def test_the_newest_and_the_best_are_kept(
+    keep: int | None, left: list[int], kind: str, place: Path
+) -> None:
     def save_five(world: World) -> None:
         with opened(kind, place, world, keep) as checkpointer:
             names = {}
@@ -169,7 +178,9 @@ def test_a_failed_save_names_the_checkpoint_that_is_kept(kind: str, place: Path)
     in_world(save_nan)
 
 
-def test_a_checkpoint_of_another_run_loads_by_its_path(kind: str, place: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_run_loads_by_its_path(
+    kind: str, place: Path, tmp_path: Path
+) -> None:
     """As with `init_from`."""
 
     def load_other(world: World) -> None:
@@ -185,10 +196,13 @@ def test_a_checkpoint_of_another_run_loads_by_its_path(kind: str, place: Path, t
     in_world(load_other)
 
 
-# ---- off the cluster, where the run itself chooses the checkpoint to resume from -------------------------
+# ---- off the cluster, where the run itself chooses the checkpoint to resume from
+# -------------------------
 
 
-def test_a_checkpoint_is_newer_than_those_of_a_clock_that_was_ahead(kind_off_cluster: str, place: Path) -> None:
+def test_a_checkpoint_is_newer_than_those_of_a_clock_that_was_ahead(
+    kind_off_cluster: str, place: Path
+) -> None:
     def set_clock_ahead(store: CheckpointStore, name: str, scratch: Path) -> None:
         def later(content: bytes) -> bytes:
             scratch.mkdir()
@@ -230,7 +244,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_resumed_and_kept
             newer = [save(checkpointer, world, step) for step in (11, 12, 13)]
             kept = [second, *newer[1:]] if damage == "flipped bit" else newer[1:]
             assert saved_names(store) == kept
-        skipped = [line for line in [*log, *capsys.readouterr().err.splitlines()] if line.startswith("skipping")]
+        skipped = [
+            line
+            for line in [*log, *capsys.readouterr().err.splitlines()]
+            if line.startswith("skipping")
+        ]
         assert len(skipped) == 1
         assert store.locate(second) in skipped[0]
         assert f"resumed from checkpoint {first}, step 10" in log
@@ -238,7 +256,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_resumed_and_kept
     in_world(resume_earlier)
 
 
-def test_losing_all_checkpoints_is_an_error_and_having_none_is_not(kind_off_cluster: str, place: Path) -> None:
+def test_losing_all_checkpoints_is_an_error_and_having_none_is_not(
+    kind_off_cluster: str, place: Path
+) -> None:
     """A kill during the first save costs only that save."""
 
     def lose(world: World) -> None:
@@ -253,7 +273,9 @@ def test_losing_all_checkpoints_is_an_error_and_having_none_is_not(kind_off_clus
             assert all(name in str(lost.value) for name in names)
             for name, file in itertools.product(names, (WEIGHTS, "metadata.json")):
                 remove(store, name, file)
-            with pytest.raises(CheckpointError, match="resume=fresh"):  # all deleted: not silently a new run
+            with pytest.raises(
+                CheckpointError, match="resume=fresh"
+            ):  # all deleted: not silently a new run
                 plan_resume(AUTO, store, restarted=False)
             fresh = CheckpointConfig.model_validate({"resume": "fresh"})
             assert plan_resume(fresh, store, restarted=False) == ResumePlan(fresh=True)
@@ -261,7 +283,9 @@ def test_losing_all_checkpoints_is_an_error_and_having_none_is_not(kind_off_clus
     in_world(lose)
 
 
-def test_a_fresh_start_moves_aside_what_earlier_runs_wrote(kind_off_cluster: str, place: Path) -> None:
+def test_a_fresh_start_moves_aside_what_earlier_runs_wrote(
+    kind_off_cluster: str, place: Path
+) -> None:
     def start_anew(world: World) -> None:
         with opened(kind_off_cluster, place, world) as checkpointer:
             store = checkpointer.store

@@ -35,17 +35,26 @@ def write(folder: Path, files: int = 4, documents: int = 10) -> Path:
     """JSON files of documents whose texts are all different."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in range(files):
-        lines = (json.dumps({"text": f"<{file}.{at}" + "-" * (at * 7 % 23) + ">"}) for at in range(documents))
+        lines = (
+            json.dumps({"text": f"<{file}.{at}" + "-" * (at * 7 % 23) + ">"})
+            for at in range(documents)
+        )
         (folder / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 
 def documents_in(folder: Path) -> Counter[str]:
-    lines = [json.loads(line)["text"] for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    lines = [
+        json.loads(line)["text"]
+        for file in folder.glob("*.jsonl")
+        for line in file.read_text().splitlines()
+    ]
     return Counter(lines)
 
 
-def windows(folder: Path, count: int, state: Mapping[str, Any] | None = None, **parts: int) -> list[Window]:
+def windows(
+    folder: Path, count: int, state: Mapping[str, Any] | None = None, **parts: int
+) -> list[Window]:
     """The first windows of one stream, read in this process."""
     from datasets.distributed import split_dataset_by_node
 
@@ -53,7 +62,9 @@ def windows(folder: Path, count: int, state: Mapping[str, Any] | None = None, **
     number, of = parts.get("number", 0), parts.get("of", 1)
     seed = 1 if parts.get("shuffle", 1) else None
     part = split_dataset_by_node(documents, number, of)
-    stream = TokenStream(part, "text", BYTES, SEQ_LEN, seed, number, parts.get("block", 8), state or {})
+    stream = TokenStream(
+        part, "text", BYTES, SEQ_LEN, seed, number, parts.get("block", 8), state or {}
+    )
     return list(itertools.islice(stream.windows(), count))
 
 
@@ -61,7 +72,8 @@ def text(stream: list[Window]) -> str:
     return BYTES.decode(int(token) for window in stream for token in window.ids[:-1])
 
 
-# ---- the order of documents ----------------------------------------------------------------------------------
+# ---- the order of documents
+# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("of", [1, 2, 3, 4])
@@ -91,7 +103,8 @@ def test_documents_are_shuffled_within_blocks(tmp_path: Path) -> None:
         assert one.ids[-1] == two.ids[0]
 
 
-# ---- resuming ------------------------------------------------------------------------------------------------
+# ---- resuming
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", [1, 3, 8, 100])
@@ -107,7 +120,9 @@ def test_a_stream_resumes_at_the_exact_token_repeatedly(block: int, tmp_path: Pa
             at, state = at + 16, json.loads(json.dumps(resumed[15].state))
 
 
-def source(folder: Path, *, dp_rank: int = 0, dp_size: int = 1, workers: int = 1) -> StreamingDataset:
+def source(
+    folder: Path, *, dp_rank: int = 0, dp_size: int = 1, workers: int = 1
+) -> StreamingDataset:
     """A source whose batches are one micro-batch of 2 sequences on each rank."""
     documents, fingerprint = open_documents(str(folder), "train_data", "train", None)
     stream = TokenStream(documents, "text", BYTES, SEQ_LEN, 1, block=8)
@@ -145,7 +160,10 @@ def by_two(folder: Path) -> Taken:
 
 @pytest.mark.slow
 def test_workers_take_turns_and_resume_where_they_stopped(folder: Path, by_two: Taken) -> None:
-    alone = [[window.ids[:-1].tolist() for window in windows(folder, 10, number=i, of=2)] for i in range(2)]
+    alone = [
+        [window.ids[:-1].tolist() for window in windows(folder, 10, number=i, of=2)]
+        for i in range(2)
+    ]
     assert by_two[0][0] == alone[0][:2]
     assert by_two[3][0] == alone[1][2:4]
     resumed = source(folder, workers=2)
@@ -156,7 +174,9 @@ def test_workers_take_turns_and_resume_where_they_stopped(folder: Path, by_two: 
 @pytest.mark.slow
 def test_prefetching_does_not_move_the_loaders_state(folder: Path, by_one: Taken) -> None:
     data = Data(source(folder), TokenWindowDataset(np.arange(SEQ_LEN + 1), SEQ_LEN), BYTES)
-    loader = Loader(DataConfig.model_validate({"batch_size": 2}), data, 2, 0, 1, torch.device("cpu"))
+    loader = Loader(
+        DataConfig.model_validate({"batch_size": 2}), data, 2, 0, 1, torch.device("cpu")
+    )
     assert loader.state_dict() == {"streams": [{}], "turn": 0}
     for batch, (inputs, state) in zip(loader.training(0), by_one[:3], strict=False):
         assert batch.micro_batches[0].inputs.tolist() == inputs
@@ -164,7 +184,9 @@ def test_prefetching_does_not_move_the_loaders_state(folder: Path, by_one: Taken
 
 
 @pytest.mark.slow
-def test_with_another_number_of_workers_each_resumes_after_its_share(folder: Path, by_one: Taken) -> None:
+def test_with_another_number_of_workers_each_resumes_after_its_share(
+    folder: Path, by_one: Taken
+) -> None:
     _, state = by_one[-1]
     read = state["streams"][0]["read"] + state["streams"][0]["document"]
     assert read > 10
@@ -190,39 +212,59 @@ def test_ranks_and_workers_may_be_swapped(folder: Path, by_two: Taken) -> None:
     assert [len(inputs) for inputs, _ in take(swapped, 2)] == [2, 2]
 
 
-# ---- what is read --------------------------------------------------------------------------------------------
+# ---- what is read
+# --------------------------------------------------------------------------------------------
 
 
 def test_every_format_is_read_and_a_parquet_file_without_rows_is_skipped(tmp_path: Path) -> None:
     table = pa.table({"text": ["one", "two"]})
     (tmp_path / "parquet").mkdir()
     for name, rows in (("a", []), ("b", ["one", "two"]), ("c", [])):
-        pq.write_table(pa.table({"text": pa.array(rows, pa.string())}), tmp_path / f"parquet/{name}.parquet")
-    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        pq.write_table(
+            pa.table({"text": pa.array(rows, pa.string())}), tmp_path / f"parquet/{name}.parquet"
+        )
+    with (
+        pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink,
+        pa.ipc.new_stream(sink, table.schema) as writer,
+    ):
         writer.write_table(table)
     (tmp_path / "a.csv").write_text("text\none\ntwo\n")
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     for name in ("parquet", "a.arrow", "a.csv", "a.txt"):
         documents, _ = open_documents(str(tmp_path / name), "train_data", "train", None)
-        assert BYTES.decode(first_tokens(documents, "text", BYTES, 100).tolist()) == "one\n\ntwo\n\n", name
+        assert (
+            BYTES.decode(first_tokens(documents, "text", BYTES, 100).tolist()) == "one\n\ntwo\n\n"
+        ), name
 
 
 def test_the_fingerprint_depends_on_names_sizes_and_ends(tmp_path: Path) -> None:
     first = open_documents(str(write(tmp_path / "a")), "train_data", "train", None)[1]
     assert open_documents(str(write(tmp_path / "b")), "train_data", "train", None)[1] == first
-    assert open_documents(str(write(tmp_path / "b", documents=11)), "train_data", "train", None)[1] != first
+    assert (
+        open_documents(str(write(tmp_path / "b", documents=11)), "train_data", "train", None)[1]
+        != first
+    )
     for content in (b"one " * 50, b"two " * 50):
         (tmp_path / "a.txt.gz").write_bytes(gzip.compress(content * 999, compresslevel=0, mtime=0))
-        last, first = first, open_documents(str(tmp_path / "a.txt.gz"), "train_data", "train", None)[1]
+        last, first = (
+            first,
+            open_documents(str(tmp_path / "a.txt.gz"), "train_data", "train", None)[1],
+        )
     assert first != last
 
 
-def test_json_is_read_line_by_line_or_as_one_array_and_never_crashes_the_process(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('[{"text": "one", "x": 1},\n{"text": "two", "x": "1", "y": null}]')
+def test_json_is_read_line_by_line_or_as_one_array_and_never_crashes_the_process(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "a.json").write_text(
+        '[{"text": "one", "x": 1},\n{"text": "two", "x": "1", "y": null}]'
+    )
     documents, _ = open_documents(str(tmp_path / "a.json"), "train_data", "train", None)
     assert BYTES.decode(first_tokens(documents, "text", BYTES, 100).tolist()) == "one\n\ntwo\n\n"
     lines = np.random.default_rng(0).bytes(9999).hex()  # more than one block of a compressed file
-    (tmp_path / "c.json.zst").write_bytes(zstandard.compress(json.dumps([{"text": lines}]).encode()))
+    (tmp_path / "c.json.zst").write_bytes(
+        zstandard.compress(json.dumps([{"text": lines}]).encode())
+    )
     documents, _ = open_documents(str(tmp_path / "c.json.zst"), "train_data", "train", None)
     assert BYTES.decode(first_tokens(documents, "text", BYTES, 30_000).tolist()) == lines + "\n\n"
     deep = "[" * 200_000 + "]" * 200_000
@@ -253,7 +295,9 @@ def test_a_dataset_that_cannot_be_opened_or_has_no_validation_data_is_an_error(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=part):
-        open_data(DataConfig.model_validate({"dataset": "hf", "train_data": where}), 300, SEQ_LEN, 2, 0)
+        open_data(
+            DataConfig.model_validate({"dataset": "hf", "train_data": where}), 300, SEQ_LEN, 2, 0
+        )
 
 
 @pytest.mark.parametrize(
@@ -267,11 +311,17 @@ def test_a_dataset_that_cannot_be_opened_or_has_no_validation_data_is_an_error(
     ],
     ids=["json", "empty", "empty-csv", "utf8", "truncated"],
 )
-def test_validation_data_that_cannot_be_read_are_an_error_of_one_line(files: dict[str, bytes], tmp_path: Path) -> None:
+def test_validation_data_that_cannot_be_read_are_an_error_of_one_line(
+    files: dict[str, bytes], tmp_path: Path
+) -> None:
     (tmp_path / "val").mkdir()
     for name, content in files.items():
         (tmp_path / "val" / name).write_bytes(content)
-    settings = {"dataset": "hf", "train_data": str(write(tmp_path / "train")), "val_data": str(tmp_path / "val")}
+    settings = {
+        "dataset": "hf",
+        "train_data": str(write(tmp_path / "train")),
+        "val_data": str(tmp_path / "val"),
+    }
     with pytest.raises(ConfigError) as caught:
         open_data(DataConfig.model_validate(settings), 300, SEQ_LEN, 2, 0)
     (line,) = caught.value.problems
@@ -320,25 +370,37 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
     batches = source(write(tmp_path, files=1, documents=3000)).batches(0)
     next(batches)
     for child in set(psutil.Process().children()) - before:
-        if "resource_tracker" not in " ".join(child.cmdline()):  # which warns when it is started again
+        if "resource_tracker" not in " ".join(
+            child.cmdline()
+        ):  # which warns when it is started again
             child.kill()
     with pytest.raises(RunError, match="data_workers"):
         deque(batches, maxlen=0)
 
 
-# ---- a run ---------------------------------------------------------------------------------------------------
+# ---- a run
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_and_with_other_ranks(tmp_path: Path) -> None:
     write(tmp_path / "train", documents=40)
     write(tmp_path / "val")
-    data = {"dataset": "hf", "train_data": "../train", "val_data": "../val", "vocab_size": 264, "total_batch_size": 4}
+    data = {
+        "dataset": "hf",
+        "train_data": "../train",
+        "val_data": "../val",
+        "vocab_size": 264,
+        "total_batch_size": 4,
+    }
     config = TINY | data | {"report_rate": 1, "keep_checkpoints": None, "data_workers": 1}
     for folder, *lengths in (("straight", 6), ("parts", 3, 6)):
         for steps in lengths:
             done = run(tmp_path / folder, f"max_steps={steps}", config=config, code=0)
-    straight, parts = ([line["loss"] for line in reports(tmp_path / name).values()] for name in ("straight", "parts"))
+    straight, parts = (
+        [line["loss"] for line in reports(tmp_path / name).values()]
+        for name in ("straight", "parts")
+    )
     assert len(straight) == 6
     assert parts == straight
     done = run(tmp_path / "parts", "max_steps=8", ranks=2, config=config, code=0)

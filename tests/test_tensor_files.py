@@ -107,7 +107,9 @@ def test_ranks_write_each_slice_once(layout: str, tmp_path: Path) -> None:
     replicate, shard = LAYOUTS[layout]
     run_ranks(replicate * shard, write_sharded, tmp_path, LAYOUTS[layout])
     check(tmp_path, STATE)
-    values = sum(tensor.numel() for path in tmp_path.iterdir() for tensor in load_file(path).values())
+    values = sum(
+        tensor.numel() for path in tmp_path.iterdir() for tensor in load_file(path).values()
+    )
     assert values == sum(tensor.numel() for tensor in STATE.values())
 
 
@@ -124,18 +126,26 @@ def test_rows_of_a_fused_and_of_a_transposed_tensor_are_read(tmp_path: Path) -> 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.data())
 def test_only_slices_that_cover_a_tensor_once_are_accepted(rows: list[int], data: Any) -> None:
-    slices = [TensorSlice(Path(), 0, torch.float32, (n, 5), sum(rows[:i])) for i, n in enumerate(rows)]
+    slices = [
+        TensorSlice(Path(), 0, torch.float32, (n, 5), sum(rows[:i])) for i, n in enumerate(rows)
+    ]
     assert full_shape(data.draw(st.permutations(slices))) == (sum(rows), 5)
     victim = data.draw(st.sampled_from(slices))
     others = [piece for piece in slices if piece is not victim]
     assert full_shape([*slices, victim]) is None
     if others:
         assert full_shape(others) != (sum(rows), 5)
-        for change in ({"start": victim.start + 1}, {"dtype": torch.int32}, {"shape": (victim.n_rows, 4)}):
+        for change in (
+            {"start": victim.start + 1},
+            {"dtype": torch.int32},
+            {"shape": (victim.n_rows, 4)},
+        ):
             assert full_shape([*others, victim._replace(**change)]) is None
 
 
-def with_header(path: Path, header: bytes, data: bytes = bytes(64), length: int | None = None) -> Path:
+def with_header(
+    path: Path, header: bytes, data: bytes = bytes(64), length: int | None = None
+) -> Path:
     path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header + data)
     return path
 
@@ -157,7 +167,10 @@ HOSTILE: dict[str, bytes | dict[str, Any]] = {
     "no JSON": b"\xff{",
     "deep nesting": b"[" * 100_000,
     "sharding that is no mapping": {"__metadata__": {"DCP_SHARDING_INFO": "[1]"}, "a": ENTRY},
-    "offsets of another rank": {"__metadata__": {"DCP_SHARDING_INFO": '{"a": {"saved_offsets": [0, 0]}}'}, "a": ENTRY},
+    "offsets of another rank": {
+        "__metadata__": {"DCP_SHARDING_INFO": '{"a": {"saved_offsets": [0, 0]}}'},
+        "a": ENTRY,
+    },
     "columns": {
         "__metadata__": {"DCP_SHARDING_INFO": '{"a": {"saved_offsets": [0, 2]}}'},
         "a": ENTRY | {"shape": [2, 2]},
@@ -170,7 +183,9 @@ HOSTILE: dict[str, bytes | dict[str, Any]] = {
 def test_a_hostile_header_is_refused_in_one_short_line(case: str | int, tmp_path: Path) -> None:
     content = HOSTILE[case] if isinstance(case, str) else b"{}"
     header = content if isinstance(content, bytes) else json.dumps(content).encode()
-    path = with_header(tmp_path / "x.safetensors", header, length=case if isinstance(case, int) else None)
+    path = with_header(
+        tmp_path / "x.safetensors", header, length=case if isinstance(case, int) else None
+    )
     with pytest.raises(CheckpointError) as refused:
         read_headers([path])
     assert str(path) in str(refused.value)
@@ -198,7 +213,9 @@ def test_links_and_fifos_are_not_opened(tmp_path: Path) -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 10**9))
-def test_random_damage_raises_nothing_else(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+def test_random_damage_raises_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
     folder = tmp_path_factory.mktemp("damaged")
     write(folder, STATE)
     (path,) = folder.iterdir()

@@ -27,7 +27,8 @@ def write(folder: Path, *names: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-# ---- finding files -------------------------------------------------------------------------------------------
+# ---- finding files
+# -------------------------------------------------------------------------------------------
 
 
 def test_a_file_a_glob_and_a_folder_without_its_hidden_files_are_found(
@@ -35,7 +36,15 @@ def test_a_file_a_glob_and_a_folder_without_its_hidden_files_are_found(
 ) -> None:
     root = tmp_path / ".root"
     b, a, deep, other, *_ = write(
-        root, "b.txt", "a.txt", "deep/er/c.txt", "d.md", ".b.txt", ".git/config", "c/.d/e", "c/__pycache__/f"
+        root,
+        "b.txt",
+        "a.txt",
+        "deep/er/c.txt",
+        "d.md",
+        ".b.txt",
+        ".git/config",
+        "c/.d/e",
+        "c/__pycache__/f",
     )
     assert find_files(str(a), "train_data") == [a]
     assert find_files(str(root), "train_data") == [a, b, other, deep]
@@ -57,7 +66,9 @@ def test_links_to_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o444])
-def test_a_folder_without_permission_is_named(mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_permission_is_named(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, "root/a.txt", "root/b/c.txt")
     monkeypatch.chdir(tmp_path)  # relative: the other user may not enter the parents
     for path in (tmp_path, tmp_path / "root"):
@@ -91,7 +102,8 @@ def test_a_name_that_matches_no_file_is_an_error(tmp_path: Path, name: str) -> N
         find_files(f"{tmp_path}/{name}", "val_data")
 
 
-# ---- reading files -------------------------------------------------------------------------------------------
+# ---- reading files
+# -------------------------------------------------------------------------------------------
 
 
 def test_files_ordered_by_their_names_each_end_with_an_end_of_text_token(tmp_path: Path) -> None:
@@ -105,14 +117,19 @@ def test_files_ordered_by_their_names_each_end_with_an_end_of_text_token(tmp_pat
 
 
 def test_empty_files_are_skipped_and_all_problems_are_reported(tmp_path: Path) -> None:
-    good, latin, cut, empty, blank = (tmp_path / name for name in ("good", "latin", "cut", "empty", "blank"))
+    good, latin, cut, empty, blank = (
+        tmp_path / name for name in ("good", "latin", "cut", "empty", "blank")
+    )
     good.write_text("x")
     latin.write_bytes("Käse".encode("latin-1"))
     cut.write_bytes("aß".encode()[:-1])
     empty.touch()
     blank.touch()
     assert read_tokens([empty, good], TOKENIZER).tolist() == [ord("x"), END]
-    for files, start in (([empty], f"{empty}: no text"), ([empty, blank], f"{empty} and 1 other .*no text")):
+    for files, start in (
+        ([empty], f"{empty}: no text"),
+        ([empty, blank], f"{empty} and 1 other .*no text"),
+    ):
         with pytest.raises(ConfigError, match=f"^{start}"):
             read_tokens(files, TOKENIZER)
     with pytest.raises(ConfigError) as caught:

@@ -15,13 +15,20 @@ from hypothesis import strategies as st
 
 from lm.data.tokenizer import FILE, ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 from lm.errors import ConfigError
-from tests.support import CHAT_TEMPLATE, byte_level_tokenizer, llama2_tokenizer, llama_tokenizer, named_keys
+from tests.support import (
+    CHAT_TEMPLATE,
+    byte_level_tokenizer,
+    llama2_tokenizer,
+    llama_tokenizer,
+    named_keys,
+)
 
 TOKENIZER = ByteTokenizer()
 END = TOKENIZER.eos_id
 
 
-# ---- bytes -------------------------------------------------------------------------------------------------
+# ---- bytes
+# -------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -47,7 +54,8 @@ def test_invalid_utf8_is_decoded_to_replacement_characters(ids: list[int], text:
     assert TOKENIZER.decode(ids) == text
 
 
-# ---- a tokenizer.json ----------------------------------------------------------------------------------------
+# ---- a tokenizer.json
+# ----------------------------------------------------------------------------------------
 
 
 def from_files(content: bytes, config: Mapping[str, Any] | None = None) -> FileTokenizer:
@@ -65,7 +73,9 @@ BYTE_0 = LLAMA2.vocab_size - 256
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, BYTE_LEVEL])
 @settings(deadline=None)
-@given(st.text().filter(lambda text: "<|" not in text and "</s>" not in text))  # special tokens, which are not text
+@given(
+    st.text().filter(lambda text: "<|" not in text and "</s>" not in text)
+)  # special tokens, which are not text
 def test_any_text_survives_encoding_and_decoding(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -76,8 +86,12 @@ def test_any_text_survives_encoding_and_decoding(tokenizer: Tokenizer, text: str
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, BYTE_LEVEL, LLAMA])
 @settings(deadline=None)
 @given(st.lists(st.text(), min_size=1, max_size=4))
-def test_the_ends_of_tokens_grow_to_the_length_of_the_text(tokenizer: Tokenizer, texts: list[str]) -> None:
-    for text, (ids, ends) in zip(texts, tokenizer.encode_with_ends(texts, add_special_tokens=True), strict=True):
+def test_the_ends_of_tokens_grow_to_the_length_of_the_text(
+    tokenizer: Tokenizer, texts: list[str]
+) -> None:
+    for text, (ids, ends) in zip(
+        texts, tokenizer.encode_with_ends(texts, add_special_tokens=True), strict=True
+    ):
         assert ids.tolist() == tokenizer.encode(text)
         assert len(ends) == len(ids)
         assert (np.diff(ends) >= 0).all()
@@ -117,7 +131,10 @@ def test_decoding_after_other_ids_keeps_the_space_between_them() -> None:
 
 
 @settings(deadline=None)
-@given(*[st.lists(st.integers(0, LLAMA2.vocab_size - 1) | st.integers(BYTE_0, LLAMA2.vocab_size - 1))] * 2)
+@given(
+    *[st.lists(st.integers(0, LLAMA2.vocab_size - 1) | st.integers(BYTE_0, LLAMA2.vocab_size - 1))]
+    * 2
+)
 def test_any_ids_decode_to_text(ids: list[int], before: list[int]) -> None:
     for tokenizer in (TOKENIZER, LLAMA2):
         assert isinstance(tokenizer.decode(ids, after=before).encode(), bytes)
@@ -127,13 +144,15 @@ def test_invalid_bytes_become_replacement_characters_and_the_text_around_them_st
     (a,) = LLAMA2.encode("a")[-1:]
     letter = BYTE_0 + 0x41
     assert LLAMA2.decode([letter, BYTE_0 + 0xFF, a, a]) == "A\ufffdaa"
-    assert LLAMA2.decode([*LLAMA2.encode("to be \u65e5"), BYTE_0 + 0xE6, *LLAMA2.encode(" or")[1:]]) == (
-        "to be \u65e5\ufffd  or"
-    )
+    assert LLAMA2.decode(
+        [*LLAMA2.encode("to be \u65e5"), BYTE_0 + 0xE6, *LLAMA2.encode(" or")[1:]]
+    ) == ("to be \u65e5\ufffd  or")
     assert LLAMA2.decode([a, a], after=LLAMA2.encode("to \ufffd\ufffd")) == "aa"
 
 
-def test_an_end_of_text_token_becomes_a_blank_line_and_an_incomplete_character_a_replacement() -> None:
+def test_an_end_of_text_token_becomes_a_blank_line_and_an_incomplete_character_a_replacement() -> (
+    None
+):
     first, *_ = BYTE_LEVEL.encode("\u65e5")
     ids = [*BYTE_LEVEL.encode("a"), BYTE_LEVEL.eos_id, *BYTE_LEVEL.encode("b"), first]
     assert BYTE_LEVEL.decode(ids) == "a\n\nb\ufffd"
@@ -147,29 +166,43 @@ def test_a_data_workers_copy_encodes_alike() -> None:
 
 def test_truncation_and_padding_in_the_file_are_disabled() -> None:
     content = json.loads(byte_level_tokenizer())
-    content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 2,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     assert len(from_files(json.dumps(content).encode()).encode("x y z x y z")) > 2
 
 
-# ---- chats ---------------------------------------------------------------------------------------------------
+# ---- chats
+# ---------------------------------------------------------------------------------------------------
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
 
 def test_a_chat_is_rendered_by_the_template_of_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(llama_tokenizer())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
+    )
     (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     tokenizer = load_tokenizer(str(tmp_path))
-    assert tokenizer.render(CHAT, add_generation_prompt=False)[0] == "<s>[user] hi</s>[assistant] ho</s>"
-    assert tokenizer.render(CHAT[:1], add_generation_prompt=True)[0] == "<s>[user] hi</s>[assistant] "
+    assert (
+        tokenizer.render(CHAT, add_generation_prompt=False)[0]
+        == "<s>[user] hi</s>[assistant] ho</s>"
+    )
+    assert (
+        tokenizer.render(CHAT[:1], add_generation_prompt=True)[0] == "<s>[user] hi</s>[assistant] "
+    )
     with pytest.raises(ConfigError, match="no such role: cat") as caught:
         tokenizer.render([{"role": "cat", "content": ""}], add_generation_prompt=False)
     assert named_keys(caught.value) >= {"tokenizer"}
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "part"), [(TOKENIZER, "bytes: .*no chat template"), (LLAMA, "test: .*no chat template")]
+    ("tokenizer", "part"),
+    [(TOKENIZER, "bytes: .*no chat template"), (LLAMA, "test: .*no chat template")],
 )
 def test_a_chat_without_a_template_is_rejected(tokenizer: Tokenizer, part: str) -> None:
     with pytest.raises(ConfigError, match=f"^tokenizer: {part}"):
@@ -177,17 +210,28 @@ def test_a_chat_without_a_template_is_rejected(tokenizer: Tokenizer, part: str) 
 
 
 def test_of_several_chat_templates_the_default_one_is_used() -> None:
-    templates = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "{{ messages[0].content }}"}]
-    text, _ = from_files(llama_tokenizer(), {"chat_template": templates}).render(CHAT, add_generation_prompt=False)
+    templates = [
+        {"name": "tool_use", "template": "t"},
+        {"name": "default", "template": "{{ messages[0].content }}"},
+    ]
+    text, _ = from_files(llama_tokenizer(), {"chat_template": templates}).render(
+        CHAT, add_generation_prompt=False
+    )
     assert text == "hi"
     with pytest.raises(ConfigError, match="no chat template"):
-        from_files(llama_tokenizer(), {"chat_template": templates[:1]}).render(CHAT, add_generation_prompt=False)
+        from_files(llama_tokenizer(), {"chat_template": templates[:1]}).render(
+            CHAT, add_generation_prompt=False
+        )
 
 
 def chat_files(template: str, **generation: Any) -> FileTokenizer:
-    config = json.dumps({"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}).encode()
+    config = json.dumps(
+        {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    ).encode()
     files = {FILE: llama_tokenizer(), "tokenizer_config.json": config}
-    return FileTokenizer(files | {"generation_config.json": json.dumps(generation).encode()}, "test")
+    return FileTokenizer(
+        files | {"generation_config.json": json.dumps(generation).encode()}, "test"
+    )
 
 
 UNK, BOS, EOS = 0, 1, 2
@@ -200,7 +244,11 @@ UNK, BOS, EOS = 0, 1, 2
         (CHAT_TEMPLATE, {"eos_token_id": None}, {EOS}),
         (CHAT_TEMPLATE, {"eos_token_id": 7}, {EOS, 7}),
         (CHAT_TEMPLATE, {"eos_token_id": [7, EOS, 9]}, {EOS, 7, 9}),
-        ("{% for message in messages %}{{ message.content }} be<unk>\n<s>{% endfor %}", {}, {EOS, UNK}),
+        (
+            "{% for message in messages %}{{ message.content }} be<unk>\n<s>{% endfor %}",
+            {},
+            {EOS, UNK},
+        ),
         ("{% for message in messages %}{{ message.content }} be{% endfor %}", {}, {EOS}),
         ("{{ raise_exception('no user') }}", {}, {EOS}),
     ],
@@ -212,7 +260,8 @@ def test_generated_text_ends_at_end_of_text_and_at_the_end_of_a_turn(
     assert TOKENIZER.stop_ids == {END}
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------
+# ---- loading
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_a_file_or_a_folder_is_loaded(tmp_path: Path) -> None:
@@ -236,7 +285,9 @@ def test_a_file_or_a_folder_is_loaded(tmp_path: Path) -> None:
         ("a b", "OWNER"),
     ],
 )
-def test_a_tokenizer_that_does_not_exist_is_rejected(name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_does_not_exist_is_rejected(
+    name: str, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=f"^tokenizer: {name}: .*{part}"):
         load_tokenizer(name)
@@ -250,9 +301,18 @@ def test_files_that_cannot_be_used_are_rejected(tmp_path: Path) -> None:
     for load, part in (
         (lambda: load_tokenizer(str(tmp_path)), f"{tmp_path}: .*{FILE}"),
         (lambda: from_files(b"{}"), "test: cannot be read: "),
-        (lambda: from_files(good, {"eos_token": "<end>"}), "test: eos_token '<end>' .*tokenizer_config.json"),
-        (lambda: FileTokenizer({FILE: good, "tokenizer_config.json": b"[1]"}, "test"), "test: cannot be read: "),
-        (lambda: FileTokenizer({FILE: good, "generation_config.json": b"{"}, "test"), "test: cannot be read: "),
+        (
+            lambda: from_files(good, {"eos_token": "<end>"}),
+            "test: eos_token '<end>' .*tokenizer_config.json",
+        ),
+        (
+            lambda: FileTokenizer({FILE: good, "tokenizer_config.json": b"[1]"}, "test"),
+            "test: cannot be read: ",
+        ),
+        (
+            lambda: FileTokenizer({FILE: good, "generation_config.json": b"{"}, "test"),
+            "test: cannot be read: ",
+        ),
         (lambda: from_files(no_eos), "test: .*no end-of-text token; .*tokenizer_config.json"),
     ):
         with pytest.raises(ConfigError, match=f"^tokenizer: {part}"):

@@ -43,12 +43,19 @@ def write(folder: Path, ids: Any, name: str = "train", **changes: Any) -> Path:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 299), min_size=2, max_size=40), st.integers(1, 9), st.sampled_from(["uint16", "uint32"]))
+@given(
+    st.lists(st.integers(0, 299), min_size=2, max_size=40),
+    st.integers(1, 9),
+    st.sampled_from(["uint16", "uint32"]),
+)
 def test_windows_of_a_file_and_of_an_array_are_its_tokens(
     tmp_path_factory: pytest.TempPathFactory, ids: list[int], seq_len: int, dtype: str
 ) -> None:
     path = write(tmp_path_factory.mktemp("tokens"), ids, dtype=dtype)
-    for source in (TokenFileDataset(path, seq_len, 300), TokenWindowDataset(np.array(ids, dtype), seq_len)):
+    for source in (
+        TokenFileDataset(path, seq_len, 300),
+        TokenWindowDataset(np.array(ids, dtype), seq_len),
+    ):
         assert len(source) == (len(ids) - 1) // seq_len
         for index in range(len(source)):
             start = index * seq_len
@@ -91,11 +98,14 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_offset(tmp_path: Path) -
     ids[37] = 256
     source = TokenFileDataset(write(tmp_path, ids), 10, vocab_size=256)
     assert source[2].inputs.tolist() == [1] * 10
-    with pytest.raises(ConfigError, match=r"train.bin: byte 74: id 256 .*vocab_size 256; set vocab_size to 300"):
+    with pytest.raises(
+        ConfigError, match=r"train.bin: byte 74: id 256 .*vocab_size 256; set vocab_size to 300"
+    ):
         source[3]
 
 
-# ---- as a dataset --------------------------------------------------------------------------------------------
+# ---- as a dataset
+# --------------------------------------------------------------------------------------------
 
 
 def opened(train_data: Any, *, vocab_size: int = 300, total: int = 2, **keys: Any) -> Data:
@@ -108,12 +118,18 @@ def both(folder: Path, count: int = 50, **changes: Any) -> Path:
     return write(folder, range(count), **changes).parent
 
 
-def test_a_folder_holds_training_and_validation_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_holds_training_and_validation_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = opened(str(both(tmp_path)))
     assert (data.train.samples_per_epoch, len(data.validation), data.tokenizer) == (12, 12, None)
     write(tmp_path, range(30), "validation")
     assert len(opened(str(tmp_path / "train.json")).validation) == 7
-    for val_data in (tmp_path, tmp_path / "train.json", write(tmp_path / "other", range(50)).parent):
+    for val_data in (
+        tmp_path,
+        tmp_path / "train.json",
+        write(tmp_path / "other", range(50)).parent,
+    ):
         held_out = opened(str(tmp_path), val_data=str(val_data)).validation
         assert len(held_out) == (7 if val_data == tmp_path else 12)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -137,7 +153,10 @@ def test_several_folders_are_mixed_by_weight(tmp_path: Path) -> None:
 
 
 def test_the_tokenizer_must_be_the_one_that_made_the_files(tmp_path: Path) -> None:
-    one, own = str(both(tmp_path / "bytes", tokenizer="bytes")), str(both(tmp_path / "own", tokenizer="some other"))
+    one, own = (
+        str(both(tmp_path / "bytes", tokenizer="bytes")),
+        str(both(tmp_path / "own", tokenizer="some other")),
+    )
     (tmp_path / "own" / FILE).write_bytes(byte_level_tokenizer())
     data = opened(one)
     assert data.tokenizer is not None
@@ -156,24 +175,33 @@ def test_the_tokenizer_must_be_the_one_that_made_the_files(tmp_path: Path) -> No
         ({"train_data": None}, "train_data: .*python -m lm.prepare"),
         ({"train_data": "none"}, "train_data: none: No such file"),
         ({"total": 13}, "train_data: 12 sequences of max_seq_len 4, .*at least 13;"),
-        ({"dataset": "text", "train_data": {"a": 1}}, "train_data: weights require dataset: tokens, not text"),
+        (
+            {"dataset": "text", "train_data": {"a": 1}},
+            "train_data: weights require dataset: tokens, not text",
+        ),
     ],
     ids=["null", "missing", "few", "weights"],
 )
-def test_missing_or_too_few_token_files_are_an_error(keys: dict[str, Any], part: str, tmp_path: Path) -> None:
+def test_missing_or_too_few_token_files_are_an_error(
+    keys: dict[str, Any], part: str, tmp_path: Path
+) -> None:
     settings: dict[str, Any] = {"train_data": str(both(tmp_path))} | keys
     with pytest.raises(ConfigError, match=f"^{part}"):
         opened(**settings)
 
 
 @pytest.fixture
-def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TokenFileDataset, TokenFileDataset]:
+def prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[TokenFileDataset, TokenFileDataset]:
     """Training and validation tokens with right checksums; that they are intact is remembered in a new folder."""
     monkeypatch.setattr("lm.data.tokens.CHECKED", tmp_path / "checked")
     ids = np.arange(100, dtype="<u2")
     for name in ("train", "validation"):
         write(tmp_path, ids, name, crc32c=google_crc32c.value(ids.tobytes()))
-    first, second = (TokenFileDataset(tmp_path / f"{name}.json", 4, 300) for name in ("train", "validation"))
+    first, second = (
+        TokenFileDataset(tmp_path / f"{name}.json", 4, 300) for name in ("train", "validation")
+    )
     return first, second
 
 
@@ -182,9 +210,14 @@ def flip(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["train.bin", "validation.bin"])
-@pytest.mark.parametrize("damage", [flip, Path.unlink, lambda path: path.write_bytes(bytes(path.stat().st_size))])
+@pytest.mark.parametrize(
+    "damage", [flip, Path.unlink, lambda path: path.write_bytes(bytes(path.stat().st_size))]
+)
 def test_damaged_token_files_are_found_by_one_of_a_machines_ranks(
-    damage: Callable[[Path], None], name: str, prepared: tuple[TokenFileDataset, ...], tmp_path: Path
+    damage: Callable[[Path], None],
+    name: str,
+    prepared: tuple[TokenFileDataset, ...],
+    tmp_path: Path,
 ) -> None:
     damage(tmp_path / name)
     problems = []

@@ -30,7 +30,17 @@ from lm.metrics import trackers
 from lm.metrics.logger import MetricLogger
 from lm.preflight import preflight
 from tests.cluster.master import Master
-from tests.support import EXACT_RUN, ROOT, TINY, checkpoints, in_world, reports, run, start, wait_until
+from tests.support import (
+    EXACT_RUN,
+    ROOT,
+    TINY,
+    checkpoints,
+    in_world,
+    reports,
+    run,
+    start,
+    wait_until,
+)
 
 LOSSES = {"training": {"loss": 3.0, "lr": 0.1}, "validation": {"loss": 2.5, "batches": 10}}
 
@@ -72,7 +82,8 @@ def tracker_lines(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("tracker")]
 
 
-# ---- servers and files of the trackers ----------------------------------------------------------------------------
+# ---- servers and files of the trackers
+# ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -83,13 +94,19 @@ class MLflowServer:
     def runs(self, run_id: str) -> list[dict[str, Any]]:
         """Return the runs with the tag `run_id`."""
         body = {"experiment_ids": ["0"], "filter": f"tags.run_id = '{run_id}'"}
-        return requests.post(f"{self.url}/api/2.0/mlflow/runs/search", json=body, timeout=10).json().get("runs", [])
+        return (
+            requests.post(f"{self.url}/api/2.0/mlflow/runs/search", json=body, timeout=10)
+            .json()
+            .get("runs", [])
+        )
 
     def history(self, run_id: str, metric: str) -> list[tuple[int, float]]:
         """Return step and value of every point of a metric of the only run with the tag `run_id`."""
         (found,) = self.runs(run_id)
         query = {"run_id": found["info"]["run_id"], "metric_key": metric}
-        answer = requests.get(f"{self.url}/api/2.0/mlflow/metrics/get-history", query, timeout=10).json()
+        answer = requests.get(
+            f"{self.url}/api/2.0/mlflow/metrics/get-history", query, timeout=10
+        ).json()
         return [(int(point.get("step", 0)), point["value"]) for point in answer.get("metrics", [])]
 
 
@@ -98,8 +115,22 @@ def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MLflowSe
     folder = tmp_path_factory.mktemp("mlflow")
     port = str(free_port())
     server = MLflowServer(f"http://127.0.0.1:{port}", folder / "artifacts")
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
-    command += ["--artifacts-destination", str(server.artifacts), "--host", "127.0.0.1", "--port", port]
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--backend-store-uri",
+        f"sqlite:///{folder}/mlflow.db",
+    ]
+    command += [
+        "--artifacts-destination",
+        str(server.artifacts),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+    ]
     env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen([*command, "--workers", "1"], stdout=log, stderr=log, env=env)
@@ -139,12 +170,18 @@ def wandb_records(directory: Path) -> list[Any]:
 
 
 def wandb_history(directory: Path) -> list[dict[str, Any]]:
-    items = [r.history.item for r in wandb_records(directory) if r.WhichOneof("record_type") == "history"]
-    return [{e.key or "/".join(e.nested_key): json.loads(e.value_json) for e in each} for each in items]
+    items = [
+        r.history.item for r in wandb_records(directory) if r.WhichOneof("record_type") == "history"
+    ]
+    return [
+        {e.key or "/".join(e.nested_key): json.loads(e.value_json) for e in each} for each in items
+    ]
 
 
 def wandb_summary(directory: Path) -> dict[str, Any]:
-    return {e.key: json.loads(e.value_json) for r in wandb_records(directory) for e in r.summary.update}
+    return {
+        e.key: json.loads(e.value_json) for r in wandb_records(directory) for e in r.summary.update
+    }
 
 
 def stored_losses(master: Master, group: str) -> dict[int, float]:
@@ -152,7 +189,8 @@ def stored_losses(master: Master, group: str) -> dict[int, float]:
     return {m["step"]: m["metrics"]["loss"] for m in master.metrics if m["group"] == group}
 
 
-# ---- a run that is killed after 7 steps, resumed with another learning rate, stopped after 9, and completed -------
+# ---- a run that is killed after 7 steps, resumed with another learning rate, stopped after 9, and
+# completed -------
 
 DISTURBANCE = """
 report = fsdp.report
@@ -191,7 +229,9 @@ class Story:
         return {step: report["loss"] for step, report in reports(self.folder, group).items()}
 
     def samples(self) -> dict[int, str]:
-        samples = [json.loads(line) for line in (self.run_dir / "samples.jsonl").read_text().splitlines()]
+        samples = [
+            json.loads(line) for line in (self.run_dir / "samples.jsonl").read_text().splitlines()
+        ]
         return {sample["step"]: sample["prompt"] + sample["text"] for sample in samples}
 
 
@@ -199,9 +239,22 @@ class Story:
 def story(mlflow_server: MLflowServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     folder = tmp_path_factory.mktemp("story")
     (folder / "text").write_text("to be or not to be " * 200)
-    hyperparameters = EXACT_RUN | {"dataset": "text", "train_data": str(folder / "text"), "vocab_size": None}
-    hyperparameters |= {"max_steps": 10, "checkpoint_rate": 4, "validation_rate": 2, "keep_checkpoints": 1}
-    hyperparameters |= {"num_tokens": 8, "dropout": 0.0, "tracker": ["wandb", "mlflow", "determined"]}
+    hyperparameters = EXACT_RUN | {
+        "dataset": "text",
+        "train_data": str(folder / "text"),
+        "vocab_size": None,
+    }
+    hyperparameters |= {
+        "max_steps": 10,
+        "checkpoint_rate": 4,
+        "validation_rate": 2,
+        "keep_checkpoints": 1,
+    }
+    hyperparameters |= {
+        "num_tokens": 8,
+        "dropout": 0.0,
+        "tracker": ["wandb", "mlflow", "determined"],
+    }
     master = Master(folder / "storage")
     env: dict[str, Any] = {"WANDB_MODE": "offline", "DET_MASTER": master.url}
     env |= {"MLFLOW_TRACKING_URI": mlflow_server.url.replace("//", "//user:secret@")}
@@ -216,7 +269,10 @@ def story(mlflow_server: MLflowServer, tmp_path_factory: pytest.TempPathFactory)
     def is_reported() -> bool:
         if not master.trials or len(stored_losses(master, "training")) < 7:
             return False
-        return bool(mlflow_server.runs(story.id)) and len(mlflow_server.history(story.id, "training/loss")) == 7
+        return (
+            bool(mlflow_server.runs(story.id))
+            and len(mlflow_server.history(story.id, "training/loss")) == 7
+        )
 
     hang = DISTURBANCE.format(step=7, action="__import__('time').sleep(999)")
     killed = start(folder, config=hyperparameters, script=hang, **env)
@@ -240,7 +296,11 @@ def story(mlflow_server: MLflowServer, tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.slow
 def test_the_resumed_run_replaces_reports(story: Story) -> None:
     assert list(story.losses("training")) == list(range(1, 11))
-    changed = {step for step, loss in story.losses("training").items() if story.killed_losses.get(step) != loss}
+    changed = {
+        step
+        for step, loss in story.losses("training").items()
+        if story.killed_losses.get(step) != loss
+    }
     assert changed >= {6, 7}
 
 
@@ -263,7 +323,9 @@ def test_no_secret_is_written(story: Story) -> None:
 @pytest.mark.parametrize("group", LOSSES)
 def test_wandb_has_each_report_once(story: Story, group: str) -> None:
     rows = [row for row in wandb_history(story.wandb) if f"{group}/loss" in row]
-    assert [(row["step"], row[f"{group}/loss"]) for row in rows] == list(story.losses(group).items())
+    assert [(row["step"], row[f"{group}/loss"]) for row in rows] == list(
+        story.losses(group).items()
+    )
 
 
 @pytest.mark.slow
@@ -333,11 +395,16 @@ def test_determined_has_samples_and_the_checkpoints_that_exist(story: Story) -> 
     assert f"sample of step 10: {story.samples()[10]}\n" in lines
 
 
-# ---- Determined ---------------------------------------------------------------------------------------------------
+# ---- Determined
+# ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("status", "state"), [("stopped", "PAUSED"), ("completed", "COMPLETED"), ("failed", "ERROR")])
-def test_the_final_status_is_the_state_of_the_trial(tmp_path: Path, master: Master, status: str, state: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "state"), [("stopped", "PAUSED"), ("completed", "COMPLETED"), ("failed", "ERROR")]
+)
+def test_the_final_status_is_the_state_of_the_trial(
+    tmp_path: Path, master: Master, status: str, state: str
+) -> None:
     opened = logger(tmp_path / "run", "determined")
     opened.log("validation", 10, LOSSES["validation"])
     if status == "failed":
@@ -369,7 +436,9 @@ def test_a_run_that_reports_nothing_sends_heartbeats(
     opened.close()
 
 
-def test_determined_shows_the_checkpoints_of_a_run_in_object_storage(tmp_path: Path, master: Master) -> None:
+def test_determined_shows_the_checkpoints_of_a_run_in_object_storage(
+    tmp_path: Path, master: Master
+) -> None:
     storage = fsspec.filesystem("memory")
     first, second = str(uuid.uuid4()), str(uuid.uuid4())
     opened = logger(tmp_path / "run", "determined", checkpoint_storage="memory://bucket/")
@@ -380,7 +449,10 @@ def test_determined_shows_the_checkpoints_of_a_run_in_object_storage(tmp_path: P
     storage.rm(f"/bucket/run/checkpoints/{first}", recursive=True)
     opened.log_checkpoint(8, second)
     opened.close()
-    shown = {c["uuid"]: (c["state"], c["metadata"]["steps_completed"], c["resources"]) for c in master.checkpoints}
+    shown = {
+        c["uuid"]: (c["state"], c["metadata"]["steps_completed"], c["resources"])
+        for c in master.checkpoints
+    }
     assert shown[first] == ("STATE_DELETED", 4, {})
     assert shown[second] == ("STATE_COMPLETED", 8, {"manifest.json": "3"})
 
@@ -394,7 +466,8 @@ def test_determined_is_not_a_tracker_of_its_own_trials() -> None:
         in_world(lambda world: preflight(hp, world, info, None, store))
 
 
-# ---- failures -----------------------------------------------------------------------------------------------------
+# ---- failures
+# -----------------------------------------------------------------------------------------------------
 
 
 def without_package(patch: pytest.MonkeyPatch) -> str:
@@ -475,7 +548,11 @@ def test_a_master_that_fails_during_a_run_is_one_line(
 
 @pytest.mark.parametrize(("limit", "part"), [(10_000, "no answer for 1 s"), (5, "5 records")])
 def test_a_server_that_never_answers_delays_neither_reports_nor_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], limit: int, part: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    limit: int,
+    part: str,
 ) -> None:
     monkeypatch.setattr(trackers, "CLOSE_TIMEOUT", 1)
     monkeypatch.setattr(trackers, "MAX_WAITING", limit)
@@ -494,7 +571,8 @@ def test_a_server_that_never_answers_delays_neither_reports_nor_the_end(
     assert re.match(f"tracker determined is off, .*{part}", line)
 
 
-# ---- W&B and MLflow, which change the process they run in ---------------------------------------------------------
+# ---- W&B and MLflow, which change the process they run in
+# ---------------------------------------------------------
 
 
 def log_in_another_process(
@@ -524,7 +602,9 @@ os._exit(0)
 """
     command = [sys.executable, "-c", script]
     variables = os.environ | {"PYTHONPATH": str(ROOT)} | env
-    result = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=100
+    )
     assert result.returncode == 0, result.stderr
     assert "secret" not in result.stdout + result.stderr
     return tracker_lines(result.stdout)
@@ -557,11 +637,15 @@ def test_servers_that_never_answer_are_a_line_each_and_ten_seconds(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_mlflow_receives_at_the_next_start_what_it_missed(tmp_path: Path, mlflow_server: MLflowServer) -> None:
+def test_mlflow_receives_at_the_next_start_what_it_missed(
+    tmp_path: Path, mlflow_server: MLflowServer
+) -> None:
     (line,) = log_in_another_process(tmp_path, "mlflow", env=AWAY)
     assert "off" in line
     for step in (2, 3):
-        log_in_another_process(tmp_path, "mlflow", env={"MLFLOW_TRACKING_URI": mlflow_server.url}, step=step)
+        log_in_another_process(
+            tmp_path, "mlflow", env={"MLFLOW_TRACKING_URI": mlflow_server.url}, step=step
+        )
     run_id = (tmp_path / "tracker_id").read_text()
     assert mlflow_server.history(run_id, "training/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
 

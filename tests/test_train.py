@@ -28,8 +28,19 @@ from tests.support import (
 
 
 def test_too_many_consecutive_inf_or_nan_gradients_end_the_run(tmp_path: Path) -> None:
-    done = run(tmp_path, "max_steps=50", "lr=1e5", "amp_dtype=float16", "report_rate=5", "skip_nonfinite=3", code=2)
-    assert re.fullmatch(r"inf or NaN gradients in \d+ .* step \d+ \(skip_nonfinite: 3\): .*amp_dtype.*\n", done.stderr)
+    done = run(
+        tmp_path,
+        "max_steps=50",
+        "lr=1e5",
+        "amp_dtype=float16",
+        "report_rate=5",
+        "skip_nonfinite=3",
+        code=2,
+    )
+    assert re.fullmatch(
+        r"inf or NaN gradients in \d+ .* step \d+ \(skip_nonfinite: 3\): .*amp_dtype.*\n",
+        done.stderr,
+    )
 
 
 @pytest.mark.slow
@@ -45,16 +56,26 @@ def test_a_prompt_without_a_token_is_refused_before_training(tmp_path: Path) -> 
     assert done.stderr.startswith("prompt: 'to be' has no token")
 
 
-TEXT = EXACT_RUN | {"dataset": "text", "train_data": "text.txt", "vocab_size": 264, "max_steps": 4, "num_tokens": 8}
+TEXT = EXACT_RUN | {
+    "dataset": "text",
+    "train_data": "text.txt",
+    "vocab_size": 264,
+    "max_steps": 4,
+    "num_tokens": 8,
+}
 TEXT |= {"validation_rate": 2}
 
 
 def sample_by_sharding(world: World) -> list[Path]:
     hybrid = {"shard_group_size": 1}
     settings = [{"sharding": sharding} for sharding in ("full-shard", "grad-shard", "no-shard")]
-    settings += [{"sharding": sharding} | hybrid for sharding in ("hybrid-full-shard", "hybrid-grad-shard")]
+    settings += [
+        {"sharding": sharding} | hybrid for sharding in ("hybrid-full-shard", "hybrid-grad-shard")
+    ]
     settings += [{"num_tokens": 0}, {"sample_rate": 3, "cpu_offload": True}]
-    return [execute(world, TEXT | each | {"run_name": f"run{i}"}) for i, each in enumerate(settings)]
+    return [
+        execute(world, TEXT | each | {"run_name": f"run{i}"}) for i, each in enumerate(settings)
+    ]
 
 
 @pytest.mark.slow
@@ -64,7 +85,9 @@ def test_samples_are_the_same_in_every_strategy_and_do_not_change_the_training(
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
     monkeypatch.chdir(tmp_path)
     runs = list(map(RunRecords, run_ranks(2, sample_by_sharding)[0]))
-    first, *others, silent, offloaded = ([(s["step"], s["prompt"], s["text"]) for s in each.samples] for each in runs)
+    first, *others, silent, offloaded = (
+        [(s["step"], s["prompt"], s["text"]) for s in each.samples] for each in runs
+    )
     assert [step for step, *_ in first] == [2, 4]
     assert all(prompt.isprintable() and len(prompt) == 16 and text for _, prompt, text in first)
     assert others == [first] * 4
@@ -78,7 +101,13 @@ def test_samples_are_the_same_in_every_strategy_and_do_not_change_the_training(
 def test_negative_epochs_only_validate_and_generate(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("to be or not to be, that is the question\n" * 50)
-    text = TINY | {"dataset": "text", "train_data": "text", "vocab_size": 257, "prompt": "to be", "num_tokens": 5}
+    text = TINY | {
+        "dataset": "text",
+        "train_data": "text",
+        "vocab_size": 257,
+        "prompt": "to be",
+        "num_tokens": 5,
+    }
     run(tmp_path, "max_steps=3", config=text, code=0)
     again = run(tmp_path, "max_epochs=-1", config=text, code=0)
     assert "validation  step 3" in again.stdout
@@ -109,14 +138,26 @@ def test_own_text_needs_only_its_name_and_its_tokenizers(tmp_path: Path) -> None
     bits_per_nat = len(targets) / len(tokenizer.decode(targets).encode()) / math.log(2)
     lines = reports(tmp_path, "validation")
     assert sorted(lines) == [2, 4]
-    assert all(line["bits_per_byte"] == pytest.approx(bits_per_nat * line["loss"]) for line in lines.values())
+    assert all(
+        line["bits_per_byte"] == pytest.approx(bits_per_nat * line["loss"])
+        for line in lines.values()
+    )
 
 
 @pytest.mark.slow
-def test_the_original_example_memorises_random_samples_and_cannot_predict_others(tmp_path: Path) -> None:
+def test_the_original_example_memorises_random_samples_and_cannot_predict_others(
+    tmp_path: Path,
+) -> None:
     """config.yaml with a smaller model and vocabulary, so that 100 steps take seconds."""
     hyperparameters = yaml.safe_load((ROOT / "config.yaml").read_text())["hyperparameters"]
-    small = {"d_model": 64, "n_heads": 2, "n_layers": 2, "vocab_size": 500, "max_seq_len": 64, "lr": 1e-3}
+    small = {
+        "d_model": 64,
+        "n_heads": 2,
+        "n_layers": 2,
+        "vocab_size": 500,
+        "max_seq_len": 64,
+        "lr": 1e-3,
+    }
     run(tmp_path, "max_steps=100", ranks=2, config=hyperparameters | small, code=0)
     training, validation = reports(tmp_path), reports(tmp_path, "validation")
     assert sorted(training) == sorted(validation) == list(range(10, 101, 10))

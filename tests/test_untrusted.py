@@ -52,11 +52,22 @@ def make_checkpoint(folder: Path) -> Path:
     """Write a checkpoint of a small model with a tokenizer to `folder`."""
     folder.mkdir()
     config = ModelConfig.model_validate(TINY | LLAMA)
-    write_tensors(folder / WEIGHTS, {name: (tensor, 0) for name, tensor in Transformer(config).state_dict().items()})
+    write_tensors(
+        folder / WEIGHTS,
+        {name: (tensor, 0) for name, tensor in Transformer(config).state_dict().items()},
+    )
     (folder / FILE).write_bytes(byte_level_tokenizer())
     identity = FileTokenizer({FILE: (folder / FILE).read_bytes()}, "").identity
-    fields: dict[str, Any] = {"sharding": "full-shard", "total_batch_size": 1, "hyperparameters": {}}
-    fields |= {"model": config.model_dump(), "tokenizer": identity, "data": {"train": "", "validation": ""}}
+    fields: dict[str, Any] = {
+        "sharding": "full-shard",
+        "total_batch_size": 1,
+        "hyperparameters": {},
+    }
+    fields |= {
+        "model": config.model_dump(),
+        "tokenizer": identity,
+        "data": {"train": "", "validation": ""},
+    }
     fields |= {"loss_scaled": False, "trial_id": None, "format": 2, "time": 1.0, "world_size": 1}
     files = {name: record(folder / name) for name in (WEIGHTS, FILE)}
     write_manifest(folder, Manifest.model_validate(fields | {"files": files}))
@@ -92,7 +103,9 @@ def nested(levels: int) -> list[Any]:
 
 
 def structure(**changes: Any) -> Callable[[Path], None]:
-    return lambda folder: forge_manifest(folder, model=json.loads((folder / MANIFEST).read_text())["model"] | changes)
+    return lambda folder: forge_manifest(
+        folder, model=json.loads((folder / MANIFEST).read_text())["model"] | changes
+    )
 
 
 def set_nan(folder: Path) -> None:
@@ -112,7 +125,10 @@ BYTE = {"dtype": "U8", "shape": [1]}
 HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "100,000 files": (
         lambda folder: forge_manifest(
-            folder, files={f"model-{i:05}-00000.safetensors": {"bytes": 1, "crc32c": 1} for i in range(100_000)}
+            folder,
+            files={
+                f"model-{i:05}-00000.safetensors": {"bytes": 1, "crc32c": 1} for i in range(100_000)
+            },
         ),
         "has 310352 bytes, but 1 were",
     ),
@@ -120,25 +136,40 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: forge_manifest(folder, hyperparameters={"x": [[]] * 1_500_000}),
         "at most 8,388,608",
     ),
-    "a sparse manifest of a terabyte": (lambda folder: os.truncate(folder / MANIFEST, 1 << 40), "at most 8,388,608"),
+    "a sparse manifest of a terabyte": (
+        lambda folder: os.truncate(folder / MANIFEST, 1 << 40),
+        "at most 8,388,608",
+    ),
     "a nested manifest": (
         lambda folder: forge_manifest(folder, dataset_state=[{"a": nested(200)}]),
         "more than 32 levels",
     ),
-    "10^7 layers": (structure(n_layers=10**7), "n_layers: Input should be less than or equal to 4096"),
+    "10^7 layers": (
+        structure(n_layers=10**7),
+        "n_layers: Input should be less than or equal to 4096",
+    ),
     "4096 layers": (structure(n_layers=4096), "117,721,888 parameters"),
-    "a terabyte of embeddings": (structure(d_model=2**17, vocab_size=2**22), "1,511,963,361,280 parameters"),
+    "a terabyte of embeddings": (
+        structure(d_model=2**17, vocab_size=2**22),
+        "1,511,963,361,280 parameters",
+    ),
     "a model that does not exist": (structure(n_heads=5), "model: n_heads: 5 "),
     "a preset that does not exist": (structure(model=EVIL), "model: unknown preset '\\x1b[2J"),
     "adapters of a base of a terabyte": (
         lambda folder: forge_manifest(
             folder,
-            base={"source": str(folder), "files": {"model.safetensors": {"bytes": 1 << 50, "crc32c": 1}}},
+            base={
+                "source": str(folder),
+                "files": {"model.safetensors": {"bytes": 1 << 50, "crc32c": 1}},
+            },
             model=json.loads((folder / MANIFEST).read_text())["model"] | {"n_layers": 2**12},
         ),
         "its weights differ from the base",
     ),
-    "control characters in sharding": (lambda folder: forge_manifest(folder, sharding=EVIL), "damaged: sharding: "),
+    "control characters in sharding": (
+        lambda folder: forge_manifest(folder, sharding=EVIL),
+        "damaged: sharding: ",
+    ),
     "control characters in the tokenizer": (
         lambda folder: forge_manifest(folder, tokenizer=EVIL),
         "damaged: tokenizer: ",
@@ -147,9 +178,14 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: forge_header(folder, {EVIL: BYTE | {"data_offsets": [0, 1]}}),
         "the tensors differ from the model's",
     ),
-    "no fingerprint of the data": (lambda folder: forge_manifest(folder, data={}), "damaged: data: "),
+    "no fingerprint of the data": (
+        lambda folder: forge_manifest(folder, data={}),
+        "damaged: data: ",
+    ),
     "90,000 tensors": (
-        lambda folder: forge_header(folder, {f"{i}": BYTE | {"data_offsets": [i, i + 1]} for i in range(90_000)}),
+        lambda folder: forge_header(
+            folder, {f"{i}": BYTE | {"data_offsets": [i, i + 1]} for i in range(90_000)}
+        ),
         "more than 65,536 entries",
     ),
     "an empty tensor": (
@@ -163,11 +199,19 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a tokenizer with more tokens than the model": (add_token, "301 tokens, the model 300"),
     "a normalizer that doubles": (
-        lambda folder: forge_tokenizer(folder, normalizer={"type": "Sequence", "normalizers": [DOUBLE] * 29}),
+        lambda folder: forge_tokenizer(
+            folder, normalizer={"type": "Sequence", "normalizers": [DOUBLE] * 29}
+        ),
         "more than 256 times",
     ),
-    "a tokenizer of 44 MB": (lambda folder: forge_tokenizer(folder, x=[[]] * 11_000_000), "at most 41,943,040"),
-    "a nested tokenizer": (lambda folder: forge_tokenizer(folder, normalizer=nested(400)), "cannot be read: "),
+    "a tokenizer of 44 MB": (
+        lambda folder: forge_tokenizer(folder, x=[[]] * 11_000_000),
+        "at most 41,943,040",
+    ),
+    "a nested tokenizer": (
+        lambda folder: forge_tokenizer(folder, normalizer=nested(400)),
+        "cannot be read: ",
+    ),
 }
 
 
@@ -201,11 +245,15 @@ def irregular(path: Path, kind: str, target: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "link"])
 @pytest.mark.parametrize("name", [MANIFEST, WEIGHTS, FILE])
-def test_only_regular_files_of_a_checkpoint_are_opened(kind: str, name: str, saved: Path, tmp_path: Path) -> None:
+def test_only_regular_files_of_a_checkpoint_are_opened(
+    kind: str, name: str, saved: Path, tmp_path: Path
+) -> None:
     (saved / name).rename(tmp_path / "elsewhere")
     irregular(saved / name, kind, tmp_path / "elsewhere")
     for use in (load, read_manifest, lambda folder: export_model(folder, tmp_path / "out")):
-        with pytest.raises(RunError, match=f"^{saved / name}: is .*a checkpoint is a directory of regular files"):
+        with pytest.raises(
+            RunError, match=f"^{saved / name}: is .*a checkpoint is a directory of regular files"
+        ):
             use(saved)
 
 
@@ -232,7 +280,11 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_run_neither_writes_through_links_nor_waits_for_fifos(kind: str, private: Path) -> None:
     run_dir = RunDir("x")
     in_world(run_dir.lock)
-    for path in (run_dir.path / "config.yaml.draft", run_dir.path / "metrics.jsonl.draft", Path("file")):
+    for path in (
+        run_dir.path / "config.yaml.draft",
+        run_dir.path / "metrics.jsonl.draft",
+        Path("file"),
+    ):
         irregular(path, kind, private)
     run_dir.start({"lr": 1}, {"step": 0})
     JSONL(run_dir.path, 0, ()).close()
@@ -245,7 +297,9 @@ def test_a_run_neither_writes_through_links_nor_waits_for_fifos(kind: str, priva
         JSONL(run_dir.path, 0, ())
 
 
-@pytest.mark.parametrize("name", ["runs/x", "runs/x/checkpoints", "runs/x/traces", "runs/x/training"])
+@pytest.mark.parametrize(
+    "name", ["runs/x", "runs/x/checkpoints", "runs/x/traces", "runs/x/training"]
+)
 def test_a_folder_of_a_run_is_not_a_link(name: str, private: Path) -> None:
     Path(name).parent.mkdir(parents=True)
     Path(name).symlink_to(private.parent)
@@ -293,7 +347,10 @@ def test_compiled_code_is_not_cached_where_other_users_can_write(
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_command_removes_what_a_killed_one_left_and_nothing_that_is_in_use(private: Path, saved: Path) -> None:  # noqa: ARG001
+def test_a_command_removes_what_a_killed_one_left_and_nothing_that_is_in_use(
+    private: Path,  # noqa: ARG001
+    saved: Path,
+) -> None:
     draft = Path(".out.draft")
     draft.mkdir()
     (draft / "model-00009-of-00009.safetensors").touch()
@@ -314,9 +371,13 @@ def test_a_command_removes_what_a_killed_one_left_and_nothing_that_is_in_use(pri
 
 def test_a_tokenizer_that_makes_the_library_panic_is_an_error(saved: Path) -> None:
     forge_tokenizer(saved, pre_tokenizer={"type": "FixedLength", "length": 0})
-    with pytest.raises(ConfigError, match=r"tokenizer: .*: the tokenizers library panicked: ") as failed:
+    with pytest.raises(
+        ConfigError, match=r"tokenizer: .*: the tokenizers library panicked: "
+    ) as failed:
         load_tokenizer(str(saved)).encode("text")
-    assert str(pickle.loads(pickle.dumps(failed.value))) == str(failed.value)  # as from a worker process
+    assert str(pickle.loads(pickle.dumps(failed.value))) == str(
+        failed.value
+    )  # as from a worker process
 
 
 def test_metrics_survive_a_line_that_no_run_wrote(private: Path) -> None:  # noqa: ARG001
@@ -326,7 +387,9 @@ def test_metrics_survive_a_line_that_no_run_wrote(private: Path) -> None:  # noq
     assert Path("metrics.jsonl").read_text() == good
 
 
-def test_prepare_does_not_write_through_a_link(private: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_does_not_write_through_a_link(
+    private: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("out").symlink_to(private.parent)
     Path("in.txt").write_text("text")
     assert prepare(["in.txt", "--tokenizer", "bytes", "--out", "out"]) == 2
@@ -353,13 +416,17 @@ def test_links_of_a_hugging_face_folder_lead_to_the_cache(saved: Path, private: 
     assert open_model(snapshot).config.d_model == TINY["d_model"]
     assert load_tokenizer(str(snapshot)).vocab_size == 300
     (snapshot / "chat_template.jinja").symlink_to(private)
-    with pytest.raises(ConfigError, match=f"^tokenizer: {snapshot}/chat_template.jinja: is a link to {private};"):
+    with pytest.raises(
+        ConfigError, match=f"^tokenizer: {snapshot}/chat_template.jinja: is a link to {private};"
+    ):
         load_tokenizer(str(snapshot))
 
 
 def test_aliases_of_aliases_are_refused_before_they_are_expanded() -> None:
     lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
-    lines += [f"{name}: &{name} [{', '.join([f'*{last}'] * 10)}]" for last, name in pairwise("abcdefghi")]
+    lines += [
+        f"{name}: &{name} [{', '.join([f'*{last}'] * 10)}]" for last, name in pairwise("abcdefghi")
+    ]
     with pytest.raises(ConfigError, match=r"^test\.yaml: .*100,000 values"):
         strict_yaml.parse("\n".join(lines), "test.yaml")
 
@@ -370,7 +437,9 @@ def test_a_command_whose_output_is_not_read_ends_in_a_line(stdout: str, saved: P
     os.close(reading)
     command = [sys.executable, "-m", "lm.checkpoint", "verify", saved]
     with Path(stdout).open("wb") if stdout != "pipe" else os.fdopen(pipe, "wb") as out:
-        done = subprocess.run(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, check=False
+        )
     assert done.returncode == 1
     assert re.fullmatch(r"stdout: .*\n", done.stderr)
 
@@ -387,7 +456,9 @@ def test_a_full_disk_under_the_log_does_not_end_a_run(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_failed_file_operations_lose_nothing_and_end_in_a_line() -> None:
     command = [sys.executable, "-m", "tests.sweep", "resume", "export", "--count", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

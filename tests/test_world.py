@@ -35,11 +35,14 @@ def launch(rank: int, size: int, port: int, nodes: int = 1) -> Launch:
     return Launch(rank, size, rank // nodes, size // nodes, rank % nodes, "127.0.0.1", port)
 
 
-# ---- rendezvous -------------------------------------------------------------------------------------------
+# ---- rendezvous
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_host_of_rank_0_that_does_not_resolve_is_named_within_ten_seconds(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_host_of_rank_0_that_does_not_resolve_is_named_within_ten_seconds(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     began = time.monotonic()
     unknown = Launch(1, 2, 0, 1, 1, "no-such-host.invalid", 29500)
     expected = r"^rank 1 of 2, .*no-such-host.invalid:29500: .*MASTER_ADDR"
@@ -55,7 +58,10 @@ def test_a_host_of_rank_0_that_does_not_resolve_is_named_within_ten_seconds(capf
 def test_a_rendezvous_that_times_out_names_rank_address_and_timeout(rank: int, nodes: int) -> None:
     port = free_port()
     expected = rf"^rank {rank} of 2, .*127.0.0.1:{port}: timed out after 1 s \(collective_timeout\)"
-    with pytest.raises(RunError, match=expected), join_world(launch(rank, 2, port, nodes), timeout=1):
+    with (
+        pytest.raises(RunError, match=expected),
+        join_world(launch(rank, 2, port, nodes), timeout=1),
+    ):
         pass
 
 
@@ -65,7 +71,10 @@ def test_a_port_in_use_is_named(address: str, nodes: int) -> None:
     with socket.create_server((address, 0)) as other:
         port = other.getsockname()[1]
         expected = f"^rank 0 of 2, .*127.0.0.1:{port}: .*uses this port.*MASTER_PORT"
-        with pytest.raises(RunError, match=expected), join_world(launch(0, 2, port, nodes), timeout=5):
+        with (
+            pytest.raises(RunError, match=expected),
+            join_world(launch(0, 2, port, nodes), timeout=5),
+        ):
             pass
 
 
@@ -110,16 +119,23 @@ def test_an_unknown_network_interface_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def listeners(_: World) -> list[str]:
-    return [each.laddr.ip for each in psutil.Process().net_connections() if each.status == psutil.CONN_LISTEN]
+    return [
+        each.laddr.ip
+        for each in psutil.Process().net_connections()
+        if each.status == psutil.CONN_LISTEN
+    ]
 
 
 @pytest.mark.slow
 def test_on_one_machine_all_ports_are_on_the_loopback_interface() -> None:
-    assert {address for addresses in run_ranks(2, listeners) for address in addresses} == {"127.0.0.1"}
+    assert {address for addresses in run_ranks(2, listeners) for address in addresses} == {
+        "127.0.0.1"
+    }
     assert set(in_world(listeners)) <= {"127.0.0.1"}
 
 
-# ---- devices ----------------------------------------------------------------------------------------------
+# ---- devices
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -135,11 +151,15 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.mark.usefixtures("gpus")
 def test_each_rank_uses_the_gpu_of_its_local_rank() -> None:
-    assert [choose_device(launch(rank, 2, 1)) for rank in range(2)] == [torch.device("cuda", rank) for rank in range(2)]
+    assert [choose_device(launch(rank, 2, 1)) for rank in range(2)] == [
+        torch.device("cuda", rank) for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize("launcher", ["srun", "Open MPI", "PALS", "Hydra"])
-def test_a_launcher_can_show_each_rank_only_its_own_gpu(launcher: str, gpus: SimpleNamespace) -> None:
+def test_a_launcher_can_show_each_rank_only_its_own_gpu(
+    launcher: str, gpus: SimpleNamespace
+) -> None:
     gpus.count = 1
     assert choose_device(Launch(3, 4, 1, 2, 1, "node0", 1, launcher)) == torch.device("cuda", 0)
 
@@ -165,9 +185,13 @@ def test_without_a_gpu_the_device_is_the_cpu_unless_a_gpu_is_named(
             choose_device(Launch())
 
 
-def test_a_gpu_has_a_dtype_that_it_supports_or_refuses_the_one_that_is_set(gpus: SimpleNamespace) -> None:
+def test_a_gpu_has_a_dtype_that_it_supports_or_refuses_the_one_that_is_set(
+    gpus: SimpleNamespace,
+) -> None:
     def dtype(amp_dtype: str, float8: str | None = None) -> torch.dtype | None:
-        config = precision.PrecisionConfig.model_validate({"amp_dtype": amp_dtype, "float8": float8})
+        config = precision.PrecisionConfig.model_validate(
+            {"amp_dtype": amp_dtype, "float8": float8}
+        )
         return precision.compute_dtype(config, torch.device("cuda", 0))
 
     with pytest.raises(ConfigError, match=r"^float8: Tesla T4"):
@@ -178,7 +202,8 @@ def test_a_gpu_has_a_dtype_that_it_supports_or_refuses_the_one_that_is_set(gpus:
         dtype("bfloat16")
 
 
-# ---- collectives of Python objects ------------------------------------------------------------------------
+# ---- collectives of Python objects
+# ------------------------------------------------------------------------
 
 
 def outcome(action: Any) -> Any:
@@ -205,7 +230,9 @@ def use_collectives(world: World) -> dict[str, Any]:
         "none: crashed": outcome(lambda: world.all_or_none(lambda: 1 // (world.rank - 1))),
         "equal": outcome(lambda: world.require_equal("data", {"a": 1, "b": [2]})),
         "different": outcome(lambda: world.require_equal("data", {"a": 1, "b": world.rank // 2})),
-        "on rank 0": outcome(lambda: world.on_rank0(lambda: ran_on.append(world.rank) or f"by {world.rank}")),
+        "on rank 0": outcome(
+            lambda: world.on_rank0(lambda: ran_on.append(world.rank) or f"by {world.rank}")
+        ),
         "on rank 0: refused": outcome(lambda: world.on_rank0(fail)),
         "ran on": ran_on,
     }
@@ -230,7 +257,8 @@ def test_all_ranks_succeed_or_all_fail() -> None:
     assert "b is 0 on rank 0 but 1 on rank 2" in ranks[0]["different"][1]
 
 
-# ---- watchdog ---------------------------------------------------------------------------------------------
+# ---- watchdog
+# ---------------------------------------------------------------------------------------------
 
 
 GLOO_TIMEOUT = "Timed out waiting 8000ms for recv operation to complete"
@@ -242,13 +270,23 @@ SILENT = r"rank 0 \(last completed step 3\), which does not respond"
     ("error", "store_ends", "part"),
     [
         (RuntimeError(GLOO_TIMEOUT), False, f"timed out after 8 s .*{SILENT}"),
-        (RuntimeError(GLOO_TIMEOUT), True, "timed out after 8 s .*an unknown rank, .*store of rank 0"),
+        (
+            RuntimeError(GLOO_TIMEOUT),
+            True,
+            "timed out after 8 s .*an unknown rank, .*store of rank 0",
+        ),
         (dist.DistBackendError(NCCL_TIMEOUT), False, f"timed out after 8 s .*{SILENT}"),
-        (dist.DistBackendError("NCCL error: remote process exited"), False, f"lost the connection .*{SILENT}"),
+        (
+            dist.DistBackendError("NCCL error: remote process exited"),
+            False,
+            f"lost the connection .*{SILENT}",
+        ),
     ],
     ids=["gloo", "store", "NCCL", "peer"],
 )
-def test_a_failed_collective_names_the_rank_it_waited_for(error: RuntimeError, store_ends: bool, part: str) -> None:
+def test_a_failed_collective_names_the_rank_it_waited_for(
+    error: RuntimeError, store_ends: bool, part: str
+) -> None:
     servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     servers[0].set("watchdog/0", json.dumps(Heartbeat(3, 1, False, False)))  # and no beat after it
     client = dist.TCPStore("127.0.0.1", servers[0].port, wait_for_workers=False)
@@ -259,10 +297,13 @@ def test_a_failed_collective_names_the_rank_it_waited_for(error: RuntimeError, s
         raise error
 
 
-# ---- mesh -------------------------------------------------------------------------------------------------
+# ---- mesh
+# -------------------------------------------------------------------------------------------------
 
 
-def build_mesh(world: World, shape: MeshShape) -> tuple[list[Any], tuple[str, ...] | None, set[float]]:
+def build_mesh(
+    world: World, shape: MeshShape
+) -> tuple[list[Any], tuple[str, ...] | None, set[float]]:
     mesh = world.device_mesh(shape)
     groups = [world.control, world.saver, world.node, *mesh.get_all_groups()]
     backends = [cast(Any, group)._get_backend(torch.device("cpu")) for group in groups]
@@ -313,7 +354,9 @@ def test_the_ranks_of_a_node_divide_its_cores_unless_threads_are_given(
     first, second = sorted(os.sched_getaffinity(0))[:2]
     cores = [{first}, {second}] if bound else [{first, second}] * 2
     option = "--nproc" if launcher == "lm.launch" else "--nproc-per-node"
-    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | {"PYTHONPATH": str(ROOT)}
+    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | {
+        "PYTHONPATH": str(ROOT)
+    }
     env |= {"OMP_NUM_THREADS": given} if given else {}
     command = [sys.executable, "-m", launcher, option, "2", "threads.py", str(cores)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)

@@ -3,8 +3,8 @@
     python -m lm.checkpoint list RUN
     python -m lm.checkpoint verify CHECKPOINT
 
-RUN and CHECKPOINT are directories or URLs. Of a run in object storage, `list` compares the sizes of the files only.
-Exit code 1 if a checkpoint is incomplete or damaged.
+RUN and CHECKPOINT are directories or URLs. Of a run in object storage, `list` compares the sizes of
+the files only. Exit code 1 if a checkpoint is incomplete or damaged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ def describe(name: str, manifest: Manifest) -> str:
     """Return a line about the complete checkpoint `name`."""
     size = sum(entry.bytes for entry in manifest.files.values())
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
-    loss = "" if manifest.validation_loss is None else f"  validation loss {manifest.validation_loss:.4f}"
+    loss = (
+        ""
+        if manifest.validation_loss is None
+        else f"  validation loss {manifest.validation_loss:.4f}"
+    )
     world = f"{manifest.sharding} x {manifest.world_size}"
     return f"{name}  step {manifest.step}  {when}  {size / 1e6:,.1f} MB  {world}{loss}  complete"
 
@@ -37,7 +41,9 @@ def list_run(run: str) -> bool:
     store = store_at(run)
     saved, errors = store.list_saved()
     if not (saved or errors):
-        raise ConfigError(f"{store}: no checkpoints; pass the directory or URL of a run that has saved one")
+        raise ConfigError(
+            f"{store}: no checkpoints; pass the directory or URL of a run that has saved one"
+        )
     lines: dict[SavedCheckpoint, str] = {}
     for entry in saved:
         location = store.locate(entry.name)
@@ -59,10 +65,14 @@ def list_run(run: str) -> bool:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m lm.checkpoint", description="List and verify checkpoints.")
+    parser = argparse.ArgumentParser(
+        prog="python -m lm.checkpoint", description="List and verify checkpoints."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="list a run's checkpoints").add_argument("path", metavar="RUN")
-    commands.add_parser("verify", help="verify all checksums").add_argument("path", metavar="CHECKPOINT")
+    commands.add_parser("verify", help="verify all checksums").add_argument(
+        "path", metavar="CHECKPOINT"
+    )
     args = parser.parse_args(arguments)
     if args.command == "verify":
         location = locate_checkpoint(args.path)

@@ -25,7 +25,13 @@ MAX_TRANSFERS = 4
 """Files that a process transfers at the same time, each in parts."""
 
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 30, "retries": {"total_max_attempts": 1}}},
+    "s3": {
+        "config_kwargs": {
+            "connect_timeout": 10,
+            "read_timeout": 30,
+            "retries": {"total_max_attempts": 1},
+        }
+    },
     "gs": {"requests_timeout": 60},
 }
 _PERMANENT = (errno.EINVAL, errno.ENOSPC, errno.EDQUOT)
@@ -41,7 +47,8 @@ def is_url(where: str | Path) -> bool:
 class Bucket:
     """The files below `url`, by their paths relative to it.
 
-    Methods raise ConfigError if access is denied or the bucket is missing, RunError if the server fails for too long.
+    Methods raise ConfigError if access is denied or the bucket is missing, RunError if the server
+    fails for too long.
     """
 
     def __init__(self, url: str) -> None:
@@ -50,15 +57,21 @@ class Bucket:
         if scheme not in PACKAGES or not re.fullmatch(r"[\w.-]+(/[\w.=+-]+)*", root):
             kinds = " or ".join(f"{known}://BUCKET/PREFIX" for known in PACKAGES)
             shown = f"{scheme}://..." if root else "this"  # without what may be a password
-            raise ConfigError(f"{shown} is not of the form {kinds} with only letters, digits and . _ - = +")
+            raise ConfigError(
+                f"{shown} is not of the form {kinds} with only letters, digits and . _ - = +"
+            )
         import fsspec
         from fsspec.implementations.dirfs import DirFileSystem
 
-        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs tracebacks of what `call` reports
+        logging.getLogger("gcsfs").setLevel(
+            logging.CRITICAL
+        )  # it logs tracebacks of what `call` reports
         try:
             files = fsspec.filesystem(scheme, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
         except ImportError:
-            raise ConfigError(f"{self.url}: requires a package: pip install {PACKAGES[scheme]}") from None
+            raise ConfigError(
+                f"{self.url}: requires a package: pip install {PACKAGES[scheme]}"
+            ) from None
         except Exception as error:
             raise self._denied(error) from None
         self._files = DirFileSystem(root, files)
@@ -129,9 +142,13 @@ class Bucket:
             problem = f"{self.url}: {method} failed ({_first_line(failure)})"
             if time.monotonic() + pause > deadline:
                 remedy = "check the network and the server"
-                raise RunError(f"{problem}, also when retried for {self.retry_seconds:g} s; {remedy}")
+                raise RunError(
+                    f"{problem}, also when retried for {self.retry_seconds:g} s; {remedy}"
+                )
             if is_first:
-                print(f"{problem}, retrying for {self.retry_seconds:g} s", file=sys.stderr, flush=True)
+                print(
+                    f"{problem}, retrying for {self.retry_seconds:g} s", file=sys.stderr, flush=True
+                )
             time.sleep(pause)
             pause = min(2 * pause, 15)
 
@@ -142,7 +159,11 @@ class Bucket:
             if method in ("cat_file", "get_file"):
                 raise FileNotFoundError(reason)
             raise ConfigError(f"{self.url}: {reason}; create the bucket, or use another URL")
-        if isinstance(failure, PermissionError) or _status(failure) in (401, 403) or _DENIED.match(reason):
+        if (
+            isinstance(failure, PermissionError)
+            or _status(failure) in (401, 403)
+            or _DENIED.match(reason)
+        ):
             raise self._denied(failure)
         if isinstance(failure, OSError) and failure.errno in _PERMANENT:
             raise ConfigError(f"{self.url}: {method} failed ({reason})")

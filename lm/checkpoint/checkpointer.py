@@ -1,8 +1,9 @@
 """Asynchronous sharded checkpointing inside Determined's checkpoint context.
 
-`Checkpointer.save` starts to copy the state to host memory; a thread writes it while training continues. At a later
-step, once the threads of all ranks are done, `commit` waits for the checkpoint and raises on every rank what
-failed on one. The thread's collectives use a separate process group.
+`Checkpointer.save` starts to copy the state to host memory; a thread writes it while training
+continues. At a later step, once the threads of all ranks are done, `commit` waits for the
+checkpoint and raises on every rank what failed on one. The thread's collectives use a separate
+process group.
 """
 
 from __future__ import annotations
@@ -52,11 +53,17 @@ SHARED = "checkpoints need a directory that all machines share"
 class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
     """Hyperparameters of saving and resuming."""
 
-    checkpoint_rate: int = Field(50, gt=0, description="steps between checkpoints; one more after the last step")
-    keep_checkpoints: int | None = Field(
-        2, gt=0, description="newest checkpoints to keep, in addition to the one of lowest validation loss; null = all"
+    checkpoint_rate: int = Field(
+        50, gt=0, description="steps between checkpoints; one more after the last step"
     )
-    async_checkpoint: bool = Field(True, description="continue training while a checkpoint is written")
+    keep_checkpoints: int | None = Field(
+        2,
+        gt=0,
+        description="newest checkpoints to keep, in addition to the one of lowest validation loss; null = all",
+    )
+    async_checkpoint: bool = Field(
+        True, description="continue training while a checkpoint is written"
+    )
     checkpoint_storage: str | None = Field(
         None,
         description="URL under which the run's checkpoints, metrics and report are stored, outside Determined, e.g."
@@ -87,13 +94,19 @@ class Checkpointer:
     """
 
     def __init__(
-        self, config: CheckpointConfig, store: CheckpointStore, world: World, extra_files: Mapping[str, bytes]
+        self,
+        config: CheckpointConfig,
+        store: CheckpointStore,
+        world: World,
+        extra_files: Mapping[str, bytes],
     ) -> None:
         self._config = config
         self.store = store
         self.world = world
         self._extra_files = extra_files
-        self._starts: dict[str, dict[str, int]] = {}  # first rows of the slices that this rank writes
+        self._starts: dict[
+            str, dict[str, int]
+        ] = {}  # first rows of the slices that this rank writes
         self._stager: staging.Stager | None = None
         self._writing: tuple[threading.Thread, Future[tuple[int, str]]] | None = None
         self._newest: str | None = None  # complete checkpoint of this run
@@ -111,12 +124,23 @@ class Checkpointer:
             ConfigError: the copies of this machine's ranks do not fit into its memory.
         """
         rank, size, node = self.world.rank, self.world.size, self.world.launch.node_rank
-        slices = {part: tensor_files.owned_rows(tensors, rank, size) for part, tensors in state.items()}
-        self._starts = {part: {name: start for name, (_, start) in owned.items()} for part, owned in slices.items()}
+        slices = {
+            part: tensor_files.owned_rows(tensors, rank, size) for part, tensors in state.items()
+        }
+        self._starts = {
+            part: {name: start for name, (_, start) in owned.items()}
+            for part, owned in slices.items()
+        }
         if not self._config.async_checkpoint:
             return 0
-        n_bytes = staging.buffer_size(tensor for owned in slices.values() for tensor, _ in owned.values())
-        needed = sum(size for its_node, size in self.world.all_gather_object((node, n_bytes)) if its_node == node)
+        n_bytes = staging.buffer_size(
+            tensor for owned in slices.values() for tensor, _ in owned.values()
+        )
+        needed = sum(
+            size
+            for its_node, size in self.world.all_gather_object((node, n_bytes))
+            if its_node == node
+        )
 
         def check() -> None:
             _, available = host_memory()
@@ -133,7 +157,8 @@ class Checkpointer:
     def save(self, state: State, run_info: RunInfo, progress: TrainingProgress) -> None:
         """Start to copy `state` to host memory and to write it; `is_pending` until `commit`.
 
-        Until `protect_copy`, or without `async_checkpoint` until `commit`, the state must not change.
+        Until `protect_copy`, or without `async_checkpoint` until `commit`, the state must not
+        change.
         """
         assert self._writing is None, "commit the previous checkpoint first"
         staged = self._stage(state)
@@ -150,7 +175,8 @@ class Checkpointer:
             except BaseException as error:
                 result.set_exception(error)
 
-        # A daemon thread: a rank that fails must not wait for a thread that may be waiting for other ranks.
+        # A daemon thread: a rank that fails must not wait for a thread that may be waiting for
+        # other ranks.
         thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         thread.start()
         self._writing = thread, result
@@ -159,7 +185,9 @@ class Checkpointer:
         """Return the slices that this rank writes: copies of them, or without `async_checkpoint` the live ones."""
         slices: staging.Slices = {}
         for part, starts in self._starts.items():
-            slices[part] = {name: (to_local(state[part][name]), start) for name, start in starts.items()}
+            slices[part] = {
+                name: (to_local(state[part][name]), start) for name, start in starts.items()
+            }
         return slices if self._stager is None else self._stager.copy(slices)
 
     def protect_copy(self) -> None:
@@ -192,16 +220,23 @@ class Checkpointer:
             if result.done():
                 thread.join()  # to its end: PyTorch aborts a process that exits while a thread frees tensors
 
-    def _write(self, staged: staging.Slices, run_info: RunInfo, progress: TrainingProgress) -> tuple[int, str]:
+    def _write(
+        self, staged: staging.Slices, run_info: RunInfo, progress: TrainingProgress
+    ) -> tuple[int, str]:
         metadata = self._metadata(run_info, progress)
-        written = {"time": self._next_time() if self.world.rank == 0 else 0.0, "world_size": self.world.size}
+        written = {
+            "time": self._next_time() if self.world.rank == 0 else 0.0,
+            "world_size": self.world.size,
+        }
         fields = dict(run_info) | dict(progress) | written | {"format": FORMAT, "files": {}}
         manifest = Manifest.model_validate(fields)
         try:
             with self.store.new_checkpoint(metadata, self.world) as new:
                 self._write_files(new.path, staged, manifest)
         except RunError as error:
-            kept = f"checkpoint {self._newest} is kept" if self._newest else "no checkpoint exists yet"
+            kept = (
+                f"checkpoint {self._newest} is kept" if self._newest else "no checkpoint exists yet"
+            )
             raise type(error)(f"{error}; {kept}", rank_local=error.rank_local) from None
         self._newest = new.name
         if self.world.rank == 0:
@@ -211,10 +246,21 @@ class Checkpointer:
 
     def _metadata(self, run_info: RunInfo, progress: TrainingProgress) -> dict[str, Any]:
         """Return what Determined shows of a checkpoint."""
-        metadata = {"steps_completed": progress.step, "tokens": progress.tokens, "world_size": self.world.size}
-        metadata |= {"sharding": run_info.sharding, "amp_dtype": run_info.hyperparameters.get("amp_dtype")}
+        metadata = {
+            "steps_completed": progress.step,
+            "tokens": progress.tokens,
+            "world_size": self.world.size,
+        }
+        metadata |= {
+            "sharding": run_info.sharding,
+            "amp_dtype": run_info.hyperparameters.get("amp_dtype"),
+        }
         metadata |= {"parameters": ModelConfig.model_validate(run_info.model).n_parameters}
-        return metadata | ({} if progress.validation_loss is None else {"validation_loss": progress.validation_loss})
+        return metadata | (
+            {}
+            if progress.validation_loss is None
+            else {"validation_loss": progress.validation_loss}
+        )
 
     def _next_time(self) -> float:
         """Return the time, or a later one than that of every checkpoint: clocks differ, and are set back."""
@@ -226,7 +272,9 @@ class Checkpointer:
         world, node = self.world, self.world.launch.node_rank
         own = sum(tensor.nbytes for slices in staged.values() for tensor, _ in slices.values())
         per_rank = world.all_gather_object((node, own))
-        needed = sum(size for its_node, size in per_rank if self.store.writes_in_place or its_node == node)
+        needed = sum(
+            size for its_node, size in per_rank if self.store.writes_in_place or its_node == node
+        )
 
         def check() -> None:
             for part, slices in staged.items():
@@ -237,7 +285,9 @@ class Checkpointer:
             free = shutil.disk_usage(path).free
             if free < needed:
                 problem = f"disk full: a checkpoint needs {needed:,} bytes, {free:,} are free"
-                raise RunError(f"{path}: {problem}; free space, then {self._config.rerun} to resume")
+                raise RunError(
+                    f"{path}: {problem}; free space, then {self._config.rerun} to resume"
+                )
 
         def write() -> dict[str, FileRecord]:
             files = {}
@@ -247,7 +297,9 @@ class Checkpointer:
                 for part, slices in staged.items():
                     for number, names in enumerate(tensor_files.group_by_size(slices)):
                         file = path / f"{part}-{world.rank:05}-{number:05}.safetensors"
-                        checksum = tensor_files.write_tensors(file, {name: slices[name] for name in names})
+                        checksum = tensor_files.write_tensors(
+                            file, {name: slices[name] for name in names}
+                        )
                         files[file.name] = FileRecord(bytes=file.stat().st_size, crc32c=checksum)
                 for name, content in self._extra_files.items() if world.rank == 0 else ():
                     write_durably(path / name, content)
@@ -290,9 +342,10 @@ class Checkpointer:
             select: returns the state to load for a manifest, or raises to refuse it.
 
         Raises:
-            CheckpointError: the checkpoint is damaged; no state changed, unless it holds inf or NaN, or a file was
-                changed while it was read.
-            ConfigError: its tensors differ from the state's; lists every difference, no state changed.
+            CheckpointError: the checkpoint is damaged; no state changed, unless it holds inf or
+                NaN, or a file was changed while it was read.
+            ConfigError: its tensors differ from the state's; lists every difference, no state
+                changed.
         """
         with self.store.open(checkpoint, self.world) as path:
             seen = self.world.all_gather_object((path / MANIFEST).is_file())
@@ -300,22 +353,34 @@ class Checkpointer:
                 problem = f"rank {seen.index(True)} can see this checkpoint, but rank {seen.index(False)} cannot"
                 raise ConfigError(f"{path}: {problem}; {SHARED}")
             try:
-                manifest = self.world.all_or_none(lambda: self._verify(path, not is_url(checkpoint)))
+                manifest = self.world.all_or_none(
+                    lambda: self._verify(path, not is_url(checkpoint))
+                )
                 state = select(manifest)
-                sources = self.world.all_or_none(lambda: tensor_files.find_tensors(path, manifest, state))
+                sources = self.world.all_or_none(
+                    lambda: tensor_files.find_tensors(path, manifest, state)
+                )
                 self.world.all_or_none(lambda: tensor_files.read_tensors(sources))
             except CheckpointError as error:
                 self._damaged.add(path.name)
                 if not is_url(checkpoint):
                     raise
                 copy = rf"\S*/{re.escape(path.name)}"  # on any machine
-                raise CheckpointError(*(re.sub(copy, checkpoint, problem) for problem in error.problems)) from None
+                raise CheckpointError(
+                    *(re.sub(copy, checkpoint, problem) for problem in error.problems)
+                ) from None
         return manifest
 
     def _verify(self, path: Path, is_on_disk: bool) -> Manifest:
         manifest, launch = read_manifest(path), self.world.launch
-        is_shared = is_on_disk and self.store.writes_in_place  # otherwise every machine has downloaded the files
-        ranks = (launch.rank, launch.world_size) if is_shared else (launch.local_rank, launch.local_size)
+        is_shared = (
+            is_on_disk and self.store.writes_in_place
+        )  # otherwise every machine has downloaded the files
+        ranks = (
+            (launch.rank, launch.world_size)
+            if is_shared
+            else (launch.local_rank, launch.local_size)
+        )
         verify(path, manifest, *ranks)
         return manifest
 
@@ -327,4 +392,6 @@ def _oserror_as_run_error(path: Path, rank: int, needed: int) -> Iterator[None]:
     except OSError as error:
         free = shutil.disk_usage(path).free
         problem = f"rank {rank} cannot write: {error.strerror or error}"
-        raise RunError(f"{path}: {problem}; a checkpoint needs {needed:,} bytes, {free:,} are free") from None
+        raise RunError(
+            f"{path}: {problem}; a checkpoint needs {needed:,} bytes, {free:,} are free"
+        ) from None

@@ -33,8 +33,9 @@ class Entry:
 class Lease:
     """The lease of the run in `bucket`, held by this process and renewed until `release`.
 
-    A lease is replaced if it is not renewed for `LEASE_SECONDS`, or if an earlier process on this machine held it,
-    whose token is in `token_file`: a conditional put creates the lease with the next number.
+    A lease is replaced if it is not renewed for `LEASE_SECONDS`, or if an earlier process on this
+    machine held it, whose token is in `token_file`: a conditional put creates the lease with the
+    next number.
 
     Raises:
         RunError: another run holds it.
@@ -60,7 +61,11 @@ class Lease:
         if not first.holder or first.token == former:
             return first
         wait = f"waiting up to {LEASE_SECONDS:g} s to see whether it still runs"
-        print(f"{self._bucket.url}: the last run was {first.holder}; {wait}", file=sys.stderr, flush=True)
+        print(
+            f"{self._bucket.url}: the last run was {first.holder}; {wait}",
+            file=sys.stderr,
+            flush=True,
+        )
         deadline = time.monotonic() + LEASE_SECONDS
         while last.holder and last.token != former and time.monotonic() < deadline:
             if last != first:
@@ -72,16 +77,24 @@ class Lease:
     def _last(self) -> Entry:
         numbers = [int(name) for name in self._bucket.sizes("lease") if name.isdecimal()]
         number = max(numbers, default=0)
-        with suppress(FileNotFoundError, ValueError, AttributeError):  # replaced meanwhile, or never complete
+        with suppress(
+            FileNotFoundError, ValueError, AttributeError
+        ):  # replaced meanwhile, or never complete
             found = json.loads(self._bucket.read(f"lease/{number:06}"))
-            return Entry(number, found.get("holder", ""), found.get("token", ""), found.get("time", 0.0))
+            return Entry(
+                number, found.get("holder", ""), found.get("token", ""), found.get("time", 0.0)
+            )
         return Entry(number)
 
     def _content(self) -> bytes:
-        return json.dumps({"holder": self._holder, "token": self._token, "time": time.time()}).encode()
+        return json.dumps(
+            {"holder": self._holder, "token": self._token, "time": time.time()}
+        ).encode()
 
     def _delete_older(self) -> None:
-        older = [f"lease/{name}" for name in self._bucket.sizes("lease") if f"lease/{name}" < self._path]
+        older = [
+            f"lease/{name}" for name in self._bucket.sizes("lease") if f"lease/{name}" < self._path
+        ]
         if older:
             self._bucket.delete(older)
 

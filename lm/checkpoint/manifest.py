@@ -8,11 +8,13 @@ A checkpoint is a directory with these files:
     tokenizer.json etc.               the tokenizer, if it has files
     manifest.json                     everything else, and the size and CRC-32C of every file; written last
 
-Tensors have the names of the `state_dict()` of their object: `PARAMETER`, `PARAMETER.KEY` of the optimizer, `scale`. No
-two objects share a name, so PyTorch's `HuggingFaceStorageReader` reads the directory, or the files of one object.
+Tensors have the names of the `state_dict()` of their object: `PARAMETER`, `PARAMETER.KEY` of the
+optimizer, `scale`. No two objects share a name, so PyTorch's `HuggingFaceStorageReader` reads the
+directory, or the files of one object.
 
-A directory is loaded only if its manifest, which has a checksum of itself, is intact, its files match the manifest, and
-the slices of every tensor cover it exactly once. Only files that the manifest lists are opened; nothing is unpickled.
+A directory is loaded only if its manifest, which has a checksum of itself, is intact, its files
+match the manifest, and the slices of every tensor cover it exactly once. Only files that the
+manifest lists are opened; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ import google_crc32c
 from pydantic import BaseModel, Field, ValidationError
 
 from lm.errors import ConfigError, RunError
-from lm.fileio import MAX_JSON_BYTES, crc32c, parse_json, read_bytes, replace_durably, sync_directory
+from lm.fileio import (
+    MAX_JSON_BYTES,
+    crc32c,
+    parse_json,
+    read_bytes,
+    replace_durably,
+    sync_directory,
+)
 from lm.metrics.accumulator import MetricSums
 from model import ModelConfig
 
@@ -67,14 +76,21 @@ class RunInfo(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     sharding: str = Field(pattern="^[a-z-]{1,40}$")
     total_batch_size: Count = Field(gt=0, description="sequences per step")
     hyperparameters: dict[str, Any]
-    model: dict[str, Any] = Field(description="the fields of ModelConfig: enough to rebuild the model")
-    tokenizer: str | None = Field(
-        pattern="^[ -~]{1,200}$", description="bytes, or a fingerprint; null = the tokens do not represent text"
+    model: dict[str, Any] = Field(
+        description="the fields of ModelConfig: enough to rebuild the model"
     )
-    data: dict[Literal["train", "validation"], str] = Field(min_length=2, description="fingerprints of the data")
+    tokenizer: str | None = Field(
+        pattern="^[ -~]{1,200}$",
+        description="bytes, or a fingerprint; null = the tokens do not represent text",
+    )
+    data: dict[Literal["train", "validation"], str] = Field(
+        min_length=2, description="fingerprints of the data"
+    )
     loss_scaled: bool = Field(description="float16: the tensors include a loss scale")
     trial_id: int | None = Field(description="Determined trial that wrote the checkpoint")
-    base: Base | None = Field(default=None, description="the weights are LoRA adapters of these; null = of none")
+    base: Base | None = Field(
+        default=None, description="the weights are LoRA adapters of these; null = of none"
+    )
 
 
 class Evaluation(NamedTuple):
@@ -89,15 +105,27 @@ class TrainingProgress(BaseModel, frozen=True, extra="forbid", allow_inf_nan=Fal
 
     step: Count = Field(default=0, description="completed steps")
     tokens: Count = Field(default=0, description="tokens seen so far")
-    validation_loss: float | None = Field(default=None, description="at this step, in nats per token")
-    sampled: bool = Field(default=False, description="whether the sample that is due at this step was logged")
-    dataset_state: list[dict[str, Any]] | None = Field(default=None, description="streamed dataset: its state, by rank")
-    metric_sums: list[MetricSums] | None = Field(default=None, description="since the last report, by rank")
+    validation_loss: float | None = Field(
+        default=None, description="at this step, in nats per token"
+    )
+    sampled: bool = Field(
+        default=False, description="whether the sample that is due at this step was logged"
+    )
+    dataset_state: list[dict[str, Any]] | None = Field(
+        default=None, description="streamed dataset: its state, by rank"
+    )
+    metric_sums: list[MetricSums] | None = Field(
+        default=None, description="since the last report, by rank"
+    )
 
     def missing_reports(self) -> list[str]:
         """Return which groups of metrics, and whether the sample, were not logged at this step when it was saved."""
         training = bool(self.metric_sums and self.metric_sums[0].n_steps)
-        missing = {"training": training, "validation": self.validation_loss is None, "sample": not self.sampled}
+        missing = {
+            "training": training,
+            "validation": self.validation_loss is None,
+            "sample": not self.sampled,
+        }
         return [group for group, is_missing in missing.items() if is_missing]
 
 
@@ -114,11 +142,14 @@ def model_of(directory: Path, manifest: Manifest) -> ModelConfig:
     """Return the model of the checkpoint in `directory`, before it is built.
 
     Raises:
-        CheckpointError: the weights in the files, or in the base of adapters, are fewer than the model's.
+        CheckpointError: the weights in the files, or in the base of adapters, are fewer than the
+            model's.
     """
     config = ModelConfig.model_validate(manifest.model)
     files, itemsize = (manifest.base.files, 2) if manifest.base else (manifest.files, 4)
-    found = sum(entry.bytes for name, entry in files.items() if manifest.base or name.startswith("model-"))
+    found = sum(
+        entry.bytes for name, entry in files.items() if manifest.base or name.startswith("model-")
+    )
     if found < (needed := config.n_parameters * itemsize):
         problem = f"a model of {config.n_parameters:,} parameters, which are {needed:,} bytes; the files have {found:,}"
         raise CheckpointError(f"{directory / MANIFEST}: damaged: {problem}")
@@ -150,7 +181,8 @@ def read_manifest(directory: Path, *, check_files: bool = True) -> Manifest:
         check_files: that they have the recorded sizes.
 
     Raises:
-        CheckpointError: the manifest is missing or damaged; a file is a symbolic link, is missing or has another size.
+        CheckpointError: the manifest is missing or damaged; a file is a symbolic link, is missing
+            or has another size.
         ConfigError: the manifest is of another format.
     """
     path = directory / MANIFEST
@@ -161,7 +193,9 @@ def read_manifest(directory: Path, *, check_files: bool = True) -> Manifest:
         if check_files:
             check_sizes(directory, manifest, lambda name: _size(directory / name, stat.S_ISREG))
     except OSError as error:
-        raise CheckpointError(f"{directory}: not a complete checkpoint, {MANIFEST}: {error.strerror}") from None
+        raise CheckpointError(
+            f"{directory}: not a complete checkpoint, {MANIFEST}: {error.strerror}"
+        ) from None
     return manifest
 
 
@@ -172,17 +206,22 @@ def check_sizes(where: Path | str, manifest: Manifest, size_of: Callable[[str], 
         size_of: returns a file's size by name; raises FileNotFoundError or KeyError.
 
     Raises:
-        CheckpointError: a file is missing or has another size, or its name is not one of a checkpoint's.
+        CheckpointError: a file is missing or has another size, or its name is not one of a
+            checkpoint's.
     """
     for name, entry in manifest.files.items():
         if not FILE_NAME.fullmatch(name):
-            raise CheckpointError(f"{where}/{MANIFEST}: lists {name!r:.80}, which is not a checkpoint file")
+            raise CheckpointError(
+                f"{where}/{MANIFEST}: lists {name!r:.80}, which is not a checkpoint file"
+            )
         try:
             size = size_of(name)
         except (FileNotFoundError, KeyError):
             raise CheckpointError(f"{where}/{name}: missing") from None
         if size != entry.bytes:
-            raise CheckpointError(f"{where}/{name}: has {size} bytes, but {entry.bytes} were written")
+            raise CheckpointError(
+                f"{where}/{name}: has {size} bytes, but {entry.bytes} were written"
+            )
 
 
 def _size(path: Path, is_expected: Callable[[int], bool]) -> int:
@@ -203,7 +242,9 @@ def parse_manifest(path: Path | str, text: bytes) -> Manifest:
     try:
         fields = parse_json(text)
         content, _, checksum = text.rpartition(b',\n "checksum": ')
-        if not isinstance(fields, dict) or checksum != b"%d\n}" % google_crc32c.value(content + b"\n}"):
+        if not isinstance(fields, dict) or checksum != b"%d\n}" % google_crc32c.value(
+            content + b"\n}"
+        ):
             raise CheckpointError(f"{path}: damaged: its checksum does not match its content")
         if fields.get("format") != FORMAT:
             raise ConfigError(
@@ -217,7 +258,9 @@ def parse_manifest(path: Path | str, text: bytes) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "model"
-        raise CheckpointError(f"{path}: damaged: {field[:80]}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise CheckpointError(
+            f"{path}: damaged: {field[:80]}: {first['msg'].removeprefix('Value error, ')}"
+        ) from None
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
 
@@ -234,4 +277,6 @@ def verify(directory: Path, manifest: Manifest, rank: int = 0, n_ranks: int = 1)
         except OSError as error:
             raise CheckpointError(f"{directory / name}: {error.strerror}") from None
         if not is_intact:
-            raise CheckpointError(f"{directory / name}: damaged: its checksum does not match the manifest")
+            raise CheckpointError(
+                f"{directory / name}: damaged: its checksum does not match the manifest"
+            )

@@ -28,7 +28,15 @@ from lm.fileio import write_durably
 from lm.runtime.run_dir import ASIDE, TRANSFER_PREFIX, move_aside
 from lm.runtime.world import World
 
-RUN_FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "sessions.jsonl", "tracker_id", "report.md", "report.png")
+RUN_FILES = (
+    "config.yaml",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "sessions.jsonl",
+    "tracker_id",
+    "report.md",
+    "report.png",
+)
 
 
 class BucketCheckpoints(CheckpointStore):
@@ -37,7 +45,8 @@ class BucketCheckpoints(CheckpointStore):
     Methods raise what those of `Bucket` raise.
 
     Args:
-        run_dir: the working copy of this machine, which has the files on rank 0; None = only to read checkpoints.
+        run_dir: the working copy of this machine, which has the files on rank 0; None = only to
+            read checkpoints.
     """
 
     writes_in_place = False
@@ -71,7 +80,9 @@ class BucketCheckpoints(CheckpointStore):
         incomplete: dict[str, CheckpointError] = {}
         for name, sizes in sorted(self.files().items()):
             try:
-                manifest = remote.parse_checked(self.locate(name), sizes, lambda name=name: self._read_manifest(name))
+                manifest = remote.parse_checked(
+                    self.locate(name), sizes, lambda name=name: self._read_manifest(name)
+                )
                 saved.append(saved_checkpoint(name, manifest))
             except CheckpointError as error:
                 incomplete[self.locate(name)] = error
@@ -83,7 +94,10 @@ class BucketCheckpoints(CheckpointStore):
         return self._manifests[name]
 
     def was_committed(self) -> bool:
-        return any(path == COMMITTED or path.endswith(MANIFEST) for path in self.bucket.sizes("checkpoints"))
+        return any(
+            path == COMMITTED or path.endswith(MANIFEST)
+            for path in self.bucket.sizes("checkpoints")
+        )
 
     # The run that writes
 
@@ -102,7 +116,9 @@ class BucketCheckpoints(CheckpointStore):
         assert self._run_dir is not None
         if LocalCheckpoints(self._run_dir / "checkpoints").was_committed():
             problem = f"{self._run_dir}: has checkpoints on this disk, but checkpoint_storage is {self.url}"
-            remedy = f"use another run_name, with resume={self._run_dir} to continue from the newest"
+            remedy = (
+                f"use another run_name, with resume={self._run_dir} to continue from the newest"
+            )
             raise ConfigError(f"{problem}; {remedy}")
         lease = Lease(self.bucket, self._run_dir / "lease")
         for name in self.bucket.sizes().keys() & set(RUN_FILES):
@@ -144,7 +160,9 @@ class BucketCheckpoints(CheckpointStore):
                 self.bucket.delete([f"checkpoints/{name}/{MANIFEST}"])
                 del self._manifests[name]
             if name in gone or MANIFEST not in sizes:
-                self.bucket.delete([f"checkpoints/{name}/{file}" for file in sizes if file != MANIFEST])
+                self.bucket.delete(
+                    [f"checkpoints/{name}/{file}" for file in sizes if file != MANIFEST]
+                )
 
     def move_aside(self) -> None:
         """Move all files and checkpoints of the run to `before-<time>/`, here and on this machine's disk."""
@@ -152,14 +170,18 @@ class BucketCheckpoints(CheckpointStore):
         old = [path for path in self.bucket.sizes() if not path.startswith(("before-", "lease/"))]
         if old:
             if self.url.startswith("az:"):  # which copies after it has answered
-                raise ConfigError(f"run_name: {self.url} has files of an earlier run; choose another run_name")
+                raise ConfigError(
+                    f"run_name: {self.url} has files of an earlier run; choose another run_name"
+                )
             self.bucket.copy(old, f"{time.strftime(ASIDE)}/")
             self.bucket.delete(old)
         move_aside(self._run_dir)
 
     def _put_run_files(self) -> None:
         assert self._run_dir is not None
-        self.bucket.upload([name for name in RUN_FILES if (self._run_dir / name).is_file()], self._run_dir)
+        self.bucket.upload(
+            [name for name in RUN_FILES if (self._run_dir / name).is_file()], self._run_dir
+        )
 
     def close(self, world: World) -> None:
         world.run_in_thread(self.release)

@@ -47,14 +47,17 @@ def download(url: str, directory: Path) -> Path:
     """Download the checkpoint at `url` to the new directory `directory` and return it.
 
     Raises:
-        CheckpointError: a file is missing, deleted meanwhile, or of another size; `verify` compares checksums.
+        CheckpointError: a file is missing, deleted meanwhile, or of another size; `verify` compares
+            checksums.
     """
     manifest = read_manifest(url)
     needed = sum(entry.bytes for entry in manifest.files.values())
     free = shutil.disk_usage(directory.parent).free
     if free < needed:
         remedy = "free disk space, or set TMPDIR to a larger disk"
-        raise RunError(f"{directory}: disk full: the download needs {needed:,} bytes, {free:,} are free; {remedy}")
+        raise RunError(
+            f"{directory}: disk full: the download needs {needed:,} bytes, {free:,} are free; {remedy}"
+        )
     directory.mkdir()
     try:
         Bucket(url).download([*manifest.files, MANIFEST], directory)

@@ -48,11 +48,27 @@ from lm.training.optim import OptimConfig, learning_rate
 from lm.training.profiling import ProfilingConfig
 from model import ModelConfig
 
-IDENTITY = {"dataset", "optim_dtype", "seed", "shuffle", "tokenizer", "total_batch_size", "train_data"}
+IDENTITY = {
+    "dataset",
+    "optim_dtype",
+    "seed",
+    "shuffle",
+    "tokenizer",
+    "total_batch_size",
+    "train_data",
+}
 IDENTITY |= (ModelConfig.model_fields | LoraConfig.model_fields).keys() - {"model"}
 """Hyperparameters whose change makes a different run; tokenizer and train_data are compared by content."""
 
-UNLOGGED = {"collective_timeout", "max_epochs", "max_steps", "num_tokens", "prompt", "resume", "run_name"}
+UNLOGGED = {
+    "collective_timeout",
+    "max_epochs",
+    "max_steps",
+    "num_tokens",
+    "prompt",
+    "resume",
+    "run_name",
+}
 UNLOGGED |= MetricsConfig.model_fields.keys() | ProfilingConfig.model_fields.keys()
 """Hyperparameters whose change is not worth a line."""
 
@@ -73,7 +89,8 @@ def plan_resume(config: CheckpointConfig, store: CheckpointStore, restarted: boo
     """Find the checkpoints to resume from, or else the one to load weights from; print to stderr what is skipped.
 
     Args:
-        restarted: a launcher restarts the run, which resumes from its newest checkpoint if it has one.
+        restarted: a launcher restarts the run, which resumes from its newest checkpoint if it has
+            one.
 
     Raises:
         ConfigError: `resume` or `init_from` is not a checkpoint.
@@ -144,11 +161,20 @@ def locate_checkpoint(where: Path | str) -> str:
 
 def store_at(where: Path | str) -> CheckpointStore:
     """Return the checkpoints of the run at `where`, a path or URL, to read them."""
-    return BucketCheckpoints(str(where)) if is_url(where) else LocalCheckpoints(Path(where) / "checkpoints")
+    return (
+        BucketCheckpoints(str(where))
+        if is_url(where)
+        else LocalCheckpoints(Path(where) / "checkpoints")
+    )
 
 
 def is_complete(
-    plan: ResumePlan, store: CheckpointStore, run_info: RunInfo, max_steps: int, samples: bool, world: World
+    plan: ResumePlan,
+    store: CheckpointStore,
+    run_info: RunInfo,
+    max_steps: int,
+    samples: bool,
+    world: World,
 ) -> bool:
     """Return whether the run's newest checkpoint completes the run and is intact; if so, print how to extend it.
 
@@ -159,9 +185,13 @@ def is_complete(
     if not step:
         return False
     newest = plan.resume_candidates[0]
-    if not is_url(newest):  # of which sizes were compared: the download of all files would take long
+    if not is_url(
+        newest
+    ):  # of which sizes were compared: the download of all files would take long
         try:
-            world.all_or_none(lambda: verify(Path(newest), read_manifest(Path(newest)), world.rank, world.size))
+            world.all_or_none(
+                lambda: verify(Path(newest), read_manifest(Path(newest)), world.rank, world.size)
+            )
         except CheckpointError:
             return False
     if world.rank == 0:
@@ -174,7 +204,10 @@ def is_complete(
 
 def extension(config: OptimConfig, max_steps: int) -> str:
     """Return the overrides that make a complete run of `max_steps` longer, and what they do to the learning rate."""
-    last, after = learning_rate(config, max_steps - 1, max_steps), learning_rate(config, max_steps, 2 * max_steps)
+    last, after = (
+        learning_rate(config, max_steps - 1, max_steps),
+        learning_rate(config, max_steps, 2 * max_steps),
+    )
     longer = f"max_steps={2 * max_steps}"
     if math.isclose(last, after, rel_tol=0.02):
         return longer
@@ -184,7 +217,9 @@ def extension(config: OptimConfig, max_steps: int) -> str:
     return f"{longer} lr={last:.3g} lr_schedule=constant warmup_steps=0, or only {longer} {jump}"
 
 
-def completed_step(plan: ResumePlan, store: CheckpointStore, run_info: RunInfo, max_steps: int, samples: bool) -> int:
+def completed_step(
+    plan: ResumePlan, store: CheckpointStore, run_info: RunInfo, max_steps: int, samples: bool
+) -> int:
     """Return the step of the run's newest checkpoint if nothing is left to do, else 0.
 
     Args:
@@ -199,7 +234,11 @@ def completed_step(plan: ResumePlan, store: CheckpointStore, run_info: RunInfo, 
     _compare_runs(manifest, run_info)
     _compare_bases(manifest, run_info)
     is_evaluated = manifest.validation_loss is not None and (manifest.sampled or not samples)
-    return manifest.step if manifest.step > max_steps or (manifest.step == max_steps and is_evaluated) else 0
+    return (
+        manifest.step
+        if manifest.step > max_steps or (manifest.step == max_steps and is_evaluated)
+        else 0
+    )
 
 
 def resume(
@@ -217,8 +256,8 @@ def resume(
         log: receives what was loaded, what was skipped and which hyperparameters changed.
 
     Returns:
-        The checkpoint's manifest. A start at step 0 if there is no candidate, or only weights were loaded, of
-        `init_from` or, in a forked trial, of the original trial's checkpoint.
+        The checkpoint's manifest. A start at step 0 if there is no candidate, or only weights were
+        loaded, of `init_from` or, in a forked trial, of the original trial's checkpoint.
 
     Raises:
         CheckpointError: every candidate is damaged.
@@ -237,7 +276,9 @@ def resume(
         _compare_bases(manifest, run_info)
         if not is_resumable(manifest):
             return {"model": state["model"]}
-        return {name: part for name, part in state.items() if name != "scaler" or manifest.loss_scaled}
+        return {
+            name: part for name, part in state.items() if name != "scaler" or manifest.loss_scaled
+        }
 
     problems: list[str] = []
     progress = TrainingProgress()
@@ -255,13 +296,21 @@ def resume(
             for line in _compare_learning_rates(manifest, run_info):
                 log(line)
         else:
-            peak = max(checkpointer.world.all_gather_object(peak_memory_gib(checkpointer.world.device)))
+            peak = max(
+                checkpointer.world.all_gather_object(peak_memory_gib(checkpointer.world.device))
+            )
             seconds = time.monotonic() - started
-            log(f"loaded the weights of checkpoint {candidate} in {seconds:.1f} s, peak memory {peak:.2f} GiB per rank")
+            log(
+                f"loaded the weights of checkpoint {candidate} in {seconds:.1f} s, peak memory {peak:.2f} GiB per rank"
+            )
         break
     else:
         if problems:
-            remedy = "resume to another one or to fresh" if plan.resume_candidates else "init_from to another one"
+            remedy = (
+                "resume to another one or to fresh"
+                if plan.resume_candidates
+                else "init_from to another one"
+            )
             raise CheckpointError(*problems, f"no intact checkpoint is left; set {remedy}")
     return progress
 
@@ -277,14 +326,18 @@ def _compare_runs(saved: RunInfo, run_info: RunInfo) -> list[str]:
     changes = _changes(old, new, filter(old.__contains__, new))
     if different := {key: change for key, change in changes.items() if key in IDENTITY}:
         total = "total_batch_size"
-        hint = f" (with other ranks or batch_size: {total}={old[total]})" if total in different else ""
+        hint = (
+            f" (with other ranks or batch_size: {total}={old[total]})" if total in different else ""
+        )
         remedy = f"undo the change{hint}, or start it with another run_name or resume=fresh"
         raise ConfigError(*different.values(), f"this would be a different run: {remedy}")
     return [change for key, change in changes.items() if key not in UNLOGGED]
 
 
 def _optim_config(hyperparameters: Mapping[str, Any]) -> OptimConfig:
-    return OptimConfig.model_validate({key: hyperparameters[key] for key in OptimConfig.model_fields})
+    return OptimConfig.model_validate(
+        {key: hyperparameters[key] for key in OptimConfig.model_fields}
+    )
 
 
 def _compare_learning_rates(saved: Manifest, run_info: RunInfo) -> list[str]:
@@ -299,15 +352,21 @@ def _compare_learning_rates(saved: Manifest, run_info: RunInfo) -> list[str]:
 
     if math.isclose(rate(old, step), rate(new, step), rel_tol=0.01):
         return []
-    return [f"learning rate: {rate(old, step - 1):.2e} in step {step}, now {rate(new, step):.2e} in step {step + 1}"]
+    return [
+        f"learning rate: {rate(old, step - 1):.2e} in step {step}, now {rate(new, step):.2e} in step {step + 1}"
+    ]
 
 
 def _compare_models(saved: RunInfo, run_info: RunInfo) -> list[str]:
     """Return the changes to log; raise ConfigError if the models differ in structure."""
-    compare_structures(ModelConfig.model_validate(saved.model), ModelConfig.model_validate(run_info.model))
+    compare_structures(
+        ModelConfig.model_validate(saved.model), ModelConfig.model_validate(run_info.model)
+    )
     if None in (saved.tokenizer, run_info.tokenizer) or saved.tokenizer == run_info.tokenizer:
         return []
-    return [f"tokenizer: {saved.tokenizer} in the checkpoint, now {run_info.tokenizer}: token IDs mean other text"]
+    return [
+        f"tokenizer: {saved.tokenizer} in the checkpoint, now {run_info.tokenizer}: token IDs mean other text"
+    ]
 
 
 def compare_structures(saved: ModelConfig, now: ModelConfig) -> None:

@@ -21,11 +21,17 @@ class SavedCheckpoint(NamedTuple):
 def find_best(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
     """Return the newest of `saved` with the lowest validation loss on the newest's validation data, if any has one."""
     data = max(saved).validation_data if saved else ""
-    evaluated = [entry for entry in saved if entry.validation_loss is not None and entry.validation_data == data]
+    evaluated = [
+        entry
+        for entry in saved
+        if entry.validation_loss is not None and entry.validation_data == data
+    ]
     return min(evaluated, key=lambda entry: (entry.validation_loss, -entry.time), default=None)
 
 
-def expired(saved: Sequence[SavedCheckpoint], keep: int | None, damaged: Collection[str] = ()) -> list[SavedCheckpoint]:
+def expired(
+    saved: Sequence[SavedCheckpoint], keep: int | None, damaged: Collection[str] = ()
+) -> list[SavedCheckpoint]:
     """Return all of `saved` except the `keep` newest and the best; an empty list if `keep` is None.
 
     Those named in `damaged` are neither counted nor returned.
@@ -39,4 +45,6 @@ def expired(saved: Sequence[SavedCheckpoint], keep: int | None, damaged: Collect
 
 def saved_checkpoint(name: str, manifest: Manifest) -> SavedCheckpoint:
     """Return what retention knows of the checkpoint `name`."""
-    return SavedCheckpoint(manifest.time, name, manifest.validation_loss, manifest.data["validation"])
+    return SavedCheckpoint(
+        manifest.time, name, manifest.validation_loss, manifest.data["validation"]
+    )

@@ -25,8 +25,9 @@ def buffer_size(tensors: Iterable[Tensor]) -> int:
 class Stager:
     """Copies slices of the state to host memory, which a thread allocates once.
 
-    On GPUs the memory is pinned and the copies run on a separate stream: the host does not wait for them, and only
-    the next optimizer step does, on the device. On CPUs the slices are copied before `copy` returns.
+    On GPUs the memory is pinned and the copies run on a separate stream: the host does not wait for
+    them, and only the next optimizer step does, on the device. On CPUs the slices are copied before
+    `copy` returns.
     """
 
     def __init__(self, n_bytes: int, device: torch.device) -> None:
@@ -35,17 +36,23 @@ class Stager:
         self._copied: torch.cuda.Event | None = None
         self._sources: Slices = {}
         self._buffer: Future[Tensor] = Future()
-        threading.Thread(target=self._allocate, args=(n_bytes,), name="allocate", daemon=True).start()
+        threading.Thread(
+            target=self._allocate, args=(n_bytes,), name="allocate", daemon=True
+        ).start()
 
     def _allocate(self, n_bytes: int) -> None:
         try:
-            buffer = torch.empty(n_bytes, dtype=torch.uint8).zero_()  # written to, so that all pages exist
+            buffer = torch.empty(
+                n_bytes, dtype=torch.uint8
+            ).zero_()  # written to, so that all pages exist
             if self._stream is not None and n_bytes:
                 torch.cuda.set_device(self._device)  # a thread starts on the first GPU
                 # `pin_memory=True` would round the size up to a power of two.
                 status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), n_bytes, 0))  # type: ignore
                 if status:
-                    raise RuntimeError(f"cudaHostRegister of {n_bytes:,} bytes failed with error {status}")
+                    raise RuntimeError(
+                        f"cudaHostRegister of {n_bytes:,} bytes failed with error {status}"
+                    )
                 weakref.finalize(buffer, torch.cuda.cudart().cudaHostUnregister, buffer.data_ptr())  # type: ignore
             self._buffer.set_result(buffer)
         except BaseException as error:

@@ -107,7 +107,9 @@ class CheckpointStore(ABC):
         """Make this run the only one that writes here; before that, a store is only read."""
 
     @abstractmethod
-    def new_checkpoint(self, metadata: Mapping[str, Any], world: World) -> AbstractContextManager[NewCheckpoint]:
+    def new_checkpoint(
+        self, metadata: Mapping[str, Any], world: World
+    ) -> AbstractContextManager[NewCheckpoint]:
         """Yield a new directory to all ranks together; at its end, their files become a checkpoint of this run.
 
         Args:
@@ -179,7 +181,9 @@ class LocalCheckpoints(CheckpointStore):
         for entry in expired(saved, keep, damaged):
             # After the rename it is no longer a checkpoint, even if deleting it is interrupted.
             (self.path / entry.name).rename(self.path / f"{DELETED}{entry.name}")
-        for draft in self.path.glob(f"[!.]*/{DRAFT}"):  # this run, which has the lock, is not saving
+        for draft in self.path.glob(
+            f"[!.]*/{DRAFT}"
+        ):  # this run, which has the lock, is not saving
             if not draft.parent.is_symlink():
                 draft.parent.rename(self.path / f"{DELETED}{draft.parent.name}")
         for path in self.path.glob(f"{DELETED}*"):  # includes what an interrupted deletion left
@@ -192,7 +196,8 @@ class LocalCheckpoints(CheckpointStore):
 class ClusterCheckpoints(CheckpointStore):
     """The checkpoints of a trial, through Core API's checkpoint context: it reports them to the master.
 
-    Their names are UUIDs. Only those that this process saved and the one that it resumed from are counted.
+    Their names are UUIDs. Only those that this process saved and the one that it resumed from are
+    counted.
 
     Args:
         latest: checkpoint from which the platform resumes, or forks, the trial.
@@ -201,7 +206,9 @@ class ClusterCheckpoints(CheckpointStore):
 
     shows_completion = False
 
-    def __init__(self, context: core.CheckpointContext, latest: str | None, *, writes_in_place: bool) -> None:
+    def __init__(
+        self, context: core.CheckpointContext, latest: str | None, *, writes_in_place: bool
+    ) -> None:
         self.writes_in_place = writes_in_place
         self._context = context
         self._latest = latest
@@ -226,12 +233,18 @@ class ClusterCheckpoints(CheckpointStore):
         if not self.is_name(location):
             return super().read_manifest(location)
         mode = core.DownloadMode.NoSharedDownload
-        with self._context.restore_path(location, mode, selector=lambda name: name == MANIFEST) as path:
+        with self._context.restore_path(
+            location, mode, selector=lambda name: name == MANIFEST
+        ) as path:
             return read_manifest(path, check_files=False)
 
     @contextmanager
     def open(self, location: str, world: World) -> Iterator[Path]:
-        found = self._context.restore_path(location) if self.is_name(location) else super().open(location, world)
+        found = (
+            self._context.restore_path(location)
+            if self.is_name(location)
+            else super().open(location, world)
+        )
         with found as path:
             yield path
 
@@ -245,8 +258,11 @@ class ClusterCheckpoints(CheckpointStore):
         with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX) as directory:
             new = NewCheckpoint(Path(directory))
             yield new
-            # Without a selector, directories on two nodes with equal device and inode are taken for the same one.
-            new.name = self._context.upload(directory, dict(metadata), shard=True, selector=lambda _: True)
+            # Without a selector, directories on two nodes with equal device and inode are taken for
+            # the same one.
+            new.name = self._context.upload(
+                directory, dict(metadata), shard=True, selector=lambda _: True
+            )
 
     def add(self, location: str, manifest: Manifest) -> None:
         if self.is_name(location):

@@ -1,12 +1,13 @@
 """Sharded safetensors files: written by ranks, read row by row without trusting them.
 
-The layout is that of PyTorch's `HuggingFaceStorageWriter(save_distributed=True)`: a file holds the slices of tensors
-that one rank owns, and the header's metadata says at which offsets of the full tensors they start. As FSDP shards
-tensors by rows, slices are rows. PyTorch's `HuggingFaceStorageReader` and every safetensors tool open the files. A
-directory of Hugging Face weights is the same without offsets.
+The layout is that of PyTorch's `HuggingFaceStorageWriter(save_distributed=True)`: a file holds the
+slices of tensors that one rank owns, and the header's metadata says at which offsets of the full
+tensors they start. As FSDP shards tensors by rows, slices are rows. PyTorch's
+`HuggingFaceStorageReader` and every safetensors tool open the files. A directory of Hugging Face
+weights is the same without offsets.
 
-The safetensors library serializes a file in memory before it writes. Here slices are written one after the other, and
-the checksum is computed meanwhile.
+The safetensors library serializes a file in memory before it writes. Here slices are written one
+after the other, and the checksum is computed meanwhile.
 """
 
 from __future__ import annotations
@@ -70,10 +71,13 @@ class TensorSlice(NamedTuple):
         return self.shape[0] if self.shape else 1
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing
+# ---------------------------------------------------------------------------------------------------------
 
 
-def owned_rows(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, tuple[Tensor, int]]:
+def owned_rows(
+    tensors: Mapping[str, Tensor], rank: int, world_size: int
+) -> dict[str, tuple[Tensor, int]]:
     """Return the slices that this rank writes and their first rows: each slice once, replicas take turns."""
     owned = {}
     for index, (name, tensor) in enumerate(tensors.items()):
@@ -96,7 +100,9 @@ def group_by_size(slices: Mapping[str, tuple[Tensor, Any]]) -> list[list[str]]:
     """Return the names in groups of at most `MAX_FILE_BYTES`, or of one larger slice."""
     groups: list[list[str]] = []
     filled = MAX_FILE_BYTES
-    for name, (tensor, _) in sorted(slices.items(), key=lambda item: -item[1][0].itemsize):  # values stay aligned
+    for name, (tensor, _) in sorted(
+        slices.items(), key=lambda item: -item[1][0].itemsize
+    ):  # values stay aligned
         if filled + tensor.nbytes > MAX_FILE_BYTES:
             groups.append([])
             filled = 0
@@ -115,12 +121,20 @@ def write_tensors(path: Path, slices: Mapping[str, tuple[Tensor, int]]) -> int:
     end = 0
     for name, (tensor, _) in slices.items():
         begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     sharding = {
         name: {"saved_offsets": [start, *[0] * (tensor.dim() - 1)] if tensor.dim() else []}
         for name, (tensor, start) in slices.items()
     }
-    header["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
+    header["__metadata__"] = {
+        "format": "pt",
+        "DCP_VERSION": "1.0",
+        "DCP_SHARDING_INFO": json.dumps(sharding),
+    }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("xb") as file:
@@ -136,7 +150,8 @@ def write_tensors(path: Path, slices: Mapping[str, tuple[Tensor, int]]) -> int:
     return checksum
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
+# ---- reading
+# ---------------------------------------------------------------------------------------------------------
 
 
 def read_headers(paths: Iterable[Path]) -> dict[str, list[TensorSlice]]:
@@ -153,11 +168,17 @@ def read_headers(paths: Iterable[Path]) -> dict[str, list[TensorSlice]]:
                 found.setdefault(name, []).append(piece)
                 room -= 1
             if (room := room + (path.stat().st_size >> 10)) < 0:
-                raise ValueError(f"more than {MAX_SLICES:,} entries, and one per KiB of data, in all files")
+                raise ValueError(
+                    f"more than {MAX_SLICES:,} entries, and one per KiB of data, in all files"
+                )
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            problem = f"{type(error).__name__}: {error}" if not isinstance(error, ValueError) else str(error)
+            problem = (
+                f"{type(error).__name__}: {error}"
+                if not isinstance(error, ValueError)
+                else str(error)
+            )
             raise CheckpointError(f"{path}: damaged header: {problem[:200]}") from None
     return found
 
@@ -167,11 +188,15 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
         size = os.fstat(file.fileno()).st_size
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
         if length > min(size - 8, MAX_JSON_BYTES):
-            raise ValueError(f"{length} bytes of header in {size} bytes; at most {MAX_JSON_BYTES} are read")
+            raise ValueError(
+                f"{length} bytes of header in {size} bytes; at most {MAX_JSON_BYTES} are read"
+            )
         header = json.loads(file.read(length), object_pairs_hook=_unique)
     metadata = header.pop("__metadata__", {})
     sharding = (
-        json.loads(metadata["DCP_SHARDING_INFO"], object_pairs_hook=_unique) if "DCP_SHARDING_INFO" in metadata else {}
+        json.loads(metadata["DCP_SHARDING_INFO"], object_pairs_hook=_unique)
+        if "DCP_SHARDING_INFO" in metadata
+        else {}
     )
     start, extents = 8 + length, []
     for name, entry in header.items():
@@ -179,7 +204,9 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
         begin, end = _sizes(entry["data_offsets"], name)
         dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
-            raise ValueError(f"{name[:80]}: dtype {str(entry['dtype'])[:20]} is not one of {', '.join(DTYPES)}")
+            raise ValueError(
+                f"{name[:80]}: dtype {str(entry['dtype'])[:20]} is not one of {', '.join(DTYPES)}"
+            )
         offsets = _sizes(sharding[name]["saved_offsets"], name) if sharding else (0,) * len(shape)
         fits = end - begin == math.prod(shape) * dtype.itemsize and start + end <= size
         if not fits or not end > begin or len(offsets) != len(shape) or any(offsets[1:]):
@@ -199,7 +226,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _sizes(values: Any, name: str) -> tuple[int, ...]:
-    if not isinstance(values, list) or len(values) > 8 or not all(type(v) is int and 0 <= v < 2**48 for v in values):
+    if (
+        not isinstance(values, list)
+        or len(values) > 8
+        or not all(type(v) is int and 0 <= v < 2**48 for v in values)
+    ):
         raise ValueError(f"{name[:80]}: {str(values)[:60]} are not sizes")
     return tuple(values)
 
@@ -242,8 +273,13 @@ def read_into(tensor: Tensor, source: Source) -> None:
     for piece in source.slices:
         first, last = max(start, piece.start), min(start + len(local), piece.start + piece.n_rows)
         for row, values in _read_rows(piece, first - piece.start, last - piece.start):
-            if values.dtype.itemsize > 1 and not torch.isfinite(torch.stack(torch.aminmax(values))).all():
-                raise CheckpointError(f"{piece.path}: contains inf or NaN; use other weights, or download them again")
+            if (
+                values.dtype.itemsize > 1
+                and not torch.isfinite(torch.stack(torch.aminmax(values))).all()
+            ):
+                raise CheckpointError(
+                    f"{piece.path}: contains inf or NaN; use other weights, or download them again"
+                )
             at = piece.start + row - start
             local[at : at + len(values)].copy_(values[:, columns] if source.transposed else values)
 
@@ -258,33 +294,48 @@ def _read_rows(piece: TensorSlice, first: int, last: int) -> Iterator[tuple[int,
             for start in range(first, last, step):
                 count = min(step, last - start)
                 buffer = bytearray(count * row_bytes)
-                if os.preadv(file.fileno(), [buffer], piece.begin + start * row_bytes) < len(buffer):
-                    raise CheckpointError(f"{piece.path}: ends before byte {piece.begin + (start + count) * row_bytes}")
-                yield start, torch.frombuffer(buffer, dtype=piece.dtype).view(count, *piece.shape[1:])
+                if os.preadv(file.fileno(), [buffer], piece.begin + start * row_bytes) < len(
+                    buffer
+                ):
+                    raise CheckpointError(
+                        f"{piece.path}: ends before byte {piece.begin + (start + count) * row_bytes}"
+                    )
+                yield (
+                    start,
+                    torch.frombuffer(buffer, dtype=piece.dtype).view(count, *piece.shape[1:]),
+                )
     except OSError as error:
         raise CheckpointError(f"{piece.path}: cannot be read: {error.strerror}") from None
 
 
-def find_tensors(directory: Path, manifest: Manifest, state: State) -> dict[str, tuple[Tensor, Source]]:
+def find_tensors(
+    directory: Path, manifest: Manifest, state: State
+) -> dict[str, tuple[Tensor, Source]]:
     """Return each tensor of `state` and its slices in the checkpoint, by "object.tensor"; no values are read.
 
     Raises:
-        CheckpointError: a file's header is damaged, or slices do not cover their tensor exactly once.
-        ConfigError: lists up to 20 of the tensors that are missing, unexpected, or of another shape or dtype.
+        CheckpointError: a file's header is damaged, or slices do not cover their tensor exactly
+            once.
+        ConfigError: lists up to 20 of the tensors that are missing, unexpected, or of another shape
+            or dtype.
     """
     found: dict[str, tuple[Tensor, Source]] = {}
     problems: list[str] = []
     for part, wanted in ((part, tensors) for part, tensors in state.items() if tensors):
         files = [directory / name for name in sorted(manifest.files) if name.startswith(f"{part}-")]
         saved = read_headers(files)
-        problems += [f"{part}.{name}: only in the checkpoint" for name in saved if name not in wanted]
+        problems += [
+            f"{part}.{name}: only in the checkpoint" for name in saved if name not in wanted
+        ]
         for name, tensor in wanted.items():
             if not (slices := saved.get(name)):
                 problems.append(f"{part}.{name}: not in the checkpoint")
                 continue
             shape, dtype = full_shape(slices), slices[0].dtype
             if shape is None:
-                raise CheckpointError(f"{directory}: damaged: {part}.{name} is not covered exactly once by its slices")
+                raise CheckpointError(
+                    f"{directory}: damaged: {part}.{name} is not covered exactly once by its slices"
+                )
             if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
                 now = f"now {list(tensor.shape)} {tensor.dtype}"
                 problems.append(f"{part}.{name}: {list(shape)} {dtype} in the checkpoint, {now}")

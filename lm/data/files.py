@@ -31,8 +31,8 @@ def find_files(where: str | None, key: str) -> list[Path]:
     """Return the files that `where` names, sorted.
 
     Args:
-        where: a file, a directory (all files below it that are not hidden or in __pycache__) or a glob; None = the
-            source of the Python standard library without its tests.
+        where: a file, a directory (all files below it that are not hidden or in __pycache__) or a
+            glob; None = the source of the Python standard library without its tests.
         key: the hyperparameter that `where` comes from, for errors.
     """
     source = sysconfig.get_paths()["stdlib"] if where is None else os.path.expanduser(where)  # noqa: PTH111 - a glob
@@ -55,7 +55,9 @@ def find_files(where: str | None, key: str) -> list[Path]:
     raise ConfigError(f"{key}: no file found at {source!r}; {advice}")
 
 
-def _walk(directory: Path, excluded: Collection[str], entered: set[tuple[int, int]]) -> Iterator[Path]:
+def _walk(
+    directory: Path, excluded: Collection[str], entered: set[tuple[int, int]]
+) -> Iterator[Path]:
     """Yield the files below `directory`, but in no directory that is hidden, `__pycache__` or `excluded`; follow links.
 
     Args:
@@ -70,7 +72,9 @@ def _walk(directory: Path, excluded: Collection[str], entered: set[tuple[int, in
             continue
         if path.is_file():
             yield path
-        elif path.is_dir() and not path.name.startswith("__pycache__") and path.name not in excluded:
+        elif (
+            path.is_dir() and not path.name.startswith("__pycache__") and path.name not in excluded
+        ):
             yield from _walk(path, excluded, entered)
 
 
@@ -97,7 +101,9 @@ def download(source: str, files: Sequence[str], key: str) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
     except errors.GatedRepoError:
-        advice = f"request access at https://huggingface.co/{name}, then `hf auth login` or set HF_TOKEN"
+        advice = (
+            f"request access at https://huggingface.co/{name}, then `hf auth login` or set HF_TOKEN"
+        )
         raise refuse(f"gated: {advice}") from None
     except errors.RevisionNotFoundError:
         raise refuse(f"no revision {revision!r}; omit it for the default branch") from None
@@ -108,13 +114,19 @@ def download(source: str, files: Sequence[str], key: str) -> Path:
         if key == "tokenizer" and (incomplete := getattr(error, "snapshot_path", None)):
             return Path(incomplete)  # only tokenizer.json is required
         cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else reason(error)
-        elsewhere = f"run `hf download {name} --local-dir DIRECTORY` on a machine with network access"
+        elsewhere = (
+            f"run `hf download {name} --local-dir DIRECTORY` on a machine with network access"
+        )
         problem = f"no such file or directory, not in the cache, and cannot be downloaded: {cause}"
         raise refuse(f"{problem}; {elsewhere} and copy DIRECTORY") from None
     except errors.HFValidationError:
-        raise refuse("no such file or directory, and not a name on the Hugging Face Hub (OWNER/MODEL)") from None
+        raise refuse(
+            "no such file or directory, and not a name on the Hugging Face Hub (OWNER/MODEL)"
+        ) from None
     except Exception as error:  # each transport raises its own
-        raise refuse(f"download failed: {reason(error)}; rerun the same command to resume it") from None
+        raise refuse(
+            f"download failed: {reason(error)}; rerun the same command to resume it"
+        ) from None
 
 
 def reason(error: Exception) -> str:
@@ -158,7 +170,9 @@ def _read_zst(path: Path) -> Iterator[bytes]:
         import zstandard
     except ImportError:
         raise ConfigError(f"{path}: .zst files require a package: pip install zstandard") from None
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # also files made with --long
+    decompressor = zstandard.ZstdDecompressor(
+        max_window_size=1 << 31
+    )  # also files made with --long
     frame = None  # frame by frame: the package's own reader accepts a truncated file
     with path.open("rb") as file:
         try:
@@ -179,8 +193,12 @@ def open_table(builder: str, files: Sequence[Path]) -> IterableDataset:
     from datasets import IterableDataset, load_dataset
 
     if builder == "json":  # the library's parser names no line, and deep nesting crashes it
-        return IterableDataset.from_generator(_json_records, gen_kwargs={"files": [str(file) for file in files]})
-    options: Any = {"batch_size": 1024} if builder == "parquet" else {}  # by default, a file without rows is an error
+        return IterableDataset.from_generator(
+            _json_records, gen_kwargs={"files": [str(file) for file in files]}
+        )
+    options: Any = (
+        {"batch_size": 1024} if builder == "parquet" else {}
+    )  # by default, a file without rows is an error
     names = [glob.escape(str(file)) for file in files]
     return load_dataset(builder, data_files=names, split="train", streaming=True, **options)
 
@@ -202,7 +220,9 @@ def decode(path: Path, content: bytes, offset: int = 0) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         position = offset + error.start
-        raise ConfigError(f"{path}: byte {position} is not UTF-8; convert the file, e.g. with iconv") from None
+        raise ConfigError(
+            f"{path}: byte {position} is not UTF-8; convert the file, e.g. with iconv"
+        ) from None
 
 
 def read_all(files: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
@@ -263,7 +283,9 @@ def get_text(record: Mapping[str, Any], key: str, setting: str = "text_field") -
         raise ConfigError(problem)
     text = record[key]
     if not isinstance(text, str):
-        raise ConfigError(f"{key!r} is {json.dumps(text, default=str):.60}, not text; remove or correct the record")
+        raise ConfigError(
+            f"{key!r} is {json.dumps(text, default=str):.60}, not text; remove or correct the record"
+        )
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,7 +1,8 @@
 """JSON Lines for fine-tuning, packed into sequences or one sample per sequence.
 
-A line is an object with `text`; with `prompt` and `completion`, both text or both lists of messages; or with
-`messages`, a chat. The tokenizer's chat template renders messages and the line's `tools`.
+A line is an object with `text`; with `prompt` and `completion`, both text or both lists of
+messages; or with `messages`, a chat. The tokenizer's chat template renders messages and the line's
+`tools`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class _Example(NamedTuple):
     """a chat template has written the start and end tokens"""
 
 
-def _render(record: Mapping[str, Any], text_field: str, completion_only: bool, tokenizer: Tokenizer) -> _Example:
+def _render(
+    record: Mapping[str, Any], text_field: str, completion_only: bool, tokenizer: Tokenizer
+) -> _Example:
     if "messages" in record:
         return _render_chat(record, ("messages",), completion_only, tokenizer)
     if {"prompt", "completion"} <= record.keys():
@@ -79,8 +82,12 @@ def _render_chat(
         problem = f"{', '.join(unread)}: not read in a chat; remove: jq -c '{program}' OLD.jsonl > NEW.jsonl"
         raise ConfigError(problem)
     tools = _get_tools(record)
-    given = [message for key in keys for message in _check_messages(record[key], key, completion_only)]
-    messages = [{name: value for name, value in message.items() if name != "weight"} for message in given]
+    given = [
+        message for key in keys for message in _check_messages(record[key], key, completion_only)
+    ]
+    messages = [
+        {name: value for name, value in message.items() if name != "weight"} for message in given
+    ]
     replies = [i for i, message in enumerate(given) if message["role"] == "assistant"]
     if completion_only and keys == ("messages",) and not replies:
         problem = "messages: none of the assistant, and loss_on: completion learns only from these"
@@ -95,7 +102,11 @@ def _render_chat(
     elif tagged is None:
         targets = [(i, i + 1) for i in itertools.compress(replies, is_target)]
     elif all(is_target) or len(replies) == len(tagged):
-        return _Example(text, tuple(tagged if all(is_target) else itertools.compress(tagged, is_target)), is_chat=True)
+        return _Example(
+            text,
+            tuple(tagged if all(is_target) else itertools.compress(tagged, is_target)),
+            is_chat=True,
+        )
     else:
         problem = f"weight: the chat template marks {len(tagged)} of {len(replies)} replies; remove the weights"
         raise ConfigError(problem)
@@ -104,10 +115,14 @@ def _render_chat(
         prompt, _ = tokenizer.render(messages[:first], add_generation_prompt=True, tools=tools)
         with_reply = text
         if last < len(messages):
-            with_reply, _ = tokenizer.render(messages[:last], add_generation_prompt=False, tools=tools)
+            with_reply, _ = tokenizer.render(
+                messages[:last], add_generation_prompt=False, tools=tools
+            )
         if not (text.startswith(with_reply) and with_reply.startswith(prompt)):
             problem = "the chat template changes earlier messages, so replies cannot be located; use one that"
-            advice = "marks them with {% generation %}, as TRL has for most models, or set loss_on: all"
+            advice = (
+                "marks them with {% generation %}, as TRL has for most models, or set loss_on: all"
+            )
             raise ConfigError(f"{problem} {advice}")
         spans.append((len(prompt), len(with_reply)))
     return _Example(text, tuple(spans), is_chat=True)
@@ -121,24 +136,38 @@ def _get_tools(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             case {"name": str(), **rest} if isinstance(rest.get("parameters") or {}, dict):
                 continue
         problem = f"tools: {json.dumps(tool)[:60]} is not {{function: {{name: NAME, parameters: JSON SCHEMA}}}}"
-        raise ConfigError(f"{problem}; if tools is text: jq -c '.tools |= fromjson' OLD.jsonl > NEW.jsonl")
+        raise ConfigError(
+            f"{problem}; if tools is text: jq -c '.tools |= fromjson' OLD.jsonl > NEW.jsonl"
+        )
     return tools
 
 
 def _check_messages(messages: Any, key: str, completion_only: bool) -> list[dict[str, Any]]:
     """Return the messages with content as one text, or raise ConfigError."""
-    if not (isinstance(messages, list) and messages and all(isinstance(m, dict) and "role" in m for m in messages)):
-        raise ConfigError(f"{key} is {json.dumps(messages)[:60]}, not a list of objects with role and content")
-    messages = [m | {"content": _join_parts(m["content"])} if "content" in m else m for m in messages]
+    if not (
+        isinstance(messages, list)
+        and messages
+        and all(isinstance(m, dict) and "role" in m for m in messages)
+    ):
+        raise ConfigError(
+            f"{key} is {json.dumps(messages)[:60]}, not a list of objects with role and content"
+        )
+    messages = [
+        m | {"content": _join_parts(m["content"])} if "content" in m else m for m in messages
+    ]
     for i, message in enumerate(messages):
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise ConfigError(f"{key}[{i}]: content is not text: {json.dumps(message)[:60]}")
         if "weight" in message:
             if key != "messages":
-                raise ConfigError(f"{key}: weight is not read in prompt and completion; use messages")
+                raise ConfigError(
+                    f"{key}: weight is not read in prompt and completion; use messages"
+                )
             if message["weight"] not in (0, 1) or message["role"] != "assistant":
                 shown = json.dumps(message["weight"])[:60]
-                raise ConfigError(f"{key}[{i}]: weight is {shown}; it must be 0 or 1, in messages of the assistant")
+                raise ConfigError(
+                    f"{key}[{i}]: weight is {shown}; it must be 0 or 1, in messages of the assistant"
+                )
             if not completion_only:
                 raise ConfigError(f"{key}[{i}]: weight requires loss_on: completion")
     return messages
@@ -147,7 +176,9 @@ def _check_messages(messages: Any, key: str, completion_only: bool) -> list[dict
 def _join_parts(content: Any) -> Any:
     """Return content that is a list of parts of text as one text, and other content unchanged."""
     match content:
-        case [*parts] if all(isinstance(p, dict) and p == {"type": "text", "text": str(p.get("text"))} for p in parts):
+        case [*parts] if all(
+            isinstance(p, dict) and p == {"type": "text", "text": str(p.get("text"))} for p in parts
+        ):
             return "".join(part["text"] for part in parts)
     return content
 
@@ -155,8 +186,9 @@ def _join_parts(content: Any) -> Any:
 class JsonlDataset(Dataset):
     """Samples of JSON Lines files.
 
-    Packed, a sequence holds several samples, each in one piece, and attention stays inside each; otherwise one sample.
-    The rest of a sequence is padding. Samples longer than a sequence are truncated, those without targets dropped.
+    Packed, a sequence holds several samples, each in one piece, and attention stays inside each;
+    otherwise one sample. The rest of a sequence is padding. Samples longer than a sequence are
+    truncated, those without targets dropped.
 
     Args:
         held_out: True = only every 20th line, for validation; False = only the others; None = all.
@@ -178,16 +210,22 @@ class JsonlDataset(Dataset):
         inputs: list[NDArray[np.int32]] = []
         targets: list[NDArray[np.int32]] = []
         lengths: list[int] = []  # before truncation
-        dropped: list[int] = []  # samples without targets: the length up to the first one that is cut off, or 0
+        dropped: list[
+            int
+        ] = []  # samples without targets: the length up to the first one that is cut off, or 0
         numbers = itertools.count()
 
         def read(file: Path) -> None:
             lines = (x for x in read_jsonl(file) if held_out in (None, next(numbers) % 20 == 0))
-            for ids, is_target in _encode(_examples(lines, text_field, completion_only, tokenizer), tokenizer):
+            for ids, is_target in _encode(
+                _examples(lines, text_field, completion_only, tokenizer), tokenizer
+            ):
                 if is_target[1 : seq_len + 1].any():
                     lengths.append(len(ids) - 1)
                     inputs.append(ids[:-1][:seq_len].astype(np.int32))
-                    labels = np.where(is_target[1:], ids[1:].astype(np.int32), np.int32(IGNORE_INDEX))
+                    labels = np.where(
+                        is_target[1:], ids[1:].astype(np.int32), np.int32(IGNORE_INDEX)
+                    )
                     targets.append(labels[:seq_len])
                 else:
                     dropped.append(int(is_target[1:].argmax()) + 1 if is_target[1:].any() else 0)
@@ -197,10 +235,16 @@ class JsonlDataset(Dataset):
             problem = f"max_seq_len {seq_len} cuts off all targets; use {max(dropped)} or more"
             raise ConfigError(f"{name_files(files)}: {problem}")
         if not (inputs or dropped):
-            advice = "" if held_out is None else ", or set val_data: without it, every 20th line is held out"
+            advice = (
+                ""
+                if held_out is None
+                else ", or set val_data: without it, every 20th line is held out"
+            )
             raise ConfigError(f"{name_files(files)}: no samples; add lines{advice}")
         if not inputs:
-            problem = f"{name_files(files)}: no line has targets; add completions, or set loss_on: all"
+            problem = (
+                f"{name_files(files)}: no line has targets; add completions, or set loss_on: all"
+            )
             raise ConfigError(problem)
         sizes = np.minimum(lengths, seq_len)
         first = _best_fit(sizes, seq_len) if packing else np.arange(len(sizes))
@@ -211,14 +255,20 @@ class JsonlDataset(Dataset):
         self._targets = np.concatenate([targets[i] for i in order.tolist()])
         self._document_starts = np.cumsum(np.append(0, sizes[order]))
         self._starts = self._document_starts[np.append(np.diff(first[order], prepend=-1) > 0, True)]
-        self._counts = np.add.reduceat(self._targets != IGNORE_INDEX, self._starts[:-1], dtype=np.int64)
+        self._counts = np.add.reduceat(
+            self._targets != IGNORE_INDEX, self._starts[:-1], dtype=np.int64
+        )
         padding = 1 - len(self._inputs) / (len(self) * seq_len)
-        self.note = f"{len(lengths)} samples in {len(self)} sequences, {100 * padding:.1f} % padding"
+        self.note = (
+            f"{len(lengths)} samples in {len(self)} sequences, {100 * padding:.1f} % padding"
+        )
         if n_truncated := sum(length > seq_len for length in lengths):
             lost = 100 * (1 - len(self._inputs) / sum(lengths))
             self.note += f"; {n_truncated} truncated to max_seq_len {seq_len}, {lost:.1f} % of the tokens dropped"
         if dropped:
-            self.note += f"; {len(dropped)} more dropped, without targets within max_seq_len {seq_len}"
+            self.note += (
+                f"; {len(dropped)} more dropped, without targets within max_seq_len {seq_len}"
+            )
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -231,7 +281,9 @@ class JsonlDataset(Dataset):
         targets[: stop - start] = self._targets[start:stop]
         if not self._packing:
             return Sample(inputs, targets)
-        positions = np.minimum(np.arange(start, start + self.seq_len), stop)  # padding is one document
+        positions = np.minimum(
+            np.arange(start, start + self.seq_len), stop
+        )  # padding is one document
         document_ids = np.searchsorted(self._document_starts, positions, side="right")
         return Sample(inputs, targets, document_ids - document_ids[0])
 
@@ -268,7 +320,10 @@ def _best_fit(lengths: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
 
 
 def _examples(
-    lines: Iterable[tuple[str, dict[str, Any], int]], text_field: str, completion_only: bool, tokenizer: Tokenizer
+    lines: Iterable[tuple[str, dict[str, Any], int]],
+    text_field: str,
+    completion_only: bool,
+    tokenizer: Tokenizer,
 ) -> Iterator[_Example]:
     for place, record, _ in lines:
         try:
@@ -291,4 +346,8 @@ def _encode(
                 is_target = np.full(len(ids), example.target_spans is None)
                 for start, stop in example.target_spans or ():
                     is_target |= (ends > start) & (ends <= stop)
-                yield (ids, is_target) if is_chat else (np.append(ids, end), np.append(is_target, True))
+                yield (
+                    (ids, is_target)
+                    if is_chat
+                    else (np.append(ids, end), np.append(is_target, True))
+                )

@@ -27,7 +27,9 @@ def derive_global_batch_size(config: DataConfig, dp_size: int) -> int:
     micro = config.batch_size * dp_size
     total = config.total_batch_size or micro
     if total % micro:
-        nearest = " or ".join(str(value) for value in (total // micro * micro, (total // micro + 1) * micro) if value)
+        nearest = " or ".join(
+            str(value) for value in (total // micro * micro, (total // micro + 1) * micro) if value
+        )
         problem = f"total_batch_size: {total} is not a multiple of batch_size {config.batch_size} x {dp_size} ranks"
         raise ConfigError(f"{problem}; use {nearest}")
     return total
@@ -53,15 +55,25 @@ class Loader:
     """Batches of one rank on its device. A thread assembles the next training batch."""
 
     def __init__(
-        self, config: DataConfig, data: Data, global_batch_size: int, dp_rank: int, dp_size: int, device: torch.device
+        self,
+        config: DataConfig,
+        data: Data,
+        global_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        device: torch.device,
     ) -> None:
         self._batch_size = config.batch_size
         self._data = data
-        self._n_validation = min(len(data.validation), config.validation_batches * global_batch_size)
+        self._n_validation = min(
+            len(data.validation), config.validation_batches * global_batch_size
+        )
         self._validation_bytes = 0
         if data.tokenizer:
             targets = (data.validation[i].targets for i in range(self._n_validation))
-            self._validation_bytes = sum(int(data.tokenizer.text_bytes[ids[ids >= 0]].sum()) for ids in targets)
+            self._validation_bytes = sum(
+                int(data.tokenizer.text_bytes[ids[ids >= 0]].sum()) for ids in targets
+            )
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._device = device
@@ -97,7 +109,9 @@ class Loader:
                 yield batch
         finally:
             ahead.cancel()
-            pool.submit(batches.close)  # stops data workers, which are killed when the thread that started them ends
+            pool.submit(
+                batches.close
+            )  # stops data workers, which are killed when the thread that started them ends
             pool.shutdown(wait=False)
 
     def bits_per_byte(self, loss_sum: float) -> dict[str, float]:

@@ -18,7 +18,13 @@ from lm.data.dataset import Dataset
 from lm.data.jsonl import JsonlDataset
 from lm.data.sampler import SampledSource
 from lm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from lm.data.tokens import SyntheticDataset, TokenFileDataset, TokenWindowDataset, read_index, read_tokens
+from lm.data.tokens import (
+    SyntheticDataset,
+    TokenFileDataset,
+    TokenWindowDataset,
+    read_index,
+    read_tokens,
+)
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from model import IGNORE_INDEX
 
@@ -54,7 +60,9 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
         " token files (tokens), else bytes",
     )
     text_field: str = Field("text", description="field that holds the text (jsonl, hf)")
-    loss_on: Literal["all", "completion"] = Field("all", description="tokens that are targets (jsonl)")
+    loss_on: Literal["all", "completion"] = Field(
+        "all", description="tokens that are targets (jsonl)"
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None,
         description="variables of the chat template, e.g. {enable_thinking: false}; date_string replaces today's date"
@@ -66,19 +74,26 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
         " (jsonl)",
     )
     packing: bool = Field(
-        True, description="several samples in a sequence, each in one piece; false = one sample (jsonl)"
+        True,
+        description="several samples in a sequence, each in one piece; false = one sample (jsonl)",
     )
     data_workers: int = Field(1, gt=0, description="processes per rank that read and tokenize (hf)")
-    hf_config: str | None = Field(None, description="configuration of the dataset on the hub, e.g. en for C4 (hf)")
+    hf_config: str | None = Field(
+        None, description="configuration of the dataset on the hub, e.g. en for C4 (hf)"
+    )
     shuffle: bool = Field(True, description="shuffle the samples in each epoch, by the seed")
-    batch_size: int = Field(1, gt=0, le=MAX_BATCH_SIZE, description="sequences per device in a micro-batch")
+    batch_size: int = Field(
+        1, gt=0, le=MAX_BATCH_SIZE, description="sequences per device in a micro-batch"
+    )
     total_batch_size: int | None = Field(
         None,
         gt=0,
         le=MAX_BATCH_SIZE,
         description="sequences per optimizer step over all ranks; null = batch_size x ranks",
     )
-    validation_batches: int = Field(10, gt=0, description="batches of total_batch_size in a validation")
+    validation_batches: int = Field(
+        10, gt=0, description="batches of total_batch_size in a validation"
+    )
 
 
 @dataclass(frozen=True)
@@ -98,7 +113,9 @@ class Data:
         inputs, targets, _ = self.validation[0]
         is_target = targets != IGNORE_INDEX
         n_tokens = int(is_target.argmax()) + 1
-        return inputs[: n_tokens if n_tokens > 1 else max(1, min(is_target.sum(), PROMPT_TOKENS))].tolist()
+        return inputs[
+            : n_tokens if n_tokens > 1 else max(1, min(is_target.sum(), PROMPT_TOKENS))
+        ].tolist()
 
     def fingerprints(self) -> dict[str, Any]:
         """Return what a resumed run compares with its checkpoint: identities of tokenizer and data."""
@@ -118,7 +135,8 @@ def open_data(
     """Open and check the data that `config` names.
 
     Raises:
-        ConfigError: files are missing or invalid, the tokenizer exceeds vocab_size, or there are too few samples.
+        ConfigError: files are missing or invalid, the tokenizer exceeds vocab_size, or there are
+            too few samples.
     """
     if isinstance(config.train_data, dict) and config.dataset != "tokens":
         problem = f"train_data: weights require dataset: tokens, not {config.dataset}; use one file, directory or glob"
@@ -128,7 +146,9 @@ def open_data(
     else:
         match config.dataset:
             case "synthetic":
-                train, validation, tokenizer = _open_synthetic(config, vocab_size, seq_len, global_batch_size, seed)
+                train, validation, tokenizer = _open_synthetic(
+                    config, vocab_size, seq_len, global_batch_size, seed
+                )
             case "text":
                 train, validation, tokenizer = _open_text(config, seq_len)
             case "tokens":
@@ -136,19 +156,27 @@ def open_data(
             case "jsonl":
                 train, validation, tokenizer = _open_jsonl(config, seq_len)
         weights = list(config.train_data.values()) if isinstance(config.train_data, dict) else [1.0]
-        source = SampledSource(train, weights, global_batch_size, dp_rank, dp_size, seed, config.shuffle)
+        source = SampledSource(
+            train, weights, global_batch_size, dp_rank, dp_size, seed, config.shuffle
+        )
         datasets = [*(("train_data", dataset) for dataset in train), ("val_data", validation)]
         notes = [f"{key}: {dataset.note}" for key, dataset in datasets if dataset.note]
         if config.val_data is None and config.dataset in ("text", "jsonl"):
             counts = f"{len(validation):,} of {len(validation) + len(train[0]):,} sequences"
             notes.append(f"val_data: null: {counts} of train_data are held out for validation")
         if config.tokenizer is not None and tokenizer is None:
-            notes.append(f"tokenizer: {config.tokenizer}: not used, as the token files name no tokenizer")
+            notes.append(
+                f"tokenizer: {config.tokenizer}: not used, as the token files name no tokenizer"
+            )
         data = Data(source, validation, tokenizer, notes, [*train, validation])
     tokenizer, n_samples = data.tokenizer, data.train.samples_per_epoch
     if tokenizer and tokenizer.vocab_size > vocab_size:
-        problem = f"vocab_size: {vocab_size} is less than the {tokenizer.vocab_size} ids of tokenizer"
-        raise ConfigError(f"{problem} {tokenizer.identity}; use {tokenizer.vocab_size} or more, or null")
+        problem = (
+            f"vocab_size: {vocab_size} is less than the {tokenizer.vocab_size} ids of tokenizer"
+        )
+        raise ConfigError(
+            f"{problem} {tokenizer.identity}; use {tokenizer.vocab_size} or more, or null"
+        )
     if n_samples is not None and n_samples < global_batch_size:
         raise _too_few("train_data", n_samples, seq_len, global_batch_size)
     if not len(data.validation):
@@ -165,13 +193,17 @@ Opened = tuple[Sequence[Dataset], Dataset, Tokenizer | None]
 """Training datasets, validation dataset, and their tokenizer."""
 
 
-def _open_synthetic(config: DataConfig, vocab_size: int, seq_len: int, global_batch_size: int, seed: int) -> Opened:
+def _open_synthetic(
+    config: DataConfig, vocab_size: int, seq_len: int, global_batch_size: int, seed: int
+) -> Opened:
     for key in ("train_data", "val_data", "tokenizer"):
         if getattr(config, key) is not None:
             problem = f"{key}: dataset: synthetic reads no data; remove it, or choose text, tokens, jsonl or hf"
             raise ConfigError(problem)
     n_samples, parts = SYNTHETIC_BATCHES * global_batch_size, ("training", "validation")
-    train, validation = (SyntheticDataset(vocab_size, seq_len, n_samples, (seed, part)) for part in parts)
+    train, validation = (
+        SyntheticDataset(vocab_size, seq_len, n_samples, (seed, part)) for part in parts
+    )
     return [train], validation, None
 
 
@@ -185,7 +217,9 @@ def _open_text(config: DataConfig, seq_len: int) -> Opened:
 
     train = read("train_data")
     if config.val_data is None:
-        train, validation = np.split(train, [-max(seq_len + 1, round(len(train) * VALIDATION_SHARE))])
+        train, validation = np.split(
+            train, [-max(seq_len + 1, round(len(train) * VALIDATION_SHARE))]
+        )
     else:
         validation = read("val_data")
     return [TokenWindowDataset(train, seq_len)], TokenWindowDataset(validation, seq_len), tokenizer
@@ -193,9 +227,14 @@ def _open_text(config: DataConfig, seq_len: int) -> Opened:
 
 def _train_indexes(config: DataConfig) -> list[Path]:
     if not config.train_data:
-        raise ConfigError("train_data: dataset: tokens requires a directory written by python -m lm.prepare")
+        raise ConfigError(
+            "train_data: dataset: tokens requires a directory written by python -m lm.prepare"
+        )
     directories = config.train_data if isinstance(config.train_data, dict) else [config.train_data]
-    return [path / "train.json" if path.is_dir() else path for path in map(Path.expanduser, map(Path, directories))]
+    return [
+        path / "train.json" if path.is_dir() else path
+        for path in map(Path.expanduser, map(Path, directories))
+    ]
 
 
 @oserror_as_config_error
@@ -220,10 +259,8 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Opened:
     if held_out.is_dir():
         held_out /= "validation.json" if (held_out / "validation.json").exists() else "train.json"
     if config.val_data is None and held_out.stem == "train":
-        problem = (
-            f"val_data: {directory} has no validation part; prepare it with --validation-fraction, or set val_data"
-        )
-        raise ConfigError(problem)
+        problem = f"val_data: {directory} has no validation part"
+        raise ConfigError(f"{problem}; prepare it with --validation-fraction, or set val_data")
     with error_prefix("val_data"):
         validation = TokenFileDataset(held_out, seq_len, vocab_size)
     identity = train[0].index.tokenizer
@@ -244,16 +281,23 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Opened:
 
 def _open_jsonl(config: DataConfig, seq_len: int) -> Opened:
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
-    tokenizer.template_kwargs, tokenizer.date = config.chat_template_kwargs or {}, config.chat_template_date
+    tokenizer.template_kwargs, tokenizer.date = (
+        config.chat_template_kwargs or {},
+        config.chat_template_date,
+    )
 
     def read(key: str, held_out: bool) -> JsonlDataset:
         if (where := getattr(config, key)) is None:
-            raise ConfigError(f"{key}: dataset: jsonl requires it; set it to a file, a directory or a glob")
+            raise ConfigError(
+                f"{key}: dataset: jsonl requires it; set it to a file, a directory or a glob"
+            )
         found = files.find_files(where, key)
         completion_only = config.loss_on == "completion"
         part = held_out if config.val_data is None else None
         with error_prefix(key):
-            return JsonlDataset(found, tokenizer, seq_len, config.text_field, completion_only, config.packing, part)
+            return JsonlDataset(
+                found, tokenizer, seq_len, config.text_field, completion_only, config.packing, part
+            )
 
     validation = read("train_data" if config.val_data is None else "val_data", held_out=True)
     return [read("train_data", held_out=False)], validation, tokenizer
@@ -274,9 +318,13 @@ def _open_stream(
             "val_data: local files of dataset: hf have no validation split; set it to a file, directory or glob"
         )
     else:
-        held_out, _ = stream.open_documents(where, "val_data", val_data or "validation", config.hf_config)
+        held_out, _ = stream.open_documents(
+            where, "val_data", val_data or "validation", config.hf_config
+        )
     n_tokens = config.validation_batches * global_batch_size * seq_len + 1
-    validation = TokenWindowDataset(stream.first_tokens(held_out, config.text_field, tokenizer, n_tokens), seq_len)
+    validation = TokenWindowDataset(
+        stream.first_tokens(held_out, config.text_field, tokenizer, n_tokens), seq_len
+    )
     shuffle_seed = seed if config.shuffle else None
     tokens = stream.TokenStream(documents, config.text_field, tokenizer, seq_len, shuffle_seed)
     sizes = config.batch_size, global_batch_size, dp_rank, dp_size, config.data_workers

@@ -20,8 +20,8 @@ BLOCK = 1024
 class Sampler:
     """An endless sequence of samples, each a dataset and an index in it: epoch after epoch, each in another order.
 
-    Several datasets are mixed in blocks of `BLOCK` samples: each block holds every dataset's share, in an order drawn
-    for the block. Each dataset has its own epochs.
+    Several datasets are mixed in blocks of `BLOCK` samples: each block holds every dataset's share,
+    in an order drawn for the block. Each dataset has its own epochs.
 
     Args:
         sizes: samples of each dataset.
@@ -29,7 +29,9 @@ class Sampler:
         shuffle: False = every epoch in index order.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool
+    ) -> None:
         self._sizes = sizes
         self._seed = seed
         self._shuffle = shuffle
@@ -58,8 +60,13 @@ class Sampler:
     def _permutation(self, dataset: int, epoch: int) -> NDArray[np.int64]:
         if self._epochs[dataset][0] != epoch:
             size = self._sizes[dataset]
-            rng = np.random.default_rng(derive_seed("order", self._seed, epoch, *([dataset] if dataset else [])))
-            self._epochs[dataset] = epoch, rng.permutation(size) if self._shuffle else np.arange(size)
+            rng = np.random.default_rng(
+                derive_seed("order", self._seed, epoch, *([dataset] if dataset else []))
+            )
+            self._epochs[dataset] = (
+                epoch,
+                rng.permutation(size) if self._shuffle else np.arange(size),
+            )
         return self._epochs[dataset][1]
 
 
@@ -79,8 +86,8 @@ def _quotas(weights: Sequence[float]) -> list[int]:
 class SampledSource:
     """Training source of map-style datasets: global batch k holds samples `order[k * B : (k + 1) * B]`.
 
-    The order is that of `Sampler` and does not depend on the number of ranks; each rank trains on its slice. B is
-    `global_batch_size`.
+    The order is that of `Sampler` and does not depend on the number of ranks; each rank trains on
+    its slice. B is `global_batch_size`.
     """
 
     def __init__(
@@ -112,13 +119,18 @@ class SampledSource:
         for step in itertools.count(start_step):
             batch = self.global_batch(step)
             samples = [dataset[index] for dataset, index in batch[self._slice]]
-            yield SampleBatch(samples, sum(dataset.n_target_tokens(index) for dataset, index in batch))
+            yield SampleBatch(
+                samples, sum(dataset.n_target_tokens(index) for dataset, index in batch)
+            )
 
     def fingerprint(self) -> str:
         parts = [dataset.fingerprint() for dataset in self._datasets]
         if len(parts) > 1:
             total = sum(self._weights)
-            parts = [f"{weight / total:.6g} of {part}" for weight, part in zip(self._weights, parts, strict=True)]
+            parts = [
+                f"{weight / total:.6g} of {part}"
+                for weight, part in zip(self._weights, parts, strict=True)
+            ]
         return "; ".join(parts)
 
     def state_dict(self) -> None:

@@ -1,10 +1,10 @@
 """Streamed Hugging Face datasets: read, shuffled, tokenized and packed in worker processes.
 
-Each worker of each rank has its own stream, a share of the dataset that the `datasets` library splits. Documents are
-shuffled within blocks, end with an end-of-text token, and are cut into windows; a window's last target is the next
-window's first input. The state of a stream is the position of the next window: block, document in the block, token in
-the document. A resumed stream therefore reads one block again, instead of saving a shuffle buffer, and resumes at the
-exact token.
+Each worker of each rank has its own stream, a share of the dataset that the `datasets` library
+splits. Documents are shuffled within blocks, end with an end-of-text token, and are cut into
+windows; a window's last target is the next window's first input. The state of a stream is the
+position of the next window: block, document in the block, token in the document. A resumed stream
+therefore reads one block again, instead of saving a shuffle buffer, and resumes at the exact token.
 """
 
 from __future__ import annotations
@@ -45,12 +45,23 @@ _TAIL = 1 << 16
 _GRACE = 30
 """Seconds that a worker runs after SIGTERM."""
 
-BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".txt": "text"}
+BUILDERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".csv": "csv",
+    ".txt": "text",
+}
 
 
 def is_local(where: str) -> bool:
     """Return whether `where` names local files and not a dataset on the hub."""
-    return Path(where).exists() or any(sign in where for sign in "*?[") or where.startswith((".", "/", "~"))
+    return (
+        Path(where).exists()
+        or any(sign in where for sign in "*?[")
+        or where.startswith((".", "/", "~"))
+    )
 
 
 @oserror_as_config_error
@@ -70,9 +81,13 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
     local = is_local(where)
     try:
         if not local:
-            return datasets.load_dataset(where, name, split=split, streaming=True), f"{where} {name} {split}"
+            return datasets.load_dataset(
+                where, name, split=split, streaming=True
+            ), f"{where} {name} {split}"
         files = find_files(where, key)
-        formats = {Path(file.name.removesuffix(".gz").removesuffix(".zst")).suffix for file in files}
+        formats = {
+            Path(file.name.removesuffix(".gz").removesuffix(".zst")).suffix for file in files
+        }
         if len(formats) > 1 or not formats <= BUILDERS.keys():
             problem = f"{key}: {where}: files must have one format of {', '.join(BUILDERS)}"
             raise ConfigError(f"{problem}; found {', '.join(sorted(formats))}")
@@ -96,7 +111,9 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
         raise ConfigError(f"{problem}{offline}: {reason(error)}; {advice}") from None
 
 
-def first_tokens(documents: Documents, text_field: str, tokenizer: Tokenizer, count: int) -> NDArray[np.int64]:
+def first_tokens(
+    documents: Documents, text_field: str, tokenizer: Tokenizer, count: int
+) -> NDArray[np.int64]:
     """Return at most `count` tokens of validation documents, each document with an end-of-text token."""
     texts = (_get_text(record, text_field, number) for number, record in enumerate(documents))
     tokens = itertools.chain.from_iterable(ids.tolist() for ids in _encode(texts, tokenizer))
@@ -162,7 +179,9 @@ class TokenStream(IterableDataset["Window | ConfigError"]):
     def windows(self) -> Iterator[Window]:
         """Yield windows from `state` on."""
         ids = np.empty(0, np.int64)
-        parts: deque[tuple[dict[str, Any], int]] = deque()  # state at the start of each part of `ids`, and its length
+        parts: deque[tuple[dict[str, Any], int]] = (
+            deque()
+        )  # state at the start of each part of `ids`, and its length
         for state, document in self._tokenized():
             rest = document[state["token"] :]
             parts.append((state, len(rest)))
@@ -180,7 +199,9 @@ class TokenStream(IterableDataset["Window | ConfigError"]):
         """Yield documents' tokens, each with the state at its start (the first one's may be inside it)."""
         for state, texts in self._blocks():
             if self.seed is not None:
-                rng = np.random.default_rng(derive_seed("stream", self.seed, self.number, state["block"]))
+                rng = np.random.default_rng(
+                    derive_seed("stream", self.seed, self.number, state["block"])
+                )
                 texts = [texts[i] for i in rng.permutation(len(texts))]
             token, first = state["token"], state["document"]
             for document, ids in enumerate(_encode(texts[first:], self.tokenizer), first):
@@ -193,7 +214,9 @@ class TokenStream(IterableDataset["Window | ConfigError"]):
         state = start | dict(self.state)
         skip = state.pop("skip", 0)
         while True:
-            documents = copy.deepcopy(self.documents)  # a dataset that loaded a state would start each epoch there
+            documents = copy.deepcopy(
+                self.documents
+            )  # a dataset that loaded a state would start each epoch there
             if state["dataset"] is not None:
                 documents.load_state_dict(copy.deepcopy(state["dataset"]))
             records, read_before = iter(documents), state["read"]
@@ -204,7 +227,10 @@ class TokenStream(IterableDataset["Window | ConfigError"]):
             for record in records:
                 texts.append(_get_text(record, self.text_field, state["read"] + len(texts)))
                 if len(texts) == self.block:
-                    position = {"read": state["read"] + self.block, "dataset": documents.state_dict()}
+                    position = {
+                        "read": state["read"] + self.block,
+                        "dataset": documents.state_dict(),
+                    }
                     yield state, texts
                     state, texts = start | {"block": state["block"] + 1} | position, []
             if texts:
@@ -218,7 +244,8 @@ class TokenStream(IterableDataset["Window | ConfigError"]):
 
 def _init_worker(_worker: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker has one core
-    # A scheduler signals every process of a job, but the rank may need one more batch before it saves and exits.
+    # A scheduler signals every process of a job, but the rank may need one more batch before it
+    # saves and exits.
     for signum in (signal.SIGINT, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_GRACE))
@@ -254,13 +281,17 @@ class StreamingDataset:
         self._n_streams = n = dp_size * workers
         numbers = range(dp_rank * workers, (dp_rank + 1) * workers)
         shares = (split_dataset_by_node(stream.documents, number, n) for number in numbers)
-        self._streams = [replace(stream, documents=s, number=i) for s, i in zip(shares, numbers, strict=True)]
+        self._streams = [
+            replace(stream, documents=s, number=i) for s, i in zip(shares, numbers, strict=True)
+        ]
         self._states: list[dict[str, Any]] = [{} for _ in self._streams]
         self._turn = 0
         self.note = None
         if (n_files := stream.documents.num_shards) % n:
             advice = f"each worker reads all files; a multiple of {n} files is faster"
-            self.note = f"train_data: {n_files} file(s) for {n} data workers over all ranks: {advice}"
+            self.note = (
+                f"train_data: {n_files} file(s) for {n} data workers over all ranks: {advice}"
+            )
 
     def fingerprint(self) -> str:
         return self._fingerprint
@@ -272,8 +303,8 @@ class StreamingDataset:
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> str | None:
         """Set the position from the state dicts of all ranks that saved.
 
-        If the number of streams differs, each resumes after its share of the documents that were read, not at the
-        exact token, and a note says so.
+        If the number of streams differs, each resumes after its share of the documents that were
+        read, not at the exact token, and a note says so.
         """
         saved = [state for rank in states for state in rank["streams"]]
         if len(saved) == self._n_streams:
@@ -309,5 +340,11 @@ class StreamingDataset:
             yield SampleBatch(samples, self._n_target_tokens, self.state_dict())
 
     def _read(self, stream: TokenStream) -> Iterator[list[Window | ConfigError]]:
-        process: Any = {"num_workers": 1, "multiprocessing_context": "spawn", "worker_init_fn": _init_worker}
-        return iter(DataLoader(stream, self._batch_size, collate_fn=list, prefetch_factor=4, **process))
+        process: Any = {
+            "num_workers": 1,
+            "multiprocessing_context": "spawn",
+            "worker_init_fn": _init_worker,
+        }
+        return iter(
+            DataLoader(stream, self._batch_size, collate_fn=list, prefetch_factor=4, **process)
+        )

@@ -1,6 +1,7 @@
 """Tokenizers: UTF-8 bytes, or a `tokenizer.json` of the Hugging Face `tokenizers` library.
 
-A tokenizer is defined by its files alone. Every checkpoint holds a copy of them, so that it can generate text anywhere.
+A tokenizer is defined by its files alone. Every checkpoint holds a copy of them, so that it can
+generate text anywhere.
 """
 
 from __future__ import annotations
@@ -23,11 +24,23 @@ from numpy.typing import NDArray
 
 from lm.data.files import download
 from lm.errors import ConfigError, oserror_as_config_error
-from lm.fileio import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, MAX_TOKENIZER_GROWTH, MAX_VOCABULARY, parse_json, read_bytes
+from lm.fileio import (
+    MAX_JSON_BYTES,
+    MAX_TOKENIZER_BYTES,
+    MAX_TOKENIZER_GROWTH,
+    MAX_VOCABULARY,
+    parse_json,
+    read_bytes,
+)
 
 FILE = "tokenizer.json"
 GENERATION = "generation_config.json"
-FILES = (FILE, "tokenizer_config.json", "chat_template.jinja", GENERATION)  # only the first is required
+FILES = (
+    FILE,
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    GENERATION,
+)  # only the first is required
 END_OF_TEXT = "<|endoftext|>"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _REPLY = "x7q"
@@ -61,8 +74,16 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
 
-    def encode_with_ends(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[IdsAndEnds]:  # noqa: ARG002
-        ends = (np.repeat(np.arange(1, len(text) + 1), [len(c.encode()) for c in text]) for text in texts)
+    def encode_with_ends(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool,  # noqa: ARG002
+    ) -> list[IdsAndEnds]:
+        ends = (
+            np.repeat(np.arange(1, len(text) + 1), [len(c.encode()) for c in text])
+            for text in texts
+        )
         return list(zip(self.encode_batch(texts), ends, strict=True))
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
@@ -76,7 +97,9 @@ class ByteTokenizer:
             if token < 256:
                 yield decoder.decode(bytes([token]))
             else:
-                yield decoder.decode(b"", final=True) + ("\n\n" if token == self.eos_id else "\ufffd")
+                yield decoder.decode(b"", final=True) + (
+                    "\n\n" if token == self.eos_id else "\ufffd"
+                )
         yield decoder.decode(b"", final=True)
 
     def render(self, *_: Any, **__: Any) -> NoReturn:
@@ -96,14 +119,21 @@ class FileTokenizer:
     def __init__(self, files: Mapping[str, bytes], name: str) -> None:
         try:
             self._encoder: Any = _CheckedEncoder(_parse(files[FILE]), name)
-            self._config: dict[str, Any] = dict(parse_json(files.get("tokenizer_config.json", b"{}")))
+            self._config: dict[str, Any] = dict(
+                parse_json(files.get("tokenizer_config.json", b"{}"))
+            )
             self._generation: dict[str, Any] = dict(parse_json(files.get(GENERATION, b"{}")))
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"tokenizer: {name}: cannot be read: {error}") from None
         if (size := self._encoder.get_vocab_size()) > MAX_VOCABULARY:
-            raise ConfigError(f"tokenizer: {name}: has {size:,} tokens, but at most {MAX_VOCABULARY:,} are read")
+            raise ConfigError(
+                f"tokenizer: {name}: has {size:,} tokens, but at most {MAX_VOCABULARY:,} are read"
+            )
         stages = self._encoder.normalizer, self._encoder.pre_tokenizer, self._encoder.post_processor
-        if math.prod(_growth(json.loads(stage.__getstate__())) for stage in stages if stage) > MAX_TOKENIZER_GROWTH:
+        if (
+            math.prod(_growth(json.loads(stage.__getstate__())) for stage in stages if stage)
+            > MAX_TOKENIZER_GROWTH
+        ):
             raise ConfigError(
                 f"tokenizer: {name}: its stages can lengthen a text more than {MAX_TOKENIZER_GROWTH} times"
             )
@@ -117,11 +147,17 @@ class FileTokenizer:
         self.files = dict(files)
         vocabulary = self._encoder.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=0) + 1
-        self.identity = f"{self.vocab_size} tokens, sha256 {hashlib.sha256(files[FILE]).hexdigest()}"
+        self.identity = (
+            f"{self.vocab_size} tokens, sha256 {hashlib.sha256(files[FILE]).hexdigest()}"
+        )
         if (eos := self._special_token("eos_token")) is None:
             eos = next((token for token in _EOS_TOKENS if token in vocabulary), None)
         if eos not in vocabulary:
-            what = f"eos_token {eos!r} is not in its vocabulary" if eos else "it has no end-of-text token"
+            what = (
+                f"eos_token {eos!r} is not in its vocabulary"
+                if eos
+                else "it has no end-of-text token"
+            )
             raise ConfigError(
                 f"tokenizer: {name}: {what}; set eos_token in a tokenizer_config.json in the same directory"
             )
@@ -137,11 +173,19 @@ class FileTokenizer:
     def stop_ids(self) -> frozenset[int]:
         """Ids that end a generated text: end of text, the template's end of turn, those of generation_config.json."""
         named = self._generation.get("eos_token_id")
-        ids = {self.eos_id} | set(named if isinstance(named, list) else [] if named is None else [named])
+        ids = {self.eos_id} | set(
+            named if isinstance(named, list) else [] if named is None else [named]
+        )
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _REPLY}]
-        with contextlib.suppress(ConfigError):  # without a chat template for such a chat, no turn has an end
+        with contextlib.suppress(
+            ConfigError
+        ):  # without a chat template for such a chat, no turn has an end
             after = self.render(chat, add_generation_prompt=False)[0].rpartition(_REPLY)[2]
-            special = {token for token, added in self._encoder.get_added_tokens_decoder().items() if added.special}
+            special = {
+                token
+                for token, added in self._encoder.get_added_tokens_decoder().items()
+                if added.special
+            }
             encoded = self._encoder.encode(after, add_special_tokens=False).ids
             ids |= set([token for token in encoded if token in special][:1])
         return frozenset(ids)
@@ -151,14 +195,20 @@ class FileTokenizer:
         """Bytes of UTF-8 that each id adds to a text, (vocab_size,); 0 for special tokens."""
         before = self._encoder.encode("a", add_special_tokens=False).ids
         texts = self._encoder.decode_batch([[*before, i] for i in range(self.vocab_size)])
-        sizes = np.array([len(text.encode()) for text in texts]) - len(self._encoder.decode(before).encode())
+        sizes = np.array([len(text.encode()) for text in texts]) - len(
+            self._encoder.decode(before).encode()
+        )
         for i, text in enumerate(texts):
             if "\ufffd" in text and "\ufffd" not in (token := str(self._encoder.id_to_token(i))):
-                sizes[i] = 1 if token.startswith("<0x") else len(token)  # a part of a character, byte by byte
+                sizes[i] = (
+                    1 if token.startswith("<0x") else len(token)
+                )  # a part of a character, byte by byte
         return sizes
 
     def _without_eos(self, ids: list[int]) -> list[int]:
-        return ids[:-1] if ids[-1:] == [self.eos_id] else ids  # some tokenizers append it to every text
+        return (
+            ids[:-1] if ids[-1:] == [self.eos_id] else ids
+        )  # some tokenizers append it to every text
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, with the tokenizer's own start of text, without an end-of-text token."""
@@ -169,10 +219,14 @@ class FileTokenizer:
         encodings = self._encoder.encode_batch_fast(list(texts))
         return [np.array(self._without_eos(encoding.ids), np.uint32) for encoding in encodings]
 
-    def encode_with_ends(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[IdsAndEnds]:
+    def encode_with_ends(
+        self, texts: Sequence[str], *, add_special_tokens: bool
+    ) -> list[IdsAndEnds]:
         """Return the ids of each text and their ends; texts from `render` contain their special tokens already."""
         encodings = []
-        for encoding in self._encoder.encode_batch(list(texts), add_special_tokens=add_special_tokens):
+        for encoding in self._encoder.encode_batch(
+            list(texts), add_special_tokens=add_special_tokens
+        ):
             ids = self._without_eos(encoding.ids) if add_special_tokens else encoding.ids
             ends = [end for _, end in encoding.offsets[: len(ids)]]
             encodings.append((np.array(ids, np.uint32), np.array(ends, np.int64)))
@@ -185,8 +239,8 @@ class FileTokenizer:
     def stream(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
         """Yield text while `ids` arrive, each character once all of its bytes have.
 
-        End-of-text tokens become blank lines; other special tokens are skipped. The ids `after` which the first one
-        follows decide whether the text starts with a space.
+        End-of-text tokens become blank lines; other special tokens are skipped. The ids `after`
+        which the first one follows decide whether the text starts with a space.
         """
         from tokenizers.decoders import DecodeStream
 
@@ -203,8 +257,13 @@ class FileTokenizer:
             pending.append(token)
             try:
                 piece = decoder.step(self._encoder.encoder, token)
-            except Exception:  # invalid UTF-8 after valid bytes; the library raises nothing narrower
-                piece, decoder = self._encoder.decode(pending), DecodeStream(ids=pending, skip_special_tokens=True)
+            except (
+                Exception
+            ):  # invalid UTF-8 after valid bytes; the library raises nothing narrower
+                piece, decoder = (
+                    self._encoder.decode(pending),
+                    DecodeStream(ids=pending, skip_special_tokens=True),
+                )
             if piece is not None:
                 pending = []
                 yield piece
@@ -212,11 +271,17 @@ class FileTokenizer:
 
     @functools.cached_property
     def _template(self) -> str:
-        template = self.files.get("chat_template.jinja", b"").decode() or self._config.get("chat_template")
+        template = self.files.get("chat_template.jinja", b"").decode() or self._config.get(
+            "chat_template"
+        )
         if isinstance(template, list):  # several, by name
-            template = next((each.get("template") for each in template if each.get("name") == "default"), None)
+            template = next(
+                (each.get("template") for each in template if each.get("name") == "default"), None
+            )
         if not isinstance(template, str):
-            raise ConfigError(f"tokenizer: {self._name}: has no chat template (chat_template in tokenizer_config.json)")
+            raise ConfigError(
+                f"tokenizer: {self._name}: has no chat template (chat_template in tokenizer_config.json)"
+            )
         return template
 
     @functools.cached_property
@@ -226,7 +291,11 @@ class FileTokenizer:
         return words | _REASONING if words & _REASONING else words
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, tools: Any = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Any = None,
     ) -> tuple[str, list[tuple[int, int]] | None]:
         """Return the text that the chat template writes, and the start and end of each reply in it.
 
@@ -234,7 +303,8 @@ class FileTokenizer:
 
         Args:
             add_generation_prompt: append the start of the next reply.
-            tools: JSON schemas of the functions that the assistant can call; the template must read them.
+            tools: JSON schemas of the functions that the assistant can call; the template must read
+                them.
         """
         template, words = self._template, self._template_words
         try:
@@ -247,16 +317,26 @@ class FileTokenizer:
             raise ConfigError(
                 f"tokenizer: {self._name}: its chat template does not read tools; remove them from the data"
             )
-        if unread := sorted({key for message in messages for key in message if message[key] is not None} - words):
+        if unread := sorted(
+            {key for message in messages for key in message if message[key] is not None} - words
+        ):
             program = f"del((.messages, .prompt, .completion)[]?{json.dumps(unread)})"
             problem = f"its chat template does not read {', '.join(unread)} of messages"
-            raise ConfigError(f"tokenizer: {self._name}: {problem}; remove: jq -c '{program}' OLD.jsonl > NEW.jsonl")
-        variables: Any = {key: self._special_token(key) for key in _SPECIAL_TOKENS} | dict(self.template_kwargs)
+            raise ConfigError(
+                f"tokenizer: {self._name}: {problem}; remove: jq -c '{program}' OLD.jsonl > NEW.jsonl"
+            )
+        variables: Any = {key: self._special_token(key) for key in _SPECIAL_TOKENS} | dict(
+            self.template_kwargs
+        )
         chats, has_tags = [list(map(dict, messages))], bool(_GENERATION_TAG.search(template))
         date = self.date or datetime.date.today()
 
         def today(call: re.Match[str]) -> str:
-            return "date_string" if "date_string" in variables else repr(date.strftime(ast.literal_eval(call[1])))
+            return (
+                "date_string"
+                if "date_string" in variables
+                else repr(date.strftime(ast.literal_eval(call[1])))
+            )
 
         try:
             texts, spans = render_jinja_template(
@@ -268,7 +348,9 @@ class FileTokenizer:
                 **variables,
             )
         except Exception as error:  # a template may raise anything
-            raise ConfigError(f"tokenizer: {self._name}: its chat template rejects the messages: {error}") from None
+            raise ConfigError(
+                f"tokenizer: {self._name}: its chat template rejects the messages: {error}"
+            ) from None
         marked: Any = spans
         return texts[0], marked[0] if has_tags else None
 
@@ -283,7 +365,9 @@ def _parse(content: bytes) -> Any:
 
 def _growth(stage: Any) -> int:
     """Return by what factor a stage of a tokenizer, as JSON, can lengthen a text."""
-    children = stage.values() if isinstance(stage, dict) else stage if isinstance(stage, list) else ()
+    children = (
+        stage.values() if isinstance(stage, dict) else stage if isinstance(stage, list) else ()
+    )
     growth = math.prod(map(_growth, children))
     match stage:
         case {"type": "Replace", "content": str(content)}:
@@ -329,7 +413,9 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> bytes:
     from tokenizers import ByteLevelBPETokenizer
 
     encoder = ByteLevelBPETokenizer()
-    encoder.train_from_iterator(texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=[END_OF_TEXT])
+    encoder.train_from_iterator(
+        texts, vocab_size, min_frequency=0, show_progress=False, special_tokens=[END_OF_TEXT]
+    )
     return encoder.to_str().encode()
 
 

@@ -1,7 +1,7 @@
 """Datasets of token ids: random ones, windows of an array, e.g. of the tokens of text files, and token files.
 
-`python -m lm.prepare` writes a token file as three files: NAME.bin is a flat array of ids, NAME.ends holds the end of
-each document in it, and NAME.json, written last, describes both.
+`python -m lm.prepare` writes a token file as three files: NAME.bin is a flat array of ids,
+NAME.ends holds the end of each document in it, and NAME.json, written last, describes both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from lm.errors import ConfigError
 from lm.fileio import MAX_INDEX_BYTES, crc32c, open_regular, read_bytes
 from lm.seeds import derive_seed
 
-CHECKED = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "lm" / "checked"  # noqa: PTH111
+_CACHE = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+CHECKED = Path(_CACHE) / "lm" / "checked"
 """Directory with an empty file for each token file that was intact on this machine."""
 
 
@@ -81,14 +82,17 @@ class TokenWindowDataset(Dataset):
 def read_tokens(files: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
     """Return the tokens of text files, (tokens,), with an end-of-text token after each file.
 
-    Files are ordered by a hash of their names, so that a cut anywhere leaves a fair sample on both sides.
+    Files are ordered by a hash of their names, so that a cut anywhere leaves a fair sample on both
+    sides.
     """
 
     def read(path: Path) -> NDArray[np.uint32]:
         content = decode(path, b"".join(blocks(path)))
         return encode_documents(tokenizer, [content])[0] if content else np.empty(0, np.uint32)
 
-    tokens = np.concatenate(read_all(sorted(files, key=lambda path: sha256(os.fsencode(path.name)).digest()), read))
+    tokens = np.concatenate(
+        read_all(sorted(files, key=lambda path: sha256(os.fsencode(path.name)).digest()), read)
+    )
     if not len(tokens):
         raise ConfigError(f"{name_files(files)}: no text; use files that are not empty")
     return tokens
@@ -110,11 +114,15 @@ class TokenIndex(BaseModel, frozen=True, extra="forbid"):
     vocab_size: int = Field(gt=0, description="exclusive upper bound of the ids")
     tokens: int = Field(gt=0)
     documents: int = Field(gt=0)
-    dtype: Literal["uint16", "uint32"] = Field(description="of NAME.bin, little-endian; NAME.ends is uint64")
+    dtype: Literal["uint16", "uint32"] = Field(
+        description="of NAME.bin, little-endian; NAME.ends is uint64"
+    )
     crc32c: int = Field(ge=0, lt=2**32, description="of NAME.bin")
     ends_crc32c: int = Field(ge=0, lt=2**32, description="of NAME.ends")
     sources: list[SourceRecord]
-    options: dict[str, str | int | float | None] = Field(default_factory=dict, description="of `lm.prepare`")
+    options: dict[str, str | int | float | None] = Field(
+        default_factory=dict, description="of `lm.prepare`"
+    )
 
 
 def read_index(path: Path) -> TokenIndex:
@@ -124,11 +132,15 @@ def read_index(path: Path) -> TokenIndex:
         index = TokenIndex.model_validate_json(read_bytes(path, MAX_INDEX_BYTES))
         size = tokens.stat().st_size
     except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}; write token files with python -m lm.prepare") from None
+        raise ConfigError(
+            f"{error.filename}: {error.strerror}; write token files with python -m lm.prepare"
+        ) from None
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "contents"
-        raise ConfigError(f"{path}: not the index of a token file: {field}: {first['msg']}") from None
+        raise ConfigError(
+            f"{path}: not the index of a token file: {field}: {first['msg']}"
+        ) from None
     if size != (expected := index.tokens * np.dtype(index.dtype).itemsize):
         problem = f"{size} bytes, but {index.tokens} tokens of {index.dtype} are {expected} bytes"
         advice = "the file is damaged or truncated; write it again with python -m lm.prepare"
@@ -139,8 +151,8 @@ def read_index(path: Path) -> TokenIndex:
 class TokenFileDataset(Dataset):
     """A token file cut into windows as in `TokenWindowDataset`.
 
-    Windows are read with pread: the page cache serves it like a memory map, and a file that is truncated during the
-    run raises an error instead of SIGBUS.
+    Windows are read with pread: the page cache serves it like a memory map, and a file that is
+    truncated during the run raises an error instead of SIGBUS.
 
     Args:
         path: NAME.json.
@@ -165,7 +177,8 @@ class TokenFileDataset(Dataset):
         raw = os.pread(self._file, n_bytes, offset)
         if len(raw) < n_bytes:
             raise ConfigError(
-                f"{self.path}: ends at byte {offset + len(raw)}: it was truncated during the run", rank_local=True
+                f"{self.path}: ends at byte {offset + len(raw)}: it was truncated during the run",
+                rank_local=True,
             )
         ids = np.frombuffer(raw, self._dtype).astype(np.int64)
         if ids.max() >= self._vocab_size:
@@ -184,20 +197,34 @@ class TokenFileDataset(Dataset):
 def check_files(datasets: Iterable[Dataset], rank: int, n_ranks: int) -> None:
     """Compare NAME.bin of each token file in `datasets` with its checksum, on each of a machine's ranks a share.
 
-    A file is read once: what was intact is remembered in `CHECKED` by name, size, time of change and inode.
+    A file is read once: what was intact is remembered in `CHECKED` by name, size, time of change
+    and inode.
 
     Raises:
         ConfigError: a file is damaged or cannot be read.
     """
-    files = [(dataset.path, dataset.index.crc32c) for dataset in datasets if isinstance(dataset, TokenFileDataset)]
+    files = [
+        (dataset.path, dataset.index.crc32c)
+        for dataset in datasets
+        if isinstance(dataset, TokenFileDataset)
+    ]
     advice = "write it again with python -m lm.prepare"
     for path, checksum in files[rank::n_ranks]:
         try:
             status = path.lstat()
-            facts = socket.gethostname(), path.absolute(), status.st_size, status.st_mtime_ns, status.st_ino, checksum
+            facts = (
+                socket.gethostname(),
+                path.absolute(),
+                status.st_size,
+                status.st_mtime_ns,
+                status.st_ino,
+                checksum,
+            )
             marker = CHECKED / sha256(repr(facts).encode()).hexdigest()
             if not os.path.exists(marker) and crc32c(path) != checksum:  # noqa: PTH110 - Path.exists may raise
-                raise ConfigError(f"{path}: damaged: differs from {path.stem}.json; {advice}", rank_local=True)
+                raise ConfigError(
+                    f"{path}: damaged: differs from {path.stem}.json; {advice}", rank_local=True
+                )
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}; {advice}", rank_local=True) from None
         if CHECKED.is_absolute():  # otherwise this user has no home directory

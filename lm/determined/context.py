@@ -14,13 +14,17 @@ from lm.launch.launch import Launch
 class TorchDistributedContext(core.DistributedContext):
     """Core API `DistributedContext` whose collectives run on the process groups of the run, with their timeout.
 
-    Determined's own contexts open a port on all interfaces, unpickle what they receive there, and have no timeout.
-    The process groups are those of `lm.runtime.world.World`: `control` in the main thread, `saver` in the thread that
-    writes checkpoints.
+    Determined's own contexts open a port on all interfaces, unpickle what they receive there, and
+    have no timeout. The process groups are those of `lm.runtime.world.World`: `control` in the main
+    thread, `saver` in the thread that writes checkpoints.
     """
 
     def __init__(
-        self, launch: Launch, control: dist.ProcessGroup, saver: dist.ProcessGroup, node: dist.ProcessGroup
+        self,
+        launch: Launch,
+        control: dist.ProcessGroup,
+        saver: dist.ProcessGroup,
+        node: dist.ProcessGroup,
     ) -> None:
         # With more than one rank, the parent's constructor opens ports.
         super().__init__(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)

@@ -1,7 +1,8 @@
 """Retries and error reporting for the Determined master.
 
-Core API sends metrics and checkpoints from its own threads. Progress and status, which Core API sends from the
-calling thread, go through `BackgroundReporter`, and the lines of the log through `LogSender`.
+Core API sends metrics and checkpoints from its own threads. Progress and status, which Core API
+sends from the calling thread, go through `BackgroundReporter`, and the lines of the log through
+`LogSender`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ MASTER_TIMEOUT = 3 * 3600
 CLOSE_TIMEOUT = 30.0
 """longest wait for the last progress report and the last lines of the log at the end of a run (seconds)"""
 
-_RETRY_INTERVAL = 15  # each retry of urllib3 is a recursive call, of which Python allows fewer than 1,000
+_RETRY_INTERVAL = (
+    15  # each retry of urllib3 is a recursive call, of which Python allows fewer than 1,000
+)
 _LOG_INTERVAL = 1.0
 _MAX_LINES = 1000  # per call, as Determined's log shipper
 
@@ -42,13 +45,17 @@ REFUSALS = (BadRequestException, APIHttpError)
 def retrying() -> Iterator[None]:
     """Retry calls to an unreachable master for `MASTER_TIMEOUT`, at most 15 seconds apart; enter it before `core.init`.
 
-    Core API's own intervals grow to two minutes, it treats a proxy's 502, 503 or 504 as a refusal, and after 1,000
-    waiting reports it blocks rank 0. A `DET_RETRY_CONFIG` in the environment overrides the intervals. Raises RunError
-    for a refusal, also after `MASTER_TIMEOUT`.
+    Core API's own intervals grow to two minutes, it treats a proxy's 502, 503 or 504 as a refusal,
+    and after 1,000 waiting reports it blocks rank 0. A `DET_RETRY_CONFIG` in the environment
+    overrides the intervals. Raises RunError for a refusal, also after `MASTER_TIMEOUT`.
     """
     # No limit. The name is private, and 0.38.1 is Determined's last release.
     _Shipper.METRICS_QUEUE_MAXSIZE = 0  # pyright: ignore[reportAttributeAccessIssue]
-    retries = {"total": MASTER_TIMEOUT // _RETRY_INTERVAL, "backoff_factor": 0.5, "backoff_max": _RETRY_INTERVAL}
+    retries = {
+        "total": MASTER_TIMEOUT // _RETRY_INTERVAL,
+        "backoff_factor": 0.5,
+        "backoff_max": _RETRY_INTERVAL,
+    }
     retries |= {"allowed_methods": False, "status_forcelist": [502, 503, 504]}
     os.environ.setdefault("DET_RETRY_CONFIG", json.dumps(retries))
     try:
@@ -56,7 +63,8 @@ def retrying() -> Iterator[None]:
     except REFUSALS as error:
         reason = " ".join(str(error).split())
         raise RunError(
-            f"the Determined master refused a report: {reason}; the last checkpoint is kept", rank_local=True
+            f"the Determined master refused a report: {reason}; the last checkpoint is kept",
+            rank_local=True,
         ) from error
 
 
@@ -82,7 +90,11 @@ def experiment_config(info: det.ClusterInfo) -> Mapping[str, Any]:
 def should_preempt(context: core.Context, info: det.ClusterInfo | None) -> bool:
     """Return on rank 0 of a trial whether the master wants it to stop."""
     # Outside of trials and on other ranks, asking is a broadcast of all ranks.
-    return info is not None and context.distributed.rank == 0 and context.preempt.should_preempt(auto_ack=False)
+    return (
+        info is not None
+        and context.distributed.rank == 0
+        and context.preempt.should_preempt(auto_ack=False)
+    )
 
 
 class BackgroundReporter:
@@ -114,17 +126,28 @@ class BackgroundReporter:
 class LogSender:
     """Sender of log lines to the master in a background thread, instead of printing them.
 
-    Determined's log shipper ends a container whose output it cannot upload for 11 minutes. These lines wait for the
-    master. Lines that it refuses, and all lines after `close`, are printed.
+    Determined's log shipper ends a container whose output it cannot upload for 11 minutes. These
+    lines wait for the master. Lines that it refuses, and all lines after `close`, are printed.
     """
 
     def __init__(self, info: det.ClusterInfo) -> None:
-        session = authentication.login_from_task(info.master_url, certs.default_load(info.master_url))
+        session = authentication.login_from_task(
+            info.master_url, certs.default_load(info.master_url)
+        )
         self._session = session.with_retry(util.get_max_retries_config())
         self._waiting: list[bindings.v1TaskLog] = []
         container = os.environ.get("DET_CONTAINER_ID", "")
-        self._fields: dict[str, Any] = {"taskId": info.task_id, "allocationId": info.allocation_id, "rankId": 0}
-        self._fields |= {"agentId": info.agent_id, "containerId": container, "source": "task", "stdtype": "stdout"}
+        self._fields: dict[str, Any] = {
+            "taskId": info.task_id,
+            "allocationId": info.allocation_id,
+            "rankId": 0,
+        }
+        self._fields |= {
+            "agentId": info.agent_id,
+            "containerId": container,
+            "source": "task",
+            "stdtype": "stdout",
+        }
         self._background: BackgroundReporter | None = BackgroundReporter()
 
     def print(self, text: str) -> None:
@@ -133,14 +156,18 @@ class LogSender:
             print(text, flush=True)
             return
         now, lines = datetime.now(UTC).isoformat(), text.split("\n")
-        self._waiting += [bindings.v1TaskLog(log=f"{line}\n", timestamp=now, **self._fields) for line in lines]
+        self._waiting += [
+            bindings.v1TaskLog(log=f"{line}\n", timestamp=now, **self._fields) for line in lines
+        ]
         self._background.submit(self._send, self._waiting)
 
     def _send(self, waiting: list[bindings.v1TaskLog]) -> None:
         while logs := waiting[:_MAX_LINES]:
             time.sleep(_LOG_INTERVAL)  # the log shipper sends first what was printed before
             try:
-                bindings.post_PostTaskLogs(self._session, body=bindings.v1PostTaskLogsRequest(logs=logs))
+                bindings.post_PostTaskLogs(
+                    self._session, body=bindings.v1PostTaskLogsRequest(logs=logs)
+                )
             except REFUSALS:
                 _print_lines(logs)
             del waiting[: len(logs)]

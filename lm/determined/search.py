@@ -72,9 +72,13 @@ class Searcher:
             nearest = [name for name in metrics if name in self.metric]
             nearest += difflib.get_close_matches(self.metric, metrics, n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else f"use {' or '.join(metrics)}"
-            problems.append(f"searcher.metric: {self.metric!r} is not in the validation reports; {hint}")
+            problems.append(
+                f"searcher.metric: {self.metric!r} is not in the validation reports; {hint}"
+            )
         elif not self.smaller_is_better:
-            problems.append(f"searcher.smaller_is_better: false would prefer the largest {self.metric}; use true")
+            problems.append(
+                f"searcher.smaller_is_better: false would prefer the largest {self.metric}; use true"
+            )
         if self.rungs and self.time_metric != TIME_METRIC:
             problems.append(
                 f"searcher.time_metric: {self.time_metric!r} does not count the steps in the validation"
@@ -118,9 +122,10 @@ class Searcher:
 def adaptive_asha_rungs(searcher: Mapping[str, Any]) -> list[int]:
     """Return the rungs of Determined's adaptive ASHA, in ascending order.
 
-    Rung k of a bracket with n rungs is `max_time / divisor^(n-1-k)`, so that the rungs of the bracket with the most
-    rungs contain those of all others. As in version 0.38.1: `makeBrackets` in master/pkg/searcher/adaptive_asha.go,
-    `makeRungs` in asha_stopping.go, defaults in schemas/expconf/v0/searcher-adaptive-asha.json.
+    Rung k of a bracket with n rungs is `max_time / divisor^(n-1-k)`, so that the rungs of the
+    bracket with the most rungs contain those of all others. As in version 0.38.1: `makeBrackets` in
+    master/pkg/searcher/adaptive_asha.go, `makeRungs` in asha_stopping.go, defaults in
+    schemas/expconf/v0/searcher-adaptive-asha.json.
     """
     max_time = searcher["max_time"]
     divisor = searcher.get("divisor", 4)
@@ -128,7 +133,8 @@ def adaptive_asha_rungs(searcher: Mapping[str, Any]) -> list[int]:
     if bracket_rungs:
         n_rungs = max(bracket_rungs)
     else:
-        # An interval of one step, or a rung that less than one trial would reach, is not worth a rung.
+        # An interval of one step, or a rung that less than one trial would reach, is not worth a
+        # rung.
         n_by_time = int(math.log(max_time) / math.log(divisor)) + 1
         n_by_trials = int(math.log(searcher["max_trials"]) / math.log(divisor)) + 1
         n_rungs = min(searcher.get("max_rungs", 5), n_by_time, n_by_trials)
@@ -156,8 +162,9 @@ def retry_warning(experiment: Mapping[str, Any]) -> str | None:
 class SearchStop:
     """Whether the search has stopped this trial. Determined 0.38 marks the trial and signals nothing.
 
-    The searcher decides inside of the call that reports a validation. Core API makes that call in a separate thread,
-    which then asks for the trial's state. On ranks other than 0, the answer is not known.
+    The searcher decides inside of the call that reports a validation. Core API makes that call in a
+    separate thread, which then asks for the trial's state. On ranks other than 0, the answer is not
+    known.
 
     Args:
         searcher: None outside of trials.

@@ -3,9 +3,9 @@
     python -m lm.hf export RUN OUT [--dtype float32|bfloat16|float16] [--base DIRECTORY | --adapter]
     python -m lm.hf inspect MODEL
 
-RUN is the directory or URL of a checkpoint or run. LoRA adapters are merged into their base, which is read from where
-it was in training, or from DIRECTORY; with --adapter they are written alone, in PEFT's format. MODEL is what
-`init_from` accepts: a Hugging Face directory, or a name on the Hub.
+RUN is the directory or URL of a checkpoint or run. LoRA adapters are merged into their base, which
+is read from where it was in training, or from DIRECTORY; with --adapter they are written alone, in
+PEFT's format. MODEL is what `init_from` accepts: a Hugging Face directory, or a name on the Hub.
 """
 
 from __future__ import annotations
@@ -37,24 +37,38 @@ def inspect(source: str) -> str:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m lm.hf", description="Export to, and inspect, Hugging Face models.")
+    parser = argparse.ArgumentParser(
+        prog="python -m lm.hf", description="Export to, and inspect, Hugging Face models."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="convert a checkpoint to a Hugging Face model")
     export.add_argument("checkpoint", metavar="RUN", help="directory or URL of a checkpoint or run")
     export.add_argument("out", type=Path, metavar="OUT", help="directory to create")
-    export.add_argument("--dtype", choices=weights.DTYPES, default="float32", help="of the weights (%(default)s)")
+    export.add_argument(
+        "--dtype", choices=weights.DTYPES, default="float32", help="of the weights (%(default)s)"
+    )
     lora = export.add_mutually_exclusive_group()
-    lora.add_argument("--base", type=Path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
-    lora.add_argument("--adapter", action="store_true", help="write LoRA adapters alone, in PEFT's format")
-    look = commands.add_parser("inspect", help="print what a Hugging Face model is and whether init_from can read it")
-    look.add_argument("source", metavar="MODEL", help="a directory, or OWNER/MODEL[@REVISION] on the Hub")
+    lora.add_argument(
+        "--base", type=Path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters"
+    )
+    lora.add_argument(
+        "--adapter", action="store_true", help="write LoRA adapters alone, in PEFT's format"
+    )
+    look = commands.add_parser(
+        "inspect", help="print what a Hugging Face model is and whether init_from can read it"
+    )
+    look.add_argument(
+        "source", metavar="MODEL", help="a directory, or OWNER/MODEL[@REVISION] on the Hub"
+    )
     args = parser.parse_args(arguments)
     started = time.monotonic()
     if args.command == "inspect":
         print(inspect(args.source))
     else:
         size = export_model(args.checkpoint, args.out, args.dtype, args.base, args.adapter)
-        print(f"{args.out}: {size / 1e9:,.2f} GB in {args.dtype} in {time.monotonic() - started:.0f} s")
+        print(
+            f"{args.out}: {size / 1e9:,.2f} GB in {args.dtype} in {time.monotonic() - started:.0f} s"
+        )
     return 0
 
 

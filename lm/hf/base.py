@@ -10,7 +10,16 @@ from pathlib import Path
 import torch
 
 from lm.checkpoint.bucket import is_url
-from lm.checkpoint.manifest import MANIFEST, Base, FileRecord, Manifest, model_of, read_manifest, record, verify
+from lm.checkpoint.manifest import (
+    MANIFEST,
+    Base,
+    FileRecord,
+    Manifest,
+    model_of,
+    read_manifest,
+    record,
+    verify,
+)
 from lm.checkpoint.resume import find_checkpoint, refuse_adapters
 from lm.checkpoint.tensor_files import load_weights
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
@@ -42,7 +51,9 @@ def find_base(source: str, world: World) -> Base:
         return directory
 
     directory = world.all_or_none(find)
-    parts = world.all_gather_object(world.all_or_none(lambda: checksums(directory, world.rank, world.size)))
+    parts = world.all_gather_object(
+        world.all_or_none(lambda: checksums(directory, world.rank, world.size))
+    )
     files = {name: entry for part in parts for name, entry in part.items()}
     is_on_hub = not Path(source).is_dir()
     name = (
@@ -58,7 +69,9 @@ def checksums(directory: Path, rank: int = 0, n_ranks: int = 1) -> dict[str, Fil
         manifest = read_manifest(directory)
         verify(directory, manifest, rank, n_ranks)
         return {name: entry for name, entry in manifest.files.items() if name.startswith("model-")}
-    return {path.name: record(path.resolve()) for path in weights.weight_files(directory)[rank::n_ranks]}
+    return {
+        path.name: record(path.resolve()) for path in weights.weight_files(directory)[rank::n_ranks]
+    }
 
 
 def open_base(base: Base, base_dir: Path | None = None) -> Path:
@@ -71,7 +84,9 @@ def open_base(base: Base, base_dir: Path | None = None) -> Path:
         directory = weights.find_source(str(base_dir or base.source))
     except ConfigError as error:
         problem = str(error).removeprefix("init_from: ")
-        raise ConfigError(f"base of the adapters: {problem}; pass its directory with --base") from None
+        raise ConfigError(
+            f"base of the adapters: {problem}; pass its directory with --base"
+        ) from None
     if checksums(directory) != base.files:
         problem = f"{directory}: its weights differ from the base that the adapters were trained for ({base.source})"
         raise ConfigError(f"{problem}; pass a copy of these with --base")
@@ -81,13 +96,19 @@ def open_base(base: Base, base_dir: Path | None = None) -> Path:
 def read_adapters(directory: Path, manifest: Manifest) -> Adapters:
     """Return the adapters in a checkpoint, in a single process; raise ConfigError if its files do not hold them."""
     try:
-        config = LoraConfig.model_validate({key: manifest.hyperparameters[key] for key in LoraConfig.model_fields})
+        config = LoraConfig.model_validate(
+            {key: manifest.hyperparameters[key] for key in LoraConfig.model_fields}
+        )
     except (KeyError, ValueError):
-        raise ConfigError(f"{directory / MANIFEST}: damaged: no adapters in its hyperparameters") from None
+        raise ConfigError(
+            f"{directory / MANIFEST}: damaged: no adapters in its hyperparameters"
+        ) from None
     model = model_of(directory, manifest)
     found = sum(entry.bytes for name, entry in manifest.files.items() if name.startswith("model-"))
     if found < (needed := 4 * n_trained(config, model)):
-        raise ConfigError(f"{directory / MANIFEST}: damaged: adapters of {needed:,} bytes; the files have {found:,}")
+        raise ConfigError(
+            f"{directory / MANIFEST}: damaged: adapters of {needed:,} bytes; the files have {found:,}"
+        )
     adapters = Adapters(config, model)
     load_weights(directory, adapters)
     return adapters
@@ -102,7 +123,9 @@ def load_model(directory: Path, device: torch.device, base_dir: Path | None = No
         ConfigError: the tensors differ from the model's, or the base of adapters is not found.
     """
     manifest = read_manifest(directory)
-    opened = open_base(manifest.base, base_dir) if manifest.base else None  # as large as the manifest says
+    opened = (
+        open_base(manifest.base, base_dir) if manifest.base else None
+    )  # as large as the manifest says
     with torch.device("meta"):
         model = Transformer(model_of(directory, manifest))
     model.to_empty(device=device)

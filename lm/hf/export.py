@@ -1,7 +1,7 @@
 """Export of a checkpoint to a directory that transformers' `from_pretrained` loads, or of adapters for PEFT's.
 
-Tensors are read one at a time, so that memory holds one tensor and one file. The files are written to a temporary
-directory that is renamed when it is complete.
+Tensors are read one at a time, so that memory holds one tensor and one file. The files are written
+to a temporary directory that is renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,14 @@ from tqdm import tqdm
 from lm.checkpoint.manifest import Base, Manifest, model_of, read_manifest, verify
 from lm.checkpoint.resume import find_checkpoint
 from lm.checkpoint.tensor_files import Source, group_by_size, read_into, write_tensors
-from lm.data.tokenizer import END_OF_TEXT, FILE, GENERATION, ByteTokenizer, Tokenizer, saved_tokenizer
+from lm.data.tokenizer import (
+    END_OF_TEXT,
+    FILE,
+    GENERATION,
+    ByteTokenizer,
+    Tokenizer,
+    saved_tokenizer,
+)
 from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.hf import families
 from lm.hf.base import open_base, read_adapters
@@ -37,22 +44,27 @@ from model import ModelConfig, Transformer
 
 @oserror_as_config_error
 def export_model(
-    where: Path | str, out: Path, dtype: str = "float32", base_dir: Path | None = None, adapters_only: bool = False
+    where: Path | str,
+    out: Path,
+    dtype: str = "float32",
+    base_dir: Path | None = None,
+    adapters_only: bool = False,
 ) -> int:
     """Convert the checkpoint or run `where`, a path or URL, to the directory `out`.
 
     Args:
         dtype: a key of `DTYPES`.
         base_dir: see `open_base`.
-        adapters_only: write LoRA adapters in PEFT's format, instead of the model with adapters merged.
+        adapters_only: write LoRA adapters in PEFT's format, instead of the model with adapters
+            merged.
 
     Returns:
         Bytes of weights.
 
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged.
-        ConfigError: no Hugging Face model has this structure (lists every key that differs), `out` exists, there are no
-            adapters, or their base is not found.
+        ConfigError: no Hugging Face model has this structure (lists every key that differs), `out`
+            exists, there are no adapters, or their base is not found.
         RunError: `out` cannot be written, or a weight exceeds the range of float16.
     """
     if out.exists() or out.is_symlink():
@@ -65,7 +77,11 @@ def export_model(
     family = families.family_of(config)
     places, shapes = families.layout(family, config)
     verify(directory, manifest)
-    tokenizer = saved_tokenizer(manifest.tokenizer, directory, manifest.files, {}) if manifest.tokenizer else None
+    tokenizer = (
+        saved_tokenizer(manifest.tokenizer, directory, manifest.files, {})
+        if manifest.tokenizer
+        else None
+    )
     specials = (tokenizer.eos_id, tokenizer.bos_id) if tokenizer else (None, None)
     raw = families.write_config(config, dtype, *specials)
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id") if raw[key] is not None}
@@ -97,7 +113,9 @@ def _write_weights(
     """Write the safetensors files; return the file of each tensor."""
     with torch.device("meta"):
         parameters = dict(Transformer(config).named_parameters())
-        groups = group_by_size({name: (torch.empty(shape, dtype=dtype), None) for name, shape in shapes.items()})
+        groups = group_by_size(
+            {name: (torch.empty(shape, dtype=dtype), None) for name, shape in shapes.items()}
+        )
     weight_map: dict[str, str] = {}
     progress = tqdm(total=len(parameters), unit="tensor", disable=None)
     for number, group in enumerate(groups, 1):
@@ -111,7 +129,9 @@ def _write_weights(
             if adapters:
                 adapters.merge(name, values)
             if dtype == torch.float16 and not values.half().isfinite().all():
-                raise RunError(f"{place.name}: has values above 65504, the maximum of float16; use --dtype bfloat16")
+                raise RunError(
+                    f"{place.name}: has values above 65504, the maximum of float16; use --dtype bfloat16"
+                )
             stored = tensors[place.name].T if place.transposed else tensors[place.name]
             stored[place.start : place.start + len(values)] = values
             progress.update()
@@ -121,14 +141,18 @@ def _write_weights(
     return weight_map
 
 
-def _write_adapters(out: Path, directory: Path, manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> int:
+def _write_adapters(
+    out: Path, directory: Path, manifest: Manifest, config: ModelConfig, dtype: torch.dtype
+) -> int:
     """Write the adapters in a checkpoint to `out` in PEFT's format; return their bytes.
 
-    Adapters of matrices that the family stores as one become one adapter of the sum of their ranks: A is theirs below
-    one another, and B has theirs as blocks.
+    Adapters of matrices that the family stores as one become one adapter of the sum of their ranks:
+    A is theirs below one another, and B has theirs as blocks.
     """
     if manifest.base is None:
-        raise ConfigError(f"{directory}: has no LoRA adapters (lora_rank: null); export it without --adapter")
+        raise ConfigError(
+            f"{directory}: has no LoRA adapters (lora_rank: null); export it without --adapter"
+        )
     family = families.family_of(config)
     places, shapes = families.layout(family, config)
     adapters = read_adapters(directory, manifest)
@@ -142,7 +166,9 @@ def _write_adapters(out: Path, directory: Path, manifest: Manifest, config: Mode
     for layer, found in parts.items():
         a = torch.cat([a for _, a, _ in found])
         b = torch.zeros(shapes[f"{layer}.weight"][1 if family.transposed else 0], len(a))
-        for column, (start, _, values) in zip(range(0, len(a), len(a) // len(found)), found, strict=True):
+        for column, (start, _, values) in zip(
+            range(0, len(a), len(a) // len(found)), found, strict=True
+        ):
             b[start : start + len(values), column : column + values.shape[1]] = values
         prefix, ranks[re.split(r"\.\d+\.", layer)[1]] = f"base_model.model.{layer}", len(a)
         for name, tensor in (("lora_A", a), ("lora_B", b)):
@@ -155,9 +181,13 @@ def _write_adapters(out: Path, directory: Path, manifest: Manifest, config: Mode
     return total
 
 
-def _adapter_config(base: Base, config: LoraConfig, ranks: Mapping[str, int], family: Family) -> dict[str, Any]:
+def _adapter_config(
+    base: Base, config: LoraConfig, ranks: Mapping[str, int], family: Family
+) -> dict[str, Any]:
     """Return PEFT's `adapter_config.json`; `ranks` are those of the adapters, by layer."""
-    name, _, revision = (base.source, "", "") if Path(base.source).is_absolute() else base.source.partition("@")
+    name, _, revision = (
+        (base.source, "", "") if Path(base.source).is_absolute() else base.source.partition("@")
+    )
     others = {layer: rank for layer, rank in ranks.items() if rank != config.lora_rank}
     return {
         "peft_type": "LORA",
@@ -203,7 +233,9 @@ def _drafted(out: Path, needed: int) -> Iterator[Path]:
             yield draft
             draft.rename(out)
     except BlockingIOError:
-        raise RunError(f"{out}: another process exports to it; wait for it, or use another directory") from None
+        raise RunError(
+            f"{out}: another process exports to it; wait for it, or use another directory"
+        ) from None
     except OSError as error:
         raise RunError(f"{out}: cannot be written: {error.strerror or error}") from None
 
@@ -223,12 +255,17 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the files that `AutoTokenizer` reads; the byte tokenizer becomes a byte-level BPE without merges."""
     files = dict(tokenizer.files)
     if isinstance(tokenizer, ByteTokenizer):
-        # Byte-level BPE represents a byte by its character if that prints, else, in order, by letters from U+0100 on.
+        # Byte-level BPE represents a byte by its character if that prints, else, in order, by
+        # letters from U+0100 on.
         letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
         printed = [ord(letter) for letter in letters if ord(letter) < 256]
         ids = [*printed, *sorted(set(range(256)) - set(printed))]
-        encoder = tokenizers.Tokenizer(tokenizers.models.BPE(dict(zip(letters, ids, strict=True)), []))
-        encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        encoder = tokenizers.Tokenizer(
+            tokenizers.models.BPE(dict(zip(letters, ids, strict=True)), [])
+        )
+        encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=False
+        )
         encoder.decoder = tokenizers.decoders.ByteLevel()
         encoder.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, special=True)])
         files[FILE] = encoder.to_str(pretty=True).encode()

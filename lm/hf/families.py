@@ -1,7 +1,8 @@
 """Model families of Hugging Face: `config.json` <-> `ModelConfig`, and the names of their tensors.
 
-The modules have the same structure on both sides, so a family is a table of names. Only GPT-2 differs: it stores
-query, key and value as one tensor, and its matrices as (in, out). Rotary embedding pairs (i, i + K/2) on both sides.
+The modules have the same structure on both sides, so a family is a table of names. Only GPT-2
+differs: it stores query, key and value as one tensor, and its matrices as (in, out). Rotary
+    embedding pairs (i, i + K/2) on both sides.
 
 A model that cannot be represented exactly is refused, with the key that prevents it.
 """
@@ -54,7 +55,13 @@ _STYLE = {
     "ffn": ("swiglu",),
     "bias": ("none",),
 }
-_LLAMA_DEFAULTS = {"d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 32000, "max_seq_len": 2048}
+_LLAMA_DEFAULTS = {
+    "d_model": 4096,
+    "n_heads": 32,
+    "n_layers": 32,
+    "vocab_size": 32000,
+    "max_seq_len": 2048,
+}
 _LLAMA_DEFAULTS |= {"d_ff": 11008, "norm_eps": 1e-6, "tie_embeddings": False}
 _NO_BIAS, _NO_WINDOW = {"attention_bias": (False,)}, {"use_sliding_window": (False,)}
 
@@ -84,7 +91,10 @@ LLAMA = Family(
             f"blocks.attention.{part}": f"model.layers.{{}}.self_attn.{part}"
             for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
         },
-        **{f"blocks.ffn.{part}": f"model.layers.{{}}.mlp.{part}" for part in ("gate_proj", "up_proj", "down_proj")},
+        **{
+            f"blocks.ffn.{part}": f"model.layers.{{}}.mlp.{part}"
+            for part in ("gate_proj", "up_proj", "down_proj")
+        },
         "head.norm": "model.norm",
         "head.output": "lm_head",
     },
@@ -95,7 +105,13 @@ MISTRAL = replace(
     model_type="mistral",
     class_name="MistralForCausalLM",
     keys={**LLAMA.keys, "sliding_window": "sliding_window"},
-    defaults={**_LLAMA_DEFAULTS, "max_seq_len": 131072, "n_kv_heads": 8, "d_ff": 14336, "sliding_window": 4096},
+    defaults={
+        **_LLAMA_DEFAULTS,
+        "max_seq_len": 131072,
+        "n_kv_heads": 8,
+        "d_ff": 14336,
+        "sliding_window": 4096,
+    },
     style=_STYLE,
     fixed={**LLAMA.fixed, **_NO_BIAS, "mlp_bias": (False,)},
     bias_keys=None,
@@ -104,7 +120,13 @@ QWEN2 = replace(
     LLAMA,
     model_type="qwen2",
     class_name="Qwen2ForCausalLM",
-    defaults={**_LLAMA_DEFAULTS, "vocab_size": 151936, "max_seq_len": 32768, "n_kv_heads": 32, "d_ff": 22016},
+    defaults={
+        **_LLAMA_DEFAULTS,
+        "vocab_size": 151936,
+        "max_seq_len": 32768,
+        "n_kv_heads": 32,
+        "d_ff": 22016,
+    },
     style={**_STYLE, "bias": ("qkv",)},
     fixed={**LLAMA.fixed, **_NO_WINDOW},
     bias_keys=None,
@@ -145,7 +167,13 @@ GPT2 = Family(
         "tie_embeddings": "tie_word_embeddings",
     },
     defaults={**PRESETS["gpt2"], "norm_eps": 1e-5},
-    style={**_STYLE, "norm": ("layernorm",), "positions": ("learned",), "ffn": ("gelu",), "bias": ("all",)},
+    style={
+        **_STYLE,
+        "norm": ("layernorm",),
+        "positions": ("learned",),
+        "ffn": ("gelu",),
+        "bias": ("all",),
+    },
     fixed={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
@@ -172,10 +200,17 @@ GPT2 = Family(
 )
 FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2)}
 
-_FIXED_EVERYWHERE = dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), (None, 0, 1))
+_FIXED_EVERYWHERE = dict.fromkeys(
+    ("num_local_experts", "num_experts", "n_routed_experts"), (None, 0, 1)
+)
 _BIASES = {"none": (False, False), "ffn": (False, True), "all": (True, True)}
 """our `bias` -> `Family.bias_keys`"""
-_ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ROPE_SCALING = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)
 
 
 def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig]:
@@ -194,17 +229,23 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
     model_type = raw.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        raise ConfigError(f"{where}: model_type: {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
+        raise ConfigError(
+            f"{where}: model_type: {model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
+        )
     problems = []
     for key, allowed in {**family.fixed, **_FIXED_EVERYWHERE}.items():
         if raw.get(key, allowed[0]) not in allowed:
-            problems.append(f"{key}: {raw[key]!r} is not supported, only {' or '.join(map(repr, allowed))}")
+            problems.append(
+                f"{key}: {raw[key]!r} is not supported, only {' or '.join(map(repr, allowed))}"
+            )
     layer_types = raw.get("layer_types") or []
     if not isinstance(layer_types, list) or len(set(map(str, layer_types))) > 1:
         problems.append("layer_types: not supported unless all layers have the same type")
     elif layer_types and layer_types[0] != "full_attention" and "sliding_window" not in family.keys:
         problems.append(f"layer_types: {layer_types[0]!r} is not supported, only 'full_attention'")
-    values = {ours: raw.get(theirs, family.defaults.get(ours)) for ours, theirs in family.keys.items()}
+    values = {
+        ours: raw.get(theirs, family.defaults.get(ours)) for ours, theirs in family.keys.items()
+    }
     values |= {ours: allowed[0] for ours, allowed in family.style.items()}
     if family.dropout_keys:
         first, *others = (raw.get(key, 0.1) for key in family.dropout_keys)
@@ -234,7 +275,9 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
         if not problems:
             if config.head_dim and config.head_dim * config.n_heads == config.d_model:
                 config = config.model_copy(update={"head_dim": None})
-            if family_of(config) is not family:  # only its name differs from the other's, e.g. Mistral without a window
+            if (
+                family_of(config) is not family
+            ):  # only its name differs from the other's, e.g. Mistral without a window
                 config = config.model_copy(update={"model": family.model_type})
             return family, config
     raise ConfigError(*(f"{where}: {problem}" for problem in problems))
@@ -280,7 +323,10 @@ def _mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
         "sliding_window": (None,),
         "head_dim": (None, config.d_model // config.n_heads),
     }
-    supported = {**family.style, **{key: only for key, only in without_key.items() if key not in family.keys}}
+    supported = {
+        **family.style,
+        **{key: only for key, only in without_key.items() if key not in family.keys},
+    }
     if family.zero_biases:
         del supported["bias"]
     return [
@@ -317,9 +363,17 @@ def write_config(
     if family.bias_keys:
         raw |= zip(family.bias_keys, _BIASES[config.bias], strict=True)
     if config.positions == "rope":
-        scaling = {"rope_type": "llama3", **config.rope_scaling.model_dump()} if config.rope_scaling else None
+        scaling = (
+            {"rope_type": "llama3", **config.rope_scaling.model_dump()}
+            if config.rope_scaling
+            else None
+        )
         raw |= {
-            "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": config.rope_theta},
+            "rope_parameters": {
+                "rope_type": "default",
+                **(scaling or {}),
+                "rope_theta": config.rope_theta,
+            },
             "rope_theta": config.rope_theta,
             "rope_scaling": scaling,
         }
@@ -334,9 +388,13 @@ class Place(NamedTuple):
     transposed: bool
 
 
-def layout(family: Family, config: ModelConfig) -> tuple[dict[str, Place], dict[str, tuple[int, ...]]]:
+def layout(
+    family: Family, config: ModelConfig
+) -> tuple[dict[str, Place], dict[str, tuple[int, ...]]]:
     """Return the place of each of our parameters, and the shape of each tensor as stored, zero biases included."""
-    one_layer = config.model_copy(update={"n_layers": 1, "bias": "all" if family.zero_biases else config.bias})
+    one_layer = config.model_copy(
+        update={"n_layers": 1, "bias": "all" if family.zero_biases else config.bias}
+    )
     with torch.device("meta"):
         model = Transformer(one_layer)
     places, shapes = {}, {}
@@ -347,7 +405,11 @@ def layout(family: Family, config: ModelConfig) -> tuple[dict[str, Place], dict[
             theirs = f"{family.tensors[module].format(layer)}.{kind}"
             start = shapes[theirs][0] if theirs in shapes else 0
             ours = name.replace("blocks.0.", f"blocks.{layer}.")
-            places[ours] = Place(theirs, start, family.transposed and in_layer and parameter.dim() == 2)
+            places[ours] = Place(
+                theirs, start, family.transposed and in_layer and parameter.dim() == 2
+            )
             shapes[theirs] = (start + parameter.shape[0], *parameter.shape[1:])
     flipped = {place.name for place in places.values() if place.transposed}
-    return places, {name: shape[::-1] if name in flipped else shape for name, shape in shapes.items()}
+    return places, {
+        name: shape[::-1] if name in flipped else shape for name, shape in shapes.items()
+    }

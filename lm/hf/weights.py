@@ -54,7 +54,11 @@ def is_model(source: str) -> bool:
         return (directory / CONFIG).is_file() and not any(
             (directory / name).exists() for name in (MANIFEST, "checkpoints")
         )
-    return bool(_HUB_NAME.fullmatch(source)) and not directory.exists() and not directory.parent.is_dir()
+    return (
+        bool(_HUB_NAME.fullmatch(source))
+        and not directory.exists()
+        and not directory.parent.is_dir()
+    )
 
 
 @oserror_as_config_error
@@ -86,7 +90,8 @@ def open_model(directory: Path) -> HuggingFaceModel:
     """Read the structure of the model in `directory`, and check the names, shapes and dtypes of its tensors.
 
     Raises:
-        ConfigError: it cannot be represented exactly, or its tensors are not those of its structure; lists them.
+        ConfigError: it cannot be represented exactly, or its tensors are not those of its
+            structure; lists them.
         RunError: a file is damaged.
     """
     family, config = families.read_config(_read_json(directory / CONFIG), str(directory / CONFIG))
@@ -96,7 +101,10 @@ def open_model(directory: Path) -> HuggingFaceModel:
     if problems := _differences(tensors, shapes):
         problem = f"{directory}: the tensors do not match {CONFIG}:"
         raise ConfigError(problem, *first_20(problems))
-    sources = {name: Source(tensors[place.name], place.start, place.transposed) for name, place in places.items()}
+    sources = {
+        name: Source(tensors[place.name], place.start, place.transposed)
+        for name, place in places.items()
+    }
     return HuggingFaceModel(family, config, sources, Source(tied_head) if tied_head else None)
 
 
@@ -127,7 +135,9 @@ def load_into(model: Transformer, source: str, world: World, log: Callable[[str]
     started = time.monotonic()
     world.all_or_none(lambda: read_directory(find_source(source), model))
     peak = max(world.all_gather_object(peak_memory_gib(world.device)))
-    log(f"loaded the weights of {source} in {time.monotonic() - started:.1f} s, peak memory {peak:.2f} GiB per rank")
+    log(
+        f"loaded the weights of {source} in {time.monotonic() - started:.1f} s, peak memory {peak:.2f} GiB per rank"
+    )
 
 
 @torch.no_grad()
@@ -183,19 +193,29 @@ def _open_tensors(directory: Path, family: Family) -> dict[str, list[TensorSlice
     paths = weight_files(directory)
     if missing := next((path for path in paths if not path.is_file()), None):
         raise ConfigError(f"{missing}: missing; download the directory again")
-    found = read_headers({path.resolve(): None for path in paths})  # the Hub's cache consists of links
-    prefix = family.tensors["embedding.tokens"].partition(".")[0] + "."  # missing if the bare model was saved
-    full = {name if name.startswith((prefix, "lm_head.")) else prefix + name: name for name in found}
+    found = read_headers(
+        {path.resolve(): None for path in paths}
+    )  # the Hub's cache consists of links
+    prefix = (
+        family.tensors["embedding.tokens"].partition(".")[0] + "."
+    )  # missing if the bare model was saved
+    full = {
+        name if name.startswith((prefix, "lm_head.")) else prefix + name: name for name in found
+    }
     return {name: found[stored] for name, stored in full.items() if not _BUFFERS.fullmatch(name)}
 
 
-def _differences(tensors: Mapping[str, list[TensorSlice]], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+def _differences(
+    tensors: Mapping[str, list[TensorSlice]], shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
     problems = [f"{name}: missing" for name in shapes if name not in tensors]
     for name, slices in tensors.items():
         if name not in shapes:
             problems.append(f"{name}: unexpected tensor")
         elif any(piece.dtype not in DTYPES.values() for piece in slices):
-            problems.append(f"{name}: {slices[0].dtype} is a quantized dtype; use the model without quantization")
+            problems.append(
+                f"{name}: {slices[0].dtype} is a quantized dtype; use the model without quantization"
+            )
         elif (shape := full_shape(slices)) is None:
             problems.append(f"{name}: in several files")
         elif shape != shapes[name]:
@@ -215,7 +235,11 @@ def weight_files(directory: Path) -> list[Path]:
     if (directory / WEIGHTS).is_file():
         return [directory / WEIGHTS]
     pickled = next(directory.glob("*.bin"), None) or next(directory.glob("*.pth"), None)
-    found = f"{pickled.name} is a pickle, which can execute code, and is not read" if pickled else "neither exists"
+    found = (
+        f"{pickled.name} is a pickle, which can execute code, and is not read"
+        if pickled
+        else "neither exists"
+    )
     raise ConfigError(
         f"{directory}: needs {WEIGHTS} or {INDEX}; {found}. To convert, load it with transformers and"
         " save_pretrained(DIRECTORY, safe_serialization=True)"

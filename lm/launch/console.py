@@ -23,7 +23,9 @@ def announce(what: str) -> None:
     """Print on rank 0 what starts now, and when."""
     if is_rank0():
         with suppress(OSError):  # a full disk, or head has closed the pipe
-            sys.stdout.write(f"{elapsed()}  {what}\n")  # one write: srun labels every write of an unbuffered stream
+            sys.stdout.write(
+                f"{elapsed()}  {what}\n"
+            )  # one write: srun labels every write of an unbuffered stream
             sys.stdout.flush()
 
 
@@ -31,5 +33,8 @@ def record_error(text: str) -> None:
     """Write `text` to where torchrun reads what it prints at the end of its report of a failure."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):  # of another torchrun that has ended
-            message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}  # the format of its @record
+            message = {
+                "message": text,
+                "extraInfo": {"timestamp": int(time.time())},
+            }  # the format of its @record
             Path(path).write_text(json.dumps({"message": message}))

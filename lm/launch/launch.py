@@ -1,8 +1,9 @@
 """Rank, world size and rendezvous address of this process, from the environment variables of its launcher.
 
-`Launch.from_env` supports torchrun (which Determined's torch_distributed launcher runs), Slurm's srun, the mpiexec of
-Open MPI, of MPICH and Intel MPI (Hydra) and of HPE Cray (PALS), and a process without a launcher. Of nested launchers,
-e.g. torchrun in srun tasks or Open MPI daemons started by srun, the innermost counts.
+`Launch.from_env` supports torchrun (which Determined's torch_distributed launcher runs), Slurm's
+srun, the mpiexec of Open MPI, of MPICH and Intel MPI (Hydra) and of HPE Cray (PALS), and a process
+without a launcher. Of nested launchers, e.g. torchrun in srun tasks or Open MPI daemons started by
+srun, the innermost counts.
 """
 
 from __future__ import annotations
@@ -18,8 +19,17 @@ from lm.errors import ConfigError, error_prefix
 
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _VARIABLES = {
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "torchrun": (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ),
+    "Open MPI": tuple(
+        f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    ),
     "PALS": ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
     "Hydra": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "srun": (*_SLURM, "SLURM_NODEID", "SLURM_STEP_NODELIST"),
@@ -27,7 +37,9 @@ _VARIABLES = {
 """launchers, innermost first: variables of rank, world size, local rank and local size, then further required ones"""
 _NODE_RANK = {"torchrun": "GROUP_RANK", "PALS": "PALS_NODEID", "srun": "SLURM_NODEID"}
 
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # from here on, Slurm's step IDs are those of batch scripts and interactive shells
+_FIRST_SPECIAL_STEP = (
+    0xFFFFFFF0  # from here on, Slurm's step IDs are those of batch scripts and interactive shells
+)
 _FIRST_PORT, _N_PORTS = 20000, 12763  # below Linux's ephemeral ports; a prime number of ports
 
 
@@ -49,19 +61,28 @@ class Launch:
     def from_env(cls, env: Mapping[str, str]) -> Launch:
         """Read the launcher's variables from `env`, and under mpiexec the host file that PBS_NODEFILE names.
 
-        MASTER_ADDR and MASTER_PORT take precedence. Without them, under srun and mpiexec, rank 0 is on the first host
-        of the job, and the port is derived from the job ID (`launcher_pid` for a job on one machine that has none),
-        so that jobs on one machine use different ports.
+        MASTER_ADDR and MASTER_PORT take precedence. Without them, under srun and mpiexec, rank 0 is
+        on the first host of the job, and the port is derived from the job ID (`launcher_pid` for a
+        job on one machine that has none), so that jobs on one machine use different ports.
         """
         with error_prefix("environment"):
             in_torchrun = "TORCHELASTIC_RUN_ID" in env and not _missing("torchrun", env)
-            found = [] if in_torchrun else [_read(name, env) for name in list(_VARIABLES)[1:] if _is_set(name, env)]
-            mpi = [launch for launch in found if launch.launcher != "srun"]  # srun may have started mpiexec's daemons
+            found = (
+                []
+                if in_torchrun
+                else [_read(name, env) for name in list(_VARIABLES)[1:] if _is_set(name, env)]
+            )
+            mpi = [
+                launch for launch in found if launch.launcher != "srun"
+            ]  # srun may have started mpiexec's daemons
             if len({(launch.rank, launch.world_size) for launch in mpi}) > 1:
                 claims = ", ".join(
-                    f"rank {launch.rank} of {launch.world_size} from {launch.launcher}" for launch in mpi
+                    f"rank {launch.rank} of {launch.world_size} from {launch.launcher}"
+                    for launch in mpi
                 )
-                raise ConfigError(f"{claims}; use one launcher, or unset the variables of the other")
+                raise ConfigError(
+                    f"{claims}; use one launcher, or unset the variables of the other"
+                )
             # Complete torchrun variables next to a single task are those of a torchrun in it.
             if found and (found[0].world_size > 1 or _missing("torchrun", env)):
                 _require_agreement(found[0], env)
@@ -78,12 +99,16 @@ class Launch:
 def is_restart(env: Mapping[str, str]) -> bool:
     """Return whether a launcher restarted this process: torchrun or Determined after a failure, or a Slurm requeue."""
     first = {"TORCHELASTIC_RESTART_COUNT": 0, "SLURM_RESTART_COUNT": 0, "DET_TRIAL_RUN_ID": 1}
-    return any(env.get(name, "").isdigit() and int(env[name]) > count for name, count in first.items())
+    return any(
+        env.get(name, "").isdigit() and int(env[name]) > count for name, count in first.items()
+    )
 
 
 def exit_code_of_stop(env: Mapping[str, str]) -> int:
     """Return the exit code of a run that stopped before its last step: 0, or 75 if RESTART_WHEN_STOPPED is set."""
-    return 75 if env.get("RESTART_WHEN_STOPPED") else 0  # Kubernetes and SkyPilot start a job again only if it failed
+    return (
+        75 if env.get("RESTART_WHEN_STOPPED") else 0
+    )  # Kubernetes and SkyPilot start a job again only if it failed
 
 
 def threads_are_given() -> bool:
@@ -93,7 +118,10 @@ def threads_are_given() -> bool:
     pid = os.getppid()
     try:
         while True:  # up to torchrun, whose environment is the user's
-            names = {entry.partition(b"=")[0] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
+            names = {
+                entry.partition(b"=")[0]
+                for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            }
             if b"TORCHELASTIC_RUN_ID" not in names:
                 return b"OMP_NUM_THREADS" in names
             pid = _parent(pid)
@@ -120,9 +148,15 @@ def is_rank0() -> bool:
 
 def _is_set(launcher: str, env: Mapping[str, str]) -> bool:
     rank, _, local_rank, local_size = _VARIABLES[launcher][:4]
-    if launcher == "srun":  # shells of sbatch and salloc have variables of the job, but are not started by srun
+    if (
+        launcher == "srun"
+    ):  # shells of sbatch and salloc have variables of the job, but are not started by srun
         step = env.get("SLURM_STEP_ID", "")
-        return rank in env and bool(step) and not (step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP)
+        return (
+            rank in env
+            and bool(step)
+            and not (step.isdecimal() and int(step) >= _FIRST_SPECIAL_STEP)
+        )
     if launcher == "Hydra" and rank in env and not {local_rank, local_size} & env.keys():
         return not _is_set("PALS", env) and not _is_set("srun", env)  # which set PMI variables, too
     return bool({rank, local_rank, local_size} & env.keys())
@@ -145,7 +179,9 @@ def _read(launcher: str, env: Mapping[str, str]) -> Launch:
     if launcher == "srun":
         tasks = _tasks_per_node(env[names[3]])
         if node is None or sum(tasks) != size or not 0 <= node < len(tasks):
-            raise ConfigError(f"{names[3]}={env[names[3]]!r} contradicts {names[1]}={size} or {node_rank}={node}")
+            raise ConfigError(
+                f"{names[3]}={env[names[3]]!r} contradicts {names[1]}={size} or {node_rank}={node}"
+            )
         local_size = tasks[node]
     else:
         (local_size,) = _numbers(env, names[3])
@@ -171,7 +207,11 @@ def _read(launcher: str, env: Mapping[str, str]) -> Launch:
 def _tasks_per_node(text: str) -> list[int]:
     """Expand e.g. "4(x2),1" to [4, 4, 1]; return [] for text that is not in Slurm's format."""
     parts = [re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part) for part in text.split(",")]
-    return [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))] if all(parts) else []
+    return (
+        [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+        if all(parts)
+        else []
+    )
 
 
 def _first_host(nodelist: str) -> str:
@@ -194,7 +234,9 @@ def _rendezvous(launch: Launch, env: Mapping[str, str]) -> tuple[str, int] | tup
         try:
             address = Path(env["PBS_NODEFILE"]).read_text().partition("\n")[0].strip()
         except (OSError, ValueError) as error:
-            raise ConfigError(f"PBS_NODEFILE={env['PBS_NODEFILE']!r} cannot be read ({error})") from None
+            raise ConfigError(
+                f"PBS_NODEFILE={env['PBS_NODEFILE']!r} cannot be read ({error})"
+            ) from None
     else:
         address = _first_host(env.get("SLURM_JOB_NODELIST", ""))
     if not address:
@@ -204,7 +246,11 @@ def _rendezvous(launch: Launch, env: Mapping[str, str]) -> tuple[str, int] | tup
         )
     if "MASTER_PORT" in env:
         return address, _port(env)
-    mpiexec = {"Open MPI": env.get("PMIX_NAMESPACE"), "PALS": env.get("PALS_APID"), "Hydra": _hydra_port()}
+    mpiexec = {
+        "Open MPI": env.get("PMIX_NAMESPACE"),
+        "PALS": env.get("PALS_APID"),
+        "Hydra": _hydra_port(),
+    }
     job = mpiexec.get(launch.launcher or "") or env.get("PBS_JOBID") or env.get("SLURM_JOB_ID")
     job = job or (str(launcher_pid()) if one_node else "0")
     number = int("".join(re.findall(r"[0-9]", job)[:18]) or 0) * 16
@@ -228,7 +274,9 @@ def _require_agreement(launch: Launch, env: Mapping[str, str]) -> None:
     expected = (launch.rank, launch.world_size, launch.local_rank, launch.local_size)
     problems = [
         f"{name}={env[name]}, but {value} by {source}; unset {name}, {launch.launcher} does not need it"
-        for name, source, value in zip(_VARIABLES["torchrun"], _VARIABLES[launch.launcher], expected, strict=False)
+        for name, source, value in zip(
+            _VARIABLES["torchrun"], _VARIABLES[launch.launcher], expected, strict=False
+        )
         if name in env and _numbers(env, name)[0] != value
     ]
     if problems:

@@ -88,14 +88,17 @@ def _cgroup_directories(controller: str) -> list[Path]:
 
 def has_gpu() -> bool:
     """Return whether the machine has an NVIDIA or AMD GPU, or that of WSL 2."""
-    return any(path for device in ("nvidia[0-9]*", "kfd", "dxg") for path in Path("/dev").glob(device))
+    return any(
+        path for device in ("nvidia[0-9]*", "kfd", "dxg") for path in Path("/dev").glob(device)
+    )
 
 
 def share_cores() -> None:
     """Let OpenMP's threads sleep soon at a barrier, unless the user has chosen how they wait.
 
-    By default they look at it 300,000 times, while the thread they wait for may need their core: with another process
-    on the same cores, e.g. the next trial of a search, both are several times slower.
+    By default they look at it 300,000 times, while the thread they wait for may need their core:
+    with another process on the same cores, e.g. the next trial of a search, both are several times
+    slower.
     """
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)

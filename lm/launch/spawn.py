@@ -2,8 +2,8 @@
 
     python -m lm.launch [--nproc N] fsdp.py ARGUMENTS...
 
-Compared with torchrun, it starts sooner, forwards SIGTERM, SIGINT and SIGUSR2 to all ranks, and exits with the exit
-code of the first rank that failed (2 = bad configuration), without a traceback.
+Compared with torchrun, it starts sooner, forwards SIGTERM, SIGINT and SIGUSR2 to all ranks, and
+exits with the exit code of the first rank that failed (2 = bad configuration), without a traceback.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ GRACE = 1.0  # seconds that the other ranks have to end when one fails
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
     """Exit with the code that `main` returns, or with 1 and a traceback.
 
-    Skips Python's cleanup, which takes seconds and would wait for a thread that writes a checkpoint. If torchrun
-    started this process and is killed, the kernel sends SIGTERM.
+    Skips Python's cleanup, which takes seconds and would wait for a thread that writes a
+    checkpoint. If torchrun started this process and is killed, the kernel sends SIGTERM.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
@@ -72,14 +72,21 @@ def die_with_parent(signum: int = signal.SIGTERM) -> None:
 def run_local(command: list[str], processes: int) -> int:
     """Run `command` on `processes` ranks on this machine and wait for them.
 
-    When a rank fails, the other ranks receive SIGTERM, and after `GRACE` SIGKILL, because they may hang in a
-    collective. When it exits with code 2 (bad configuration), they have 5 x `GRACE` to find the same error.
+    When a rank fails, the other ranks receive SIGTERM, and after `GRACE` SIGKILL, because they may
+    hang in a collective. When it exits with code 2 (bad configuration), they have 5 x `GRACE` to
+    find the same error.
 
     Returns:
-        0, or the exit code of the first rank that failed (128 + signal number if a signal killed it).
+        0, or the exit code of the first rank that failed (128 + signal number if a signal killed
+        it).
     """
     size = str(processes)
-    common = os.environ | {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    common = os.environ | {
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     common.setdefault("MASTER_PORT", str(free_port()))
     ranks: list[subprocess.Popen[bytes]] = []
     forwarded: list[int] = []
@@ -93,8 +100,11 @@ def run_local(command: list[str], processes: int) -> int:
         signal.signal(signum, forward)
     for number in range(processes):
         env = common | {"RANK": str(number), "LOCAL_RANK": str(number)}
-        # In a new session, ranks receive Ctrl-C only from this process and not also from the terminal.
-        ranks.append(subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=die_with_parent))
+        # In a new session, ranks receive Ctrl-C only from this process and not also from the
+        # terminal.
+        ranks.append(
+            subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=die_with_parent)
+        )
         for signum in forwarded:  # before this rank started
             ranks[-1].send_signal(signum)
 
@@ -105,12 +115,16 @@ def run_local(command: list[str], processes: int) -> int:
             running.remove(rank)
             if rank.returncode and not failure:
                 failure = rank.returncode
-                bad_config = failure == 2  # the other ranks find the same error, which rank 0 prints
+                bad_config = (
+                    failure == 2
+                )  # the other ranks find the same error, which rank 0 prints
                 deadline = time.monotonic() + (5 * GRACE if bad_config else GRACE)
                 if -failure in forwarded:
                     print("stopped before the first step", file=sys.stderr)
                 elif failure < 0:
-                    killed = f"rank {ranks.index(rank)} was killed by {signal.Signals(-failure).name}"
+                    killed = (
+                        f"rank {ranks.index(rank)} was killed by {signal.Signals(-failure).name}"
+                    )
                     print(f"{killed}; stopping the others", file=sys.stderr)
                 for other in [] if bad_config else running:
                     other.terminate()
@@ -122,12 +136,18 @@ def run_local(command: list[str], processes: int) -> int:
 
 def main() -> int:
     """Run the command. Return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m lm.launch", description="Run a script on several ranks.")
-    parser.add_argument("--nproc", type=int, help="number of ranks (default: one per GPU, or 2 without GPUs)")
+    parser = argparse.ArgumentParser(
+        prog="python -m lm.launch", description="Run a script on several ranks."
+    )
+    parser.add_argument(
+        "--nproc", type=int, help="number of ranks (default: one per GPU, or 2 without GPUs)"
+    )
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     require_torch()
     if args.nproc is not None and args.nproc < 1:
         parser.error(f"--nproc {args.nproc}: use at least 1")
-    return run_local([sys.executable, args.script, *args.arguments], args.nproc or default_processes())
+    return run_local(
+        [sys.executable, args.script, *args.arguments], args.nproc or default_processes()
+    )

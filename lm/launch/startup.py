@@ -36,7 +36,10 @@ def require_torch() -> None:
         problem = f"not installed for {sys.executable}"
     if is_rank0():
         install = f"install {'.'.join(map(str, OLDEST_TORCH))} or newer"
-        print(f"torch: {problem}; {install}: pip install -r requirements.txt -c constraints.txt", file=sys.stderr)
+        print(
+            f"torch: {problem}; {install}: pip install -r requirements.txt -c constraints.txt",
+            file=sys.stderr,
+        )
     sys.exit(ConfigError.exit_code)
 
 
@@ -47,11 +50,20 @@ def setup_environment() -> None:
     announce("importing PyTorch")
     keep_freed_memory()
     share_cores()
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name, which the newer one would override
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation
+    if (
+        "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+    ):  # the older name, which the newer one would override
+        os.environ.setdefault(
+            "PYTORCH_ALLOC_CONF", "expandable_segments:True"
+        )  # less fragmentation
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # quiet profiler
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no C++ stack traces for lost connections
-    for name in ("determined.tensorboard", "determined.common.storage"):  # warnings of every trial, for no reason
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # no C++ stack traces for lost connections
+    for name in (
+        "determined.tensorboard",
+        "determined.common.storage",
+    ):  # warnings of every trial, for no reason
         logging.getLogger(name).setLevel(logging.ERROR)
     with suppress(ValueError, OSError):  # five files per rank of the job
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

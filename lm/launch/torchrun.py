@@ -2,7 +2,8 @@
 
     python -m lm.launch.torchrun [OPTIONS OF TORCHRUN] fsdp.py ARGUMENTS...
 
-Kubernetes reads it: launch/trainjob.yaml ends a job with a bad configuration instead of restarting it.
+Kubernetes reads it: launch/trainjob.yaml ends a job with a bad configuration instead of restarting
+it.
 """
 
 from __future__ import annotations

@@ -22,12 +22,17 @@ class MetricsConfig(BaseModel, frozen=True, extra="forbid"):
     """How often metrics are reported."""
 
     report_rate: int = Field(10, gt=0, description="steps between training reports")
-    validation_rate: int | None = Field(None, gt=0, description="steps between validations; null = report_rate")
+    validation_rate: int | None = Field(
+        None, gt=0, description="steps between validations; null = report_rate"
+    )
     sample_rate: int | None = Field(
-        None, gt=0, description="steps between samples; null = validation_rate if the data are text, else no samples"
+        None,
+        gt=0,
+        description="steps between samples; null = validation_rate if the data are text, else no samples",
     )
     tracker: TrackerName | list[TrackerName] | None = Field(
-        None, description="services that are sent metrics, samples and status; a failure of theirs never ends the run"
+        None,
+        description="services that are sent metrics, samples and status; a failure of theirs never ends the run",
     )
 
 
@@ -35,7 +40,8 @@ class MetricSums(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """What one rank has accumulated since the last report."""
 
     loss_sum: float = Field(
-        default=0.0, description="nats, over the target tokens of this rank; all other sums are global"
+        default=0.0,
+        description="nats, over the target tokens of this rank; all other sums are global",
     )
     n_target_tokens: float = 0.0
     grad_norm_sum: float = 0.0
@@ -59,7 +65,9 @@ class MetricsAccumulator:
         peak_flops: of one device (FLOP/s); None = unknown, no MFU.
     """
 
-    def __init__(self, device: torch.device, world: World, flops_per_token: float, peak_flops: float | None) -> None:
+    def __init__(
+        self, device: torch.device, world: World, flops_per_token: float, peak_flops: float | None
+    ) -> None:
         self._device, self._world = device, world
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         # consecutive skipped steps up to the last one, and most of them since the last report
@@ -67,7 +75,9 @@ class MetricsAccumulator:
         self._load(MetricSums())
 
     def _load(self, sums: MetricSums) -> None:
-        self._sums = torch.tensor([getattr(sums, key) for key in ON_DEVICE], dtype=torch.float64, device=self._device)
+        self._sums = torch.tensor(
+            [getattr(sums, key) for key in ON_DEVICE], dtype=torch.float64, device=self._device
+        )
         self.n_steps, self._n_tokens = sums.n_steps, sums.n_tokens
         self._data_seconds = sums.data_seconds
         self._save_seconds: float | None = None
@@ -109,7 +119,8 @@ class MetricsAccumulator:
     def saving(self) -> Iterator[None]:
         """Exclude the time of the block from training time, and report it as `save_stall_seconds`.
 
-        The block does not wait for what it starts on the device, such as the copy of an asynchronous checkpoint.
+        The block does not wait for what it starts on the device, such as the copy of an
+        asynchronous checkpoint.
         """
         start = self._now()
         yield
@@ -124,16 +135,29 @@ class MetricsAccumulator:
         yield
         self._data_seconds += time.perf_counter() - start
 
-    def add(self, loss_sum: Tensor, n_target_tokens: int, n_tokens: int, grad_norm: Tensor, skipped: Tensor) -> None:
+    def add(
+        self,
+        loss_sum: Tensor,
+        n_target_tokens: int,
+        n_tokens: int,
+        grad_norm: Tensor,
+        skipped: Tensor,
+    ) -> None:
         """Add a step, without waiting for it.
 
         Args:
-            loss_sum: over the target tokens of this rank (nats); all other values are over all ranks.
-            skipped: 1.0 if the optimizer skipped the step, else 0.0. The loss and norm of a skipped step do not count.
+            loss_sum: over the target tokens of this rank (nats); all other values are over all
+                ranks.
+            skipped: 1.0 if the optimizer skipped the step, else 0.0. The loss and norm of a skipped
+                step do not count.
         """
-        loss_sum, grad_norm, skipped = (x.to(self._device, torch.float64) for x in (loss_sum, grad_norm, skipped))
+        loss_sum, grad_norm, skipped = (
+            x.to(self._device, torch.float64) for x in (loss_sum, grad_norm, skipped)
+        )
         taken = 1 - skipped
-        loss_sum, grad_norm = torch.stack([loss_sum, grad_norm]).masked_fill(skipped > 0, 0.0)  # inf x 0 is NaN
+        loss_sum, grad_norm = torch.stack([loss_sum, grad_norm]).masked_fill(
+            skipped > 0, 0.0
+        )  # inf x 0 is NaN
         self._sums += torch.stack([loss_sum, n_target_tokens * taken, grad_norm, taken, skipped])
         consecutive = (self._streaks[0] + 1) * skipped
         self._streaks = torch.stack([consecutive, torch.maximum(self._streaks[1], consecutive)])
@@ -166,7 +190,9 @@ class MetricsAccumulator:
         if self._save_seconds is not None:
             metrics["save_stall_seconds"] = self._save_seconds
         if self._peak_flops is not None:
-            metrics["mfu"] = tokens_per_second * self._flops_per_token / (self._peak_flops * len(ranks))
+            metrics["mfu"] = (
+                tokens_per_second * self._flops_per_token / (self._peak_flops * len(ranks))
+            )
         most_consecutive_skipped = int(self._streaks[1].item())
         self._streaks[1] = 0
         self._load(MetricSums())

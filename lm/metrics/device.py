@@ -10,8 +10,24 @@ import torch
 
 GIB = 2**30
 
-PEAK_TFLOPS = {"B200": 2250, "H200 NVL": 835, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "A100": 312}
-PEAK_TFLOPS |= {"GB200": 2500, "H800": 989, "H20": 148, "L40S": 362, "L4": 121, "RTX 5090": 209.5, "RTX 4090": 165.2}
+PEAK_TFLOPS = {
+    "B200": 2250,
+    "H200 NVL": 835,
+    "H200": 989,
+    "H100 NVL": 835,
+    "H100 PCIe": 756,
+    "H100": 989,
+    "A100": 312,
+}
+PEAK_TFLOPS |= {
+    "GB200": 2500,
+    "H800": 989,
+    "H20": 148,
+    "L40S": 362,
+    "L4": 121,
+    "RTX 5090": 209.5,
+    "RTX 4090": 165.2,
+}
 PEAK_TFLOPS |= {"V100-PCIE": 112, "V100": 125, "T4": 65}
 """Dense 16-bit peak (TFLOP/s, without sparsity) by a part of the GPU's name, from the vendors' data sheets; the first
 match counts; of GeForce cards with accumulation in float32. bfloat16, where supported, is as fast as float16."""
@@ -27,7 +43,9 @@ def peak_flops_by_name(name: str) -> float | None:
     """Return the dense 16-bit peak of the GPU called `name` (FLOP/s), or None if unknown."""
     if re.search("MIG|Laptop", name):  # a slice, or a smaller chip than the desktop card's
         return None
-    return next((peak * 1e12 for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None)
+    return next(
+        (peak * 1e12 for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None
+    )
 
 
 def peak_memory_gib(device: torch.device) -> float:

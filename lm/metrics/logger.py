@@ -55,7 +55,9 @@ class MetricLogger:
             if self._run_dir is None:
                 raise
             where = error.filename or self._run_dir
-            problem = f"{where}: cannot write metrics ({error.strerror}); the last checkpoint is kept"
+            problem = (
+                f"{where}: cannot write metrics ({error.strerror}); the last checkpoint is kept"
+            )
             raise RunError(problem) from None
 
     def start(
@@ -66,7 +68,8 @@ class MetricLogger:
     ) -> None:
         """Open the other sinks after `step` completed steps.
 
-        Records of later steps, and of the groups `missing` at `step`, are dropped: they are logged again.
+        Records of later steps, and of the groups `missing` at `step`, are dropped: they are logged
+        again.
         """
         self.set_status("training")
         if not self._sinks:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class Record:
     """What a run logs after `step` completed steps, at `time` (seconds since 1970).
 
-    The groups "training" and "validation" have metrics as fields, "sample" has `prompt` and `text`, and "checkpoint"
-    has the `uuid` of a complete checkpoint.
+    The groups "training" and "validation" have metrics as fields, "sample" has `prompt` and `text`,
+    and "checkpoint" has the `uuid` of a complete checkpoint.
     """
 
     group: str
@@ -75,8 +75,8 @@ class Sink:
 class JSONL(Sink):
     """metrics.jsonl and samples.jsonl, with a line of JSON per report and per sample.
 
-    Lines from before a restart are removed if they are of a step after `start`, or of step `start` and of a group that
-    is `missing` in the checkpoint of that step.
+    Lines from before a restart are removed if they are of a step after `start`, or of step `start`
+    and of a group that is `missing` in the checkpoint of that step.
     """
 
     def __init__(self, run_dir: Path, start: int, missing: Collection[str]) -> None:
@@ -108,19 +108,27 @@ class JSONL(Sink):
 class TensorBoard(Sink):
     """Event files of two runs, `training` and `validation`, which share the chart `loss`.
 
-    All other scalars are named `<group>/<metric>`, which comes after `loss`. The run `validation` also has the samples
-    as text, and the hyperparameters with its last loss. Events after step `start`, and those of `missing` groups at it,
-    are hidden.
+    All other scalars are named `<group>/<metric>`, which comes after `loss`. The run `validation`
+    also has the samples as text, and the hyperparameters with its last loss. Events after step
+    `start`, and those of `missing` groups at it, are hidden.
     """
 
-    def __init__(self, run_dir: Path, start: int, missing: Collection[str], hyperparameters: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        start: int,
+        missing: Collection[str],
+        hyperparameters: Mapping[str, Any],
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
         self._excepthook = threading.excepthook
         threading.excepthook = self._print_exception
         self._writers = {
-            group: SummaryWriter(run_dir / group, purge_step=start + (group not in missing), flush_secs=10)
+            group: SummaryWriter(
+                run_dir / group, purge_step=start + (group not in missing), flush_secs=10
+            )
             for group in ("training", "validation")
         }
         shown = {key: value for key, value in hyperparameters.items() if value is not None}
@@ -154,7 +162,9 @@ class TensorBoard(Sink):
         self._validation_file.add_summary(self._session_end)
         for writer in self._writers.values():
             writer.close()
-        threading.excepthook = self._excepthook  # after an error, the thread of another writer may still fail
+        threading.excepthook = (
+            self._excepthook
+        )  # after an error, the thread of another writer may still fail
 
 
 def _add_sample(writer: SummaryWriter, record: Record) -> None:
@@ -176,7 +186,9 @@ class CoreAPI(Sink):
             self._write_sample(record)
         elif record.group != "checkpoint":
             metrics = dict(record.fields)
-            self._train_context.report_metrics(record.group, steps_completed=record.step, metrics=metrics)
+            self._train_context.report_metrics(
+                record.group, steps_completed=record.step, metrics=metrics
+            )
             if record.group == "training":
                 progress = min(1.0, record.step / self._max_steps)
                 self._background.submit(self._train_context.report_progress, progress)
@@ -231,12 +243,20 @@ class Console(Sink):
             from tqdm import tqdm
 
             color = "cyan" if can_colorize() else None
-            options: dict[str, Any] = {"unit": "step", "dynamic_ncols": True, "smoothing": 0.1, "colour": color}
+            options: dict[str, Any] = {
+                "unit": "step",
+                "dynamic_ncols": True,
+                "smoothing": 0.1,
+                "colour": color,
+            }
             self._bar = tqdm(total=self._max_steps, initial=step, **options)
 
     def info(self, line: str) -> None:
         # A full disk, or a closed pipe such as that of head, does not end training.
-        with suppress(OSError), nullcontext() if self._bar is None else self._bar.external_write_mode():
+        with (
+            suppress(OSError),
+            nullcontext() if self._bar is None else self._bar.external_write_mode(),
+        ):
             self._write(line)
 
     def on_step_end(self) -> None:

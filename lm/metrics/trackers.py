@@ -1,11 +1,11 @@
 """Experiment trackers: Weights & Biases, MLflow, and Determined for runs outside its clusters.
 
-A run has one run in each tracker, also after resuming. A start sends Weights & Biases and MLflow what metrics.jsonl and
-samples.jsonl hold, as steps that are trained again replace earlier ones only in this way; Determined's master replaces
-them itself.
+A run has one run in each tracker, also after resuming. A start sends Weights & Biases and MLflow
+what metrics.jsonl and samples.jsonl hold, as steps that are trained again replace earlier ones only
+in this way; Determined's master replaces them itself.
 
-Each tracker has a thread, although the clients report in the background themselves: their first and last calls block,
-and none of their queues can be left with a time limit.
+Each tracker has a thread, although the clients report in the background themselves: their first and
+last calls block, and none of their queues can be left with a time limit.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ class MLflow(Client):
 
     def write(self, record: Record) -> None:
         if record.group == "checkpoint":
-            self._client.set_tag(self._id, "checkpoint", f"step {record.step}, {record.fields['uuid']}")
+            self._client.set_tag(
+                self._id, "checkpoint", f"step {record.step}, {record.fields['uuid']}"
+            )
         elif record.group == "sample":
             self._client.log_text(self._id, record.sample, f"samples/step-{record.step}.txt")
         elif self._losses.get((record.group, record.step)) != record.fields["loss"]:
@@ -169,8 +171,9 @@ class MLflow(Client):
 class Determined(Client):
     """A trial of an unmanaged experiment.
 
-    The SDK's `core_v2` is not used: it sends the same calls, but replaces stdout, `sys.exit` and `sys.excepthook`, has
-    no PAUSED, and blocks if the master does not answer: the run that prints or reports to it, and `close` for ever.
+    The SDK's `core_v2` is not used: it sends the same calls, but replaces stdout, `sys.exit` and
+    `sys.excepthook`, has no PAUSED, and blocks if the master does not answer: the run that prints
+    or reports to it, and `close` for ever.
     """
 
     needs_history = False
@@ -190,17 +193,28 @@ class Determined(Client):
         config = {
             "name": run.name,
             "checkpoint_storage": {"type": "directory", "container_path": directory},
-            "searcher": {"name": "single", "metric": "loss"},  # without a metric, the Overview has no chart
+            "searcher": {
+                "name": "single",
+                "metric": "loss",
+            },  # without a metric, the Overview has no chart
         }
         body = {"config": json.dumps(config), "unmanaged": True}
         answer = session.put(f"api/v1/experiments/by-external-id/{run.id}", json=body)
         experiment = answer.json()["experiment"]["id"]
-        trial = {"experimentId": experiment, "hparams": dict(run.hyperparameters), "unmanaged": True}
-        answer = session.put("api/v1/trials", json={"createTrialRequest": trial, "externalTrialId": run.id})
+        trial = {
+            "experimentId": experiment,
+            "hparams": dict(run.hyperparameters),
+            "unmanaged": True,
+        }
+        answer = session.put(
+            "api/v1/trials", json={"createTrialRequest": trial, "externalTrialId": run.id}
+        )
         self._trial_id = answer.json()["trial"]["id"]
         self._task_id = answer.json()["trial"]["taskId"]
         self._trial = f"api/v1/trials/{self._trial_id}"
-        answer = session.post(f"{self._trial}/start", json={"trialId": self._trial_id, "resume": True})
+        answer = session.post(
+            f"{self._trial}/start", json={"trialId": self._trial_id, "resume": True}
+        )
         self._run_id = answer.json()["trialRunId"]
         self._session = session.with_retry(util.get_max_retries_config())
         self._next_beat = 0.0
@@ -222,7 +236,9 @@ class Determined(Client):
                 "reportTime": date,
                 "metrics": {"avgMetrics": record.fields},
             }
-            self._session.post(f"{self._trial}/metrics", json={"group": record.group, "metrics": report})
+            self._session.post(
+                f"{self._trial}/metrics", json={"group": record.group, "metrics": report}
+            )
 
     def _write_checkpoint(self, record: Record, date: str) -> None:
         sizes: dict[str, dict[str, str]] = {}
@@ -230,7 +246,9 @@ class Determined(Client):
             for path, file in self._files.find(self._root, detail=True).items():
                 name, _, inside = path.removeprefix(f"{self._root}/").partition("/")
                 sizes.setdefault(name, {})[inside] = str(file["size"])
-        if record.fields["uuid"] not in sizes:  # already deleted by retention: the next one shows what is left
+        if (
+            record.fields["uuid"] not in sizes
+        ):  # already deleted by retention: the next one shows what is left
             return
         checkpoint = {
             "uuid": record.fields["uuid"],
@@ -242,7 +260,9 @@ class Determined(Client):
             "training": {},
         }
         self._session.post("api/v1/checkpoints", json=checkpoint)
-        known = self._session.get(f"{self._trial}/checkpoints?states=STATE_COMPLETED").json()["checkpoints"]
+        known = self._session.get(f"{self._trial}/checkpoints?states=STATE_COMPLETED").json()[
+            "checkpoints"
+        ]
         for checkpoint in known:
             if checkpoint["uuid"] not in sizes:
                 deleted = {"uuid": checkpoint["uuid"], "resources": {"resources": {}}}
@@ -279,7 +299,11 @@ def _log_in(master: str) -> Session:
     raise RunError(f"no login at {master}: run det user login NAME, or set DET_USER and DET_PASS")
 
 
-_CLIENTS: dict[str, Callable[[TrackedRun], Client]] = {"wandb": WandB, "mlflow": MLflow, "determined": Determined}
+_CLIENTS: dict[str, Callable[[TrackedRun], Client]] = {
+    "wandb": WandB,
+    "mlflow": MLflow,
+    "determined": Determined,
+}
 
 
 class Tracker(Sink):
@@ -292,7 +316,9 @@ class Tracker(Sink):
         self._status = ""
         self._waiting: queue.Queue[Record | None] = queue.Queue(MAX_WAITING)
         """ends with None"""
-        self._thread = threading.Thread(target=self._work, args=(run,), name=f"tracker-{name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, args=(run,), name=f"tracker-{name}", daemon=True
+        )
         self._thread.start()
 
     def _work(self, run: TrackedRun) -> None:
@@ -369,8 +395,12 @@ def open_trackers(
     if isinstance(names, str):
         names = [names]
     if names and directory:
-        history = "".join((directory / name).read_text() for name in ("metrics.jsonl", "samples.jsonl"))
-        run = TrackedRun(_read_id(directory / "tracker_id"), directory.name, hyperparameters, directory, history)
+        history = "".join(
+            (directory / name).read_text() for name in ("metrics.jsonl", "samples.jsonl")
+        )
+        run = TrackedRun(
+            _read_id(directory / "tracker_id"), directory.name, hyperparameters, directory, history
+        )
     elif names and cluster_info:
         trial = cluster_info.trial.trial_id
         run = TrackedRun(f"{cluster_info.cluster_id}-{trial}", f"trial {trial}", hyperparameters)

@@ -52,11 +52,15 @@ def _search_row(plan: Plan) -> str:
     if plan.settings:
         settings = " ".join(f"{key}={value}" for key, value in plan.settings.items())
     memory = f"{plan.peak / GIB:.1f} | {plan.host / GIB:.1f}"
-    rate = f"{plan.tokens_per_second:,.0f} | {plan.mfu:.0%} | {plan.gpu_hours_per_billion_tokens:,.1f}"
+    rate = (
+        f"{plan.tokens_per_second:,.0f} | {plan.mfu:.0%} | {plan.gpu_hours_per_billion_tokens:,.1f}"
+    )
     return f"| {plan.gpus} | {settings} | {memory} | {rate} |"
 
 
-def plot(hp: Hyperparameters, ranks: fit.Ranks, card: speed.Card, network: float, path: Path) -> None:
+def plot(
+    hp: Hyperparameters, ranks: fit.Ranks, card: speed.Card, network: float, path: Path
+) -> None:
     """Draw memory by part over GPUs and strategies, and tokens/s per GPU of up to 10,000 GPUs."""
     try:
         from matplotlib.figure import Figure
@@ -157,18 +161,45 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     Raises:
         ConfigError: a value is unknown or out of range.
     """
-    parser = argparse.ArgumentParser(prog="python -m lm.plan", description="Predict the memory and time of a run.")
+    parser = argparse.ArgumentParser(
+        prog="python -m lm.plan", description="Predict the memory and time of a run."
+    )
     add = parser.add_argument
     add("--config", type=Path, default=Path("config.yaml"), help="experiment file (%(default)s)")
     add("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
-    add("--gpu", metavar="NAME", default="h100", help=f"one of {', '.join(speed.CARDS)} (%(default)s)")
+    add(
+        "--gpu",
+        metavar="NAME",
+        default="h100",
+        help=f"one of {', '.join(speed.CARDS)} (%(default)s)",
+    )
     add("--memory", type=float, metavar="GIB", help="memory of an unknown GPU, without times")
-    add("--host-memory", type=float, metavar="GIB", help="memory of a node (this machine's if it has such a GPU)")
+    add(
+        "--host-memory",
+        type=float,
+        metavar="GIB",
+        help="memory of a node (this machine's if it has such a GPU)",
+    )
     add("--gpus", type=int, default=1, metavar="N", help="number of GPUs (%(default)s)")
     add("--nodes", type=int, metavar="M", help="number of nodes (8 GPUs per node)")
-    add("--network", type=float, default=50.0, metavar="GBPS", help="GB/s per GPU to other nodes (%(default)s)")
-    add("--search", action="store_true", help="find the fastest settings on 1, 2, 4, ... N GPUs, and the cheapest")
-    add("--plot", type=Path, metavar="FILE.png", help="draw memory by strategy and the speed of up to 10,000 GPUs")
+    add(
+        "--network",
+        type=float,
+        default=50.0,
+        metavar="GBPS",
+        help="GB/s per GPU to other nodes (%(default)s)",
+    )
+    add(
+        "--search",
+        action="store_true",
+        help="find the fastest settings on 1, 2, 4, ... N GPUs, and the cheapest",
+    )
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE.png",
+        help="draw memory by strategy and the speed of up to 10,000 GPUs",
+    )
     add("--json", action="store_true", help="print JSON")
     args = parser.parse_intermixed_args(arguments)
     if args.nodes is None:
@@ -176,14 +207,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     problems = []
     if args.gpu not in speed.CARDS:
         near = difflib.get_close_matches(args.gpu, speed.CARDS, n=3, cutoff=0.3) or speed.CARDS
-        problems.append(f"--gpu: {args.gpu} is unknown; did you mean {', '.join(near)}? Or use --memory GIB")
+        problems.append(
+            f"--gpu: {args.gpu} is unknown; did you mean {', '.join(near)}? Or use --memory GIB"
+        )
     if args.gpus < 1:
         problems.append(f"--gpus: {args.gpus} must be 1 or more")
     if args.nodes < 1:
         problems.append(f"--nodes: {args.nodes} must be 1 or more")
     elif args.gpus % args.nodes:
-        problems.append(f"--nodes: {args.nodes} nodes cannot share {args.gpus} GPUs; set it to a divisor")
-    amounts = {"--memory": args.memory, "--host-memory": args.host_memory, "--network": args.network}
+        problems.append(
+            f"--nodes: {args.nodes} nodes cannot share {args.gpus} GPUs; set it to a divisor"
+        )
+    amounts = {
+        "--memory": args.memory,
+        "--host-memory": args.host_memory,
+        "--network": args.network,
+    }
     for option, value in amounts.items():
         if value is not None and not 0 < value < math.inf:
             problems.append(f"{option}: {value:g} must be finite and above 0")
@@ -202,7 +241,9 @@ def load(args: argparse.Namespace) -> Hyperparameters:
     if Path(hp.init_from).exists():
         return config.load(args.config, args.overrides, weights.model_defaults)
     if hp.model is None:
-        raise ConfigError(f"init_from: {hp.init_from} does not exist; set model to the preset with its shape")
+        raise ConfigError(
+            f"init_from: {hp.init_from} does not exist; set model to the preset with its shape"
+        )
     return hp
 
 
@@ -213,7 +254,9 @@ def _ranks(args: argparse.Namespace, hp: Hyperparameters, card: speed.Card) -> f
     elif torch.cuda.is_available() and card.name in torch.cuda.get_device_name():
         host_bytes = host_memory()[0]
     gpu_bytes = round((args.memory or card.gib) * GIB)
-    return fit.Ranks(DTYPES[hp.amp_dtype], "cuda", args.gpus, args.gpus // args.nodes, gpu_bytes, host_bytes)
+    return fit.Ranks(
+        DTYPES[hp.amp_dtype], "cuda", args.gpus, args.gpus // args.nodes, gpu_bytes, host_bytes
+    )
 
 
 @command

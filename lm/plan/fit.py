@@ -59,7 +59,9 @@ def required_memory(hp: Hyperparameters, ranks: Ranks, activations: Activations 
     return Step(hp, ranks.dtype, measured, ranks.shards(hp), n_micro_batches, ranks.on_gpu).peak
 
 
-def required_host_memory(hp: Hyperparameters, ranks: Ranks, activations: Activations = trace) -> int:
+def required_host_memory(
+    hp: Hyperparameters, ranks: Ranks, activations: Activations = trace
+) -> int:
     """Return a rank's bytes of host memory: its copy for asynchronous checkpoints, and what is offloaded."""
     shards = ranks.shards(hp)
     n_bytes = 0

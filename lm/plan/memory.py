@@ -199,7 +199,9 @@ def bound(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str) -> T
     # and a sum of those of all chunks in float32, to which one is being added.
     head = logit * n_logits + 8 * hidden + 8 * matrix
     return Trace(
-        embedding=Piece(held=2 * hidden + pairs, forward=embedding, backward=embedding, after=embedding),
+        embedding=Piece(
+            held=2 * hidden + pairs, forward=embedding, backward=embedding, after=embedding
+        ),
         block=Piece(held=held, forward=block, backward=block + block_gradients, after=block),
         head=Piece(held=head, forward=head, backward=head, after=head),
     )
@@ -285,18 +287,24 @@ class Step:
         else:
             unsharded += self._gathered_in_forward()
         yield self._moment(last_layer, unsharded, 2 * block_buffer, gradients)
-        yield self._moment(last_layer + self.activations.block.forward, unsharded, block_buffer, gradients)
+        yield self._moment(
+            last_layer + self.activations.block.forward, unsharded, block_buffer, gradients
+        )
 
         unsharded = units.root.gathered + head + self._gathered_in_forward()
         yield self._moment(all_layers, unsharded, head_and_block_buffers, gradients)
-        yield self._moment(all_layers + self.activations.head.forward, unsharded, head_buffer, gradients)
+        yield self._moment(
+            all_layers + self.activations.head.forward, unsharded, head_buffer, gradients
+        )
 
     def _backward_of_head(self) -> Iterator[Memory]:
         head = self.units.head
         saved = self._before_block(self.hp.n_layers)
         next_buffer = self._backward_buffer()
         unsharded = self.units.root.gathered + head.gathered + self._gathered_in_forward()
-        yield self._moment(saved + self.activations.head.backward, unsharded, next_buffer, self._gradients(0))
+        yield self._moment(
+            saved + self.activations.head.backward, unsharded, next_buffer, self._gradients(0)
+        )
         unsharded -= self._resharded_after_backward(head)
         reducing = self._gradients(0, reducing=head.trained, is_starting=True)
         yield self._moment(saved + self.activations.head.after, unsharded, next_buffer, reducing)
@@ -317,7 +325,9 @@ class Step:
         else:
             unsharded += units.embedding.gathered + (layer + 1) * block.gathered
         gradients = self._gradients(n_reduced, reducing=reducing_unit.trained)
-        yield self._moment(saved + self.activations.block.backward, unsharded, next_buffer, gradients)
+        yield self._moment(
+            saved + self.activations.block.backward, unsharded, next_buffer, gradients
+        )
 
         unsharded -= self._resharded_after_backward(block)
         gradients = self._gradients(n_reduced, reducing=block.trained, is_starting=True)

@@ -133,5 +133,7 @@ def _smaller_presets(hp: Hyperparameters, ranks: Ranks) -> list[dict[str, Any]]:
     for name in PRESETS:
         model = ModelConfig.model_validate({"model": name})
         presets.append({key: getattr(model, key) for key in keys})
-    presets.sort(key=lambda preset: state_bytes(hp.model_copy(update=preset), ranks.dtype, 1), reverse=True)
+    presets.sort(
+        key=lambda preset: state_bytes(hp.model_copy(update=preset), ranks.dtype, 1), reverse=True
+    )
     return presets

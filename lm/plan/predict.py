@@ -62,7 +62,9 @@ class Plan:
     """hyperparameters that a search changed"""
 
 
-def make_plan(hp: Hyperparameters, ranks: fit.Ranks, card: Card | None = None, network: float = 50.0) -> Plan:
+def make_plan(
+    hp: Hyperparameters, ranks: fit.Ranks, card: Card | None = None, network: float = 50.0
+) -> Plan:
     """Predict a run, and its times if a `card` is given.
 
     Args:
@@ -132,7 +134,9 @@ def search(hp: Hyperparameters, ranks: fit.Ranks, card: Card, network: float) ->
         some = replace(ranks, size=count, per_node=min(count, ranks.per_node))
         for lora_rank in adapter_ranks:
             fastest: Plan | None = None
-            for plan in _plans_that_fit(hp.model_copy(update={"lora_rank": lora_rank}), some, card, network):
+            for plan in _plans_that_fit(
+                hp.model_copy(update={"lora_rank": lora_rank}), some, card, network
+            ):
                 if fastest is None or _rate(plan) > _rate(fastest):
                     fastest = plan
             if fastest is None:
@@ -147,7 +151,9 @@ def _rate(plan: Plan) -> float:
     return plan.tokens_per_second
 
 
-def _plans_that_fit(hp: Hyperparameters, ranks: fit.Ranks, card: Card, network: float) -> Iterator[Plan]:
+def _plans_that_fit(
+    hp: Hyperparameters, ranks: fit.Ranks, card: Card, network: float
+) -> Iterator[Plan]:
     """Yield the plans that fit, of all settings that a search combines."""
     for changes in _grid(hp, ranks):
         for batch_size in BATCH_SIZES:
@@ -164,8 +170,12 @@ def _plans_that_fit(hp: Hyperparameters, ranks: fit.Ranks, card: Card, network: 
 def _grid(hp: Hyperparameters, ranks: fit.Ranks) -> Iterator[dict[str, Any]]:
     group = hp.shard_group_size or ranks.per_node
     shardings: Sequence[str] = SHARDINGS
-    if ranks.size <= ranks.per_node or ranks.size % group:  # no groups: full-shard, grad-shard, no-shard
-        shardings = SHARDINGS[: min(ranks.size + 1, 3)]  # on one GPU the last is the same as grad-shard
+    if (
+        ranks.size <= ranks.per_node or ranks.size % group
+    ):  # no groups: full-shard, grad-shard, no-shard
+        shardings = SHARDINGS[
+            : min(ranks.size + 1, 3)
+        ]  # on one GPU the last is the same as grad-shard
     optim_dtypes: Sequence[str] = (hp.optim_dtype,)
     if hp.beta2 <= 0.99:  # above, bfloat16 moments would not decay
         optim_dtypes = ("float32", "bfloat16")

@@ -78,7 +78,9 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        return self.compute + self.memory + self.optimizer + self.exposed_communication + self.offload
+        return (
+            self.compute + self.memory + self.optimizer + self.exposed_communication + self.offload
+        )
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,9 @@ def step_time(
         memory=memory,
         optimizer=_optimizer_seconds(hp, dtype, card, layout.shards, n_gathers, n_reductions),
         exposed_communication=exposed,
-        offload=_offload_seconds(hp, dtype, layout.shards, n_gathers, n_reductions, n_micro_batches, compute + memory),
+        offload=_offload_seconds(
+            hp, dtype, layout.shards, n_gathers, n_reductions, n_micro_batches, compute + memory
+        ),
     )
     return StepTime(seconds, model_flops * n_micro_batches, links)
 
@@ -147,7 +151,9 @@ def _n_units(hp: Hyperparameters) -> int:
     return hp.n_layers + 2  # the embedding and the head
 
 
-def _compute_seconds(hp: Hyperparameters, dtype: torch.dtype | None, card: Card, model_flops: float) -> float:
+def _compute_seconds(
+    hp: Hyperparameters, dtype: torch.dtype | None, card: Card, model_flops: float
+) -> float:
     """Return the seconds of a micro-step's matrix products and attention."""
     tokens = hp.batch_size * hp.max_seq_len
     # 4 FLOPs per attended position and channel in forward (scores, weighted values), 8 in backward.
@@ -184,7 +190,12 @@ def _memory_seconds(hp: Hyperparameters, dtype: torch.dtype | None, card: Card) 
 
 
 def _optimizer_seconds(
-    hp: Hyperparameters, dtype: torch.dtype | None, card: Card, shards: int, n_gathers: int, n_reductions: int
+    hp: Hyperparameters,
+    dtype: torch.dtype | None,
+    card: Card,
+    shards: int,
+    n_gathers: int,
+    n_reductions: int,
 ) -> float:
     """Return the seconds of AdamW and of FSDP's copies, from the bytes that they read and write."""
     total = count_units(hp, dtype, shards).total
@@ -227,7 +238,12 @@ def _offload_seconds(
 
 
 def _communication(
-    hp: Hyperparameters, dtype: torch.dtype | None, card: Card, layout: Layout, n_gathers: int, n_reductions: int
+    hp: Hyperparameters,
+    dtype: torch.dtype | None,
+    card: Card,
+    layout: Layout,
+    n_gathers: int,
+    n_reductions: int,
 ) -> tuple[float, Links]:
     """Return the seconds of a step's collectives, and the bytes that a GPU sends.
 

@@ -112,7 +112,9 @@ def trace(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str) -> T
     two = one
     if hp.batch_size > 1:
         two = measure(_model_key(hp), 2, n_blocks)[1:-1]
-    *first, block = (of_one.extrapolate(of_two, hp.batch_size) for of_one, of_two in zip(one, two, strict=True))
+    *first, block = (
+        of_one.extrapolate(of_two, hp.batch_size) for of_one, of_two in zip(one, two, strict=True)
+    )
     difference = sum(piece.held - block.held for piece in first)
     return Trace(replace(embedding, held=embedding.held + difference), block, head)
 
@@ -131,7 +133,9 @@ def _build_model(hp: Hyperparameters, n_layers: int, dtype: torch.dtype | None) 
         model.to(dtype or torch.float32)
     if hp.activation_checkpointing != "none":
         for block in model.blocks:
-            block.forward = partial(parallelize.checkpointing(hp.activation_checkpointing), block.forward)
+            block.forward = partial(
+                parallelize.checkpointing(hp.activation_checkpointing), block.forward
+            )
     return model
 
 
@@ -145,7 +149,12 @@ class _Phase:
 
 @functools.lru_cache(maxsize=256)
 def _measure(
-    key: str, batch_size: int, n_layers: int, dtype: torch.dtype | None, device_type: str, is_compiled: bool
+    key: str,
+    batch_size: int,
+    n_layers: int,
+    dtype: torch.dtype | None,
+    device_type: str,
+    is_compiled: bool,
 ) -> list[Piece]:
     """Return the pieces of a model in forward order; `key` is JSON of its hyperparameters."""
     hp = Hyperparameters.model_validate_json(key)
@@ -160,7 +169,9 @@ def _measure(
         logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
         backend = partial(_fuse, live)  # of all blocks, so that they share a graph
         for block in model.blocks:
-            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
+            block.forward = torch.compile(
+                block.forward, fullgraph=True, dynamic=False, backend=backend
+            )
         model.head.chunk_cross_entropy = _fused_loss
     elif on_gpu:
         # The head computes the loss in chunks if this is another function.
@@ -225,7 +236,9 @@ def _measure(
     return found
 
 
-def _fused_loss(x: Tensor, weight: Tensor, _targets: Tensor, _needs_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fused_loss(
+    x: Tensor, weight: Tensor, _targets: Tensor, _needs_grad: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate as compiled `chunk_cross_entropy`: the logits and gradients in the compute dtype."""
     logits = F.linear(x, weight)
     grad = torch.empty_like(logits)
@@ -236,7 +249,9 @@ def _fused_loss(x: Tensor, weight: Tensor, _targets: Tensor, _needs_grad: bool) 
     return torch.zeros(()), grad @ weight, weight_grad
 
 
-def _fuse(live: LiveBytes, module: fx.GraphModule, example_inputs: Sequence[Tensor]) -> Callable[..., Any]:
+def _fuse(
+    live: LiveBytes, module: fx.GraphModule, example_inputs: Sequence[Tensor]
+) -> Callable[..., Any]:
     """Compile a graph that counts in `live` the tensors that PyTorch's compiler would materialize.
 
     As there, operators are decomposed, and the partitioner decides what is saved for backward and
@@ -247,7 +262,9 @@ def _fuse(live: LiveBytes, module: fx.GraphModule, example_inputs: Sequence[Tens
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
 
-    def compile_graph(graph: fx.GraphModule, _example_inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    def compile_graph(
+        graph: fx.GraphModule, _example_inputs: Sequence[Tensor]
+    ) -> Callable[..., Any]:
         return make_boxed_func(lambda *arguments: _FusedGraph(graph, live).run(*arguments))
 
     backend = aot_autograd(

@@ -191,7 +191,9 @@ def _write_drafts(
     return [f"{megabytes:,.1f} MB in {seconds:,.1f} s: {speed}", *notes, *lines]
 
 
-def _check_not_empty(files: Sequence[Path], writers: Sequence[SplitWriter], fraction: float) -> None:
+def _check_not_empty(
+    files: Sequence[Path], writers: Sequence[SplitWriter], fraction: float
+) -> None:
     n_documents = sum(writer.n_documents for writer in writers)
     if n_documents == 0:
         raise ConfigError(f"{name_files(files)}: no text to encode")
@@ -202,17 +204,23 @@ def _check_not_empty(files: Sequence[Path], writers: Sequence[SplitWriter], frac
             raise ConfigError(f"--validation-fraction: {problem}; {remedy}")
 
 
-def _documents(args: argparse.Namespace, files: Sequence[Path], from_tail: bool) -> Iterator[Document]:
+def _documents(
+    args: argparse.Namespace, files: Sequence[Path], from_tail: bool
+) -> Iterator[Document]:
     documents = read_documents(files, args.format, args.text_field)
     return hold_out(documents, args.validation_fraction, from_tail)
 
 
-def _train_tokenizer(args: argparse.Namespace, files: Sequence[Path], from_tail: bool) -> FileTokenizer:
+def _train_tokenizer(
+    args: argparse.Namespace, files: Sequence[Path], from_tail: bool
+) -> FileTokenizer:
     texts = _training_texts(args, files, from_tail)
     return FileTokenizer({FILE: train_tokenizer(texts, args.train_tokenizer)}, FILE)
 
 
-def _training_texts(args: argparse.Namespace, files: Sequence[Path], from_tail: bool) -> Iterator[str]:
+def _training_texts(
+    args: argparse.Namespace, files: Sequence[Path], from_tail: bool
+) -> Iterator[str]:
     with _progress("reading for the tokenizer", args, files) as progress:
         for document in _documents(args, files, from_tail):
             if not document.held_out:

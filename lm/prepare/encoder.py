@@ -25,7 +25,9 @@ class _TextChunk:
     """bytes of input"""
 
 
-def encode(documents: Iterable[Document], tokenizer: Tokenizer, n_threads: int) -> Iterator[TokenChunk]:
+def encode(
+    documents: Iterable[Document], tokenizer: Tokenizer, n_threads: int
+) -> Iterator[TokenChunk]:
     """Yield the tokens of `documents`, each with an end-of-text token. Each split keeps their order.
 
     Encoding a chunk per thread, and not the documents of one chunk in parallel, keeps all threads

@@ -208,7 +208,9 @@ def _read_table(name: str, path: Path, field: str) -> Iterator[Document]:
         raise ConfigError(f"{path}: cannot be read as {name}: {reason(error)}") from None
 
 
-def read_ids(path: Path, vocab_size: int, eos_id: int | None, fraction: float) -> Iterator[TokenChunk]:
+def read_ids(
+    path: Path, vocab_size: int, eos_id: int | None, fraction: float
+) -> Iterator[TokenChunk]:
     """Yield the ids in `input_ids` of an HDF5 file: (samples, tokens), all below `vocab_size`.
 
     Consecutive samples are parts of one sequence. A document ends at an end-of-text id and at the
@@ -251,7 +253,9 @@ def _open_ids(path: Path, file: Any) -> Any:
     return data
 
 
-def _read_samples(path: Path, data: Any, vocab_size: int, *, by_sample: bool) -> Iterator[NDArray[np.integer[Any]]]:
+def _read_samples(
+    path: Path, data: Any, vocab_size: int, *, by_sample: bool
+) -> Iterator[NDArray[np.integer[Any]]]:
     """Yield the ids of one sample, or of several consecutive ones, as one array."""
     step = max(1, CHUNK // max(1, data.shape[1]))
     for first in range(0, data.shape[0], step):
@@ -273,7 +277,9 @@ def _join_samples(
     samples: Iterable[NDArray[np.integer[Any]]], eos_id: int | None, fraction: float
 ) -> Iterator[TokenChunk]:
     end = np.array([] if eos_id is None else [eos_id], np.uint32)
-    by_split = itertools.groupby(samples, lambda ids: is_held_out(ids.astype("<u4").tobytes(), fraction))
+    by_split = itertools.groupby(
+        samples, lambda ids: is_held_out(ids.astype("<u4").tobytes(), fraction)
+    )
     for held_out, run in by_split:
         last = eos_id  # the id before the current one, or eos_id between documents
         for ids in run:

@@ -77,7 +77,9 @@ class SplitWriter:
         self.n_tokens += len(chunk.ids)
         self.n_documents += len(chunk.ends)
 
-    def finish(self, tokenizer: str | None, sources: Sequence[SourceRecord], options: Mapping[str, Any]) -> str:
+    def finish(
+        self, tokenizer: str | None, sources: Sequence[SourceRecord], options: Mapping[str, Any]
+    ) -> str:
         """Write the index, after which the draft is complete. Return a line about the split."""
         self._ids.close()
         self._ends.close()

@@ -21,9 +21,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 class PreemptionHandler:
     """Agreement of all ranks, in every step, on whether to stop after it.
 
-    The all-reduce starts before the optimizer step and is waited for after it, so it overlaps with the computation:
-    a GPU still runs the step that the host has launched. Between steps, e.g. after a batch of validation,
-    `is_requested` asks. `should_preempt` returns whether Determined wants the run to stop, without blocking.
+    The all-reduce starts before the optimizer step and is waited for after it, so it overlaps with
+    the computation: a GPU still runs the step that the host has launched. Between steps, e.g. after
+    a batch of validation, `is_requested` asks. `should_preempt` returns whether Determined wants
+    the run to stop, without blocking.
     """
 
     def __init__(self, world: World, should_preempt: Callable[[], bool]) -> None:
@@ -41,10 +42,14 @@ class PreemptionHandler:
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
         if signum == signal.SIGINT and sys.stderr.isatty():
-            if self._signaled and now - self._signal_time > 0.5:  # launchers repeat a signal of the terminal
+            if (
+                self._signaled and now - self._signal_time > 0.5
+            ):  # launchers repeat a signal of the terminal
                 os._exit(128 + signum)
             if not self._signaled and self._world.rank == 0:
-                os.write(2, b"\nstopping after this step and saving; Ctrl-C again quits without saving\n")
+                os.write(
+                    2, b"\nstopping after this step and saving; Ctrl-C again quits without saving\n"
+                )
         if not self._signaled:
             self._signaled, self._signal_time = True, now
 
@@ -52,7 +57,9 @@ class PreemptionHandler:
         """Start the all-reduce of this step on all ranks; `busy`: this rank is still writing a checkpoint."""
         self._flags[0] = self._signaled or self._should_preempt()
         self._flags[1] = busy
-        work = dist.all_reduce(self._flags, dist.ReduceOp.MAX, group=self._world.control, async_op=True)
+        work = dist.all_reduce(
+            self._flags, dist.ReduceOp.MAX, group=self._world.control, async_op=True
+        )
         return cast(dist.Work, work)
 
     def decision(self, work: dist.Work) -> tuple[bool, bool]:

@@ -73,7 +73,9 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
         nodes: dict[int, list[int]] = {}
         for rank, (its_node, _) in enumerate(ranks):
             nodes.setdefault(its_node, []).append(rank)
-        node: Any = dist.new_subgroups_by_enumeration(list(nodes.values()), timeout=wait, backend="gloo")[0]
+        node: Any = dist.new_subgroups_by_enumeration(
+            list(nodes.values()), timeout=wait, backend="gloo"
+        )[0]
         if not threads_are_given():
             neighbors = [ranks[rank][1] for rank in nodes[launch.node_rank]]
             torch.set_num_threads(n_threads(cores, neighbors))
@@ -82,16 +84,20 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
     except (RuntimeError, MemoryError, OSError) as error:
         if (text := os.strerror(errno.EMFILE)).lower() in str(error).lower():
             raise RunError(
-                f"rank {launch.rank}: {text}; raise the limit of this shell: ulimit -n 65536", rank_local=True
+                f"rank {launch.rank}: {text}; raise the limit of this shell: ulimit -n 65536",
+                rank_local=True,
             ) from error
         if "Unable to find address for" in str(error):  # by gloo
             variable = f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}"
             problem = f"rank {launch.rank}: {variable}: not a network interface of this machine, or without an address"
             raise ConfigError(
-                f"{problem}; use one that `ip address` lists, or unset the variable", rank_local=True
+                f"{problem}; use one that `ip address` lists, or unset the variable",
+                rank_local=True,
             ) from None
         if isinstance(error, OSError):
-            raise RunError(f"rank {launch.rank}: {error}; the last checkpoint is kept", rank_local=True) from error
+            raise RunError(
+                f"rank {launch.rank}: {error}; the last checkpoint is kept", rank_local=True
+            ) from error
         is_out = isinstance(error, (torch.OutOfMemoryError, MemoryError))
         if not is_out and not any(text in str(error) for text in _NO_HOST_MEMORY):
             raise
@@ -113,16 +119,21 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Ite
 def n_threads(cores: set[int], neighbors: list[set[int]]) -> int:
     """Return the threads of a rank that may run on `cores`, given the cores of each rank of its node, its own included.
 
-    A core is divided by the ranks that may run on it, and the node's quota of CPU time by all ranks.
+    A core is divided by the ranks that may run on it, and the node's quota of CPU time by all
+    ranks.
     """
     share = sum(1 / sum(core in others for others in neighbors) for core in cores)
     share = min(share, cpu_quota() / len(neighbors))
     return max(1, int(share + 1e-6))
 
 
-def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta, cpu_offload: bool) -> dist.Store:
+def _init_process_group(
+    launch: Launch, device: torch.device, timeout: timedelta, cpu_offload: bool
+) -> dist.Store:
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
-    where = f"rank {launch.rank} of {launch.world_size}, rendezvous at {launch.address}:{launch.port}"
+    where = (
+        f"rank {launch.rank} of {launch.world_size}, rendezvous at {launch.address}:{launch.port}"
+    )
     if launch.world_size > launch.local_size:
         _require_resolvable(launch, where)
     try:
@@ -133,7 +144,8 @@ def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timeout,
-            # Groups of a mesh are then split from this one, which PyTorch 2.11 cannot do with two backends.
+            # Groups of a mesh are then split from this one, which PyTorch 2.11 cannot do with two
+            # backends.
             device_id=device if backend == "nccl" else None,
         )
         return store
@@ -143,8 +155,14 @@ def _init_process_group(launch: Launch, device: torch.device, timeout: timedelta
         if number == errno.EMFILE:
             raise
         if number is not None:
-            problem = "another process uses this port" if number == errno.EADDRINUSE else os.strerror(number)
-            raise RunError(f"{where}: {problem}; set a different MASTER_PORT", rank_local=True) from None
+            problem = (
+                "another process uses this port"
+                if number == errno.EADDRINUSE
+                else os.strerror(number)
+            )
+            raise RunError(
+                f"{where}: {problem}; set a different MASTER_PORT", rank_local=True
+            ) from None
         raise RunError(
             f"{where}: timed out after {timeout.total_seconds():g} s (collective_timeout) waiting for all ranks; check"
             f" that {launch.world_size} ranks (WORLD_SIZE) were started and that this machine can reach"
@@ -170,7 +188,9 @@ def _require_resolvable(launch: Launch, where: str) -> None:
         except (OSError, UnicodeError) as error:
             if not seconds_left:
                 problem = f"{where}: this machine cannot resolve {launch.address} ({error})"
-                raise RunError(f"{problem}; set MASTER_ADDR to the name or address of rank 0's host") from None
+                raise RunError(
+                    f"{problem}; set MASTER_ADDR to the name or address of rank 0's host"
+                ) from None
         time.sleep(1)
 
 
@@ -180,7 +200,9 @@ def _make_store(launch: Launch, timeout: timedelta) -> dist.Store:
         return dist.HashStore()  # opens no port
     assert launch.address is not None
     assert launch.port is not None
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's store, which outlives its workers
+    if (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ):  # torchrun's store, which outlives its workers
         agent_store = dist.TCPStore(launch.address, launch.port, launch.world_size, False, timeout)
         return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", agent_store)
     is_host = launch.rank == 0
@@ -189,4 +211,6 @@ def _make_store(launch: Launch, timeout: timedelta) -> dist.Store:
     address = "127.0.0.1"
     # By default, TCPStore listens on all interfaces.
     listener = socket.create_server((address, launch.port)).detach() if is_host else None
-    return dist.TCPStore(address, launch.port, launch.world_size, is_host, timeout, master_listen_fd=listener)
+    return dist.TCPStore(
+        address, launch.port, launch.world_size, is_host, timeout, master_listen_fd=listener
+    )

@@ -51,7 +51,9 @@ class RunDir:
     """Paths of the run `name`, and its URL below that of `storage`. The constructor changes nothing on disk."""
 
     def __init__(self, name: str, storage: str | None = None) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,199}", name):  # could point outside of runs/
+        if not re.fullmatch(
+            r"[A-Za-z0-9][A-Za-z0-9._-]{,199}", name
+        ):  # could point outside of runs/
             advice = "use letters, digits, '.', '_' and '-', starting with a letter or digit: run_name=NAME"
             raise ConfigError(f"run_name: {name!r} is not a directory name; {advice}")
         self.path = ROOT / name
@@ -80,7 +82,9 @@ class RunDir:
             holder = lock_file(self._lock)
         except OSError as error:
             advice = f"make {ROOT.absolute()} writable for this user, or start in another directory"
-            raise ConfigError(f"{self.path}: cannot be created and locked ({error.strerror}); {advice}") from None
+            raise ConfigError(
+                f"{self.path}: cannot be created and locked ({error.strerror}); {advice}"
+            ) from None
         if holder:
             raise in_use(self.path, holder)
         return _read(self._lock)
@@ -106,12 +110,21 @@ class RunDir:
 
         resumable = dict(hyperparameters) | {"run_name": self.path.name, "resume": "auto"}
         try:
-            replace_durably(self.config, yaml.safe_dump({"hyperparameters": resumable}, sort_keys=False).encode())
-            last_write = self.metrics.stat().st_mtime if self.metrics.exists() else None  # by the session before
+            replace_durably(
+                self.config,
+                yaml.safe_dump({"hyperparameters": resumable}, sort_keys=False).encode(),
+            )
+            last_write = (
+                self.metrics.stat().st_mtime if self.metrics.exists() else None
+            )  # by the session before
             with open(self.sessions, "a", opener=open_regular) as file:
-                file.write(json.dumps({"time": time.time(), "last_write": last_write, **session}) + "\n")
+                file.write(
+                    json.dumps({"time": time.time(), "last_write": last_write, **session}) + "\n"
+                )
         except OSError as error:
-            raise RunError(f"{error.filename or self.path}: cannot be written ({error.strerror})") from None
+            raise RunError(
+                f"{error.filename or self.path}: cannot be written ({error.strerror})"
+            ) from None
 
 
 def this_process() -> str:
@@ -150,7 +163,9 @@ def lock_file(path: Path) -> str | None:
     Returns:
         None if this process now holds the lock, else the holder: "process PID on HOST since TIME".
     """
-    lock = FileLock(path.absolute(), LOCK_TIMEOUT, thread_local=False, on_acquired=_write_lock_holder)
+    lock = FileLock(
+        path.absolute(), LOCK_TIMEOUT, thread_local=False, on_acquired=_write_lock_holder
+    )
     try:
         lock.acquire()
     except Timeout:
@@ -175,11 +190,15 @@ def _require_private(path: Path) -> None:
         problem = f"{path}: is a symbolic link, which is not followed; to write elsewhere, make {ROOT} a link"
         raise ConfigError(problem)
     if path != ROOT and status.st_uid != os.getuid():
-        with tempfile.TemporaryFile(dir=path.parent) as probe:  # NFS can give all files to another user
+        with tempfile.TemporaryFile(
+            dir=path.parent
+        ) as probe:  # NFS can give all files to another user
             owner = os.fstat(probe.fileno()).st_uid
         if status.st_uid != owner:
             problem = f"{path}: belongs to user {status.st_uid}, not to you ({os.getuid()}); choose another run_name"
             raise ConfigError(problem)
     if status.st_mode & stat.S_IWOTH and not (path == ROOT and status.st_mode & stat.S_ISVTX):
-        advice = f"check its contents, then run: chmod o-w {path} (CIFS: mount it with dir_mode=0770)"
+        advice = (
+            f"check its contents, then run: chmod o-w {path} (CIFS: mount it with dir_mode=0770)"
+        )
         raise ConfigError(f"{path}: writable by all users; {advice}")

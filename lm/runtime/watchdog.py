@@ -1,8 +1,9 @@
 """Watchdog that names the rank for which a failed collective was waiting.
 
-A collective that exceeds its timeout fails on the ranks that joined it and does not know which rank did not. So each
-rank publishes a heartbeat with its step in the store. A rank on which a collective failed publishes that, too, and
-names the rank that did not join: a live one is asked to print its stack, a dead one no longer responds.
+A collective that exceeds its timeout fails on the ranks that joined it and does not know which rank
+did not. So each rank publishes a heartbeat with its step in the store. A rank on which a collective
+failed publishes that, too, and names the rank that did not join: a live one is asked to print its
+stack, a dead one no longer responds.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ HEARTBEAT_INTERVAL = 0.25
 """seconds"""
 
 _TIMED_OUT = "Timed out waiting"
-_DISCONNECTED = tuple(f"Connection {what}" for what in ("closed by peer", "reset by peer", "refused"))
+_DISCONNECTED = tuple(
+    f"Connection {what}" for what in ("closed by peer", "reset by peer", "refused")
+)
 _DISCONNECTED += ("Broken pipe", "Socket closed")
 """parts of gloo's messages"""
 
@@ -78,7 +81,9 @@ class Watchdog:
         text = str(error) if isinstance(error, RuntimeError) else ""
         is_nccl = isinstance(error, dist.DistBackendError)  # timeout or lost peer
         timed_out = _TIMED_OUT in text or (is_nccl and "timeout" in text)
-        if self._size == 1 or not (timed_out or is_nccl or any(sign in text for sign in _DISCONNECTED)):
+        if self._size == 1 or not (
+            timed_out or is_nccl or any(sign in text for sign in _DISCONNECTED)
+        ):
             self._stopped.set()
             return
         self._collective_failed = True
@@ -112,9 +117,12 @@ class Watchdog:
             while not stack_printed and not self._stopped.wait(HEARTBEAT_INTERVAL if count else 0):
                 count += 1
                 if not self._collective_failed:
-                    # Takes effect if this thread stops running because a thread that hangs holds the GIL.
+                    # Takes effect if this thread stops running because a thread that hangs holds
+                    # the GIL.
                     faulthandler.dump_traceback_later(self._timeout + HEARTBEAT_INTERVAL)
-                    stack_printed = store.check([_FAILED_STEP_KEY]) and self._step <= int(store.get(_FAILED_STEP_KEY))
+                    stack_printed = store.check([_FAILED_STEP_KEY]) and self._step <= int(
+                        store.get(_FAILED_STEP_KEY)
+                    )
                 if stack_printed:
                     self._print_stack()
                 heartbeat = Heartbeat(self._step, count, self._collective_failed, stack_printed)
@@ -122,17 +130,23 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _print_stack(self) -> None:
-        stack = traceback.format_stack(sys._current_frames()[cast(int, threading.main_thread().ident)])
-        sys.stderr.write(f"rank {self._rank} (last completed step {self._step}), stack:\n{''.join(stack)}")
+        stack = traceback.format_stack(
+            sys._current_frames()[cast(int, threading.main_thread().ident)]
+        )
+        sys.stderr.write(
+            f"rank {self._rank} (last completed step {self._step}), stack:\n{''.join(stack)}"
+        )
         sys.stderr.flush()
 
     def _find_cause(self, timed_out: bool) -> Cause:
         """Return the ranks that the collective waited for, or the error that another rank published.
 
-        After a timeout, the ranks that have completed no more steps than this one print their stacks.
+        After a timeout, the ranks that have completed no more steps than this one print their
+        stacks.
         """
         cause = Cause([f"rank 0, {_SILENT}"])
-        # In a thread, because the store ignores its timeout while the process that hosts it is stopped.
+        # In a thread, because the store ignores its timeout while the process that hosts it is
+        # stopped.
         thread = threading.Thread(target=self._ask_store, args=(timed_out, cause), daemon=True)
         thread.start()
         thread.join(6 * HEARTBEAT_INTERVAL)
@@ -146,7 +160,9 @@ class Watchdog:
                 self._store.set(_FAILED_STEP_KEY, str(self._step))
             before = self._read_heartbeats()
             cause.problems = [_UNKNOWN]
-            if self._read_published_error(cause):  # the store can end with the rank that published it
+            if self._read_published_error(
+                cause
+            ):  # the store can end with the rank that published it
                 return
             time.sleep(3 * HEARTBEAT_INTERVAL)  # the heartbeats of a live rank increase
             cause.problems = [find_straggler(before, self._read_heartbeats())]
@@ -168,7 +184,9 @@ class Watchdog:
 
 def find_straggler(before: list[Heartbeat], now: list[Heartbeat]) -> str:
     """Return the ranks that did not join a collective, from two heartbeats of each rank a few intervals apart."""
-    silent = [r for r, last in enumerate(now) if last.beats == before[r].beats and not last.stack_printed]
+    silent = [
+        r for r, last in enumerate(now) if last.beats == before[r].beats and not last.stack_printed
+    ]
     if silent:
         return f"{_name(silent, now)}, {_SILENT}"
     missing = [r for r, last in enumerate(now) if not last.collective_failed]

@@ -1,7 +1,7 @@
 """All ranks of a run: device, process groups, device mesh and collectives of Python objects.
 
-The default process group carries tensors (NCCL on GPUs, gloo on CPUs, both for `cpu_offload`). `World.control`, always
-gloo, carries Python objects, so that neither waits in the other's queue.
+The default process group carries tensors (NCCL on GPUs, gloo on CPUs, both for `cpu_offload`).
+`World.control`, always gloo, carries Python objects, so that neither waits in the other's queue.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class World:
         if shape.replicate == 1:
             sizes, names = sizes[1:], names[1:]
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
-        for group in mesh.get_all_groups():  # init_device_mesh sets PyTorch's default timeout of 30 minutes
+        for (
+            group
+        ) in mesh.get_all_groups():  # init_device_mesh sets PyTorch's default timeout of 30 minutes
             _set_timeout(self.timeout, group)
         return mesh
 
@@ -79,7 +81,9 @@ class World:
         """Return every rank's `values`, a tensor on the device, by rank: `(size, *shape)`."""
         gathered = values.new_zeros(self.size, *values.shape)
         gathered[self.rank] = values
-        dist.all_reduce(gathered)  # an all-gather into one tensor has another name in PyTorch 2.11 than in 2.13
+        dist.all_reduce(
+            gathered
+        )  # an all-gather into one tensor has another name in PyTorch 2.11 than in 2.13
         return gathered
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -103,7 +107,9 @@ class World:
         except Exception as error:
             failure = error
         picklable = failure if isinstance(failure, RunError) else None
-        outcomes = self.all_gather_object(failure and (picklable, f"{type(failure).__name__}: {failure}"))
+        outcomes = self.all_gather_object(
+            failure and (picklable, f"{type(failure).__name__}: {failure}")
+        )
         for rank, outcome in enumerate(outcomes):
             if outcome is None:
                 continue
@@ -116,7 +122,12 @@ class World:
 
     def on_rank0(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 only; return its result, or raise its error, on every rank."""
-        return cast(T, self.all_gather_object(self.all_or_none(lambda: action() if self.rank == 0 else None))[0])
+        return cast(
+            T,
+            self.all_gather_object(self.all_or_none(lambda: action() if self.rank == 0 else None))[
+                0
+            ],
+        )
 
     def wait_for(self, future: futures.Future[T]) -> T:
         """Return the result of this rank's `future` when those of all ranks are done; if one fails, fail on all.
@@ -154,7 +165,9 @@ class World:
 
 
 def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    if hasattr(dist, "set_timeout"):  # from PyTorch 2.14; the other branch waits for that to be the oldest one
+    if hasattr(
+        dist, "set_timeout"
+    ):  # from PyTorch 2.14; the other branch waits for that to be the oldest one
         dist.set_timeout(timeout, group)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -27,16 +27,26 @@ def convert_to_float8(blocks: nn.Module, recipe: str, on_gpu: bool, shards: int)
         shards: ranks that shard a parameter on their GPUs; 1 with `cpu_offload`.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    from torchao.float8.float8_linear_utils import _auto_filter_for_recipe  # until torchao exports it
+    from torchao.float8.float8_linear_utils import (
+        _auto_filter_for_recipe,
+    )  # until torchao exports it
 
     def has_kernel(module: nn.Module, _name: str) -> bool:
-        return isinstance(module, nn.Linear) and is_supported(module.out_features, module.in_features)
+        return isinstance(module, nn.Linear) and is_supported(
+            module.out_features, module.in_features
+        )
 
     is_used = has_kernel
     if recipe == "rowwise" and on_gpu:
-        is_used = _auto_filter_for_recipe(recipe, [])  # small layers would be slower than in bfloat16
+        is_used = _auto_filter_for_recipe(
+            recipe, []
+        )  # small layers would be slower than in bfloat16
     config = Float8LinearConfig.from_recipe_name(recipe)
-    shapes = [(layer.out_features, layer.in_features) for layer in blocks.modules() if isinstance(layer, nn.Linear)]
+    shapes = [
+        (layer.out_features, layer.in_features)
+        for layer in blocks.modules()
+        if isinstance(layer, nn.Linear)
+    ]
     if gathers_in_float8(recipe, shapes, shards):
         config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
     convert_to_float8_training(blocks, config=config, module_filter_fn=is_used)

@@ -1,9 +1,9 @@
 """LoRA: low-rank adapters on the linear layers of a frozen model (Hu et al., 2021).
 
-An adapted layer computes `x W^T + b + (lora_alpha / lora_rank) dropout(x) A^T B^T`. W `(out, in)`, b and all other
-weights of the model, the base, are frozen and have the compute dtype; A `(lora_rank, in)` and B `(out, lora_rank)` are
-trained in float32. Base weights keep their names; A and B of `q_proj.weight` are `q_proj.lora_A.weight` and
-`q_proj.lora_B.weight`, as in PEFT.
+An adapted layer computes `x W^T + b + (lora_alpha / lora_rank) dropout(x) A^T B^T`. W `(out, in)`,
+b and all other weights of the model, the base, are frozen and have the compute dtype; A
+`(lora_rank, in)` and B `(out, lora_rank)` are trained in float32. Base weights keep their names; A
+and B of `q_proj.weight` are `q_proj.lora_A.weight` and `q_proj.lora_B.weight`, as in PEFT.
 """
 
 from __future__ import annotations
@@ -27,11 +27,19 @@ BLOCK_KEYS = ModelConfig.model_fields.keys() - {"model", "n_layers"}
 class LoraConfig(BaseModel, frozen=True, extra="forbid"):
     """Low-rank adapters, trained instead of the weights of `init_from`."""
 
-    lora_rank: int | None = Field(None, gt=0, description="rank of the adapters; null = train all weights")
-    lora_alpha: float = Field(16.0, gt=0, description="the adapters' output is scaled by lora_alpha / lora_rank")
-    lora_dropout: float = Field(0.0, ge=0, lt=1, description="probability of zeroing an input of the adapters")
+    lora_rank: int | None = Field(
+        None, gt=0, description="rank of the adapters; null = train all weights"
+    )
+    lora_alpha: float = Field(
+        16.0, gt=0, description="the adapters' output is scaled by lora_alpha / lora_rank"
+    )
+    lora_dropout: float = Field(
+        0.0, ge=0, lt=1, description="probability of zeroing an input of the adapters"
+    )
     lora_targets: list[str] | None = Field(
-        None, min_length=1, description="layers with adapters, e.g. [q_proj, v_proj]; null = the blocks' linear layers"
+        None,
+        min_length=1,
+        description="layers with adapters, e.g. [q_proj, v_proj]; null = the blocks' linear layers",
     )
 
     @model_validator(mode="after")
@@ -40,7 +48,9 @@ class LoraConfig(BaseModel, frozen=True, extra="forbid"):
             fields = LoraConfig.model_fields.items()
             unused = [key for key, field in fields if getattr(self, key) != field.default]
             if unused:
-                raise ValueError("\n".join(f"{key}: needs lora_rank; set it, or remove {key}" for key in unused))
+                raise ValueError(
+                    "\n".join(f"{key}: needs lora_rank; set it, or remove {key}" for key in unused)
+                )
         return self
 
     @property
@@ -58,12 +68,16 @@ class LoraLinear(nn.Module):
         assert config.lora_rank is not None
         self.weight, self.bias = base.weight, base.bias
         self.scale, self.dropout = config.lora_scale, config.lora_dropout
-        new = functools.partial(nn.Linear, bias=False, device=base.weight.device, dtype=torch.float32)
+        new = functools.partial(
+            nn.Linear, bias=False, device=base.weight.device, dtype=torch.float32
+        )
         self.lora_A = new(base.in_features, config.lora_rank)
         self.lora_B = new(config.lora_rank, base.out_features)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-        low = self.lora_A(F.dropout(x, self.dropout, self.training)) * self.scale  # the smallest tensor to scale
+        low = (
+            self.lora_A(F.dropout(x, self.dropout, self.training)) * self.scale
+        )  # the smallest tensor to scale
         return F.linear(x, self.weight, self.bias) + self.lora_B(low)
 
 
@@ -101,7 +115,9 @@ def layer_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
 def _layer_shapes(config: str) -> dict[str, tuple[int, int]]:
     with torch.device("meta"):
         modules = Block(ModelConfig.model_validate_json(config), 0).named_modules()
-    layers = ((name.rpartition(".")[2], layer) for name, layer in modules if isinstance(layer, nn.Linear))
+    layers = (
+        (name.rpartition(".")[2], layer) for name, layer in modules if isinstance(layer, nn.Linear)
+    )
     return {name: (layer.out_features, layer.in_features) for name, layer in layers}
 
 
@@ -125,7 +141,11 @@ def n_trained(config: LoraConfig, model: ModelConfig) -> int:
     if config.lora_rank is None:
         return model.n_parameters
     shapes = layer_shapes(model)
-    return model.n_layers * config.lora_rank * sum(sum(shapes[name]) for name in set(config.lora_targets or shapes))
+    return (
+        model.n_layers
+        * config.lora_rank
+        * sum(sum(shapes[name]) for name in set(config.lora_targets or shapes))
+    )
 
 
 def flops_per_token(config: LoraConfig, model: ModelConfig) -> float:
@@ -149,7 +169,9 @@ class Adapters(dict[str, Tensor]):
     def __init__(self, config: LoraConfig, model: ModelConfig) -> None:
         with torch.device("meta"):
             adapted = add_adapters(Transformer(model), config, None)
-        super().__init__({name: torch.empty(tensor.shape) for name, tensor in trained(adapted).items()})
+        super().__init__(
+            {name: torch.empty(tensor.shape) for name, tensor in trained(adapted).items()}
+        )
         self.config = config
 
     def merge(self, name: str, weight: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Activation offloading: what blocks save for backward is in host memory while other blocks run.
 
-A separate stream copies the tensors of block i to the host while block i + 1 runs forward, and back while block i + 1
-runs backward. So the device holds the tensors of two blocks at a time, and those of the last two are not copied. The
-streams wait for each other, the host for none.
+A separate stream copies the tensors of block i to the host while block i + 1 runs forward, and back
+while block i + 1 runs backward. So the device holds the tensors of two blocks at a time, and those
+of the last two are not copied. The streams wait for each other, the host for none.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class ActivationOffload:
         for index, block in enumerate(blocks):
             block.forward = partial(self._forward, index, block, block.forward)
 
-    def _forward(self, index: int, block: nn.Module, forward: Callable[..., Tensor], x: Tensor, *inputs: Any) -> Tensor:
+    def _forward(
+        self, index: int, block: nn.Module, forward: Callable[..., Tensor], x: Tensor, *inputs: Any
+    ) -> Tensor:
         if not torch.is_grad_enabled():
             return forward(x, *inputs)
         if index >= RESIDENT:
@@ -65,11 +67,20 @@ class ActivationOffload:
         saved = self._saved[index] = _Saved()
         is_copied = index < len(self._saved) - RESIDENT
         # FSDP frees and refills the storage of parameters, and all blocks share the other inputs.
-        others = {storage for value in (*block.parameters(), *tree_leaves(inputs)) for storage in _storages(value)}
+        others = {
+            storage
+            for value in (*block.parameters(), *tree_leaves(inputs))
+            for storage in _storages(value)
+        }
 
         def pack(tensor: Tensor) -> Tensor | _Activation:
             is_activation = type(tensor) is Tensor and tensor.device.type == self._device_type
-            if not is_activation or tensor.nbytes < SMALL or 0 in tensor.stride() or {*_storages(tensor)} & others:
+            if (
+                not is_activation
+                or tensor.nbytes < SMALL
+                or 0 in tensor.stride()
+                or {*_storages(tensor)} & others
+            ):
                 return tensor
             layout = tensor.shape, tensor.stride(), tensor.dtype
             key = tensor.data_ptr(), layout
@@ -105,7 +116,9 @@ class ActivationOffload:
         tensor, free = activation.tensor, self._pool[activation.layout]
         assert tensor is not None
         pin = self._device_type != "cpu"
-        activation.host = free.pop() if free else torch.empty_like(tensor, device="cpu", pin_memory=pin)
+        activation.host = (
+            free.pop() if free else torch.empty_like(tensor, device="cpu", pin_memory=pin)
+        )
         self._stream.wait_stream(self._backend.current_stream())
         with self._backend.stream(self._stream):
             activation.host.copy_(tensor, non_blocking=True)
@@ -120,10 +133,16 @@ class ActivationOffload:
         copies = list[tuple[Tensor, Tensor]]()
         for activation in saved.activations.values():
             if activation.tensor is None and activation.host is not None:
-                shape, strides, dtype = activation.layout  # compiled code asserts the strides of what it saved
-                activation.tensor = torch.empty_strided(shape, strides, dtype=dtype, device=self._device_type)
+                shape, strides, dtype = (
+                    activation.layout
+                )  # compiled code asserts the strides of what it saved
+                activation.tensor = torch.empty_strided(
+                    shape, strides, dtype=dtype, device=self._device_type
+                )
                 copies.append((activation.tensor, activation.host))
-                self._pool[activation.layout].append(activation.host)  # later copies to it are on the same stream
+                self._pool[activation.layout].append(
+                    activation.host
+                )  # later copies to it are on the same stream
                 activation.host = None
         self._stream.wait_stream(self._backend.current_stream())
         with self._backend.stream(self._stream):

@@ -20,25 +20,41 @@ class OptimConfig(BaseModel, frozen=True, extra="forbid"):
 
     lr: float = Field(1.0e-4, gt=0, description="peak learning rate")
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "constant", description="decay after warm-up; wsd = constant, then linear over the last fifth of the run"
+        "constant",
+        description="decay after warm-up; wsd = constant, then linear over the last fifth of the run",
     )
-    warmup_steps: float = Field(0, ge=0, description="linear warm-up (steps; below 1 a fraction of the run)")
-    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="final learning rate as a fraction of lr")
-    weight_decay: float = Field(0.01, ge=0, description="decoupled decay of matrices; norms and biases have none")
+    warmup_steps: float = Field(
+        0, ge=0, description="linear warm-up (steps; below 1 a fraction of the run)"
+    )
+    min_lr_ratio: float = Field(
+        0.0, ge=0, le=1, description="final learning rate as a fraction of lr"
+    )
+    weight_decay: float = Field(
+        0.01, ge=0, description="decoupled decay of matrices; norms and biases have none"
+    )
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's mean of gradients")
-    beta2: float = Field(0.999, ge=0, lt=1, description="decay of AdamW's mean of squared gradients")
-    grad_clip: float | None = Field(None, gt=0, description="maximum gradient norm; larger gradients are scaled down")
+    beta2: float = Field(
+        0.999, ge=0, lt=1, description="decay of AdamW's mean of squared gradients"
+    )
+    grad_clip: float | None = Field(
+        None, gt=0, description="maximum gradient norm; larger gradients are scaled down"
+    )
     optim_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="dtype of AdamW's two moments; bfloat16 saves 4 bytes per parameter, for beta2 <= 0.99"
+        "float32",
+        description="dtype of AdamW's two moments; bfloat16 saves 4 bytes per parameter, for beta2 <= 0.99",
     )
     skip_nonfinite: int = Field(
-        10, gt=0, description="abort after this many consecutive steps with inf or NaN gradients (checked at reports)"
+        10,
+        gt=0,
+        description="abort after this many consecutive steps with inf or NaN gradients (checked at reports)",
     )
 
     @model_validator(mode="after")
     def _check_warmup(self) -> OptimConfig:
         if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
-            raise ValueError(f"warmup_steps: {self.warmup_steps} is neither an integer nor a fraction below 1")
+            raise ValueError(
+                f"warmup_steps: {self.warmup_steps} is neither an integer nor a fraction below 1"
+            )
         if self.optim_dtype == "bfloat16" and self.beta2 > 0.99:
             problem = f"bfloat16 cannot hold changes as small as those of beta2 {self.beta2:g}"
             raise ValueError(f"optim_dtype: {problem}; use beta2 up to 0.99, e.g. 0.95, or float32")
@@ -52,13 +68,18 @@ WSD_DECAY = 0.2
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
     """Return the learning rate at `step`, 0 <= step < max_steps.
 
-    It rises linearly to `lr`, reached in the last warm-up step, and decays towards `lr * min_lr_ratio`, which the step
-    after the last one would reach. wsd is the warmup-stable-decay schedule of Hu et al., MiniCPM (2024).
+    It rises linearly to `lr`, reached in the last warm-up step, and decays towards `lr *
+    min_lr_ratio`, which the step after the last one would reach. wsd is the warmup-stable-decay
+    schedule of Hu et al., MiniCPM (2024).
     """
-    warmup = config.warmup_steps if config.warmup_steps >= 1 else round(config.warmup_steps * max_steps)
+    warmup = (
+        config.warmup_steps if config.warmup_steps >= 1 else round(config.warmup_steps * max_steps)
+    )
     if step < warmup:
         return config.lr * ((step + 1) / warmup)
-    decay_start = max(warmup, (1 - WSD_DECAY) * max_steps) if config.lr_schedule == "wsd" else warmup
+    decay_start = (
+        max(warmup, (1 - WSD_DECAY) * max_steps) if config.lr_schedule == "wsd" else warmup
+    )
     progress = max(0.0, (step - decay_start) / (max_steps - decay_start))  # 0 .. 1
     match config.lr_schedule:
         case "constant":
@@ -142,11 +163,13 @@ class MixedAdamW(torch.optim.AdamW):
 class Optimizer:
     """Fused AdamW over sharded parameters that clips gradients and skips steps with inf or NaN gradients.
 
-    Its kernel unscales, clips and skips, without synchronizing with the device. Parameters with `requires_grad=False`
-    are left out.
+    Its kernel unscales, clips and skips, without synchronizing with the device. Parameters with
+    `requires_grad=False` are left out.
     """
 
-    def __init__(self, config: OptimConfig, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def __init__(
+        self, config: OptimConfig, named_parameters: Iterable[tuple[str, nn.Parameter]]
+    ) -> None:
         self._grad_clip = config.grad_clip
         self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
         matrices = [p for p in self._parameters.values() if p.ndim >= 2]
@@ -167,8 +190,8 @@ class Optimizer:
             loss_scale: a tensor on the device, or 1.0 if the loss is not scaled.
 
         Returns:
-            The norm before clipping, without the loss scale; and 1.0 if it is inf or NaN, which skips the next `step`,
-            else 0.0. Both are scalars on the device.
+            The norm before clipping, without the loss scale; and 1.0 if it is inf or NaN, which
+            skips the next `step`, else 0.0. Both are scalars on the device.
         """
         norm = torch.nn.utils.get_total_norm(self._gradients())
         if isinstance(norm, DTensor):
@@ -181,7 +204,8 @@ class Optimizer:
         if self._grad_clip is not None:
             clip = torch.clamp(norm / self._grad_clip, min=1.0)
             divisor = clip if divisor is None else divisor * clip
-        # The attributes that torch.amp.GradScaler sets. With `grad_scale`, the kernel also writes the gradients.
+        # The attributes that torch.amp.GradScaler sets. With `grad_scale`, the kernel also writes
+        # the gradients.
         self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
         self._adamw.found_inf = skipped  # type: ignore[attr-defined]
         return norm, skipped

@@ -1,6 +1,7 @@
 """Parallelism and memory: float8, activation checkpointing, compilation, offloading, FSDP and initial weights.
 
-All sharding strategies are `fully_shard` over a mesh of R replicas ("replicate") of S shards each ("shard"), W = R x S:
+All sharding strategies are `fully_shard` over a mesh of R replicas ("replicate") of S shards each
+("shard"), W = R x S:
 
     full-shard          R = 1    S = W    parameters all-gathered in forward and again in backward (ZeRO-3)
     grad-shard          R = 1    S = W    all-gathered once per step and kept until its last backward (ZeRO-2)
@@ -21,8 +22,18 @@ from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch._functorch import config as partitioner  # until it has a public name
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from lm import seeds
 from lm.errors import ConfigError
@@ -38,31 +49,44 @@ from model import Transformer
 class ParallelConfig(BaseModel, frozen=True, extra="forbid"):
     """Sharding, recomputation, offload, compilation and determinism."""
 
-    sharding: Literal["full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"] = Field(
+    sharding: Literal[
+        "full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"
+    ] = Field(
         "full-shard", description="sharding of parameters, gradients and optimizer state over ranks"
     )
     shard_group_size: int | None = Field(
-        None, gt=0, description="ranks per replica for hybrid strategies; null = the ranks of a node"
+        None,
+        gt=0,
+        description="ranks per replica for hybrid strategies; null = the ranks of a node",
     )
-    layer_wrap: bool = Field(True, description="all-gather layer by layer; false = the model as one FSDP unit")
+    layer_wrap: bool = Field(
+        True, description="all-gather layer by layer; false = the model as one FSDP unit"
+    )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="dtype in which ranks reduce gradients; with bfloat16 also of accumulated gradients"
+        "float32",
+        description="dtype in which ranks reduce gradients; with bfloat16 also of accumulated gradients",
     )
-    cpu_offload: bool = Field(False, description="keep parameters, gradients and optimizer state in host memory")
+    cpu_offload: bool = Field(
+        False, description="keep parameters, gradients and optimizer state in host memory"
+    )
     activation_checkpointing: Literal["none", "selective", "full"] = Field(
-        "none", description="recompute in backward: nothing, all but attention and matrix products, or full blocks"
+        "none",
+        description="recompute in backward: nothing, all but attention and matrix products, or full blocks",
     )
     activation_offload: bool = Field(
-        False, description="keep what blocks save for backward in host memory, except for the last two blocks"
+        False,
+        description="keep what blocks save for backward in host memory, except for the last two blocks",
     )
     sync_each_micro_step: bool = Field(
-        False, description="reduce-scatter in every micro-step, so that a rank accumulates gradients of its shard only"
+        False,
+        description="reduce-scatter in every micro-step, so that a rank accumulates gradients of its shard only",
     )
     compile: Literal["auto"] | bool = Field(
         "auto", description="compile the blocks and the loss; auto = on GPUs and for float8"
     )
     deterministic: bool = Field(
-        False, description="use only deterministic kernels, so that runs on GPUs are bit-identical; slower attention"
+        False,
+        description="use only deterministic kernels, so that runs on GPUs are bit-identical; slower attention",
     )
 
     @property
@@ -84,7 +108,9 @@ def mesh_shape(config: ParallelConfig, world_size: int, ranks_per_node: int) -> 
     group = config.shard_group_size or ranks_per_node
     if world_size % group:
         divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        problem = f"{world_size} ranks cannot be divided into groups of {group}; use one of {divisors}"
+        problem = (
+            f"{world_size} ranks cannot be divided into groups of {group}; use one of {divisors}"
+        )
         raise ConfigError(f"shard_group_size: {problem}")
     return MeshShape(replicate=world_size // group, shard=group)
 
@@ -100,7 +126,8 @@ def parallelize(
     """Transform `model`, on the meta device, in place, and initialize this rank's shard of the weights.
 
     Args:
-        mesh: with the dimension "shard" and, if there are several replicas, "replicate"; see `World.device_mesh`.
+        mesh: with the dimension "shard" and, if there are several replicas, "replicate"; see
+            `World.device_mesh`.
         seed: of the initial weights, which depend neither on the world size nor on the strategy.
         float8: torchao's recipe for the blocks' matrix products.
     """
@@ -108,41 +135,55 @@ def parallelize(
     if config.deterministic:
         _use_deterministic_kernels()
 
-    # Each transform wraps the one before. They replace `forward` and not the module, so that parameter names stay
-    # those of model.py.
+    # Each transform wraps the one before. They replace `forward` and not the module, so that
+    # parameter names stay those of model.py.
     # 1. Float8 matrix products: other modules with the same parameters.
     if float8:
-        convert_to_float8(model.blocks, float8, on_gpu, 1 if config.cpu_offload else mesh["shard"].size())
+        convert_to_float8(
+            model.blocks, float8, on_gpu, 1 if config.cpu_offload else mesh["shard"].size()
+        )
     for block in model.blocks:
         # 2. Activation checkpointing, inside the compiled region.
         if config.activation_checkpointing != "none":
             block.forward = partial(checkpointing(config.activation_checkpointing), block.forward)
-    # 3. Compilation: all blocks share one graph, all chunks of the loss another. FSDP's hooks stay eager.
+    # 3. Compilation: all blocks share one graph, all chunks of the loss another. FSDP's hooks stay
+    # eager.
     if config.compiles(on_gpu, float8):
         announce("compiling in the first step")
-        # By default the partitioner saves a ReLU's mask in addition to its output, because of the view between them.
+        # By default the partitioner saves a ReLU's mask in addition to its output, because of the
+        # view between them.
         partitioner.recompute_views = True
         if float8 == "rowwise" and on_gpu:
             _emulate_precision_casts()
         for block in model.blocks:
             block.forward = torch.compile(block.forward, fullgraph=True)
-        model.head.chunk_cross_entropy = torch.compile(model.head.chunk_cross_entropy, fullgraph=True, dynamic=False)
+        model.head.chunk_cross_entropy = torch.compile(
+            model.head.chunk_cross_entropy, fullgraph=True, dynamic=False
+        )
     # 4. Activation offloading, outside the compiled region, to see the tensors that it saves.
     if config.activation_offload:
         ActivationOffload(list(model.blocks), mesh.device_type)
-    # 5. FSDP, unit by unit, then the root with the remaining parameters. It does not cast inputs: embeddings already
-    # have `dtype`, and the rotary angles have to stay float32.
+    # 5. FSDP, unit by unit, then the root with the remaining parameters. It does not cast inputs:
+    # embeddings already have `dtype`, and the rotary angles have to stay float32.
     shard: Any = partial(
         fully_shard,
-        mesh=mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["shard"],
-        mp_policy=MixedPrecisionPolicy(dtype, getattr(torch, config.reduce_dtype), cast_forward_inputs=False),
+        mesh=mesh["replicate", "shard"]
+        if "replicate" in (mesh.mesh_dim_names or ())
+        else mesh["shard"],
+        mp_policy=MixedPrecisionPolicy(
+            dtype, getattr(torch, config.reduce_dtype), cast_forward_inputs=False
+        ),
         reshard_after_forward=config.reshard_after_forward,
-        offload_policy=CPUOffloadPolicy(pin_memory=on_gpu) if config.cpu_offload else OffloadPolicy(),
+        offload_policy=CPUOffloadPolicy(pin_memory=on_gpu)
+        if config.cpu_offload
+        else OffloadPolicy(),
     )
     for unit in model.fsdp_units() if config.layer_wrap else []:
         shard(unit)
     shard(model)
-    if float8 == "tensorwise":  # before FSDP's hook, in which the streams of its all-gathers wait for the scales
+    if (
+        float8 == "tensorwise"
+    ):  # before FSDP's hook, in which the streams of its all-gathers wait for the scales
         model.register_forward_pre_hook(compute_scales, prepend=True)
     for last in (model, model.head):  # backward starts with them
         if isinstance(last, FSDPModule):
@@ -158,9 +199,10 @@ def parallelize(
 def start_micro_step(model: nn.Module, config: ParallelConfig, is_last: bool) -> None:
     """Configure FSDP for the next backward: accumulate gradients locally, and reduce them in the last micro-step.
 
-    With `sync_each_micro_step` every micro-step reduce-scatters, and only the last one all-reduces over replicas.
-    Strategies that do not reshard after forward keep parameters unsharded until the last backward, which does not
-    increase the peak memory: at the end of forward all are unsharded anyway.
+    With `sync_each_micro_step` every micro-step reduce-scatters, and only the last one all-reduces
+    over replicas. Strategies that do not reshard after forward keep parameters unsharded until the
+    last backward, which does not increase the peak memory: at the end of forward all are unsharded
+    anyway.
     """
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(is_last or config.sync_each_micro_step)
@@ -169,20 +211,24 @@ def start_micro_step(model: nn.Module, config: ParallelConfig, is_last: bool) ->
         model.set_reshard_after_backward(is_last)
 
 
-# PyTorch documents these two options of its compiler, but has no public name for where they are set for all graphs.
-# The import takes 1.5 s.
+# PyTorch documents these two options of its compiler, but has no public name for where they are set
+# for all graphs. The import takes 1.5 s.
 
 
 def _emulate_precision_casts() -> None:
     from torch._inductor import config as inductor
 
-    inductor.emulate_precision_casts = True  # otherwise RMSNorm before a rowwise layer can give NaN (pytorch#150859)
+    inductor.emulate_precision_casts = (
+        True  # otherwise RMSNorm before a rowwise layer can give NaN (pytorch#150859)
+    )
 
 
 def _use_deterministic_kernels() -> None:
     from torch._inductor import config as inductor
 
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads at its first product
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # which cuBLAS reads at its first product
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore  # nothing reads it
     inductor.deterministic = True  # does not choose among kernels by their speed, which varies
@@ -214,7 +260,9 @@ def checkpointing(mode: Literal["selective", "full"]) -> Callable[..., Tensor]:
         return partial(checkpoint, use_reentrant=False)
     context_fn = partial(create_selective_checkpoint_contexts, _save_policy)
     options: dict[str, Any] = {}
-    if torch.__version__ >= "2.15":  # before that, `activation_offload` does not see what `_save_policy` saves
+    if (
+        torch.__version__ >= "2.15"
+    ):  # before that, `activation_offload` does not see what `_save_policy` saves
         options["respect_saved_tensors_hooks"] = True
     return partial(checkpoint, use_reentrant=False, context_fn=context_fn, **options)
 
@@ -227,8 +275,8 @@ _CHUNK_SIZE = 1 << 20
 def initialize(model: Transformer, seed: int) -> None:
     """Fill this rank's shard of every trained parameter according to `Transformer.init_rule` and `lora.init_rule`.
 
-    A parameter is divided along its first dimension into chunks with a seed each. A rank draws the chunks that overlap
-    its shard, so the values do not depend on the sharding.
+    A parameter is divided along its first dimension into chunks with a seed each. A rank draws the
+    chunks that overlap its shard, so the values do not depend on the sharding.
     """
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

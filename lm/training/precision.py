@@ -1,7 +1,7 @@
 """Mixed precision: the compute dtype on this device, and loss scaling for float16.
 
-Parameters are always float32, as the optimizer updates them; FSDP all-gathers a copy in the compute dtype and reduces
-gradients in `reduce_dtype`.
+Parameters are always float32, as the optimizer updates them; FSDP all-gathers a copy in the compute
+dtype and reduces gradients in `reduce_dtype`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class PrecisionConfig(BaseModel, frozen=True, extra="forbid"):
     """Compute dtype."""
 
     amp_dtype: Literal["auto", "bfloat16", "float16"] | None = Field(
-        "auto", description="compute dtype; auto = bfloat16 if supported, float16 on older GPUs, else null = float32"
+        "auto",
+        description="compute dtype; auto = bfloat16 if supported, float16 on older GPUs, else null = float32",
     )
     float8: Literal["tensorwise", "rowwise"] | None = Field(
         None,
@@ -62,7 +63,8 @@ def _compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype
 
 
 def _cpu_has_bfloat16() -> bool:
-    # macOS has no mkldnn: its CPUs have the instructions, but no fast kernel uses them. "bf16" is Arm's.
+    # macOS has no mkldnn: its CPUs have the instructions, but no fast kernel uses them. "bf16" is
+    # Arm's.
     capabilities = torch.cpu.get_capabilities() if torch.backends.mkldnn.is_available() else {}
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
@@ -70,14 +72,17 @@ def _cpu_has_bfloat16() -> bool:
 class LossScaler:
     """Dynamic loss scaling for float16 (Micikevicius et al., 2018), without synchronizing with the device.
 
-    The scale halves after a skipped step and doubles after `GROWTH_INTERVAL` consecutive optimizer steps. It follows
-    from the gradient norm over all ranks, so it is the same on every rank. For other dtypes it is the number 1.
+    The scale halves after a skipped step and doubles after `GROWTH_INTERVAL` consecutive optimizer
+    steps. It follows from the gradient norm over all ranks, so it is the same on every rank. For
+    other dtypes it is the number 1.
     """
 
     GROWTH_INTERVAL = 2000
 
     def __init__(self, dtype: torch.dtype | None, device: torch.device) -> None:
-        self.scale: Tensor | float = torch.full((), 2.0**16, device=device) if dtype == torch.float16 else 1.0
+        self.scale: Tensor | float = (
+            torch.full((), 2.0**16, device=device) if dtype == torch.float16 else 1.0
+        )
         self._steps_since_change = torch.zeros((), device=device)
 
     def update(self, skipped: Tensor) -> None:

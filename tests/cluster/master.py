@@ -1,7 +1,8 @@
 """A stand-in for Determined's master: the API calls of the CLI, the SDK and trials, on 127.0.0.1.
 
-It validates every call as the master does (token, path, body, and for checkpoints the files in the storage), records it
-in `calls`, and answers it. It refuses unknown and invalid calls and lists them in `refused`.
+It validates every call as the master does (token, path, body, and for checkpoints the files in the
+storage), records it in `calls`, and answers it. It refuses unknown and invalid calls and lists them
+in `refused`.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ class Master:
         self._lock = threading.Lock()
         self._server = self._start()
 
-    # ---- start and stop -------------------------------------------------------------------------------
+    # ---- start and stop
+    # -------------------------------------------------------------------------------
 
     @property
     def url(self) -> str:
@@ -179,35 +181,51 @@ class Master:
         self._server.shutdown()
         self._server.server_close()
 
-    # ---- trials ---------------------------------------------------------------------------------------
+    # ---- trials
+    # ---------------------------------------------------------------------------------------
 
     def create_trial(self, experiment: Experiment) -> None:
         """Create the next trial that the experiment's searcher wants."""
         assert experiment.searcher is not None
         source = experiment.config["searcher"].get("source_checkpoint_uuid")
-        record = TrialRecord(len(self.trials) + 1, experiment.id, experiment.searcher.create(), source)
+        record = TrialRecord(
+            len(self.trials) + 1, experiment.id, experiment.searcher.create(), source
+        )
         self.trials[record.id] = record
 
     def allocate(self, trial: int, latest: str | None = None) -> Allocation:
         """Return a new start of the trial `trial`, from its newest checkpoint; a fork starts from `latest`."""
         self._runs += 1
-        record = self.trials.setdefault(trial, TrialRecord(trial, len(self.experiments), forked_from=latest))
+        record = self.trials.setdefault(
+            trial, TrialRecord(trial, len(self.experiments), forked_from=latest)
+        )
         kept = self.kept(trial)
-        self.allocation = Allocation(trial, self._runs, kept[-1]["uuid"] if kept else record.forked_from)
+        self.allocation = Allocation(
+            trial, self._runs, kept[-1]["uuid"] if kept else record.forked_from
+        )
         return self.allocation
 
     def kept(self, trial: int) -> list[dict[str, Any]]:
         """Return the checkpoints of a trial that are not deleted, by step."""
-        mine = [c for c in self.checkpoints if c["taskId"] == f"trial.{trial}" and c["state"] == "STATE_COMPLETED"]
+        mine = [
+            c
+            for c in self.checkpoints
+            if c["taskId"] == f"trial.{trial}" and c["state"] == "STATE_COMPLETED"
+        ]
         return sorted(mine, key=lambda c: c["metadata"]["steps_completed"])
 
     def collect(self, experiment: Experiment) -> None:
         """Delete the checkpoints that `checkpoint_storage` does not keep after the experiment's end."""
         n_latest = experiment.config["checkpoint_storage"].get("save_trial_latest", 1)
         for trial in (t.id for t in self.trials.values() if t.experiment == experiment.id):
-            validations = [m for m in self.metrics if (m["trial"], m["group"]) == (trial, "validation")]
+            validations = [
+                m for m in self.metrics if (m["trial"], m["group"]) == (trial, "validation")
+            ]
             losses = {m["step"]: m["metrics"]["loss"] for m in validations}
-            by_loss = sorted(self.kept(trial), key=lambda c: losses.get(c["metadata"]["steps_completed"], math.inf))
+            by_loss = sorted(
+                self.kept(trial),
+                key=lambda c: losses.get(c["metadata"]["steps_completed"], math.inf),
+            )
             for checkpoint in by_loss[1:]:
                 if checkpoint not in self.kept(trial)[-n_latest:]:
                     shutil.rmtree(self.storage / checkpoint["uuid"])
@@ -216,9 +234,14 @@ class Master:
     def files(self, checkpoint: str) -> dict[str, int]:
         """Return the files of a checkpoint in the storage and their sizes in bytes."""
         folder = self.storage / checkpoint
-        return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+        return {
+            str(path.relative_to(folder)): path.stat().st_size
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
 
-    # ---- answering ------------------------------------------------------------------------------------
+    # ---- answering
+    # ------------------------------------------------------------------------------------
 
     def _answer(self, handler: BaseHTTPRequestHandler) -> None:
         length = int(handler.headers.get("Content-Length", 0))
@@ -270,7 +293,11 @@ class Master:
         """Return the current allocation; refuse IDs of another one."""
         allocation = self.allocation
         assert allocation is not None
-        known = {"allocation": allocation.id, "task": allocation.task, "trial": str(allocation.trial)}
+        known = {
+            "allocation": allocation.id,
+            "task": allocation.task,
+            "trial": str(allocation.trial),
+        }
         wrong = {name: value for name, value in ids.items() if known[name] != str(value)}
         require(not wrong, f"not of the current allocation: {wrong}")
         return allocation
@@ -280,14 +307,21 @@ class Master:
         return [c.body for c in self.calls if (c.method, c.route, c.status) == (method, route, 200)]
 
 
-# ---- calls ----------------------------------------------------------------------------------------------
+# ---- calls
+# ----------------------------------------------------------------------------------------------
 
 Body = Mapping[str, Any]
 
 
 USER = {"id": 1, "username": "tester", "admin": False, "active": True}
 USER_TOKEN = "token-of-a-user"
-MASTER = {"version": VERSION, "masterId": "m", "clusterId": "c", "clusterName": "", "telemetryEnabled": False}
+MASTER = {
+    "version": VERSION,
+    "masterId": "m",
+    "clusterId": "c",
+    "clusterName": "",
+    "telemetryEnabled": False,
+}
 
 
 def log_in(_master: Master, body: Body, _query: Body) -> dict[str, Any]:
@@ -302,7 +336,11 @@ def create_experiment(master: Master, body: Body, _query: Body) -> dict[str, Any
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for entry in body["modelDefinition"]:
             info = tarfile.TarInfo(entry["path"])
-            info.mode, info.mtime, info.type = entry["mode"] & 0o7777, int(entry["mtime"]), bytes([entry["type"]])
+            info.mode, info.mtime, info.type = (
+                entry["mode"] & 0o7777,
+                int(entry["mtime"]),
+                bytes([entry["type"]]),
+            )
             content = base64.b64decode(entry.get("content") or "")
             info.size = len(content)
             archive.addfile(info, io.BytesIO(content))
@@ -318,8 +356,17 @@ def show_experiment(master: Master, _body: None, _query: Body, experiment: str) 
     found = master.experiments[int(experiment) - 1]
     texts = dict.fromkeys(("originalConfig", "username", "startTime", "jobId", "searcherType"), "")
     shown = {"id": found.id, "name": found.config["name"], "state": found.state, "archived": False}
-    shown |= texts | {"config": found.config, "hyperparameters": {}, "projectId": 1, "projectOwnerId": 1}
-    return {"experiment": shown | {"numTrials": len(master.trials)}, "config": found.config, "jobSummary": None}
+    shown |= texts | {
+        "config": found.config,
+        "hyperparameters": {},
+        "projectId": 1,
+        "projectOwnerId": 1,
+    }
+    return {
+        "experiment": shown | {"numTrials": len(master.trials)},
+        "config": found.config,
+        "jobSummary": None,
+    }
 
 
 def change_experiment(state: str) -> Callable[..., None]:
@@ -344,7 +391,10 @@ def continue_experiment(master: Master, body: Body, query: Body) -> dict[str, An
 
 def pages(name: str, items: list[Any]) -> dict[str, Any]:
     """Return a list that is complete in one page."""
-    return {name: items, "pagination": {"offset": 0, "limit": 0, "endIndex": len(items), "total": len(items)}}
+    return {
+        name: items,
+        "pagination": {"offset": 0, "limit": 0, "endIndex": len(items), "total": len(items)},
+    }
 
 
 def stream(items: Iterable[Any]) -> bytes:
@@ -354,8 +404,13 @@ def stream(items: Iterable[Any]) -> bytes:
 def put_experiment(master: Master, body: Body, query: Body, external: str) -> dict[str, Any]:
     """Create an unmanaged experiment, or return the one with this external ID."""
     config = yaml.safe_load(body["config"])
-    require(body["unmanaged"] is True and config["checkpoint_storage"], "not an unmanaged experiment")
-    require(config["searcher"]["name"] == "single" and config["searcher"]["metric"] == "loss", "charts need a metric")
+    require(
+        body["unmanaged"] is True and config["checkpoint_storage"], "not an unmanaged experiment"
+    )
+    require(
+        config["searcher"]["name"] == "single" and config["searcher"]["metric"] == "loss",
+        "charts need a metric",
+    )
     known = next((e for e in master.experiments if e.external == external), None)
     if known is None:
         known = Experiment(len(master.experiments) + 1, config, "STATE_PAUSED", external=external)
@@ -371,15 +426,24 @@ def put_trial(master: Master, body: Body, query: Body) -> dict[str, Any]:
     if known is None:
         number = len(master.trials) + 1
         known = TrialRecord(
-            number, created["experimentId"], created["hparams"], state="STATE_PAUSED", external=external
+            number,
+            created["experimentId"],
+            created["hparams"],
+            state="STATE_PAUSED",
+            external=external,
         )
         master.trials[number] = known
-    return {"trial": show_trial(master, None, query, str(known.id))["trial"] | {"taskId": known.task}}
+    return {
+        "trial": show_trial(master, None, query, str(known.id))["trial"] | {"taskId": known.task}
+    }
 
 
 def start_trial(master: Master, body: Body, _query: Body, trial: str) -> dict[str, Any]:
     found = master.trials[int(trial)]
-    require(found.external and body == {"trialId": found.id, "resume": True}, "not a start of an unmanaged trial")
+    require(
+        found.external and body == {"trialId": found.id, "resume": True},
+        "not a start of an unmanaged trial",
+    )
     found.runs += 1
     steps = [m["step"] for m in master.metrics if m["trial"] == found.id]
     return {"trialRunId": found.runs, "stepsCompleted": max(steps, default=0)}
@@ -398,7 +462,10 @@ def change_trial(master: Master, body: Body, query: Body, trial: str) -> dict[st
 def accept_logs(master: Master, body: list[Body], _query: Body) -> bytes:
     tasks = {t.task for t in master.trials.values() if t.external}
     known = {"task_id", "timestamp", "rank", "log"}
-    require(all(entry["task_id"] in tasks and entry.keys() == known for entry in body), "not of an unmanaged trial")
+    require(
+        all(entry["task_id"] in tasks and entry.keys() == known for entry in body),
+        "not of an unmanaged trial",
+    )
     master.logs += [dict(entry) for entry in body]
     return b""
 
@@ -410,8 +477,16 @@ def show_trials(master: Master, _body: None, query: Body, experiment: str) -> di
 
 def show_checkpoints(master: Master, _body: None, query: Body, trial: str) -> dict[str, Any]:
     experiment = master.experiments[master.trials[int(trial)].experiment - 1]
-    training = {"trialId": int(trial), "experimentId": experiment.id, "experimentConfig": experiment.config}
-    mine = [c | {"training": training} for c in master.checkpoints if c["taskId"] == master.trials[int(trial)].task]
+    training = {
+        "trialId": int(trial),
+        "experimentId": experiment.id,
+        "experimentConfig": experiment.config,
+    }
+    mine = [
+        c | {"training": training}
+        for c in master.checkpoints
+        if c["taskId"] == master.trials[int(trial)].task
+    ]
     mine = [c for c in mine if c["state"] == query.get("states", c["state"])]
     return pages("checkpoints", mine)
 
@@ -423,22 +498,57 @@ def stream_metrics(master: Master, _body: None, query: Body) -> bytes:
     name = "validation_metrics" if group == "validation" else "avg_metrics"
     fixed = {"trialId": trial, "group": group, "archived": False, "id": 1}
     reports = [
-        fixed | {"endTime": m["time"], "totalBatches": step, "trialRunId": m["run"], "metrics": {name: m["metrics"]}}
+        fixed
+        | {
+            "endTime": m["time"],
+            "totalBatches": step,
+            "trialRunId": m["run"],
+            "metrics": {name: m["metrics"]},
+        }
         for step, m in mine.items()
     ]
     return stream([{"metrics": reports}])
 
 
 def stream_profiler_series(master: Master, _body: None, _query: Body, trial: str) -> bytes:
-    mine = [m["metrics"] for m in master.metrics if m["trial"] == int(trial) and m["group"] in PROFILER_GROUPS]
-    names = {(agent, name) for m in mine for agent, values in m.items() for name in values if "/" not in name}
-    return stream([{"labels": [{"trialId": int(trial), "agentId": agent, "name": name} for agent, name in names]}])
+    mine = [
+        m["metrics"]
+        for m in master.metrics
+        if m["trial"] == int(trial) and m["group"] in PROFILER_GROUPS
+    ]
+    names = {
+        (agent, name)
+        for m in mine
+        for agent, values in m.items()
+        for name in values
+        if "/" not in name
+    }
+    return stream(
+        [
+            {
+                "labels": [
+                    {"trialId": int(trial), "agentId": agent, "name": name} for agent, name in names
+                ]
+            }
+        ]
+    )
 
 
 def stream_logs(master: Master, _body: None, _query: Body, trial: str) -> bytes:
-    lines = [line for path in master.trials[int(trial)].logs for line in path.read_text(errors="replace").splitlines()]
-    fixed = {"trialId": int(trial), "level": "LOG_LEVEL_INFO", "timestamp": STARTED, "source": "task"}
-    return stream(fixed | {"id": str(number), "message": line + "\n"} for number, line in enumerate(lines))
+    lines = [
+        line
+        for path in master.trials[int(trial)].logs
+        for line in path.read_text(errors="replace").splitlines()
+    ]
+    fixed = {
+        "trialId": int(trial),
+        "level": "LOG_LEVEL_INFO",
+        "timestamp": STARTED,
+        "source": "task",
+    }
+    return stream(
+        fixed | {"id": str(number), "message": line + "\n"} for number, line in enumerate(lines)
+    )
 
 
 def context_directory(master: Master, _body: None, _query: Body, task: str) -> dict[str, Any]:
@@ -451,7 +561,9 @@ def accept_accelerators(master: Master, body: Body, _query: Body, allocation: st
     require(body["acceleratorData"]["acceleratorType"], "no accelerator type")
 
 
-def rendezvous(master: Master, _body: None, _query: Body, allocation: str, resources: str) -> dict[str, Any]:
+def rendezvous(
+    master: Master, _body: None, _query: Body, allocation: str, resources: str
+) -> dict[str, Any]:
     master._require_current(allocation=allocation)
     require(resources == "resources-1", "no such resources")
     slots = master.experiment["resources"]["slots_per_trial"]
@@ -470,7 +582,9 @@ def preemption_signal(master: Master, _body: None, query: Body, allocation: str)
     return {"preempt": found.preempt.is_set()}
 
 
-def acknowledge_preemption(master: Master, _body: Body | None, _query: Body, allocation: str) -> None:
+def acknowledge_preemption(
+    master: Master, _body: Body | None, _query: Body, allocation: str
+) -> None:
     found = master._require_current(allocation=allocation)
     require(found.preempt.is_set(), "nothing to acknowledge")
     found.acknowledged = True
@@ -478,7 +592,12 @@ def acknowledge_preemption(master: Master, _body: Body | None, _query: Body, all
 
 def show_trial(master: Master, _body: None, _query: Body, trial: str) -> dict[str, Any]:
     found = master.trials[int(trial)]
-    shown = {"id": found.id, "experimentId": found.experiment, "hparams": found.hparams, "state": found.state}
+    shown = {
+        "id": found.id,
+        "experimentId": found.experiment,
+        "hparams": found.hparams,
+        "state": found.state,
+    }
     shown |= {"restarts": found.restarts, "runnerState": found.status, "totalBatchesProcessed": 0}
     return {"trial": shown | {"startTime": STARTED, "summaryMetrics": {}}}
 
@@ -490,17 +609,30 @@ def accept_metrics(master: Master, body: Body, _query: Body, trial: str) -> None
         found = Allocation(record.id, record.runs, None)
     else:
         found = master._require_current(trial=trial)
-    require(report["trialId"] == found.trial and report["trialRunId"] == found.run, "not of this run of the trial")
+    require(
+        report["trialId"] == found.trial and report["trialRunId"] == found.run,
+        "not of this run of the trial",
+    )
     require("." not in group, "a group name contains a dot")
     values = report["metrics"]["avgMetrics"]
     steps = report["stepsCompleted"]
     if group in PROFILER_GROUPS:
-        require(steps is None and list(values) == ["agent-1"] and report["reportTime"], "not a report of the profiler")
+        require(
+            steps is None and list(values) == ["agent-1"] and report["reportTime"],
+            "not a report of the profiler",
+        )
     else:
         require(isinstance(steps, int) and steps >= 0, "stepsCompleted is not an integer")
-        of_run = [m for m in master.metrics if (m["group"], m["run"], m["step"]) == (group, found.run, steps)]
+        of_run = [
+            m
+            for m in master.metrics
+            if (m["group"], m["run"], m["step"]) == (group, found.run, steps)
+        ]
         require(not any(m["metrics"].keys() & values.keys() for m in of_run), "reported twice")
-        require(all(isinstance(value, int | float) for value in values.values()), "a metric is not a number")
+        require(
+            all(isinstance(value, int | float) for value in values.values()),
+            "a metric is not a number",
+        )
     with master._lock:
         fixed = {"trial": found.trial, "run": found.run, "time": f"{datetime.now(UTC):%FT%TZ}"}
         master.metrics.append(fixed | {"group": group, "step": steps, "metrics": values})
@@ -521,7 +653,9 @@ def decide(master: Master, allocation: Allocation, values: Mapping[str, float]) 
         allocation.kill()
         return
     searcher = experiment.searcher
-    if searcher and searcher.stops(trial.id, int(values.get("batches", 0)), values[config["metric"]]):
+    if searcher and searcher.stops(
+        trial.id, int(values.get("batches", 0)), values[config["metric"]]
+    ):
         trial.state = "STATE_STOPPING_COMPLETED"
         if searcher.wants_more:
             master.create_trial(experiment)
@@ -529,7 +663,9 @@ def decide(master: Master, allocation: Allocation, values: Mapping[str, float]) 
 
 def accept_progress(master: Master, body: Body, _query: Body, trial: str) -> None:
     master._require_current(trial=trial)
-    require(body["is_raw"] is True and 0 <= body["progress"] <= 1, "progress is not raw from 0 to 1")
+    require(
+        body["is_raw"] is True and 0 <= body["progress"] <= 1, "progress is not raw from 0 to 1"
+    )
 
 
 def accept_status(master: Master, body: Body, _query: Body, trial: str) -> None:
@@ -552,7 +688,9 @@ def accept_checkpoint(master: Master, body: Body, _query: Body) -> None:
         return
     require(body["storageId"] == 1, "not in the storage")
     stored = master.files(body["uuid"])
-    reported = {path: int(size) for path, size in body["resources"].items() if not path.endswith("/")}
+    reported = {
+        path: int(size) for path, size in body["resources"].items() if not path.endswith("/")
+    }
     if "metadata.json" not in reported:  # Core API reports it only for file system storage
         stored.pop("metadata.json")
     require(reported == stored, f"the storage contains {stored}, reported was {reported}")
@@ -575,7 +713,8 @@ def accept_task_logs(master: Master, body: Body, _query: Body) -> None:
         found = master._require_current(allocation=line["allocationId"], task=line["taskId"])
         datetime.fromisoformat(line["timestamp"])
         require(
-            (line["source"], line["stdtype"]) == ("task", "stdout") and line["log"].endswith("\n"), "not a log line"
+            (line["source"], line["stdtype"]) == ("task", "stdout") and line["log"].endswith("\n"),
+            "not a log line",
         )
         with master.trials[found.trial].logs[-1].open("a") as log:
             log.write(f"[rank={line['rankId']}] {line['log']}")

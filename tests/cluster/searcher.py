@@ -1,6 +1,7 @@
 """Determined's searchers as version 0.38.1 runs them: which trials they create, and which they stop.
 
-Asynchronous successive halving is that of adaptive ASHA in `mode: aggressive`, which has one bracket.
+Asynchronous successive halving is that of adaptive ASHA in `mode: aggressive`, which has one
+bracket.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ class Searcher:
 class Halving(Searcher):
     """Asynchronous successive halving. It creates a trial when it stops one, or when one ends in an error.
 
-    A trial that completes by itself is not replaced, also if it has reported invalid hyperparameters: that report is
-    lost. The state of a stopped trial changes, and nothing is signalled to it.
+    A trial that completes by itself is not replaced, also if it has reported invalid
+    hyperparameters: that report is lost. The state of a stopped trial changes, and nothing is
+        signalled to it.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -71,13 +73,19 @@ class Halving(Searcher):
         length = searcher["max_time"]
         self._divisor = searcher.get("divisor", 4)
         largest = min(length, searcher["max_trials"])
-        n_rungs = min(searcher.get("max_rungs", 5), int(math.log(largest) / math.log(self._divisor)) + 1)
-        self.rungs = [max(int(length / self._divisor**rung), 1) for rung in reversed(range(n_rungs))]
+        n_rungs = min(
+            searcher.get("max_rungs", 5), int(math.log(largest) / math.log(self._divisor)) + 1
+        )
+        self.rungs = [
+            max(int(length / self._divisor**rung), 1) for rung in reversed(range(n_rungs))
+        ]
         self._losses: list[list[float]] = [[] for _ in self.rungs]
         self._reached: Counter[int] = Counter()
 
     def n_at_start(self) -> int:
-        concurrent = self._searcher.get("max_concurrent_trials") or self._divisor ** (len(self.rungs) - 1)
+        concurrent = self._searcher.get("max_concurrent_trials") or self._divisor ** (
+            len(self.rungs) - 1
+        )
         return min(int(concurrent), self.n_trials)
 
     def stops(self, trial: int, steps: int, loss: float) -> bool:
@@ -87,7 +95,9 @@ class Halving(Searcher):
             if steps < self.rungs[rung]:
                 return False
             place = self._insert(rung, loss)
-            if rung == len(self.rungs) - 1 or place >= max(int(len(self._losses[rung]) / self._divisor), 1):
+            if rung == len(self.rungs) - 1 or place >= max(
+                int(len(self._losses[rung]) / self._divisor), 1
+            ):
                 return True
         return False
 

@@ -1,7 +1,7 @@
 """What to know of a cluster before training on it, each in one line: `make test-cluster`.
 
-With DET_MASTER, and DET_USER and DET_PASS or a `det` login, the cluster is that one; otherwise it is the stand-in.
-DET_SLOTS is the number of slots per trial (default 1), DET_POOL the resource pool.
+With DET_MASTER, and DET_USER and DET_PASS or a `det` login, the cluster is that one; otherwise it
+is the stand-in. DET_SLOTS is the number of slots per trial (default 1), DET_POOL the resource pool.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ Tell = Callable[[str], None]
 class Cluster:
     sdk: client.Determined
     steps: int  # of a run that is long enough to be paused or killed in between
-    location: dict[str, Any]  # of the checkpoint storage, in an experiment's config; empty = the cluster's default
+    location: dict[
+        str, Any
+    ]  # of the checkpoint storage, in an experiment's config; empty = the cluster's default
     storage: Path | None = None  # where this machine sees the checkpoint storage
     slots: int = int(os.environ.get("DET_SLOTS", "1"))
 
@@ -52,7 +54,9 @@ class Cluster:
             config["resources"]["resource_pool"] = pool
         return self.sdk.create_experiment(config, model_dir=ROOT)
 
-    def run(self, keep: int | None = None, slots: int | None = None, **hyperparameters: Any) -> dict[str, Any]:
+    def run(
+        self, keep: int | None = None, slots: int | None = None, **hyperparameters: Any
+    ) -> dict[str, Any]:
         """Return a short experiment of the shape of config.yaml."""
         rates = {"report_rate": self.steps // 20, "validation_rate": self.steps // 5}
         shape: dict[str, Any] = {"max_steps": self.steps, "dropout": 0.1, "compile": False, **rates}
@@ -65,7 +69,11 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if MASTER:
-        yield Cluster(client.Determined(MASTER, os.environ.get("DET_USER"), os.environ.get("DET_PASS")), 2000, {})
+        yield Cluster(
+            client.Determined(MASTER, os.environ.get("DET_USER"), os.environ.get("DET_PASS")),
+            2000,
+            {},
+        )
         return
     folder = tmp_path_factory.mktemp("live")
     (folder / "storage").mkdir()
@@ -76,7 +84,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(folder))
         sdk = client.Determined(master.url, "tester", trial.PASSWORD)
-    yield Cluster(sdk, 160, {"type": "directory", "container_path": str(master.storage)}, master.storage, slots=2)
+    yield Cluster(
+        sdk,
+        160,
+        {"type": "directory", "container_path": str(master.storage)},
+        master.storage,
+        slots=2,
+    )
     master.close()
     deleted = [c["uuid"] for c in master.checkpoints if c["state"] == "STATE_DELETED"]
     assert not [uuid for uuid in deleted if (master.storage / uuid).exists()]
@@ -116,7 +130,10 @@ def curve(run: client.Trial, group: str = "training") -> dict[int, dict[str, flo
 def exact(run: client.Trial) -> list[dict[int, dict[str, float]]]:
     """Return the metrics `EXACT` of both groups, by step."""
     curves = curve(run), curve(run, "validation")
-    return [{step: {key: m[key] for key in EXACT if key in m} for step, m in found.items()} for found in curves]
+    return [
+        {step: {key: m[key] for key in EXACT if key in m} for step, m in found.items()}
+        for found in curves
+    ]
 
 
 def saved(run: client.Trial) -> dict[int, client.Checkpoint]:
@@ -127,7 +144,12 @@ def saved(run: client.Trial) -> dict[int, client.Checkpoint]:
 
 def documented(group: str) -> set[str]:
     """Return the metrics that docs/performance.md lists for a group, "training" or "validation"."""
-    section = (ROOT / "docs" / "performance.md").read_text().partition("## Metrics\n")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "performance.md")
+        .read_text()
+        .partition("## Metrics\n")[2]
+        .partition("\n## ")[0]
+    )
     training, _, validation = section.partition("Validation:")
     return set(re.findall(r"`(\w+)`[:.,]", {"training": training, "validation": validation}[group]))
 
@@ -143,33 +165,67 @@ def test_a_short_run_shows_the_documented_metrics_and_checkpoints(
     for step, metrics in training.items():
         assert names - SOMETIMES <= metrics.keys() <= names, step
     for step, metrics in validation.items():
-        assert metrics.keys() == documented("validation") - {"bits_per_byte"}  # the data are no text
+        assert metrics.keys() == documented("validation") - {
+            "bits_per_byte"
+        }  # the data are no text
         assert metrics["batches"] == step
         assert metrics["perplexity"] == math.exp(metrics["loss"])
-    assert all(math.isfinite(value) for m in (*training.values(), *validation.values()) for value in m.values())
-    shards = {f"{part}-{rank:05}-00000.safetensors" for rank in range(cluster.slots) for part in ("model", "optim")}
+    assert all(
+        math.isfinite(value)
+        for m in (*training.values(), *validation.values())
+        for value in m.values()
+    )
+    shards = {
+        f"{part}-{rank:05}-00000.safetensors"
+        for rank in range(cluster.slots)
+        for part in ("model", "optim")
+    }
     for checkpoint in checkpoints.values():
-        files = {path: int(size) for path, size in (checkpoint.resources or {}).items() if not path.endswith("/")}
+        files = {
+            path: int(size)
+            for path, size in (checkpoint.resources or {}).items()
+            if not path.endswith("/")
+        }
         assert files.keys() == shards | {"manifest.json", "metadata.json"}
         assert all(files.values())
     metadata = checkpoints[last].metadata or {}
-    assert metadata.keys() >= {"validation_loss", "tokens", "world_size", "sharding", "amp_dtype", "parameters"}
+    assert metadata.keys() >= {
+        "validation_loss",
+        "tokens",
+        "world_size",
+        "sharding",
+        "amp_dtype",
+        "parameters",
+    }
     assert shown_trial(done).runnerState == "completed"
     before, after = training[rate]["loss"], training[last]["loss"]
-    tell(f"run: {last} steps, training loss {before:.2f} to {after:.2f}, {len(checkpoints)} checkpoints")
+    tell(
+        f"run: {last} steps, training loss {before:.2f} to {after:.2f}, {len(checkpoints)} checkpoints"
+    )
 
 
 def test_both_profilers_have_data(cluster: Cluster, done: client.Trial, tell: Tell) -> None:
     answers = bindings.get_GetTrialProfilerAvailableSeries(done._session, trialId=done.id)
     series = {label.name for answer in answers for label in answer.labels}
-    assert {name.partition("_")[0].replace("net", "network") for name in series} >= PROFILER_GROUPS - {"gpu"}
+    assert {
+        name.partition("_")[0].replace("net", "network") for name in series
+    } >= PROFILER_GROUPS - {"gpu"}
     traces = "the checkpoint storage is not visible from here"
     if cluster.storage:
-        (board,) = cluster.storage.glob(f"*/tensorboard/experiment/{done.experiment_id}/trial/{done.id}")
+        (board,) = cluster.storage.glob(
+            f"*/tensorboard/experiment/{done.experiment_id}/trial/{done.id}"
+        )
         found = [path.name for path in board.glob("*.pt.trace.json.gz")]
-        assert sorted(name.partition(".")[0] for name in found) == [f"rank{rank}" for rank in range(cluster.slots)]
-        drawn = {event.step: event.value for event in EventAccumulator(str(board)).Reload().Scalars("Determined/loss")}
-        assert drawn == pytest.approx({step: metrics["loss"] for step, metrics in curve(done).items()})
+        assert sorted(name.partition(".")[0] for name in found) == [
+            f"rank{rank}" for rank in range(cluster.slots)
+        ]
+        drawn = {
+            event.step: event.value
+            for event in EventAccumulator(str(board)).Reload().Scalars("Determined/loss")
+        }
+        assert drawn == pytest.approx(
+            {step: metrics["loss"] for step, metrics in curve(done).items()}
+        )
         traces = ", ".join(found)
     tell(f"profilers: Determined's {', '.join(sorted(series))}; PyTorch's traces: {traces}")
 
@@ -201,15 +257,27 @@ def test_a_paused_run_and_a_killed_one_equal_an_uninterrupted_one(
     assert exact(done) == exact(paused) == exact(killed)
     checksums = []
     for run in (done, paused, killed):
-        manifest = read_manifest(Path(saved(run)[cluster.steps].download(str(tmp_path / str(run.id)))))
-        checksums.append({name: record for name, record in manifest.files.items() if name.endswith(".safetensors")})
+        manifest = read_manifest(
+            Path(saved(run)[cluster.steps].download(str(tmp_path / str(run.id))))
+        )
+        checksums.append(
+            {
+                name: record
+                for name, record in manifest.files.items()
+                if name.endswith(".safetensors")
+            }
+        )
     assert checksums[0] == checksums[1] == checksums[2]
     assert len(saved(paused)) <= 3  # the last two and the best, also of those before the pause
     interruptions = f"paused after step {stop} and killed with the checkpoint of step {left}, of {cluster.steps}"
-    tell(f"twins: {interruptions}; reports and the last checkpoint's {len(checksums[0])} files equal bit for bit")
+    tell(
+        f"twins: {interruptions}; reports and the last checkpoint's {len(checksums[0])} files equal bit for bit"
+    )
 
 
-def search(cluster: Cluster, searcher: dict[str, Any], **hyperparameters: Any) -> dict[int, client.Trial]:
+def search(
+    cluster: Cluster, searcher: dict[str, Any], **hyperparameters: Any
+) -> dict[int, client.Trial]:
     """Run a search of a small model, and return its trials by ID."""
     data = {"dataset": "synthetic", "tokenizer": None, "compile": False, "num_tokens": 0}
     config = trial.experiment("recipes/search.yaml", **data | hyperparameters)
@@ -238,8 +306,12 @@ def test_a_search_stops_its_losers(cluster: Cluster, tell: Tell) -> None:
     assert len(runs) == 4
     assert {shown_trial(run).state for run in runs.values()} == {bindings.trialv1State.COMPLETED}
     trained = {number: max(curve(run)) for number, run in runs.items()}
-    assert set(trained.values()) <= {50, 200}, "a trial trained on after the rung at which it was stopped"
-    assert min(trained.values()) == 50, "every trial was better than the ones before: change experiment_seed"
+    assert set(trained.values()) <= {50, 200}, (
+        "a trial trained on after the rung at which it was stopped"
+    )
+    assert min(trained.values()) == 50, (
+        "every trial was better than the ones before: change experiment_seed"
+    )
     assert trained == {number: max(saved(run)) for number, run in runs.items()}
     total = f"{sum(trained.values())} steps in all, {len(runs) * 200} without stops"
     tell(f"search: trials trained {[*trained.values()]} steps; {total}")
@@ -267,7 +339,9 @@ def test_a_search_runs_all_its_trials_although_points_are_refused(
     assert refused, "no point was refused: change experiment_seed"
     for each in shown:
         assert each.restarts == 0
-        expected = bindings.trialv1State.ERROR if each in refused else bindings.trialv1State.COMPLETED
+        expected = (
+            bindings.trialv1State.ERROR if each in refused else bindings.trialv1State.COMPLETED
+        )
         assert each.state == expected, each.id
     for each in refused:
         log = [line for line in runs[each.id].iter_logs(sources=["task"]) if "dropout: 1.5" in line]
@@ -289,11 +363,15 @@ def test_a_fork_starts_with_the_weights_and_its_checkpoints_are_collected(
     assert exact(fork) == exact(completed(cluster.create(cluster.run(**short, init_from=source))))
     before, after = (curve(run)[rate]["loss"] for run in (done, fork))
     assert after < before
-    tell(f"fork: training loss {after:.2f} at step {rate}, {before:.2f} without the weights; equal to init_from")
+    tell(
+        f"fork: training loss {after:.2f} at step {rate}, {before:.2f} without the weights; equal to init_from"
+    )
     losses = {step: metrics["loss"] for step, metrics in curve(fork, "validation").items()}
     kept = {min(losses, key=losses.__getitem__), max(losses)}
     wait_until(lambda: saved(fork).keys() == kept)
-    tell(f"collection: of {len(losses)} checkpoints, those of steps {sorted(kept)} are left: the best and the latest")
+    tell(
+        f"collection: of {len(losses)} checkpoints, those of steps {sorted(kept)} are left: the best and the latest"
+    )
 
 
 @pytest.mark.slow

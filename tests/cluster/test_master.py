@@ -31,7 +31,9 @@ def test_in_a_shell_of_a_cluster_a_run_is_one_outside_of_it(tmp_path: Path) -> N
     assert list(checkpoints(tmp_path)) == [2]
 
 
-def test_calls_to_an_unreachable_master_are_retried_for_three_hours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_to_an_unreachable_master_are_retried_for_three_hours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("DET_RETRY_CONFIG", "")  # restored after the test
     monkeypatch.delenv("DET_RETRY_CONFIG")
     with retrying():
@@ -39,7 +41,9 @@ def test_calls_to_an_unreachable_master_are_retried_for_three_hours(monkeypatch:
     pauses = []
     for _ in range(901):
         assert not retry.is_exhausted()
-        retry = retry.increment("POST", "/", error=urllib3.exceptions.NewConnectionError(None, "refused"))  # type: ignore[arg-type]
+        retry = retry.increment(
+            "POST", "/", error=urllib3.exceptions.NewConnectionError(None, "refused")
+        )  # type: ignore[arg-type]
         pauses.append(retry.get_backoff_time())
         if retry.total == 0:
             break

@@ -34,14 +34,20 @@ def test_the_shipped_search_works() -> None:
 @pytest.mark.parametrize(
     ("searcher", "parts"),
     [
-        ({"metric": "validation_loss"}, ["searcher.metric", "validation_loss", "did you mean loss?"]),
+        (
+            {"metric": "validation_loss"},
+            ["searcher.metric", "validation_loss", "did you mean loss?"],
+        ),
         ({"metric": "perplexty"}, ["searcher.metric", "perplexty", "did you mean perplexity?"]),
         ({"metric": "accuracy"}, ["searcher.metric", "accuracy", *METRICS]),
         ({"smaller_is_better": False}, ["searcher.smaller_is_better", "true"]),
         ({"time_metric": "steps"}, ["searcher.time_metric", "steps", "batches"]),
         ({"time_metric": "loss"}, ["searcher.time_metric", "loss", "batches"]),
         ({"max_time": 1000}, ["searcher.max_time", "1000", "max_steps 400"]),
-        ({"max_rungs": 4, "max_trials": 64}, ["validation_rate", "step 6", "6, 25, 100, 400", "max_rungs 3"]),
+        (
+            {"max_rungs": 4, "max_trials": 64},
+            ["validation_rate", "step 6", "6, 25, 100, 400", "max_rungs 3"],
+        ),
         ({"bracket_rungs": [2, 5]}, ["validation_rate", "step 1", "validation_rate 1"]),
     ],
 )
@@ -52,7 +58,10 @@ def test_a_searcher_that_cannot_work_is_refused(searcher: dict[str, Any], parts:
 
 def test_all_problems_of_a_searcher_are_reported() -> None:
     found = problems(400, 25, metric="accuracy", max_time=1000)
-    assert [problem.partition(":")[0] for problem in found] == ["searcher.metric", "searcher.max_time"]
+    assert [problem.partition(":")[0] for problem in found] == [
+        "searcher.metric",
+        "searcher.max_time",
+    ]
 
 
 @pytest.mark.parametrize("name", ["single", "random", "grid"])
@@ -89,16 +98,24 @@ def test_rungs_between_validations_are_noted(
     ("searcher", "rungs"),
     [
         ({"max_time": 900, "max_trials": 10, "divisor": 3}, [100, 300, 900]),
-        ({"max_time": 1000, "max_trials": 10, "divisor": 2.0, "mode": "conservative"}, [125, 250, 500, 1000]),
+        (
+            {"max_time": 1000, "max_trials": 10, "divisor": 2.0, "mode": "conservative"},
+            [125, 250, 500, 1000],
+        ),
         ({"max_time": 6400, "max_trials": 1024}, [25, 100, 400, 1600, 6400]),
         ({"max_time": 400, "max_trials": 32, "max_rungs": 3}, [25, 100, 400]),
         ({"max_time": 3, "max_trials": 100}, [3]),
         ({"max_time": 100, "max_trials": 1}, [100]),
     ],
 )
-def test_rungs_are_those_of_the_bracket_with_the_most(searcher: dict[str, Any], rungs: list[int]) -> None:
+def test_rungs_are_those_of_the_bracket_with_the_most(
+    searcher: dict[str, Any], rungs: list[int]
+) -> None:
     assert adaptive_asha_rungs(searcher) == rungs
-    assert Halving({"searcher": searcher | {"name": "adaptive_asha"}, "hyperparameters": {}}).rungs == rungs
+    assert (
+        Halving({"searcher": searcher | {"name": "adaptive_asha"}, "hyperparameters": {}}).rungs
+        == rungs
+    )
 
 
 def test_a_search_without_a_policy_for_exit_code_2_is_warned_of_restarts() -> None:

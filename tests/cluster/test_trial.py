@@ -1,7 +1,7 @@
 """A trial whose storage, master or search fails, from `det experiment create` to the last checkpoint.
 
-Only the master is a stand-in; the CLI, the container's entrypoint, the launcher and Core API are Determined's.
-What a real cluster can show as well is in test_live.py.
+Only the master is a stand-in; the CLI, the container's entrypoint, the launcher and Core API are
+Determined's. What a real cluster can show as well is in test_live.py.
 """
 
 from __future__ import annotations
@@ -53,13 +53,28 @@ def losses(master: Master) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_the_uploaded_folder_is_small_and_contains_the_package(master: Master, tmp_path: Path) -> None:
+def test_the_uploaded_folder_is_small_and_contains_the_package(
+    master: Master, tmp_path: Path
+) -> None:
     trial.submit(master, trial.experiment(), tmp_path / "cli")
     packed = base64.b64decode(master.context)
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         names = set(archive.getnames())
-    assert {"fsdp.py", "model.py", "lm/checkpoint/checkpointer.py", "lm/data/loader.py", "startup-hook.sh"} <= names
-    assert not {name.partition("/")[0] for name in names} & {"tests", "docs", "runs", ".venv", ".git", ".ci"}
+    assert {
+        "fsdp.py",
+        "model.py",
+        "lm/checkpoint/checkpointer.py",
+        "lm/data/loader.py",
+        "startup-hook.sh",
+    } <= names
+    assert not {name.partition("/")[0] for name in names} & {
+        "tests",
+        "docs",
+        "runs",
+        ".venv",
+        ".git",
+        ".ci",
+    }
     assert len(packed) < 1e6 < constants.MAX_CONTEXT_SIZE
 
 
@@ -70,7 +85,9 @@ class S3Master(Master):
 
     def files(self, checkpoint: str) -> dict[str, int]:
         found = self.bucket.objects.filter(Prefix=f"{checkpoint}/")
-        return {item.key.partition("/")[2]: item.size for item in found if not item.key.endswith("/")}
+        return {
+            item.key.partition("/")[2]: item.size for item in found if not item.key.endswith("/")
+        }
 
 
 @pytest.mark.slow
@@ -84,12 +101,16 @@ def test_secrets_are_not_in_checkpoints_tensorboard_files_or_logs(
     server.start()
     host, port = server.get_host_and_port()
     endpoint, key, secret = f"http://{host}:{port}", "storage-access-key", "storage-secret-key"
-    s3: Any = boto3.resource("s3", endpoint_url=endpoint, aws_access_key_id=key, aws_secret_access_key=secret)
+    s3: Any = boto3.resource(
+        "s3", endpoint_url=endpoint, aws_access_key_id=key, aws_secret_access_key=secret
+    )
     master = S3Master(tmp_path)
     master.bucket = s3.Bucket("checkpoints")
     master.bucket.create()
     config = trial.experiment(max_steps=6)
-    config["environment"]["environment_variables"].append("STORE_PASSWORD=password-in-the-experiment")
+    config["environment"]["environment_variables"].append(
+        "STORE_PASSWORD=password-in-the-experiment"
+    )
     storage = {"type": "s3", "bucket": "checkpoints", "access_key": key, "secret_key": secret}
     config["checkpoint_storage"] = storage | {"endpoint_url": endpoint}
     try:
@@ -104,8 +125,12 @@ def test_secrets_are_not_in_checkpoints_tensorboard_files_or_logs(
     assert any(name.endswith("/manifest.json") for name in stored)
     assert any("tensorboard" in name and "tfevents" in name for name in stored)
     secrets = [key, secret, finished.allocation.token, trial.PASSWORD, "password-in-the-experiment"]
-    assert not [name for name, content in stored.items() for text in secrets if text.encode() in content]
-    assert not [text for text in secrets[:-1] if text in finished.log]  # Determined prints the environment
+    assert not [
+        name for name, content in stored.items() for text in secrets if text.encode() in content
+    ]
+    assert not [
+        text for text in secrets[:-1] if text in finished.log
+    ]  # Determined prints the environment
     ours = "\n".join(line for line in finished.log.splitlines() if line.startswith("[rank="))
     assert ours
     assert secrets[-1] not in ours
@@ -118,7 +143,9 @@ def saved(master: Master) -> set[int]:
 def run_script(master: Master, folder: Path, script: str) -> None:
     """Make `fsdp.py` after the lines `script` the program of the newest experiment; `PYTHONPATH` has to be `ROOT`."""
     program = scripted(folder, script)
-    master.experiment["entrypoint"] = f"python3 -m determined.launch.torch_distributed -- python3 {program}"
+    master.experiment["entrypoint"] = (
+        f"python3 -m determined.launch.torch_distributed -- python3 {program}"
+    )
 
 
 SMALL_QUEUE = "from determined.core._metrics import _Shipper\n_Shipper.METRICS_QUEUE_MAXSIZE = 3"
@@ -159,9 +186,10 @@ def test_a_trial_trains_through_an_outage_of_the_master_and_prints_nothing_meanw
         master.is_away = False
         assert running.wait() == 0, running.log
     assert sorted(losses(master)) == list(range(1, 25))
-    assert [int(step) for step in re.findall(r"^\[rank=0\] training +step +(\d+)", running.log, re.MULTILINE)] == [
-        *range(1, 25)
-    ]
+    assert [
+        int(step)
+        for step in re.findall(r"^\[rank=0\] training +step +(\d+)", running.log, re.MULTILINE)
+    ] == [*range(1, 25)]
     assert master.bodies("/api/v1/trials/{trial}/progress")[-1]["progress"] == 1.0
     assert saved(master) == {24}
     assert master.refused == []
@@ -169,7 +197,9 @@ def test_a_trial_trains_through_an_outage_of_the_master_and_prints_nothing_meanw
 
 @pytest.mark.slow
 def test_a_refused_report_ends_the_run_with_one_line(master: Master, tmp_path: Path) -> None:
-    trial.submit(master, trial.experiment(async_checkpoint=False, **HYPERPARAMETERS), tmp_path / "cli")
+    trial.submit(
+        master, trial.experiment(async_checkpoint=False, **HYPERPARAMETERS), tmp_path / "cli"
+    )
     refusal = {"/api/v1/trials/{trial}/metrics": 500}
     master.on_metrics = lambda _group, step: master.refuse.update(refusal) if step == 7 else None
     master.refuse = {"/api/v1/task/logs": 404}
@@ -177,7 +207,9 @@ def test_a_refused_report_ends_the_run_with_one_line(master: Master, tmp_path: P
     assert refused.process.returncode == 1
     ours = [line for line in refused.log.splitlines() if line.startswith("[rank=0]")]
     assert "refused on purpose" in ours[-1]
-    assert [line for line in ours if "training    step  6/24" in line], "lines that the master refuses are printed"
+    assert [line for line in ours if "training    step  6/24" in line], (
+        "lines that the master refuses are printed"
+    )
     assert not [line for line in ours if "Traceback" in line]
     assert max(losses(master)) == 7
     assert 6 in saved(master)  # to resume from
@@ -202,7 +234,8 @@ def test_lines_logged_before_a_failure_are_in_the_log(master: Master, tmp_path: 
     assert next(iter(master.trials.values())).status == "failed"
 
 
-# ---- search -----------------------------------------------------------------------------------------------
+# ---- search
+# -----------------------------------------------------------------------------------------------
 
 POINT = {"lr": 1.0e-2, "n_layers": 2, "weight_decay": 0.1}
 
@@ -215,7 +248,9 @@ def searching(master: Master, tmp_path: Path) -> Master:
     ranges = yaml.safe_load((ROOT / "recipes" / "search.yaml").read_text())["hyperparameters"]
     config["hyperparameters"] |= {key: ranges[key] for key in POINT}
     config["hyperparameters"] |= {"vocab_size": 257, "amp_dtype": "float16", "n_heads": 4}
-    (tmp_path / "a.txt").write_text("a" * 20_000)  # gradients of float16 overflow at the first scale of the loss
+    (tmp_path / "a.txt").write_text(
+        "a" * 20_000
+    )  # gradients of float16 overflow at the first scale of the loss
     config["hyperparameters"] |= {"train_data": str(tmp_path / "a.txt")}
     trial.submit(master, config, tmp_path / "cli")
     return master
@@ -227,13 +262,22 @@ def point(master: Master, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_trial_whose_state_is_refused_trains_to_its_end(searching: Master, tmp_path: Path) -> None:
-    route, statuses = "/api/v1/trials/{trial}", [401, 403, 404, 500, 200]  # 200 without a trial in the answer
+def test_a_trial_whose_state_is_refused_trains_to_its_end(
+    searching: Master, tmp_path: Path
+) -> None:
+    route, statuses = (
+        "/api/v1/trials/{trial}",
+        [401, 403, 404, 500, 200],
+    )  # 200 without a trial in the answer
     turn = itertools.cycle(statuses)
     searching.on_metrics = lambda _group, _step: searching.refuse.update({route: next(turn)})
-    done = trial.run(searching, folder=tmp_path, hyperparameters=point(searching, validation_rate=2))
+    done = trial.run(
+        searching, folder=tmp_path, hyperparameters=point(searching, validation_rate=2)
+    )
     assert done.process.returncode == 0, done.log
-    assert {call.status for call in searching.calls if (call.method, call.route) == ("GET", route)} == {*statuses}
+    assert {
+        call.status for call in searching.calls if (call.method, call.route) == ("GET", route)
+    } == {*statuses}
     assert max(saved(searching)) == 24
 
 
@@ -278,28 +322,42 @@ search.DECISION_TIMEOUT = 0.0
 
 
 @pytest.mark.slow
-def test_a_trial_whose_master_decides_late_trains_on_and_stops_then(searching: Master, tmp_path: Path) -> None:
+def test_a_trial_whose_master_decides_late_trains_on_and_stops_then(
+    searching: Master, tmp_path: Path
+) -> None:
     run_script(searching, tmp_path, DO_NOT_WAIT)
     searching.delay = 0.3
     stop_at(searching, 6)
-    # No samples, as a stop is also noticed while sampling; and 18 steps that take longer than the answer.
+    # No samples, as a stop is also noticed while sampling; and 18 steps that take longer than the
+    # answer.
     hyperparameters = point(searching, num_tokens=0, total_batch_size=128)
-    stopped = trial.run(searching, folder=tmp_path, hyperparameters=hyperparameters, PYTHONPATH=str(ROOT))
+    stopped = trial.run(
+        searching, folder=tmp_path, hyperparameters=hyperparameters, PYTHONPATH=str(ROOT)
+    )
     assert stopped.process.returncode == 0, stopped.log
     assert 6 < last_step(searching) < 24
     assert "at step 6" in stopped.log.split("stopped after step ")[1]
 
 
 @pytest.mark.slow
-def test_a_searcher_that_cannot_work_ends_the_trial_before_its_first_step(searching: Master, tmp_path: Path) -> None:
+def test_a_searcher_that_cannot_work_ends_the_trial_before_its_first_step(
+    searching: Master, tmp_path: Path
+) -> None:
     searching.experiment["searcher"] |= {"metric": "validation_loss", "max_time": 100}
     searching.experiment["log_policies"] = []
     refused = trial.run(searching, folder=tmp_path, hyperparameters=point(searching))
     assert re.search(r"exitcode *: 2 ", refused.log)
-    lines = [line.removeprefix("[rank=0] ") for line in refused.log.splitlines() if line.startswith("[rank=0] ")]
+    lines = [
+        line.removeprefix("[rank=0] ")
+        for line in refused.log.splitlines()
+        if line.startswith("[rank=0] ")
+    ]
     warnings = [number for number, line in enumerate(lines) if "log_policies" in line]
     problems = [number for number, line in enumerate(lines) if line.startswith("searcher.")]
-    assert [lines[number].partition(":")[0] for number in problems] == ["searcher.metric", "searcher.max_time"]
+    assert [lines[number].partition(":")[0] for number in problems] == [
+        "searcher.metric",
+        "searcher.max_time",
+    ]
     assert warnings < problems
     assert searching.metrics == []
     assert searching.refused == []
@@ -323,7 +381,9 @@ def test_a_paused_trial_says_when_it_resumes(master: Master, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lr", "why"), [(-1.0, "lr: -1.0"), (1.0e5, "lower lr")], ids=["refused", "diverged"])
+@pytest.mark.parametrize(
+    ("lr", "why"), [(-1.0, "lr: -1.0"), (1.0e5, "lower lr")], ids=["refused", "diverged"]
+)
 def test_a_refused_or_diverged_point_ends_with_exit_code_2(
     searching: Master, tmp_path: Path, lr: float, why: str
 ) -> None:
@@ -353,10 +413,16 @@ Loader.training = allocate_too_much
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_trial_in_which_one_rank_runs_out_of_memory_fails(searching: Master, tmp_path: Path, victim: int) -> None:
+def test_a_trial_in_which_one_rank_runs_out_of_memory_fails(
+    searching: Master, tmp_path: Path, victim: int
+) -> None:
     searching.experiment["resources"]["slots_per_trial"] = 2
     run_script(searching, tmp_path, OUT_OF_MEMORY.format(victim=victim))
-    failed = trial.run(searching, folder=tmp_path, hyperparameters=point(searching), PYTHONPATH=str(ROOT))
+    failed = trial.run(
+        searching, folder=tmp_path, hyperparameters=point(searching), PYTHONPATH=str(ROOT)
+    )
     assert failed.process.returncode != 0, failed.log
-    assert re.search(rf"rank {1 - victim}\b.*step 3\b.*rank {victim}\b.*out of memory \(", failed.log)
+    assert re.search(
+        rf"rank {1 - victim}\b.*step 3\b.*rank {victim}\b.*out of memory \(", failed.log
+    )
     assert searching.refused == []

@@ -1,8 +1,9 @@
 """Experiments and trials on the stand-in master, run by Determined's own code.
 
-`submit` sends the package as `det experiment create` does. `Trial` does what an agent does: it runs the container's
-entrypoint (`prep_container`, startup hook, rendezvous, `exec.launch`) in a mount namespace with a private `/run`.
-`run_experiment` does so for all trials of an experiment, as the master's scheduler does.
+`submit` sends the package as `det experiment create` does. `Trial` does what an agent does: it runs
+the container's entrypoint (`prep_container`, startup hook, rendezvous, `exec.launch`) in a mount
+namespace with a private `/run`. `run_experiment` does so for all trials of an experiment, as the
+master's scheduler does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from lm.launch.spawn import free_port
 from tests.cluster.master import Allocation, Experiment, Master, TrialRecord
 from tests.support import ROOT, TINY
 
-UNSHARE = ["unshare", *(["--map-root-user"] if os.getuid() else []), "--mount", "--pid", "--fork", "--kill-child"]
+UNSHARE = [
+    "unshare",
+    *(["--map-root-user"] if os.getuid() else []),
+    "--mount",
+    "--pid",
+    "--fork",
+    "--kill-child",
+]
 """Private mounts; all processes end with the container."""
 
 SHORT = TINY | {
@@ -67,11 +75,15 @@ def unavailable_reason() -> str | None:
     """Return why no container can be started on this machine, or None."""
     if shutil.which("unshare") is None:
         return "unshare is missing (package util-linux)"
-    done = subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/run"], capture_output=True, text=True)
+    done = subprocess.run(
+        [*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/run"], capture_output=True, text=True
+    )
     return f"namespaces are not allowed here: {done.stderr.strip()}" if done.returncode else None
 
 
-def experiment(file: str = "config.yaml", *, slots: int = 1, **hyperparameters: Any) -> dict[str, Any]:
+def experiment(
+    file: str = "config.yaml", *, slots: int = 1, **hyperparameters: Any
+) -> dict[str, Any]:
     """Return the experiment of a shipped file, shortened by `SHORT` and `hyperparameters`; `None` removes a key."""
     config = yaml.safe_load((ROOT / file).read_text())
     config["checkpoint_storage"] = {"type": "directory", "container_path": STORAGE}
@@ -89,8 +101,15 @@ def submit(master: Master, config: Mapping[str, Any], folder: Path) -> None:
     file.write_text(yaml.safe_dump(dict(config)))
     cli = [sys.executable, "-m", "determined.cli", "-m", master.url]
     command = [*cli, "experiment", "create", str(file), str(ROOT)]
-    login = {"DET_USER": "tester", "DET_PASS": PASSWORD, "HOME": str(folder), "XDG_CONFIG_HOME": str(folder)}
-    done = subprocess.run(command, env=os.environ | login, capture_output=True, text=True, timeout=300)
+    login = {
+        "DET_USER": "tester",
+        "DET_PASS": PASSWORD,
+        "HOME": str(folder),
+        "XDG_CONFIG_HOME": str(folder),
+    }
+    done = subprocess.run(
+        command, env=os.environ | login, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -115,11 +134,18 @@ class Trial:
         self.allocation = master.allocate(number, latest)
         self._output = folder / f"{self.allocation.id}.log"
         master.trials[number].logs.append(self._output)
-        variables = {name: value for name, value in os.environ.items() if not name.startswith("DET_")}
-        variables |= environment(master, self.allocation, hyperparameters) | {"STORAGE_FOLDER": str(master.storage)}
+        variables = {
+            name: value for name, value in os.environ.items() if not name.startswith("DET_")
+        }
+        variables |= environment(master, self.allocation, hyperparameters) | {
+            "STORAGE_FOLDER": str(master.storage)
+        }
         with self._output.open("ab") as output:
             self.process = subprocess.Popen(
-                [*UNSHARE, "bash", "-c", ENTRYPOINT], env=variables | env, stdout=output, stderr=subprocess.STDOUT
+                [*UNSHARE, "bash", "-c", ENTRYPOINT],
+                env=variables | env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
 
         self.allocation.kill = self.process.kill
@@ -150,7 +176,9 @@ class Trial:
             raise AssertionError(f"still running after {timeout} s\n{self.log}") from None
 
 
-def run(master: Master, number: int = 1, *, folder: Path, timeout: float = 300, **how: Any) -> Trial:
+def run(
+    master: Master, number: int = 1, *, folder: Path, timeout: float = 300, **how: Any
+) -> Trial:
     """Run a trial to its end."""
     with Trial(master, number, folder=folder, **how) as trial:
         trial.wait(timeout)
@@ -167,7 +195,9 @@ def run_experiment(master: Master, experiment: Experiment, folder: Path) -> None
     ended, records = "STATE_ERROR", list[TrialRecord]()
     try:
         while experiment.state in ("STATE_ACTIVE", "STATE_PAUSED"):
-            records = [record for record in master.trials.values() if record.experiment == experiment.id]
+            records = [
+                record for record in master.trials.values() if record.experiment == experiment.id
+            ]
             waiting = [record for record in records if record.state not in ENDED]
             if not waiting:
                 break
@@ -180,7 +210,9 @@ def run_experiment(master: Master, experiment: Experiment, folder: Path) -> None
                 master.create_trial(experiment)
         if experiment.state == "STATE_STOPPING_KILLED":
             ended = "STATE_CANCELED"
-        elif experiment.state == "STATE_ACTIVE" and any(record.state == "STATE_COMPLETED" for record in records):
+        elif experiment.state == "STATE_ACTIVE" and any(
+            record.state == "STATE_COMPLETED" for record in records
+        ):
             ended = "STATE_COMPLETED"
         master.collect(experiment)
     finally:
@@ -192,8 +224,14 @@ def run_once(master: Master, experiment: Experiment, record: TrialRecord, folder
     finished = run(master, record.id, folder=folder, hyperparameters=record.hparams)
     if finished.allocation.acknowledged:
         return False
-    policies = [policy for policy in experiment.config["log_policies"] if policy["action"] == "cancel_retries"]
-    is_final = any(re.search(f"^{policy['pattern']}$", finished.log, re.MULTILINE) for policy in policies)
+    policies = [
+        policy
+        for policy in experiment.config["log_policies"]
+        if policy["action"] == "cancel_retries"
+    ]
+    is_final = any(
+        re.search(f"^{policy['pattern']}$", finished.log, re.MULTILINE) for policy in policies
+    )
     if finished.process.returncode == 0:
         record.state = "STATE_COMPLETED"
     elif is_final or record.restarts == experiment.config["max_restarts"]:
@@ -203,7 +241,9 @@ def run_once(master: Master, experiment: Experiment, record: TrialRecord, folder
     return record.state in ENDED
 
 
-def environment(master: Master, allocation: Allocation, hyperparameters: Mapping[str, Any] | None) -> dict[str, str]:
+def environment(
+    master: Master, allocation: Allocation, hyperparameters: Mapping[str, Any] | None
+) -> dict[str, str]:
     """Return the environment variables that an agent sets in the trial's container."""
     slots = master.experiment["resources"]["slots_per_trial"]
     config = master.experiment
