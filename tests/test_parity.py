@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._inductor import config as inductor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.tensor import DTensor
 
 from lm import config
 from lm.checkpoint.tensor_files import read_headers
@@ -338,9 +339,9 @@ def initial_weights(
             model = Transformer(hp)
         shape = parallelize.mesh_shape(hp, world.size, world.size)
         parallelize.parallelize(model, hp, world.device_mesh(shape), None, 7)
-        found.append(
-            {name: p.full_tensor().detach().numpy() for name, p in model.named_parameters()}
-        )  # type: ignore
+        parameters = dict(model.named_parameters())
+        full = {name: cast(DTensor, p).full_tensor() for name, p in parameters.items()}
+        found.append({name: tensor.detach().numpy() for name, tensor in full.items()})
     world.all_gather_object(None)  # no rank leaves while another one needs its store
     return found
 

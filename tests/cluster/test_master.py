@@ -41,9 +41,8 @@ def test_calls_to_an_unreachable_master_are_retried_for_three_hours(
     pauses = []
     for _ in range(901):
         assert not retry.is_exhausted()
-        retry = retry.increment(
-            "POST", "/", error=urllib3.exceptions.NewConnectionError(None, "refused")
-        )  # type: ignore[arg-type]
+        refused = urllib3.exceptions.NewConnectionError(None, "refused")  # type: ignore[arg-type]
+        retry = retry.increment("POST", "/", error=refused)
         pauses.append(retry.get_backoff_time())
         if retry.total == 0:
             break
