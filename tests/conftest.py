@@ -31,7 +31,7 @@ def s3_server() -> Iterator[str]:
     """Address of a server that imitates S3."""
     pytest.importorskip("moto.server", reason="needs moto[s3]")
     from lm.launch.spawn import free_port
-    from tests.servers import serving
+    from tests.support.servers import serving
 
     port = free_port()
     with serving(
@@ -46,7 +46,7 @@ def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     pytest.importorskip("s3fs", reason="needs s3fs")
     import boto3
 
-    from tests.servers import CREDENTIALS, ISOLATED, fresh_sessions
+    from tests.support.servers import CREDENTIALS, ISOLATED, fresh_sessions
 
     for name, value in (CREDENTIALS | ISOLATED | {"AWS_ENDPOINT_URL": s3_server}).items():
         monkeypatch.setenv(name, value)

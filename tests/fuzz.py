@@ -37,9 +37,7 @@ from lm import generate, sampling
 from lm.checkpoint.manifest import MANIFEST
 from lm.data.tokenizer import FILE
 from lm.errors import RunError
-from tests.support import rewrite_header
-from tests.test_manifest import forge_manifest
-from tests.test_untrusted import WEIGHTS, make_checkpoint
+from tests.support.checkpoints import WEIGHTS_FILE, forge_manifest, rewrite_header, write_checkpoint
 
 VALUES: list[Any] = [
     None,
@@ -125,12 +123,12 @@ def mutate(draw: random.Random, folder: Path) -> str:
         )
         return what
     if what == "header":
-        rewrite_header(folder / WEIGHTS, partial(change_header, draw))
+        rewrite_header(folder / WEIGHTS_FILE, partial(change_header, draw))
     else:
-        content = (folder / WEIGHTS).read_bytes()
+        content = (folder / WEIGHTS_FILE).read_bytes()
         end = 8 + struct.unpack("<Q", content[:8])[0]
         at, n_bytes = draw.randrange(end, len(content) - 8), draw.randint(1, 8)
-        (folder / WEIGHTS).write_bytes(
+        (folder / WEIGHTS_FILE).write_bytes(
             content[:at] + draw.randbytes(n_bytes) + content[at + n_bytes :]
         )
     forge_manifest(folder)
@@ -145,7 +143,7 @@ def use(folder: Path) -> None:
         sampling.generate(model, prompt, 2, seed=0, device=torch.device("cpu"), temperature=1.0)
     )
     try:
-        other = load_file(folder / WEIGHTS)
+        other = load_file(folder / WEIGHTS_FILE)
     except SafetensorError:  # metadata that only it checks
         return
     if not all(parameter.equal(other[name]) for name, parameter in model.named_parameters()):
@@ -164,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     outcomes: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
-        original, folder = make_checkpoint(Path(name) / "original"), Path(name) / "changed"
+        original, folder = write_checkpoint(Path(name) / "original"), Path(name) / "changed"
         use(original)
         memory, slowest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0.0
         for seed in range(args.seed, args.seed + args.count):

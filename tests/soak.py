@@ -38,7 +38,8 @@ from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_man
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
 from lm.fileio import read_records
-from tests.support import EXACT, EXACT_RUN, start
+from tests.support.hyperparameters import EXACT_RUN
+from tests.support.runs import EXACT_METRICS, start_fsdp
 from tests.sweep import operations, preload
 
 STEPS = 30
@@ -81,7 +82,7 @@ def lines(folder: Path) -> Lines:
     """The metrics in metrics.jsonl that must be exact, by group and step."""
     records = read_records(folder / "runs" / "test" / "metrics.jsonl", {"group", "step"})
     return {
-        (each["group"], each["step"]): {key: each[key] for key in EXACT if key in each}
+        (each["group"], each["step"]): {key: each[key] for key in EXACT_METRICS if key in each}
         for each in records
     }
 
@@ -145,7 +146,9 @@ class Job:
         if storage:
             overrides = (*overrides, f"checkpoint_storage={storage}/{folder.name}")
         script = SHORT_LEASE if storage else ""
-        self.launcher = start(folder, *overrides, ranks=ranks, config=RUN, script=script, **env)
+        self.launcher = start_fsdp(
+            folder, *overrides, ranks=ranks, config=RUN, script=script, **env
+        )
         process = psutil.Process(self.launcher.pid)
         self.ranks: list[psutil.Process] = [process] if ranks == 1 else []
         while len(self.ranks) < ranks and self.launcher.poll() is None:

@@ -69,7 +69,7 @@ def train(*overrides: str) -> int:
 
 
 def write_config() -> int:
-    from tests.support import EXACT_RUN
+    from tests.support.hyperparameters import EXACT_RUN
 
     run = EXACT_RUN | {
         "n_layers": 1,
@@ -83,18 +83,23 @@ def write_config() -> int:
 
 def trained(folder: Path) -> Any:
     from lm.checkpoint.manifest import read_manifest
-    from tests.support import checkpoints, exact
+    from tests.support.runs import checkpoints_by_step, read_exact_metrics
 
-    last = read_manifest(checkpoints(folder)[max(checkpoints(folder))])
-    return last.step, last.files, exact(folder), exact(folder, "validation")
+    last = read_manifest(checkpoints_by_step(folder)[max(checkpoints_by_step(folder))])
+    return (
+        last.step,
+        last.files,
+        read_exact_metrics(folder),
+        read_exact_metrics(folder, "validation"),
+    )
 
 
 def verified(folder: Path) -> bool:
     """Whether there is an intact checkpoint."""
     from lm.checkpoint.manifest import CheckpointError, read_manifest, verify
-    from tests.support import checkpoints
+    from tests.support.runs import checkpoints_by_step
 
-    for path in checkpoints(folder).values():
+    for path in checkpoints_by_step(folder).values():
         with suppress(CheckpointError):
             verify(path, read_manifest(path))
             return True
@@ -119,9 +124,9 @@ def export() -> int:
 
 
 def make_checkpoint() -> int:
-    from tests.test_untrusted import make_checkpoint
+    from tests.support.checkpoints import write_checkpoint
 
-    return not make_checkpoint(Path("checkpoint"))
+    return not write_checkpoint(Path("checkpoint"))
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -22,7 +22,8 @@ from lm.config import Hyperparameters
 from lm.metrics.device import GIB
 from lm.plan import fit
 from lm.training.parallelize import mesh_shape
-from tests.support import ROOT, TINY
+from tests.support import REPOSITORY
+from tests.support.hyperparameters import TINY
 
 
 def event(cat: str, name: str, start: float, end: float) -> dict[str, Any]:  # milliseconds
@@ -97,7 +98,7 @@ def test_ours_and_fsdp1_are_measured(tmp_path: Path) -> None:
     names = ["ours", "fsdp1-float32", "ours+vocab_size=0"]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.throughput", *settings, *short, "--contenders", *names],
-        cwd=ROOT,
+        cwd=REPOSITORY,
         capture_output=True,
         text=True,
         timeout=300,
@@ -169,7 +170,12 @@ def test_the_gpu_benchmark_measures_every_point_with_little_more_than_pytorch(
     def start(*arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), *arguments]
         return subprocess.Popen(
-            command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command,
+            cwd=REPOSITORY,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
 
     def rows() -> dict[str, dict[str, Any]]:

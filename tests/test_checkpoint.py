@@ -28,8 +28,10 @@ from lm.checkpoint.tensor_files import load_weights
 from lm.errors import ConfigError, RunError
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
-from tests.support import EXACT_RUN, checkpoints, exact, in_world, run, run_ranks
-from tests.test_manifest import RUN_INFO, SHARDS, opened, progress, save
+from tests.support.checkpoints import RUN_INFO, SHARDS, open_checkpointer, progress_at, save_toy
+from tests.support.hyperparameters import EXACT_RUN
+from tests.support.ranks import in_world, run_ranks
+from tests.support.runs import checkpoints_by_step, read_exact_metrics, run_fsdp
 
 RUN = EXACT_RUN | {"max_steps": 8, "checkpoint_rate": 2, "keep_checkpoints": None}
 UUID = r"[0-9a-f]{8}-[0-9a-f-]{27}"
@@ -58,8 +60,8 @@ def attempt(action: Callable[[], Any]) -> str | None:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight uninterrupted steps, with checkpoints after steps 2, 4, 6 and 8."""
     folder = tmp_path_factory.mktemp("reference")
-    run(folder, config=RUN, code=0)
-    assert sorted(checkpoints(folder)) == [2, 4, 6, 8]
+    run_fsdp(folder, config=RUN, code=0)
+    assert sorted(checkpoints_by_step(folder)) == [2, 4, 6, 8]
     return folder
 
 
@@ -67,7 +69,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stopped(reference: Path, tmp_path: Path) -> Path:
     """A copy of the run as it was after step 6."""
     shutil.copytree(reference / "runs", tmp_path / "runs")
-    shutil.rmtree(checkpoints(tmp_path)[8])
+    shutil.rmtree(checkpoints_by_step(tmp_path)[8])
     return tmp_path
 
 
@@ -84,15 +86,15 @@ def remove_manifest(checkpoint: Path) -> None:
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_gives_the_same_losses(
     damage: Callable[[Path], None], reference: Path, stopped: Path
 ) -> None:
-    newest = checkpoints(stopped)[6]
+    newest = checkpoints_by_step(stopped)[6]
     damage(newest)
-    done = run(stopped, config=RUN, code=0)
+    done = run_fsdp(stopped, config=RUN, code=0)
     assert any(
         "skipping" in line and newest.name in line
         for line in (done.stdout + done.stderr).splitlines()
     )
-    assert f"resumed from checkpoint {checkpoints(stopped)[4].name}, step 4" in done.stdout
-    assert exact(stopped) == exact(reference)
+    assert f"resumed from checkpoint {checkpoints_by_step(stopped)[4].name}, step 4" in done.stdout
+    assert read_exact_metrics(stopped) == read_exact_metrics(reference)
 
 
 @pytest.mark.slow
@@ -104,10 +106,10 @@ def test_if_all_are_damaged_all_are_named_and_the_run_does_not_start(
     damage: Callable[[Path], None], part: str, stopped: Path
 ) -> None:
     before = (stopped / "runs/test/metrics.jsonl").read_bytes()
-    folders = checkpoints(stopped)
+    folders = checkpoints_by_step(stopped)
     for path in folders.values():
         damage(path)
-    done = run(stopped, config=RUN, code=1)
+    done = run_fsdp(stopped, config=RUN, code=1)
     *lines, advice = done.stderr.splitlines()
     assert len(lines) == 3
     for path in folders.values():
@@ -133,20 +135,20 @@ def test_fresh_moves_the_old_run_aside_once_the_new_one_starts(stopped: Path) ->
             if path.name != "lock"
         }
 
-    before, old = sizes(), {path.name for path in checkpoints(stopped).values()}
-    run(stopped, "resume=fresh", "dataset=tokens", "train_data=nowhere", config=RUN, code=2)
+    before, old = sizes(), {path.name for path in checkpoints_by_step(stopped).values()}
+    run_fsdp(stopped, "resume=fresh", "dataset=tokens", "train_data=nowhere", config=RUN, code=2)
     assert sizes() == before
-    run(stopped, "resume=fresh", "seed=9", "max_steps=2", config=RUN, code=0)
+    run_fsdp(stopped, "resume=fresh", "seed=9", "max_steps=2", config=RUN, code=0)
     (aside,) = (stopped / "runs" / "test").glob("before-*")
     assert old <= set(names(aside / "checkpoints"))
-    assert list(checkpoints(stopped)) == [2]
+    assert list(checkpoints_by_step(stopped)) == [2]
 
 
 @pytest.mark.slow
 def test_what_a_run_writes_has_the_modes_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        done = run(tmp_path, config=RUN)
+        done = run_fsdp(tmp_path, config=RUN)
     finally:
         os.umask(before)
     assert done.returncode == 0, done.stderr
@@ -169,11 +171,11 @@ def test_a_run_directory_of_another_user_is_refused(
 def test_asynchronous_and_synchronous_checkpoints_are_equal(
     reference: Path, tmp_path: Path
 ) -> None:
-    run(tmp_path, "async_checkpoint=false", config=RUN, code=0)
-    for step, path in checkpoints(reference).items():
+    run_fsdp(tmp_path, "async_checkpoint=false", config=RUN, code=0)
+    for step, path in checkpoints_by_step(reference).items():
         expected, found = (
             read_manifest(path).files,
-            read_manifest(checkpoints(tmp_path)[step]).files,
+            read_manifest(checkpoints_by_step(tmp_path)[step]).files,
         )
         assert found == expected
 
@@ -189,11 +191,11 @@ def large(value: float) -> nn.ParameterDict:
 def test_training_may_change_the_state_while_it_is_written(tmp_path: Path) -> None:
     def change_meanwhile(world: World) -> list[tuple[bool, str]]:
         saved = []
-        with opened(world, tmp_path, keep_checkpoints=None) as checkpointer:
+        with open_checkpointer(world, tmp_path, keep_checkpoints=None) as checkpointer:
             state = large(1.0)
             checkpointer.allocate({"model": state.state_dict()})
             for step in (1, 2, 3):
-                checkpointer.save({"model": state.state_dict()}, RUN_INFO, progress(step))
+                checkpointer.save({"model": state.state_dict()}, RUN_INFO, progress_at(step))
                 checkpointer.protect_copy()
                 for tensor in state.values():
                     tensor.data.fill_(step + 1)
@@ -212,9 +214,12 @@ def test_copies_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path: P
     state = {"model": {"weight": torch.zeros(1).expand(1 << 40)}}
 
     def refusal(world: World) -> ConfigError:
-        with opened(world, tmp_path, async_checkpoint=False) as checkpointer:
+        with open_checkpointer(world, tmp_path, async_checkpoint=False) as checkpointer:
             checkpointer.allocate(state)
-        with opened(world, tmp_path) as checkpointer, pytest.raises(ConfigError) as refused:
+        with (
+            open_checkpointer(world, tmp_path) as checkpointer,
+            pytest.raises(ConfigError) as refused,
+        ):
             checkpointer.allocate(state)
         return refused.value
 
@@ -225,17 +230,17 @@ def test_copies_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path: P
 def save_with_a_limit_on_one_rank(
     world: World, folder: Path
 ) -> tuple[str | None, float, list[str], str]:
-    with opened(world, folder) as checkpointer:
+    with open_checkpointer(world, folder) as checkpointer:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if world.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
         started = time.monotonic()
-        error = attempt(lambda: save(checkpointer, world, 1))
+        error = attempt(lambda: save_toy(checkpointer, world, 1))
         seconds = time.monotonic() - started
         left = names(folder)
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         world.all_gather_object(None)
-        return error, seconds, left, save(checkpointer, world, 2)
+        return error, seconds, left, save_toy(checkpointer, world, 2)
 
 
 @pytest.mark.slow
@@ -251,10 +256,10 @@ def test_if_one_rank_cannot_write_all_fail_at_once_and_the_next_save_works(tmp_p
 
 
 def save_nan_on_one_rank(world: World, folder: Path) -> tuple[str, RunError]:
-    with opened(world, folder, keep_checkpoints=1) as checkpointer:
-        good = save(checkpointer, world, 1)
+    with open_checkpointer(world, folder, keep_checkpoints=1) as checkpointer:
+        good = save_toy(checkpointer, world, 1)
         with pytest.raises(RunError) as refused:
-            save(checkpointer, world, 2, float("nan") if world.rank else 0.0)
+            save_toy(checkpointer, world, 2, float("nan") if world.rank else 0.0)
         return good, refused.value
 
 
@@ -271,10 +276,10 @@ def test_an_existing_directory_is_never_written_to(
     monkeypatch.setattr(uuid, "uuid4", lambda: "taken")
 
     def save_again(world: World) -> tuple[dict[str, bytes], str | None]:
-        with opened(world, tmp_path) as checkpointer:
-            assert save(checkpointer, world, 1) == "taken"
+        with open_checkpointer(world, tmp_path) as checkpointer:
+            assert save_toy(checkpointer, world, 1) == "taken"
             before = {path.name: path.read_bytes() for path in (tmp_path / "taken").iterdir()}
-            return before, attempt(lambda: save(checkpointer, world, 2))
+            return before, attempt(lambda: save_toy(checkpointer, world, 2))
 
     before, error = in_world(save_again)
     assert error.startswith(f"{tmp_path}/taken: already exists")
@@ -305,12 +310,12 @@ def test_a_full_disk_ends_the_run_with_the_bytes_and_keeps_the_last_checkpoint(
     small_disk: Callable[[int], Path],
 ) -> None:
     disk = small_disk(1024)
-    done = run(
+    done = run_fsdp(
         disk, "async_checkpoint=false", config=RUN
     )  # else a report may meet the full disk first
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
-    complete = checkpoints(disk)
+    complete = checkpoints_by_step(disk)
     assert complete
     (line,) = done.stderr.splitlines()
     needed, free = (
@@ -332,15 +337,15 @@ def test_partial_checkpoints_are_neither_counted_nor_deleted_and_half_deleted_on
     tmp_path: Path,
 ) -> None:
     def save_next_to_remains(world: World) -> None:
-        with opened(world, tmp_path, keep_checkpoints=2) as checkpointer:
-            cut, killed = (save(checkpointer, world, step) for step in (8, 9))
+        with open_checkpointer(world, tmp_path, keep_checkpoints=2) as checkpointer:
+            cut, killed = (save_toy(checkpointer, world, step) for step in (8, 9))
             shard = tmp_path / cut / SHARDS[0]
             shard.write_bytes(shard.read_bytes()[:-1])
             (tmp_path / killed).rename(tmp_path / f".deleted-{killed}")
             (tmp_path / "partial").mkdir()
             (tmp_path / "partial" / SHARDS[0]).touch()
             for step in (10, 11, 12):
-                save(checkpointer, world, step)
+                save_toy(checkpointer, world, step)
 
     in_world(save_next_to_remains)
     assert steps_left(tmp_path) == [8, 11, 12]
@@ -359,8 +364,8 @@ def test_every_tensor_that_differs_is_listed_and_none_is_loaded(tmp_path: Path) 
     ]
 
     def load_others(world: World) -> None:
-        with opened(world, tmp_path) as checkpointer:
-            name = save(checkpointer, world, 1)
+        with open_checkpointer(world, tmp_path) as checkpointer:
+            name = save_toy(checkpointer, world, 1)
             for model, differences in (
                 (other, of_other),
                 (fewer, ["model.bias: only in the checkpoint"]),
@@ -378,7 +383,7 @@ def test_every_tensor_that_differs_is_listed_and_none_is_loaded(tmp_path: Path) 
 def test_list_describes_each_complete_checkpoint_and_why_another_is_not(
     stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second, third = (checkpoints(stopped)[step] for step in (2, 4, 6))
+    first, second, third = (checkpoints_by_step(stopped)[step] for step in (2, 4, 6))
     flip(first / SHARDS[0])
     (second / MANIFEST).unlink()
     (stopped / "runs/test/checkpoints/.deleted-x").mkdir()
@@ -398,7 +403,7 @@ def test_list_describes_each_complete_checkpoint_and_why_another_is_not(
 def test_verify_prints_complete_or_the_damaged_file(
     stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = checkpoints(stopped)[6]
+    path = checkpoints_by_step(stopped)[6]
     assert main(["verify", str(path)]) == 0
     assert capsys.readouterr().out.endswith("  complete\n")
     flip(path / SHARDS[0])

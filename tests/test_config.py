@@ -18,7 +18,9 @@ from lm import config
 from lm.errors import ConfigError
 from lm.training import parallelize
 from model import PRESETS, ModelConfig
-from tests.support import TINY, byte_level_tokenizer, checkpoints, named_keys, reports, run
+from tests.support.hyperparameters import TINY, named_keys
+from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
+from tests.support.tokenizer_files import byte_level_tokenizer
 
 Refusal = Callable[..., ConfigError]
 
@@ -535,7 +537,7 @@ def test_every_hyperparameter_belongs_to_one_part_and_has_a_description() -> Non
 
 @pytest.mark.slow
 def test_every_rank_exits_with_2_and_one_prints_the_problems(tmp_path: Path) -> None:
-    done = run(tmp_path, "n_heads=5", ranks=2, config=TINY | {"lr": "fast"}, code=2)
+    done = run_fsdp(tmp_path, "n_heads=5", ranks=2, config=TINY | {"lr": "fast"}, code=2)
     assert re.fullmatch('argument n_heads: 5 .*\ntest.yaml:1: lr: "fast" .*\n', done.stderr)
 
 
@@ -563,8 +565,8 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two_steps")
     (folder / "text.txt").write_text("All work and no play makes Jack a dull boy.\n" * 20)
     (folder / "other.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 20)
-    run(folder, config=RUN, code=0)
-    assert sorted(checkpoints(folder)) == [2]
+    run_fsdp(folder, config=RUN, code=0)
+    assert sorted(checkpoints_by_step(folder)) == [2]
     return folder
 
 
@@ -584,7 +586,7 @@ def test_changes_that_would_make_it_a_different_run_are_refused_with_a_diff_and_
     two_steps: Path, overrides: list[str], changes: dict[str, tuple[str, str]]
 ) -> None:
     before = digests(two_steps)
-    done = run(two_steps, "max_steps=4", *overrides, config=RUN, code=2)
+    done = run_fsdp(two_steps, "max_steps=4", *overrides, config=RUN, code=2)
     for key, (old, new) in changes.items():
         assert re.search(rf"{key}: .*\b{old}\b.*\b{new}\b", done.stderr), done.stderr
     assert "resume=fresh" in done.stderr.splitlines()[-1]
@@ -594,17 +596,17 @@ def test_changes_that_would_make_it_a_different_run_are_refused_with_a_diff_and_
 
 @pytest.mark.slow
 def test_a_longer_run_with_other_reports_resumes(two_steps: Path) -> None:
-    done = run(two_steps, "max_steps=4", "report_rate=1", "lr=1e-3", config=RUN, code=0)
+    done = run_fsdp(two_steps, "max_steps=4", "report_rate=1", "lr=1e-3", config=RUN, code=0)
     assert re.search(r"lr: .*0\.0001.*0\.001", done.stdout)
     assert "report_rate" not in done.stdout
     assert "learning rate: 1.00e-04 in step 2, now 1.00e-03 in step 3" in done.stdout
-    assert sorted(reports(two_steps)) == [2, 3, 4]
+    assert sorted(read_reports(two_steps)) == [2, 3, 4]
 
 
 @pytest.mark.slow
 def test_a_run_without_write_access_is_refused_before_the_model_is_built(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("in the way")
-    done = run(tmp_path, code=2)
+    done = run_fsdp(tmp_path, code=2)
     assert "building" not in done.stdout
     assert done.stderr.startswith("runs/test: ")
 

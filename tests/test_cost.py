@@ -6,139 +6,16 @@ everything between two calls of `on_step_start`, in steps without a report.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch._dynamo.utils import counters
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lm import config
-from lm.runtime.world import World
 from model import Transformer
-from tests.support import TINY, execute, run_ranks, unit_sizes
-
-BASE = TINY | {
-    "max_steps": 4,
-    "report_rate": 100,
-    "validation_batches": 1,
-    "grad_clip": 1.0,
-    "amp_dtype": None,
-}
-"""Sizes divisible by two ranks, so that FSDP adds no padding. Only the last of the four steps reports."""
-
-Collective = tuple[str, int | str, int]
-"""Kind, ranks in the group (or "control", the CPU group), bytes that are gathered or reduced."""
-
-KINDS = {
-    "c10d._allgather_base_": "all-gather",
-    "c10d._reduce_scatter_base_": "reduce-scatter",
-    "c10d.allreduce_": "all-reduce",
-    "_c10d_functional.all_reduce": "all-reduce",
-}
-"""Other collectives keep the name of their operator; none is expected."""
-
-SYNCHRONIZING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Tags of operators that synchronize with the device: item, bool(), equal, nonzero, masked_select."""
-
-
-@dataclass
-class Step:
-    """Counts of a step; `graphs` were compiled before it."""
-
-    graphs: int
-    collectives: Counter[Collective] = field(default_factory=Counter)
-    operators: Counter[str] = field(default_factory=Counter)
-    synchronizations: list[str] = field(default_factory=list)
-
-
-class Operators(TorchDispatchMode):
-    """Counts every operator in the last of `steps`."""
-
-    def __init__(self, steps: list[Step], control: dist.ProcessGroup) -> None:
-        super().__init__()
-        self._steps, self._control = steps, control.group_name
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented  # called again for the local tensors
-        if self._steps:
-            self._count(self._steps[-1], func, tree_leaves(args))
-        return func(*args, **(kwargs or {}))
-
-    def _count(self, step: Step, func: Any, args: list[Any]) -> None:
-        name = str(func.overloadpacket)
-        if func.namespace == "aten":
-            step.operators[name] += 1
-        if SYNCHRONIZING & set(func.tags):
-            step.synchronizations.append(name)
-        if "c10d" not in name or name.endswith(("wait_tensor", "_wrap_tensor_autograd")):
-            return
-        if isinstance(args[-1], str):
-            group = _resolve_process_group(args[-1])  # type: ignore[arg-type]  # a NewType
-        else:
-            objects = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
-            (group,) = (
-                dist.ProcessGroup.unbox(arg)
-                for arg in objects
-                if "ProcessGroup" in str(arg._type())
-            )
-        size = "control" if group.group_name == self._control else group.size()
-        step.collectives[
-            KINDS.get(name, name), size, max(x.nbytes for x in args if isinstance(x, torch.Tensor))
-        ] += 1
-
-
-class Copies(TorchFunctionMode):
-    """Counts copies of tensors to the host, which on a CPU are no operator."""
-
-    def __init__(self, steps: list[Step]) -> None:
-        super().__init__()
-        self._steps = steps
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        name = getattr(func, "__name__", "")
-        if self._steps and (
-            name in ("tolist", "numpy", "cpu", "__array__") or (name == "to" and "cpu" in args[1:2])
-        ):
-            self._steps[-1].synchronizations.append(f"{name} of {args[0].dtype}")
-        return func(*args, **(kwargs or {}))
-
-
-def count_each(
-    world: World, directory: str, runs: dict[str, dict[str, Any]]
-) -> dict[str, list[Step]]:
-    """Train with the hyperparameters of each of `runs`; return the three steps without a report, by name."""
-    os.chdir(directory)
-    found = {}
-    for name, changes in runs.items():
-        steps: list[Step] = []
-        with pytest.MonkeyPatch.context() as patch, ExitStack() as opened:
-            if changes.get("compile"):  # the number of graphs does not depend on the backend
-                patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-            else:  # a dispatch mode disables compilation
-                opened.enter_context(Operators(steps, world.control))
-                opened.enter_context(Copies(steps))
-            execute(world, BASE | {"run_name": name} | changes, partial(start_step, steps))
-        found[name] = steps[:-1]
-    assert not counters["graph_break"]
-    return found
-
-
-def start_step(steps: list[Step], _step: int) -> None:
-    steps.append(Step(graphs=counters["stats"]["unique_graphs"]))
-
+from tests.support.models import unit_sizes
+from tests.support.ranks import run_ranks
+from tests.support.step_counts import COUNTED_RUN, Collective, StepCounts, count_steps_of_each
 
 SHARDINGS = ("full-shard", "grad-shard", "no-shard")
 QUICK: dict[str, dict[str, Any]] = {
@@ -169,26 +46,26 @@ FOUR["hybrid-grad-shard-x3-each"] = FOUR["hybrid-grad-shard-x3"] | {"sync_each_m
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Step]]:
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[StepCounts]]:
     """Steps of the runs in `QUICK`, on the last rank."""
-    return run_ranks(2, count_each, str(tmp_path_factory.mktemp("quick")), QUICK)[-1]
+    return run_ranks(2, count_steps_of_each, str(tmp_path_factory.mktemp("quick")), QUICK)[-1]
 
 
 @pytest.fixture(scope="module")
-def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Step]]:
+def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[StepCounts]]:
     """Steps of the other runs, on the last rank."""
     runs = TWO | {
         f"recompute-{how}": {"activation_checkpointing": how}
         for how in ("none", "selective", "full")
     }
     runs["compiled"] = {"compile": True}
-    two = run_ranks(2, count_each, str(tmp_path_factory.mktemp("two")), runs)[-1]
-    return two | run_ranks(4, count_each, str(tmp_path_factory.mktemp("four")), FOUR)[-1]
+    two = run_ranks(2, count_steps_of_each, str(tmp_path_factory.mktemp("two")), runs)[-1]
+    return two | run_ranks(4, count_steps_of_each, str(tmp_path_factory.mktemp("four")), FOUR)[-1]
 
 
 def expected(ranks: int, changes: dict[str, Any]) -> Counter[Collective]:
     """The collectives of a step, from the parameter counts."""
-    hp = config.read({"hyperparameters": BASE | changes}, [], "test")
+    hp = config.read({"hyperparameters": COUNTED_RUN | changes}, [], "test")
     *blocks, embedding, head = unit_sizes(hp)
     blocks, ends = blocks if hp.layer_wrap else [], [embedding, head]
     units = (
@@ -234,7 +111,7 @@ def test_a_step_has_the_collectives_of_its_strategy_and_no_synchronization(
         assert step.synchronizations == ["tolist of torch.int32"]
 
 
-def test_the_operators_grow_linearly_with_the_layers(quick: dict[str, list[Step]]) -> None:
+def test_the_operators_grow_linearly_with_the_layers(quick: dict[str, list[StepCounts]]) -> None:
     totals = []
     for name in ("layers-1", "full-shard", "layers-3"):
         _, second, third = quick[name]
@@ -252,14 +129,14 @@ def test_the_operators_grow_linearly_with_the_layers(quick: dict[str, list[Step]
 
 
 @pytest.mark.slow
-def test_one_compiled_block_serves_all(others: dict[str, list[Step]]) -> None:
+def test_one_compiled_block_serves_all(others: dict[str, list[StepCounts]]) -> None:
     # One graph of a block and one of the head are compiled in the first step.
     assert [step.graphs for step in others["compiled"]] == [0, 2, 2]
 
 
 @pytest.mark.slow
 def test_selective_recomputation_repeats_neither_products_nor_attention(
-    others: dict[str, list[Step]],
+    others: dict[str, list[StepCounts]],
 ) -> None:
     attention, products = (
         "aten._scaled_dot_product_flash_attention_for_cpu",

@@ -11,19 +11,23 @@ import pytest
 import yaml
 
 from lm import config
-from tests.support import ROOT
+from tests.support import REPOSITORY
 
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-GENERATED = ROOT / "docs" / "hyperparameters.md"
-TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
+GENERATED = REPOSITORY / "docs" / "hyperparameters.md"
+TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
 KEYS = set(config.Hyperparameters.model_fields)
 
 SPOKEN = [
     *PAGES,
-    *ROOT.glob("*.py"),
-    *(path for folder in ("lm", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")),
-    *(path for folder in ("recipes", "launch") for path in (ROOT / folder).iterdir()),
-    ROOT / "Makefile",
+    *REPOSITORY.glob("*.py"),
+    *(
+        path
+        for folder in ("lm", "tests", "benchmarks")
+        for path in (REPOSITORY / folder).rglob("*.py")
+    ),
+    *(path for folder in ("recipes", "launch") for path in (REPOSITORY / folder).iterdir()),
+    REPOSITORY / "Makefile",
 ]
 """All files whose prose somebody reads."""
 
@@ -61,7 +65,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 200
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -78,7 +82,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_files_modules_and_targets_exist(page: Path) -> None:
     text = page.read_text()
     for name in re.findall(r"\b(?:lm|docs|recipes|launch|tests|benchmarks)/[\w/.-]*\w", text):
-        assert (ROOT / name).exists() or "data/" in name, name
+        assert (REPOSITORY / name).exists() or "data/" in name, name
     for module in re.findall(r"python -m ((?:lm|tests|benchmarks)[.\w]*\w)", text):
         assert importlib.util.find_spec(module), module
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE):
@@ -111,7 +115,7 @@ def test_a_page_tells_at_its_top_what_was_measured(page: Path) -> None:
 @pytest.mark.parametrize("phrase", FORBIDDEN)
 def test_prose_uses_the_fields_words(phrase: str) -> None:
     found = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        f"{path.relative_to(REPOSITORY)}:{number}: {line.strip()}"
         for path in SPOKEN
         if path != Path(__file__)
         for number, line in enumerate(path.read_text().splitlines(), 1)

@@ -19,7 +19,15 @@ import psutil
 import pytest
 
 from lm.checkpoint.manifest import read_manifest, verify
-from tests.support import EXACT_RUN, ROOT, checkpoints, exact, reports, run, start
+from tests.support import REPOSITORY
+from tests.support.hyperparameters import EXACT_RUN
+from tests.support.runs import (
+    checkpoints_by_step,
+    read_exact_metrics,
+    read_reports,
+    run_fsdp,
+    start_fsdp,
+)
 
 RUN = EXACT_RUN | {"total_batch_size": 4, "checkpoint_rate": 2, "max_steps": 1000}
 
@@ -65,7 +73,7 @@ class Job:
 
 @contextmanager
 def started(folder: Path, *overrides: str, **how: Any) -> Iterator[Job]:
-    job = Job(start(folder, *overrides, ranks=2, config=RUN, **how))
+    job = Job(start_fsdp(folder, *overrides, ranks=2, config=RUN, **how))
     try:
         yield job
     finally:
@@ -81,7 +89,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 def verified(folder: Path) -> dict[int, Path]:
     """The checkpoints of a run by step, after verifying each."""
-    found = checkpoints(folder)
+    found = checkpoints_by_step(folder)
     for path in found.values():
         verify(path, read_manifest(path))
     return found
@@ -103,7 +111,10 @@ def test_a_second_signal_during_the_save_does_not_damage_the_checkpoint(tmp_path
         code, stderr = job.finish()
     assert code == 0, stderr
     (step,) = verified(tmp_path)
-    assert max(reports(tmp_path)) in (step - 1, step)  # a stop in a step comes before its report
+    assert max(read_reports(tmp_path)) in (
+        step - 1,
+        step,
+    )  # a stop in a step comes before its report
 
 
 @pytest.mark.slow
@@ -115,7 +126,7 @@ def test_ctrl_c_in_a_terminal_saves_and_a_second_one_quits_at_once(
     termios.tcsetwinsize(terminal, (24, 120))
     long_step = {"total_batch_size": 20_000} if times == 2 else {}
     (tmp_path / "test.yaml").write_text(json.dumps({"hyperparameters": RUN | long_step}))
-    command = [sys.executable, str(ROOT / "fsdp.py"), "--config", "test.yaml"]
+    command = [sys.executable, str(REPOSITORY / "fsdp.py"), "--config", "test.yaml"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=terminal, stderr=terminal)
     os.close(terminal)
     shown = b""
@@ -163,7 +174,7 @@ def test_a_signal_during_a_long_validation_saves_a_checkpoint_at_once(tmp_path: 
     assert code == 0, stderr
     (step,) = verified(tmp_path)
     assert step == 1
-    assert not reports(tmp_path, "validation")
+    assert not read_reports(tmp_path, "validation")
 
 
 # ---- killed, stopped and hung ranks
@@ -240,7 +251,7 @@ Loader.training = hanging_loader
 @pytest.mark.slow
 def test_out_of_memory_names_hyperparameters_that_reduce_memory(tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (5 << 30, 5 << 30))"
-    done = run(tmp_path, "vocab_size=16777216", "d_model=8", script=limit, code=1)
+    done = run_fsdp(tmp_path, "vocab_size=16777216", "d_model=8", script=limit, code=1)
     assert re.search(r"; needs about .*; what needs at most .* GiB: 2 ranks", done.stderr)
     assert re.match(
         r"rank 0: out of memory .*reduce memory with .*batch_size.*cpu_offload", done.stderr
@@ -283,7 +294,7 @@ Transformer.forward = forward_step
     assert code == 0, stderr
     text = (tmp_path / "runs" / "test" / "metrics.jsonl").read_text()
     assert not any(word in text for word in ("NaN", "Infinity"))
-    found = reports(tmp_path)
+    found = read_reports(tmp_path)
     assert {step: line["skipped_steps"] for step, line in found.items()} == {
         1: 0,
         2: 0,
@@ -310,7 +321,7 @@ def test_torchrun_forwards_sigterm_and_the_run_saves_a_complete_checkpoint(tmp_p
         job.ranks()
         job.process.terminate()
         job.finish()
-    assert list(verified(tmp_path)) == [max(reports(tmp_path))]
+    assert list(verified(tmp_path)) == [max(read_reports(tmp_path))]
 
 
 @pytest.mark.slow
@@ -332,12 +343,12 @@ def test_a_killed_torchrun_makes_its_ranks_save_and_end(tmp_path: Path) -> None:
         job.process.kill()
         assert not psutil.wait_procs(ranks, timeout=15)[1]
         job.finish()
-    assert list(verified(tmp_path)) == [max(reports(tmp_path))]
+    assert list(verified(tmp_path)) == [max(read_reports(tmp_path))]
 
 
 @pytest.mark.slow
 def test_a_run_that_torchrun_restarts_ends_with_the_same_losses(tmp_path: Path) -> None:
-    run(tmp_path / "uninterrupted", "max_steps=8", ranks=2, config=RUN, code=0)
+    run_fsdp(tmp_path / "uninterrupted", "max_steps=8", ranks=2, config=RUN, code=0)
     with started(
         tmp_path / "killed", "max_steps=8", launcher=(*TORCHRUN, "--max-restarts", "1")
     ) as job:
@@ -346,7 +357,7 @@ def test_a_run_that_torchrun_restarts_ends_with_the_same_losses(tmp_path: Path) 
         job.wait_for("resumed")
         code, stderr = job.finish()
     assert code == 0, stderr
-    assert exact(tmp_path / "killed") == exact(tmp_path / "uninterrupted")
+    assert read_exact_metrics(tmp_path / "killed") == read_exact_metrics(tmp_path / "uninterrupted")
     assert 8 in verified(tmp_path / "killed")
 
 
@@ -358,7 +369,7 @@ def test_a_run_that_torchrun_restarts_ends_with_the_same_losses(tmp_path: Path) 
 def test_twenty_interruptions_lose_at_most_two_intervals_and_change_no_loss_and_no_weight() -> None:
     command = [sys.executable, "-m", "tests.soak", "20", "--seed", "1"]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     count, most_lost = map(int, done.stdout.splitlines()[-1].split()[1:])

@@ -20,7 +20,10 @@ from lm import generate
 from lm.checkpoint.manifest import read_manifest, write_manifest
 from lm.checkpoint.resume import find_checkpoint
 from lm.data.tokenizer import FILE
-from tests import support
+from tests.support import REPOSITORY
+from tests.support.hyperparameters import TINY
+from tests.support.runs import run_fsdp
+from tests.support.tokenizer_files import CHAT_TEMPLATE, llama2_tokenizer, llama_tokenizer
 
 TEXT = "Grüße aus Köln, wo der Käse zäh und das Öl süß ist. "
 
@@ -31,14 +34,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generate")
     (folder / "text").mkdir()
     (folder / "text" / "a.txt").write_text(TEXT * 40)
-    config = support.TINY | {
+    config = TINY | {
         "dataset": "text",
         "train_data": "text",
         "vocab_size": 264,
         "max_seq_len": 64,
         "lr": 1e-2,
     }
-    support.run(
+    run_fsdp(
         folder, "max_steps=40", "batch_size=4", "report_rate=40", ranks=2, config=config, code=0
     )
     return folder / "runs" / "test"
@@ -90,7 +93,7 @@ def test_text_is_printed_while_it_is_generated_in_complete_characters(checkpoint
         "1000000",
     ]
     with subprocess.Popen(
-        command, cwd=support.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
         received, characters = b"", 0
@@ -105,7 +108,7 @@ def test_text_is_printed_while_it_is_generated_in_complete_characters(checkpoint
 
 @pytest.mark.slow
 def test_invalid_utf8_from_the_model_does_not_end_a_run(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(support.llama2_tokenizer())
+    (tmp_path / FILE).write_bytes(llama2_tokenizer())
     (tmp_path / "a.txt").write_text(TEXT * 40)
     how = {
         "dataset": "text",
@@ -114,7 +117,7 @@ def test_invalid_utf8_from_the_model_does_not_end_a_run(tmp_path: Path) -> None:
         "vocab_size": 384,
         "prompt": "to be",
     }
-    done = support.run(tmp_path, "max_steps=1", "num_tokens=300", config=support.TINY | how, code=0)
+    done = run_fsdp(tmp_path, "max_steps=1", "num_tokens=300", config=TINY | how, code=0)
     assert "\ufffd" in done.stdout
 
 
@@ -285,8 +288,8 @@ CHATS = [
 def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a run that has learned `CHATS`."""
     folder = tmp_path_factory.mktemp("chat")
-    (folder / FILE).write_bytes(support.llama_tokenizer())
-    template = support.CHAT_TEMPLATE.replace(
+    (folder / FILE).write_bytes(llama_tokenizer())
+    template = CHAT_TEMPLATE.replace(
         "] ", "]"
     )  # a space would be a part of the first token of the reply
     specials = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
@@ -314,7 +317,7 @@ def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "report_rate": 150,
         "validation_batches": 1,
     }
-    support.run(folder, config=support.TINY | data | shape | how, code=0)
+    run_fsdp(folder, config=TINY | data | shape | how, code=0)
     return folder / "runs" / "test"
 
 
@@ -354,7 +357,7 @@ def test_ctrl_c_ends_an_answer_and_the_end_of_the_input_the_chat(
     }
     # A shell's background jobs, and their children, ignore SIGINT.
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, cwd=support.ROOT, preexec_fn=heed, **streams) as process:
+    with subprocess.Popen(command, cwd=REPOSITORY, preexec_fn=heed, **streams) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         for _ in range(2):

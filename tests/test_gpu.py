@@ -35,7 +35,9 @@ from lm.metrics.device import peak_flops
 from lm.runtime.world import World
 from lm.training import parallelize, precision
 from model import Transformer
-from tests.support import LLAMA_STYLE, run, run_ranks
+from tests.support.hyperparameters import LLAMA_STYLE
+from tests.support.ranks import run_ranks
+from tests.support.runs import run_fsdp
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -468,7 +470,7 @@ def test_float8_weights_gathered_over_two_gpus_train_as_bfloat16_ones() -> None:
 
 def test_out_of_memory_names_the_keys_that_help(tmp_path: Path) -> None:
     limit = "import torch\ntorch.cuda.set_per_process_memory_fraction(0.005)"
-    done = run(tmp_path, "d_model=2048", "n_layers=8", "n_heads=16", script=limit)
+    done = run_fsdp(tmp_path, "d_model=2048", "n_layers=8", "n_heads=16", script=limit)
     assert done.returncode == 1
     assert "out of memory" in done.stderr
     assert all(

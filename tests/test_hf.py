@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -28,24 +27,26 @@ from lm.hf import __main__ as hf_main
 from lm.hf import export, families, weights
 from lm.runtime.world import World
 from model import PRESETS, ModelConfig, Transformer
-from tests import support
-from tests.support import named_keys
-from tests.test_manifest import RUN_INFO, opened, progress
+from tests.support.checkpoints import RUN_INFO, open_checkpointer, progress_at
+from tests.support.hf import (
+    GPT2,
+    LLAMA,
+    MISTRAL,
+    OLMO2,
+    QWEN2,
+    QWEN3,
+    TEXTS,
+    add_tokenizer,
+    make_reference,
+)
+from tests.support.hyperparameters import TINY, named_keys
+from tests.support.ranks import in_world
+from tests.support.runs import checkpoints_by_step, run_fsdp
+from tests.support.tokenizer_files import CHAT_TEMPLATE, llama2_tokenizer
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "vocab_size": 96,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -54,20 +55,6 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 """With theta 100 and heads of 8, the wavelengths are 6 (kept), 20 and 63 (interpolated) and 199 (scaled)."""
-GPT2: dict[str, Any] = {
-    "model_type": "gpt2",
-    "n_embd": 32,
-    "n_head": 4,
-    "n_layer": 2,
-    "vocab_size": 96,
-    "n_positions": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-MISTRAL = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
-QWEN2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
-QWEN3 = LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12}
-OLMO2 = LLAMA | {"model_type": "olmo2", "num_key_value_heads": 2, "pad_token_id": None}
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama 1": LLAMA,
@@ -98,24 +85,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_reference(raw: dict[str, Any], seed: int = 0) -> Any:
-    """Return transformers' model of a config, with weights large enough that all parts affect the logits."""
-    kind = raw["model_type"]
-    config = transformers.AutoConfig.for_model(
-        kind, **{key: value for key, value in raw.items() if key != "model_type"}
-    )
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.15)
-            if parameter.ndim == 1 and name.endswith("weight"):
-                parameter += 1
-    return model
-
-
 def load_folder(folder: Path) -> Transformer:
     """Return our model with the weights in `folder`."""
     model = Transformer(weights.open_model(folder).config)
@@ -128,13 +97,13 @@ def save_checkpoint(model: Transformer, folder: Path) -> Path:
     info = RUN_INFO.model_copy(update={"model": model.config.model_dump(mode="json")})
 
     def save(world: World) -> Path:
-        with opened(world, folder) as checkpointer:
+        with open_checkpointer(world, folder) as checkpointer:
             state = {"model": model.state_dict()}
             checkpointer.allocate(state)
-            checkpointer.save(state, info, progress(1))
+            checkpointer.save(state, info, progress_at(1))
             return folder / checkpointer.commit()[1]
 
-    return support.in_world(save)
+    return in_world(save)
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -561,23 +530,6 @@ def test_a_gpt2_without_biases_is_exported_with_zeros(tmp_path: Path) -> None:
 # ---- tokenizers
 # -------------------------------------------------------------------------------------------
 
-TEXTS = ["Grüße aus Köln, wo der Käse zäh ist.", "def f(x):\n\treturn x + 1\n", "漢字 🎉"]
-
-
-def add_tokenizer(folder: Path, size: int) -> Any:
-    """Train a byte-level tokenizer of `size` ids and save it in `folder` as transformers does."""
-    encoder = tokenizers.Tokenizer(tokenizers.models.BPE())
-    encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    encoder.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
-    )
-    encoder.train_from_iterator(TEXTS * 3, trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=encoder, eos_token="<end>")
-    tokenizer.save_pretrained(folder)
-    return tokenizer
-
 
 def started(folder: Path, source: Path, **changes: Any) -> Path:
     """Train a step that changes nothing from the weights in `source`, and return the run's directory."""
@@ -591,7 +543,7 @@ def started(folder: Path, source: Path, **changes: Any) -> Path:
         "max_seq_len": 16,
     }
     data = {"dataset": "text", "train_data": "text", "init_from": str(source)}
-    support.run(folder, config=training | data | changes, code=0)
+    run_fsdp(folder, config=training | data | changes, code=0)
     return folder / "runs" / "test"
 
 
@@ -638,8 +590,8 @@ def test_tokenizer_and_generated_text_equal_transformers(
 @pytest.mark.slow
 def test_special_tokens_and_the_chat_template_are_exported(tmp_path: Path) -> None:
     make_reference(LLAMA | {"vocab_size": 384}).save_pretrained(tmp_path / "in")
-    (tmp_path / "in" / "tokenizer.json").write_bytes(support.llama2_tokenizer())
-    (tmp_path / "in" / "chat_template.jinja").write_text(support.CHAT_TEMPLATE)
+    (tmp_path / "in" / "tokenizer.json").write_bytes(llama2_tokenizer())
+    (tmp_path / "in" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (tmp_path / "in" / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [2, 7], "top_p": 0.9})
     )
@@ -656,7 +608,7 @@ def test_special_tokens_and_the_chat_template_are_exported(tmp_path: Path) -> No
             0.9,
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / f"{named}-out")
-        assert tokenizer.chat_template == support.CHAT_TEMPLATE
+        assert tokenizer.chat_template == CHAT_TEMPLATE
 
 
 def test_gpt2_uses_end_of_text_as_bos() -> None:
@@ -682,14 +634,14 @@ def test_a_run_of_two_ranks_on_bytes_is_exported(tmp_path: Path) -> None:
         "n_kv_heads": 2,
     }
     data = {"dataset": "text", "train_data": "text", "max_steps": 3, "report_rate": 3}
-    support.run(tmp_path, ranks=2, config=support.TINY | shape | data, code=0)
+    run_fsdp(tmp_path, ranks=2, config=TINY | shape | data, code=0)
     export.export_model(tmp_path / "runs" / "test", tmp_path / "out")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager"
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.eos_token_id == loaded.config.eos_token_id == 256
-    model, ours = generate.load_model(support.checkpoints(tmp_path)[3], torch.device("cpu"))
+    model, ours = generate.load_model(checkpoints_by_step(tmp_path)[3], torch.device("cpu"))
     for text in TEXTS:
         ids = tokenizer(text).input_ids
         assert ids == ours.encode(text)

@@ -20,8 +20,9 @@ from lm.errors import ConfigError
 from lm.hf.base import find_base
 from lm.hf.weights import find_source, is_model, model_defaults, open_model, read_directory
 from model import Transformer
-from tests.support import in_world, named_keys
-from tests.test_hf import LLAMA, make_reference
+from tests.support.hf import LLAMA, make_reference
+from tests.support.hyperparameters import named_keys
+from tests.support.ranks import in_world
 
 COMMIT = "c" * 40
 

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ROOT, TINY, checkpoints, exact, reports, run
-from tests.test_launch_files import container, documents
+from tests.support import REPOSITORY
+from tests.support.hyperparameters import TINY
+from tests.support.launch_files import only_container, read_documents
+from tests.support.runs import checkpoints_by_step, read_exact_metrics, read_reports, run_fsdp
 
 RUN = TINY | {
     "dropout": 0.1,
@@ -83,7 +85,7 @@ class Hosts:
         folder.mkdir(exist_ok=True)
         (folder / "test.yaml").write_text(json.dumps({"hyperparameters": RUN}))
         env = {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(REPOSITORY),
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "GLOO_SOCKET_IFNAME": "cable",
@@ -113,7 +115,7 @@ class Hosts:
         return self.run(
             host,
             folder,
-            [*command, str(ROOT / "fsdp.py"), "--config", "test.yaml", *overrides],
+            [*command, str(REPOSITORY / "fsdp.py"), "--config", "test.yaml", *overrides],
             env,
         )
 
@@ -190,16 +192,21 @@ def test_a_disconnected_network_ends_both_hosts_and_the_run_resumes_when_restart
             if line.startswith(f"rank {host} (last completed step ")
         )
         assert re.search(rf"timed out after 10 s .*waiting for rank {1 - host}\b", line)
-    step = max(checkpoints(tmp_path))
+    step = max(checkpoints_by_step(tmp_path))
     assert step % 4 == 0
 
     hosts.cable(1, "up")
     results = finish([hosts.start(host, tmp_path, f"max_steps={step + 8}") for host in (0, 1)])
     assert [code for code, _, _ in results] == [0, 0], results[0][2]
     assert f"step {step}\n" in results[0][1]
-    uninterrupted = run(tmp_path / "uninterrupted", f"max_steps={step + 8}", ranks=2, config=RUN)
+    uninterrupted = run_fsdp(
+        tmp_path / "uninterrupted", f"max_steps={step + 8}", ranks=2, config=RUN
+    )
     assert uninterrupted.returncode == 0, uninterrupted.stderr
-    assert exact(tmp_path / "uninterrupted").items() <= exact(tmp_path).items()
+    assert (
+        read_exact_metrics(tmp_path / "uninterrupted").items()
+        <= read_exact_metrics(tmp_path).items()
+    )
 
 
 @pytest.mark.slow
@@ -215,9 +222,9 @@ def test_hosts_without_a_shared_directory_are_refused(hosts: Hosts, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_host_that_sees_older_checkpoints_is_refused(hosts: Hosts, tmp_path: Path) -> None:
-    first = run(tmp_path, "max_steps=8", ranks=2, config=RUN)
+    first = run_fsdp(tmp_path, "max_steps=8", ranks=2, config=RUN)
     assert first.returncode == 0, first.stderr
-    saved = checkpoints(tmp_path)
+    saved = checkpoints_by_step(tmp_path)
     assert sorted(saved) == [4, 8]
     seen = tmp_path / "runs" / "test" / "checkpoints"
     shutil.copytree(saved[4], tmp_path / "stale" / saved[4].name)
@@ -234,7 +241,7 @@ def test_a_host_that_sees_older_checkpoints_is_refused(hosts: Hosts, tmp_path: P
     assert stderr.startswith(f"{saved[8]}: ")
     assert "rank 1" in stderr
     assert "training" not in results[0][1]
-    assert checkpoints(tmp_path) == saved
+    assert checkpoints_by_step(tmp_path) == saved
 
 
 # ---- Kubernetes and SkyPilot
@@ -258,7 +265,7 @@ for attempt in range(300):
 def package(folder: Path) -> Path:
     """Make a machine's copy of the package, with a small run in config.yaml."""
     folder.mkdir()
-    (folder / "fsdp.py").symlink_to(ROOT / "fsdp.py")
+    (folder / "fsdp.py").symlink_to(REPOSITORY / "fsdp.py")
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "config.yaml").write_text(
         json.dumps({"hyperparameters": RUN | {"max_steps": 100000}})
@@ -272,7 +279,7 @@ def test_pods_of_a_trainjob_stop_when_one_is_evicted_and_machines_of_a_sky_job_c
 ) -> None:
     """With exactly the variables that Kubeflow Trainer 2.3 and SkyPilot 0.14 set; the machines share only S3."""
     env = PROGRAMS | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": str(REPOSITORY),
         "AWS_ENDPOINT_URL": f"http://{hosts.addresses[0]}:5555",
     }
     env |= {
@@ -281,7 +288,7 @@ def test_pods_of_a_trainjob_stop_when_one_is_evicted_and_machines_of_a_sky_job_c
         "AWS_DEFAULT_REGION": "us-east-1",
     }
     server = [sys.executable, "-m", "moto.server", "-H", hosts.addresses[0], "-p", "5555"]
-    job = documents("trainjob.yaml")[1]
+    job = read_documents("trainjob.yaml")[1]
     name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
     hosts.names(tmp_path, f"{name}-node-0-0.{name}")
     with (
@@ -321,7 +328,7 @@ def test_pods_of_a_trainjob_stop_when_one_is_evicted_and_machines_of_a_sky_job_c
             assert stopped, evicted
             step = int(stopped[1])
 
-            task, machines = documents("sky.yaml")[0], []
+            task, machines = read_documents("sky.yaml")[0], []
             arguments = (
                 f"--config config.yaml checkpoint_storage=s3://bucket/runs max_steps={step + 4}"
             )
@@ -343,7 +350,7 @@ def test_pods_of_a_trainjob_stop_when_one_is_evicted_and_machines_of_a_sky_job_c
         finally:
             moto.kill()
     assert [code for code, _, _ in completed] == [0, 0], completed
-    assert list(reports(tmp_path / "machine0", name="config")) == [*range(1, step + 5)]
+    assert list(read_reports(tmp_path / "machine0", name="config")) == [*range(1, step + 5)]
 
 
 @pytest.mark.slow
@@ -352,7 +359,7 @@ def test_pods_of_a_pytorchjob_are_ranks_of_one_run(hosts: Hosts, tmp_path: Path)
     program = "import os\nfrom lm.launch.launch import Launch\n"
     program += "os.write(1, f'{Launch.from_env(os.environ)}\\n'.encode())"  # one write: lines of two ranks do not mix
     (tmp_path / "fsdp.py").write_text(program)
-    (job,) = documents("pytorchjob.yaml")
+    (job,) = read_documents("pytorchjob.yaml")
     first = f"{job['metadata']['name']}-master-0"
     hosts.names(tmp_path, first)
     pods = []
@@ -369,8 +376,12 @@ def test_pods_of_a_pytorchjob_are_ranks_of_one_run(hosts: Hosts, tmp_path: Path)
             "PET_NNODES": "2",
             "PET_NPROC_PER_NODE": "2",
         }
-        injected |= {"PET_NODE_RANK": str(host), "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
-        pod = container(replica["template"])
+        injected |= {
+            "PET_NODE_RANK": str(host),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": str(REPOSITORY),
+        }
+        pod = only_container(replica["template"])
         injected |= {variable["name"]: variable["value"] for variable in pod["env"]}
         pods.append(hosts.run(host, tmp_path, [*pod["command"], *pod["args"]], PROGRAMS | injected))
     for host, (code, output, errors) in enumerate(finish(pods)):

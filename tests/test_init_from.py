@@ -22,19 +22,25 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from lm import config
 from lm.checkpoint import tensor_files
 from lm.checkpoint.tensor_files import TensorSlice
-from lm.data.loader import Loader
-from lm.data.run_data import open_data
 from lm.errors import ConfigError, RunError
 from lm.hf import weights
 from lm.runtime.world import MeshShape, World
 from lm.training.parallelize import ParallelConfig, parallelize
 from model import Transformer
-from tests import support
-from tests.support import named_keys
-from tests.test_hf import GPT2, LLAMA, QWEN3, add_tokenizer, make_reference
+from tests.support.hf import (
+    GPT2,
+    LLAMA,
+    QWEN3,
+    add_tokenizer,
+    make_reference,
+    read_with_model_defaults,
+    train_reference,
+)
+from tests.support.hyperparameters import TINY, named_keys
+from tests.support.ranks import in_world, run_ranks
+from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
 
 TRAINING = {
     "max_steps": 3,
@@ -62,38 +68,9 @@ def settings(source: Path, **changes: Any) -> dict[str, Any]:
     return TRAINING | {"max_seq_len": 64, "init_from": str(source)} | changes
 
 
-def read(hyperparameters: dict[str, Any], *overrides: str) -> config.Hyperparameters:
-    return config.read(
-        {"hyperparameters": hyperparameters}, overrides, "test", defaults=weights.model_defaults
-    )
-
-
-def train_reference(
-    model: nn.Module, optimizer: torch.optim.Optimizer, hp: config.Hyperparameters, seed: int
-) -> list[float]:
-    """Train a model of transformers on the batches of a run; return the loss of each step."""
-    total = hp.total_batch_size or 0
-    data = open_data(hp, hp.vocab_size, hp.max_seq_len, total, seed)
-    batches = Loader(hp, data, total, 0, 1, torch.device("cpu")).training(0)
-    losses = []
-    for _ in range(hp.max_steps or 0):
-        micro_batches = next(batches).micro_batches
-        inputs, targets = (
-            torch.cat([getattr(part, name) for part in micro_batches])
-            for name in ("inputs", "targets")
-        )
-        loss = nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def transformers_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[float]:
     """The loss of each step when transformers trains the model in `folder` with `hyperparameters`."""
-    hp = read(hyperparameters)
+    hp = read_with_model_defaults(hyperparameters)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -120,39 +97,41 @@ def test_training_from_hugging_face_weights_equals_training_in_transformers(
     name: str, ranks: int, changes: dict[str, Any], sources: dict[str, Path], tmp_path: Path
 ) -> None:
     hyperparameters = settings(sources[name], **changes)
-    done = support.run(tmp_path, ranks=ranks, config=hyperparameters, code=0)
+    done = run_fsdp(tmp_path, ranks=ranks, config=hyperparameters, code=0)
     assert f"loaded the weights of {sources[name]} in " in done.stdout
-    losses = [report["loss"] for report in support.reports(tmp_path).values()]
+    losses = [report["loss"] for report in read_reports(tmp_path).values()]
     expected = transformers_losses(sources[name], hyperparameters)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert losses[0] > 5.8  # random initial weights have ln 300 = 5.7
 
-    done = support.run(
+    done = run_fsdp(
         tmp_path, "max_steps=4", ranks=3 - ranks, config=hyperparameters | {"batch_size": 1}, code=0
     )
     assert "step 3\n" in done.stdout
     assert "weights of" not in done.stdout
-    assert [*support.reports(tmp_path)] == [1, 2, 3, 4]
+    assert [*read_reports(tmp_path)] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
 def test_init_from_accepts_a_run_directory_and_a_changed_length_and_dropout(tmp_path: Path) -> None:
-    shape = support.TINY | {"positions": "rope", "validation_batches": 1}
-    support.run(tmp_path / "a", "max_steps=1", config=shape, code=0)
+    shape = TINY | {"positions": "rope", "validation_batches": 1}
+    run_fsdp(tmp_path / "a", "max_steps=1", config=shape, code=0)
     first = tmp_path / "a" / "runs" / "test"
     how = [f"init_from={first}", "max_steps=1", "max_seq_len=8", "dropout=0.1", "seed=7"]
-    done = support.run(tmp_path / "b", *how, config=shape, code=0)
-    assert f"weights of checkpoint {support.checkpoints(tmp_path / 'a')[1]}" in done.stdout
-    assert [*support.reports(tmp_path / "b")] == [1]
+    done = run_fsdp(tmp_path / "b", *how, config=shape, code=0)
+    assert f"weights of checkpoint {checkpoints_by_step(tmp_path / 'a')[1]}" in done.stdout
+    assert [*read_reports(tmp_path / "b")] == [1]
 
 
 def test_init_from_refuses_a_missing_directory(tmp_path: Path) -> None:
-    done = support.run(tmp_path, "init_from=nowhere", config=support.TINY, code=2)
+    done = run_fsdp(tmp_path, "init_from=nowhere", config=TINY, code=2)
     assert done.stderr.startswith(f"init_from: {tmp_path}/nowhere: ")
 
 
 def test_keys_that_are_not_set_are_the_models(sources: dict[str, Path]) -> None:
-    hp = read({"init_from": str(sources["qwen3"]), "dataset": "text", "dropout": 0.1})
+    hp = read_with_model_defaults(
+        {"init_from": str(sources["qwen3"]), "dataset": "text", "dropout": 0.1}
+    )
     assert (hp.vocab_size, hp.head_dim, hp.qk_norm, hp.max_seq_len, hp.dropout) == (
         300,
         12,
@@ -161,19 +140,21 @@ def test_keys_that_are_not_set_are_the_models(sources: dict[str, Path]) -> None:
         0.1,
     )
     assert hp.tokenizer == str(sources["qwen3"])
-    again = read(
+    again = read_with_model_defaults(
         hp.model_dump(mode="json"), "n_heads=4", f"tokenizer={sources['qwen3'] / 'tokenizer.json'}"
     )
     assert again.model_copy(update={"tokenizer": hp.tokenizer}) == hp
     assert (
-        read({"init_from": str(sources["llama"])}).tokenizer is None
+        read_with_model_defaults({"init_from": str(sources["llama"])}).tokenizer is None
     )  # synthetic data have no tokenizer
 
 
 def test_keys_that_differ_from_the_model_are_refused(sources: dict[str, Path]) -> None:
     changes = {"n_layers": 3, "norm_eps": 1e-3, "n_kv_heads": None, "d_ff": 48, "dataset": "text"}
     with pytest.raises(ConfigError) as refused:
-        read(settings(sources["llama"], **changes, tokenizer="bytes"), "d_model=64")
+        read_with_model_defaults(
+            settings(sources["llama"], **changes, tokenizer="bytes"), "d_model=64"
+        )
     assert re.findall(r"(\w+: \S+ differs from \S+) in", str(refused.value)) == [
         "n_layers: 3 differs from 2",
         "norm_eps: 0.001 differs from 1e-06",
@@ -183,10 +164,10 @@ def test_keys_that_differ_from_the_model_are_refused(sources: dict[str, Path]) -
     assert len(refused.value.problems) == 5
     assert "tokenizer: bytes differs from the one in" in str(refused.value)
     with pytest.raises(ConfigError) as refused:
-        read(settings(sources["llama"], model="llama2-7b"))
+        read_with_model_defaults(settings(sources["llama"], model="llama2-7b"))
     assert "d_model" in named_keys(refused.value)
     with pytest.raises(ConfigError) as refused:
-        read(settings(sources["llama"], lr=-1, n_heads=3))
+        read_with_model_defaults(settings(sources["llama"], lr=-1, n_heads=3))
     assert named_keys(refused.value) >= {"lr", "n_heads"}
 
 
@@ -194,10 +175,12 @@ def test_text_without_a_tokenizer_is_refused(sources: dict[str, Path], tmp_path:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(sources["llama"] / name)
     with pytest.raises(ConfigError) as refused:
-        read({"init_from": str(tmp_path), "dataset": "text"})
+        read_with_model_defaults({"init_from": str(tmp_path), "dataset": "text"})
     assert named_keys(refused.value) >= {"tokenizer"}
     assert (
-        read({"init_from": str(tmp_path), "dataset": "text", "tokenizer": "bytes"}).tokenizer
+        read_with_model_defaults(
+            {"init_from": str(tmp_path), "dataset": "text", "tokenizer": "bytes"}
+        ).tokenizer
         == "bytes"
     )
 
@@ -332,12 +315,12 @@ def test_a_damaged_folder_is_refused_at_once_in_little_memory(
     files = sorted(tmp_path.rglob("*"))
 
     def load(world: World) -> None:
-        hp = read({"init_from": str(folder)})
+        hp = read_with_model_defaults({"init_from": str(folder)})
         weights.load_into(Transformer(hp), str(folder), world, print)
 
     memory, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     with pytest.raises(RunError) as refused:
-        support.in_world(load)
+        in_world(load)
     assert time.monotonic() - started < 5
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 << 10, "KiB"
     assert not any("\n" in problem for problem in refused.value.problems)
@@ -355,7 +338,7 @@ def test_damaged_weights_end_the_run_on_all_ranks(sources: dict[str, Path], tmp_
     shutil.copytree(sources["llama"], tmp_path / "in")
     file = tmp_path / "in" / "model.safetensors"
     save_file(load_file(file) | {"model.norm.weight": torch.full((32,), torch.inf)}, file)
-    done = support.run(tmp_path, ranks=2, config=settings(tmp_path / "in"))
+    done = run_fsdp(tmp_path, ranks=2, config=settings(tmp_path / "in"))
     assert done.returncode != 0
     assert done.stderr.count("model.safetensors: contains inf or NaN") == 1
     assert "Traceback" not in done.stderr
@@ -388,5 +371,5 @@ def _bytes_read(world: World, folder: str) -> tuple[int, int]:
 
 
 def test_each_rank_reads_only_its_own_slices(sources: dict[str, Path]) -> None:
-    for read, total in support.run_ranks(2, _bytes_read, str(sources["llama"])):
+    for read, total in run_ranks(2, _bytes_read, str(sources["llama"])):
         assert 0.45 < read / total < 0.55

@@ -22,7 +22,8 @@ from lm.data.jsonl import JsonlDataset
 from lm.data.tokenizer import FILE, ByteTokenizer, FileTokenizer
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
-from tests.support import CHAT_TEMPLATE, byte_level_tokenizer, llama_tokenizer, named_keys
+from tests.support.hyperparameters import named_keys
+from tests.support.tokenizer_files import CHAT_TEMPLATE, byte_level_tokenizer, llama_tokenizer
 
 BYTES = ByteTokenizer()
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}

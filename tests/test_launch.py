@@ -29,7 +29,8 @@ from lm.launch.console import record_error
 from lm.launch.launch import Launch, is_restart, launcher_pid
 from lm.launch.machine import has_gpu
 from lm.launch.startup import require_torch
-from tests.support import ROOT, run
+from tests.support import REPOSITORY
+from tests.support.runs import run_fsdp
 
 
 def variables(text: str) -> dict[str, str]:
@@ -274,7 +275,7 @@ def test_any_environment_has_valid_ranks_or_is_refused(changes: dict[str, str]) 
 
 @pytest.mark.slow
 def test_a_run_with_missing_variables_exits_with_2(tmp_path: Path) -> None:
-    done = run(tmp_path, WORLD_SIZE="2", code=2)
+    done = run_fsdp(tmp_path, WORLD_SIZE="2", code=2)
     assert "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT not" in done.stderr
 
 
@@ -287,7 +288,7 @@ def test_a_rank_on_another_node_prints_its_own_errors(tmp_path: Path) -> None:
         "LOCAL_WORLD_SIZE": "1",
     }
     env |= {"GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = run(tmp_path, "n_heads=5", **env)
+    done = run_fsdp(tmp_path, "n_heads=5", **env)
     assert done.returncode == 2
     assert "n_heads" in done.stderr
 
@@ -345,14 +346,14 @@ def test_only_an_old_torch_is_refused(
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_with_an_old_torch_exits_with_2_and_one_line(ranks: int, tmp_path: Path) -> None:
     install(tmp_path / "old", "2.1.0")
-    done = run(tmp_path, ranks=ranks, PYTHONPATH=f"{tmp_path / 'old'}:{ROOT}", code=2)
+    done = run_fsdp(tmp_path, ranks=ranks, PYTHONPATH=f"{tmp_path / 'old'}:{REPOSITORY}", code=2)
     assert re.fullmatch(r"torch: version 2\.1\.0 .*2\.11.*\n", done.stderr)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
 def test_a_run_that_requires_a_missing_gpu_exits_with_2_and_one_line(tmp_path: Path) -> None:
-    done = run(tmp_path, ranks=2, CUDA_VISIBLE_DEVICES="0", code=2)
+    done = run_fsdp(tmp_path, ranks=2, CUDA_VISIBLE_DEVICES="0", code=2)
     assert re.fullmatch(r"CUDA_VISIBLE_DEVICES=0: .*\n", done.stderr)
 
 
@@ -394,7 +395,7 @@ def launched(
         "a b",
         "--flag",
     ]
-    variables = os.environ | {"PYTHONPATH": str(ROOT)} | env
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY)} | env
     with subprocess.Popen(
         command,
         cwd=folder,
@@ -521,13 +522,17 @@ def test_killing_the_launcher_leaves_no_orphans(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [["--nproc", "0", "x.py"], ["--nproc", "two", "x.py"], []])
 def test_an_invalid_command_line_exits_with_2_without_a_traceback(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "lm.launch", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
 
 
 def test_shellcheck_accepts_the_shell_scripts() -> None:
-    scripts = [ROOT / ".ci" / "run", ROOT / "launch" / "slurm.sbatch", ROOT / "launch" / "pbs.sh"]
+    scripts = [
+        REPOSITORY / ".ci" / "run",
+        REPOSITORY / "launch" / "slurm.sbatch",
+        REPOSITORY / "launch" / "pbs.sh",
+    ]
     command = [Path(sys.executable).parent / "shellcheck", *scripts]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")

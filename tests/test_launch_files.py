@@ -16,25 +16,13 @@ from typing import Any, cast
 
 import kubeflow_trainer_api.models
 import pytest
-import yaml
 
 from lm import config
 from lm.errors import ConfigError
 from lm.preflight import preflight
-from tests.support import ROOT, TINY
-
-Document = dict[str, Any]
-
-
-def documents(name: str) -> list[Document]:
-    """Return the documents of a file in launch/."""
-    return list(yaml.safe_load_all((ROOT / "launch" / name).read_text()))
-
-
-def container(pod: Document) -> Document:
-    """Return the only container of a pod template."""
-    (found,) = pod["spec"]["containers"]
-    return found
+from tests.support import REPOSITORY
+from tests.support.hyperparameters import TINY
+from tests.support.launch_files import Document, only_container, read_documents
 
 
 def read_by_trainer(document: Document) -> Any:
@@ -69,7 +57,7 @@ def mappings(value: Any) -> list[Document]:
 def test_kubeflows_models_know_every_field(file: str) -> None:
     """The models drop a field that they do not know, or refuse it."""
     read: Callable[[Document], Any] = READERS[file]
-    for document in documents(file):
+    for document in read_documents(file):
         assert read(document) == document
         for number, where in enumerate(mappings(document)):
             changed = copy.deepcopy(document)
@@ -79,12 +67,12 @@ def test_kubeflows_models_know_every_field(file: str) -> None:
 
 
 def test_a_run_has_time_to_save_before_torchrun_or_kubernetes_kills_it() -> None:
-    runtime, job = documents("trainjob.yaml")
+    runtime, job = read_documents("trainjob.yaml")
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     pods = [(node["template"]["spec"]["template"], job["spec"]["trainer"]["env"])]
-    (job,) = documents("pytorchjob.yaml")
+    (job,) = read_documents("pytorchjob.yaml")
     pods += [
-        (each["template"], container(each["template"])["env"])
+        (each["template"], only_container(each["template"])["env"])
         for each in job["spec"]["pytorchReplicaSpecs"].values()
     ]
     for pod, env in pods:
@@ -95,20 +83,23 @@ def test_a_run_has_time_to_save_before_torchrun_or_kubernetes_kills_it() -> None
 @pytest.mark.slow
 def test_a_bad_configuration_ends_a_trainjob(tmp_path: Path) -> None:
     """Its container exits with the code that fails the Kubernetes Job, whose reason then fails the JobSet."""
-    runtime, job = documents("trainjob.yaml")
+    runtime, job = read_documents("trainjob.yaml")
     policy, trainer = runtime["spec"]["template"]["spec"]["failurePolicy"], job["spec"]["trainer"]
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     (rule,) = node["template"]["spec"]["podFailurePolicy"]["rules"]
     pod = node["template"]["spec"]["template"]
     assert (rule["action"], rule["onExitCodes"]["operator"]) == ("FailJob", "In")
-    assert rule["onExitCodes"]["containerName"] == container(pod)["name"]
+    assert rule["onExitCodes"]["containerName"] == only_container(pod)["name"]
     assert pod["spec"]["restartPolicy"] == "Never", "or Kubernetes refuses a podFailurePolicy"
     assert [(r["action"], r["onJobFailureReasons"]) for r in policy["rules"]] == [
         ("FailJobSet", ["PodFailurePolicy"])
     ]
-    (tmp_path / "fsdp.py").symlink_to(ROOT / "fsdp.py")
+    (tmp_path / "fsdp.py").symlink_to(REPOSITORY / "fsdp.py")
     (tmp_path / "config.yaml").write_text(json.dumps({"hyperparameters": TINY | {"lr": -1}}))
-    env = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env = {
+        "PYTHONPATH": str(REPOSITORY),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     env |= {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}
     command = [*trainer["command"], *trainer["args"]]
     refused = subprocess.run(
@@ -145,5 +136,8 @@ def test_skypilot_reads_its_task(tmp_path: Path) -> None:
     python = Path(command).read_text().partition("\n")[0].removeprefix("#!")
     env = {"HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
     subprocess.run(
-        [python, "-c", SKYPILOT, str(ROOT / "launch" / "sky.yaml")], env=env, cwd=ROOT, check=True
+        [python, "-c", SKYPILOT, str(REPOSITORY / "launch" / "sky.yaml")],
+        env=env,
+        cwd=REPOSITORY,
+        check=True,
     )

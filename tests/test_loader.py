@@ -23,7 +23,7 @@ from lm.data.sampler import SampledSource
 from lm.data.tokens import TokenWindowDataset
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
-from tests.support import named_keys
+from tests.support.hyperparameters import named_keys
 
 CPU = torch.device("cpu")
 SEQ_LEN = 3

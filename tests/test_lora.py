@@ -27,13 +27,22 @@ from lm.plan import fit
 from lm.runtime.world import World
 from lm.training import lora, optim, parallelize
 from model import Transformer
-from tests import support
-from tests.support import named_keys, run_ranks, unit_sizes
-from tests.test_cost import count_each
-from tests.test_hf import GPT2, LLAMA, add_tokenizer, make_reference
-from tests.test_init_from import read, train_reference
-from tests.test_manifest import RUN_INFO, opened, progress, toy
-from tests.test_parity import DTYPES, EQUAL, STRATEGIES, run_each
+from tests.support import REPOSITORY
+from tests.support.checkpoints import RUN_INFO, open_checkpointer, progress_at, toy_model
+from tests.support.hf import (
+    GPT2,
+    LLAMA,
+    add_tokenizer,
+    make_reference,
+    read_with_model_defaults,
+    train_reference,
+)
+from tests.support.hyperparameters import TINY, named_keys
+from tests.support.models import unit_sizes
+from tests.support.parallelism import AMP_DTYPES, EQUIVALENT_OPTIONS, STRATEGIES, train_each
+from tests.support.ranks import in_world, run_ranks
+from tests.support.runs import checkpoints_by_step, read_exact_metrics, read_reports, run_fsdp
+from tests.support.step_counts import count_steps_of_each
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated"
@@ -150,11 +159,11 @@ def test_training_equals_training_in_peft(
     changes: dict[str, Any], bases: dict[str, Path], tmp_path: Path
 ) -> None:
     hyperparameters = settings(bases["llama"], max_steps=20, lr=1e-3, **changes)
-    support.run(tmp_path, ranks=2, config=hyperparameters, code=0)
-    expected, adapters = train_with_peft(read(hyperparameters), bases["llama"])
-    losses = [report["loss"] for report in support.reports(tmp_path).values()]
+    run_fsdp(tmp_path, ranks=2, config=hyperparameters, code=0)
+    expected, adapters = train_with_peft(read_with_model_defaults(hyperparameters), bases["llama"])
+    losses = [report["loss"] for report in read_reports(tmp_path).values()]
     assert losses == pytest.approx(expected, abs=1e-5)
-    ours = adapters_of(support.checkpoints(tmp_path)[20])
+    ours = adapters_of(checkpoints_by_step(tmp_path)[20])
     assert ours.keys() == adapters.keys()
     for name, tensor in adapters.items():
         torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0)
@@ -182,11 +191,11 @@ def losses(
     """The losses on one rank, and those of every run above on two."""
     folder = str(tmp_path_factory.mktemp("losses"))
     base = settings(bases["llama"])
-    runs = {name: EQUAL[name] for name in OPTIONS} | DTYPES | DROPOUT
+    runs = {name: EQUIVALENT_OPTIONS[name] for name in OPTIONS} | AMP_DTYPES | DROPOUT
     two = {name: base | changes for name, changes in runs.items()}
     tied = settings(bases["gpt2"], max_seq_len=64, dropout=0.0)
-    one = run_ranks(1, run_each, folder, {"one": base, "tied-one": tied}, {})[0]
-    return one | run_ranks(2, run_each, folder, two | {"tied": tied}, {})[0]
+    one = run_ranks(1, train_each, folder, {"one": base, "tied-one": tied}, {})[0]
+    return one | run_ranks(2, train_each, folder, two | {"tied": tied}, {})[0]
 
 
 @pytest.mark.slow
@@ -203,7 +212,7 @@ def test_two_ranks_train_a_model_with_tied_embeddings_as_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("name", AMP_DTYPES)
 def test_lower_precision_trains_close_to_float32(name: str, losses: dict[str, list[float]]) -> None:
     assert losses[name] == pytest.approx(losses["one"], rel=1e-2)
     assert losses[name] != pytest.approx(losses["one"], rel=1e-6)
@@ -226,7 +235,7 @@ def test_groups_of_ranks_train_as_one(
         for name in STRATEGIES
         if "hybrid" in name
     }
-    for name, found in run_ranks(4, run_each, str(tmp_path), runs, {})[0].items():
+    for name, found in run_ranks(4, train_each, str(tmp_path), runs, {})[0].items():
         assert found == pytest.approx(losses["one"], rel=1e-5), name
 
 
@@ -239,7 +248,7 @@ def test_compiled_blocks_train_the_same(
         "compiled": settings(bases["llama"], compile=True),
         "recompute": settings(bases["llama"], compile=True, activation_checkpointing="full"),
     }
-    for name, found in run_ranks(1, run_each, str(tmp_path), runs, {})[0].items():
+    for name, found in run_ranks(1, train_each, str(tmp_path), runs, {})[0].items():
         assert found == pytest.approx(losses["one"], rel=1e-5), name
 
 
@@ -249,7 +258,7 @@ def test_compiled_blocks_train_the_same(
 def built(
     world: World, hyperparameters: dict[str, Any], dtype: torch.dtype | None
 ) -> tuple[Transformer, Any]:
-    hp = read(hyperparameters)
+    hp = read_with_model_defaults(hyperparameters)
     with torch.device("meta"):
         model = lora.add_adapters(Transformer(hp), hp, dtype)
     shape = parallelize.mesh_shape(hp, world.size, world.size)
@@ -283,7 +292,7 @@ def sizes(world: World, hyperparameters: dict[str, Any]) -> dict[str, int]:
 @pytest.mark.slow
 def test_the_base_is_frozen_in_the_compute_dtype_and_sharded(bases: dict[str, Path]) -> None:
     hyperparameters = settings(bases["llama"], lora_rank=4)
-    hp = read(hyperparameters)
+    hp = read_with_model_defaults(hyperparameters)
     adapters = lora.n_trained(hp, hp)
     state = fit.state_bytes(hp, torch.bfloat16, 2)
     for found in run_ranks(2, sizes, hyperparameters):
@@ -296,7 +305,7 @@ def test_the_base_is_frozen_in_the_compute_dtype_and_sharded(bases: dict[str, Pa
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_no_gradient_of_the_base_is_computed(chunked: bool, bases: dict[str, Path]) -> None:
-    hp = read(settings(bases["llama"]))
+    hp = read_with_model_defaults(settings(bases["llama"]))
     with torch.device("meta"):  # on which attention is counted as plain matrix products
         model = lora.add_adapters(Transformer(hp), hp, None)
     if chunked:
@@ -321,14 +330,16 @@ def test_a_step_gathers_the_base_in_16_bits_and_reduces_adapters_alone(
     hyperparameters = settings(
         bases["llama"], lora_rank=4, amp_dtype="bfloat16", report_rate=100, total_batch_size=4
     )
-    hp = read(hyperparameters)
+    hp = read_with_model_defaults(hyperparameters)
     *blocks, embedding, head = unit_sizes(hp)
     adapters = lora.n_trained(hp, hp) // hp.n_layers
     gathered = [embedding, head, *(2 * [size + adapters for size in blocks])]
     wanted = Counter({("all-reduce", "control", 8): 1, ("all-reduce", 2, 4 * 14 * hp.n_layers): 1})
     wanted.update(("all-gather", 2, 2 * size) for size in gathered)
     wanted["reduce-scatter", 2, 4 * adapters] += hp.n_layers
-    for step in run_ranks(2, count_each, str(tmp_path), {"lora": hyperparameters})[0]["lora"]:
+    for step in run_ranks(2, count_steps_of_each, str(tmp_path), {"lora": hyperparameters})[0][
+        "lora"
+    ]:
         assert step.collectives == wanted
 
 
@@ -337,7 +348,9 @@ def test_the_first_block_and_the_others_are_compiled_once_each(
     bases: dict[str, Path], tmp_path: Path
 ) -> None:
     hyperparameters = settings(bases["llama"], compile=True, report_rate=100, lora_dropout=0.1)
-    steps = run_ranks(1, count_each, str(tmp_path), {"compiled": hyperparameters})[0]["compiled"]
+    steps = run_ranks(1, count_steps_of_each, str(tmp_path), {"compiled": hyperparameters})[0][
+        "compiled"
+    ]
     assert [step.graphs for step in steps] == [0, 3, 3]  # and one of the loss
 
 
@@ -356,7 +369,7 @@ def adapters_on(world: World, hyperparameters: dict[str, Any]) -> dict[str, Any]
 def test_initial_adapters_are_pefts_and_depend_neither_on_world_size_nor_on_strategy(
     bases: dict[str, Path],
 ) -> None:
-    hp = read(settings(bases["llama"]))
+    hp = read_with_model_defaults(settings(bases["llama"]))
     initial = initial_adapters(hp, 7)
     for ranks, sharding in ((3, "full-shard"), (2, "no-shard")):
         found = run_ranks(ranks, adapters_on, settings(bases["llama"], sharding=sharding))[0]
@@ -378,7 +391,7 @@ def test_initial_adapters_are_pefts_and_depend_neither_on_world_size_nor_on_stra
 def trained(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a run of six steps, without a stop."""
     folder = tmp_path_factory.mktemp("trained")
-    support.run(folder, ranks=2, config=resumable(bases), code=0)
+    run_fsdp(folder, ranks=2, config=resumable(bases), code=0)
     return folder
 
 
@@ -391,8 +404,8 @@ def resumable(bases: dict[str, Path]) -> dict[str, Any]:
         batch_size=1,
         dataset="text",
     ) | {
-        "train_data": str(support.ROOT / "model.py"),
-        "val_data": str(support.ROOT / "fsdp.py"),
+        "train_data": str(REPOSITORY / "model.py"),
+        "val_data": str(REPOSITORY / "fsdp.py"),
     }
 
 
@@ -400,7 +413,7 @@ def resumable(bases: dict[str, Path]) -> dict[str, Any]:
 def test_a_checkpoint_holds_the_adapters_alone_and_names_their_base(
     bases: dict[str, Path], trained: Path
 ) -> None:
-    checkpoint = support.checkpoints(trained)[6]
+    checkpoint = checkpoints_by_step(trained)[6]
     manifest = read_manifest(checkpoint)
     tensors = read_headers(
         checkpoint / name for name in manifest.files if name.startswith(("model-", "optim-"))
@@ -415,12 +428,12 @@ def test_a_checkpoint_holds_the_adapters_alone_and_names_their_base(
 @pytest.mark.slow
 def test_a_run_resumes_exactly(bases: dict[str, Path], trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "runs" / "test", tmp_path / "runs" / "test")
-    shutil.rmtree(support.checkpoints(tmp_path)[6])
-    done = support.run(tmp_path, ranks=2, config=resumable(bases), code=0)
+    shutil.rmtree(checkpoints_by_step(tmp_path)[6])
+    done = run_fsdp(tmp_path, ranks=2, config=resumable(bases), code=0)
     assert ", step 3\n" in done.stdout
     assert f"loaded the weights of {bases['llama']} in " in done.stdout
-    assert support.exact(tmp_path) == support.exact(trained)
-    ours, expected = (adapters_of(support.checkpoints(folder)[6]) for folder in (tmp_path, trained))
+    assert read_exact_metrics(tmp_path) == read_exact_metrics(trained)
+    ours, expected = (adapters_of(checkpoints_by_step(folder)[6]) for folder in (tmp_path, trained))
     assert all(ours[name].equal(tensor) for name, tensor in expected.items())
 
 
@@ -438,7 +451,7 @@ def test_resuming_with_another_base_is_refused(
         ((longer, *rank), "^lora_rank: 3 .*now 2\nlora_alpha: 16.0 .*now 8.0\n"),
         ((longer, *none), "^lora_rank: 3 .*now null\nlora_dropout: 0.1 .*now 0.0\n"),
     ):
-        done = support.run(tmp_path, *overrides, config=resumable(bases), code=2)
+        done = run_fsdp(tmp_path, *overrides, config=resumable(bases), code=2)
         assert re.match(part, done.stderr)
 
 
@@ -446,10 +459,10 @@ def test_resuming_with_another_base_is_refused(
 def test_full_training_from_adapters_is_refused(
     bases: dict[str, Path], trained: Path, tmp_path: Path
 ) -> None:
-    source = support.checkpoints(trained)[6]
+    source = checkpoints_by_step(trained)[6]
     hyperparameters = resumable(bases) | {"init_from": str(source)}
     for changes in ({"lora_rank": None, "lora_dropout": 0.0}, {}):
-        done = support.run(tmp_path, config=hyperparameters | changes, code=2)
+        done = run_fsdp(tmp_path, config=hyperparameters | changes, code=2)
         assert re.match(f"init_from: {source} .*{bases['llama']}; .*lm.hf export ", done.stderr)
 
 
@@ -457,30 +470,30 @@ def test_adapters_do_not_start_with_a_checkpoint_of_all_weights(tmp_path: Path) 
     """As in a trial on Determined that is forked from one without adapters."""
 
     def fork(world: World) -> None:
-        with opened(world, tmp_path) as saver:
-            state = {"model": toy(1.0).state_dict()}
+        with open_checkpointer(world, tmp_path) as saver:
+            state = {"model": toy_model(1.0).state_dict()}
             saver.allocate(state)
-            saver.save(state, RUN_INFO, progress(1))
+            saver.save(state, RUN_INFO, progress_at(1))
             plan = ResumePlan(init_candidates=(str(tmp_path / saver.commit()[1]),))
             info = RUN_INFO.model_copy(update={"base": Base(source="base", files={})})
             resume(plan, saver, state, info, None, print)
 
     with pytest.raises(ConfigError) as refused:
-        support.in_world(fork)
+        in_world(fork)
     assert named_keys(refused.value) >= {"lora_rank"}
 
 
 @pytest.mark.slow
 def test_a_checkpoint_can_be_the_base(tmp_path: Path) -> None:
-    shape = support.TINY | {"validation_batches": 1}
-    support.run(tmp_path, "max_steps=2", "run_name=base", config=shape, code=0)
+    shape = TINY | {"validation_batches": 1}
+    run_fsdp(tmp_path, "max_steps=2", "run_name=base", config=shape, code=0)
     how = ["init_from=runs/base", "lora_rank=2", "max_steps=2", "lr=0.01"]
-    support.run(tmp_path, *how, config=shape, code=0)
-    source = support.checkpoints(tmp_path, "base")[2]
-    manifest = read_manifest(support.checkpoints(tmp_path)[2])
+    run_fsdp(tmp_path, *how, config=shape, code=0)
+    source = checkpoints_by_step(tmp_path, "base")[2]
+    manifest = read_manifest(checkpoints_by_step(tmp_path)[2])
     assert manifest.base is not None
     assert manifest.base.source == str(source)
-    model = hf_base.load_model(support.checkpoints(tmp_path)[2], torch.device("cpu"))
+    model = hf_base.load_model(checkpoints_by_step(tmp_path)[2], torch.device("cpu"))
     base = Transformer(model.config)
     load_weights(source, base.state_dict())
     changed = {
@@ -492,12 +505,12 @@ def test_a_checkpoint_can_be_the_base(tmp_path: Path) -> None:
         name for name, p in base.named_parameters() if name.startswith("blocks") and p.ndim == 2
     }
 
-    support.run(tmp_path, "max_steps=3", "run_name=base", config=shape, code=0)
-    done = support.run(tmp_path, *how, "max_steps=4", config=shape, code=2)
+    run_fsdp(tmp_path, "max_steps=3", "run_name=base", config=shape, code=0)
+    done = run_fsdp(tmp_path, *how, "max_steps=4", config=shape, code=2)
     assert re.match(
-        f"init_from: {support.checkpoints(tmp_path, 'base')[3]} .*{source}", done.stderr
+        f"init_from: {checkpoints_by_step(tmp_path, 'base')[3]} .*{source}", done.stderr
     )
-    done = support.run(tmp_path, *how, "run_name=wide", "n_heads=2", config=shape, code=2)
+    done = run_fsdp(tmp_path, *how, "run_name=wide", "n_heads=2", config=shape, code=2)
     assert re.match(
         "n_heads: 4 .*now 2\nn_kv_heads: 4 .*now 2\nhead_dim: 8 .*now 16\n", done.stderr
     )
@@ -520,7 +533,7 @@ def test_transformers_and_peft_load_what_is_exported(
     hyperparameters = settings(
         bases[family], lora_targets=targets, lora_alpha=5.0, max_steps=3, max_seq_len=64
     )
-    support.run(tmp_path, config=hyperparameters, code=0)
+    run_fsdp(tmp_path, config=hyperparameters, code=0)
     run = tmp_path / "runs" / "test"
     assert hf_main.main(["export", str(run), str(tmp_path / "merged")]) == 0
     assert hf_main.main(["export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
@@ -533,7 +546,7 @@ def test_transformers_and_peft_load_what_is_exported(
     before = base(tokens).logits
     adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()(tokens).logits
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
-    ours = hf_base.load_model(support.checkpoints(tmp_path)[3], torch.device("cpu"))
+    ours = hf_base.load_model(checkpoints_by_step(tmp_path)[3], torch.device("cpu"))
     torch.testing.assert_close(adapted, merged, atol=1e-5, rtol=0)
     torch.testing.assert_close(ours.eval()(tokens), merged, atol=1e-5, rtol=0)
     assert (merged - before).abs().max() > 0.1
@@ -541,14 +554,14 @@ def test_transformers_and_peft_load_what_is_exported(
 
 def test_a_base_in_object_storage_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^init_from: .*lm.hf export s3://bucket/run "):
-        support.in_world(lambda world: hf_base.find_base("s3://bucket/run", world))
+        in_world(lambda world: hf_base.find_base("s3://bucket/run", world))
 
 
 @pytest.mark.slow
 def test_generation_merges_adapters_into_their_base_wherever_it_is(
     bases: dict[str, Path], trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = support.checkpoints(trained)[6]
+    checkpoint = checkpoints_by_step(trained)[6]
     command = [str(checkpoint), "--prompt", "class", "--max-new-tokens", "5"]
     assert generate.main(command) == 0
     said = capsys.readouterr().out
@@ -567,7 +580,7 @@ def test_generation_merges_adapters_into_their_base_wherever_it_is(
 
 @pytest.mark.slow
 def test_a_checkpoint_without_adapters_cannot_be_exported_as_adapters(tmp_path: Path) -> None:
-    support.run(tmp_path, "max_steps=1", config=support.TINY, code=0)
+    run_fsdp(tmp_path, "max_steps=1", config=TINY, code=0)
     with pytest.raises(ConfigError, match=r"lora_rank: null.* without --adapter"):
         export.export_model(tmp_path / "runs" / "test", tmp_path / "out", adapters_only=True)
 
@@ -604,6 +617,6 @@ def test_wrong_values_are_refused(
     changes: dict[str, Any], parts: list[str], bases: dict[str, Path]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        read(settings(bases["llama"]) | changes)
+        read_with_model_defaults(settings(bases["llama"]) | changes)
     for problem, part in zip(refused.value.problems, parts, strict=True):
         assert re.search(f": {part}", problem)

@@ -13,7 +13,7 @@ import pytest
 
 from lm.launch import machine
 from lm.runtime.rendezvous import n_threads
-from tests.support import ROOT
+from tests.support import REPOSITORY
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 GIB = 2**30
@@ -137,7 +137,7 @@ def test_the_limits_of_a_real_cgroup_are_found() -> None:
         pytest.skip(f"this user cannot make a cgroup with limits: {error}")
     else:
         command = [sys.executable, "-c", REPORT, *map(str, {cpu, memory})]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
         assert done.stdout.split() == [str(GIB), "0.5", "1"], done.stderr
     finally:
         for directory in {cpu, memory}:

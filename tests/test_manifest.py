@@ -9,24 +9,15 @@ import os
 import pickle
 import random
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from determined import core
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 
-from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
-    RunInfo,
-    TrainingProgress,
-    _encode,
     read_manifest,
     record,
     verify,
@@ -36,67 +27,23 @@ from lm.checkpoint.resume import ResumePlan, completed_step, find_checkpoint
 from lm.checkpoint.retention import SavedCheckpoint, expired
 from lm.checkpoint.store import LocalCheckpoints
 from lm.checkpoint.tensor_files import load_weights
-from lm.determined.context import TorchDistributedContext
 from lm.errors import ConfigError
-from lm.runtime.world import MeshShape, World
-from tests.support import rewrite_header, run_ranks
-
-SHARDS = ["model-00000-00000.safetensors", "model-00001-00000.safetensors"]
-"""Files of a model that two ranks saved."""
-
-RUN_INFO = RunInfo(
-    sharding="full-shard",
-    total_batch_size=2,
-    hyperparameters={"lr": 1e-4, "chat_template_date": "1996-02-29"},
-    model={},
-    tokenizer=None,
-    data={"train": "x", "validation": "y"},
-    loss_scaled=False,
-    trial_id=None,
+from lm.runtime.world import World
+from tests.support.checkpoints import (
+    RUN_INFO,
+    SHARDS,
+    forge_manifest,
+    open_checkpointer,
+    rewrite_header,
+    save_toy,
+    toy_model,
 )
-
-
-def progress(step: int, loss: float | None = None) -> TrainingProgress:
-    return TrainingProgress(step=step, tokens=0, validation_loss=loss)
-
-
-def toy(value: float) -> nn.Module:
-    """Two tensors, of (6, 4) and (6,) float32."""
-    model = nn.Linear(4, 6)
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, value)
-    return model
-
-
-@contextmanager
-def opened(world: World, folder: Path, **settings: Any) -> Iterator[Checkpointer]:
-    """A checkpointer of a run whose checkpoints are in `folder`."""
-    os.umask(0o077)
-    distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
-    with core.init(distributed=distributed, checkpoint_storage=str(folder)) as context:
-        config = CheckpointConfig.model_validate(settings)
-        yield Checkpointer(config, LocalCheckpoints(folder, context.checkpoint), world, {})
-
-
-def save(
-    checkpointer: Checkpointer,
-    world: World,
-    step: int,
-    value: float | None = None,
-    loss: float | None = None,
-) -> str:
-    """Save a sharded `toy` with all values `step`, or `value` on this rank; return the directory's name."""
-    model = toy(step if value is None else value)
-    fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
-    state = {"model": model.state_dict()}
-    checkpointer.allocate(state)
-    checkpointer.save(state, RUN_INFO, progress(step, loss))
-    return checkpointer.commit()[1]
+from tests.support.ranks import run_ranks
 
 
 def save_steps(world: World, folder: Path, steps: list[int]) -> list[str]:
-    with opened(world, folder, keep_checkpoints=None) as checkpointer:
-        return [save(checkpointer, world, step) for step in steps]
+    with open_checkpointer(world, folder, keep_checkpoints=None) as checkpointer:
+        return [save_toy(checkpointer, world, step) for step in steps]
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +67,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def refusal(folder: Path) -> str:
     """Why `folder` is not loaded; asserts that nothing was read from it."""
-    model = toy(-1)
+    model = toy_model(-1)
     with pytest.raises(CheckpointError) as refused:
         load_weights(folder, model.state_dict())
     assert all(bool((parameter == -1).all()) for parameter in model.parameters())
@@ -130,7 +77,7 @@ def refusal(folder: Path) -> str:
 def test_a_loaded_checkpoint_equals_the_saved_state(saved: list[Path]) -> None:
     for folder, step in zip(saved, (5, 10), strict=True):
         assert sorted(files(folder)) == ["manifest.json", *SHARDS]
-        model = toy(-1)
+        model = toy_model(-1)
         load_weights(folder, model.state_dict())
         assert all(bool((parameter == step).all()) for parameter in model.parameters())
 
@@ -160,7 +107,7 @@ def test_a_thousand_of_a_thousand_corruptions_are_refused_with_the_file(
             assert any(str(victim / suspect) in message for suspect in suspects), kind
             (victim / name).write_bytes(content)
             n_refused += 1
-    load_weights(victim, toy(-1).state_dict())
+    load_weights(victim, toy_model(-1).state_dict())
 
 
 def test_any_flipped_bit_in_the_manifest_is_found(victim: Path) -> None:
@@ -246,21 +193,6 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
-def forge_manifest(folder: Path, **changes: Any) -> None:
-    """Write a manifest that matches the files in `folder`, with `changes`."""
-    fields = {
-        key: value
-        for key, value in json.loads((folder / MANIFEST).read_text()).items()
-        if key != "checksum"
-    }
-    fields["files"] = {
-        name: record(folder / name).model_dump()
-        for name in fields["files"]
-        if (folder / name).exists()
-    }
-    (folder / MANIFEST).write_bytes(_encode(fields | changes))
-
-
 def test_the_payload_runs_where_it_is_trusted(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Payload(tmp_path / "ran")))
     assert (tmp_path / "ran").exists()
@@ -289,7 +221,7 @@ def test_no_payload_runs_in_place_of_tensors(
 def test_files_that_the_manifest_does_not_list_are_not_opened(victim: Path, tmp_path: Path) -> None:
     for name in (".metadata", "model-00002-00000.safetensors", "model.pt"):
         (victim / name).write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
-    load_weights(victim, toy(-1).state_dict())
+    load_weights(victim, toy_model(-1).state_dict())
     assert not (tmp_path / "ran").exists()
 
 
@@ -345,7 +277,7 @@ def test_a_slice_in_two_files_is_refused(victim: Path) -> None:
 
 def test_a_manifest_that_lists_too_few_files_is_refused(victim: Path) -> None:
     forge_manifest(victim, files={SHARDS[0]: record(victim / SHARDS[0]).model_dump()})
-    model = toy(-1)
+    model = toy_model(-1)
     with pytest.raises(
         ConfigError, match=r"model\.weight: \[3, 4\] .*\[6, 4\] .*\nmodel\.bias: \[3\] .*\[6\] "
     ):

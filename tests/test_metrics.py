@@ -32,7 +32,7 @@ from lm.metrics.device import peak_flops, peak_flops_by_name, peak_memory_gib
 from lm.metrics.logger import MetricLogger
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
-from tests.support import run_ranks
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import REQUEUED, ROOT, checkpoints, exact, run, scripted
-from tests.test_slurm import FAIL
+from tests.support import REPOSITORY
+from tests.support.hyperparameters import REQUEUED_RUN
+from tests.support.runs import (
+    FAIL_IN_STEP_8,
+    checkpoints_by_step,
+    read_exact_metrics,
+    run_fsdp,
+    write_script,
+)
 
 ENDLESS = "max_steps=1000000"
 MPICH, OPEN_MPI = "mpiexec.mpich", "mpiexec.openmpi"
@@ -32,8 +39,8 @@ class Queue:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         for name in ("fsdp.py", "launch"):
-            (folder / name).symlink_to(ROOT / name)
-        (folder / "test.yaml").write_text(json.dumps({"hyperparameters": REQUEUED}))
+            (folder / name).symlink_to(REPOSITORY / name)
+        (folder / "test.yaml").write_text(json.dumps({"hyperparameters": REQUEUED_RUN}))
         (folder / "nodes").write_text("localhost\n" * 2)
         self.script("qsub", 'printf "%s\\n" "$@" "$ARGS" >submitted; echo 2.pbs')
         self.walltime("10:00:00")
@@ -59,7 +66,7 @@ class Queue:
             "PBS_O_WORKDIR": str(self.folder),
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
             "PYTHON": sys.executable,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(REPOSITORY),
             "MPIEXEC": mpiexec,
             "ARGS": f"--config test.yaml {arguments}",
         }
@@ -67,7 +74,7 @@ class Queue:
             pbs |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
             pbs |= {"MPIEXEC_OPTIONS": "--oversubscribe"}
         done = subprocess.run(
-            ["bash", "-c", f"JOB=$$ exec bash {ROOT}/launch/pbs.sh"],
+            ["bash", "-c", f"JOB=$$ exec bash {REPOSITORY}/launch/pbs.sh"],
             cwd="/",
             env=os.environ | pbs | env,
             capture_output=True,
@@ -104,22 +111,22 @@ def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_e
 
     (job / "submitted").unlink()
     queue.walltime("10:00:00")
-    saved = max(checkpoints(job))
+    saved = max(checkpoints_by_step(job))
     steps = f"max_steps={saved + 4}"
     code, log = queue.job(2, OPEN_MPI, steps, **env)
     assert code == 0, log
-    assert f"0: resumed from checkpoint {checkpoints(job)[saved].name}" in log
-    done = run(
+    assert f"0: resumed from checkpoint {checkpoints_by_step(job)[saved].name}" in log
+    done = run_fsdp(
         tmp_path / "uninterrupted",
         "total_batch_size=8",
         "batch_size=2",
         steps,
         ranks=2,
-        config=REQUEUED,
+        config=REQUEUED_RUN,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    assert exact(job) == exact(tmp_path / "uninterrupted")
+    assert read_exact_metrics(job) == read_exact_metrics(tmp_path / "uninterrupted")
     assert not (job / "submitted").exists()
 
 
@@ -132,7 +139,7 @@ def test_a_signal_before_the_ranks_handle_it_stops_them_later(tmp_path: Path) ->
     code, log = queue.job(1, MPICH, ENDLESS, f"{errors} increase walltime\n")
     assert code == 0, log
     assert (tmp_path / "submitted").exists()
-    assert checkpoints(tmp_path)
+    assert checkpoints_by_step(tmp_path)
 
 
 @needs(MPICH)
@@ -149,7 +156,7 @@ def test_only_ranks_on_the_first_node_are_signaled(
 ) -> None:
     """All nodes may share the directory of process IDs, which have no meaning on another node."""
     rank = ["rank", str(tmp_path), str(tmp_path), node, "1.pbs", "localhost", "1", "true"]
-    with subprocess.Popen(["bash", str(ROOT / "launch" / "pbs.sh"), *rank]) as process:
+    with subprocess.Popen(["bash", str(REPOSITORY / "launch" / "pbs.sh"), *rank]) as process:
         assert process.wait() == 0
     assert [path.name for path in tmp_path.iterdir()] == ([str(process.pid)] if signaled else [])
 
@@ -159,12 +166,14 @@ def test_only_ranks_on_the_first_node_are_signaled(
 def test_a_job_that_saves_no_checkpoint_submits_no_follow_up_job(tmp_path: Path) -> None:
     queue = Queue(tmp_path)
     (tmp_path / "nodes").write_text("localhost\n")
-    queue.script("python", f'shift; exec {sys.executable} {scripted(tmp_path, FAIL)} "$@"')
+    queue.script(
+        "python", f'shift; exec {sys.executable} {write_script(tmp_path, FAIL_IN_STEP_8)} "$@"'
+    )
     code, log = queue.job(1, OPEN_MPI, "", PYTHON=str(tmp_path / "bin" / "python"))
     assert code == 1, log
     assert log.splitlines()[-1].startswith("job 1.pbs: no follow-up job: ")
     assert not (tmp_path / "submitted").exists()
-    assert not checkpoints(tmp_path)
+    assert not checkpoints_by_step(tmp_path)
 
 
 @pytest.mark.slow
@@ -177,7 +186,7 @@ def test_a_job_that_diverges_submits_no_follow_up_job_although_it_saved_a_checkp
     saves = "checkpoint_rate=1 async_checkpoint=false validation_rate=100"
     code, log = queue.job(1, OPEN_MPI, f"lr=1e18 skip_nonfinite=2 report_rate=1 {saves}")
     assert code == 2, log
-    assert checkpoints(tmp_path)
+    assert checkpoints_by_step(tmp_path)
     assert "skip_nonfinite" in log
     assert not (tmp_path / "submitted").exists()
 
@@ -214,7 +223,7 @@ def test_the_ranks_of_each_mpiexec_agree_on_a_different_port_even_in_one_job_and
     ):  # Open MPI fails if two make it
         envs = [env | {"TMPDIR": directory} for directory in (one, other)]
         two = [
-            subprocess.Popen(words, cwd=ROOT, env=own, stdout=subprocess.PIPE, text=True)
+            subprocess.Popen(words, cwd=REPOSITORY, env=own, stdout=subprocess.PIPE, text=True)
             for own in envs
         ]
         ports = [mpiexec.communicate(timeout=60)[0].split() for mpiexec in two]

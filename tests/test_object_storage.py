@@ -40,10 +40,12 @@ from lm.launch.spawn import free_port
 from lm.preflight import preflight
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
-from tests.servers import fresh_sessions, serving
 from tests.soak import soak
-from tests.support import EXACT_RUN, TINY, checkpoints, exact, in_world, reports, run, run_ranks
-from tests.test_manifest import RUN_INFO, SHARDS, opened, save, toy
+from tests.support.checkpoints import RUN_INFO, SHARDS, open_checkpointer, save_toy, toy_model
+from tests.support.hyperparameters import EXACT_RUN, TINY
+from tests.support.ranks import in_world, run_ranks
+from tests.support.runs import checkpoints_by_step, read_exact_metrics, read_reports, run_fsdp
+from tests.support.servers import fresh_sessions, serving
 
 pytest.importorskip("s3fs", reason="needs s3fs")
 pytest.importorskip("moto.server", reason="needs moto's server")
@@ -153,7 +155,7 @@ def machine(
 
 def load(checkpointer: Checkpointer, world: World, checkpoint: str) -> tuple[int, bool]:
     """The step of the checkpoint at a path or URL, and whether the loaded model is the one that was saved."""
-    model = toy(-1)
+    model = toy_model(-1)
     fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
     step = checkpointer.load(checkpoint, lambda _: {"model": model.state_dict()}).step
     return step, all(bool((parameter.to_local() == step).all()) for parameter in model.parameters())  # type: ignore[attr-defined]
@@ -181,7 +183,7 @@ def use_two_machines(world: World, url: str, root: Path) -> dict[str, Any]:
     with machine(world, url, folder) as (checkpointer, place):
         (folder / "runs" / "test" / "metrics.jsonl").write_text("1\n")
         uuids = [
-            save(checkpointer, world, step, loss=loss)
+            save_toy(checkpointer, world, step, loss=loss)
             for step, loss in enumerate([3.0, 1.0, 4.0, 5.0], start=1)
         ]
         left = [name for name in files_in(folder) if "safetensors" in name]
@@ -196,7 +198,10 @@ def use_two_machines(world: World, url: str, root: Path) -> dict[str, Any]:
         download = remote.download
         remote.download = lambda url, directory: flip_last_bit(download(url, directory))
     (root / "shared").mkdir(exist_ok=True)
-    with opened(world, root / "shared") as on_disk, pytest.raises(CheckpointError) as refused:
+    with (
+        open_checkpointer(world, root / "shared") as on_disk,
+        pytest.raises(CheckpointError) as refused,
+    ):
         load(on_disk, world, place.locate(uuids[2]))
     errors.append(str(refused.value))
     return {
@@ -254,7 +259,7 @@ def test_the_run_moves_to_an_empty_machine_with_its_metrics(
         with machine(world, storage, tmp_path / "1") as (checkpointer, _):
             metrics.write_text("1\n")
             tracker.write_text("id")
-            uuid = save(checkpointer, world, 1)
+            uuid = save_toy(checkpointer, world, 1)
             metrics.write_text("1\n2\n")  # put at the end
             return uuid
 
@@ -265,10 +270,10 @@ def test_the_run_moves_to_an_empty_machine_with_its_metrics(
             with monkeypatch.context() as patch:
                 patch.setattr(place, "commit", fail)
                 with pytest.raises(RunError):
-                    save(checkpointer, world, 2)
+                    save_toy(checkpointer, world, 2)
             saved, incomplete = place.list_saved()
             assert ([entry.name for entry in saved], len(incomplete)) == ([uuid], 1)
-            newer = save(checkpointer, world, 3)
+            newer = save_toy(checkpointer, world, 3)
             assert list(place.files()) == [newer]  # neither the expired nor the abandoned one
             return [newer]
 
@@ -467,7 +472,7 @@ def test_training_continues_while_storage_fails_in_the_middle_of_a_save(
     # Steps so long that those between two checkpoints take longer than it takes until an outage
     # begins.
     hp = EXACT_RUN | {"max_steps": 40, "checkpoint_rate": 10, "total_batch_size": 32}
-    assert run(tmp_path / "disk", config=hp).returncode == 0
+    assert run_fsdp(tmp_path / "disk", config=hp).returncode == 0
     kinds: list[Any] = ["away", (500, "InternalError"), "stall"]
     outages: list[tuple[float, float, Any]] = []
     seen: set[str] = set()
@@ -482,17 +487,17 @@ def test_training_continues_while_storage_fails_in_the_middle_of_a_save(
 
     proxy.fault = fail
     script = "from lm.checkpoint import bucket\nbucket.REQUEST_SECONDS = 1.0"
-    done = run(tmp_path / "s3", f"checkpoint_storage={s3}", config=hp, script=script)
+    done = run_fsdp(tmp_path / "s3", f"checkpoint_storage={s3}", config=hp, script=script)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("retrying for") >= 2
-    assert exact(tmp_path / "s3") == exact(tmp_path / "disk")
-    times = [line["time"] for line in reports(tmp_path / "s3").values()]
+    assert read_exact_metrics(tmp_path / "s3") == read_exact_metrics(tmp_path / "disk")
+    times = [line["time"] for line in read_reports(tmp_path / "s3").values()]
     assert all(any(start < each < end for each in times) for start, end, _ in outages), (
         "training waited"
     )
     (last, *_) = reversed(BucketCheckpoints(f"{s3}/test").list_saved()[0])
     there = remote.read_manifest(f"{s3}/test/checkpoints/{last.name}")
-    assert there.files == read_manifest(checkpoints(tmp_path / "disk")[40]).files
+    assert there.files == read_manifest(checkpoints_by_step(tmp_path / "disk")[40]).files
     assert not kinds
 
 
@@ -505,7 +510,7 @@ def test_a_download_that_fails_does_not_upload_older_metrics(
     def start_again(world: World) -> None:
         with machine(world, s3, tmp_path / "1") as (checkpointer, place):
             Path("runs/test/metrics.jsonl").write_text("newer\n")
-            save(checkpointer, world, 1)
+            save_toy(checkpointer, world, 1)
         stale = tmp_path / "2" / "runs" / "test" / "metrics.jsonl"
         stale.parent.mkdir(parents=True)
         stale.write_text("older\n")
@@ -523,11 +528,11 @@ def test_a_server_away_for_too_long_ends_the_run_with_the_checkpoint_that_is_kep
 ) -> None:
     def lose_server(world: World) -> None:
         with machine(world, s3, tmp_path / "1") as (checkpointer, place):
-            kept = save(checkpointer, world, 1)
+            kept = save_toy(checkpointer, world, 1)
             place.bucket.retry_seconds = 2
             proxy.fault = lambda method, _: (500, "InternalError") if method == "PUT" else None
             with pytest.raises(RunError) as failed:
-                save(checkpointer, world, 2)
+                save_toy(checkpointer, world, 2)
             proxy.fault = lambda *_: None
             assert re.search(
                 f"InternalError.* for 2 s; .*checkpoint {kept} is kept", str(failed.value)
@@ -607,12 +612,12 @@ def test_a_checkpoint_that_its_run_deletes_during_the_download_is_skipped(
 ) -> None:
     def resume_meanwhile(world: World) -> None:
         with machine(world, s3, tmp_path) as (checkpointer, place):
-            older, newer = (place.locate(save(checkpointer, world, step)) for step in (1, 2))
+            older, newer = (place.locate(save_toy(checkpointer, world, step)) for step in (1, 2))
             for gone in ("/model-", "/manifest.json"):
                 proxy.fault = lambda method, path, gone=gone: (
                     (404, "NoSuchKey") if method == "GET" and newer[-36:] + gone in path else None
                 )
-                model, log = toy(-1), list[str]()
+                model, log = toy_model(-1), list[str]()
                 plan = ResumePlan(init_candidates=(newer, older))
                 resume(
                     plan, checkpointer, {"model": model.state_dict()}, RUN_INFO, None, log.append
@@ -633,7 +638,7 @@ def test_the_wait_for_a_dead_run_may_exceed_the_collective_timeout(s3: str, tmp_
     kill(dead)
     script = "from lm.checkpoint import lease\nlease.LEASE_SECONDS = 12.0"
     overrides = (f"checkpoint_storage={s3}", "collective_timeout=8", "max_steps=1")
-    run(tmp_path, *overrides, ranks=2, script=script, code=0)
+    run_fsdp(tmp_path, *overrides, ranks=2, script=script, code=0)
 
 
 @pytest.mark.slow
@@ -677,7 +682,7 @@ def test_on_a_cluster_the_platforms_storage_is_the_one() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("s3")
 def test_a_run_says_what_is_wrong_with_its_storage_and_ends_with_2(tmp_path: Path) -> None:
-    done = run(tmp_path, "checkpoint_storage=s3://no-such-bucket", config=TINY)
+    done = run_fsdp(tmp_path, "checkpoint_storage=s3://no-such-bucket", config=TINY)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert "secret" not in (tmp_path / "test.yaml").read_text() + done.stdout + done.stderr
 

@@ -19,7 +19,8 @@ from lm.config import Hyperparameters
 from lm.runtime.world import MeshShape, World
 from lm.training import lora, parallelize
 from model import Transformer
-from tests.support import LLAMA_STYLE, TINY, in_world, run_ranks
+from tests.support.hyperparameters import LLAMA_STYLE, TINY
+from tests.support.ranks import in_world, run_ranks
 
 LAYERS = 5
 BASE: dict[str, Any] = TINY | {

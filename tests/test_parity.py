@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -25,27 +24,22 @@ from lm.data.sampler import SampledSource
 from lm.runtime.world import MeshShape, World
 from lm.training import optim, parallelize
 from model import IGNORE_INDEX, Transformer
-from tests.support import LLAMA_STYLE, TINY, execute, in_world, reports, run_ranks
-
-STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
-STEPS = 5
-BASE = TINY | {
-    "max_steps": STEPS,
-    "report_rate": 1,
-    "validation_rate": STEPS,
-    "total_batch_size": 8,
-    "batch_size": 2,
-    "validation_batches": 1,
-    "amp_dtype": None,
-    "lr": 1e-2,
-    "grad_clip": 0.5,
-    "seed": 7,
-}
+from tests.support.hyperparameters import LLAMA_STYLE, TINY
+from tests.support.parallelism import (
+    AMP_DTYPES,
+    EQUIVALENT_OPTIONS,
+    OFFLOADED,
+    PARITY_RUN,
+    PARITY_STEPS,
+    STRATEGIES,
+    train_each,
+)
+from tests.support.ranks import in_world, run_ranks
 
 
 def setup(changes: dict[str, Any]) -> tuple[config.Hyperparameters, SampledSource, Transformer]:
     """The hyperparameters, samples and initial model of a run in one process."""
-    hp = config.read({"hyperparameters": BASE | changes}, [], "test")
+    hp = config.read({"hyperparameters": PARITY_RUN | changes}, [], "test")
     data = open_data(hp, hp.vocab_size, hp.max_seq_len, 8, 7)
     assert isinstance(data.train, SampledSource)
     model = Transformer(hp)
@@ -64,7 +58,7 @@ def plain_losses(changes: dict[str, Any]) -> list[float]:
     ]
     adamw = torch.optim.AdamW(groups, lr=hp.lr, betas=(hp.beta1, hp.beta2))
     losses = []
-    for step in range(STEPS):
+    for step in range(PARITY_STEPS):
         loss_sum, n_targets = torch.zeros(()), 0
         for inputs, targets, document_ids in (
             dataset[i] for dataset, i in source.global_batch(step)
@@ -80,44 +74,12 @@ def plain_losses(changes: dict[str, Any]) -> list[float]:
         assert hp.grad_clip is not None
         torch.nn.utils.clip_grad_norm_(model.parameters(), hp.grad_clip)
         for group in adamw.param_groups:
-            group["lr"] = optim.learning_rate(hp, step, STEPS)
+            group["lr"] = optim.learning_rate(hp, step, PARITY_STEPS)
         adamw.step()
         adamw.zero_grad()
     return losses
 
 
-def run_each(
-    world: World, directory: str, runs: dict[str, dict[str, Any]], base: dict[str, Any] = BASE
-) -> dict[str, list[float]]:
-    """Train with each of `runs`, changes of the hyperparameters `base`; return the training losses by name."""
-    os.chdir(directory)
-    losses = {}
-    for name, changes in runs.items():
-        execute(world, base | {"run_name": name} | changes)
-        losses[name] = [line["loss"] for line in reports(Path(), name=name).values()]
-    return losses
-
-
-DEEP = {
-    "n_layers": 4,
-    "max_seq_len": 32,
-    "activation_offload": True,
-}  # so that blocks save enough to be offloaded
-EQUAL: dict[str, dict[str, Any]] = {  # options that train as one process does without them
-    **{name: {"sharding": name} for name in STRATEGIES},
-    "4x1": {"batch_size": 4},
-    "2x2": {"batch_size": 2},
-    "1x4": {"batch_size": 1},
-    "1x4-no-shard": {"batch_size": 1, "sharding": "no-shard"},
-    "1x4-each": {"batch_size": 1, "sync_each_micro_step": True},
-    "1x4-no-shard-each": {"batch_size": 1, "sharding": "no-shard", "sync_each_micro_step": True},
-    "one-unit": {"layer_wrap": False},
-    "recompute": {"activation_checkpointing": "full"},
-    "recompute-some": {"activation_checkpointing": "selective"},
-    "offload": {"cpu_offload": True},
-    "offload-activations": DEEP,
-    "recompute-and-offload": DEEP | {"activation_checkpointing": "full"},
-}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA_STYLE,
     "tied": {"tie_embeddings": True, "ffn": "gelu", "bias": "all"},
@@ -133,10 +95,6 @@ DROPOUT: dict[str, dict[str, Any]] = {
     "dropout-recompute": {"dropout": 0.2, "activation_checkpointing": "full"},
     "dropout-recompute-some": {"dropout": 0.2, "activation_checkpointing": "selective"},
 }
-DTYPES: dict[str, dict[str, Any]] = {
-    "bfloat16": {"amp_dtype": "bfloat16"},
-    "float16": {"amp_dtype": "float16"},
-}
 
 
 @pytest.fixture(scope="module")
@@ -148,23 +106,25 @@ def plain() -> list[float]:
 @pytest.fixture(scope="module")
 def equal(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """The training losses of the runs in `EQUAL` on two ranks."""
-    return run_ranks(2, run_each, str(tmp_path_factory.mktemp("equal")), EQUAL)[0]
+    return run_ranks(2, train_each, str(tmp_path_factory.mktemp("equal")), EQUIVALENT_OPTIONS)[0]
 
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """The training losses of the other runs on two ranks."""
     return run_ranks(
-        2, run_each, str(tmp_path_factory.mktemp("others")), MODELS | DROPOUT | DTYPES
+        2, train_each, str(tmp_path_factory.mktemp("others")), MODELS | DROPOUT | AMP_DTYPES
     )[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", EQUIVALENT_OPTIONS)
 def test_two_ranks_train_as_one_process(
     name: str, equal: dict[str, list[float]], plain: list[float]
 ) -> None:
-    expected = plain_losses(DEEP) if DEEP.items() <= EQUAL[name].items() else plain
+    expected = (
+        plain_losses(OFFLOADED) if OFFLOADED.items() <= EQUIVALENT_OPTIONS[name].items() else plain
+    )
     assert equal[name] == pytest.approx(expected, rel=1e-5)
 
 
@@ -173,14 +133,14 @@ def test_two_ranks_train_as_one_process(
 def test_one_and_four_ranks_train_as_one_process(
     ranks: int, plain: list[float], tmp_path: Path
 ) -> None:
-    runs = {name: EQUAL[name] for name in STRATEGIES}
+    runs = {name: EQUIVALENT_OPTIONS[name] for name in STRATEGIES}
     if ranks == 4:
         runs["groups-of-2"] = {"sharding": "hybrid-full-shard", "shard_group_size": 2}
         runs["groups-of-2-each"] = runs["groups-of-2"] | {
             "batch_size": 1,
             "sync_each_micro_step": True,
         }
-    for name, losses in run_ranks(ranks, run_each, str(tmp_path), runs)[0].items():
+    for name, losses in run_ranks(ranks, train_each, str(tmp_path), runs)[0].items():
         assert losses == pytest.approx(plain, rel=1e-5), name
 
 
@@ -215,11 +175,11 @@ def test_packed_documents_train_as_separate_ones(positions: str, tmp_path: Path)
         "vocab_size": 264,
     }
     changes = data | {"batch_size": 1, "max_seq_len": 40, "positions": positions}
-    losses = run_ranks(2, run_each, str(tmp_path), {"packed": changes})[0]["packed"]
+    losses = run_ranks(2, train_each, str(tmp_path), {"packed": changes})[0]["packed"]
     assert losses == pytest.approx(plain_losses(changes), rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", AMP_DTYPES)
 def test_lower_precision_trains_close_to_float32(
     dtype: str, others: dict[str, list[float]], plain: list[float]
 ) -> None:
@@ -233,7 +193,7 @@ def test_compiled_blocks_train_the_same(plain: list[float], tmp_path: Path) -> N
     runs: dict[str, dict[str, Any]] = {
         "compiled": {"compile": True, "activation_checkpointing": "full"}
     }
-    assert run_ranks(1, run_each, str(tmp_path), runs)[0]["compiled"] == pytest.approx(
+    assert run_ranks(1, train_each, str(tmp_path), runs)[0]["compiled"] == pytest.approx(
         plain, rel=1e-5
     )
 
@@ -252,7 +212,7 @@ class CountedAllGather(DefaultAllGather):
 
 def all_gathered_bytes(world: World, changes: dict[str, Any]) -> int:
     """The bytes that this rank sends to every other one in a forward pass of the first block."""
-    hp = config.read({"hyperparameters": BASE | changes}, [], "test")
+    hp = config.read({"hyperparameters": PARITY_RUN | changes}, [], "test")
     with torch.device("meta"):
         model = Transformer(hp)
     mesh = world.device_mesh(parallelize.mesh_shape(hp, world.size, world.size))
@@ -278,9 +238,9 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 def run_float8(world: World, directory: str) -> tuple[dict[str, list[float]], list[int]]:
     """The training losses of the runs above and of one that resumes "stopped", and `all_gathered_bytes`."""
-    losses = run_each(world, directory, RECIPES)
+    losses = train_each(world, directory, RECIPES)
     (manifest,) = Path(directory, "runs", "stopped", "checkpoints").glob("*/manifest.json")
-    losses |= run_each(
+    losses |= train_each(
         world, directory, {"resumed": RECIPES["tensorwise"] | {"resume": str(manifest.parent)}}
     )
     recipes = ("bfloat16", "tensorwise", "gathered-in-bfloat16")
@@ -315,7 +275,7 @@ def test_float8_trains_close_to_bfloat16_with_the_same_checkpoints(tmp_path: Pat
 
 def test_deterministic_kernels_are_used_if_asked_for() -> None:
     def build(world: World) -> bool:
-        hp = config.read({"hyperparameters": BASE | {"deterministic": True}}, [], "test")
+        hp = config.read({"hyperparameters": PARITY_RUN | {"deterministic": True}}, [], "test")
         with torch.device("meta"):
             model = Transformer(hp)
         parallelize.parallelize(model, hp, world.device_mesh(MeshShape(1, 1)), None, 7)
@@ -334,7 +294,9 @@ def initial_weights(
     """The initial weights for each of `shardings`."""
     found = []
     for sharding in shardings:
-        hp = config.read({"hyperparameters": BASE | changes | {"sharding": sharding}}, [], "test")
+        hp = config.read(
+            {"hyperparameters": PARITY_RUN | changes | {"sharding": sharding}}, [], "test"
+        )
         with torch.device("meta"):
             model = Transformer(hp)
         shape = parallelize.mesh_shape(hp, world.size, world.size)
@@ -349,7 +311,7 @@ def initial_weights(
 @pytest.mark.slow
 def test_initial_weights_depend_neither_on_world_size_nor_on_strategy() -> None:
     size = {"vocab_size": 2**17, "n_layers": 1}  # embedding and head are drawn in 4 chunks each
-    plain = Transformer(config.read({"hyperparameters": BASE | size}, [], "test"))
+    plain = Transformer(config.read({"hyperparameters": PARITY_RUN | size}, [], "test"))
     parallelize.initialize(plain, 7)
     for weights in run_ranks(3, initial_weights, ["full-shard", "no-shard"], size)[-1]:
         for name, parameter in plain.named_parameters():

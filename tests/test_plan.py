@@ -26,7 +26,8 @@ from lm.plan.predict import DTYPES, Plan, make_plan
 from lm.plan.trace import LiveBytes, trace
 from lm.training import lora, optim, parallelize, precision
 from model import Transformer
-from tests.support import ROOT, run
+from tests.support import REPOSITORY
+from tests.support.runs import run_fsdp
 
 
 class StorageBytes(LiveBytes):
@@ -170,7 +171,7 @@ def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         main(
             [
                 "--config",
-                str(ROOT / "recipes" / "chess_codellama.yaml"),
+                str(REPOSITORY / "recipes" / "chess_codellama.yaml"),
                 "--gpus",
                 "8",
                 "--json",
@@ -252,14 +253,14 @@ def test_links_carry_gathered_parameters_and_reduced_gradients() -> None:
 def test_wrong_arguments_are_refused(
     arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--config", str(ROOT / "config.yaml"), *arguments]) == 2
+    assert main(["--config", str(REPOSITORY / "config.yaml"), *arguments]) == 2
     (problem,) = capsys.readouterr().err.splitlines()
     assert re.match(part, problem)
 
 
 def test_gpus_that_no_mesh_takes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["sharding=hybrid-full-shard", "shard_group_size=3"]
-    assert main(["--config", str(ROOT / "config.yaml"), "--gpus", "8", *sizes]) == 2
+    assert main(["--config", str(REPOSITORY / "config.yaml"), "--gpus", "8", *sizes]) == 2
     assert re.match(r"shard_group_size: 8 ranks .*\[1, 2, 4, 8\]\n", capsys.readouterr().err)
 
 
@@ -278,8 +279,8 @@ fsdp.main = measured
 @pytest.mark.slow
 def test_a_run_that_cannot_fit_is_refused_at_once_with_what_fits(tmp_path: Path) -> None:
     config = {"d_model": 32768, "n_layers": 80, "n_heads": 8}
-    done = run(
-        tmp_path, config=config, script=REFUSAL, timeout=120, PYTHONPATH=str(ROOT)
+    done = run_fsdp(
+        tmp_path, config=config, script=REFUSAL, timeout=120, PYTHONPATH=str(REPOSITORY)
     )  # starts Python
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
@@ -287,15 +288,15 @@ def test_a_run_that_cannot_fit_is_refused_at_once_with_what_fits(tmp_path: Path)
     assert "parameters, moments and gradients take 15392.6 of" in done.stderr
     suggestions = done.stderr.partition("what fits: ")[2].strip().split("; ")
     assert len(suggestions) == 3
-    done = run(tmp_path, *suggestions[0].split(), "--dry-run", timeout=60)
+    done = run_fsdp(tmp_path, *suggestions[0].split(), "--dry-run", timeout=60)
     assert done.returncode == 0, done.stderr
     assert "what needs at most" not in done.stdout
 
 
 def test_a_dry_run_says_what_a_run_needs_and_writes_nothing(tmp_path: Path) -> None:
     config = {"d_model": 64, "n_layers": 1, "vocab_size": 30000, "max_seq_len": 16, "max_steps": 1}
-    done = run(
-        tmp_path, "--dry-run", config=config, TMPDIR=str(tmp_path), PYTHONPATH=str(ROOT)
+    done = run_fsdp(
+        tmp_path, "--dry-run", config=config, TMPDIR=str(tmp_path), PYTHONPATH=str(REPOSITORY)
     )  # starts Python
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["test.yaml"]
@@ -317,14 +318,14 @@ def test_a_run_says_what_it_needs(tmp_path: Path) -> None:
         "max_steps": 3,
         "report_rate": 1,
     }
-    done = run(tmp_path, config=config)
+    done = run_fsdp(tmp_path, config=config)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"needs about 0.5 of .* per rank", done.stdout)) == 1
 
 
 SEARCHED = [
     "--config",
-    str(ROOT / "config.yaml"),
+    str(REPOSITORY / "config.yaml"),
     "model=gpt2",
     "init_from=base",
     "compile=false",
@@ -420,7 +421,7 @@ def table_row(name: str, hp: Hyperparameters, places: list[tuple[int, float]]) -
 
 @pytest.mark.slow
 def test_the_documentation_shows_the_largest_batch_sizes() -> None:
-    text = (ROOT / "docs" / "performance.md").read_text().splitlines()
+    text = (REPOSITORY / "docs" / "performance.md").read_text().splitlines()
     common = {"activation_checkpointing": "full", "init_from": "base"}
     for sharding in ("no-shard", "grad-shard", "full-shard"):
         hp = Hyperparameters.model_validate(common | {"model": "llama2-7b", "sharding": sharding})

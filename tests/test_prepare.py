@@ -34,7 +34,8 @@ from lm.errors import ConfigError, RunError
 from lm.prepare import __main__ as command
 from lm.prepare import readers, token_writer
 from lm.prepare.readers import TokenChunk, is_held_out, read_documents, read_ids
-from tests.support import ROOT, byte_level_tokenizer
+from tests.support import REPOSITORY
+from tests.support.tokenizer_files import byte_level_tokenizer
 
 TEXTS = [
     "to be",
@@ -51,7 +52,7 @@ END = ByteTokenizer.eos_id
 def start(*arguments: object) -> subprocess.Popen[str]:
     """Start the command in a process."""
     command = [sys.executable, "-m", "lm.prepare", *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -23,8 +23,9 @@ from determined.core import DummyProfilerContext
 from lm.errors import ConfigError
 from lm.launch.spawn import free_port
 from lm.training.profiling import ProfilingConfig, profiling
-from tests import support
-from tests.support import named_keys
+from tests.support import REPOSITORY
+from tests.support.hyperparameters import TINY, named_keys
+from tests.support.runs import read_reports, run_fsdp
 
 
 class Cluster(DummyProfilerContext):
@@ -79,7 +80,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of two ranks with traces and samples; what it printed is in `output`."""
     folder = tmp_path_factory.mktemp("profiled")
     (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
-    text = support.TINY | {
+    text = TINY | {
         "dataset": "text",
         "train_data": "text.txt",
         "vocab_size": 264,
@@ -92,7 +93,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "torch_profiler=true",
         "core_api_profiler=true",
     )
-    done = support.run(folder, *overrides, ranks=2, config=text | {"prompt": "to be"}, code=0)
+    done = run_fsdp(folder, *overrides, ranks=2, config=text | {"prompt": "to be"}, code=0)
     (folder / "output").write_text(done.stdout)
     return folder
 
@@ -122,7 +123,7 @@ def test_tensorboard_serves_curves_hyperparameters_samples_and_the_traces_of_bot
     """As `make board` starts it; the answers are those that the pages in a browser draw."""
     url = f"http://127.0.0.1:{free_port()}/data/plugin"
     command = ["--logdir", "runs", "--host", "127.0.0.1", "--port"]
-    assert " ".join(command) in (support.ROOT / "Makefile").read_text()
+    assert " ".join(command) in (REPOSITORY / "Makefile").read_text()
 
     def get(path: str, ready: str) -> Any:
         """Return the answer as soon as it contains `ready`."""
@@ -164,9 +165,7 @@ def test_tensorboard_serves_curves_hyperparameters_samples_and_the_traces_of_bot
                 step: loss
                 for _, step, loss in get(f"scalars/scalars?run=test/{group}&tag=loss", "20,")
             }
-            reported = {
-                step: line["loss"] for step, line in support.reports(profiled, group).items()
-            }
+            reported = {step: line["loss"] for step, line in read_reports(profiled, group).items()}
             assert drawn == pytest.approx(reported)
         samples = [
             json.loads(line)
@@ -188,7 +187,7 @@ def test_tensorboard_serves_curves_hyperparameters_samples_and_the_traces_of_bot
             >= {"d_model": 32, "sharding": "full-shard", "prompt": "to be"}.items()
         )
         (metric,) = row["metricValues"]
-        assert metric["value"] == pytest.approx(support.reports(profiled, "validation")[20]["loss"])
+        assert metric["value"] == pytest.approx(read_reports(profiled, "validation")[20]["loss"])
         (run,) = get("pytorch_profiler/runs", "test")["runs"]
         assert {"Overview", "Operator", "Trace"} <= set(
             get(f"pytorch_profiler/views?run={run}", "Trace")
@@ -228,7 +227,7 @@ def test_the_console_shows_phases_samples_where_traces_are_and_the_report(profil
 @pytest.mark.slow
 def test_a_run_too_short_for_a_trace_warns(tmp_path: Path) -> None:
     for steps, is_short in ((3, True), (8, False)):  # the second run resumes from step 3
-        done = support.run(
+        done = run_fsdp(
             tmp_path,
             f"max_steps={steps}",
             "torch_profiler=true",

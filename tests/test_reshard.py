@@ -16,9 +16,10 @@ from lm import config
 from lm.runtime.world import World
 from lm.training import optim, parallelize
 from model import Transformer
-from tests.support import TINY, in_world, run_ranks
-from tests.test_manifest import RUN_INFO, opened, progress
-from tests.test_parity import STRATEGIES
+from tests.support.checkpoints import RUN_INFO, open_checkpointer, progress_at
+from tests.support.hyperparameters import TINY
+from tests.support.parallelism import STRATEGIES
+from tests.support.ranks import in_world, run_ranks
 
 RANKS = (1, 2, 3, 4)
 WIDTH = {"d_model": 36, "vocab_size": 61, "n_layers": 1}  # no world size divides it evenly
@@ -44,11 +45,11 @@ def write(world: World, folder: Path) -> list[str]:
     """Save a model under every strategy; return the UUIDs."""
     uuids = []
     for sharding in STRATEGIES:
-        with opened(world, folder, keep_checkpoints=None) as saver:
+        with open_checkpointer(world, folder, keep_checkpoints=None) as saver:
             model, optimizer = build(world, sharding, seed=7)
             state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
             saver.allocate(state)
-            saver.save(state, RUN_INFO, progress(1))
+            saver.save(state, RUN_INFO, progress_at(1))
             uuids.append(saver.commit()[1])
     return uuids
 
@@ -68,7 +69,7 @@ def differences(world: World, folder: Path, uuids: list[str]) -> list[str]:
     """Load each of `uuids` under every strategy into a model of another seed; return the tensors that differ."""
     expected = weights(world)
     wrong = []
-    with opened(world, folder) as reader:
+    with open_checkpointer(world, folder) as reader:
         for sharding in STRATEGIES:
             model, optimizer = build(world, sharding, seed=8)
             parts = {"model": model.state_dict(), "optim": optimizer.state_dict()}

@@ -20,7 +20,9 @@ from lm import config
 from lm.checkpoint.store import LocalCheckpoints
 from lm.errors import ConfigError, RunError
 from lm.runtime.run_dir import LOCK_TIMEOUT, RunDir, lock_file
-from tests.support import ROOT, in_world, named_keys
+from tests.support import REPOSITORY
+from tests.support.hyperparameters import named_keys
+from tests.support.ranks import in_world
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +37,7 @@ def start_python(script: str) -> subprocess.Popen[str]:
         "-c",
         f"import os\nfrom lm.runtime.run_dir import lock_file\n{script}",
     ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

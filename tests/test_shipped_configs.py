@@ -14,10 +14,16 @@ import yaml
 
 from lm import config
 from lm.data.tokenizer import FILE
-from tests.support import CHAT_TEMPLATE, ROOT, llama_tokenizer, reports, run
+from tests.support import REPOSITORY
+from tests.support.runs import read_reports, run_fsdp
+from tests.support.tokenizer_files import CHAT_TEMPLATE, llama_tokenizer
 
 SHIPPED = sorted(
-    [ROOT / "config.yaml", ROOT / "distributed.yaml", *(ROOT / "recipes").glob("*.yaml")]
+    [
+        REPOSITORY / "config.yaml",
+        REPOSITORY / "distributed.yaml",
+        *(REPOSITORY / "recipes").glob("*.yaml"),
+    ]
 )
 
 ORIGINAL = {"batch_size", "lr", "d_model", "n_heads", "n_layers", "vocab_size", "max_seq_len"}
@@ -125,7 +131,7 @@ def test_the_hyperparameters_of_a_shipped_file_are_valid(path: Path) -> None:
 def test_an_editor_finds_the_schema_of_a_shipped_file_and_accepts_it(path: Path) -> None:
     first = path.read_text().partition("\n")[0]
     schema = path.parent / first.removeprefix("# yaml-language-server: $schema=")
-    assert schema.resolve() == ROOT / "docs" / "hyperparameters.schema.json"
+    assert schema.resolve() == REPOSITORY / "docs" / "hyperparameters.schema.json"
     jsonschema.validate(yaml.safe_load(path.read_text()), json.loads(schema.read_text()))
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(
@@ -138,12 +144,14 @@ def test_the_recipe_for_own_text_runs_on_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("To be, or not to be, that is the question.\n" * 100)
     recipe = [
         "--config",
-        str(ROOT / "recipes" / "own_text.yaml"),
+        str(REPOSITORY / "recipes" / "own_text.yaml"),
         "train_data=a.txt",
         "max_steps=1",
     ]
-    run(tmp_path, *recipe, "d_model=32", "n_layers=1", "max_seq_len=32", "num_tokens=1", code=0)
-    assert reports(tmp_path, "validation", name="own_text")[1]["bits_per_byte"] > 0
+    run_fsdp(
+        tmp_path, *recipe, "d_model=32", "n_layers=1", "max_seq_len=32", "num_tokens=1", code=0
+    )
+    assert read_reports(tmp_path, "validation", name="own_text")[1]["bits_per_byte"] > 0
 
 
 @pytest.mark.slow
@@ -169,19 +177,19 @@ def test_the_chat_recipe_runs_on_a_model_and_chats_in_a_folder(tmp_path: Path) -
     (tmp_path / "chat.jsonl").write_text((json.dumps(chat) + "\n") * 40)
     recipe = [
         "--config",
-        str(ROOT / "recipes" / "chat.yaml"),
+        str(REPOSITORY / "recipes" / "chat.yaml"),
         "init_from=model",
         "train_data=chat.jsonl",
     ]
-    done = run(tmp_path, *recipe, "max_steps=2", "max_seq_len=32", code=0)
+    done = run_fsdp(tmp_path, *recipe, "max_steps=2", "max_seq_len=32", code=0)
     assert "held out" in done.stdout
-    assert reports(tmp_path, "validation", name="chat")[2]["bits_per_byte"] > 0
+    assert read_reports(tmp_path, "validation", name="chat")[2]["bits_per_byte"] > 0
 
 
 def test_config_yaml_has_the_hyperparameters_and_defaults_of_the_original_example() -> None:
-    hyperparameters = yaml.safe_load((ROOT / "config.yaml").read_text())["hyperparameters"]
+    hyperparameters = yaml.safe_load((REPOSITORY / "config.yaml").read_text())["hyperparameters"]
     assert hyperparameters.keys() == ORIGINAL
-    assert config.load(ROOT / "config.yaml", ["max_steps=1"]) == config.read(
+    assert config.load(REPOSITORY / "config.yaml", ["max_steps=1"]) == config.read(
         {}, ["max_steps=1"], "defaults"
     )
 
@@ -191,4 +199,4 @@ def test_config_yaml_has_the_hyperparameters_and_defaults_of_the_original_exampl
     [("hyperparameters.md", config.page), ("hyperparameters.schema.json", config.schema)],
 )
 def test_the_generated_pages_match_the_code(file: str, text: Callable[[], str]) -> None:
-    assert (ROOT / "docs" / file).read_text() == text(), "`make docs` writes it"
+    assert (REPOSITORY / "docs" / file).read_text() == text(), "`make docs` writes it"

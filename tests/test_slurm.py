@@ -15,7 +15,16 @@ from pathlib import Path
 import pytest
 
 from lm.launch.spawn import free_port
-from tests.support import REQUEUED, ROOT, checkpoints, exact, run, scripted, wait_until
+from tests.support import REPOSITORY
+from tests.support.hyperparameters import REQUEUED_RUN
+from tests.support.runs import (
+    FAIL_IN_STEP_8,
+    checkpoints_by_step,
+    read_exact_metrics,
+    run_fsdp,
+    wait_until,
+    write_script,
+)
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
 MISSING = [
@@ -63,7 +72,7 @@ class Cluster:
         self._env = os.environ | {
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PATH": f"{os.environ['PATH']}:/usr/sbin",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": str(REPOSITORY),
         }
 
     def command(self, *words: str, folder: Path | None = None, **env: str) -> str:
@@ -78,9 +87,9 @@ class Cluster:
     ) -> str:
         """Submit launch/slurm.sbatch for two nodes with one rank each; return the job ID."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "fsdp.py").symlink_to(ROOT / "fsdp.py")
+        (folder / "fsdp.py").symlink_to(REPOSITORY / "fsdp.py")
         if not (folder / "test.yaml").exists():
-            (folder / "test.yaml").write_text(json.dumps({"hyperparameters": REQUEUED}))
+            (folder / "test.yaml").write_text(json.dumps({"hyperparameters": REQUEUED_RUN}))
         small = (
             "--nodes=2",
             "--ntasks-per-node=1",
@@ -88,7 +97,7 @@ class Cluster:
             "--gpus-per-node=0",
             "--time=10",
         )
-        script = str(ROOT / "launch" / "slurm.sbatch")
+        script = str(REPOSITORY / "launch" / "slurm.sbatch")
         words = (
             "sbatch",
             "--parsable",
@@ -176,7 +185,9 @@ def cluster() -> Iterator[Cluster]:
 def python(folder: Path, script: str) -> str:
     """Return an executable that runs `fsdp.py` after the Python lines `script`."""
     path = folder / "python"
-    path.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} {scripted(folder, script)} "$@"\n')
+    path.write_text(
+        f'#!/bin/sh\nshift\nexec {sys.executable} {write_script(folder, script)} "$@"\n'
+    )
     path.chmod(0o755)
     return str(path)
 
@@ -203,32 +214,17 @@ PreemptionHandler._on_signal, Loader.training = record, wait
 """
 """After step 5 of its first start, the run waits for a signal."""
 
-FAIL = """
-from lm.errors import RunError
-from lm.data.loader import Loader
-
-training = Loader.training
-
-def fail(self, start):
-    for step, batch in enumerate(training(self, start), start):
-        if step == 7:
-            raise RunError("failed in step 8")
-        yield batch
-
-Loader.training = fail
-"""
-
 
 @pytest.mark.slow
 def test_a_run_stopped_before_the_time_limit_is_requeued_and_ends_with_the_same_losses(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    run(
+    run_fsdp(
         tmp_path / "uninterrupted",
         "total_batch_size=4",
         "batch_size=2",
         ranks=2,
-        config=REQUEUED,
+        config=REQUEUED_RUN,
         code=0,
     )
     folder = tmp_path / "job"
@@ -241,7 +237,7 @@ def test_a_run_stopped_before_the_time_limit_is_requeued_and_ends_with_the_same_
         log
     )
     assert log.count("requeue 1 (exit code 0)") == 1
-    assert exact(folder) == exact(tmp_path / "uninterrupted")
+    assert read_exact_metrics(folder) == read_exact_metrics(tmp_path / "uninterrupted")
     assert len(re.findall(r"^0: training +step +1\b", log, re.MULTILINE)) == 1, "resumed"
     assert {path.name for path in folder.iterdir()} == {
         "fsdp.py",
@@ -257,14 +253,17 @@ def test_a_job_that_saves_no_new_checkpoint_is_not_requeued_again(
 ) -> None:
     """It saves after step 5 and fails in step 8 of every start."""
     job = cluster.submit(
-        tmp_path, "checkpoint_rate=5", "async_checkpoint=false", PYTHON=python(tmp_path, FAIL)
+        tmp_path,
+        "checkpoint_rate=5",
+        "async_checkpoint=false",
+        PYTHON=python(tmp_path, FAIL_IN_STEP_8),
     )
     fields, log = cluster.finish(job, tmp_path)
     assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", "1:0", "1"), (
         log
     )
     assert log.count("0: failed in step 8") == 2
-    assert list(checkpoints(tmp_path)) == [5]
+    assert list(checkpoints_by_step(tmp_path)) == [5]
     assert [
         line for line in log.splitlines() if line.startswith(f"job {job}: requeue 1 (exit code 1)")
     ]
@@ -290,7 +289,7 @@ def test_a_job_that_diverges_is_not_requeued_although_it_saved_a_checkpoint(
     assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", "2:0", "0"), (
         log
     )
-    assert min(checkpoints(tmp_path)) == 1, log
+    assert min(checkpoints_by_step(tmp_path)) == 1, log
     assert "lower lr" in log
 
 
@@ -304,4 +303,4 @@ def test_a_cancelled_job_saves_a_checkpoint_and_is_not_requeued(
     fields, log = cluster.finish(job, tmp_path)
     assert (fields["JobState"], fields["Restarts"]) == ("CANCELLED", "0"), log
     cluster.wait_for(job, "^0: checkpoint +step", tmp_path)
-    assert checkpoints(tmp_path)
+    assert checkpoints_by_step(tmp_path)

@@ -23,8 +23,8 @@ from lm.checkpoint.resume import ResumePlan, start_date
 from lm.checkpoint.store import ClusterCheckpoints
 from lm.determined.context import TorchDistributedContext
 from lm.runtime.world import MeshShape, World
-from tests.support import run_ranks
-from tests.test_manifest import SHARDS, save, toy
+from tests.support.checkpoints import SHARDS, save_toy, toy_model
+from tests.support.ranks import run_ranks
 
 moto_server = pytest.importorskip("moto.server", reason="needs moto[server]")
 
@@ -114,11 +114,11 @@ def save_and_load(
     world: World, checkpointer: Checkpointer, context: Reporting, local: Path
 ) -> dict[str, Any]:
     uuids = [
-        save(checkpointer, world, step, loss=loss)
+        save_toy(checkpointer, world, step, loss=loss)
         for step, loss in enumerate([3.0, 1.0, 4.0, 5.0], start=1)
     ]
     left_by_save = files_in(local)
-    model = toy(-1)
+    model = toy_model(-1)
     fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
     manifest = checkpointer.load(uuids[3], lambda _: {"model": model.state_dict()})
     shards = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
@@ -156,13 +156,13 @@ def damage_each_download(
     world: World, checkpointer: Checkpointer, context: Reporting, _local: Path
 ) -> list[tuple[int, str, str]]:
     """The errors of loading when the download of a file is damaged on one machine."""
-    uuid = save(checkpointer, world, 3)
+    uuid = save_toy(checkpointer, world, 3)
     manager, errors = context._storage_manager, []
     assert isinstance(manager, Machine)
     for victim in range(2):
         for name in SHARDS:
             manager.damages = name if world.rank == victim else None
-            model = toy(-1)
+            model = toy_model(-1)
             fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
             with pytest.raises(CheckpointError) as refused:
                 checkpointer.load(uuid, lambda _, model=model: {"model": model.state_dict()})
@@ -193,7 +193,7 @@ def fail_on_one(
         context._storage_manager.upload = refuse
     started = time.monotonic()
     with pytest.raises(Exception, match="no write access") as refused:
-        save(checkpointer, world, 3)
+        save_toy(checkpointer, world, 3)
     return str(refused.value), time.monotonic() - started
 
 

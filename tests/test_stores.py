@@ -21,8 +21,8 @@ from lm.checkpoint.store import CheckpointStore, ClusterCheckpoints, LocalCheckp
 from lm.determined.context import TorchDistributedContext
 from lm.errors import RunError
 from lm.runtime.world import World
-from tests.support import in_world
-from tests.test_manifest import RUN_INFO, save, toy
+from tests.support.checkpoints import RUN_INFO, save_toy, toy_model
+from tests.support.ranks import in_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Python version:FutureWarning")
 
@@ -84,7 +84,7 @@ def opened(kind: str, place: Path, world: World, keep: int | None = 2) -> Iterat
 
 def loaded(checkpointer: Checkpointer, location: str) -> nn.Module:
     """The model of a checkpoint."""
-    model = toy(-1)
+    model = toy_model(-1)
     checkpointer.load(location, lambda _: {"model": model.state_dict()})
     return model
 
@@ -126,7 +126,7 @@ def test_a_checkpoint_loads_as_it_was_saved_and_nothing_else_is_left(
     def save_and_load(world: World) -> None:
         with opened(kind, place, world) as checkpointer:
             store = checkpointer.store
-            names = [save(checkpointer, world, step) for step in (1, 2)]
+            names = [save_toy(checkpointer, world, step) for step in (1, 2)]
             assert saved_names(store) == names
             for step, name in enumerate(names, start=1):
                 assert is_filled_with(loaded(checkpointer, store.locate(name)), step)
@@ -151,7 +151,7 @@ def test_the_newest_and_the_best_are_kept(
         with opened(kind, place, world, keep) as checkpointer:
             names = {}
             for step, loss in enumerate([3.0, 1.0, 2.0, 5.0, 4.0], start=1):
-                names[step] = save(checkpointer, world, step, loss=loss)
+                names[step] = save_toy(checkpointer, world, step, loss=loss)
             store = checkpointer.store
             assert saved_names(store) == [names[step] for step in left]
             for step, name in names.items():
@@ -168,10 +168,10 @@ def test_a_failed_save_names_the_checkpoint_that_is_kept(kind: str, place: Path)
     def save_nan(world: World) -> None:
         with opened(kind, place, world) as checkpointer:
             with pytest.raises(RunError, match=r"lower lr.*no checkpoint exists yet"):
-                save(checkpointer, world, 1, float("nan"))
-            good = save(checkpointer, world, 2)
+                save_toy(checkpointer, world, 1, float("nan"))
+            good = save_toy(checkpointer, world, 2)
             with pytest.raises(RunError, match=rf"lower lr.*checkpoint {good} is kept"):
-                save(checkpointer, world, 3, float("nan"))
+                save_toy(checkpointer, world, 3, float("nan"))
             assert saved_names(checkpointer.store) == [good]
             assert is_filled_with(loaded(checkpointer, checkpointer.store.locate(good)), 2)
 
@@ -186,7 +186,7 @@ def test_a_checkpoint_of_another_run_loads_by_its_path(
     def load_other(world: World) -> None:
         (tmp_path / "other" / "checkpoints").mkdir(parents=True)
         with opened("disk", tmp_path / "other", world) as other:
-            location = other.store.locate(save(other, world, 7))
+            location = other.store.locate(save_toy(other, world, 7))
         config = CheckpointConfig.model_validate({"init_from": str(tmp_path / "other")})
         with opened(kind, place, world) as checkpointer:
             plan = plan_resume(config, checkpointer.store, restarted=False)
@@ -215,10 +215,10 @@ def test_a_checkpoint_is_newer_than_those_of_a_clock_that_was_ahead(
 
     def save_after_another_machine(world: World) -> None:
         with opened(kind_off_cluster, place, world) as checkpointer:
-            first = save(checkpointer, world, 1)
+            first = save_toy(checkpointer, world, 1)
             set_clock_ahead(checkpointer.store, first, place.parent / "scratch")
         with opened(kind_off_cluster, place, world) as checkpointer:
-            second = save(checkpointer, world, 2)
+            second = save_toy(checkpointer, world, 2)
             assert saved_names(checkpointer.store) == [first, second]
 
     in_world(save_after_another_machine)
@@ -232,16 +232,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_resumed_and_kept
         log: list[str] = []
         with opened(kind_off_cluster, place, world, keep=2) as checkpointer:
             store = checkpointer.store
-            first, second = (save(checkpointer, world, step) for step in (10, 20))
+            first, second = (save_toy(checkpointer, world, step) for step in (10, 20))
             if damage == "flipped bit":
                 change(store, second, WEIGHTS, flipped)
             else:
                 remove(store, second, MANIFEST)
-            model = toy(-1)
+            model = toy_model(-1)
             plan = plan_resume(AUTO, store, restarted=False)
             resume(plan, checkpointer, {"model": model.state_dict()}, RUN_INFO, None, log.append)
             assert is_filled_with(model, 10)
-            newer = [save(checkpointer, world, step) for step in (11, 12, 13)]
+            newer = [save_toy(checkpointer, world, step) for step in (11, 12, 13)]
             kept = [second, *newer[1:]] if damage == "flipped bit" else newer[1:]
             assert saved_names(store) == kept
         skipped = [
@@ -265,7 +265,7 @@ def test_losing_all_checkpoints_is_an_error_and_having_none_is_not(
         with opened(kind_off_cluster, place, world, keep=None) as checkpointer:
             store = checkpointer.store
             assert plan_resume(AUTO, store, restarted=False) == ResumePlan()
-            names = [save(checkpointer, world, step) for step in (1, 2)]
+            names = [save_toy(checkpointer, world, step) for step in (1, 2)]
             for name in names:
                 remove(store, name, MANIFEST)
             with pytest.raises(CheckpointError) as lost:
@@ -290,7 +290,7 @@ def test_a_fresh_start_moves_aside_what_earlier_runs_wrote(
         with opened(kind_off_cluster, place, world) as checkpointer:
             store = checkpointer.store
             (place / "metrics.jsonl").write_text("1\n")
-            save(checkpointer, world, 1)
+            save_toy(checkpointer, world, 1)
             store.move_aside()
             assert saved_names(store) == []
             assert not store.was_committed()

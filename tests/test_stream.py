@@ -25,7 +25,8 @@ from lm.data.stream import StreamingDataset, TokenStream, Window, first_tokens, 
 from lm.data.tokenizer import ByteTokenizer
 from lm.data.tokens import TokenWindowDataset
 from lm.errors import ConfigError, RunError
-from tests.support import TINY, checkpoints, named_keys, reports, run
+from tests.support.hyperparameters import TINY, named_keys
+from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
 
 BYTES = ByteTokenizer()
 SEQ_LEN = 16
@@ -396,14 +397,16 @@ def test_a_run_resumes_bit_for_bit_and_with_other_ranks(tmp_path: Path) -> None:
     config = TINY | data | {"report_rate": 1, "keep_checkpoints": None, "data_workers": 1}
     for folder, *lengths in (("straight", 6), ("parts", 3, 6)):
         for steps in lengths:
-            done = run(tmp_path / folder, f"max_steps={steps}", config=config, code=0)
+            done = run_fsdp(tmp_path / folder, f"max_steps={steps}", config=config, code=0)
     straight, parts = (
-        [line["loss"] for line in reports(tmp_path / name).values()]
+        [line["loss"] for line in read_reports(tmp_path / name).values()]
         for name in ("straight", "parts")
     )
     assert len(straight) == 6
     assert parts == straight
-    done = run(tmp_path / "parts", "max_steps=8", ranks=2, config=config, code=0)
+    done = run_fsdp(tmp_path / "parts", "max_steps=8", ranks=2, config=config, code=0)
     assert "data_workers: 1 over all ranks in the checkpoint, 2 now" in done.stdout
-    manifest = json.loads((checkpoints(tmp_path / "parts")[8] / "manifest.json").read_text())
+    manifest = json.loads(
+        (checkpoints_by_step(tmp_path / "parts")[8] / "manifest.json").read_text()
+    )
     assert [len(state["streams"]) for state in manifest["dataset_state"]] == [1, 1]

@@ -34,7 +34,7 @@ from lm.checkpoint.tensor_files import (
 )
 from lm.fileio import crc32c
 from lm.runtime.world import World
-from tests.support import run_ranks
+from tests.support.ranks import run_ranks
 
 STATE = {
     "model.a": torch.arange(35.0).view(7, 5),

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from lm.data.tokenizer import FILE, ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
 from lm.errors import ConfigError
-from tests.support import (
+from tests.support.hyperparameters import named_keys
+from tests.support.tokenizer_files import (
     CHAT_TEMPLATE,
     byte_level_tokenizer,
     llama2_tokenizer,
     llama_tokenizer,
-    named_keys,
 )
 
 TOKENIZER = ByteTokenizer()

@@ -18,7 +18,7 @@ from lm.data.tokenizer import FILE, ByteTokenizer
 from lm.data.tokens import TokenFileDataset, TokenIndex, TokenWindowDataset, check_files
 from lm.errors import ConfigError
 from lm.fileio import crc32c
-from tests.support import byte_level_tokenizer
+from tests.support.tokenizer_files import byte_level_tokenizer
 
 
 def write(folder: Path, ids: Any, name: str = "train", **changes: Any) -> Path:

@@ -29,18 +29,11 @@ from lm.launch.spawn import free_port
 from lm.metrics import trackers
 from lm.metrics.logger import MetricLogger
 from lm.preflight import preflight
-from tests.cluster.master import Master
-from tests.support import (
-    EXACT_RUN,
-    ROOT,
-    TINY,
-    checkpoints,
-    in_world,
-    reports,
-    run,
-    start,
-    wait_until,
-)
+from tests.support import REPOSITORY
+from tests.support.cluster.master import Master
+from tests.support.hyperparameters import EXACT_RUN, TINY
+from tests.support.ranks import in_world
+from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp, start_fsdp, wait_until
 
 LOSSES = {"training": {"loss": 3.0, "lr": 0.1}, "validation": {"loss": 2.5, "batches": 10}}
 
@@ -226,7 +219,7 @@ class Story:
         return self.run_dir / "wandb" / "latest-run"
 
     def losses(self, group: str) -> dict[int, float]:
-        return {step: report["loss"] for step, report in reports(self.folder, group).items()}
+        return {step: report["loss"] for step, report in read_reports(self.folder, group).items()}
 
     def samples(self) -> dict[int, str]:
         samples = [
@@ -275,7 +268,7 @@ def story(mlflow_server: MLflowServer, tmp_path_factory: pytest.TempPathFactory)
         )
 
     hang = DISTURBANCE.format(step=7, action="__import__('time').sleep(999)")
-    killed = start(folder, config=hyperparameters, script=hang, **env)
+    killed = start_fsdp(folder, config=hyperparameters, script=hang, **env)
     wait_until(is_reported)
     killed.kill()
     killed.communicate()
@@ -283,9 +276,11 @@ def story(mlflow_server: MLflowServer, tmp_path_factory: pytest.TempPathFactory)
     story.killed_losses.update(stored_losses(master, "training"))
 
     stop = DISTURBANCE.format(step=8, action="os.kill(os.getpid(), 15)")
-    stopped = run(folder, "lr=0.05", config=hyperparameters, script="import os\n" + stop, **env)
+    stopped = run_fsdp(
+        folder, "lr=0.05", config=hyperparameters, script="import os\n" + stop, **env
+    )
     note_statuses()
-    completed = run(folder, "lr=0.05", config=hyperparameters, code=0, **env)
+    completed = run_fsdp(folder, "lr=0.05", config=hyperparameters, code=0, **env)
     note_statuses()
     output = "".join((stopped.stdout, stopped.stderr, completed.stdout, completed.stderr))
     yield Story(folder, master, mlflow_server, story.statuses, story.killed_losses, output)
@@ -342,7 +337,7 @@ def test_wandb_has_samples_checkpoint_and_status(story: Story) -> None:
     assert [row["step"] for row in rows] == list(story.samples())
     summary = wandb_summary(story.wandb)
     assert summary["status"] == "completed"
-    assert summary["checkpoint"] == f"step 10, {checkpoints(story.folder)[10].name}"
+    assert summary["checkpoint"] == f"step 10, {checkpoints_by_step(story.folder)[10].name}"
 
 
 @pytest.mark.slow
@@ -364,7 +359,7 @@ def test_mlflow_has_hyperparameters_and_their_changes(story: Story) -> None:
     assert found["info"]["run_name"] == "test"
     assert (params["lr"], tags["lr"]) == ("0.01", "0.05")
     assert not params.keys() & tags.keys() - {"lr"}
-    assert tags["checkpoint"] == f"step 10, {checkpoints(story.folder)[10].name}"
+    assert tags["checkpoint"] == f"step 10, {checkpoints_by_step(story.folder)[10].name}"
 
 
 @pytest.mark.slow
@@ -390,7 +385,7 @@ def test_determined_has_one_trial(story: Story) -> None:
 def test_determined_has_samples_and_the_checkpoints_that_exist(story: Story) -> None:
     completed = [each for each in story.master.checkpoints if each["state"] == "STATE_COMPLETED"]
     shown = {each["metadata"]["steps_completed"]: each["uuid"] for each in completed}
-    assert shown == {step: path.name for step, path in checkpoints(story.folder).items()}
+    assert shown == {step: path.name for step, path in checkpoints_by_step(story.folder).items()}
     lines = [line["log"] for line in story.master.logs]
     assert f"sample of step 10: {story.samples()[10]}\n" in lines
 
@@ -601,7 +596,7 @@ sys.stdout.flush()
 os._exit(0)
 """
     command = [sys.executable, "-c", script]
-    variables = os.environ | {"PYTHONPATH": str(ROOT)} | env
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY)} | env
     result = subprocess.run(
         command, cwd=folder, env=variables, capture_output=True, text=True, timeout=100
     )

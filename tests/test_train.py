@@ -14,21 +14,15 @@ from lm import config
 from lm.data.tokenizer import FILE, load_tokenizer
 from lm.report import RunRecords
 from lm.runtime.world import World
-from tests.support import (
-    EXACT_RUN,
-    ROOT,
-    TINY,
-    byte_level_tokenizer,
-    checkpoints,
-    execute,
-    reports,
-    run,
-    run_ranks,
-)
+from tests.support import REPOSITORY
+from tests.support.hyperparameters import EXACT_RUN, TINY
+from tests.support.ranks import run_ranks
+from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp, train_in_world
+from tests.support.tokenizer_files import byte_level_tokenizer
 
 
 def test_too_many_consecutive_inf_or_nan_gradients_end_the_run(tmp_path: Path) -> None:
-    done = run(
+    done = run_fsdp(
         tmp_path,
         "max_steps=50",
         "lr=1e5",
@@ -46,13 +40,13 @@ def test_too_many_consecutive_inf_or_nan_gradients_end_the_run(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [0.5, 2])
 def test_the_length_follows_from_the_epochs(epochs: float, tmp_path: Path) -> None:
-    done = run(tmp_path, f"max_epochs={epochs}", "total_batch_size=2", "batch_size=2", code=0)
+    done = run_fsdp(tmp_path, f"max_epochs={epochs}", "total_batch_size=2", "batch_size=2", code=0)
     assert f"step {int(10 * epochs)}/{int(10 * epochs)}" in done.stdout
 
 
 @pytest.mark.slow
 def test_a_prompt_without_a_token_is_refused_before_training(tmp_path: Path) -> None:
-    done = run(tmp_path, config=TINY | {"prompt": "to be"}, code=2)
+    done = run_fsdp(tmp_path, config=TINY | {"prompt": "to be"}, code=2)
     assert done.stderr.startswith("prompt: 'to be' has no token")
 
 
@@ -74,7 +68,8 @@ def sample_by_sharding(world: World) -> list[Path]:
     ]
     settings += [{"num_tokens": 0}, {"sample_rate": 3, "cpu_offload": True}]
     return [
-        execute(world, TEXT | each | {"run_name": f"run{i}"}) for i, each in enumerate(settings)
+        train_in_world(world, TEXT | each | {"run_name": f"run{i}"})
+        for i, each in enumerate(settings)
     ]
 
 
@@ -108,12 +103,12 @@ def test_negative_epochs_only_validate_and_generate(tmp_path: Path) -> None:
         "prompt": "to be",
         "num_tokens": 5,
     }
-    run(tmp_path, "max_steps=3", config=text, code=0)
-    again = run(tmp_path, "max_epochs=-1", config=text, code=0)
+    run_fsdp(tmp_path, "max_steps=3", config=text, code=0)
+    again = run_fsdp(tmp_path, "max_epochs=-1", config=text, code=0)
     assert "validation  step 3" in again.stdout
     assert "training" not in again.stdout
     assert "sample      step 3\nto be" in again.stdout
-    run(tmp_path, "sample_rate=1", "run_name=other", config=TINY, code=2)  # no text
+    run_fsdp(tmp_path, "sample_rate=1", "run_name=other", config=TINY, code=2)  # no text
     assert config.load(tmp_path / "runs" / "test" / "config.yaml", []).max_epochs == -1
 
 
@@ -124,11 +119,11 @@ def test_own_text_needs_only_its_name_and_its_tokenizers(tmp_path: Path) -> None
     (tmp_path / FILE).write_bytes(byte_level_tokenizer(300))
     own = {"dataset": "text", "train_data": "a.txt", "tokenizer": FILE}
     small = {"d_model": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 16, "report_rate": 2}
-    done = run(tmp_path, "max_steps=2", config=own | small, code=0)
+    done = run_fsdp(tmp_path, "max_steps=2", config=own | small, code=0)
     assert "val_data: null: 2 of 59 sequences" in done.stdout
-    manifest = json.loads((checkpoints(tmp_path)[2] / "manifest.json").read_text())
+    manifest = json.loads((checkpoints_by_step(tmp_path)[2] / "manifest.json").read_text())
     assert manifest["model"]["vocab_size"] == manifest["hyperparameters"]["vocab_size"] == 320
-    resumed = run(tmp_path, "max_steps=4", "vocab_size=320", config=own | small, code=0)
+    resumed = run_fsdp(tmp_path, "max_steps=4", "vocab_size=320", config=own | small, code=0)
     assert "step 2\n" in resumed.stdout
     assert "changed:" not in resumed.stdout
     tokenizer = load_tokenizer(str(tmp_path))
@@ -136,7 +131,7 @@ def test_own_text_needs_only_its_name_and_its_tokenizers(tmp_path: Path) -> None
     held_out = ids[-round(len(ids) * 0.05) :]
     targets = held_out[1 : (len(held_out) - 1) // 16 * 16 + 1]
     bits_per_nat = len(targets) / len(tokenizer.decode(targets).encode()) / math.log(2)
-    lines = reports(tmp_path, "validation")
+    lines = read_reports(tmp_path, "validation")
     assert sorted(lines) == [2, 4]
     assert all(
         line["bits_per_byte"] == pytest.approx(bits_per_nat * line["loss"])
@@ -149,7 +144,7 @@ def test_the_original_example_memorises_random_samples_and_cannot_predict_others
     tmp_path: Path,
 ) -> None:
     """config.yaml with a smaller model and vocabulary, so that 100 steps take seconds."""
-    hyperparameters = yaml.safe_load((ROOT / "config.yaml").read_text())["hyperparameters"]
+    hyperparameters = yaml.safe_load((REPOSITORY / "config.yaml").read_text())["hyperparameters"]
     small = {
         "d_model": 64,
         "n_heads": 2,
@@ -158,8 +153,8 @@ def test_the_original_example_memorises_random_samples_and_cannot_predict_others
         "max_seq_len": 64,
         "lr": 1e-3,
     }
-    run(tmp_path, "max_steps=100", ranks=2, config=hyperparameters | small, code=0)
-    training, validation = reports(tmp_path), reports(tmp_path, "validation")
+    run_fsdp(tmp_path, "max_steps=100", ranks=2, config=hyperparameters | small, code=0)
+    training, validation = read_reports(tmp_path), read_reports(tmp_path, "validation")
     assert sorted(training) == sorted(validation) == list(range(10, 101, 10))
     uniform = math.log(500)
     assert abs(training[10]["loss"] - uniform) < 0.3

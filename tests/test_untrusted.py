@@ -25,11 +25,10 @@ import torch
 
 from lm import generate, strict_yaml
 from lm.checkpoint.__main__ import list_run
-from lm.checkpoint.manifest import DRAFT, MANIFEST, Manifest, read_manifest, record, write_manifest
+from lm.checkpoint.manifest import DRAFT, MANIFEST, read_manifest
 from lm.checkpoint.resume import find_checkpoint
 from lm.checkpoint.store import COMMITTED, LocalCheckpoints
-from lm.checkpoint.tensor_files import write_tensors
-from lm.data.tokenizer import FILE, FileTokenizer, load_tokenizer
+from lm.data.tokenizer import FILE, load_tokenizer
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.hf.export import export_model, locked
@@ -39,45 +38,18 @@ from lm.metrics.sinks import JSONL, Console
 from lm.preflight import choose_cache
 from lm.prepare.__main__ import main as prepare
 from lm.runtime.run_dir import RunDir
-from model import ModelConfig, Transformer
-from tests.support import ROOT, TINY, byte_level_tokenizer, in_world, rewrite_header
-from tests.test_manifest import forge_manifest
+from tests.support import REPOSITORY
+from tests.support.checkpoints import WEIGHTS_FILE, forge_manifest, rewrite_header, write_checkpoint
+from tests.support.hyperparameters import TINY
+from tests.support.ranks import in_world
 
-LLAMA = {"vocab_size": 300, "norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none"}
-WEIGHTS = "model-00000-00000.safetensors"
 EVIL = "\x1b[2J\x1b]0;title\x07" + "x" * 100_000
-
-
-def make_checkpoint(folder: Path) -> Path:
-    """Write a checkpoint of a small model with a tokenizer to `folder`."""
-    folder.mkdir()
-    config = ModelConfig.model_validate(TINY | LLAMA)
-    write_tensors(
-        folder / WEIGHTS,
-        {name: (tensor, 0) for name, tensor in Transformer(config).state_dict().items()},
-    )
-    (folder / FILE).write_bytes(byte_level_tokenizer())
-    identity = FileTokenizer({FILE: (folder / FILE).read_bytes()}, "").identity
-    fields: dict[str, Any] = {
-        "sharding": "full-shard",
-        "total_batch_size": 1,
-        "hyperparameters": {},
-    }
-    fields |= {
-        "model": config.model_dump(),
-        "tokenizer": identity,
-        "data": {"train": "", "validation": ""},
-    }
-    fields |= {"loss_scaled": False, "trial_id": None, "format": 2, "time": 1.0, "world_size": 1}
-    files = {name: record(folder / name) for name in (WEIGHTS, FILE)}
-    write_manifest(folder, Manifest.model_validate(fields | {"files": files}))
-    return folder
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A checkpoint."""
-    folder = make_checkpoint(tmp_path / "checkpoint")
+    folder = write_checkpoint(tmp_path / "checkpoint")
     assert load(folder)
     return folder
 
@@ -90,7 +62,7 @@ def forge_tokenizer(folder: Path, size: int = 300, **changes: Any) -> None:
 
 def forge_header(folder: Path, entries: dict[str, Any]) -> None:
     """Give the file of the weights a header with `entries` alone."""
-    rewrite_header(folder / WEIGHTS, lambda _: entries)
+    rewrite_header(folder / WEIGHTS_FILE, lambda _: entries)
     forge_manifest(folder)
 
 
@@ -109,7 +81,7 @@ def structure(**changes: Any) -> Callable[[Path], None]:
 
 
 def set_nan(folder: Path) -> None:
-    path = folder / WEIGHTS
+    path = folder / WEIGHTS_FILE
     path.write_bytes(path.read_bytes()[:-4] + struct.pack("<f", float("nan")))
     forge_manifest(folder)
 
@@ -244,7 +216,7 @@ def irregular(path: Path, kind: str, target: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "link"])
-@pytest.mark.parametrize("name", [MANIFEST, WEIGHTS, FILE])
+@pytest.mark.parametrize("name", [MANIFEST, WEIGHTS_FILE, FILE])
 def test_only_regular_files_of_a_checkpoint_are_opened(
     kind: str, name: str, saved: Path, tmp_path: Path
 ) -> None:
@@ -363,7 +335,7 @@ def test_a_command_removes_what_a_killed_one_left_and_nothing_that_is_in_use(
     checkpoints = Path("run/checkpoints")
     for name in ("killed", "damaged"):
         (checkpoints / name).mkdir(parents=True)
-        (checkpoints / name / WEIGHTS).touch()
+        (checkpoints / name / WEIGHTS_FILE).touch()
     (checkpoints / "killed" / DRAFT).touch()
     LocalCheckpoints(checkpoints).prune(1, ())
     assert sorted(path.name for path in checkpoints.iterdir()) == [COMMITTED, "damaged"]
@@ -438,7 +410,7 @@ def test_a_command_whose_output_is_not_read_ends_in_a_line(stdout: str, saved: P
     command = [sys.executable, "-m", "lm.checkpoint", "verify", saved]
     with Path(stdout).open("wb") if stdout != "pipe" else os.fdopen(pipe, "wb") as out:
         done = subprocess.run(
-            command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, check=False
+            command, cwd=REPOSITORY, stdout=out, stderr=subprocess.PIPE, text=True, check=False
         )
     assert done.returncode == 1
     assert re.fullmatch(r"stdout: .*\n", done.stderr)
@@ -457,13 +429,13 @@ def test_a_full_disk_under_the_log_does_not_end_a_run(monkeypatch: pytest.Monkey
 def test_failed_file_operations_lose_nothing_and_end_in_a_line() -> None:
     command = [sys.executable, "-m", "tests.sweep", "resume", "export", "--count", "1"]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow
 def test_random_changes_with_right_checksums_are_refused_or_harmless() -> None:
-    from tests import fuzz  # which imports this module
+    from tests import fuzz
 
     assert fuzz.main(["100"]) == 0

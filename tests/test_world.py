@@ -28,7 +28,8 @@ from lm.runtime.rendezvous import choose_device, join_world
 from lm.runtime.watchdog import Heartbeat, Watchdog
 from lm.runtime.world import MeshShape, World
 from lm.training import precision
-from tests.support import ROOT, in_world, run_ranks
+from tests.support import REPOSITORY
+from tests.support.ranks import in_world, run_ranks
 
 
 def launch(rank: int, size: int, port: int, nodes: int = 1) -> Launch:
@@ -355,7 +356,7 @@ def test_the_ranks_of_a_node_divide_its_cores_unless_threads_are_given(
     cores = [{first}, {second}] if bound else [{first, second}] * 2
     option = "--nproc" if launcher == "lm.launch" else "--nproc-per-node"
     env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"} | {
-        "PYTHONPATH": str(ROOT)
+        "PYTHONPATH": str(REPOSITORY)
     }
     env |= {"OMP_NUM_THREADS": given} if given else {}
     command = [sys.executable, "-m", launcher, option, "2", "threads.py", str(cores)]

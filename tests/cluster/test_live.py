@@ -21,9 +21,10 @@ from determined.experimental import client
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lm.checkpoint.manifest import read_manifest
-from tests.cluster import trial
-from tests.cluster.master import PROFILER_GROUPS, Master
-from tests.support import EXACT, ROOT, wait_until
+from tests.support import REPOSITORY
+from tests.support.cluster import trial
+from tests.support.cluster.master import PROFILER_GROUPS, Master
+from tests.support.runs import EXACT_METRICS, wait_until
 
 MASTER = os.environ.get("DET_MASTER")
 UNAVAILABLE = None if MASTER else trial.unavailable_reason()
@@ -52,7 +53,7 @@ class Cluster:
         config["searcher"].pop("max_length", None)  # which `det experiment continue` refuses
         if pool := os.environ.get("DET_POOL"):
             config["resources"]["resource_pool"] = pool
-        return self.sdk.create_experiment(config, model_dir=ROOT)
+        return self.sdk.create_experiment(config, model_dir=REPOSITORY)
 
     def run(
         self, keep: int | None = None, slots: int | None = None, **hyperparameters: Any
@@ -131,7 +132,7 @@ def exact(run: client.Trial) -> list[dict[int, dict[str, float]]]:
     """Return the metrics `EXACT` of both groups, by step."""
     curves = curve(run), curve(run, "validation")
     return [
-        {step: {key: m[key] for key in EXACT if key in m} for step, m in found.items()}
+        {step: {key: m[key] for key in EXACT_METRICS if key in m} for step, m in found.items()}
         for found in curves
     ]
 
@@ -145,7 +146,7 @@ def saved(run: client.Trial) -> dict[int, client.Checkpoint]:
 def documented(group: str) -> set[str]:
     """Return the metrics that docs/performance.md lists for a group, "training" or "validation"."""
     section = (
-        (ROOT / "docs" / "performance.md")
+        (REPOSITORY / "docs" / "performance.md")
         .read_text()
         .partition("## Metrics\n")[2]
         .partition("\n## ")[0]

@@ -15,7 +15,7 @@ from determined.common.api.errors import MasterNotFoundException
 
 from lm.determined.master import BackgroundReporter, retrying
 from lm.errors import RunError
-from tests.support import checkpoints, run
+from tests.support.runs import checkpoints_by_step, run_fsdp
 
 SHELL = """
 from determined import _info
@@ -27,8 +27,10 @@ _info._info = _info.ClusterInfo("http://127.0.0.1:9", "cluster", "agent", [0], "
 @pytest.mark.slow
 def test_in_a_shell_of_a_cluster_a_run_is_one_outside_of_it(tmp_path: Path) -> None:
     overrides = ("max_steps=2", "core_api_profiler=true")
-    run(tmp_path, *overrides, script=SHELL, code=0, DET_SESSION_TOKEN="token", DET_USER="tester")
-    assert list(checkpoints(tmp_path)) == [2]
+    run_fsdp(
+        tmp_path, *overrides, script=SHELL, code=0, DET_SESSION_TOKEN="token", DET_USER="tester"
+    )
+    assert list(checkpoints_by_step(tmp_path)) == [2]
 
 
 def test_calls_to_an_unreachable_master_are_retried_for_three_hours(

@@ -9,10 +9,10 @@ import yaml
 
 from lm.determined.search import Searcher, adaptive_asha_rungs, retry_warning
 from lm.errors import ConfigError
-from tests.cluster.searcher import Halving
-from tests.support import ROOT
+from tests.support import REPOSITORY
+from tests.support.cluster.searcher import Halving
 
-SEARCH = yaml.safe_load((ROOT / "recipes" / "search.yaml").read_text())
+SEARCH = yaml.safe_load((REPOSITORY / "recipes" / "search.yaml").read_text())
 METRICS = ["loss", "perplexity", "bits_per_byte"]
 
 

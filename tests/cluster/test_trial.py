@@ -22,9 +22,10 @@ import pytest
 import yaml
 from determined.common import constants
 
-from tests.cluster import trial
-from tests.cluster.master import Master
-from tests.support import ROOT, scripted
+from tests.support import REPOSITORY
+from tests.support.cluster import trial
+from tests.support.cluster.master import Master
+from tests.support.runs import write_script
 
 UNAVAILABLE = trial.unavailable_reason()
 pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
@@ -142,7 +143,7 @@ def saved(master: Master) -> set[int]:
 
 def run_script(master: Master, folder: Path, script: str) -> None:
     """Make `fsdp.py` after the lines `script` the program of the newest experiment; `PYTHONPATH` has to be `ROOT`."""
-    program = scripted(folder, script)
+    program = write_script(folder, script)
     master.experiment["entrypoint"] = (
         f"python3 -m determined.launch.torch_distributed -- python3 {program}"
     )
@@ -172,7 +173,7 @@ def test_a_trial_trains_through_an_outage_of_the_master_and_prints_nothing_meanw
             away.set()
 
     master.on_metrics = leave
-    with trial.Trial(master, folder=tmp_path, PYTHONPATH=str(ROOT)) as running:
+    with trial.Trial(master, folder=tmp_path, PYTHONPATH=str(REPOSITORY)) as running:
         assert away.wait(240), running.log
         began, printed = time.monotonic(), running.log
         while not [*master.storage.glob("*/manifest.json")] or time.monotonic() < began + 20:
@@ -227,7 +228,7 @@ fsdp.Checkpointer = fail
 def test_lines_logged_before_a_failure_are_in_the_log(master: Master, tmp_path: Path) -> None:
     trial.submit(master, trial.experiment(), tmp_path / "cli")
     run_script(master, tmp_path, FAIL_IN_BUILD)
-    failed = trial.run(master, folder=tmp_path, PYTHONPATH=str(ROOT))
+    failed = trial.run(master, folder=tmp_path, PYTHONPATH=str(REPOSITORY))
     assert failed.process.returncode == 1
     assert re.search(r"^\[rank=0\] .*\bparameters\b", failed.log, re.MULTILINE), failed.log
     assert "[rank=0] the checkpointer fails\n" in failed.log
@@ -245,7 +246,7 @@ def searching(master: Master, tmp_path: Path) -> Master:
     """A master with the shipped search, on a small model."""
     config = trial.experiment("recipes/search.yaml", **HYPERPARAMETERS)
     config["searcher"] |= {"max_time": 24, "max_rungs": 2}  # the rungs are 6 and 24
-    ranges = yaml.safe_load((ROOT / "recipes" / "search.yaml").read_text())["hyperparameters"]
+    ranges = yaml.safe_load((REPOSITORY / "recipes" / "search.yaml").read_text())["hyperparameters"]
     config["hyperparameters"] |= {key: ranges[key] for key in POINT}
     config["hyperparameters"] |= {"vocab_size": 257, "amp_dtype": "float16", "n_heads": 4}
     (tmp_path / "a.txt").write_text(
@@ -332,7 +333,7 @@ def test_a_trial_whose_master_decides_late_trains_on_and_stops_then(
     # answer.
     hyperparameters = point(searching, num_tokens=0, total_batch_size=128)
     stopped = trial.run(
-        searching, folder=tmp_path, hyperparameters=hyperparameters, PYTHONPATH=str(ROOT)
+        searching, folder=tmp_path, hyperparameters=hyperparameters, PYTHONPATH=str(REPOSITORY)
     )
     assert stopped.process.returncode == 0, stopped.log
     assert 6 < last_step(searching) < 24
@@ -419,7 +420,7 @@ def test_a_trial_in_which_one_rank_runs_out_of_memory_fails(
     searching.experiment["resources"]["slots_per_trial"] = 2
     run_script(searching, tmp_path, OUT_OF_MEMORY.format(victim=victim))
     failed = trial.run(
-        searching, folder=tmp_path, hyperparameters=point(searching), PYTHONPATH=str(ROOT)
+        searching, folder=tmp_path, hyperparameters=point(searching), PYTHONPATH=str(REPOSITORY)
     )
     assert failed.process.returncode != 0, failed.log
     assert re.search(

@@ -28,7 +28,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
-from tests.cluster.searcher import Searcher, make_searcher
+from tests.support.cluster.searcher import Searcher, make_searcher
 
 PROFILER_GROUPS = {"gpu", "cpu", "memory", "disk", "network"}
 VERSION = "0.38.1"

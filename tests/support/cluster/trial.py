@@ -23,8 +23,9 @@ from typing import Any
 import yaml
 
 from lm.launch.spawn import free_port
-from tests.cluster.master import Allocation, Experiment, Master, TrialRecord
-from tests.support import ROOT, TINY
+from tests.support import REPOSITORY
+from tests.support.cluster.master import Allocation, Experiment, Master, TrialRecord
+from tests.support.hyperparameters import TINY
 
 UNSHARE = [
     "unshare",
@@ -85,7 +86,7 @@ def experiment(
     file: str = "config.yaml", *, slots: int = 1, **hyperparameters: Any
 ) -> dict[str, Any]:
     """Return the experiment of a shipped file, shortened by `SHORT` and `hyperparameters`; `None` removes a key."""
-    config = yaml.safe_load((ROOT / file).read_text())
+    config = yaml.safe_load((REPOSITORY / file).read_text())
     config["checkpoint_storage"] = {"type": "directory", "container_path": STORAGE}
     config["resources"] = config.get("resources", {}) | {"slots_per_trial": slots}
     changes = SHORT | hyperparameters
@@ -100,7 +101,7 @@ def submit(master: Master, config: Mapping[str, Any], folder: Path) -> None:
     file = folder / "experiment.yaml"
     file.write_text(yaml.safe_dump(dict(config)))
     cli = [sys.executable, "-m", "determined.cli", "-m", master.url]
-    command = [*cli, "experiment", "create", str(file), str(ROOT)]
+    command = [*cli, "experiment", "create", str(file), str(REPOSITORY)]
     login = {
         "DET_USER": "tester",
         "DET_PASS": PASSWORD,

@@ -32,7 +32,8 @@ from lm.launch import console, machine, spawn
 READ_AT_START = {"LD_PRELOAD", "PYTHONPATH"}
 METHOD = "spawn" if machine.has_gpu() else "forkserver"  # CUDA may not be initialized before a fork
 PRELOADED = [
-    "tests.support",
+    "tests.support.ranks",
+    "tests.support.runs",
     "lm.metrics.logger",
     "lm.preflight",
     "lm.training.profiling",

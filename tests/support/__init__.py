@@ -1,0 +1,7 @@
+"""What several tests share. A module holds what its name says, and no test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent.parent

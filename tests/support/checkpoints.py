@@ -1,0 +1,150 @@
+"""Checkpoints of small models, and forged ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from determined import core
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    RunInfo,
+    TrainingProgress,
+    _encode,
+    record,
+    write_manifest,
+)
+from lm.checkpoint.store import LocalCheckpoints
+from lm.checkpoint.tensor_files import write_tensors
+from lm.data.tokenizer import FILE, FileTokenizer
+from lm.determined.context import TorchDistributedContext
+from lm.runtime.world import MeshShape, World
+from model import ModelConfig, Transformer
+from tests.support.hyperparameters import TINY
+from tests.support.tokenizer_files import byte_level_tokenizer
+
+
+def rewrite_header(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Replace the header of a safetensors file by `change(header)`."""
+    content = path.read_bytes()
+    end = 8 + struct.unpack("<Q", content[:8])[0]
+    text = json.dumps(change(json.loads(content[8:end]))).encode()
+    text += b" " * (-len(text) % 8)  # tensors stay aligned
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[end:])
+
+
+_MODEL = {
+    "vocab_size": 300,
+    "norm": "rmsnorm",
+    "positions": "rope",
+    "ffn": "swiglu",
+    "bias": "none",
+}
+
+
+WEIGHTS_FILE = "model-00000-00000.safetensors"
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """Write a checkpoint of a small model with a tokenizer to `folder`."""
+    folder.mkdir()
+    config = ModelConfig.model_validate(TINY | _MODEL)
+    write_tensors(
+        folder / WEIGHTS_FILE,
+        {name: (tensor, 0) for name, tensor in Transformer(config).state_dict().items()},
+    )
+    (folder / FILE).write_bytes(byte_level_tokenizer())
+    identity = FileTokenizer({FILE: (folder / FILE).read_bytes()}, "").identity
+    fields: dict[str, Any] = {
+        "sharding": "full-shard",
+        "total_batch_size": 1,
+        "hyperparameters": {},
+    }
+    fields |= {
+        "model": config.model_dump(),
+        "tokenizer": identity,
+        "data": {"train": "", "validation": ""},
+    }
+    fields |= {"loss_scaled": False, "trial_id": None, "format": 2, "time": 1.0, "world_size": 1}
+    files = {name: record(folder / name) for name in (WEIGHTS_FILE, FILE)}
+    write_manifest(folder, Manifest.model_validate(fields | {"files": files}))
+    return folder
+
+
+SHARDS = ["model-00000-00000.safetensors", "model-00001-00000.safetensors"]
+"""Files of a model that two ranks saved."""
+
+
+RUN_INFO = RunInfo(
+    sharding="full-shard",
+    total_batch_size=2,
+    hyperparameters={"lr": 1e-4, "chat_template_date": "1996-02-29"},
+    model={},
+    tokenizer=None,
+    data={"train": "x", "validation": "y"},
+    loss_scaled=False,
+    trial_id=None,
+)
+
+
+def progress_at(step: int, loss: float | None = None) -> TrainingProgress:
+    return TrainingProgress(step=step, tokens=0, validation_loss=loss)
+
+
+def toy_model(value: float) -> nn.Module:
+    """Two tensors, of (6, 4) and (6,) float32."""
+    model = nn.Linear(4, 6)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+@contextmanager
+def open_checkpointer(world: World, folder: Path, **settings: Any) -> Iterator[Checkpointer]:
+    """A checkpointer of a run whose checkpoints are in `folder`."""
+    os.umask(0o077)
+    distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
+    with core.init(distributed=distributed, checkpoint_storage=str(folder)) as context:
+        config = CheckpointConfig.model_validate(settings)
+        yield Checkpointer(config, LocalCheckpoints(folder, context.checkpoint), world, {})
+
+
+def save_toy(
+    checkpointer: Checkpointer,
+    world: World,
+    step: int,
+    value: float | None = None,
+    loss: float | None = None,
+) -> str:
+    """Save a sharded `toy_model` with all values `step`, or `value` on this rank; return the directory's name."""
+    model = toy_model(step if value is None else value)
+    fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
+    state = {"model": model.state_dict()}
+    checkpointer.allocate(state)
+    checkpointer.save(state, RUN_INFO, progress_at(step, loss))
+    return checkpointer.commit()[1]
+
+
+def forge_manifest(folder: Path, **changes: Any) -> None:
+    """Write a manifest that matches the files in `folder`, with `changes`."""
+    fields = {
+        key: value
+        for key, value in json.loads((folder / MANIFEST).read_text()).items()
+        if key != "checksum"
+    }
+    fields["files"] = {
+        name: record(folder / name).model_dump()
+        for name in fields["files"]
+        if (folder / name).exists()
+    }
+    (folder / MANIFEST).write_bytes(_encode(fields | changes))

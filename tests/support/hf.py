@@ -1,0 +1,120 @@
+"""Models and tokenizers that transformers creates, and training in transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from torch import nn
+
+from lm import config
+from lm.data.loader import Loader
+from lm.data.run_data import open_data
+from lm.hf import weights
+
+
+def read_with_model_defaults(
+    hyperparameters: dict[str, Any], *overrides: str
+) -> config.Hyperparameters:
+    return config.read(
+        {"hyperparameters": hyperparameters}, overrides, "test", defaults=weights.model_defaults
+    )
+
+
+def train_reference(
+    model: nn.Module, optimizer: torch.optim.Optimizer, hp: config.Hyperparameters, seed: int
+) -> list[float]:
+    """Train a model of transformers on the batches of a run; return the loss of each step."""
+    total = hp.total_batch_size or 0
+    data = open_data(hp, hp.vocab_size, hp.max_seq_len, total, seed)
+    batches = Loader(hp, data, total, 0, 1, torch.device("cpu")).training(0)
+    losses = []
+    for _ in range(hp.max_steps or 0):
+        micro_batches = next(batches).micro_batches
+        inputs, targets = (
+            torch.cat([getattr(part, name) for part in micro_batches])
+            for name in ("inputs", "targets")
+        )
+        loss = nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 96,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 2,
+    "vocab_size": 96,
+    "n_positions": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+MISTRAL = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
+
+
+QWEN2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
+
+
+QWEN3 = LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12}
+
+
+OLMO2 = LLAMA | {"model_type": "olmo2", "num_key_value_heads": 2, "pad_token_id": None}
+
+
+def make_reference(raw: dict[str, Any], seed: int = 0) -> Any:
+    """Return transformers' model of a config, with weights large enough that all parts affect the logits."""
+    kind = raw["model_type"]
+    config = transformers.AutoConfig.for_model(
+        kind, **{key: value for key, value in raw.items() if key != "model_type"}
+    )
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.15)
+            if parameter.ndim == 1 and name.endswith("weight"):
+                parameter += 1
+    return model
+
+
+TEXTS = ["Grüße aus Köln, wo der Käse zäh ist.", "def f(x):\n\treturn x + 1\n", "漢字 🎉"]
+
+
+def add_tokenizer(folder: Path, size: int) -> Any:
+    """Train a byte-level tokenizer of `size` ids and save it in `folder` as transformers does."""
+    encoder = tokenizers.Tokenizer(tokenizers.models.BPE())
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
+    )
+    encoder.train_from_iterator(TEXTS * 3, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=encoder, eos_token="<end>")
+    tokenizer.save_pretrained(folder)
+    return tokenizer

@@ -1,0 +1,17 @@
+"""Sizes of models."""
+
+from __future__ import annotations
+
+import torch
+
+from model import ModelConfig, Transformer
+
+
+def unit_sizes(config: ModelConfig) -> list[int]:
+    """Return the number of parameters of each block, of the embedding and of the head."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    return [
+        sum(p.numel() for p in unit.parameters())
+        for unit in (*model.blocks, model.embedding, model.head)
+    ]
