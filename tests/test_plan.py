@@ -413,7 +413,7 @@ def test_float8_halves_the_bytes_of_the_blocks_matrices() -> None:
 
 
 def table_row(name: str, hp: Hyperparameters, places: list[tuple[int, float]]) -> str:
-    """A row of docs/performance.md: the largest batch sizes by number of GPUs and memory of each in GiB."""
+    """A row of docs/planning.md: the largest batch sizes by number of GPUs and memory of each in GiB."""
     ranks = [fit.Ranks(torch.bfloat16, "cuda", n, min(n, 8), gib * GIB) for n, gib in places]
     sizes = [fit.largest_batch_size(hp, each) for each in ranks]
     return f"| {name} | {' | '.join(str(size or '-') for size in sizes)} |"
@@ -421,7 +421,7 @@ def table_row(name: str, hp: Hyperparameters, places: list[tuple[int, float]]) -
 
 @pytest.mark.slow
 def test_the_documentation_shows_the_largest_batch_sizes() -> None:
-    text = (REPOSITORY / "docs" / "performance.md").read_text().splitlines()
+    text = (REPOSITORY / "docs" / "planning.md").read_text().splitlines()
     common = {"activation_checkpointing": "full", "init_from": "base"}
     for sharding in ("no-shard", "grad-shard", "full-shard"):
         hp = Hyperparameters.model_validate(common | {"model": "llama2-7b", "sharding": sharding})

@@ -144,15 +144,10 @@ def saved(run: client.Trial) -> dict[int, client.Checkpoint]:
 
 
 def documented(group: str) -> set[str]:
-    """Return the metrics that docs/performance.md lists for a group, "training" or "validation"."""
-    section = (
-        (REPOSITORY / "docs" / "performance.md")
-        .read_text()
-        .partition("## Metrics\n")[2]
-        .partition("\n## ")[0]
-    )
-    training, _, validation = section.partition("Validation:")
-    return set(re.findall(r"`(\w+)`[:.,]", {"training": training, "validation": validation}[group]))
+    """Return the metrics that docs/metrics.md lists for a group, "training" or "validation"."""
+    page = (REPOSITORY / "docs" / "metrics.md").read_text()
+    section = page.partition(f"## {group.title()}\n")[2].partition("\n## ")[0]
+    return set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE))
 
 
 def test_a_short_run_shows_the_documented_metrics_and_checkpoints(
