@@ -1,4 +1,4 @@
-"""What README.md and docs/ name exists, and documentation and code use the field's words."""
+"""What the pages name exists, and documentation and code use the field's words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 from lm import config
 from tests.support import REPOSITORY
 
-PAGES = sorted([REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")])
+PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")])
 GENERATED = REPOSITORY / "docs" / "hyperparameters.md"
 TARGETS = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
 KEYS = set(config.Hyperparameters.model_fields)
