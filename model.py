@@ -26,6 +26,8 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from lm.fields import Fixed, Logged
+
 IGNORE_INDEX = -100
 """Target that is excluded from the loss."""
 
@@ -140,67 +142,89 @@ VocabSize = Annotated[int, Field(gt=1, le=2**24)]
 class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Hyperparameters of the architecture. `model` names a preset that supplies the keys that are not set."""
 
-    model: str | None = Field(
+    model: Logged[str | None] = Field(
         None, description="preset that supplies the keys below that are not set"
     )
     # The limits keep the number of elements of every tensor within int64, and a model on the meta
     # device small.
-    d_model: int = Field(512, gt=0, le=2**20, description="width of the residual stream")
-    n_heads: int = Field(
-        8, gt=0, le=2**14, description="query heads per layer; divides d_model if head_dim is null"
+    d_model: Fixed[int] = Field(
+        512,
+        gt=0,
+        le=2**20,
+        description="width of the residual stream",
+        json_schema_extra={"aliases": ["hidden_size", "n_embd"]},
     )
-    n_layers: int = Field(4, gt=0, le=2**12, description="Transformer blocks")
-    vocab_size: VocabSize = Field(
+    n_heads: Fixed[int] = Field(
+        8,
+        gt=0,
+        le=2**14,
+        description="query heads per layer; divides d_model if head_dim is null",
+        json_schema_extra={"aliases": ["num_attention_heads"]},
+    )
+    n_layers: Fixed[int] = Field(
+        4,
+        gt=0,
+        le=2**12,
+        description="Transformer blocks",
+        json_schema_extra={"aliases": ["num_layers", "num_hidden_layers"]},
+    )
+    vocab_size: Fixed[VocabSize] = Field(
         None,
         validate_default=True,
         description="token ids; null = the tokenizer's, rounded up to a multiple of 64; 32000 for synthetic data",
     )
-    max_seq_len: int = Field(
-        2048, gt=0, le=2**24, description="longest sequence; the length in training (tokens)"
+    max_seq_len: Fixed[int] = Field(
+        2048,
+        gt=0,
+        le=2**24,
+        description="longest sequence; the length in training (tokens)",
+        json_schema_extra={"aliases": ["seq_len", "block_size"]},
     )
-    n_kv_heads: int | None = Field(
+    n_kv_heads: Fixed[int | None] = Field(
         None, gt=0, le=2**14, description="key-value heads; divides n_heads; null = n_heads"
     )
-    head_dim: int | None = Field(
+    head_dim: Fixed[int | None] = Field(
         None, gt=0, le=2**14, description="width of a head; null = d_model / n_heads"
     )
-    d_ff: int | None = Field(
+    d_ff: Fixed[int | None] = Field(
         None,
         gt=0,
         le=2**24,
         description="feed-forward width; null = 4 d_model, or Llama's rule for swiglu",
     )
-    norm: Literal["layernorm", "rmsnorm"] = Field(
+    norm: Fixed[Literal["layernorm", "rmsnorm"]] = Field(
         "layernorm", description="normalization of sublayers and output"
     )
-    norm_eps: float = Field(1e-5, gt=0, description="added to the variance in each norm")
-    norm_placement: Literal["pre", "post"] = Field(
+    norm_eps: Fixed[float] = Field(1e-5, gt=0, description="added to the variance in each norm")
+    norm_placement: Fixed[Literal["pre", "post"]] = Field(
         "pre",
         description="normalize a sublayer's input (GPT, Llama), or its output before it is added (OLMo 2)",
     )
-    qk_norm: Literal["none", "head", "projection"] = Field(
+    qk_norm: Fixed[Literal["none", "head", "projection"]] = Field(
         "none",
         description="RMSNorm of queries and keys: of each head (Qwen3), or of all heads together (OLMo 2)",
     )
-    positions: Literal["learned", "rope"] = Field(
+    positions: Fixed[Literal["learned", "rope"]] = Field(
         "learned", description="learned table, or rotary embedding"
     )
-    rope_theta: float = Field(10000.0, gt=0, description="base of the rotary wavelengths")
-    rope_scaling: RopeScaling | None = Field(
+    rope_theta: Fixed[float] = Field(10000.0, gt=0, description="base of the rotary wavelengths")
+    rope_scaling: Fixed[RopeScaling | None] = Field(
         None, description="Llama 3 frequency scaling (a mapping)"
     )
-    ffn: Literal["relu", "gelu", "swiglu"] = Field(
+    ffn: Fixed[Literal["relu", "gelu", "swiglu"]] = Field(
         "relu", description="feed-forward network; gelu is GPT-2's tanh form"
     )
-    bias: Literal["ffn", "none", "qkv", "all"] = Field(
+    bias: Fixed[Literal["ffn", "none", "qkv", "all"]] = Field(
         "ffn",
         description="linear layers with a bias (the head has none); qkv = query, key and value (Qwen2)",
     )
-    tie_embeddings: bool = Field(False, description="use the token embedding as the output matrix")
-    sliding_window: int | None = Field(
+    tie_embeddings: Fixed[bool] = Field(
+        False, description="use the token embedding as the output matrix"
+    )
+    sliding_window: Fixed[int | None] = Field(
         None, gt=0, description="attend to the last N positions only (tokens)"
     )
-    dropout: float = Field(
+    dropout: Fixed[float] = Field(
         0.0, ge=0, lt=1, description="probability of zeroing an activation in training"
     )
 

@@ -7,7 +7,7 @@
 3  lm.checkpoint                                 save, verify, retain, resume
 2  lm.training, lm.metrics, lm.data              what a step is made of
 1  lm.sampling, lm.runtime, lm.determined        text from a model; the ranks of a run; the Determined master
-0  model.py, lm.launch, lm.seeds, lm.shards, lm.fileio, lm.strict_yaml   import nothing of ours but lm.errors
+0  model.py, lm.launch, lm.seeds, lm.shards, lm.fileio, lm.strict_yaml   import only lm.errors and lm.fields of ours
 
 A name is a module or a package. Inside a package, files import each other in one direction.
 """

@@ -27,6 +27,7 @@ from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.data.run_data import DataConfig, default_vocab_size
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, command
+from lm.fields import Fixed, Unlogged, aliases_of
 from lm.launch.console import announce
 from lm.metrics.accumulator import MetricsConfig
 from lm.training import lora
@@ -45,27 +46,33 @@ DEFAULT_SEED = 42
 class RunConfig(BaseModel, frozen=True, extra="forbid"):
     """Length, seed and name of the run, and its samples."""
 
-    max_steps: int | None = Field(
-        None, gt=0, description="optimizer steps; null = searcher.max_length, else 100"
+    max_steps: Unlogged[int | None] = Field(
+        None,
+        gt=0,
+        description="optimizer steps; null = searcher.max_length, else 100",
+        json_schema_extra={"aliases": ["max_iters"]},
     )
-    max_epochs: float | None = Field(
+    max_epochs: Unlogged[float | None] = Field(
         None,
         le=1e6,
         description="passes over the data, instead of max_steps; below 0 = only validate and generate",
+        json_schema_extra={"aliases": ["num_train_epochs", "epochs"]},
     )
-    seed: int | None = Field(
+    seed: Fixed[int | None] = Field(
         None, ge=0, description="of weights, data order and dropout; null = the trial's, else 42"
     )
-    run_name: str | None = Field(
-        None, description="directory under runs/; null = the config file's name"
+    run_name: Unlogged[str | None] = Field(
+        None,
+        description="directory under runs/; null = the config file's name",
+        json_schema_extra={"aliases": ["output_dir"]},
     )
-    prompt: str | None = Field(
+    prompt: Unlogged[str | None] = Field(
         None, description="text that samples continue; null = the start of the validation data"
     )
-    num_tokens: int = Field(
+    num_tokens: Unlogged[int] = Field(
         100, ge=0, description="tokens per sample, each a forward pass; 0 = no samples"
     )
-    collective_timeout: float = Field(
+    collective_timeout: Unlogged[float] = Field(
         600.0, ge=1, le=604800, description="longest wait for another rank (seconds)"
     )
 
@@ -104,7 +111,16 @@ class Hyperparameters(
 
 
 PARTS: tuple[type[BaseModel], ...] = Hyperparameters.__bases__[::-1]
-_SCHEMA = Hyperparameters.model_json_schema()
+
+
+def _json_schema() -> dict[str, Any]:
+    schema = Hyperparameters.model_json_schema()
+    for key in schema["properties"].values():
+        key.pop("aliases", None)  # not a word of JSON Schema
+    return schema
+
+
+_SCHEMA = _json_schema()
 
 
 class _Strict(BaseModel, allow_inf_nan=False, str_min_length=1):
@@ -428,33 +444,9 @@ def _nested(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-_ALIASES = {
-    "lr": ("learning_rate",),
-    "max_seq_len": ("seq_len", "block_size"),
-    "d_model": ("hidden_size", "n_embd"),
-    "n_layers": ("num_layers", "num_hidden_layers"),
-    "n_heads": ("num_attention_heads",),
-    "max_epochs": ("num_train_epochs", "epochs"),
-    "max_steps": ("max_iters",),
-    "batch_size": ("per_device_train_batch_size",),
-    "total_batch_size": ("gradient_accumulation_steps",),
-    "grad_clip": ("max_grad_norm",),
-    "activation_checkpointing": ("gradient_checkpointing",),
-    "lr_schedule": ("lr_scheduler_type",),
-    "report_rate": ("logging_steps",),
-    "validation_rate": ("eval_steps",),
-    "checkpoint_rate": ("save_steps",),
-    "keep_checkpoints": ("save_total_limit",),
-    "init_from": ("model_name_or_path",),
-    "amp_dtype": ("dtype", "bf16"),
-    "lora_rank": ("lora_r",),
-    "run_name": ("output_dir",),
-}
-"""Names of a hyperparameter in transformers, TRL, nanoGPT and others."""
-
-
 def _nearest(key: str, known: Iterable[str]) -> str:
-    near = [ours for ours, theirs in _ALIASES.items() if key in theirs]
+    fields = Hyperparameters.model_fields
+    near = [ours for ours, field in fields.items() if key in aliases_of(field)]
     if not near:
         near = difflib.get_close_matches(key.lower(), known, n=1)
     return f"; did you mean {near[0]}?" if near else "; python -m lm.config lists all"

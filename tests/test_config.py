@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from lm import config
 from lm.errors import ConfigError
+from lm.fields import CHANGES
 from lm.training import parallelize
 from model import PRESETS, ModelConfig
 from tests.support.hyperparameters import TINY, named_keys
@@ -529,6 +530,13 @@ def test_every_hyperparameter_belongs_to_one_part_and_has_a_description() -> Non
     fields = [(key, field) for part in config.PARTS for key, field in part.model_fields.items()]
     assert sorted(key for key, _ in fields) == sorted(config.Hyperparameters.model_fields)
     assert all(field.description for _, field in fields)
+
+
+@pytest.mark.parametrize("key", config.Hyperparameters.model_fields)
+def test_every_hyperparameter_says_what_its_change_means_for_a_run_that_resumes(key: str) -> None:
+    field = config.Hyperparameters.model_fields[key]
+    marks = [mark for mark in field.metadata if mark in CHANGES]
+    assert len(marks) == 1, f"{key}: mark its type as Fixed, Logged or Unlogged (lm/fields.py)"
 
 
 # ---- complete runs

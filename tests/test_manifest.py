@@ -173,7 +173,7 @@ def test_losses_of_other_validation_data_are_not_the_best() -> None:
 def test_tokenizers_are_compared_by_content_and_not_by_path(victim: Path) -> None:
     same = {"tokenizer": "9 tokens, sha256 0", "validation_loss": 1.0}
     forge_manifest(victim, hyperparameters={"tokenizer": "a/tokenizer.json"}, **same)
-    plan = ResumePlan((str(victim),), may_be_complete=True)
+    plan = ResumePlan(Hyperparameters, (str(victim),), may_be_complete=True)
     now = RUN_INFO.model_copy(update={"hyperparameters": {"tokenizer": "b/tokenizer.json"}})
     same_content = now.model_copy(update={"tokenizer": "9 tokens, sha256 0"})
     other_content = now.model_copy(update={"tokenizer": "9 tokens, sha256 1"})

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.multiprocessing import ProcessExitedException
 
-from lm import config, generate, sampling
+from lm import generate, sampling
 from lm.checkpoint.manifest import read_manifest
-from lm.checkpoint.resume import IDENTITY, UNLOGGED, extension
+from lm.checkpoint.resume import extension
 from lm.data.loader import Loader, MicroBatch
 from lm.data.tokenizer import FILE
 from lm.runtime.world import World
@@ -44,11 +44,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_fsdp(folder, ranks=2, config=RUN, code=0)
     assert sorted(checkpoints_by_step(folder)) == [5, 10]
     return folder
-
-
-def test_hyperparameters_that_are_compared_exist() -> None:
-    assert config.Hyperparameters.model_fields.keys() >= IDENTITY | UNLOGGED
-    assert not IDENTITY & UNLOGGED
 
 
 def test_five_steps_and_five_more_equal_ten_bit_for_bit(reference: Path, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def save_and_load(
     fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
     manifest = checkpointer.load(uuids[3], lambda _: {"model": model.state_dict()})
     shards = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
-    plan = ResumePlan((uuids[3],))
+    plan = ResumePlan(CheckpointConfig, (uuids[3],))
     return {
         "uuids": uuids,
         "date": world.on_rank0(lambda: start_date(plan, checkpointer.store)),

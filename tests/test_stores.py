@@ -131,7 +131,7 @@ def test_a_checkpoint_loads_as_it_was_saved_and_nothing_else_is_left(
             for step, name in enumerate(names, start=1):
                 assert is_filled_with(loaded(checkpointer, store.locate(name)), step)
                 assert store.read_manifest(store.locate(name)).step == step
-            plan = ResumePlan((store.locate(names[0]),))
+            plan = ResumePlan(CheckpointConfig, (store.locate(names[0]),))
             assert (
                 start_date(plan, store).isoformat()
                 == RUN_INFO.hyperparameters["chat_template_date"]
@@ -278,7 +278,9 @@ def test_losing_all_checkpoints_is_an_error_and_having_none_is_not(
             ):  # all deleted: not silently a new run
                 plan_resume(AUTO, store, restarted=False)
             fresh = CheckpointConfig.model_validate({"resume": "fresh"})
-            assert plan_resume(fresh, store, restarted=False) == ResumePlan(fresh=True)
+            assert plan_resume(fresh, store, restarted=False) == ResumePlan(
+                CheckpointConfig, fresh=True
+            )
 
     in_world(lose)
 

@@ -41,6 +41,7 @@ from lm.checkpoint.manifest import (
 from lm.checkpoint.store import CheckpointStore
 from lm.checkpoint.tensor_files import State
 from lm.errors import ConfigError, RunError
+from lm.fields import Logged, Unlogged
 from lm.fileio import write_durably
 from lm.launch.machine import host_memory
 from lm.runtime.world import World
@@ -53,31 +54,36 @@ SHARED = "checkpoints need a directory that all machines share"
 class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
     """Hyperparameters of saving and resuming."""
 
-    checkpoint_rate: int = Field(
-        50, gt=0, description="steps between checkpoints; one more after the last step"
+    checkpoint_rate: Logged[int] = Field(
+        50,
+        gt=0,
+        description="steps between checkpoints; one more after the last step",
+        json_schema_extra={"aliases": ["save_steps"]},
     )
-    keep_checkpoints: int | None = Field(
+    keep_checkpoints: Logged[int | None] = Field(
         2,
         gt=0,
         description="newest checkpoints to keep, in addition to the one of lowest validation loss; null = all",
+        json_schema_extra={"aliases": ["save_total_limit"]},
     )
-    async_checkpoint: bool = Field(
+    async_checkpoint: Logged[bool] = Field(
         True, description="continue training while a checkpoint is written"
     )
-    checkpoint_storage: str | None = Field(
+    checkpoint_storage: Logged[str | None] = Field(
         None,
         description="URL under which the run's checkpoints, metrics and report are stored, outside Determined, e.g."
         " s3://bucket/prefix (also gs://, az://); null = in runs/",
     )
-    resume: str = Field(
+    resume: Unlogged[str] = Field(
         "auto",
         description="auto = newest complete checkpoint; fresh = start at step 0; or the path or URL of a checkpoint or"
         " run",
     )
-    init_from: str | None = Field(
+    init_from: Logged[str | None] = Field(
         None,
         description="weights to start with: a Hugging Face directory or OWNER/MODEL[@REVISION], which also supplies the"
         " model's keys and the tokenizer; or a checkpoint: its or its run's directory or URL, or on a cluster a UUID",
+        json_schema_extra={"aliases": ["model_name_or_path"]},
     )
 
     @property

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import determined as det
+from pydantic import BaseModel
 
 from lm.checkpoint import remote
 from lm.checkpoint.bucket import Bucket, is_url
@@ -40,43 +41,19 @@ from lm.checkpoint.manifest import (
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error, printable
-from lm.metrics.accumulator import MetricsConfig
+from lm.fields import keys_that_are
 from lm.metrics.device import peak_memory_gib
 from lm.runtime.world import World
-from lm.training.lora import LoraConfig
 from lm.training.optim import OptimConfig, learning_rate
-from lm.training.profiling import ProfilingConfig
 from model import ModelConfig
-
-IDENTITY = {
-    "dataset",
-    "optim_dtype",
-    "seed",
-    "shuffle",
-    "tokenizer",
-    "total_batch_size",
-    "train_data",
-}
-IDENTITY |= (ModelConfig.model_fields | LoraConfig.model_fields).keys() - {"model"}
-"""Hyperparameters whose change makes a different run; tokenizer and train_data are compared by content."""
-
-UNLOGGED = {
-    "collective_timeout",
-    "max_epochs",
-    "max_steps",
-    "num_tokens",
-    "prompt",
-    "resume",
-    "run_name",
-}
-UNLOGGED |= MetricsConfig.model_fields.keys() | ProfilingConfig.model_fields.keys()
-"""Hyperparameters whose change is not worth a line."""
 
 
 @dataclass(frozen=True)
 class ResumePlan:
     """Checkpoints to load, best first: absolute paths, URLs, UUIDs on a cluster; of `init_candidates` only weights."""
 
+    hyperparameters: type[BaseModel]
+    """says of each key whether its change makes a different run"""
     resume_candidates: tuple[str, ...] = ()
     init_candidates: tuple[str, ...] = ()
     may_be_complete: bool = False
@@ -89,6 +66,7 @@ def plan_resume(config: CheckpointConfig, store: CheckpointStore, restarted: boo
     """Find the checkpoints to resume from, or else the one to load weights from; print to stderr what is skipped.
 
     Args:
+        config: all hyperparameters of the run.
         restarted: a launcher restarts the run, which resumes from its newest checkpoint if it has
             one.
 
@@ -96,16 +74,17 @@ def plan_resume(config: CheckpointConfig, store: CheckpointStore, restarted: boo
         ConfigError: `resume` or `init_from` is not a checkpoint.
         CheckpointError: there are checkpoints, but none is complete.
     """
+    keys = type(config)
     fresh = config.resume != "auto" and not restarted
     candidates = [] if fresh else store.resume_candidates()
     if not candidates and config.resume not in ("auto", "fresh"):
         candidates = [_locate("resume", config.resume, store)]
     if candidates:
         may_be_complete = config.resume == "auto" and store.shows_completion
-        return ResumePlan(tuple(candidates), (), may_be_complete, fresh)
+        return ResumePlan(keys, tuple(candidates), (), may_be_complete, fresh)
     if config.init_from is None:
-        return ResumePlan(fresh=fresh)
-    return ResumePlan((), (_locate("init_from", config.init_from, store),), fresh=fresh)
+        return ResumePlan(keys, fresh=fresh)
+    return ResumePlan(keys, (), (_locate("init_from", config.init_from, store),), fresh=fresh)
 
 
 def _locate(key: str, where: str, store: CheckpointStore) -> str:
@@ -231,7 +210,7 @@ def completed_step(
     if not (plan.may_be_complete and max_steps):
         return 0
     manifest = store.read_manifest(plan.resume_candidates[0])
-    _compare_runs(manifest, run_info)
+    _compare_runs(manifest, run_info, plan.hyperparameters)
     _compare_bases(manifest, run_info)
     is_evaluated = manifest.validation_loss is not None and (manifest.sampled or not samples)
     return (
@@ -270,8 +249,11 @@ def resume(
         return bool(plan.resume_candidates) and not is_fork
 
     def select(manifest: Manifest) -> State:
-        compare = _compare_runs if is_resumable(manifest) else _compare_models
-        for change in compare(manifest, run_info):
+        if is_resumable(manifest):
+            changes = _compare_runs(manifest, run_info, plan.hyperparameters)
+        else:
+            changes = _compare_models(manifest, run_info)
+        for change in changes:
             log(f"changed: {printable(change)}")
         _compare_bases(manifest, run_info)
         if not is_resumable(manifest):
@@ -315,7 +297,7 @@ def resume(
     return progress
 
 
-def _compare_runs(saved: RunInfo, run_info: RunInfo) -> list[str]:
+def _compare_runs(saved: RunInfo, run_info: RunInfo, hyperparameters: type[BaseModel]) -> list[str]:
     """Return the changes to log; raise ConfigError if they make a different run."""
     old, new = (
         info.hyperparameters
@@ -324,14 +306,17 @@ def _compare_runs(saved: RunInfo, run_info: RunInfo) -> list[str]:
         for info in (saved, run_info)
     )
     changes = _changes(old, new, filter(old.__contains__, new))
-    if different := {key: change for key, change in changes.items() if key in IDENTITY}:
+    fixed = keys_that_are("fixed", hyperparameters)
+    different = {key: change for key, change in changes.items() if key in fixed}
+    if different:
         total = "total_batch_size"
         hint = (
             f" (with other ranks or batch_size: {total}={old[total]})" if total in different else ""
         )
         remedy = f"undo the change{hint}, or start it with another run_name or resume=fresh"
         raise ConfigError(*different.values(), f"this would be a different run: {remedy}")
-    return [change for key, change in changes.items() if key not in UNLOGGED]
+    logged = keys_that_are("logged", hyperparameters)
+    return [change for key, change in changes.items() if key in logged]
 
 
 def _optim_config(hyperparameters: Mapping[str, Any]) -> OptimConfig:

@@ -26,6 +26,7 @@ from lm.data.tokens import (
     read_tokens,
 )
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
+from lm.fields import Fixed, Logged
 from model import IGNORE_INDEX
 
 SYNTHETIC_BATCHES = 10
@@ -40,58 +41,65 @@ PROMPT_TOKENS = 32
 class DataConfig(BaseModel, frozen=True, extra="forbid"):
     """Hyperparameters of the data."""
 
-    dataset: Literal["synthetic", "text", "tokens", "jsonl", "hf"] = Field(
+    dataset: Fixed[Literal["synthetic", "text", "tokens", "jsonl", "hf"]] = Field(
         "synthetic",
         description="random tokens, UTF-8 text, token files (`python -m lm.prepare`), JSON Lines or a streamed dataset",
     )
-    train_data: str | dict[str, Annotated[float, Field(gt=0)]] | None = Field(
+    train_data: Fixed[str | dict[str, Annotated[float, Field(gt=0)]] | None] = Field(
         None,
         description="a file, directory or glob; text: null = the Python standard library's source; tokens: a"
         " directory, or several with weights; hf: also a dataset on the hub",
     )
-    val_data: str | None = Field(
+    val_data: Logged[str | None] = Field(
         None,
         description="a file, directory or glob; null = held out of train_data: the last 5 % (text), every 20th line"
         " (jsonl), the directory's validation part (tokens); hf: also a split, null = `validation`",
     )
-    tokenizer: str | None = Field(
+    tokenizer: Fixed[str | None] = Field(
         None,
         description="`bytes` (257 ids), a tokenizer.json, its directory, or a Hugging Face name; null = that of the"
         " token files (tokens), else bytes",
     )
-    text_field: str = Field("text", description="field that holds the text (jsonl, hf)")
-    loss_on: Literal["all", "completion"] = Field(
+    text_field: Logged[str] = Field("text", description="field that holds the text (jsonl, hf)")
+    loss_on: Logged[Literal["all", "completion"]] = Field(
         "all", description="tokens that are targets (jsonl)"
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: Logged[dict[str, Any] | None] = Field(
         None,
         description="variables of the chat template, e.g. {enable_thinking: false}; date_string replaces today's date"
         " (jsonl)",
     )
-    chat_template_date: datetime.date | None = Field(
+    chat_template_date: Logged[datetime.date | None] = Field(
         None,
         description="today's date (YYYY-MM-DD) for the chat template; null = the day on which the run first starts"
         " (jsonl)",
     )
-    packing: bool = Field(
+    packing: Logged[bool] = Field(
         True,
         description="several samples in a sequence, each in one piece; false = one sample (jsonl)",
     )
-    data_workers: int = Field(1, gt=0, description="processes per rank that read and tokenize (hf)")
-    hf_config: str | None = Field(
+    data_workers: Logged[int] = Field(
+        1, gt=0, description="processes per rank that read and tokenize (hf)"
+    )
+    hf_config: Logged[str | None] = Field(
         None, description="configuration of the dataset on the hub, e.g. en for C4 (hf)"
     )
-    shuffle: bool = Field(True, description="shuffle the samples in each epoch, by the seed")
-    batch_size: int = Field(
-        1, gt=0, le=MAX_BATCH_SIZE, description="sequences per device in a micro-batch"
+    shuffle: Fixed[bool] = Field(True, description="shuffle the samples in each epoch, by the seed")
+    batch_size: Logged[int] = Field(
+        1,
+        gt=0,
+        le=MAX_BATCH_SIZE,
+        description="sequences per device in a micro-batch",
+        json_schema_extra={"aliases": ["per_device_train_batch_size"]},
     )
-    total_batch_size: int | None = Field(
+    total_batch_size: Fixed[int | None] = Field(
         None,
         gt=0,
         le=MAX_BATCH_SIZE,
         description="sequences per optimizer step over all ranks; null = batch_size x ranks",
+        json_schema_extra={"aliases": ["gradient_accumulation_steps"]},
     )
-    validation_batches: int = Field(
+    validation_batches: Logged[int] = Field(
         10, gt=0, description="batches of total_batch_size in a validation"
     )
 

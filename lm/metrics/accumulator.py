@@ -12,6 +12,7 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
+from lm.fields import Unlogged
 from lm.metrics.device import peak_memory_gib
 from lm.runtime.world import World
 
@@ -21,16 +22,24 @@ TrackerName = Literal["wandb", "mlflow", "determined"]
 class MetricsConfig(BaseModel, frozen=True, extra="forbid"):
     """How often metrics are reported."""
 
-    report_rate: int = Field(10, gt=0, description="steps between training reports")
-    validation_rate: int | None = Field(
-        None, gt=0, description="steps between validations; null = report_rate"
+    report_rate: Unlogged[int] = Field(
+        10,
+        gt=0,
+        description="steps between training reports",
+        json_schema_extra={"aliases": ["logging_steps"]},
     )
-    sample_rate: int | None = Field(
+    validation_rate: Unlogged[int | None] = Field(
+        None,
+        gt=0,
+        description="steps between validations; null = report_rate",
+        json_schema_extra={"aliases": ["eval_steps"]},
+    )
+    sample_rate: Unlogged[int | None] = Field(
         None,
         gt=0,
         description="steps between samples; null = validation_rate if the data are text, else no samples",
     )
-    tracker: TrackerName | list[TrackerName] | None = Field(
+    tracker: Unlogged[TrackerName | list[TrackerName] | None] = Field(
         None,
         description="services that are sent metrics, samples and status; a failure of theirs never ends the run",
     )

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
+from lm.fields import Fixed
 from model import Block, ModelConfig, Transformer
 
 BLOCK_KEYS = ModelConfig.model_fields.keys() - {"model", "n_layers"}
@@ -27,16 +28,19 @@ BLOCK_KEYS = ModelConfig.model_fields.keys() - {"model", "n_layers"}
 class LoraConfig(BaseModel, frozen=True, extra="forbid"):
     """Low-rank adapters, trained instead of the weights of `init_from`."""
 
-    lora_rank: int | None = Field(
-        None, gt=0, description="rank of the adapters; null = train all weights"
+    lora_rank: Fixed[int | None] = Field(
+        None,
+        gt=0,
+        description="rank of the adapters; null = train all weights",
+        json_schema_extra={"aliases": ["lora_r"]},
     )
-    lora_alpha: float = Field(
+    lora_alpha: Fixed[float] = Field(
         16.0, gt=0, description="the adapters' output is scaled by lora_alpha / lora_rank"
     )
-    lora_dropout: float = Field(
+    lora_dropout: Fixed[float] = Field(
         0.0, ge=0, lt=1, description="probability of zeroing an input of the adapters"
     )
-    lora_targets: list[str] | None = Field(
+    lora_targets: Fixed[list[str] | None] = Field(
         None,
         min_length=1,
         description="layers with adapters, e.g. [q_proj, v_proj]; null = the blocks' linear layers",

@@ -13,37 +13,47 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from lm.errors import ConfigError
+from lm.fields import Fixed, Logged
 
 
 class OptimConfig(BaseModel, frozen=True, extra="forbid"):
     """AdamW, its learning rate schedule, and clipping."""
 
-    lr: float = Field(1.0e-4, gt=0, description="peak learning rate")
-    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+    lr: Logged[float] = Field(
+        1.0e-4,
+        gt=0,
+        description="peak learning rate",
+        json_schema_extra={"aliases": ["learning_rate"]},
+    )
+    lr_schedule: Logged[Literal["constant", "linear", "cosine", "wsd"]] = Field(
         "constant",
         description="decay after warm-up; wsd = constant, then linear over the last fifth of the run",
+        json_schema_extra={"aliases": ["lr_scheduler_type"]},
     )
-    warmup_steps: float = Field(
+    warmup_steps: Logged[float] = Field(
         0, ge=0, description="linear warm-up (steps; below 1 a fraction of the run)"
     )
-    min_lr_ratio: float = Field(
+    min_lr_ratio: Logged[float] = Field(
         0.0, ge=0, le=1, description="final learning rate as a fraction of lr"
     )
-    weight_decay: float = Field(
+    weight_decay: Logged[float] = Field(
         0.01, ge=0, description="decoupled decay of matrices; norms and biases have none"
     )
-    beta1: float = Field(0.9, ge=0, lt=1, description="decay of AdamW's mean of gradients")
-    beta2: float = Field(
+    beta1: Logged[float] = Field(0.9, ge=0, lt=1, description="decay of AdamW's mean of gradients")
+    beta2: Logged[float] = Field(
         0.999, ge=0, lt=1, description="decay of AdamW's mean of squared gradients"
     )
-    grad_clip: float | None = Field(
-        None, gt=0, description="maximum gradient norm; larger gradients are scaled down"
+    grad_clip: Logged[float | None] = Field(
+        None,
+        gt=0,
+        description="maximum gradient norm; larger gradients are scaled down",
+        json_schema_extra={"aliases": ["max_grad_norm"]},
     )
-    optim_dtype: Literal["float32", "bfloat16"] = Field(
+    optim_dtype: Fixed[Literal["float32", "bfloat16"]] = Field(
         "float32",
         description="dtype of AdamW's two moments; bfloat16 saves 4 bytes per parameter, for beta2 <= 0.99",
     )
-    skip_nonfinite: int = Field(
+    skip_nonfinite: Logged[int] = Field(
         10,
         gt=0,
         description="abort after this many consecutive steps with inf or NaN gradients (checked at reports)",

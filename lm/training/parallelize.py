@@ -37,6 +37,7 @@ from torch.utils.checkpoint import (
 
 from lm import seeds
 from lm.errors import ConfigError
+from lm.fields import Logged
 from lm.launch.console import announce
 from lm.runtime.world import MeshShape
 from lm.shards import local_rows
@@ -49,42 +50,43 @@ from model import Transformer
 class ParallelConfig(BaseModel, frozen=True, extra="forbid"):
     """Sharding, recomputation, offload, compilation and determinism."""
 
-    sharding: Literal[
-        "full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"
+    sharding: Logged[
+        Literal["full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard"]
     ] = Field(
         "full-shard", description="sharding of parameters, gradients and optimizer state over ranks"
     )
-    shard_group_size: int | None = Field(
+    shard_group_size: Logged[int | None] = Field(
         None,
         gt=0,
         description="ranks per replica for hybrid strategies; null = the ranks of a node",
     )
-    layer_wrap: bool = Field(
+    layer_wrap: Logged[bool] = Field(
         True, description="all-gather layer by layer; false = the model as one FSDP unit"
     )
-    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+    reduce_dtype: Logged[Literal["float32", "bfloat16"]] = Field(
         "float32",
         description="dtype in which ranks reduce gradients; with bfloat16 also of accumulated gradients",
     )
-    cpu_offload: bool = Field(
+    cpu_offload: Logged[bool] = Field(
         False, description="keep parameters, gradients and optimizer state in host memory"
     )
-    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+    activation_checkpointing: Logged[Literal["none", "selective", "full"]] = Field(
         "none",
         description="recompute in backward: nothing, all but attention and matrix products, or full blocks",
+        json_schema_extra={"aliases": ["gradient_checkpointing"]},
     )
-    activation_offload: bool = Field(
+    activation_offload: Logged[bool] = Field(
         False,
         description="keep what blocks save for backward in host memory, except for the last two blocks",
     )
-    sync_each_micro_step: bool = Field(
+    sync_each_micro_step: Logged[bool] = Field(
         False,
         description="reduce-scatter in every micro-step, so that a rank accumulates gradients of its shard only",
     )
-    compile: Literal["auto"] | bool = Field(
+    compile: Logged[Literal["auto"] | bool] = Field(
         "auto", description="compile the blocks and the loss; auto = on GPUs and for float8"
     )
-    deterministic: bool = Field(
+    deterministic: Logged[bool] = Field(
         False,
         description="use only deterministic kernels, so that runs on GPUs are bit-identical; slower attention",
     )

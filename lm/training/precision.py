@@ -14,16 +14,18 @@ from pydantic import BaseModel, Field
 from torch import Tensor
 
 from lm.errors import ConfigError
+from lm.fields import Logged
 
 
 class PrecisionConfig(BaseModel, frozen=True, extra="forbid"):
     """Compute dtype."""
 
-    amp_dtype: Literal["auto", "bfloat16", "float16"] | None = Field(
+    amp_dtype: Logged[Literal["auto", "bfloat16", "float16"] | None] = Field(
         "auto",
         description="compute dtype; auto = bfloat16 if supported, float16 on older GPUs, else null = float32",
+        json_schema_extra={"aliases": ["dtype", "bf16"]},
     )
-    float8: Literal["tensorwise", "rowwise"] | None = Field(
+    float8: Logged[Literal["tensorwise", "rowwise"] | None] = Field(
         None,
         description="float8 recipe for the blocks' matrix products, with scales per tensor or per row (needs torchao)",
     )

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, field_validator
 from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
 from lm.errors import ConfigError
+from lm.fields import Unlogged
 
 MAX_ALLOCATIONS = 100_000
 """Most recent allocations in a memory snapshot: tens of megabytes with their stacks."""
@@ -20,17 +21,17 @@ MAX_ALLOCATIONS = 100_000
 class ProfilingConfig(BaseModel, frozen=True, extra="forbid"):
     """Profilers of Core API and PyTorch."""
 
-    core_api_profiler: bool = Field(
+    core_api_profiler: Unlogged[bool] = Field(
         False, description="report GPU, CPU, memory, disk and network use to the Web UI"
     )
-    torch_profiler: bool = Field(
+    torch_profiler: Unlogged[bool] = Field(
         False, description="write PyTorch traces for TensorBoard, one file per rank"
     )
-    torch_profiler_steps: tuple[int, int, int] = Field(
+    torch_profiler_steps: Unlogged[tuple[int, int, int]] = Field(
         (1, 1, 2),
         description="steps to wait, to warm up and to trace, once, counted from the first step of the process",
     )
-    memory_snapshot: bool = Field(
+    memory_snapshot: Unlogged[bool] = Field(
         False,
         description="write a snapshot of GPU memory per rank at the end, also after running out of memory",
     )
