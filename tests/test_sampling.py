@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.sampling import choose, generate, generate_batch
+from lm.sampling import sample_tokens, generate, generate_batch
 from model import ModelConfig, Transformer
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def draw(
     """Return the frequency of each token in `times` samples."""
     settings = {"top_k": None, "top_p": None} | limits
     generator = torch.Generator().manual_seed(0)
-    drawn = choose(logits.expand(times, -1), temperature, generator=generator, **settings)
+    drawn = sample_tokens(logits.expand(times, -1), temperature, generator=generator, **settings)
     return drawn.bincount(minlength=len(logits)) / times
 
 
@@ -100,7 +100,7 @@ def test_top_p_applies_after_top_k() -> None:
 def test_each_sequence_is_sampled_from_its_own_logits() -> None:
     logits = torch.full((3, 4), -torch.inf)
     logits[[0, 1, 2], [3, 0, 2]] = 0.0
-    assert choose(logits, 1.0, None, 0.9, torch.Generator()).tolist() == [3, 0, 2]
+    assert sample_tokens(logits, 1.0, None, 0.9, torch.Generator()).tolist() == [3, 0, 2]
 
 
 # ---- one sequence
@@ -134,7 +134,7 @@ def test_generation_continues_from_the_latest_half_of_a_full_context(context: in
         if len(tokens) - start > context:
             start = len(tokens) - max(1, context // 2)
         logits = model(torch.tensor([tokens[start:]]))[:, -1]
-        tokens.append(int(choose(logits, 1.0, None, None, generator)))
+        tokens.append(int(sample_tokens(logits, 1.0, None, None, generator)))
     assert continued(model, [9], 30, seed=7) == tokens[1:]
 
 
