@@ -1,4 +1,4 @@
-"""Command line for generating text from a checkpoint, which contains the model's structure and its tokenizer.
+"""Command line for generating text from a checkpoint, which holds the model and its tokenizer.
 
     python -m lm.generate CHECKPOINT --prompt TEXT [--samples N] [--batch-size B]
     python -m lm.generate CHECKPOINT --chat [--system TEXT]
@@ -22,7 +22,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
@@ -50,13 +50,15 @@ def load_model(
     manifest = read_manifest(directory)
     if manifest.tokenizer is None:
         raise ConfigError(
-            f"{directory}: has no tokenizer: trained on random tokens, or on ids of an unknown tokenizer"
+            f"{directory}: has no tokenizer: trained on random tokens, or on ids of an unknown"
+            " tokenizer"
         )
     tokenizer = saved_tokenizer(
         manifest.tokenizer, directory, manifest.files, manifest.hyperparameters
     )
-    if tokenizer.vocab_size > (size := model_of(directory, manifest).vocab_size):
-        problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {size}"
+    vocab_size = model_of(directory, manifest).vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}"
         raise ConfigError(f"{directory}: {problem}; use another checkpoint")
     return base.load_model(directory, device, base_dir), tokenizer
 
@@ -69,36 +71,70 @@ def generate_texts(
     max_new_tokens: int,
     args: argparse.Namespace,
 ) -> Iterator[Iterator[str]]:
-    """Yield for each of `prompts` the pieces of its text while they are generated, all prompts in one batch."""
-    options: dict[str, Any] = {key: getattr(args, key) for key in ("temperature", "top_k", "top_p")}
-    options |= {"device": next(model.parameters()).device, "stop_ids": tokenizer.stop_ids}
-    steps = sampling.generate_batch(model, prompts, max_new_tokens, seeds=seeds, **options)
-    for i, branch in enumerate(itertools.tee(steps, len(prompts))):
-        yield until(tokenizer.stream(_sequence(branch, i), after=prompts[i]), args.stop)
+    """Yield for each of `prompts`, one batch, the pieces of its text while they are generated."""
+    steps = sampling.generate_batch(
+        model,
+        prompts,
+        max_new_tokens,
+        device=next(model.parameters()).device,
+        seeds=seeds,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        stop_ids=tokenizer.stop_ids,
+    )
+    # The steps of the batch are read once per prompt, each time for its own tokens.
+    copies = itertools.tee(steps, len(prompts))
+    for i, prompt in enumerate(prompts):
+        tokens = _select_sequence(copies[i], i)
+        pieces = tokenizer.stream(tokens, after=prompt)
+        yield end_before_stop(pieces, args.stop)
 
 
-def _sequence(steps: Iterator[list[int | None]], i: int) -> Iterator[int]:
-    return (token for step in steps if (token := step[i]) is not None)
+def _select_sequence(steps: Iterator[list[int | None]], i: int) -> Iterator[int]:
+    """Yield the tokens of sequence `i` of a batch."""
+    for tokens in steps:
+        token = tokens[i]
+        if token is not None:
+            yield token
 
 
-def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
-    """Yield the text of `pieces` before the first of `stops`; what can be the start of one waits for the next piece."""
+def end_before_stop(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:
+    """Yield the text of `pieces` before the first of `stops`.
+
+    What can be the start of a stop is held back until the next piece.
+    """
     pending = ""
     for piece in pieces:
         pending += piece
-        if found := [at for stop in stops if (at := pending.find(stop)) >= 0]:
+        found = [pending.index(stop) for stop in stops if stop in pending]
+        if found:
             yield pending[: min(found)]
             return
-        n_held = max(
-            (n for stop in stops for n in range(1, len(stop)) if pending.endswith(stop[:n])),
-            default=0,
-        )
-        yield pending[: len(pending) - n_held]
-        pending = pending[len(pending) - n_held :]
+        n_held = max((_count_started(pending, stop) for stop in stops), default=0)
+        n_ready = len(pending) - n_held
+        yield pending[:n_ready]
+        pending = pending[n_ready:]
     yield pending
 
 
-def continuations(
+def _count_started(text: str, stop: str) -> int:
+    """Return how many of the first characters of `stop`, but not all, are the end of `text`."""
+    for n in range(len(stop) - 1, 0, -1):
+        if text.endswith(stop[:n]):
+            return n
+    return 0
+
+
+class Continuation(NamedTuple):
+    """A text to generate."""
+
+    prompt: str
+    prompt_ids: list[int]
+    seed: int
+
+
+def generate_continuations(
     model: Transformer, tokenizer: Tokenizer, prompts: Sequence[str], args: argparse.Namespace
 ) -> Iterator[str]:
     """Yield the text to print, `args.samples` continuations of each prompt.
@@ -106,94 +142,114 @@ def continuations(
     Raises:
         ConfigError: a prompt has no tokens.
     """
-    ids = [tokenizer.encode(prompt) for prompt in prompts]
-    for prompt, tokens in zip(prompts, ids, strict=True):
-        if not tokens:
+    continuations: list[Continuation] = []
+    for prompt in prompts:
+        prompt_ids = tokenizer.encode(prompt)
+        if not prompt_ids:
             raise ConfigError(
                 f"--prompt: {prompt!r} has no tokens in this tokenizer; use other text"
             )
-    n = MAX_NEW_TOKENS if args.max_new_tokens is None else args.max_new_tokens
-    samples = [
-        (i, seed)
-        for i in range(len(prompts))
-        for seed in range(args.seed, args.seed + args.samples)
-    ]
-    for start in range(0, len(samples), args.batch_size):
-        batch = samples[start : start + args.batch_size]
-        seeds = [seed for _, seed in batch]
-        texts = generate_texts(model, tokenizer, [ids[i] for i, _ in batch], seeds, n, args)
-        for (i, _), text in zip(batch, texts, strict=True):
-            yield prompts[i]
+        seeds = range(args.seed, args.seed + args.samples)
+        continuations += [Continuation(prompt, prompt_ids, seed) for seed in seeds]
+
+    max_new_tokens = args.max_new_tokens
+    if max_new_tokens is None:
+        max_new_tokens = MAX_NEW_TOKENS
+    for start in range(0, len(continuations), args.batch_size):
+        batch = continuations[start : start + args.batch_size]
+        ids = [continuation.prompt_ids for continuation in batch]
+        seeds = [continuation.seed for continuation in batch]
+        texts = generate_texts(model, tokenizer, ids, seeds, max_new_tokens, args)
+        for continuation, text in zip(batch, texts, strict=True):
+            yield continuation.prompt
             yield from text
             yield "\n"
 
 
 def chat(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
-    """Answer each line of standard input. The oldest messages are dropped to leave room for the answer.
+    """Answer each line of standard input; the oldest messages are dropped to leave room for it.
 
     Raises:
         ConfigError: there is no chat template, it rejects the messages, or a line is not UTF-8.
     """
     context = model.config.max_seq_len
-    room = min(context // 2, args.max_new_tokens or context)
-    first = [] if args.system is None else [{"role": "system", "content": args.system}]
-    history: list[dict[str, str]] = []
+    n_reserved = context // 2  # for the answer
+    if args.max_new_tokens:
+        n_reserved = min(n_reserved, args.max_new_tokens)
+    longest_prompt = context - n_reserved
 
-    def encode() -> list[int]:
-        text, _ = tokenizer.render([*first, *history], add_generation_prompt=True)
-        return tokenizer.encode_with_ends([text], add_special_tokens=False)[0][0].tolist()
+    system: list[dict[str, str]] = []
+    if args.system is not None:
+        system.append({"role": "system", "content": args.system})
+    _encode_chat(tokenizer, [*system, {"role": "user", "content": "?"}])  # raises before any input
 
-    tokenizer.render(
-        [*first, {"role": "user", "content": "?"}], add_generation_prompt=True
-    )  # raises before any input
-    while (line := read_line()) is not None:
+    history: list[dict[str, str]] = []  # messages of the user and the assistant in turns
+    for line in read_lines():
         history.append({"role": "user", "content": line})
-        while len(ids := encode()) > context - room and len(history) > 1:
+        prompt = _encode_chat(tokenizer, [*system, *history])
+        while len(prompt) > longest_prompt and len(history) > 1:
             del history[:2]
-        if len(ids) > context - room:
-            print(
-                f"too long: {len(ids)} tokens of at most {context - room} (max_seq_len {context})",
-                file=sys.stderr,
-            )
+            prompt = _encode_chat(tokenizer, [*system, *history])
+        if len(prompt) > longest_prompt:
+            problem = f"{len(prompt)} tokens of at most {longest_prompt} (max_seq_len {context})"
+            print(f"too long: {problem}", file=sys.stderr)
             history.clear()
             continue
-        n = (
-            context - len(ids)
-            if args.max_new_tokens is None
-            else min(args.max_new_tokens, context - len(ids))
-        )
+
+        max_new_tokens = context - len(prompt)
+        if args.max_new_tokens is not None:
+            max_new_tokens = min(max_new_tokens, args.max_new_tokens)
+        (pieces,) = generate_texts(model, tokenizer, [prompt], [args.seed], max_new_tokens, args)
         answer = ""
         try:
-            for piece in next(generate_texts(model, tokenizer, [ids], [args.seed], n, args)):
+            for piece in pieces:
                 answer += piece
-                show(piece)
+                print_text(piece)
         except KeyboardInterrupt:
-            pass
-        show("\n")
+            pass  # ends the answer
+        print_text("\n")
         history.append({"role": "assistant", "content": answer})
 
 
-def read_line() -> str | None:
-    """Return the next line of standard input that is not empty, or None at its end or after Ctrl-C."""
-    try:
-        while not (line := input("> " if sys.stdin.isatty() and sys.stdout.isatty() else "")):
-            pass
-    except (EOFError, KeyboardInterrupt):
-        return None
-    except UnicodeDecodeError:
-        raise ConfigError("standard input: is not UTF-8") from None
-    if not is_utf8(line):
-        raise ConfigError("standard input: is not UTF-8")
-    return line
+def _encode_chat(tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Return the token ids of `messages` and of the start of an answer."""
+    text, _ = tokenizer.render(messages, add_generation_prompt=True)
+    ((ids, _),) = tokenizer.encode_with_ends([text], add_special_tokens=False)
+    return ids.tolist()
 
 
-def show(text: str) -> None:
+def read_lines() -> Iterator[str]:
+    """Yield the lines of standard input that are not empty, until its end or Ctrl-C.
+
+    Raises:
+        ConfigError: a line is not UTF-8.
+    """
+    shown = ""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        shown = "> "
+    while True:
+        try:
+            line = input(shown)
+        except (EOFError, KeyboardInterrupt):
+            return
+        except UnicodeDecodeError:
+            raise ConfigError("standard input: is not UTF-8") from None
+        if not is_utf8(line):
+            raise ConfigError("standard input: is not UTF-8")
+        if line:
+            yield line
+
+
+def print_text(text: str) -> None:
     """Print `text` at once, on a terminal with its control characters escaped."""
-    print(escape_control(text) if sys.stdout.isatty() else text, end="", flush=True)
+    if sys.stdout.isatty():
+        text = escape_control(text)
+    print(text, end="", flush=True)
 
 
 def is_utf8(text: str) -> bool:
     """Return whether `text`, from the command line or a terminal, was valid UTF-8."""
+    # Python decodes an invalid byte to a surrogate.
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
@@ -204,20 +260,21 @@ def read_prompts(prompt: str) -> list[str]:
         ConfigError: there is none, or the input is not UTF-8.
     """
     if prompt != STDIN:
-        prompts = [prompt] if prompt else []
-    else:
-        try:
-            text = sys.stdin.buffer.read().decode().replace("\r\n", "\n")
-            prompts = [line for line in text.split("\n") if line]
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"standard input: byte {error.start} is not UTF-8") from None
+        if not prompt:
+            raise ConfigError("--prompt: is empty; it needs at least one character")
+        return [prompt]
+    try:
+        text = sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input: byte {error.start} is not UTF-8") from None
+    lines = text.replace("\r\n", "\n").split("\n")
+    prompts = [line for line in lines if line]
     if not prompts:
-        where = "standard input" if prompt == STDIN else "--prompt"
-        raise ConfigError(f"{where}: is empty; it needs at least one character")
+        raise ConfigError("standard input: is empty; it needs at least one character")
     return prompts
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
@@ -228,9 +285,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="directory or URL of a checkpoint or run")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--prompt", help="text to continue; - = standard input, one prompt per line")
-    what.add_argument("--chat", action="store_true", help="answer each line of standard input")
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--prompt", help="text to continue; - = standard input, one prompt per line")
+    mode.add_argument("--chat", action="store_true", help="answer each line of standard input")
     add("--system", metavar="TEXT", help="system message of the chat (none)")
     add(
         "--samples",
@@ -272,38 +329,51 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--base", type=Path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
     args = parser.parse_args(arguments)
-    is_valid = {
-        "--prompt: is not UTF-8": is_utf8(args.prompt or ""),
-        "--system: is not UTF-8": is_utf8(args.system or ""),
-        "--system: requires --chat": args.system is None or args.chat,
-        f"--samples: {args.samples} must be 1 or more": args.samples >= 1,
-        "--samples: requires --prompt": args.samples == 1 or not args.chat,
-        "--stop: is empty; it needs at least one character": all(args.stop),
-        f"--max-new-tokens: {args.max_new_tokens} must be 0 or more": (args.max_new_tokens or 0)
-        >= 0,
-        f"--temperature: {args.temperature:g} must be 0 or more": args.temperature >= 0,
-        f"--top-k: {args.top_k} must be 1 or more": args.top_k is None or args.top_k >= 1,
-        f"--top-p: {args.top_p or 0:g} must be above 0 and at most 1": args.top_p is None
-        or 0 < args.top_p <= 1,
-        f"--seed: {args.seed} must be from 0 to 2^63 - 1": 0 <= args.seed < 2**63,
-        f"--batch-size: {args.batch_size} must be 1 or more": args.batch_size >= 1,
-    }
-    if not all(is_valid.values()):
-        raise ConfigError(*(problem for problem, valid in is_valid.items() if not valid))
+
+    problems: list[str] = []
+    if not is_utf8(args.prompt or ""):
+        problems.append("--prompt: is not UTF-8")
+    if not is_utf8(args.system or ""):
+        problems.append("--system: is not UTF-8")
+    if args.system is not None and not args.chat:
+        problems.append("--system: requires --chat")
+    if args.samples < 1:
+        problems.append(f"--samples: {args.samples} must be 1 or more")
+    if args.samples != 1 and args.chat:
+        problems.append("--samples: requires --prompt")
+    if not all(args.stop):
+        problems.append("--stop: is empty; it needs at least one character")
+    if args.max_new_tokens is not None and args.max_new_tokens < 0:
+        problems.append(f"--max-new-tokens: {args.max_new_tokens} must be 0 or more")
+    if not args.temperature >= 0:  # or NaN
+        problems.append(f"--temperature: {args.temperature:g} must be 0 or more")
+    if args.top_k is not None and args.top_k < 1:
+        problems.append(f"--top-k: {args.top_k} must be 1 or more")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        problems.append(f"--top-p: {args.top_p:g} must be above 0 and at most 1")
+    if not 0 <= args.seed < 2**63:
+        problems.append(f"--seed: {args.seed} must be from 0 to 2^63 - 1")
+    if args.batch_size < 1:
+        problems.append(f"--batch-size: {args.batch_size} must be 1 or more")
+    if problems:
+        raise ConfigError(*problems)
     return args
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
-    args = parse(arguments)
-    prompts = [] if args.chat else read_prompts(args.prompt)
+    args = parse_generate_arguments(arguments)
+    prompts: list[str] = []
+    if not args.chat:
+        prompts = read_prompts(args.prompt)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(find_checkpoint(args.checkpoint), device, args.base)
     if args.chat:
         chat(model, tokenizer, args)
-    for piece in continuations(model, tokenizer, prompts, args):
-        show(piece)
+        return 0
+    for piece in generate_continuations(model, tokenizer, prompts, args):
+        print_text(piece)
     return 0
 
 
