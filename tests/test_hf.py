@@ -146,7 +146,9 @@ def test_logits_gradients_and_generation_equal_transformers(
     (ours(inputs, targets) / targets.numel()).backward()
     expected = {key: value.grad for key, value in reference.named_parameters()}
     found = dict(ours.named_parameters())
-    places, shapes = families.layout(families.FAMILIES[reference.config.model_type], ours.config)
+    places, shapes = families.map_parameters(
+        families.FAMILIES[reference.config.model_type], ours.config
+    )
     assert shapes == {key: tuple(gradient.shape) for key, gradient in expected.items()}
     gradients = 0.0
     for key, place in places.items():
@@ -270,9 +272,9 @@ def test_presets_survive_export_and_import(preset: str) -> None:
     config = ModelConfig.model_validate({"model": preset})
     family, again = families.read_config(families.write_config(config, "bfloat16", None), preset)
     assert (again.structure(), again.max_seq_len) == (config.structure(), config.max_seq_len)
-    _, shapes = families.layout(family, config)
+    _, shapes = families.map_parameters(family, config)
     assert sum(map(math.prod, shapes.values())) == config.n_parameters
-    assert families.family_of(again) is family
+    assert families.find_family(again) is family
     assert family.model_type[:4] in preset
 
 

@@ -108,7 +108,7 @@ def initial_adapters(hp: config.Hyperparameters, seed: int) -> dict[str, torch.T
 
 def names_in_peft(family: str, hp: config.Hyperparameters) -> dict[str, str]:
     """The parameter in PEFT's model of each adapter."""
-    places, _ = families.layout(families.FAMILIES[family], hp)
+    places, _ = families.map_parameters(families.FAMILIES[family], hp)
     layers = {
         name.removesuffix(".weight"): place.name.removesuffix(".weight")
         for name, place in places.items()

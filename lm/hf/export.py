@@ -74,8 +74,8 @@ def export_model(
     config = model_of(directory, manifest)
     if adapters_only:
         return _write_adapters(out, directory, manifest, config, DTYPES[dtype])
-    family = families.family_of(config)
-    places, shapes = families.layout(family, config)
+    family = families.find_family(config)
+    places, shapes = families.map_parameters(family, config)
     verify(directory, manifest)
     tokenizer = (
         saved_tokenizer(manifest.tokenizer, directory, manifest.files, {})
@@ -153,8 +153,8 @@ def _write_adapters(
         raise ConfigError(
             f"{directory}: has no LoRA adapters (lora_rank: null); export it without --adapter"
         )
-    family = families.family_of(config)
-    places, shapes = families.layout(family, config)
+    family = families.find_family(config)
+    places, shapes = families.map_parameters(family, config)
     adapters = read_adapters(directory, manifest)
     parts: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
     for name in (name for name in adapters if name.endswith(".lora_A.weight")):

@@ -2,7 +2,7 @@
 
 The modules have the same structure on both sides, so a family is a table of names. Only GPT-2
 differs: it stores query, key and value as one tensor, and its matrices as (in, out). Rotary
-    embedding pairs (i, i + K/2) on both sides.
+embeddings pair (i, i + K/2) on both sides.
 
 A model that cannot be represented exactly is refused, with the key that prevents it.
 """
@@ -30,12 +30,15 @@ class Family:
     """our key -> the key in config.json"""
     defaults: Mapping[str, Any]
     """our key -> its value if config.json does not have it; else None"""
-    style: Mapping[str, tuple[Any, ...]]
-    """our key -> the values that the family supports; the first is the default"""
-    fixed: Mapping[str, tuple[Any, ...]]
-    """key in config.json -> the values that `ModelConfig` can represent; the first is the default"""
-    tensors: Mapping[str, str]
-    """our module -> the module in transformers; {} is the layer. Modules with the same name are its rows, in order."""
+    supported: Mapping[str, tuple[Any, ...]]
+    """our key without a key in config.json -> the values that the family supports; first the
+    default"""
+    required: Mapping[str, tuple[Any, ...]]
+    """key in config.json without a key of ours -> the values that `ModelConfig` can represent;
+    first the default"""
+    modules: Mapping[str, str]
+    """our module -> the module in transformers; {} is the layer. Modules that are one there have
+    its rows, in this order."""
     bias_keys: tuple[str, str] | None = None
     """keys in config.json that enable biases in attention and in the feed-forward network"""
     dropout_keys: tuple[str, ...] = ()
@@ -46,24 +49,6 @@ class Family:
     bos_is_eos: bool = False
     """whether the end-of-text token also starts a text"""
 
-
-_STYLE = {
-    "norm": ("rmsnorm",),
-    "norm_placement": ("pre",),
-    "qk_norm": ("none",),
-    "positions": ("rope",),
-    "ffn": ("swiglu",),
-    "bias": ("none",),
-}
-_LLAMA_DEFAULTS = {
-    "d_model": 4096,
-    "n_heads": 32,
-    "n_layers": 32,
-    "vocab_size": 32000,
-    "max_seq_len": 2048,
-}
-_LLAMA_DEFAULTS |= {"d_ff": 11008, "norm_eps": 1e-6, "tie_embeddings": False}
-_NO_BIAS, _NO_WINDOW = {"attention_bias": (False,)}, {"use_sliding_window": (False,)}
 
 LLAMA = Family(
     model_type="llama",
@@ -80,21 +65,38 @@ LLAMA = Family(
         "norm_eps": "rms_norm_eps",
         "tie_embeddings": "tie_word_embeddings",
     },
-    defaults=_LLAMA_DEFAULTS,
-    style={**_STYLE, "bias": ("none", "ffn", "all")},
-    fixed={"hidden_act": ("silu", "swish")},
-    tensors={
+    defaults={
+        "d_model": 4096,
+        "n_heads": 32,
+        "n_layers": 32,
+        "vocab_size": 32000,
+        "max_seq_len": 2048,
+        "d_ff": 11008,
+        "norm_eps": 1e-6,
+        "tie_embeddings": False,
+    },
+    supported={
+        "norm": ("rmsnorm",),
+        "norm_placement": ("pre",),
+        "qk_norm": ("none",),
+        "positions": ("rope",),
+        "ffn": ("swiglu",),
+        "bias": ("none", "ffn", "all"),
+    },
+    required={"hidden_act": ("silu", "swish")},
+    modules={
         "embedding.tokens": "model.embed_tokens",
         "blocks.attention_norm": "model.layers.{}.input_layernorm",
         "blocks.ffn_norm": "model.layers.{}.post_attention_layernorm",
-        **{
-            f"blocks.attention.{part}": f"model.layers.{{}}.self_attn.{part}"
-            for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-        },
-        **{
-            f"blocks.ffn.{part}": f"model.layers.{{}}.mlp.{part}"
-            for part in ("gate_proj", "up_proj", "down_proj")
-        },
+        "blocks.attention.q_proj": "model.layers.{}.self_attn.q_proj",
+        "blocks.attention.k_proj": "model.layers.{}.self_attn.k_proj",
+        "blocks.attention.v_proj": "model.layers.{}.self_attn.v_proj",
+        "blocks.attention.o_proj": "model.layers.{}.self_attn.o_proj",
+        "blocks.attention.q_norm": "model.layers.{}.self_attn.q_norm",
+        "blocks.attention.k_norm": "model.layers.{}.self_attn.k_norm",
+        "blocks.ffn.gate_proj": "model.layers.{}.mlp.gate_proj",
+        "blocks.ffn.up_proj": "model.layers.{}.mlp.up_proj",
+        "blocks.ffn.down_proj": "model.layers.{}.mlp.down_proj",
         "head.norm": "model.norm",
         "head.output": "lm_head",
     },
@@ -104,16 +106,26 @@ MISTRAL = replace(
     LLAMA,
     model_type="mistral",
     class_name="MistralForCausalLM",
-    keys={**LLAMA.keys, "sliding_window": "sliding_window"},
+    keys={
+        **LLAMA.keys,
+        "sliding_window": "sliding_window",
+    },
     defaults={
-        **_LLAMA_DEFAULTS,
+        **LLAMA.defaults,
         "max_seq_len": 131072,
         "n_kv_heads": 8,
         "d_ff": 14336,
         "sliding_window": 4096,
     },
-    style=_STYLE,
-    fixed={**LLAMA.fixed, **_NO_BIAS, "mlp_bias": (False,)},
+    supported={
+        **LLAMA.supported,
+        "bias": ("none",),
+    },
+    required={
+        **LLAMA.required,
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+    },
     bias_keys=None,
 )
 QWEN2 = replace(
@@ -121,33 +133,61 @@ QWEN2 = replace(
     model_type="qwen2",
     class_name="Qwen2ForCausalLM",
     defaults={
-        **_LLAMA_DEFAULTS,
+        **LLAMA.defaults,
         "vocab_size": 151936,
         "max_seq_len": 32768,
         "n_kv_heads": 32,
         "d_ff": 22016,
     },
-    style={**_STYLE, "bias": ("qkv",)},
-    fixed={**LLAMA.fixed, **_NO_WINDOW},
+    supported={
+        **LLAMA.supported,
+        "bias": ("qkv",),
+    },
+    required={
+        **LLAMA.required,
+        "use_sliding_window": (False,),
+    },
     bias_keys=None,
 )
 QWEN3 = replace(
     QWEN2,
     model_type="qwen3",
     class_name="Qwen3ForCausalLM",
-    defaults={**QWEN2.defaults, "head_dim": 128},
-    style={**_STYLE, "qk_norm": ("head",)},
-    fixed={**QWEN2.fixed, **_NO_BIAS},
+    defaults={
+        **QWEN2.defaults,
+        "head_dim": 128,
+    },
+    supported={
+        **LLAMA.supported,
+        "qk_norm": ("head",),
+        "bias": ("none",),
+    },
+    required={
+        **QWEN2.required,
+        "attention_bias": (False,),
+    },
 )
 OLMO2 = replace(
     LLAMA,
     model_type="olmo2",
     class_name="Olmo2ForCausalLM",
-    defaults={**_LLAMA_DEFAULTS, "vocab_size": 50304, "norm_eps": 1e-5},
-    style={**_STYLE, "norm_placement": ("post",), "qk_norm": ("projection",)},
-    fixed={**LLAMA.fixed, **_NO_BIAS},
-    tensors={
-        **LLAMA.tensors,
+    defaults={
+        **LLAMA.defaults,
+        "vocab_size": 50304,
+        "norm_eps": 1e-5,
+    },
+    supported={
+        **LLAMA.supported,
+        "norm_placement": ("post",),
+        "qk_norm": ("projection",),
+        "bias": ("none",),
+    },
+    required={
+        **LLAMA.required,
+        "attention_bias": (False,),
+    },
+    modules={
+        **LLAMA.modules,
         "blocks.attention_norm": "model.layers.{}.post_attention_layernorm",
         "blocks.ffn_norm": "model.layers.{}.post_feedforward_layernorm",
     },
@@ -166,26 +206,32 @@ GPT2 = Family(
         "norm_eps": "layer_norm_epsilon",
         "tie_embeddings": "tie_word_embeddings",
     },
-    defaults={**PRESETS["gpt2"], "norm_eps": 1e-5},
-    style={
-        **_STYLE,
+    defaults={
+        **PRESETS["gpt2"],
+        "norm_eps": 1e-5,
+    },
+    supported={
         "norm": ("layernorm",),
+        "norm_placement": ("pre",),
+        "qk_norm": ("none",),
         "positions": ("learned",),
         "ffn": ("gelu",),
         "bias": ("all",),
     },
-    fixed={
+    required={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "reorder_and_upcast_attn": (False,),
         "add_cross_attention": (False,),
     },
-    tensors={
+    modules={
         "embedding.tokens": "transformer.wte",
         "embedding.positions": "transformer.wpe",
         "blocks.attention_norm": "transformer.h.{}.ln_1",
-        **{f"blocks.attention.{part}_proj": "transformer.h.{}.attn.c_attn" for part in "qkv"},
+        "blocks.attention.q_proj": "transformer.h.{}.attn.c_attn",
+        "blocks.attention.k_proj": "transformer.h.{}.attn.c_attn",
+        "blocks.attention.v_proj": "transformer.h.{}.attn.c_attn",
         "blocks.attention.o_proj": "transformer.h.{}.attn.c_proj",
         "blocks.ffn_norm": "transformer.h.{}.ln_2",
         "blocks.ffn.up_proj": "transformer.h.{}.mlp.c_fc",
@@ -200,12 +246,19 @@ GPT2 = Family(
 )
 FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2)}
 
-_FIXED_EVERYWHERE = dict.fromkeys(
-    ("num_local_experts", "num_experts", "n_routed_experts"), (None, 0, 1)
-)
-_BIASES = {"none": (False, False), "ffn": (False, True), "all": (True, True)}
-"""our `bias` -> `Family.bias_keys`"""
-_ROPE_SCALING = (
+_REQUIRED_EVERYWHERE = {
+    "num_local_experts": (None, 0, 1),
+    "num_experts": (None, 0, 1),
+    "n_routed_experts": (None, 0, 1),
+}
+"""As `Family.required`: a mixture of experts cannot be represented."""
+_BIASES = {
+    "none": (False, False),
+    "ffn": (False, True),
+    "all": (True, True),
+}
+"""our `bias` -> the values of `Family.bias_keys`"""
+_ROPE_SCALING_KEYS = (
     "factor",
     "low_freq_factor",
     "high_freq_factor",
@@ -214,128 +267,174 @@ _ROPE_SCALING = (
 
 
 def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig]:
-    """Return the family and the `ModelConfig` of the model that `raw`, the content of the file `where`, describes.
+    """Return the family and the `ModelConfig` of the model that `raw` describes.
 
     Dropout is not part of what the model computes: if a family's values for it differ, it is 0.
+
+    Args:
+        raw: the content of the file `where`.
 
     Raises:
         ConfigError: the model cannot be represented exactly; lists every key that prevents it.
     """
     if raw.get("quantization_config"):
         raise ConfigError(
-            f"{where}: quantization_config: quantized models are not supported; use the original model, or load this"
-            " one with transformers, dequantize() and save_pretrained() it"
+            f"{where}: quantization_config: quantized models are not supported; use the original"
+            " model, or load this one with transformers, dequantize() and save_pretrained() it"
         )
     model_type = raw.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        supported = ", ".join(FAMILIES)
         raise ConfigError(
-            f"{where}: model_type: {model_type!r} is not supported; supported: {', '.join(FAMILIES)}"
+            f"{where}: model_type: {model_type!r} is not supported; supported: {supported}"
         )
-    problems = []
-    for key, allowed in {**family.fixed, **_FIXED_EVERYWHERE}.items():
-        if raw.get(key, allowed[0]) not in allowed:
+    family = FAMILIES[model_type]
+
+    problems = _find_unsupported(family, raw)
+    values: dict[str, Any] = {}
+    for key, their_key in family.keys.items():
+        values[key] = raw.get(their_key, family.defaults.get(key))
+    for key, supported_values in family.supported.items():
+        values[key] = supported_values[0]
+    if family.dropout_keys:
+        values["dropout"] = _read_dropout(family, raw)
+    if "rope" in family.supported["positions"]:
+        rope, rope_problems = _read_rope(raw)
+        values |= rope
+        problems += rope_problems
+    if family.bias_keys is not None:
+        attention_key, ffn_key = family.bias_keys
+        given = raw.get(attention_key, False), raw.get(ffn_key, False)
+        for bias, their_values in _BIASES.items():
+            if their_values == given:
+                values["bias"] = bias
+        if given not in _BIASES.values():
             problems.append(
-                f"{key}: {raw[key]!r} is not supported, only {' or '.join(map(repr, allowed))}"
+                f"{attention_key}: {given[0]!r} with {ffn_key}: {given[1]!r} is not supported:"
+                " biases can be in the feed-forward network only, in both, or in neither"
             )
+
+    config: ModelConfig | None = None
+    try:
+        config = ModelConfig.model_validate(values)
+    except ValidationError as error:
+        problems += _translate_errors(family, error)
+    if problems or config is None:
+        raise ConfigError(*(f"{where}: {problem}" for problem in problems))
+    return family, _normalize(family, config)
+
+
+def _find_unsupported(family: Family, raw: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the values of keys that `ModelConfig` does not have."""
+    problems = []
+    for key, supported in {**family.required, **_REQUIRED_EVERYWHERE}.items():
+        value = raw.get(key, supported[0])
+        if value not in supported:
+            choices = " or ".join(map(repr, supported))
+            problems.append(f"{key}: {value!r} is not supported, only {choices}")
     layer_types = raw.get("layer_types") or []
     if not isinstance(layer_types, list) or len(set(map(str, layer_types))) > 1:
         problems.append("layer_types: not supported unless all layers have the same type")
     elif layer_types and layer_types[0] != "full_attention" and "sliding_window" not in family.keys:
         problems.append(f"layer_types: {layer_types[0]!r} is not supported, only 'full_attention'")
-    values = {
-        ours: raw.get(theirs, family.defaults.get(ours)) for ours, theirs in family.keys.items()
-    }
-    values |= {ours: allowed[0] for ours, allowed in family.style.items()}
-    if family.dropout_keys:
-        first, *others = (raw.get(key, 0.1) for key in family.dropout_keys)
-        values["dropout"] = first if all(other == first for other in others) else 0.0
-    if "rope" in family.style["positions"]:
-        rope, rope_problems = _read_rope(raw)
-        values |= rope
-        problems += rope_problems
-    if family.bias_keys:
-        pair = tuple(raw.get(key, False) for key in family.bias_keys)
-        bias = next((bias for bias, enabled in _BIASES.items() if enabled == pair), None)
-        if bias is None:
-            attention, ffn = family.bias_keys
-            problems.append(
-                f"{attention}: {pair[0]!r} with {ffn}: {pair[1]!r} is not supported: biases can be in the feed-forward"
-                " network only, in both, or in neither"
-            )
-        values["bias"] = bias or "none"
-    try:
-        config = ModelConfig.model_validate(values)
-    except ValidationError as error:
-        for problem in error.errors():
-            path = [family.keys.get(str(part), str(part)) for part in problem["loc"]]
-            message = problem["msg"].removeprefix("Value error, ")
-            problems += [f"{'.'.join(path)}: {message}"] if path else message.splitlines()
-    else:
-        if not problems:
-            if config.head_dim and config.head_dim * config.n_heads == config.d_model:
-                config = config.model_copy(update={"head_dim": None})
-            if (
-                family_of(config) is not family
-            ):  # only its name differs from the other's, e.g. Mistral without a window
-                config = config.model_copy(update={"model": family.model_type})
-            return family, config
-    raise ConfigError(*(f"{where}: {problem}" for problem in problems))
+    return problems
+
+
+def _read_dropout(family: Family, raw: Mapping[str, Any]) -> Any:
+    rates = [raw.get(key, 0.1) for key in family.dropout_keys]
+    if any(rate != rates[0] for rate in rates):
+        return 0.0
+    return rates[0]
 
 
 def _read_rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return our rotary keys, from transformers 5's `rope_parameters` or the older `rope_scaling` and `rope_theta`."""
-    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    given = raw.get(key) or {}
+    """Return the values of our rotary keys, and what is wrong with them.
+
+    transformers 5 has them in `rope_parameters`, older versions in `rope_scaling` and `rope_theta`.
+    """
+    source = "rope_parameters"
+    if raw.get("rope_scaling"):
+        source = "rope_scaling"
+    given = raw.get(source) or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        return {}, [f"{key}: not supported unless it is one mapping for all layers"]
+        return {}, [f"{source}: not supported unless it is one mapping for all layers"]
+
     problems = []
     partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1):
         problems.append(f"partial_rotary_factor: {partial!r} is not supported, only 1.0")
-    kind = given.get("rope_type", given.get("type", "default"))
     rope: dict[str, Any] = {"rope_theta": given.get("rope_theta", raw.get("rope_theta", 10000.0))}
-    if kind == "llama3":
-        rope["rope_scaling"] = {name: given[name] for name in _ROPE_SCALING if name in given}
-    elif kind != "default":
-        problems.append(f"{key}: rope_type {kind!r} is not supported, only 'default' or 'llama3'")
+    rope_type = given.get("rope_type", given.get("type", "default"))
+    if rope_type == "llama3":
+        rope["rope_scaling"] = {key: given[key] for key in _ROPE_SCALING_KEYS if key in given}
+    elif rope_type != "default":
+        problems.append(
+            f"{source}: rope_type {rope_type!r} is not supported, only 'default' or 'llama3'"
+        )
     return rope, problems
 
 
-def family_of(config: ModelConfig) -> Family:
-    """Return the family that can represent the model; of several, the one that the preset `model` is named after.
+def _translate_errors(family: Family, error: ValidationError) -> list[str]:
+    """Return what is wrong with the values of a model, with the keys of config.json."""
+    problems = []
+    for found in error.errors():
+        keys = [family.keys.get(str(part), str(part)) for part in found["loc"]]
+        message = found["msg"].removeprefix("Value error, ")
+        if keys:
+            problems.append(f"{'.'.join(keys)}: {message}")
+        else:
+            problems += message.splitlines()
+    return problems
+
+
+def _normalize(family: Family, config: ModelConfig) -> ModelConfig:
+    """Return `config` without a `head_dim` that follows from others, and found as of `family`."""
+    if config.head_dim and config.head_dim * config.n_heads == config.d_model:
+        config = config.model_copy(update={"head_dim": None})
+    if find_family(config) is not family:
+        # Only its name differs from the other's, e.g. Mistral without a window.
+        config = config.model_copy(update={"model": family.model_type})
+    return config
+
+
+def find_family(config: ModelConfig) -> Family:
+    """Return the family that can represent the model.
+
+    Of several, it is the one that the preset `model` is named after.
 
     Raises:
         ConfigError: no family can; lists the keys in which the model differs from the closest one.
     """
-    mismatches = {family: _mismatches(FAMILIES[family], config) for family in FAMILIES}
-    fitting = [family for family, found in mismatches.items() if not found]
+    mismatches = {name: _find_mismatches(family, config) for name, family in FAMILIES.items()}
+    fitting = [name for name, found in mismatches.items() if not found]
     if not fitting:
-        raise ConfigError.merge(min(reversed(mismatches.values()), key=len))
-    named = [family for family in fitting if (config.model or "").startswith(family)]
-    return FAMILIES[(named or fitting)[0]]
+        fewest = min(reversed(mismatches.values()), key=len)  # of equally many, GPT-2's
+        raise ConfigError.merge(fewest)
+    for name in fitting:
+        if config.model is not None and config.model.startswith(name):
+            return FAMILIES[name]
+    return FAMILIES[fitting[0]]
 
 
-def _mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
-    values = config.model_dump()
-    without_key = {
-        "n_kv_heads": (None, config.n_heads),
-        "sliding_window": (None,),
-        "head_dim": (None, config.d_model // config.n_heads),
-    }
-    supported = {
-        **family.style,
-        **{key: only for key, only in without_key.items() if key not in family.keys},
-    }
+def _find_mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
+    """Return an error for each value of `config` that `family` cannot represent."""
+    supported = dict(family.supported)
     if family.zero_biases:
         del supported["bias"]
-    return [
-        ConfigError(
-            f"{key}: {values[key]} has no counterpart in {family.class_name}; use {' or '.join(map(str, allowed))}"
-        )
-        for key, allowed in supported.items()
-        if values[key] not in allowed
-    ]
+    if "n_kv_heads" not in family.keys:
+        supported["n_kv_heads"] = (None, config.n_heads)
+    if "sliding_window" not in family.keys:
+        supported["sliding_window"] = (None,)
+    if "head_dim" not in family.keys:
+        supported["head_dim"] = (None, config.d_model // config.n_heads)
+    errors = []
+    for key, values in supported.items():
+        value = getattr(config, key)
+        if value not in values:
+            advice = " or ".join(map(str, values))
+            problem = f"{key}: {value} has no counterpart in {family.class_name}; use {advice}"
+            errors.append(ConfigError(problem))
+    return errors
 
 
 def write_config(
@@ -349,67 +448,93 @@ def write_config(
         beginning: id of the token that starts a text, if the tokenizer has one.
 
     Raises:
-        ConfigError: see `family_of`.
+        ConfigError: see `find_family`.
     """
-    family = family_of(config)
-    values = config.model_dump() | {"n_kv_heads": config.kv_heads, "d_ff": config.ffn_width}
+    family = find_family(config)
+    values = config.model_dump()
+    # Widths that our config may leave to others are written.
+    values["n_kv_heads"] = config.kv_heads
+    values["d_ff"] = config.ffn_width
     values["head_dim"] = config.head_width
-    raw = {"architectures": [family.class_name], "model_type": family.model_type}
-    raw |= {theirs: values[ours] for ours, theirs in family.keys.items()}
-    raw |= {theirs: allowed[0] for theirs, allowed in family.fixed.items()}
-    raw |= dict.fromkeys(family.dropout_keys, config.dropout)
-    bos = end_of_text if family.bos_is_eos and beginning is None else beginning
-    raw |= {"dtype": dtype, "torch_dtype": dtype, "bos_token_id": bos, "eos_token_id": end_of_text}
-    if family.bias_keys:
+
+    raw: dict[str, Any] = {
+        "architectures": [family.class_name],
+        "model_type": family.model_type,
+    }
+    for key, their_key in family.keys.items():
+        raw[their_key] = values[key]
+    for their_key, supported in family.required.items():
+        raw[their_key] = supported[0]
+    for their_key in family.dropout_keys:
+        raw[their_key] = config.dropout
+    if beginning is None and family.bos_is_eos:
+        beginning = end_of_text
+    raw["dtype"] = dtype
+    raw["torch_dtype"] = dtype  # of transformers 4
+    raw["bos_token_id"] = beginning
+    raw["eos_token_id"] = end_of_text
+    if family.bias_keys is not None:
         raw |= zip(family.bias_keys, _BIASES[config.bias], strict=True)
     if config.positions == "rope":
-        scaling = (
-            {"rope_type": "llama3", **config.rope_scaling.model_dump()}
-            if config.rope_scaling
-            else None
-        )
-        raw |= {
-            "rope_parameters": {
-                "rope_type": "default",
-                **(scaling or {}),
-                "rope_theta": config.rope_theta,
-            },
-            "rope_theta": config.rope_theta,
-            "rope_scaling": scaling,
-        }
+        raw |= _write_rope(config)
     return raw
 
 
+def _write_rope(config: ModelConfig) -> dict[str, Any]:
+    """Return the rotary keys of transformers 5, `rope_parameters`, and those of older versions."""
+    scaling = None
+    parameters: dict[str, Any] = {"rope_type": "default"}
+    if config.rope_scaling is not None:
+        scaling = {"rope_type": "llama3", **config.rope_scaling.model_dump()}
+        parameters = dict(scaling)
+    parameters["rope_theta"] = config.rope_theta
+    return {
+        "rope_parameters": parameters,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+    }
+
+
 class Place(NamedTuple):
-    """The tensor of a Hugging Face model that holds a parameter: rows from `start` of it, or of its transpose."""
+    """Where a Hugging Face model stores a parameter: rows of a tensor, or of its transpose."""
 
     name: str
     start: int
+    """the first row"""
     transposed: bool
 
 
-def layout(
+def map_parameters(
     family: Family, config: ModelConfig
 ) -> tuple[dict[str, Place], dict[str, tuple[int, ...]]]:
-    """Return the place of each of our parameters, and the shape of each tensor as stored, zero biases included."""
-    one_layer = config.model_copy(
-        update={"n_layers": 1, "bias": "all" if family.zero_biases else config.bias}
-    )
+    """Return the place of each of our parameters, and the shape of each tensor as stored.
+
+    The latter include zero biases.
+    """
+    bias = config.bias
+    if family.zero_biases:
+        bias = "all"
+    one_layer = config.model_copy(update={"n_layers": 1, "bias": bias})
     with torch.device("meta"):
-        model = Transformer(one_layer)
-    places, shapes = {}, {}
+        model = Transformer(one_layer)  # all layers have the same parameters
+
+    places: dict[str, Place] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
-        module, _, kind = name.replace("blocks.0.", "blocks.").rpartition(".")
         in_layer = name.startswith("blocks.")
-        for layer in range(config.n_layers if in_layer else 1):
-            theirs = f"{family.tensors[module].format(layer)}.{kind}"
-            start = shapes[theirs][0] if theirs in shapes else 0
-            ours = name.replace("blocks.0.", f"blocks.{layer}.")
-            places[ours] = Place(
-                theirs, start, family.transposed and in_layer and parameter.dim() == 2
-            )
-            shapes[theirs] = (start + parameter.shape[0], *parameter.shape[1:])
-    flipped = {place.name for place in places.values() if place.transposed}
-    return places, {
-        name: shape[::-1] if name in flipped else shape for name, shape in shapes.items()
-    }
+        n_layers = config.n_layers if in_layer else 1
+        is_transposed = family.transposed and in_layer and parameter.dim() == 2
+        module, _, kind = name.replace("blocks.0.", "blocks.").rpartition(".")
+        n_rows, *row_shape = parameter.shape
+        for layer in range(n_layers):
+            our_name = name.replace("blocks.0.", f"blocks.{layer}.")
+            their_name = f"{family.modules[module].format(layer)}.{kind}"
+            start = 0
+            if their_name in shapes:  # rows of another parameter are above
+                start = shapes[their_name][0]
+            places[our_name] = Place(their_name, start, is_transposed)
+            shapes[their_name] = (start + n_rows, *row_shape)
+
+    for name in {place.name for place in places.values() if place.transposed}:
+        shapes[name] = shapes[name][::-1]
+    return places, shapes

@@ -95,7 +95,7 @@ def open_model(directory: Path) -> HuggingFaceModel:
         RunError: a file is damaged.
     """
     family, config = families.read_config(_read_json(directory / CONFIG), str(directory / CONFIG))
-    places, shapes = families.layout(family, config)
+    places, shapes = families.map_parameters(family, config)
     tensors = _open_tensors(directory, family)
     tied_head = tensors.pop("lm_head.weight", None) if config.tie_embeddings else None
     if problems := _differences(tensors, shapes):
@@ -197,7 +197,7 @@ def _open_tensors(directory: Path, family: Family) -> dict[str, list[TensorSlice
         {path.resolve(): None for path in paths}
     )  # the Hub's cache consists of links
     prefix = (
-        family.tensors["embedding.tokens"].partition(".")[0] + "."
+        family.modules["embedding.tokens"].partition(".")[0] + "."
     )  # missing if the bare model was saved
     full = {
         name if name.startswith((prefix, "lm_head.")) else prefix + name: name for name in found
