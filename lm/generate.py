@@ -41,7 +41,7 @@ MAX_NEW_TOKENS = 200
 def load_model(
     directory: Path, device: torch.device, base_dir: Path | None = None
 ) -> tuple[Transformer, Tokenizer]:
-    """Return the model and the tokenizer of a checkpoint; see `base.load_model`.
+    """Return the model and the tokenizer of a checkpoint; see `base.load_merged_model`.
 
     Raises:
         CheckpointError: it is incomplete or damaged.
@@ -60,7 +60,7 @@ def load_model(
     if tokenizer.vocab_size > vocab_size:
         problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}"
         raise ConfigError(f"{directory}: {problem}; use another checkpoint")
-    return base.load_model(directory, device, base_dir), tokenizer
+    return base.load_merged_model(directory, device, base_dir), tokenizer
 
 
 def generate_texts(

@@ -493,7 +493,7 @@ def test_a_checkpoint_can_be_the_base(tmp_path: Path) -> None:
     manifest = read_manifest(checkpoints_by_step(tmp_path)[2])
     assert manifest.base is not None
     assert manifest.base.source == str(source)
-    model = hf_base.load_model(checkpoints_by_step(tmp_path)[2], torch.device("cpu"))
+    model = hf_base.load_merged_model(checkpoints_by_step(tmp_path)[2], torch.device("cpu"))
     base = Transformer(model.config)
     load_weights(source, base.state_dict())
     changed = {
@@ -546,7 +546,7 @@ def test_transformers_and_peft_load_what_is_exported(
     before = base(tokens).logits
     adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()(tokens).logits
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(tokens).logits
-    ours = hf_base.load_model(checkpoints_by_step(tmp_path)[3], torch.device("cpu"))
+    ours = hf_base.load_merged_model(checkpoints_by_step(tmp_path)[3], torch.device("cpu"))
     torch.testing.assert_close(adapted, merged, atol=1e-5, rtol=0)
     torch.testing.assert_close(ours.eval()(tokens), merged, atol=1e-5, rtol=0)
     assert (merged - before).abs().max() > 0.1

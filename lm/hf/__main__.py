@@ -17,20 +17,24 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from lm.checkpoint.tensor_files import TensorSlice
 from lm.errors import command
 from lm.hf import weights
 from lm.hf.export import export_model
 
 
-def inspect(source: str) -> str:
+def describe_model(source: str) -> str:
     """Return what the model `source` is, in two lines; raise ConfigError if it cannot be read."""
     model = weights.open_model(weights.find_source(source))
     weights.model_defaults(source)  # checks the tokenizer, too
-    slices = {piece for source in model.sources.values() for piece in source.slices}
-    size = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices)
-    dtypes = ", ".join(sorted({str(piece.dtype).removeprefix("torch.") for piece in slices}))
-    parameters = f"{model.config.n_parameters / 1e6:,.1f}M parameters"
-    summary = f"{model.family.class_name}, {parameters}, {size / 1e9:,.2f} GB in {dtypes}"
+    slices: set[TensorSlice] = set()  # each once, though GPT-2's query, key and value share one
+    for tensor in model.sources.values():
+        slices.update(tensor.slices)
+    n_bytes = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices)
+    dtypes = {str(piece.dtype).removeprefix("torch.") for piece in slices}
+    n_parameters = f"{model.config.n_parameters / 1e6:,.1f}M parameters"
+    size = f"{n_bytes / 1e9:,.2f} GB in {', '.join(sorted(dtypes))}"
+    summary = f"{model.family.class_name}, {n_parameters}, {size}"
     return f"{source}: {summary}\ncan be read: init_from: {source}"
 
 
@@ -41,34 +45,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m lm.hf", description="Export to, and inspect, Hugging Face models."
     )
     commands = parser.add_subparsers(dest="command", required=True)
+
     export = commands.add_parser("export", help="convert a checkpoint to a Hugging Face model")
-    export.add_argument("checkpoint", metavar="RUN", help="directory or URL of a checkpoint or run")
-    export.add_argument("out", type=Path, metavar="OUT", help="directory to create")
-    export.add_argument(
-        "--dtype", choices=weights.DTYPES, default="float32", help="of the weights (%(default)s)"
-    )
-    lora = export.add_mutually_exclusive_group()
-    lora.add_argument(
-        "--base", type=Path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters"
-    )
-    lora.add_argument(
-        "--adapter", action="store_true", help="write LoRA adapters alone, in PEFT's format"
-    )
-    look = commands.add_parser(
-        "inspect", help="print what a Hugging Face model is and whether init_from can read it"
-    )
-    look.add_argument(
-        "source", metavar="MODEL", help="a directory, or OWNER/MODEL[@REVISION] on the Hub"
-    )
+    add = export.add_argument
+    add("checkpoint", metavar="RUN", help="directory or URL of a checkpoint or run")
+    add("out", type=Path, metavar="OUT", help="directory to create")
+    dtypes = weights.WEIGHT_DTYPES
+    add("--dtype", choices=dtypes, default="float32", help="of the weights (%(default)s)")
+    add_lora = export.add_mutually_exclusive_group().add_argument
+    add_lora("--base", type=Path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
+    add_lora("--adapter", action="store_true", help="write LoRA adapters alone, in PEFT's format")
+
+    inspect_help = "print what a Hugging Face model is and whether init_from can read it"
+    inspect = commands.add_parser("inspect", help=inspect_help)
+    source_help = "a directory, or OWNER/MODEL[@REVISION] on the Hub"
+    inspect.add_argument("source", metavar="MODEL", help=source_help)
+
     args = parser.parse_args(arguments)
-    started = time.monotonic()
     if args.command == "inspect":
-        print(inspect(args.source))
-    else:
-        size = export_model(args.checkpoint, args.out, args.dtype, args.base, args.adapter)
-        print(
-            f"{args.out}: {size / 1e9:,.2f} GB in {args.dtype} in {time.monotonic() - started:.0f} s"
-        )
+        print(describe_model(args.source))
+        return 0
+    started = time.monotonic()
+    n_bytes = export_model(args.checkpoint, args.out, args.dtype, args.base, args.adapter)
+    seconds = time.monotonic() - started
+    print(f"{args.out}: {n_bytes / 1e9:,.2f} GB in {args.dtype} in {seconds:.0f} s")
     return 0
 
 

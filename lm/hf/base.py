@@ -30,9 +30,9 @@ from model import Transformer
 
 
 def find_base(source: str, world: World) -> Base:
-    """Return what identifies the weights of `source`, a Hugging Face model or a checkpoint, on all ranks together.
+    """Return what identifies the weights of `source`, a Hugging Face model or a checkpoint.
 
-    Each rank computes the checksums of a share of the files.
+    All ranks call this together: each computes the checksums of a share of the files.
 
     Raises:
         ConfigError: it is neither, or it holds adapters itself.
@@ -54,28 +54,42 @@ def find_base(source: str, world: World) -> Base:
     parts = world.all_gather_object(
         world.all_or_none(lambda: checksums(directory, world.rank, world.size))
     )
-    files = {name: entry for part in parts for name, entry in part.items()}
+    files: dict[str, FileRecord] = {}
+    for part in parts:
+        files |= part
+    name = str(directory.absolute())
     is_on_hub = not Path(source).is_dir()
-    name = (
-        f"{source.partition('@')[0]}@{directory.name}" if is_on_hub else str(directory.absolute())
-    )  # the commit's directory
+    if is_on_hub:
+        model, _, _revision = source.partition("@")
+        commit = directory.name  # of the cache; a branch can move
+        name = f"{model}@{commit}"
     return Base(source=name, files=files)
 
 
 @oserror_as_config_error
 def checksums(directory: Path, rank: int = 0, n_ranks: int = 1) -> dict[str, FileRecord]:
-    """Return size and checksum of the weights in `directory`, or on each of `n_ranks` ranks of its share of them."""
+    """Return size and checksum of the files of weights in `directory`.
+
+    They are those of a share of the files for `rank` of `n_ranks`; or if `directory` is a
+    checkpoint, of all: there the share is only verified.
+    """
     if (directory / MANIFEST).exists():
         manifest = read_manifest(directory)
         verify(directory, manifest, rank, n_ranks)
-        return {name: entry for name, entry in manifest.files.items() if name.startswith("model-")}
-    return {
-        path.name: record(path.resolve()) for path in weights.weight_files(directory)[rank::n_ranks]
-    }
+        return _weight_records(manifest)
+    paths = weights.list_weight_files(directory)[rank::n_ranks]
+    return {path.name: record(path.resolve()) for path in paths}
+
+
+def _weight_records(manifest: Manifest) -> dict[str, FileRecord]:
+    return {name: entry for name, entry in manifest.files.items() if name.startswith("model-")}
 
 
 def open_base(base: Base, base_dir: Path | None = None) -> Path:
-    """Return the directory of the weights that adapters were trained for, or `base_dir` if it holds a copy of them.
+    """Return the directory of the weights that adapters were trained for.
+
+    Args:
+        base_dir: a directory that holds a copy of them; None = where they were in training.
 
     Raises:
         ConfigError: they are not there, or differ.
@@ -88,44 +102,54 @@ def open_base(base: Base, base_dir: Path | None = None) -> Path:
             f"base of the adapters: {problem}; pass its directory with --base"
         ) from None
     if checksums(directory) != base.files:
-        problem = f"{directory}: its weights differ from the base that the adapters were trained for ({base.source})"
-        raise ConfigError(f"{problem}; pass a copy of these with --base")
+        raise ConfigError(
+            f"{directory}: its weights differ from the base that the adapters were trained for"
+            f" ({base.source}); pass a copy of these with --base"
+        )
     return directory
 
 
 def read_adapters(directory: Path, manifest: Manifest) -> Adapters:
-    """Return the adapters in a checkpoint, in a single process; raise ConfigError if its files do not hold them."""
+    """Return the adapters in a checkpoint, in a single process.
+
+    Raises:
+        ConfigError: its manifest does not describe adapters that its files can hold.
+    """
     try:
-        config = LoraConfig.model_validate(
-            {key: manifest.hyperparameters[key] for key in LoraConfig.model_fields}
-        )
+        values = {key: manifest.hyperparameters[key] for key in LoraConfig.model_fields}
+        config = LoraConfig.model_validate(values)
     except (KeyError, ValueError):
-        raise ConfigError(
-            f"{directory / MANIFEST}: damaged: no adapters in its hyperparameters"
-        ) from None
+        problem = "damaged: no adapters in its hyperparameters"
+        raise ConfigError(f"{directory / MANIFEST}: {problem}") from None
     model = model_of(directory, manifest)
-    found = sum(entry.bytes for name, entry in manifest.files.items() if name.startswith("model-"))
-    if found < (needed := 4 * n_trained(config, model)):
-        raise ConfigError(
-            f"{directory / MANIFEST}: damaged: adapters of {needed:,} bytes; the files have {found:,}"
-        )
+    # Before memory is allocated: of the float32 values of all adapters, and of the files.
+    needed = torch.float32.itemsize * n_trained(config, model)
+    found = sum(entry.bytes for entry in _weight_records(manifest).values())
+    if found < needed:
+        problem = f"damaged: adapters of {needed:,} bytes; the files have {found:,}"
+        raise ConfigError(f"{directory / MANIFEST}: {problem}")
     adapters = Adapters(config, model)
     load_weights(directory, adapters)
     return adapters
 
 
 @torch.no_grad()
-def load_model(directory: Path, device: torch.device, base_dir: Path | None = None) -> Transformer:
-    """Return the model of a checkpoint in a single process, with adapters merged; for `base_dir` see `open_base`.
+def load_merged_model(
+    directory: Path, device: torch.device, base_dir: Path | None = None
+) -> Transformer:
+    """Return the model of a checkpoint in a single process, with adapters merged.
+
+    Args:
+        base_dir: see `open_base`.
 
     Raises:
         CheckpointError: a file is damaged.
         ConfigError: the tensors differ from the model's, or the base of adapters is not found.
     """
     manifest = read_manifest(directory)
-    opened = (
-        open_base(manifest.base, base_dir) if manifest.base else None
-    )  # as large as the manifest says
+    opened: Path | None = None
+    if manifest.base is not None:
+        opened = open_base(manifest.base, base_dir)  # its files are as large as the manifest says
     with torch.device("meta"):
         model = Transformer(model_of(directory, manifest))
     model.to_empty(device=device)

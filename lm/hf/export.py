@@ -37,7 +37,7 @@ from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.hf import families
 from lm.hf.base import open_base, read_adapters
 from lm.hf.families import Family, Place
-from lm.hf.weights import CONFIG, DTYPES, INDEX, WEIGHTS, find_weights
+from lm.hf.weights import CONFIG, WEIGHT_DTYPES, INDEX, WEIGHTS, find_weights
 from lm.training.lora import Adapters, LoraConfig
 from model import ModelConfig, Transformer
 
@@ -53,7 +53,7 @@ def export_model(
     """Convert the checkpoint or run `where`, a path or URL, to the directory `out`.
 
     Args:
-        dtype: a key of `DTYPES`.
+        dtype: a key of `WEIGHT_DTYPES`.
         base_dir: see `open_base`.
         adapters_only: write LoRA adapters in PEFT's format, instead of the model with adapters
             merged.
@@ -73,7 +73,7 @@ def export_model(
     manifest = read_manifest(directory)
     config = model_of(directory, manifest)
     if adapters_only:
-        return _write_adapters(out, directory, manifest, config, DTYPES[dtype])
+        return _write_adapters(out, directory, manifest, config, WEIGHT_DTYPES[dtype])
     family = families.find_family(config)
     places, shapes = families.map_parameters(family, config)
     verify(directory, manifest)
@@ -91,9 +91,9 @@ def export_model(
     opened = open_base(manifest.base, base_dir) if manifest.base else directory
     adapters = read_adapters(directory, manifest) if manifest.base else None
     sources, _ = find_weights(opened, config)
-    size = DTYPES[dtype].itemsize * sum(map(math.prod, shapes.values()))
+    size = WEIGHT_DTYPES[dtype].itemsize * sum(map(math.prod, shapes.values()))
     with _drafted(out, size) as draft:
-        weight_map = _write_weights(draft, config, places, shapes, DTYPES[dtype], sources, adapters)
+        weight_map = _write_weights(draft, config, places, shapes, WEIGHT_DTYPES[dtype], sources, adapters)
         if len(set(weight_map.values())) > 1:
             files[INDEX] = _to_json({"metadata": {"total_size": size}, "weight_map": weight_map})
         for name, content in files.items():

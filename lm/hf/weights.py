@@ -1,4 +1,4 @@
-"""Hugging Face models as initial weights: found or downloaded, checked, and read by every rank into its shards.
+"""Hugging Face models as initial weights: found or downloaded, checked, read into shards.
 
 Only safetensors files are read: weights in pickles (`.bin`) are refused.
 """
@@ -39,31 +39,33 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 DOWNLOADED = (CONFIG, "model*.safetensors", INDEX, *tokenizer.FILES)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WEIGHT_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Those in which weights are read and exported, by name."""
 
 _BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
-"""Constants that older versions of transformers save with the weights: causal masks and rotary frequencies."""
+"""Constants that older versions of transformers save: causal masks and rotary frequencies."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?:@[\w./-]+)?")
 
 
 @oserror_as_config_error
 def is_model(source: str) -> bool:
-    """Return whether `source` is a Hugging Face directory, or could be the name of a model on the Hub."""
+    """Return whether `source` is a Hugging Face directory, or could be a model on the Hub."""
     directory = Path(source)
     if directory.is_dir():
-        return (directory / CONFIG).is_file() and not any(
-            (directory / name).exists() for name in (MANIFEST, "checkpoints")
-        )
-    return (
-        bool(_HUB_NAME.fullmatch(source))
-        and not directory.exists()
-        and not directory.parent.is_dir()
-    )
+        is_checkpoint = (directory / MANIFEST).exists()
+        is_run = (directory / "checkpoints").exists()
+        return (directory / CONFIG).is_file() and not is_checkpoint and not is_run
+    could_be_path = directory.exists() or directory.parent.is_dir()
+    return _HUB_NAME.fullmatch(source) is not None and not could_be_path
 
 
 @oserror_as_config_error
 def find_source(source: str) -> Path:
-    """Return the directory `source`, or download the model OWNER/MODEL or OWNER/MODEL@REVISION of the Hub.
+    """Return the directory `source`, or that of the Hub's OWNER/MODEL[@REVISION], downloaded.
 
     Raises:
         ConfigError: it does not exist, or cannot be downloaded.
@@ -71,45 +73,51 @@ def find_source(source: str) -> Path:
     if Path(source).is_dir():
         return Path(source)
     if not _HUB_NAME.fullmatch(source):
-        problem = f"init_from: {source}: not a directory, and not a name on the Hugging Face Hub (OWNER/MODEL)"
-        raise ConfigError(problem)
+        raise ConfigError(
+            f"init_from: {source}: not a directory, and not a name on the Hugging Face Hub"
+            " (OWNER/MODEL)"
+        )
     return download(source, DOWNLOADED, "init_from")
 
 
 class HuggingFaceModel(NamedTuple):
-    """A directory of Hugging Face that `ModelConfig` can represent, and where each parameter is in its files."""
+    """A directory of Hugging Face that `ModelConfig` can represent."""
 
     family: Family
     config: ModelConfig
     sources: dict[str, Source]
+    """where each of our parameters is in the files"""
     tied_head: Source | None
     """a copy of the embedding, which older files contain"""
 
 
 def open_model(directory: Path) -> HuggingFaceModel:
-    """Read the structure of the model in `directory`, and check the names, shapes and dtypes of its tensors.
+    """Read a model's structure, and check the names, shapes and dtypes of its tensors.
 
     Raises:
         ConfigError: it cannot be represented exactly, or its tensors are not those of its
             structure; lists them.
         RunError: a file is damaged.
     """
-    family, config = families.read_config(_read_json(directory / CONFIG), str(directory / CONFIG))
+    config_path = directory / CONFIG
+    family, config = families.read_config(_read_object(config_path), str(config_path))
     places, shapes = families.map_parameters(family, config)
-    tensors = _open_tensors(directory, family)
-    tied_head = tensors.pop("lm_head.weight", None) if config.tie_embeddings else None
-    if problems := _differences(tensors, shapes):
+    tensors = _find_tensors(directory, family)
+    tied_head: Source | None = None
+    if config.tie_embeddings and "lm_head.weight" in tensors:
+        tied_head = Source(tensors.pop("lm_head.weight"))
+    problems = _compare_tensors(tensors, shapes)
+    if problems:
         problem = f"{directory}: the tensors do not match {CONFIG}:"
         raise ConfigError(problem, *first_20(problems))
-    sources = {
-        name: Source(tensors[place.name], place.start, place.transposed)
-        for name, place in places.items()
-    }
-    return HuggingFaceModel(family, config, sources, Source(tied_head) if tied_head else None)
+    sources: dict[str, Source] = {}
+    for name, place in places.items():
+        sources[name] = Source(tensors[place.name], place.start, place.transposed)
+    return HuggingFaceModel(family, config, sources, tied_head)
 
 
 def model_defaults(source: str) -> dict[str, Any]:
-    """Return the hyperparameters that the model `source` sets, with its tokenizer; {} if it is not Hugging Face's.
+    """Return the hyperparameters that the model `source` sets, {} if it is not Hugging Face's.
 
     Raises:
         ConfigError: it cannot be downloaded, see `open_model`, or its tokenizer does not fit it.
@@ -118,31 +126,41 @@ def model_defaults(source: str) -> dict[str, Any]:
         return {}
     directory = find_source(source)
     config = open_model(directory).config
-    values = config.model_dump(mode="json", exclude=None if config.model else {"model"})
-    if not (directory / tokenizer.FILE).is_file():
-        return values | {"tokenizer": None}
-    size = tokenizer.load_tokenizer(str(directory)).vocab_size
-    if size > config.vocab_size:
-        raise ConfigError(
-            f"{directory}: the tokenizer has {size} tokens, the model {config.vocab_size}: remove the added tokens from"
-            " the tokenizer, or load the model with transformers, resize_token_embeddings() and save_pretrained() it"
-        )
-    return values | {"tokenizer": str(directory)}
+    values = config.model_dump(mode="json")
+    if config.model is None:
+        del values["model"]
+    values["tokenizer"] = None
+    if (directory / tokenizer.FILE).is_file():
+        values["tokenizer"] = str(directory)
+        n_tokens = tokenizer.load_tokenizer(str(directory)).vocab_size
+        if n_tokens > config.vocab_size:
+            raise ConfigError(
+                f"{directory}: the tokenizer has {n_tokens} tokens, the model {config.vocab_size}:"
+                " remove the added tokens from the tokenizer, or load the model with transformers,"
+                " resize_token_embeddings() and save_pretrained() it"
+            )
+    return values
 
 
 def load_into(model: Transformer, source: str, world: World, log: Callable[[str], None]) -> None:
-    """Fill this rank's shards of `model` with the weights of `source`, on all ranks together; see `read_directory`."""
+    """Fill this rank's shards of `model` with the weights of `source`, on all ranks together.
+
+    Raises:
+        ConfigError, RunError: see `find_source` and `read_directory`.
+    """
     started = time.monotonic()
     world.all_or_none(lambda: read_directory(find_source(source), model))
     peak = max(world.all_gather_object(peak_memory_gib(world.device)))
-    log(
-        f"loaded the weights of {source} in {time.monotonic() - started:.1f} s, peak memory {peak:.2f} GiB per rank"
-    )
+    seconds = time.monotonic() - started
+    log(f"loaded the weights of {source} in {seconds:.1f} s, peak memory {peak:.2f} GiB per rank")
 
 
 @torch.no_grad()
 def read_directory(directory: Path, model: Transformer) -> None:
-    """Fill this rank's shards of `model`, except for adapters, with the model or checkpoint in `directory`.
+    """Fill this rank's shards of `model`, except for adapters, from `directory`.
+
+    Args:
+        directory: of a Hugging Face model or a checkpoint.
 
     Raises:
         ConfigError: see `find_weights`; or the head differs from the embedding that it is tied to.
@@ -152,15 +170,15 @@ def read_directory(directory: Path, model: Transformer) -> None:
     sources, tied_head = find_weights(directory, model.config)
     for name, source in sources.items():
         read_into(parameters[name], source)
-    if tied_head and not _equals(parameters["embedding.tokens.weight"], tied_head):
+    if tied_head and not _is_equal(parameters["embedding.tokens.weight"], tied_head):
         raise ConfigError(
-            f"{directory}: {CONFIG} ties lm_head.weight to the embedding, but the files have a different one; set"
-            f" tie_word_embeddings: false in {CONFIG} to use it"
+            f"{directory}: {CONFIG} ties lm_head.weight to the embedding, but the files have a"
+            f" different one; set tie_word_embeddings: false in {CONFIG} to use it"
         )
 
 
 def find_weights(directory: Path, config: ModelConfig) -> tuple[dict[str, Source], Source | None]:
-    """Return where each parameter of the model `config` is in `directory`, and `HuggingFaceModel.tied_head`.
+    """Return where each parameter of the model is, and `HuggingFaceModel.tied_head`.
 
     Args:
         directory: of a Hugging Face model or a checkpoint.
@@ -175,85 +193,107 @@ def find_weights(directory: Path, config: ModelConfig) -> tuple[dict[str, Source
     manifest = read_manifest(directory)
     compare_structures(model_of(directory, manifest), config)
     with torch.device("meta"):
-        found = find_tensors(directory, manifest, {"model": Transformer(config).state_dict()})
-    return {name.removeprefix("model."): source for name, (_, source) in found.items()}, None
+        state = Transformer(config).state_dict()
+    sources: dict[str, Source] = {}
+    for name, (_, source) in find_tensors(directory, manifest, {"model": state}).items():
+        sources[name.removeprefix("model.")] = source
+    return sources, None
 
 
-def _equals(embedding: Tensor, head: Source) -> bool:
+def _is_equal(embedding: Tensor, head: Source) -> bool:
+    """Return whether this rank's rows of `embedding` are those of `head`."""
     if full_shape(head.slices) != tuple(embedding.shape):
         return False
-    other = torch.empty_like(embedding)
-    read_into(other, head)
-    return local_rows(other)[0].equal(local_rows(embedding)[0])
+    stored = torch.empty_like(embedding)
+    read_into(stored, head)
+    stored_rows, _ = local_rows(stored)
+    rows, _ = local_rows(embedding)
+    return stored_rows.equal(rows)
 
 
 @oserror_as_config_error
-def _open_tensors(directory: Path, family: Family) -> dict[str, list[TensorSlice]]:
-    """Return the tensors in the files of `directory`, by their names in the full model, without old constants."""
-    paths = weight_files(directory)
-    if missing := next((path for path in paths if not path.is_file()), None):
-        raise ConfigError(f"{missing}: missing; download the directory again")
-    found = read_headers(
-        {path.resolve(): None for path in paths}
-    )  # the Hub's cache consists of links
-    prefix = (
-        family.modules["embedding.tokens"].partition(".")[0] + "."
-    )  # missing if the bare model was saved
-    full = {
-        name if name.startswith((prefix, "lm_head.")) else prefix + name: name for name in found
-    }
-    return {name: found[stored] for name, stored in full.items() if not _BUFFERS.fullmatch(name)}
+def _find_tensors(directory: Path, family: Family) -> dict[str, list[TensorSlice]]:
+    """Return the tensors in the files of `directory`, without old constants.
+
+    Their names are those in a model with a head. If the bare model was saved, its own prefix is
+    missing in the files.
+    """
+    paths = list_weight_files(directory)
+    for path in paths:
+        if not path.is_file():
+            raise ConfigError(f"{path}: missing; download the directory again")
+    # The Hub's cache consists of links, of which several can be to the same file.
+    found = read_headers({path.resolve(): None for path in paths})
+    bare_model, _, _ = family.modules["embedding.tokens"].partition(".")
+    prefixes = (f"{bare_model}.", "lm_head.")
+    tensors: dict[str, list[TensorSlice]] = {}
+    for stored_name, slices in found.items():
+        name = stored_name
+        if not stored_name.startswith(prefixes):
+            name = f"{bare_model}.{stored_name}"
+        if not _BUFFERS.fullmatch(name):
+            tensors[name] = slices
+    return tensors
 
 
-def _differences(
+def _compare_tensors(
     tensors: Mapping[str, list[TensorSlice]], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
+    """Return how `tensors` differ from those that a model of `shapes` has."""
     problems = [f"{name}: missing" for name in shapes if name not in tensors]
     for name, slices in tensors.items():
         if name not in shapes:
             problems.append(f"{name}: unexpected tensor")
-        elif any(piece.dtype not in DTYPES.values() for piece in slices):
-            problems.append(
-                f"{name}: {slices[0].dtype} is a quantized dtype; use the model without quantization"
-            )
-        elif (shape := full_shape(slices)) is None:
+            continue
+        shape = full_shape(slices)
+        if any(piece.dtype not in WEIGHT_DTYPES.values() for piece in slices):
+            problem = f"{slices[0].dtype} is a quantized dtype; use the model without quantization"
+            problems.append(f"{name}: {problem}")
+        elif shape is None:
             problems.append(f"{name}: in several files")
         elif shape != shapes[name]:
             problems.append(f"{name}: {list(shape)} in the file, {list(shapes[name])} in {CONFIG}")
     return problems
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """Return the paths of the weights of the Hugging Face model in `directory`."""
+def list_weight_files(directory: Path) -> list[Path]:
+    """Return the paths of the weights of the Hugging Face model in `directory`.
+
+    Raises:
+        ConfigError: it has no safetensors files, or its index is damaged.
+    """
     index = directory / INDEX
     if index.is_file():
-        weight_map = _read_json(index).get("weight_map")
-        names = sorted(set(map(str, weight_map.values()))) if isinstance(weight_map, dict) else []
-        if not names or any(name != Path(name).name or name in ("", "..") for name in names):
+        weight_map = _read_object(index).get("weight_map")
+        names: list[str] = []
+        if isinstance(weight_map, dict):
+            names = sorted(set(map(str, weight_map.values())))
+        is_outside = any(name != Path(name).name or name in ("", "..") for name in names)
+        if not names or is_outside:
             raise ConfigError(f"{index}: weight_map must contain file names in this directory")
         return [directory / name for name in names]
     if (directory / WEIGHTS).is_file():
         return [directory / WEIGHTS]
-    pickled = next(directory.glob("*.bin"), None) or next(directory.glob("*.pth"), None)
-    found = (
-        f"{pickled.name} is a pickle, which can execute code, and is not read"
-        if pickled
-        else "neither exists"
-    )
+    found = "neither exists"
+    pickles = [*directory.glob("*.bin"), *directory.glob("*.pth")]
+    if pickles:
+        found = f"{pickles[0].name} is a pickle, which can execute code, and is not read"
     raise ConfigError(
-        f"{directory}: needs {WEIGHTS} or {INDEX}; {found}. To convert, load it with transformers and"
-        " save_pretrained(DIRECTORY, safe_serialization=True)"
+        f"{directory}: needs {WEIGHTS} or {INDEX}; {found}. To convert, load it with transformers"
+        " and save_pretrained(DIRECTORY, safe_serialization=True)"
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in the file `path`."""
     try:
         content = parse_json(read_bytes(path.resolve(), MAX_JSON_BYTES))
-        if isinstance(content, dict):
-            return content
-        problem = "not a JSON object"
     except OSError as error:
         problem = f"{error.strerror}; a model directory needs one"
     except ValueError as error:
         problem = f"invalid JSON: {error}"
+    else:
+        if isinstance(content, dict):
+            return content
+        problem = "not a JSON object"
     raise ConfigError(f"{path}: {problem}")
