@@ -31,7 +31,7 @@ from lm.checkpoint.store import COMMITTED, LocalCheckpoints
 from lm.data.tokenizer import FILE, load_tokenizer
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
-from lm.hf.export import export_model, locked
+from lm.hf.export import export_model, lock_directory
 from lm.hf.weights import open_model
 from lm.launch.console import announce
 from lm.metrics.sinks import JSONL, Console
@@ -326,7 +326,7 @@ def test_a_command_removes_what_a_killed_one_left_and_nothing_that_is_in_use(
     draft = Path(".out.draft")
     draft.mkdir()
     (draft / "model-00009-of-00009.safetensors").touch()
-    with locked(draft), pytest.raises(RunError, match="out: another process exports to it"):
+    with lock_directory(draft), pytest.raises(RunError, match="out: another process exports to it"):
         export_model(saved, Path("out"))
     assert [path.name for path in draft.iterdir()] == ["model-00009-of-00009.safetensors"]
     export_model(saved, Path("out"))

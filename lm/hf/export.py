@@ -1,4 +1,4 @@
-"""Export of a checkpoint to a directory that transformers' `from_pretrained` loads, or of adapters for PEFT's.
+"""Export of a checkpoint for transformers' `from_pretrained`, or of its adapters for PEFT's.
 
 Tensors are read one at a time, so that memory holds one tensor and one file. The files are written
 to a temporary directory that is renamed when it is complete.
@@ -12,10 +12,11 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 import torch
@@ -37,7 +38,7 @@ from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.hf import families
 from lm.hf.base import open_base, read_adapters
 from lm.hf.families import Family, Place
-from lm.hf.weights import CONFIG, WEIGHT_DTYPES, INDEX, WEIGHTS, find_weights
+from lm.hf.weights import CONFIG, INDEX, WEIGHT_DTYPES, WEIGHTS, find_weights
 from lm.training.lora import Adapters, LoraConfig
 from model import ModelConfig, Transformer
 
@@ -73,122 +74,186 @@ def export_model(
     manifest = read_manifest(directory)
     config = model_of(directory, manifest)
     if adapters_only:
-        return _write_adapters(out, directory, manifest, config, WEIGHT_DTYPES[dtype])
+        return _export_adapters(out, directory, manifest, config, WEIGHT_DTYPES[dtype])
     family = families.find_family(config)
     places, shapes = families.map_parameters(family, config)
     verify(directory, manifest)
-    tokenizer = (
-        saved_tokenizer(manifest.tokenizer, directory, manifest.files, {})
-        if manifest.tokenizer
-        else None
-    )
-    specials = (tokenizer.eos_id, tokenizer.bos_id) if tokenizer else (None, None)
-    raw = families.write_config(config, dtype, *specials)
-    generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id") if raw[key] is not None}
-    files = _tokenizer_files(tokenizer) if tokenizer else {}
-    files[CONFIG] = _to_json(raw)
-    files[GENERATION] = _to_json(generation | json.loads(files.get(GENERATION, b"{}")))
-    opened = open_base(manifest.base, base_dir) if manifest.base else directory
-    adapters = read_adapters(directory, manifest) if manifest.base else None
-    sources, _ = find_weights(opened, config)
-    size = WEIGHT_DTYPES[dtype].itemsize * sum(map(math.prod, shapes.values()))
-    with _drafted(out, size) as draft:
-        weight_map = _write_weights(draft, config, places, shapes, WEIGHT_DTYPES[dtype], sources, adapters)
-        if len(set(weight_map.values())) > 1:
-            files[INDEX] = _to_json({"metadata": {"total_size": size}, "weight_map": weight_map})
+
+    files: dict[str, bytes] = {}
+    eos_id: int | None = None
+    bos_id: int | None = None
+    if manifest.tokenizer is not None:
+        tokenizer = saved_tokenizer(manifest.tokenizer, directory, manifest.files, {})
+        files |= _convert_tokenizer(tokenizer)
+        eos_id = tokenizer.eos_id
+        bos_id = tokenizer.bos_id
+    model_settings = families.write_config(config, dtype, eos_id, bos_id)
+    generation_settings: dict[str, Any] = {}
+    for key in ("bos_token_id", "eos_token_id"):
+        if model_settings[key] is not None:
+            generation_settings[key] = model_settings[key]
+    if GENERATION in files:
+        generation_settings |= json.loads(files[GENERATION])
+    files[CONFIG] = _to_json(model_settings)
+    files[GENERATION] = _to_json(generation_settings)
+
+    weights_dir = directory
+    adapters: Adapters | None = None
+    if manifest.base is not None:
+        weights_dir = open_base(manifest.base, base_dir)
+        adapters = read_adapters(directory, manifest)
+    sources, _ = find_weights(weights_dir, config)
+    weights = _Weights(config, sources, adapters, places, shapes, WEIGHT_DTYPES[dtype])
+    with _make_draft(out, weights.n_bytes) as draft:
+        weight_map = weights.write(draft)
+        is_one_file = len(set(weight_map.values())) == 1
+        if not is_one_file:
+            index = {"metadata": {"total_size": weights.n_bytes}, "weight_map": weight_map}
+            files[INDEX] = _to_json(index)
         for name, content in files.items():
             (draft / name).write_bytes(content)
-    return size
+    return weights.n_bytes
 
 
-def _write_weights(
-    draft: Path,
-    config: ModelConfig,
-    places: Mapping[str, Place],
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    sources: Mapping[str, Source],
-    adapters: Adapters | None,
-) -> dict[str, str]:
-    """Write the safetensors files; return the file of each tensor."""
-    with torch.device("meta"):
-        parameters = dict(Transformer(config).named_parameters())
-        groups = group_by_size(
-            {name: (torch.empty(shape, dtype=dtype), None) for name, shape in shapes.items()}
-        )
-    weight_map: dict[str, str] = {}
-    progress = tqdm(total=len(parameters), unit="tensor", disable=None)
-    for number, group in enumerate(groups, 1):
-        file = f"model-{number:05}-of-{len(groups):05}.safetensors" if len(groups) > 1 else WEIGHTS
-        tensors = {name: torch.zeros(shapes[name], dtype=dtype) for name in group}
-        for name, place in places.items():
-            if place.name not in tensors or name not in parameters:
-                continue
-            values = torch.empty(parameters[name].shape)
-            read_into(values, sources[name])
-            if adapters:
-                adapters.merge(name, values)
-            if dtype == torch.float16 and not values.half().isfinite().all():
-                raise RunError(
-                    f"{place.name}: has values above 65504, the maximum of float16; use --dtype bfloat16"
-                )
-            stored = tensors[place.name].T if place.transposed else tensors[place.name]
-            stored[place.start : place.start + len(values)] = values
-            progress.update()
-        write_tensors(draft / file, {name: (tensor, 0) for name, tensor in tensors.items()})
-        weight_map |= dict.fromkeys(group, file)
-    progress.close()
-    return weight_map
+@dataclass(frozen=True)
+class _Weights:
+    """The weights of a model: where they are read from, and how Hugging Face stores them."""
+
+    config: ModelConfig
+    sources: Mapping[str, Source]
+    """of our parameters"""
+    adapters: Adapters | None
+    """to merge into them"""
+    places: Mapping[str, Place]
+    """of our parameters in the tensors to write"""
+    shapes: Mapping[str, tuple[int, ...]]
+    """of the tensors to write"""
+    dtype: torch.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        return self.dtype.itemsize * sum(math.prod(shape) for shape in self.shapes.values())
+
+    def write(self, directory: Path) -> dict[str, str]:
+        """Write the safetensors files; return the file of each tensor."""
+        with torch.device("meta"):
+            parameters = dict(Transformer(self.config).named_parameters())
+            empty: dict[str, tuple[Tensor, None]] = {}
+            for name, shape in self.shapes.items():
+                empty[name] = torch.empty(shape, dtype=self.dtype), None
+        groups = group_by_size(empty)
+        weight_map: dict[str, str] = {}
+        progress = tqdm(total=len(parameters), unit="tensor", disable=None)
+        for number, group in enumerate(groups, 1):
+            file = WEIGHTS
+            if len(groups) > 1:
+                file = f"model-{number:05}-of-{len(groups):05}.safetensors"
+            tensors = {name: torch.zeros(self.shapes[name], dtype=self.dtype) for name in group}
+            for name, place in self.places.items():
+                is_zero_bias = name not in parameters
+                if place.name not in tensors or is_zero_bias:
+                    continue
+                values = self._read_parameter(name, parameters[name].shape)
+                tensor = tensors[place.name]
+                if place.transposed:
+                    tensor = tensor.T
+                tensor[place.start : place.start + len(values)] = values
+                progress.update()
+            write_tensors(directory / file, {name: (tensors[name], 0) for name in group})
+            weight_map |= dict.fromkeys(group, file)
+        progress.close()
+        return weight_map
+
+    def _read_parameter(self, name: str, shape: torch.Size) -> Tensor:
+        values = torch.empty(shape)
+        read_into(values, self.sources[name])
+        if self.adapters is not None:
+            self.adapters.merge(name, values)
+        if self.dtype == torch.float16 and not values.half().isfinite().all():
+            problem = "has values above 65504, the maximum of float16; use --dtype bfloat16"
+            raise RunError(f"{self.places[name].name}: {problem}")
+        return values
 
 
-def _write_adapters(
+class _Adapter(NamedTuple):
+    """An adapter of consecutive rows of a layer."""
+
+    start: int
+    """the first of the rows"""
+    a: Tensor
+    """(rank, in)"""
+    b: Tensor
+    """(rows, rank)"""
+
+
+def _export_adapters(
     out: Path, directory: Path, manifest: Manifest, config: ModelConfig, dtype: torch.dtype
 ) -> int:
-    """Write the adapters in a checkpoint to `out` in PEFT's format; return their bytes.
-
-    Adapters of matrices that the family stores as one become one adapter of the sum of their ranks:
-    A is theirs below one another, and B has theirs as blocks.
-    """
+    """Write the adapters in a checkpoint to `out` in PEFT's format; return their bytes."""
     if manifest.base is None:
-        raise ConfigError(
-            f"{directory}: has no LoRA adapters (lora_rank: null); export it without --adapter"
-        )
+        problem = "has no LoRA adapters (lora_rank: null); export it without --adapter"
+        raise ConfigError(f"{directory}: {problem}")
     family = families.find_family(config)
     places, shapes = families.map_parameters(family, config)
     adapters = read_adapters(directory, manifest)
-    parts: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
-    for name in (name for name in adapters if name.endswith(".lora_A.weight")):
+
+    by_their_layer: dict[str, list[_Adapter]] = {}
+    for name, a in adapters.items():
+        if not name.endswith(".lora_A.weight"):
+            continue
         layer = name.removesuffix(".lora_A.weight")
         place = places[f"{layer}.weight"]
-        part = place.start, adapters[name], adapters[f"{layer}.lora_B.weight"]
-        parts.setdefault(place.name.removesuffix(".weight"), []).append(part)
-    tensors, ranks = {}, {}
-    for layer, found in parts.items():
-        a = torch.cat([a for _, a, _ in found])
-        b = torch.zeros(shapes[f"{layer}.weight"][1 if family.transposed else 0], len(a))
-        for column, (start, _, values) in zip(
-            range(0, len(a), len(a) // len(found)), found, strict=True
-        ):
-            b[start : start + len(values), column : column + values.shape[1]] = values
-        prefix, ranks[re.split(r"\.\d+\.", layer)[1]] = f"base_model.model.{layer}", len(a)
-        for name, tensor in (("lora_A", a), ("lora_B", b)):
-            tensors[f"{prefix}.{name}.weight"] = tensor.to(dtype), 0
-    raw = _adapter_config(manifest.base, adapters.config, ranks, family)
-    total = sum(tensor.nbytes for tensor, _ in tensors.values())
-    with _drafted(out, total) as draft:
+        adapter = _Adapter(place.start, a, adapters[f"{layer}.lora_B.weight"])
+        by_their_layer.setdefault(place.name.removesuffix(".weight"), []).append(adapter)
+
+    tensors: dict[str, tuple[Tensor, int]] = {}
+    ranks: dict[str, int] = {}
+    for layer, of_layer in by_their_layer.items():
+        n_out = shapes[f"{layer}.weight"][1 if family.transposed else 0]
+        a, b = _combine_adapters(of_layer, n_out)
+        tensors[f"base_model.model.{layer}.lora_A.weight"] = a.to(dtype), 0
+        tensors[f"base_model.model.{layer}.lora_B.weight"] = b.to(dtype), 0
+        _, layer_in_block = re.split(r"\.\d+\.", layer)
+        ranks[layer_in_block] = len(a)
+
+    peft_config = _write_peft_config(manifest.base, adapters.config, ranks, family)
+    n_bytes = sum(tensor.nbytes for tensor, _ in tensors.values())
+    with _make_draft(out, n_bytes) as draft:
         write_tensors(draft / "adapter_model.safetensors", tensors)
-        (draft / "adapter_config.json").write_bytes(_to_json(raw))
-    return total
+        (draft / "adapter_config.json").write_bytes(_to_json(peft_config))
+    return n_bytes
 
 
-def _adapter_config(
+def _combine_adapters(adapters: Sequence[_Adapter], n_out: int) -> tuple[Tensor, Tensor]:
+    """Return A and B of one adapter that changes a layer of `n_out` rows as `adapters` do.
+
+    Below one another, their A are one matrix of the sum of their ranks. Its product with a B whose
+    rows of an adapter are that adapter's B in the columns of its ranks, and 0 elsewhere, has in
+    these rows the product of the adapter's B and A.
+    """
+    a = torch.cat([adapter.a for adapter in adapters])
+    b = torch.zeros(n_out, len(a))
+    first_rank = 0
+    for adapter in adapters:
+        n_rows, rank = adapter.b.shape
+        rows = slice(adapter.start, adapter.start + n_rows)
+        b[rows, first_rank : first_rank + rank] = adapter.b
+        first_rank += rank
+    return a, b
+
+
+def _write_peft_config(
     base: Base, config: LoraConfig, ranks: Mapping[str, int], family: Family
 ) -> dict[str, Any]:
     """Return PEFT's `adapter_config.json`; `ranks` are those of the adapters, by layer."""
-    name, _, revision = (
-        (base.source, "", "") if Path(base.source).is_absolute() else base.source.partition("@")
-    )
-    others = {layer: rank for layer, rank in ranks.items() if rank != config.lora_rank}
+    name = base.source
+    revision: str | None = None
+    is_on_hub = not Path(base.source).is_absolute()
+    if is_on_hub:
+        name, _, revision = base.source.partition("@")
+    other_ranks = {layer: rank for layer, rank in ranks.items() if rank != config.lora_rank}
+    # PEFT scales by alpha / rank.
+    other_alphas = {layer: config.lora_scale * rank for layer, rank in other_ranks.items()}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -198,8 +263,8 @@ def _adapter_config(
         "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
         "target_modules": sorted(ranks),
-        "rank_pattern": others,
-        "alpha_pattern": {layer: config.lora_scale * rank for layer, rank in others.items()},
+        "rank_pattern": other_ranks,
+        "alpha_pattern": other_alphas,
         "fan_in_fan_out": family.transposed,
         "bias": "none",
         "inference_mode": True,
@@ -211,8 +276,11 @@ def _to_json(content: object) -> bytes:
 
 
 @contextmanager
-def _drafted(out: Path, needed: int) -> Iterator[Path]:
-    """Yield a temporary directory next to `out` that is renamed to `out` on success and deleted on failure.
+def _make_draft(out: Path, needed: int) -> Iterator[Path]:
+    """Yield a temporary directory that becomes `out` on success and is deleted on failure.
+
+    Args:
+        needed: bytes of the disk.
 
     Raises:
         ConfigError: `out` cannot be created.
@@ -224,24 +292,24 @@ def _drafted(out: Path, needed: int) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(f"{out}: cannot be created: {error.strerror}") from None
     try:
-        with locked(draft), ExitStack() as on_exit:
+        with lock_directory(draft), ExitStack() as on_exit:
             on_exit.callback(shutil.rmtree, draft, ignore_errors=True)
             for left in draft.iterdir():  # by a command that was killed
                 left.unlink()
-            if (free := shutil.disk_usage(draft).free) < needed:
+            free = shutil.disk_usage(draft).free
+            if free < needed:
                 raise RunError(f"{out}: disk full: {needed:,} bytes are needed, {free:,} are free")
             yield draft
             draft.rename(out)
     except BlockingIOError:
-        raise RunError(
-            f"{out}: another process exports to it; wait for it, or use another directory"
-        ) from None
+        problem = "another process exports to it; wait for it, or use another directory"
+        raise RunError(f"{out}: {problem}") from None
     except OSError as error:
         raise RunError(f"{out}: cannot be written: {error.strerror or error}") from None
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def lock_directory(directory: Path) -> Iterator[None]:
     """Lock `directory` until this process ends or leaves; raise OSError if another one has."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
@@ -251,24 +319,34 @@ def locked(directory: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return the files that `AutoTokenizer` reads; the byte tokenizer becomes a byte-level BPE without merges."""
+def _convert_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """Return the files that `AutoTokenizer` reads, by name."""
     files = dict(tokenizer.files)
     if isinstance(tokenizer, ByteTokenizer):
-        # Byte-level BPE represents a byte by its character if that prints, else, in order, by
-        # letters from U+0100 on.
-        letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-        printed = [ord(letter) for letter in letters if ord(letter) < 256]
-        ids = [*printed, *sorted(set(range(256)) - set(printed))]
-        encoder = tokenizers.Tokenizer(
-            tokenizers.models.BPE(dict(zip(letters, ids, strict=True)), [])
-        )
-        encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-            add_prefix_space=False, use_regex=False
-        )
-        encoder.decoder = tokenizers.decoders.ByteLevel()
-        encoder.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, special=True)])
-        files[FILE] = encoder.to_str(pretty=True).encode()
-    end = tokenizers.Tokenizer.from_buffer(files[FILE]).id_to_token(tokenizer.eos_id)
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
-    return {"tokenizer_config.json": json.dumps(settings, indent=2).encode()} | files
+        files[FILE] = _write_byte_level_bpe()
+    encoder = tokenizers.Tokenizer.from_buffer(files[FILE])
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": encoder.id_to_token(tokenizer.eos_id),
+    }
+    files.setdefault("tokenizer_config.json", json.dumps(settings, indent=2).encode())
+    return files
+
+
+def _write_byte_level_bpe() -> bytes:
+    """Return the file of a byte-level BPE without merges, which has the ids of the byte tokenizer.
+
+    Byte-level BPE represents a byte by its character if that prints, else, in order, by letters
+    from U+0100 on.
+    """
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    printed = [ord(letter) for letter in letters if ord(letter) < 256]
+    others = sorted(set(range(256)) - set(printed))
+    vocabulary = dict(zip(letters, [*printed, *others], strict=True))
+    encoder = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    encoder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    encoder.decoder = tokenizers.decoders.ByteLevel()
+    encoder.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, special=True)])
+    return encoder.to_str(pretty=True).encode()
