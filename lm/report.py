@@ -14,30 +14,49 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from lm.errors import ConfigError, command, escape_control, oserror_as_config_error
 from lm.fileio import read_records
 
 _PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
-_SUMMARIES: dict[str, tuple[str, Callable[[list[float]], float], str]] = {
-    "tokens/s (median)": ("tokens_per_second", statistics.median, ",.0f"),
-    "MFU (median)": ("mfu", statistics.median, ".1%"),
-    "peak memory per rank (GiB)": ("peak_memory_gib", max, ".2f"),
-    "waiting for data (%, mean)": ("waiting_for_data_percent", statistics.mean, ".1f"),
-    "training blocked by saving (s)": ("save_stall_seconds", sum, ".1f"),
-    "skipped steps": ("skipped_steps", sum, ".0f"),
+"""Small panels below that of the loss: their metrics and titles."""
+
+
+class _Summary(NamedTuple):
+    """A row of the table that combines the values of a metric of the training reports."""
+
+    metric: str
+    combine: Callable[[list[float]], float]
+    format_spec: str
+
+
+_SUMMARIES = {
+    "tokens/s (median)": _Summary("tokens_per_second", statistics.median, ",.0f"),
+    "MFU (median)": _Summary("mfu", statistics.median, ".1%"),
+    "peak memory per rank (GiB)": _Summary("peak_memory_gib", max, ".2f"),
+    "waiting for data (%, mean)": _Summary("waiting_for_data_percent", statistics.mean, ".1f"),
+    "training blocked by saving (s)": _Summary("save_stall_seconds", sum, ".1f"),
+    "skipped steps": _Summary("skipped_steps", sum, ".0f"),
 }
-"""Rows of the table: the metric of the training reports, how it is combined, and its format."""
-_KEYS = {
-    "metrics": {"group", "step", "time"},
-    "samples": {"step", "time", "prompt", "text"},
-    "sessions": {"step", "time", "last_write", "tokens_per_step"}
-    | {"ranks", "gpus", "device", "host", "versions", "command"},
+_METRICS_KEYS = {"group", "step", "time"}
+_SAMPLES_KEYS = {"step", "time", "prompt", "text"}
+_SESSIONS_KEYS = {
+    "step",
+    "time",
+    "last_write",
+    "tokens_per_step",
+    "ranks",
+    "gpus",
+    "device",
+    "host",
+    "versions",
+    "command",
 }
-"""What every line of these files has."""
+"""What every line of a file has."""
 
 
 class RunRecords:
@@ -52,143 +71,174 @@ class RunRecords:
 
         if not (path / "metrics.jsonl").is_file():
             raise ConfigError(f"{path.absolute()}: is not a run directory: it has no metrics.jsonl")
-        self.name, config = path.resolve().name, path / "config.yaml"
-        self.hyperparameters = (
-            strict_yaml.load(config)[0]["hyperparameters"] if config.is_file() else {}
-        )
-        self.metrics, self.samples, self.sessions = (
-            read_records(path / f"{name}.jsonl", keys) for name, keys in _KEYS.items()
-        )
+        self.name = path.resolve().name
+        self.hyperparameters = {}
+        config = path / "config.yaml"
+        if config.is_file():
+            self.hyperparameters = strict_yaml.load(config)[0]["hyperparameters"]
+        self.metrics = read_records(path / "metrics.jsonl", _METRICS_KEYS)
+        self.samples = read_records(path / "samples.jsonl", _SAMPLES_KEYS)
+        self.sessions = read_records(path / "sessions.jsonl", _SESSIONS_KEYS)
 
-    def curve(self, group: str, key: str) -> tuple[list[int], list[float]]:
+    def curve(self, group: str, metric: str) -> tuple[list[int], list[float]]:
         """Return the steps and values of a metric."""
-        found = [each for each in self.metrics if each["group"] == group and key in each]
-        return [each["step"] for each in found], [each[key] for each in found]
+        steps: list[int] = []
+        values: list[float] = []
+        for record in self.metrics:
+            if record["group"] == group and metric in record:
+                steps.append(record["step"])
+                values.append(record[metric])
+        return steps, values
 
-    def facts(self) -> dict[str, str]:
-        """Return the rows of the table that are known."""
-        facts: dict[str, str] = {}
+    def summarize(self) -> dict[str, str]:
+        """Return the rows of the table that are known, by label."""
+        rows: dict[str, str] = {}
         steps, losses = self.curve("validation", "loss")
         if losses:
             best = min(losses)
-            facts["validation loss"] = (
-                f"{losses[-1]:.4f}, best {best:.4f} (step {steps[losses.index(best)]})"
-            )
-        for last in self.curve("training", "loss")[1][-1:]:
-            facts["training loss"] = f"{last:.4f}"
-        for label, (key, combine, spec) in _SUMMARIES.items():
-            if values := self.curve("training", key)[1]:
-                facts[label] = f"{combine(values):{spec}}"
-        for last in self.sessions[-1:]:
-            step = max((each["step"] for each in self.metrics), default=0)
-            starts, ends = ([each[key] for each in self.sessions] for key in ("time", "last_write"))
-            ends = [
-                *ends[1:],
-                max((each["time"] for each in self.metrics + self.samples), default=0),
-            ]
-            seconds = [
-                max(0.0, (end or 0) - start) for start, end in zip(starts, ends, strict=True)
-            ]
-            facts["steps"] = f"{step} of {self.hyperparameters.get('max_steps') or step}"
-            facts["tokens"] = f"{step * last['tokens_per_step']:,}"
-            facts["wall time"] = f"{timedelta(seconds=int(sum(seconds)))}, {len(seconds)} start(s)"
-            if used := sum(
-                each["gpus"] * time for each, time in zip(self.sessions, seconds, strict=True)
-            ):
-                facts["GPU-hours"] = f"{used / 3600:.2f}"
-            facts["hardware"] = f"{last['ranks']} x {last['device']}, {last['host']}"
-            facts["versions"] = last["versions"]
-            facts["command"] = f"`{last['command']}`"
-        return facts
+            best_step = steps[losses.index(best)]
+            rows["validation loss"] = f"{losses[-1]:.4f}, best {best:.4f} (step {best_step})"
+        _, losses = self.curve("training", "loss")
+        if losses:
+            rows["training loss"] = f"{losses[-1]:.4f}"
+        for label, summary in _SUMMARIES.items():
+            _, values = self.curve("training", summary.metric)
+            if values:
+                rows[label] = format(summary.combine(values), summary.format_spec)
+        if self.sessions:
+            rows |= self._summarize_sessions()
+        return rows
+
+    def _summarize_sessions(self) -> dict[str, str]:
+        last = self.sessions[-1]
+        step = max((record["step"] for record in self.metrics), default=0)
+        seconds = self._session_seconds()
+        gpu_seconds = 0.0
+        for session, duration in zip(self.sessions, seconds, strict=True):
+            gpu_seconds += session["gpus"] * duration
+
+        rows: dict[str, str] = {}
+        rows["steps"] = f"{step} of {self.hyperparameters.get('max_steps') or step}"
+        rows["tokens"] = f"{step * last['tokens_per_step']:,}"
+        rows["wall time"] = f"{timedelta(seconds=int(sum(seconds)))}, {len(seconds)} start(s)"
+        if gpu_seconds:
+            rows["GPU-hours"] = f"{gpu_seconds / 3600:.2f}"
+        rows["hardware"] = f"{last['ranks']} x {last['device']}, {last['host']}"
+        rows["versions"] = last["versions"]
+        rows["command"] = f"`{last['command']}`"
+        return rows
+
+    def _session_seconds(self) -> list[float]:
+        """Return how long each session was, as far as its files say."""
+        # A session notes when the one before it last wrote: None if it wrote nothing.
+        ends = [session["last_write"] or 0 for session in self.sessions[1:]]
+        records = self.metrics + self.samples
+        ends.append(max((record["time"] for record in records), default=0))
+        starts = [session["time"] for session in self.sessions]
+        return [max(0.0, end - start) for start, end in zip(starts, ends, strict=True)]
 
 
-def page(runs: Sequence[RunRecords], picture: Path | None = None) -> str:
+def format_report(runs: Sequence[RunRecords], picture: Path | None = None) -> str:
     """Return the report on `runs` as Markdown."""
-    lines = [
-        f"# {' and '.join(run.name for run in runs)}",
-        "",
-        *_table(runs, [run.facts() for run in runs]),
-    ]
-    if len(runs) > 1:
-        shown = [
-            {
-                f"`{key}`": json.dumps(value)
-                for key, value in run.hyperparameters.items()
-                if key != "run_name"
-            }
-            for run in runs
-        ]
-        common = set.intersection(*(set(each.items()) for each in shown))
-        differing = [dict(item for item in each.items() if item not in common) for each in shown]
-        if any(differing):
-            lines += ["", "Hyperparameters that differ:", "", *_table(runs, differing)]
-    lines += ["", f"![curves by step]({picture.name})"] if picture else []
+    names = [run.name for run in runs]
+    lines = [f"# {' and '.join(names)}", ""]
+    lines += _format_table(names, [run.summarize() for run in runs])
+    differences = _find_differences(runs)
+    if any(differences):
+        lines += ["", "Hyperparameters that differ:", ""]
+        lines += _format_table(names, differences)
+    if picture is not None:
+        lines += ["", f"![curves by step]({picture.name})"]
     for run in runs:
-        for sample in run.samples[-1:]:
-            text = escape_control(sample["prompt"] + sample["text"]).splitlines()
-            lines += [
-                "",
-                f"Sample of {run.name} after step {sample['step']}:",
-                "",
-                *(f"    {line}" for line in text),
-            ]
+        if run.samples:
+            sample = run.samples[-1]
+            text = escape_control(sample["prompt"] + sample["text"])
+            lines += ["", f"Sample of {run.name} after step {sample['step']}:", ""]
+            lines += [f"    {line}" for line in text.splitlines()]
     return "\n".join(lines) + "\n"
 
 
-def _table(runs: Sequence[RunRecords], columns: Sequence[dict[str, str]]) -> list[str]:
-    labels = dict.fromkeys(label for column in columns for label in column)
-    rows = [["", *(run.name for run in runs)], ["---"] * (len(runs) + 1)]
-    rows += [[label, *(column.get(label, "") for column in columns)] for label in labels]
-    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+def _find_differences(runs: Sequence[RunRecords]) -> list[dict[str, str]]:
+    """Return of each run the hyperparameters that are not the same in all runs."""
+    columns: list[dict[str, str]] = []
+    for run in runs:
+        column = {f"`{key}`": json.dumps(value) for key, value in run.hyperparameters.items()}
+        column.pop("`run_name`", None)
+        columns.append(column)
+    common = set(columns[0].items())
+    for column in columns:
+        common &= set(column.items())
+    return [dict(item for item in column.items() if item not in common) for column in columns]
 
 
-def draw(runs: Sequence[RunRecords], path: Path) -> None:
+def _format_table(names: Sequence[str], columns: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the lines of a table with a column for each of `names`; a row of all is a label."""
+    labels: dict[str, None] = {}  # an ordered set
+    for column in columns:
+        labels |= dict.fromkeys(column)
+    rows = [_format_row("", names), _format_row("---", ["---"] * len(names))]
+    for label in labels:
+        cells = [column.get(label, "") for column in columns]
+        rows.append(_format_row(label, cells))
+    return rows
+
+
+def _format_row(label: str, cells: Sequence[str]) -> str:
+    escaped = [cell.replace("|", "\\|") for cell in (label, *cells)]
+    return f"| {' | '.join(escaped)} |"
+
+
+def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
     """Draw the curves of `runs`; raise ImportError without matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     axes = figure.subplot_mosaic([["loss"] * len(_PANELS), list(_PANELS)], height_ratios=(2, 1))
     for number, run in enumerate(runs):
-        for group, color, style in (
-            ("training", number, "-"),
-            ("validation", number + (len(runs) == 1), "o--"),
-        ):
-            label = f"{run.name} {group}" if len(runs) > 1 else group
-            axes["loss"].plot(
-                *run.curve(group, "loss"), style, color=f"C{color}", markersize=4, label=label
-            )
-        for key in _PANELS:
-            axes[key].plot(*run.curve("training", key), color=f"C{number}")
-    for key, panel in axes.items():
-        panel.set(title=_PANELS.get(key, "loss (nats per token)"), xlabel="step")
+        # A color for each run; or of a single run, for each loss.
+        training_color = validation_color = f"C{number}"
+        label_prefix = f"{run.name} "
+        if len(runs) == 1:
+            validation_color = "C1"
+            label_prefix = ""
+        steps, losses = run.curve("training", "loss")
+        axes["loss"].plot(steps, losses, "-", color=training_color, label=f"{label_prefix}training")
+        steps, losses = run.curve("validation", "loss")
+        label = f"{label_prefix}validation"
+        axes["loss"].plot(steps, losses, "o--", color=validation_color, markersize=4, label=label)
+        for metric in _PANELS:
+            steps, values = run.curve("training", metric)
+            axes[metric].plot(steps, values, color=training_color)
+    for name, panel in axes.items():
+        panel.set(title=_PANELS.get(name, "loss (nats per token)"), xlabel="step")
         panel.grid(alpha=0.3)
     axes["loss"].legend()
     figure.savefig(path, dpi=100)
 
 
-def write(paths: Sequence[Path], directory: Path) -> str:
-    """Write the report on the runs at `paths` to `directory`. Return what was written."""
-    runs, text, picture = (
-        [RunRecords(path) for path in paths],
-        directory / "report.md",
-        directory / "report.png",
-    )
-    has_curves, note = any(len(run.curve("training", "loss")[0]) > 1 for run in runs), ""
+def write_report_files(runs: Sequence[RunRecords], directory: Path) -> str:
+    """Write the report on `runs` to `directory`. Return what was written."""
+    text = directory / "report.md"
+    picture = directory / "report.png"
     for file in (text, picture):
         file.unlink(missing_ok=True)  # neither follow a link nor leave an old picture
-    try:
-        if has_curves:
-            draw(runs, picture)
-    except ImportError:
-        has_curves, note = False, " (report.png requires a package: pip install matplotlib)"
-    text.write_text(page(runs, picture if has_curves else None))
-    return f"{text}{' and report.png' * has_curves}{note}"
+    has_curves = any(len(run.curve("training", "loss")[0]) > 1 for run in runs)
+    note = ""
+    if has_curves:
+        note = " and report.png"
+        try:
+            draw_curves(runs, picture)
+        except ImportError:
+            has_curves = False
+            note = " (report.png requires a package: pip install matplotlib)"
+    text.write_text(format_report(runs, picture if has_curves else None))
+    return f"{text}{note}"
 
 
 def write_report(run: Path) -> str:
-    """Write the report on a run to its directory. Return what was written, or why it could not be."""
+    """Write the report on a run to its directory. Return what was written, or why it was not."""
     try:
-        return write([run], run)
+        return write_report_files([RunRecords(run)], run)
     except ConfigError as error:
         return str(error)
     except OSError as error:
@@ -202,10 +252,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lm.report", description="Report on runs.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
     paths = parser.parse_args(arguments).runs
-    written = write(
-        paths, Path(os.path.relpath(os.path.commonpath([path.absolute() for path in paths])))
-    )
-    print(page([RunRecords(path) for path in paths]), written, sep="\n")
+    runs = [RunRecords(path) for path in paths]
+    common_parent = os.path.commonpath([path.absolute() for path in paths])
+    written = write_report_files(runs, Path(os.path.relpath(common_parent)))
+    print(format_report(runs))
+    print(written)
     return 0
 
 

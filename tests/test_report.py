@@ -80,7 +80,7 @@ def make_run(name: str, **hyperparameters: object) -> Path:
 
 
 def test_the_table_counts_every_session_and_names_the_best_validation() -> None:
-    facts = report.RunRecords(make_run("a")).facts()
+    facts = report.RunRecords(make_run("a")).summarize()
     assert facts["validation loss"] == "2.7000, best 2.5000 (step 10)"
     assert (facts["steps"], facts["tokens"], facts["skipped steps"]) == ("20 of 30", "20,000", "2")
     assert facts["wall time"].startswith("0:02:30")
@@ -108,7 +108,9 @@ def test_several_runs_are_side_by_side_with_the_hyperparameters_that_differ() ->
     assert "| GPU-hours | 0.33 | 0.33 |\n" in text
     assert "`max_steps`" not in text
     assert Path("runs/report.png").stat().st_size > 10_000
-    assert "differ" not in report.page([report.RunRecords(make_run(name)) for name in "cd"])
+    assert "differ" not in report.format_report(
+        [report.RunRecords(make_run(name)) for name in "cd"]
+    )
 
 
 def test_the_report_of_a_run_without_reports_or_of_an_older_version_says_what_is_known() -> None:
@@ -125,11 +127,11 @@ def test_the_report_of_a_run_without_reports_or_of_an_older_version_says_what_is
 
 def test_lines_that_are_not_records_are_ignored() -> None:
     run = make_run("a")
-    before = report.RunRecords(run).facts()
+    before = report.RunRecords(run).summarize()
     for file in ("metrics.jsonl", "samples.jsonl", "sessions.jsonl"):
         with (run / file).open("ab") as lines:
             lines.write(b'\n[1]\n5\n{"step": 3}\n\xff\x00\n' + b"[" * 99_999)
-    assert report.RunRecords(run).facts() == before
+    assert report.RunRecords(run).summarize() == before
 
 
 def test_what_prevents_a_report_is_said_and_ends_no_run(
