@@ -2,9 +2,12 @@
 
     python fsdp.py --config FILE [key=value ...] [--dry-run]
 
-The same file runs alone, under any launcher, and as a Determined trial. `execute` is the order of a
-run: `preflight`, `build`, `resume`, `train`, `finish`. The loop in `train` shows every part of a
-    step; what the parts do is in lm/.
+The same file runs alone, under any launcher, and as a Determined trial. Read it from `main` on:
+
+main           read the configuration, join the other ranks
+train_together open the Core API context, and report an error from the rank that knows it
+execute        the order of a run: preflight, build, resume, train, finish
+Trainer        the parts of a run, and what is done with them; `train` shows every part of a step
 """
 
 from __future__ import annotations
@@ -13,435 +16,459 @@ import gc
 import math
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lm.launch.console import announce, record_error
-from lm.launch.launch import Launch, exit_code_of_stop
-from lm.launch.spawn import run_and_exit
 from lm.launch.startup import setup_environment
 
 setup_environment()  # before torch is imported
 
-import determined as det  # noqa: E402
-import torch  # noqa: E402
-from determined import core  # noqa: E402
+# ruff: noqa: E402
+import determined as det
+import torch
+from determined import core
+from torch import Tensor
 
-from lm import config, sampling, seeds  # noqa: E402
-from lm.checkpoint import resume as resuming  # noqa: E402
-from lm.checkpoint.checkpointer import Checkpointer, State  # noqa: E402
-from lm.checkpoint.manifest import Evaluation, TrainingProgress  # noqa: E402
-from lm.checkpoint.object_storage import BucketCheckpoints  # noqa: E402
-from lm.checkpoint.store import CheckpointStore, ClusterCheckpoints, LocalCheckpoints  # noqa: E402
-from lm.data.loader import Loader  # noqa: E402
-from lm.determined import master  # noqa: E402
-from lm.determined.context import TorchDistributedContext  # noqa: E402
-from lm.determined.search import SearchStop, retry_warning  # noqa: E402
-from lm.errors import ConfigError, RunError, error_prefix  # noqa: E402
-from lm.hf import weights  # noqa: E402
-from lm.metrics.accumulator import MetricsAccumulator  # noqa: E402
-from lm.metrics.device import peak_flops  # noqa: E402
-from lm.metrics.logger import MetricLogger  # noqa: E402
-from lm.preflight import Setup, preflight  # noqa: E402
-from lm.report import write_report  # noqa: E402
-from lm.runtime.preemption import PreemptionHandler  # noqa: E402
-from lm.runtime.rendezvous import join_world  # noqa: E402
-from lm.runtime.run_dir import RunDir  # noqa: E402
-from lm.runtime.watchdog import Watchdog  # noqa: E402
-from lm.runtime.world import World  # noqa: E402
-from lm.training import lora, optim, parallelize, precision  # noqa: E402
-from lm.training.profiling import profiling  # noqa: E402
-from model import IGNORE_INDEX, Transformer  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a run is started with."""
-
-    hp: config.Hyperparameters
-    world: World
-    context: core.Context
-    store: CheckpointStore
-    info: det.ClusterInfo | None = None  # on a cluster
-    run_dir: RunDir | None = None  # off the cluster
-    on_step_start: Callable[[int], None] = lambda _: None
+from lm import config, sampling, seeds
+from lm.checkpoint.checkpointer import Checkpointer, State
+from lm.checkpoint.manifest import TrainingProgress
+from lm.checkpoint.object_storage import BucketCheckpoints
+from lm.checkpoint.store import CheckpointStore, ClusterCheckpoints, LocalCheckpoints
+from lm.config import Hyperparameters
+from lm.data.loader import Batch, Loader
+from lm.determined import master
+from lm.determined.context import TorchDistributedContext
+from lm.determined.search import SearchStop, retry_warning
+from lm.errors import ConfigError, RunError, error_prefix
+from lm.hf import weights
+from lm.launch.console import announce, record_error
+from lm.launch.launch import Launch, exit_code_of_stop
+from lm.launch.spawn import run_and_exit
+from lm.metrics.accumulator import MetricsAccumulator
+from lm.metrics.device import peak_flops
+from lm.metrics.logger import MetricLogger
+from lm.preflight import ResolvedRun, preflight
+from lm.report import write_report
+from lm.resume import load_checkpoint
+from lm.runtime.preemption import PreemptionSignals
+from lm.runtime.rendezvous import join_world
+from lm.runtime.run_dir import RunDir
+from lm.runtime.watchdog import Watchdog
+from lm.runtime.world import World
+from lm.training import lora, optim, parallelize, precision
+from lm.training.profiling import profiling
+from model import IGNORE_INDEX, Transformer
 
 
 @dataclass(frozen=True)
-class Training:
-    """The parts of the training loop."""
+class Job:
+    """What was asked for, and the trial or the directory that the run belongs to."""
 
-    run: Run
-    setup: Setup
-    model: Transformer
-    optimizer: optim.Optimizer
-    scaler: precision.LossScaler
-    loader: Loader
-    checkpointer: Checkpointer
-    accumulator: MetricsAccumulator
-    logger: MetricLogger
-    preemption: PreemptionHandler
-    search_stop: SearchStop
-
-    def state(self) -> State:
-        """Return the live state that a checkpoint holds."""
-        optimizer, scaler = self.optimizer.state_dict(), self.scaler.state_dict()
-        return {"model": lora.trained(self.model), "optim": optimizer, "scaler": scaler}
-
-    def is_due(self, step: int, rate: int | None) -> bool:
-        return rate is not None and (
-            step >= self.setup.max_steps or (step > 0 and step % rate == 0)
-        )
+    hp: Hyperparameters
+    trial: det.ClusterInfo | None
+    """on a cluster"""
+    run_dir: RunDir | None
+    """off the cluster"""
+    dry_run: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Read the configuration, join the other ranks, open the Core API context and run. Return the exit code."""
+    """Read the configuration, join the other ranks, and train with them. Return the exit code."""
     args = config.parse(arguments)
     launch = Launch()
-    info = None
-    watchdog = None
-    store = None
     try:
-        launch, info = Launch.from_env(os.environ), master.trial_info()
-        experiment = None
-        if info:
-            experiment = master.experiment_config(info)
-            warning = retry_warning(experiment)
-            if warning:
-                announce(warning)
-        hp = config.load(args.config, args.overrides, weights.model_defaults, experiment)
-        run_dir = None if info else RunDir(hp.run_name or args.config.stem, hp.checkpoint_storage)
+        launch = Launch.from_env(os.environ)
+        job = read_job(args)
+        world = join_world(launch, job.hp.collective_timeout, job.hp.cpu_offload)
+    except RunError as error:
+        record_error(str(error))
+        if error.rank_local or launch.local_rank == 0:  # each machine prints its own errors
+            print(error, file=sys.stderr)
+        return error.exit_code
+    return train_together(job, world)
+
+
+def read_job(args: Namespace) -> Job:
+    """Read the hyperparameters: on a cluster the trial's, else those of the file and the arguments."""
+    trial = master.trial_info()
+    experiment = None
+    if trial is not None:
+        experiment = master.experiment_config(trial)
+        warning = retry_warning(experiment)
+        if warning is not None:
+            announce(warning)
+    hp = config.load(args.config, args.overrides, weights.model_defaults, experiment)
+    run_dir = None
+    if trial is None:
+        run_dir = RunDir(hp.run_name or args.config.stem, hp.checkpoint_storage)
+    return Job(hp, trial, run_dir, args.dry_run)
+
+
+def train_together(job: Job, world: World) -> int:
+    """Open the Core API context and the run's checkpoints, and run. Return the exit code."""
+    watchdog = Watchdog(world.store, world.rank, world.size, job.hp.collective_timeout)
+    storage = None
+    if job.run_dir is not None:
+        storage = str(job.run_dir.checkpoints.absolute())
+    store: CheckpointStore | None = None
+    try:
         with (
-            join_world(launch, hp.collective_timeout, hp.cpu_offload) as world,
+            world,
             master.retrying(),
             core.init(
-                distributed=TorchDistributedContext(launch, world.control, world.saver, world.node),
-                checkpoint_storage=str(run_dir.checkpoints.absolute()) if run_dir else None,
+                distributed=TorchDistributedContext(world.launch, world.saver, world.node),
+                checkpoint_storage=storage,
                 preempt_mode=core.PreemptMode.ChiefOnly,
             ) as context,
-            Watchdog(world.store, launch.rank, world.size, hp.collective_timeout) as watchdog,
+            watchdog,
         ):
-            store = open_store(world, context, info, run_dir)
-            code = execute(
-                Run(hp, world, context, store, info, run_dir, watchdog.on_step_start), args.dry_run
-            )
+            store = open_store(job, world, context)
+            code = execute(job, world, context, store, watchdog)
             store.close(world)
             return code
     except RunError as error:
         record_error(str(error))
-        has_joined = watchdog is not None
-        rank = (
-            launch.rank if has_joined else launch.local_rank
-        )  # before, each machine prints its own errors
-        if error.rank_local or rank == 0:
+        if error.rank_local or world.rank == 0:
             print(error, file=sys.stderr)
-            if watchdog is not None:
-                watchdog.publish_error(error)
-        if store is not None:  # after the error has been printed, as this can take long
-            store.close_after_error()
+            watchdog.publish_error(error)
+        if store is not None:
+            store.close_after_error()  # after the error has been printed, as this can take long
         return error.exit_code
 
 
-def open_store(
-    world: World, context: core.Context, info: det.ClusterInfo | None, run_dir: RunDir | None
-) -> CheckpointStore:
+def open_store(job: Job, world: World, context: core.Context) -> CheckpointStore:
     """Return where the run's checkpoints are: in the cluster's storage, in a bucket, or on a disk."""
-    if info is not None:
-        in_place = master.storage_is_file_system(info)
-        return ClusterCheckpoints(
-            context.checkpoint, info.latest_checkpoint, writes_in_place=in_place
-        )
-    assert run_dir is not None
-    if run_dir.url is None:
-        return LocalCheckpoints(run_dir.checkpoints, context.checkpoint)
-    url = run_dir.url
-    with error_prefix("checkpoint_storage"):
-        return world.all_or_none(lambda: BucketCheckpoints(url, run_dir.path))
+    if job.trial is not None:
+        in_place = master.storage_is_file_system(job.trial)
+        latest = job.trial.latest_checkpoint
+        return ClusterCheckpoints(context.checkpoint, latest, writes_in_place=in_place)
+    assert job.run_dir is not None
+    if job.run_dir.url is None:
+        return LocalCheckpoints(job.run_dir.checkpoints, context.checkpoint)
+    with error_prefix("checkpoint_storage"), world.all_or_none():
+        return BucketCheckpoints(job.run_dir.url, job.run_dir.path)
 
 
-def execute(run: Run, dry_run: bool = False) -> int:
+def execute(
+    job: Job, world: World, context: core.Context, store: CheckpointStore, watchdog: Watchdog
+) -> int:
     """Run from the first check to the last message. Return the exit code."""
-    setup, plan = preflight(run.hp, run.world, run.info, run.run_dir, run.store, dry_run)
-    samples = setup.sample_rate is not None
-    is_complete = resuming.is_complete(
-        plan, run.store, setup.run_info, setup.max_steps, samples, run.world
-    )
-    if is_complete or dry_run:
+    with world.all_or_none():
+        amp_dtype = precision.compute_dtype(job.hp, world.device)
+    run = preflight(job.hp, amp_dtype, world, job.trial, job.run_dir, store, dry_run=job.dry_run)
+    if job.dry_run or run.is_complete(store, world):
         return 0
-    directory, train_context = run.run_dir and run.run_dir.path, run.context.train
-    with MetricLogger(
-        run.world.rank, directory, train_context, setup.max_steps, run.info
-    ) as logger:
-        t = build(run, setup, logger)
-        start = resume(t, plan)
-        traces = run.run_dir.traces if run.run_dir else train_context.get_tensorboard_path()
-        left = setup.max_steps - start.step
+    with MetricLogger(world.rank, run.directory, context.train, run.max_steps, run.trial) as logger:
+        trainer = Trainer(run, world, context, store, watchdog, logger)
+        trainer.resume()
+        trainer.train()
+        logger.set_status("stopped" if trainer.stopping else "completed")
+    return trainer.finish()
+
+
+class Trainer:
+    """The parts of one run, and what is done with them; all methods are called on all ranks together.
+
+    Args:
+        store: where checkpoints are saved, through Core API's checkpoint context.
+    """
+
+    def __init__(
+        self,
+        run: ResolvedRun,
+        world: World,
+        context: core.Context,
+        store: CheckpointStore,
+        watchdog: Watchdog,
+        logger: MetricLogger,
+    ) -> None:
+        announce("building the model")
+        hp = run.hp
+        self.run = run
+        self.hp = hp
+        self.world = world
+        self.context = context
+        self.store = store
+        self.watchdog = watchdog
+        self.logger = logger
+        self.step = 0
+        """completed steps"""
+        self.stopping = False
+        """whether the ranks have agreed to stop, after this step or in the middle of an evaluation"""
+        self.validation_loss: float | None = None
+        """at this step, in nats per token; None = not validated"""
+        self.sampled = False
+        """whether the sample of this step was logged"""
+
+        with torch.device("meta"):
+            model = lora.add_adapters(Transformer(hp), hp, run.amp_dtype)
+        mesh = world.device_mesh(run.mesh)
+        self.model = parallelize.parallelize(model, hp, mesh, run.amp_dtype, run.seed, hp.float8)
+        for line in [*run.notes(), run.summary(world)]:
+            logger.info(line)
+        self.optimizer = optim.Optimizer(hp, self.model.named_parameters())
+        self.scaler = precision.LossScaler(run.amp_dtype, world.device)
+        self.loader = Loader(
+            hp, run.data, run.global_batch_size, world.rank, world.size, world.device
+        )
+        self.checkpointer = Checkpointer(hp, store, world, run.tokenizer_files)
+        self.accumulator = MetricsAccumulator(
+            world.device,
+            world,
+            lora.flops_per_token(hp, hp),
+            peak_flops(world.device, run.amp_dtype),
+        )
+        self.signals = PreemptionSignals(world.rank)
+        self.search_stop = SearchStop(
+            run.searcher,
+            context.train,
+            world.rank,
+            run.max_steps,
+            run.validation_rate,
+            hp.collective_timeout,
+        )
+
+    def state(self) -> State:
+        """Return the live tensors that a checkpoint holds."""
+        return {
+            "model": lora.trained(self.model),
+            "optim": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def resume(self) -> None:
+        """Load pretrained weights and the checkpoint, if any, and start the run's files."""
+        run = self.run
+        if run.max_steps > 0:
+            host_bytes = self.checkpointer.allocate(self.state())
+            if host_bytes > 0:
+                gib = host_bytes / 2**30
+                self.logger.info(f"asynchronous checkpoints: {gib:.2f} GiB of host memory per node")
+        if run.pretrained is not None:
+            weights.load_into(self.model, run.pretrained, self.world, self.logger.info)
+        progress = load_checkpoint(
+            run.resume_plan, self.checkpointer, self.state(), run.info, self.logger.info
+        )
+        if run.resume_plan.fresh:
+            self.world.run_in_thread_on_rank0(self.store.move_aside)
+        self.step = progress.step
+        if run.max_steps > 0:
+            self.validation_loss = progress.validation_loss
+            self.sampled = progress.sampled
+        note = self.loader.load_state_dict(progress.dataset_state)
+        if note is not None:
+            self.logger.info(note)
+        self.accumulator.load_state_dict(progress.metric_sums)
+        if run.run_dir is not None:
+            session = run.session(self.world, self.step)
+            self.world.on_rank0(run.run_dir.start, run.info.hyperparameters, session)
+        self.logger.start(self.step, progress.missing_reports(), run.info.hyperparameters)
+
+    def train(self) -> None:
+        """Train to the last step, or until asked to stop, with the profilers that are on."""
+        traces = self.context.train.get_tensorboard_path()
+        if self.run.run_dir is not None:
+            traces = self.run.run_dir.traces
+        steps_left = self.run.max_steps - self.step
         with profiling(
-            run.hp, run.context.profiler, traces, run.world.rank, left, logger.info
+            self.hp, self.context.profiler, traces, self.world.rank, steps_left, self.logger.info
         ) as profiler_step:
-            step, stopped = train(t, start, profiler_step)
-        logger.set_status("stopped" if stopped else "completed")
-    return finish(t, step, stopped)
+            self.train_steps(profiler_step)
 
-
-def build(run: Run, setup: Setup, logger: MetricLogger) -> Training:
-    """Build the sharded model, then the parts that work on it."""
-    hp, world, device, context = run.hp, run.world, run.world.device, run.context
-    announce("building the model")
-    with torch.device("meta"):
-        model = lora.add_adapters(Transformer(hp), hp, setup.dtype)
-    model = parallelize.parallelize(
-        model, hp, world.device_mesh(setup.mesh), setup.dtype, setup.seed, hp.float8
-    )
-    logger.info("\n".join([*setup.notes(hp), setup.summary(hp, world)]))
-    optimizer = optim.Optimizer(hp, model.named_parameters())
-    scaler = precision.LossScaler(setup.dtype, device)
-    loader = Loader(hp, setup.data, setup.global_batch_size, world.rank, world.size, device)
-    files = setup.data.tokenizer.files if setup.data.tokenizer else {}
-    checkpointer = Checkpointer(hp, run.store, world, files)
-    accumulator = MetricsAccumulator(
-        device, world, lora.flops_per_token(hp, hp), peak_flops(device, setup.dtype)
-    )
-    search_stop = SearchStop(
-        setup.searcher,
-        context.train,
-        world.rank,
-        setup.max_steps,
-        setup.validation_rate,
-        hp.collective_timeout,
-    )
-    preemption = PreemptionHandler(
-        world, lambda: search_stop.reason is not None or master.should_preempt(context, run.info)
-    )
-    return Training(
-        run,
-        setup,
-        model,
-        optimizer,
-        scaler,
-        loader,
-        checkpointer,
-        accumulator,
-        logger,
-        preemption,
-        search_stop,
-    )
-
-
-def resume(t: Training, plan: resuming.ResumePlan) -> TrainingProgress:
-    """Load the checkpoint of `plan`, if any, and start the run's files. Return the progress so far."""
-    hp, world, run_dir, setup, run_info = (
-        t.run.hp,
-        t.run.world,
-        t.run.run_dir,
-        t.setup,
-        t.setup.run_info,
-    )
-    if setup.max_steps:
-        host_bytes = t.checkpointer.allocate(t.state())
-        if host_bytes:
-            t.logger.info(
-                f"asynchronous checkpoints: {host_bytes / 2**30:.2f} GiB of host memory per node"
+    def train_steps(self, profiler_step: Callable[[], None]) -> None:
+        """The training loop. `profiler_step` tells PyTorch's profiler that a step has ended."""
+        batches = self.loader.training(self.step)
+        gc.freeze()  # collection is disabled but at reports, on all ranks at the same time
+        self.signals.install()  # before this, there is nothing to save
+        self.complete_resumed_step()
+        self.model.train()
+        while self.step < self.run.max_steps and not self.stopping:
+            self.watchdog.on_step_start(self.step)
+            with self.accumulator.waiting_for_data():
+                batch = next(batches)
+            loss_sum = self.forward_backward(batch)
+            agreement = self.world.start_any(self.asked_to_stop(), self.checkpointer.is_writing)
+            grad_norm, skipped = self.optimizer.clip_grad_norm(self.scaler.scale)
+            self.checkpointer.protect_copy()
+            self.optimizer.step(optim.learning_rate(self.hp, self.step, self.run.max_steps))
+            self.optimizer.zero_grad()
+            self.scaler.update(skipped)
+            self.accumulator.add(
+                loss_sum, batch.n_target_tokens, self.run.tokens_per_step, grad_norm, skipped
             )
-    if hp.init_from is not None and (
-        run_info.base or not (plan.resume_candidates or plan.init_candidates)
-    ):
-        weights.load_into(
-            t.model, run_info.base.source if run_info.base else hp.init_from, world, t.logger.info
-        )
-    progress = resuming.resume(plan, t.checkpointer, t.state(), run_info, t.run.info, t.logger.info)
-    if plan.fresh:
-        world.run_in_thread(lambda: t.run.store.move_aside() if world.rank == 0 else None)
-    if note := t.loader.load_state_dict(progress.dataset_state):
-        t.logger.info(note)
-    if run_dir:
-        world.on_rank0(
-            lambda: run_dir.start(run_info.hyperparameters, setup.session(world, progress.step))
-        )
-    t.logger.start(progress.step, progress.missing_reports(), run_info.hyperparameters)
-    t.accumulator.load_state_dict(progress.metric_sums)
-    return progress
+            profiler_step()
+            self.step += 1
+            self.validation_loss = None
+            self.sampled = False
+            self.logger.on_step_end()
+            self.stopping, is_writing = agreement.wait()
+            if self.checkpointer.is_pending and not is_writing:
+                self.commit()
+            if self.is_due(self.hp.report_rate):
+                self.report()
+            self.evaluate()
+            if self.stopping or self.is_due(self.hp.checkpoint_rate):
+                is_last = self.stopping or self.step == self.run.max_steps
+                self.save(wait=is_last or not self.hp.async_checkpoint)
 
-
-def train(
-    t: Training, start: TrainingProgress, profiler_step: Callable[[], None]
-) -> tuple[int, bool]:
-    """Train to the last step, or until asked to stop. Return the number of completed steps and whether asked."""
-    hp, model, setup, world = t.run.hp, t.model, t.setup, t.run.world
-    batches, step = t.loader.training(start.step), start.step
-    gc.freeze()  # collection is disabled but at reports, on all ranks at the same time
-    t.preemption.install()  # before this, there is nothing to save
-    stopping = complete_resumed_step(t, start)
-    model.train()
-    while step < setup.max_steps and not stopping:
-        t.run.on_step_start(step)
-        with t.accumulator.waiting_for_data():
-            batch = next(batches)
-        torch.manual_seed(seeds.derive_seed(setup.seed, "dropout", step, world.rank))
-        loss_sum = torch.zeros((), device=world.device)
+    def forward_backward(self, batch: Batch) -> Tensor:
+        """Accumulate the gradients of all micro-batches. Return this rank's sum of losses, in nats."""
+        torch.manual_seed(seeds.derive_seed(self.run.seed, "dropout", self.step, self.world.rank))
+        loss_sum = torch.zeros((), device=self.world.device)
         for micro_batch in batch.micro_batches:
-            parallelize.start_micro_step(model, hp, micro_batch is batch.micro_batches[-1])
-            loss = model(*micro_batch)
-            # FSDP averages gradients over ranks; scaled like this, that is the mean over all
-            # targets.
-            (loss * (t.scaler.scale * (world.size / batch.n_target_tokens))).backward()
+            is_last = micro_batch is batch.micro_batches[-1]
+            parallelize.start_micro_step(self.model, self.hp, is_last)
+            loss = self.model(*micro_batch)
+            # FSDP averages gradients over ranks; scaled like this, that is the mean over all targets.
+            mean_over_targets = self.world.size / batch.n_target_tokens
+            (loss * (self.scaler.scale * mean_over_targets)).backward()
             loss_sum += loss.detach()
-        agreement = t.preemption.start_agreement(t.checkpointer.is_writing)
-        grad_norm, skipped = t.optimizer.clip_grad_norm(t.scaler.scale)
-        t.checkpointer.protect_copy()
-        t.optimizer.step(optim.learning_rate(hp, step, setup.max_steps))
-        t.optimizer.zero_grad()
-        t.scaler.update(skipped)
-        t.accumulator.add(
-            loss_sum, batch.n_target_tokens, setup.tokens_per_step, grad_norm, skipped
-        )
-        profiler_step()
-        step += 1
-        t.logger.on_step_end()
-        stopping, is_writing = t.preemption.decision(agreement)
-        if t.checkpointer.is_pending and not is_writing:
-            t.logger.log_checkpoint(*t.checkpointer.commit())
-        if not stopping and t.is_due(step, hp.report_rate):
-            report(t, step)
-        evaluation, stopping = (Evaluation(), True) if stopping else evaluate(t, step, Evaluation())
-        if stopping or t.is_due(step, hp.checkpoint_rate):
-            save(
-                t,
-                step,
-                evaluation,
-                wait=stopping or step == setup.max_steps or not hp.async_checkpoint,
+        return loss_sum
+
+    def asked_to_stop(self) -> bool:
+        """Return whether this rank was asked to stop: by a signal, the search, or Determined."""
+        if self.signals.received or self.search_stop.reason is not None:
+            return True
+        return master.should_preempt(self.context, self.run.trial)
+
+    def is_due(self, rate: int | None) -> bool:
+        """Return whether what is done every `rate` steps, and after the last one, is done now."""
+        if rate is None or self.stopping:
+            return False
+        if self.step >= self.run.max_steps:
+            return True
+        return self.step > 0 and self.step % rate == 0
+
+    def complete_resumed_step(self) -> None:
+        """Make the report and the evaluation of the resumed step that a stop prevented."""
+        max_steps = self.run.max_steps
+        if self.accumulator.n_steps and self.step <= max_steps and self.is_due(self.hp.report_rate):
+            self.report()
+        known = self.validation_loss, self.sampled
+        self.evaluate()
+        is_new = (self.validation_loss, self.sampled) != known
+        if is_new and max_steps > 0 and self.is_due(self.hp.checkpoint_rate):
+            self.save(wait=True)
+
+    def report(self) -> None:
+        """Log the training metrics since the last report; refuse too many consecutive skipped steps."""
+        gc.collect()
+        metrics, n_skipped = self.accumulator.report()
+        lr = optim.learning_rate(self.hp, self.step - 1, self.run.max_steps)
+        self.logger.log("training", self.step, metrics | {"lr": lr})
+        optim.check_skipped(self.hp, self.step, n_skipped)
+
+    def evaluate(self) -> None:
+        """Validate and sample where that is due and not yet done."""
+        if self.validation_loss is None and self.is_due(self.run.validation_rate):
+            self.validate()
+        if not self.sampled and self.is_due(self.run.sample_rate):
+            self.sample()
+
+    def validate(self) -> None:
+        """Log the mean validation loss, in nats per token; refuse inf and NaN."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, targets
+        with self.accumulator.paused(), self.logger.status("validating"), torch.no_grad():
+            self.model.eval()
+            for batch in self.loader.validation():
+                n_targets = (batch.targets != IGNORE_INDEX).sum()
+                sums += torch.stack([self.model(*batch).double(), n_targets])
+                self.stopping = self.world.any_rank(self.asked_to_stop())
+                if self.stopping:
+                    return
+            self.model.train()
+            sums_of_ranks = self.world.all_gather(sums).tolist()
+        loss_sum = math.fsum(rank_loss for rank_loss, _ in sums_of_ranks)
+        loss = loss_sum / math.fsum(n_targets for _, n_targets in sums_of_ranks)
+        if not math.isfinite(loss):
+            problem = f"validation loss is {loss} at step {self.step}"
+            raise ConfigError(f"{problem}: lower lr or set grad_clip")
+        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700)), "batches": self.step}
+        metrics |= self.loader.bits_per_byte(loss_sum)
+        self.logger.log("validation", self.step, metrics)
+        self.validation_loss = loss
+        if self.search_stop.decides_after(self.step):
+            self.stopping = self.world.any_rank(self.asked_to_stop())
+
+    def sample(self) -> None:
+        """Log a continuation of the prompt."""
+        tokenizer = self.run.data.tokenizer
+        assert tokenizer is not None
+        tokens: list[int] = []
+        with self.accumulator.paused(), self.logger.status("sampling"):
+            # All ranks sample as many tokens, as they gather shards together; the text is cut below.
+            for token in sampling.generate(
+                self.model,
+                self.run.prompt,
+                self.hp.num_tokens,
+                device=self.world.device,
+                seed=self.run.seed,
+                temperature=0.8,
+                top_k=50,
+            ):
+                self.stopping = self.world.any_rank(self.asked_to_stop())
+                if self.stopping:
+                    return
+                tokens.append(token)
+            self.model.train()
+        stops = [i for i, token in enumerate(tokens) if token in tokenizer.stop_ids]
+        if stops:
+            del tokens[stops[0] :]
+        text = tokenizer.decode(tokens, after=self.run.prompt)
+        self.logger.log_sample(self.step, tokenizer.decode(self.run.prompt), text)
+        self.sampled = True
+
+    def save(self, wait: bool) -> None:
+        """Start to save a checkpoint, once the one before is committed; `wait` commits this one, too."""
+        metric_sums = self.accumulator.state_dict()
+        with self.accumulator.saving(), self.logger.status("saving"):
+            if self.checkpointer.is_pending:
+                self.commit()
+            dataset_states = None  # the position follows from the step
+            dataset_state = self.loader.state_dict()
+            if dataset_state is not None:  # the dataset is streamed
+                dataset_states = self.world.all_gather_object(dataset_state)
+            progress = TrainingProgress(
+                step=self.step,
+                tokens=self.step * self.run.tokens_per_step,
+                validation_loss=self.validation_loss,
+                sampled=self.sampled,
+                dataset_state=dataset_states,
+                metric_sums=self.world.all_gather_object(metric_sums),
             )
-    return step, stopping
+            self.checkpointer.save(self.state(), self.run.info, progress)
+            if wait:
+                self.commit()
 
+    def commit(self) -> None:
+        """Wait for the pending checkpoint, on all ranks."""
+        step, uuid = self.checkpointer.commit()
+        self.logger.log_checkpoint(step, uuid)
 
-def complete_resumed_step(t: Training, start: TrainingProgress) -> bool:
-    """Make the report and the evaluation of the resumed step that a stop prevented. Return whether asked to stop."""
-    step, max_steps = start.step, t.setup.max_steps
-    if t.accumulator.n_steps and step <= max_steps and t.is_due(step, t.run.hp.report_rate):
-        report(t, step)
-    known = Evaluation(start.validation_loss, start.sampled) if max_steps else Evaluation()
-    evaluation, stopping = evaluate(t, step, known)
-    if (
-        max_steps
-        and evaluation != known
-        and not stopping
-        and t.is_due(step, t.run.hp.checkpoint_rate)
-    ):
-        save(t, step, evaluation, wait=True)
-    return stopping
+    def finish(self) -> int:
+        """Acknowledge a preemption, and write the report. Return the exit code."""
+        code = 0
+        if self.stopping:
+            code = exit_code_of_stop(os.environ)
+            # Unacknowledged, exit code 0 means that the trial is complete: the search wants it so.
+            if self.world.rank == 0 and self.search_stop.reason is None:
+                self.context.preempt.acknowledge_preemption_signal()
+            step = f"step {self.step}/{self.run.max_steps}"
+            self.logger.info(f"stopped after {step} {self.why_stopped()}")
+        if self.run.directory is not None:  # no rank ends before rank 0: Slurm would kill it
+            report = self.world.on_rank0(write_report, self.run.directory)
+            self.logger.info(f"curves and traces: make board; report: {report}")
+        return code
 
-
-def report(t: Training, step: int) -> None:
-    """Log the training metrics since the last report; raise ConfigError after too many consecutive skipped steps."""
-    gc.collect()
-    metrics, n_skipped = t.accumulator.report()
-    t.logger.log(
-        "training",
-        step,
-        metrics | {"lr": optim.learning_rate(t.run.hp, step - 1, t.setup.max_steps)},
-    )
-    optim.check_skipped(t.run.hp, step, n_skipped)
-
-
-def evaluate(t: Training, step: int, known: Evaluation) -> tuple[Evaluation, bool]:
-    """Validate and sample where due and not yet `known`. Return the results and whether asked to stop."""
-    loss, sampled = known
-    if loss is None and t.is_due(step, t.setup.validation_rate):
-        loss = validate(t, step)
-        if loss is None:
-            return known, True
-        if t.search_stop.decides_after(step) and t.preemption.is_requested():
-            return Evaluation(loss), True
-    if not sampled and t.is_due(step, t.setup.sample_rate) and not (sampled := sample(t, step)):
-        return Evaluation(loss), True
-    return Evaluation(loss, sampled), False
-
-
-def validate(t: Training, step: int) -> float | None:
-    """Log and return the mean validation loss (nats per token), or None if asked to stop; refuse inf and NaN."""
-    sums = torch.zeros(2, dtype=torch.float64, device=t.run.world.device)
-    with t.accumulator.paused(), t.logger.status("validating"), torch.no_grad():
-        t.model.eval()
-        for batch in t.loader.validation():
-            sums += torch.stack([t.model(*batch).double(), (batch.targets != IGNORE_INDEX).sum()])
-            if t.preemption.is_requested():
-                return None
-        t.model.train()
-        loss_sum, n_targets = map(
-            math.fsum, zip(*t.run.world.all_gather(sums).tolist(), strict=True)
-        )
-    loss = loss_sum / n_targets
-    if not math.isfinite(loss):
-        raise ConfigError(f"validation loss is {loss} at step {step}: lower lr or set grad_clip")
-    metrics = {
-        "loss": loss,
-        "perplexity": math.exp(min(loss, 700)),
-        "batches": step,
-    } | t.loader.bits_per_byte(loss_sum)
-    t.logger.log("validation", step, metrics)
-    return loss
-
-
-def sample(t: Training, step: int) -> bool:
-    """Log a continuation of the prompt. Return False if asked to stop before its end."""
-    tokenizer, prompt, tokens = t.setup.data.tokenizer, t.setup.prompt, list[int]()
-    assert tokenizer is not None
-    options = {"device": t.run.world.device, "seed": t.setup.seed, "temperature": 0.8, "top_k": 50}
-    with t.accumulator.paused(), t.logger.status("sampling"):
-        for token in sampling.generate(t.model, prompt, t.run.hp.num_tokens, **options):
-            if t.preemption.is_requested():
-                return False
-            tokens.append(
-                token
-            )  # past its end, as ranks that disagreed on the end would wait for each other
-        t.model.train()
-    end = next((i for i, token in enumerate(tokens) if token in tokenizer.stop_ids), None)
-    t.logger.log_sample(
-        step, tokenizer.decode(prompt), tokenizer.decode(tokens[:end], after=prompt)
-    )
-    return True
-
-
-def save(t: Training, step: int, evaluation: Evaluation, wait: bool) -> None:
-    """Start to save a checkpoint once the one before it is committed; `wait` commits this one too."""
-    state = t.loader.state_dict(), t.accumulator.state_dict()
-    with t.accumulator.saving(), t.logger.status("saving"):
-        if t.checkpointer.is_pending:
-            t.logger.log_checkpoint(*t.checkpointer.commit())
-        dataset, sums = map(list, zip(*t.run.world.all_gather_object(state), strict=True))
-        progress = {
-            "step": step,
-            "tokens": step * t.setup.tokens_per_step,
-            "metric_sums": sums,
-        } | evaluation._asdict()
-        progress = TrainingProgress(dataset_state=None if None in dataset else dataset, **progress)
-        t.checkpointer.save(t.state(), t.setup.run_info, progress)
-        if wait:
-            t.logger.log_checkpoint(*t.checkpointer.commit())
-
-
-def finish(t: Training, step: int, stopped: bool) -> int:
-    """Acknowledge a preemption, and write the report. Return the exit code."""
-    if stopped:
-        if (
-            t.run.world.rank == 0 and t.search_stop.reason is None
-        ):  # otherwise exit code 0 means: trial complete
-            t.run.context.preempt.acknowledge_preemption_signal()
-        t.logger.info(f"stopped after step {step}/{t.setup.max_steps} {why_stopped(t, step)}")
-    if run_dir := t.run.run_dir:  # no rank ends before rank 0: Slurm would kill it
-        report = t.run.world.on_rank0(lambda: write_report(run_dir.path))
-        t.logger.info(f"curves and traces: make board; report: {report}")
-    return exit_code_of_stop(os.environ) if stopped else 0
-
-
-def why_stopped(t: Training, step: int) -> str:
-    """Return on rank 0 who stopped the run, and what makes it resume."""
-    if t.search_stop.reason is not None:
-        return f"by the search of this experiment, for good: {t.search_stop.reason}"
-    if t.run.info:
-        resumes = "when it is activated or has its slots again"
-        return f"as requested; the trial resumes from step {step} {resumes}"
-    return f"as requested; {t.run.hp.rerun} to resume"
+    def why_stopped(self) -> str:
+        """Return on rank 0 who stopped the run, and what makes it resume."""
+        if self.search_stop.reason is not None:
+            return f"by the search of this experiment, for good: {self.search_stop.reason}"
+        if self.run.trial is not None:
+            resumes = "when it is activated or has its slots again"
+            return f"as requested; the trial resumes from step {self.step} {resumes}"
+        return f"as requested; {self.hp.rerun} to resume"
 
 
 if __name__ == "__main__":

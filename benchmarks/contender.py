@@ -106,16 +106,18 @@ def ours(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
     from determined import core
 
     import fsdp
+    from benchmarks.observer import StepObserver
     from lm.determined.context import TorchDistributedContext
     from lm.runtime.run_dir import RunDir
 
     run_dir = RunDir("bench")
-    distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
+    distributed = TorchDistributedContext(world.launch, world.saver, world.node)
     with core.init(
         distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())
     ) as context:
-        store = fsdp.open_store(world, context, None, run_dir)
-        fsdp.execute(fsdp.Run(hp, world, context, store, None, run_dir, pacer))
+        job = fsdp.Job(hp, None, run_dir)
+        store = fsdp.open_store(job, world, context)
+        fsdp.execute(job, world, context, store, StepObserver(world, pacer))
 
 
 def fsdp1(

@@ -39,6 +39,7 @@ import model
 from benchmarks import gpu
 from benchmarks.common import ROOT, STEP, shares
 from benchmarks.gpu import Row
+from benchmarks.observer import StepObserver
 from lm.checkpoint.store import ClusterCheckpoints
 from lm.config import Hyperparameters
 from lm.data.loader import derive_global_batch_size
@@ -112,7 +113,7 @@ class Bench:
     def train(self, settings: Settings, stages: Callable[[Hyperparameters, Path], Stages]) -> Row:
         """Run `fsdp.execute` until the generator that `stages` returns for its checkpoints' directory ends."""
         world, hp = self.world, self.hyperparameters(settings)
-        distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
+        distributed = TorchDistributedContext(world.launch, world.saver, world.node)
         with (
             tempfile.TemporaryDirectory() as directory,
             _patches(settings, self.device),
@@ -121,9 +122,9 @@ class Bench:
             steps = stages(hp, Path(directory))
             try:
                 store = ClusterCheckpoints(context.checkpoint, None, writes_in_place=True)
-                fsdp.execute(
-                    fsdp.Run(hp, world, context, store, on_step_start=lambda _: next(steps))
-                )
+                job = fsdp.Job(hp, None, None)
+                observer = StepObserver(world, lambda _: next(steps))
+                fsdp.execute(job, world, context, store, observer)
             except StopIteration as end:
                 return end.value
         raise AssertionError("the run ended before it was measured")

@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.observer import StepObserver
 from lm import config
 from lm.determined.context import TorchDistributedContext
 from lm.launch.launch import Launch
@@ -58,8 +59,10 @@ def measure(
     stages = _watch(steps, found)
     with suppress(StopIteration):
         run_dir = RunDir(name)
-        store = fsdp.open_store(world, context, None, run_dir)
-        fsdp.execute(fsdp.Run(hp, world, context, store, None, run_dir, lambda _: next(stages)))
+        job = fsdp.Job(hp, None, run_dir)
+        store = fsdp.open_store(job, world, context)
+        observer = StepObserver(world, lambda _: next(stages))
+        fsdp.execute(job, world, context, store, observer)
     gc.unfreeze()
     gc.collect()  # the model, before the next one is made
     everyone = world.all_gather_object(found)
@@ -135,7 +138,7 @@ class _Gathered(TorchDispatchMode):
 def main() -> int:
     steps, points_file, out = sys.argv[1:]
     with join_world(Launch.from_env(os.environ), timeout=300) as world:
-        distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
+        distributed = TorchDistributedContext(world.launch, world.saver, world.node)
         with core.init(distributed=distributed, checkpoint_storage=str(Path.cwd())) as context:
             points = enumerate(json.loads(Path(points_file).read_text()))
             found = [

@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 
 from lm import sampling
+from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import model_of, read_manifest
-from lm.checkpoint.resume import find_checkpoint
 from lm.data.tokenizer import Tokenizer, saved_tokenizer
 from lm.errors import ConfigError, command, escape_control
 from lm.hf import base

@@ -10,6 +10,7 @@ import socket
 import stat
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ import determined as det
 import torch
 
 from lm.checkpoint.manifest import Base, RunInfo
-from lm.checkpoint.resume import ResumePlan, plan_resume, start_date
 from lm.checkpoint.store import CheckpointStore
 from lm.config import DEFAULT_SEED, Hyperparameters
 from lm.data.loader import derive_global_batch_size
@@ -33,75 +33,135 @@ from lm.launch.console import announce
 from lm.launch.launch import exit_code_of_stop, is_restart
 from lm.launch.machine import usable_cores
 from lm.plan.refusal import check_memory
+from lm.resume import ResumePlan, is_complete, plan_resume, start_date
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
-from lm.training import lora, parallelize, precision
+from lm.training import lora, parallelize
 from model import ModelConfig
 
 
 @dataclass(frozen=True)
-class Setup:
-    """Derived settings of a run, the same on every rank except this rank's data."""
+class ResolvedRun:
+    """Everything that is decided before a run is built; the same on every rank, except its part of the data."""
 
-    seed: int
-    mesh: MeshShape
-    dtype: torch.dtype | None
+    hp: Hyperparameters
+    """with the seed, the length and the date of the chat template filled in"""
+    amp_dtype: torch.dtype | None
     """compute dtype; None = float32"""
+    mesh: MeshShape
     data: Data
-    global_batch_size: int
-    """sequences per step"""
-    tokens_per_step: int
-    max_steps: int
-    validation_rate: int
-    """steps between validations"""
-    sample_rate: int | None
-    """steps between samples; None = no samples"""
     prompt: list[int]
     """tokens that samples continue"""
-    run_info: RunInfo
+    global_batch_size: int
+    """sequences per step"""
+    info: RunInfo
+    """what a checkpoint says of the run"""
+    resume_plan: ResumePlan
+    pretrained: str | None
+    """weights to load before the run's checkpoint: a Hugging Face model's, or those under adapters"""
+    trial: det.ClusterInfo | None
+    """on a cluster"""
     searcher: Searcher | None
-    """None = not a trial"""
+    """of the trial's experiment"""
+    run_dir: RunDir | None
+    """off the cluster"""
     memory: str | None
     """what the run needs, in a dry run by part; None = not worth a line"""
 
-    def facts(self) -> dict[str, Any]:
+    @property
+    def seed(self) -> int:
+        assert self.hp.seed is not None
+        return self.hp.seed
+
+    @property
+    def max_steps(self) -> int:
+        """Optimizer steps; 0 = only validate and generate."""
+        return self.hp.max_steps or 0
+
+    @property
+    def validation_rate(self) -> int:
+        """Steps between validations."""
+        return self.hp.validation_rate or self.hp.report_rate
+
+    @property
+    def sample_rate(self) -> int | None:
+        """Steps between samples; None = no samples."""
+        if self.data.tokenizer is None or self.hp.num_tokens == 0:
+            return None
+        return self.hp.sample_rate or self.validation_rate
+
+    @property
+    def directory(self) -> Path | None:
+        """The run's directory; None on a cluster."""
+        if self.run_dir is None:
+            return None
+        return self.run_dir.path
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.hp.max_seq_len
+
+    @property
+    def tokenizer_files(self) -> Mapping[str, bytes]:
+        """Files of the tokenizer by name, which every checkpoint holds."""
+        if self.data.tokenizer is None:
+            return {}
+        return self.data.tokenizer.files
+
+    def is_complete(self, store: CheckpointStore, world: World) -> bool:
+        """Return whether nothing is left to do; if so, print how to extend the run."""
+        samples = self.sample_rate is not None
+        return is_complete(self.resume_plan, store, self.info, self.max_steps, samples, world)
+
+    def facts(self, world: World) -> dict[str, Any]:
         """Return what must be equal on all ranks, by name."""
-        info = self.run_info.model_dump()
-        same = {"mesh": self.mesh, "compute dtype": str(self.dtype), "max_steps": self.max_steps}
-        return same | info.pop("hyperparameters") | info.pop("data") | info
+        facts: dict[str, Any] = {
+            "device": world.device.type,
+            "mesh": self.mesh,
+            "compute dtype": str(self.amp_dtype),
+            "max_steps": self.max_steps,
+        }
+        info = self.info.model_dump()
+        facts |= info.pop("hyperparameters")
+        facts |= info.pop("data")
+        return facts | info
 
     def session(self, world: World, step: int) -> dict[str, Any]:
         """Return what the report says about a start after `step` steps: command, versions and hardware."""
-        n_gpus = world.size if world.device.type == "cuda" else 0
-        device = (
-            torch.cuda.get_device_name(world.device) if n_gpus else f"CPU of {usable_cores()} cores"
-        )
-        versions = f"Python {platform.python_version()}, PyTorch {torch.__version__}, Determined {det.__version__}"
-        hardware = {
+        device = f"CPU of {usable_cores()} cores"
+        n_gpus = 0
+        if world.device.type == "cuda":
+            device = torch.cuda.get_device_name(world.device)
+            n_gpus = world.size
+        return {
+            "step": step,
+            "tokens_per_step": self.tokens_per_step,
             "ranks": world.size,
             "gpus": n_gpus,
             "device": device,
             "host": socket.gethostname(),
+            "command": shlex.join(sys.argv),
+            "versions": f"Python {platform.python_version()}, PyTorch {torch.__version__},"
+            f" Determined {det.__version__}",
         }
-        command = {"command": shlex.join(sys.argv), "versions": versions}
-        return {"step": step, "tokens_per_step": self.tokens_per_step} | hardware | command
 
-    def notes(self, hp: Hyperparameters) -> list[str]:
-        """Return lines on what the user may not expect of the data and the rates."""
-        notes = [*self.data.notes, *([self.memory] if self.memory else [])]
-        if hp.warmup_steps > self.max_steps > 0:
+    def notes(self) -> list[str]:
+        """Return lines on what the user may not expect of the data, the memory and the rates."""
+        hp = self.hp
+        notes = list(self.data.notes)
+        if self.memory:
+            notes.append(self.memory)
+        if 0 < self.max_steps < hp.warmup_steps:
             lasts = f"warmup_steps {hp.warmup_steps:g} is more than max_steps {self.max_steps}"
             notes.append(f"{lasts}: the learning rate never reaches lr")
-        if (
-            hp.checkpoint_rate
-            < self.max_steps
-            <= math.lcm(hp.checkpoint_rate, self.validation_rate)
-        ):
+        first_with_both = math.lcm(hp.checkpoint_rate, self.validation_rate)
+        if hp.checkpoint_rate < self.max_steps <= first_with_both:
             rates = (
                 f"checkpoint_rate {hp.checkpoint_rate} and validation_rate {self.validation_rate}"
             )
             notes.append(
-                f"{rates} meet at no step: only the last checkpoint has a validation loss and can be the best"
+                f"{rates} meet at no step: only the last checkpoint has a validation loss and can"
+                " be the best"
             )
         if self.searcher:
             note = self.searcher.note(self.max_steps, self.validation_rate)
@@ -109,33 +169,33 @@ class Setup:
                 notes.append(note)
         return notes
 
-    def summary(self, hp: Hyperparameters, world: World) -> str:
+    def summary(self, world: World) -> str:
         """Return one line about the model, how it is sharded, and the size of a step."""
-        dtype = (
-            f"float8 {hp.float8}"
-            if hp.float8
-            else str(self.dtype or torch.float32).removeprefix("torch.")
-        )
-        samples = self.data.train.samples_per_epoch
-        epoch = (
-            f"{samples / self.global_batch_size:,.0f} steps per epoch" if samples else "streamed"
-        )
-        adapters = f" and {lora.n_trained(hp, hp) / 1e6:,.1f}M in adapters" if hp.lora_rank else ""
-        return (
-            f"{hp.n_parameters / 1e6:,.1f}M parameters{adapters}, {hp.sharding} over {world.size} x"
-            f" {world.device.type}, {dtype}; {self.global_batch_size} x {hp.max_seq_len} tokens per step,"
-            f" {epoch}"
-        )
+        hp = self.hp
+        parameters = f"{hp.n_parameters / 1e6:,.1f}M parameters"
+        if hp.lora_rank:
+            parameters += f" and {lora.n_trained(hp, hp) / 1e6:,.1f}M in adapters"
+        dtype = str(self.amp_dtype or torch.float32).removeprefix("torch.")
+        if hp.float8:
+            dtype = f"float8 {hp.float8}"
+        epoch = "streamed"
+        samples_per_epoch = self.data.train.samples_per_epoch
+        if samples_per_epoch:
+            epoch = f"{samples_per_epoch / self.global_batch_size:,.0f} steps per epoch"
+        ranks = f"{world.size} x {world.device.type}"
+        step = f"{self.global_batch_size} x {hp.max_seq_len} tokens per step"
+        return f"{parameters}, {hp.sharding} over {ranks}, {dtype}; {step}, {epoch}"
 
 
 def preflight(
     hp: Hyperparameters,
+    amp_dtype: torch.dtype | None,
     world: World,
-    info: det.ClusterInfo | None,
+    trial: det.ClusterInfo | None,
     run_dir: RunDir | None,
     store: CheckpointStore,
     dry_run: bool = False,
-) -> tuple[Setup, ResumePlan]:
+) -> ResolvedRun:
     """Find everything that can be wrong, locally on every rank, and agree on it once.
 
     Locks the run directory and starts `store`, or in a dry run writes nothing and prints what the
@@ -146,33 +206,60 @@ def preflight(
             together.
     """
     announce("reading the data")
-    if info and hp.checkpoint_storage:
-        problem = "not a hyperparameter of trials; set checkpoint_storage at the top level of the experiment config"
-        raise ConfigError(f"checkpoint_storage: {problem}")
-    if exit_code_of_stop(os.environ) and hp.resume != "auto":
-        problem = f"resume: {hp.resume} would discard all progress at every restart"
-        cause = "for which RESTART_WHEN_STOPPED is set"
-        raise ConfigError(f"{problem}, {cause}; use auto with another run_name, or init_from")
+    _check_platform(hp, trial)
     if run_dir and not dry_run:
         run_dir.lock(world)
         store.start(world)
-    checkpoint_config = hp
-    if hp.init_from is not None and (
-        hp.lora_rank or weights.is_model(hp.init_from)
-    ):  # a base of adapters, or a model
-        checkpoint_config = hp.model_copy(update={"init_from": None})
-    plan = world.on_rank0(lambda: plan_resume(checkpoint_config, store, is_restart(os.environ)))
+    resume_plan = world.on_rank0(plan_resume, _checkpoint_keys(hp), store, is_restart(os.environ))
+    hp = hp.model_copy(update={"seed": _seed(hp, trial)})
     if hp.dataset == "jsonl" and hp.chat_template_date is None:
-        date = world.on_rank0(lambda: start_date(plan, store))
+        date = world.on_rank0(start_date, resume_plan, store)
         hp = hp.model_copy(update={"chat_template_date": date})
-    base = find_base(hp.init_from, world) if hp.lora_rank and hp.init_from else None
-    world.all_or_none(lambda: choose_cache(dry_run))
-    memory = check_memory(hp, world, dry_run)
-    setup = world.all_or_none(lambda: _check(hp, world, info, base, memory))
-    world.require_equal("ranks", {"device": world.device.type} | setup.facts())
+    base = None
+    if hp.lora_rank and hp.init_from:
+        base = find_base(hp.init_from, world)
+    with world.all_or_none():
+        choose_cache(dry_run)
+    memory = check_memory(hp, amp_dtype, world, dry_run)
+    with world.all_or_none():
+        run = _resolve(hp, amp_dtype, world, trial, run_dir, resume_plan, base, memory)
+    world.require_equal("ranks", run.facts(world))
     if dry_run and world.rank == 0:
-        print("\n".join([setup.summary(hp, world), *setup.notes(hp)]))
-    return setup, plan
+        print("\n".join([run.summary(world), *run.notes()]))
+    return run
+
+
+def _check_platform(hp: Hyperparameters, trial: det.ClusterInfo | None) -> None:
+    """Raise ConfigError if a hyperparameter contradicts where the run was started."""
+    if trial and hp.checkpoint_storage:
+        problem = "checkpoint_storage: not a hyperparameter of trials"
+        remedy = "set checkpoint_storage at the top level of the experiment config"
+        raise ConfigError(f"{problem}; {remedy}")
+    if trial and "determined" in (hp.tracker or ()):
+        problem = "tracker: determined is for runs outside Determined, and this is a trial"
+        raise ConfigError(f"{problem}; remove determined")
+    if exit_code_of_stop(os.environ) and hp.resume != "auto":
+        problem = f"resume: {hp.resume} would discard all progress at every restart"
+        cause = "for which RESTART_WHEN_STOPPED is set"
+        remedy = "use auto with another run_name, or init_from"
+        raise ConfigError(f"{problem}, {cause}; {remedy}")
+
+
+def _checkpoint_keys(hp: Hyperparameters) -> Hyperparameters:
+    """Return `hp` without an `init_from` that is not a checkpoint to load: a model, or a base of adapters."""
+    if hp.init_from is None:
+        return hp
+    if hp.lora_rank or weights.is_model(hp.init_from):
+        return hp.model_copy(update={"init_from": None})
+    return hp
+
+
+def _seed(hp: Hyperparameters, trial: det.ClusterInfo | None) -> int:
+    if hp.seed is not None:
+        return hp.seed
+    if trial is not None:
+        return trial.trial.trial_seed
+    return DEFAULT_SEED
 
 
 @oserror_as_config_error
@@ -198,65 +285,94 @@ def choose_cache(dry_run: bool = False) -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
 
 
-def _check(
+def _resolve(
     hp: Hyperparameters,
+    amp_dtype: torch.dtype | None,
     world: World,
-    info: det.ClusterInfo | None,
+    trial: det.ClusterInfo | None,
+    run_dir: RunDir | None,
+    resume_plan: ResumePlan,
     base: Base | None,
     memory: str | None,
-) -> Setup:
-    seed = hp.seed if hp.seed is not None else info.trial.trial_seed if info else DEFAULT_SEED
+) -> ResolvedRun:
+    assert hp.seed is not None
     mesh = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
-    dtype = precision.compute_dtype(hp, world.device)
     batch_size = derive_global_batch_size(hp, world.size)
-    data = open_data(hp, hp.vocab_size, hp.max_seq_len, batch_size, seed, world.rank, world.size)
+    data = open_data(hp, hp.vocab_size, hp.max_seq_len, batch_size, hp.seed, world.rank, world.size)
     check_files(data.datasets, world.launch.local_rank, world.launch.local_size)
-    if hp.prompt is not None and not (data.tokenizer and data.tokenizer.encode(hp.prompt)):
-        raise ConfigError(f"prompt: {hp.prompt!r} has no token in dataset {hp.dataset}'s tokenizer")
-    if hp.sample_rate and not data.tokenizer:
-        problem = f"sample_rate: {hp.sample_rate}, but dataset {hp.dataset} has no tokenizer; remove sample_rate"
-        raise ConfigError(problem)
-    if info and "determined" in (hp.tracker or ()):
-        problem = "tracker: determined is for runs outside Determined, and this is a trial; remove determined"
-        raise ConfigError(problem)
-    max_steps = hp.run_length(
-        data.train.samples_per_epoch and data.train.samples_per_epoch / batch_size
+    steps_per_epoch = None
+    if data.train.samples_per_epoch is not None:
+        steps_per_epoch = data.train.samples_per_epoch / batch_size
+    max_steps = hp.run_length(steps_per_epoch)
+    hp = hp.model_copy(update={"max_steps": max_steps or None})
+    run = ResolvedRun(
+        hp=hp,
+        amp_dtype=amp_dtype,
+        mesh=mesh,
+        data=data,
+        prompt=_prompt(hp, data),
+        global_batch_size=batch_size,
+        info=_run_info(hp, amp_dtype, batch_size, data, trial, base),
+        resume_plan=resume_plan,
+        pretrained=_pretrained(hp, resume_plan, base),
+        trial=trial,
+        searcher=_searcher(trial),
+        run_dir=run_dir,
+        memory=memory,
     )
-    hyperparameters = hp.model_dump(mode="json") | {"seed": seed, "max_steps": max_steps or None}
-    run_info = RunInfo(
-        sharding=hp.sharding,
-        total_batch_size=batch_size,
-        hyperparameters=hyperparameters,
-        model={key: hyperparameters[key] for key in ModelConfig.model_fields},
-        loss_scaled=dtype == torch.float16,
-        trial_id=info.trial.trial_id if info else None,
-        base=base,
-        **data.fingerprints(),
-    )
-    validation_rate = hp.validation_rate or hp.report_rate
-    searcher = None
-    if info:
-        searcher = Searcher.from_config(master.experiment_config(info))
+    if run.searcher:
         metrics = ["loss", "perplexity"]
         if data.tokenizer:
             metrics.append("bits_per_byte")
-        searcher.check(metrics, max_steps, validation_rate)
-    return Setup(
-        seed=seed,
-        mesh=mesh,
-        dtype=dtype,
-        data=data,
-        global_batch_size=batch_size,
-        tokens_per_step=batch_size * hp.max_seq_len,
-        max_steps=max_steps,
-        validation_rate=validation_rate,
-        sample_rate=(hp.sample_rate or validation_rate)
-        if data.tokenizer and hp.num_tokens
-        else None,
-        prompt=data.tokenizer.encode(hp.prompt)
-        if data.tokenizer and hp.prompt is not None
-        else data.prompt(),
-        run_info=run_info,
-        searcher=searcher,
-        memory=memory,
+        run.searcher.check(metrics, run.max_steps, run.validation_rate)
+    return run
+
+
+def _prompt(hp: Hyperparameters, data: Data) -> list[int]:
+    if hp.sample_rate and data.tokenizer is None:
+        problem = f"sample_rate: {hp.sample_rate}, but dataset {hp.dataset} has no tokenizer"
+        raise ConfigError(f"{problem}; remove sample_rate")
+    if hp.prompt is None:
+        return data.prompt()
+    prompt: list[int] = []
+    if data.tokenizer is not None:
+        prompt = data.tokenizer.encode(hp.prompt)
+    if not prompt:
+        problem = f"{hp.prompt!r} has no token in dataset {hp.dataset}'s tokenizer"
+        raise ConfigError(f"prompt: {problem}")
+    return prompt
+
+
+def _run_info(
+    hp: Hyperparameters,
+    amp_dtype: torch.dtype | None,
+    global_batch_size: int,
+    data: Data,
+    trial: det.ClusterInfo | None,
+    base: Base | None,
+) -> RunInfo:
+    hyperparameters = hp.model_dump(mode="json")
+    return RunInfo(
+        sharding=hp.sharding,
+        total_batch_size=global_batch_size,
+        hyperparameters=hyperparameters,
+        model={key: hyperparameters[key] for key in ModelConfig.model_fields},
+        loss_scaled=amp_dtype == torch.float16,
+        trial_id=trial.trial.trial_id if trial else None,
+        base=base,
+        **data.fingerprints(),
     )
+
+
+def _pretrained(hp: Hyperparameters, plan: ResumePlan, base: Base | None) -> str | None:
+    if base is not None:
+        return base.source
+    if plan.resume_candidates or plan.init_candidates:
+        return None  # which hold all weights
+    return hp.init_from
+
+
+def _searcher(trial: det.ClusterInfo | None) -> Searcher | None:
+    if trial is None:
+        return None
+    return Searcher.from_config(master.experiment_config(trial))

@@ -18,7 +18,7 @@ from typing import Any
 import chess
 import torch
 
-from lm.checkpoint.resume import find_checkpoint
+from lm.checkpoint.locate import find_checkpoint
 from lm.generate import load_model
 from lm.sampling import generate
 

@@ -22,13 +22,20 @@ from torch import nn
 from lm.checkpoint.__main__ import main
 from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.checkpoint.manifest import MANIFEST, read_manifest, verify
-from lm.checkpoint.resume import plan_resume
 from lm.checkpoint.store import LocalCheckpoints
 from lm.checkpoint.tensor_files import load_weights
 from lm.errors import ConfigError, RunError
+from lm.resume import plan_resume
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
-from tests.support.checkpoints import RUN_INFO, SHARDS, open_checkpointer, progress_at, save_toy
+from tests.support.checkpoints import (
+    RUN_INFO,
+    SHARDS,
+    load_state,
+    open_checkpointer,
+    progress_at,
+    save_toy,
+)
 from tests.support.hyperparameters import EXACT_RUN
 from tests.support.ranks import in_world, run_ranks
 from tests.support.runs import checkpoints_by_step, read_exact_metrics, run_fsdp
@@ -371,9 +378,7 @@ def test_every_tensor_that_differs_is_listed_and_none_is_loaded(tmp_path: Path) 
                 (fewer, ["model.bias: only in the checkpoint"]),
             ):
                 with pytest.raises(ConfigError) as refused:
-                    checkpointer.load(
-                        str(tmp_path / name), lambda _, model=model: {"model": model.state_dict()}
-                    )
+                    load_state(checkpointer, str(tmp_path / name), {"model": model.state_dict()})
                 assert list(refused.value.problems[1:]) == differences
                 assert all(bool((parameter == -1).all()) for parameter in model.parameters())
 

@@ -10,12 +10,12 @@ import pytest
 from lm import generate
 from lm.checkpoint.__main__ import main as checkpoint_main
 from lm.checkpoint.checkpointer import CheckpointConfig
-from lm.checkpoint.resume import plan_resume
 from lm.checkpoint.store import LocalCheckpoints
 from lm.data.run_data import DataConfig, open_data
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.prepare.__main__ import main as prepare_main
+from lm.resume import plan_resume
 
 TOO_LONG = "x" * 300
 

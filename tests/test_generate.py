@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from lm import generate
+from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import read_manifest, write_manifest
-from lm.checkpoint.resume import find_checkpoint
 from lm.data.tokenizer import FILE
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import TINY

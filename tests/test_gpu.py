@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.observer import StepObserver
 from lm import config
 from lm.checkpoint.store import ClusterCheckpoints
 from lm.determined.context import TorchDistributedContext
@@ -185,7 +186,7 @@ def execute(
     import fsdp  # changes signals and garbage collection: not in the process of the tests
 
     reports: list[dict[str, float]] = []
-    distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
+    distributed = TorchDistributedContext(world.launch, world.saver, world.node)
     with core.init(distributed=distributed, checkpoint_storage=str(folder)) as context:
 
         def report(_group: str, *, steps_completed: int, metrics: dict[str, float]) -> None:
@@ -194,9 +195,8 @@ def execute(
         with patch.object(context.train, "report_metrics", report):
             try:
                 store = ClusterCheckpoints(context.checkpoint, None, writes_in_place=True)
-                fsdp.execute(
-                    fsdp.Run(read(settings), world, context, store, on_step_start=on_step_start)
-                )
+                job = fsdp.Job(read(settings), None, None)
+                fsdp.execute(job, world, context, store, StepObserver(world, on_step_start))
             except StopIteration:
                 return reports
     raise AssertionError("the run has ended")
@@ -244,11 +244,13 @@ def saves(world: World, n_layers: int = 4, d_model: int = 1024) -> dict[int, dic
     """By step of three checkpoints and tensor, whether it has the bytes that training had at that step."""
     import fsdp
 
-    build, trainings, expected = fsdp.build, [], {}
+    build = fsdp.Trainer
+    trainers: list[fsdp.Trainer] = []
+    expected: dict[int, dict[str, torch.Tensor]] = {}
 
-    def build_and_keep(*args: Any) -> Any:
-        trainings.append(build(*args))
-        return trainings[0]
+    def build_and_keep(*args: Any) -> fsdp.Trainer:
+        trainers.append(build(*args))
+        return trainers[0]
 
     def on_step_start(step: int) -> None:
         if step in (
@@ -256,13 +258,11 @@ def saves(world: World, n_layers: int = 4, d_model: int = 1024) -> dict[int, dic
             4,
             6,
         ):  # cloned on the device, so that the next steps do not wait for the copy to the host
-            parts = trainings[0].state().items()
-            state = {
-                f"{part}.{name}": t
-                for part, holder in parts
-                for name, t in holder.state_dict().items()
+            expected[step] = {
+                f"{part}.{name}": local(tensor).clone()
+                for part, tensors in trainers[0].state().items()
+                for name, tensor in tensors.items()
             }
-            expected[step] = {name: local(tensor).clone() for name, tensor in state.items()}
         if step == 7:
             deadline = time.monotonic() + 60
             while (
@@ -272,7 +272,7 @@ def saves(world: World, n_layers: int = 4, d_model: int = 1024) -> dict[int, dic
             raise StopIteration
 
     size = {"n_layers": n_layers, "d_model": d_model, "max_seq_len": 64, "batch_size": 1}
-    with tempfile.TemporaryDirectory() as folder, patch.object(fsdp, "build", build_and_keep):
+    with tempfile.TemporaryDirectory() as folder, patch.object(fsdp, "Trainer", build_and_keep):
         execute(
             world,
             RUN | size | {"checkpoint_rate": 2, "keep_checkpoints": None},

@@ -118,7 +118,7 @@ def test_a_run_that_is_restarted_resumes_by_itself(
     monkeypatch.setenv("RESTART_WHEN_STOPPED", "1")
     hp, nothing = config.read({"hyperparameters": TINY | {"resume": resume}}, [], "test"), None
     with pytest.raises(ConfigError, match=f"^resume: {resume} .*RESTART_WHEN_STOPPED.* auto "):
-        preflight(hp, cast(Any, nothing), nothing, nothing, cast(Any, nothing))
+        preflight(hp, nothing, cast(Any, nothing), nothing, nothing, cast(Any, nothing))
 
 
 SKYPILOT = """

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from lm import config, generate
 from lm.checkpoint.manifest import Base, read_manifest
-from lm.checkpoint.resume import ResumePlan, resume
 from lm.checkpoint.tensor_files import load_weights, read_headers
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import base as hf_base
 from lm.hf import export, families, weights
 from lm.plan import fit
+from lm.resume import ResumePlan, load_checkpoint
 from lm.runtime.world import World
 from lm.training import lora, optim, parallelize
 from model import Transformer
@@ -476,7 +476,7 @@ def test_adapters_do_not_start_with_a_checkpoint_of_all_weights(tmp_path: Path) 
             saver.save(state, RUN_INFO, progress_at(1))
             plan = ResumePlan(init_candidates=(str(tmp_path / saver.commit()[1]),))
             info = RUN_INFO.model_copy(update={"base": Base(source="base", files={})})
-            resume(plan, saver, state, info, None, print)
+            load_checkpoint(plan, saver, state, info, print)
 
     with pytest.raises(ConfigError) as refused:
         in_world(fork)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
@@ -23,11 +24,11 @@ from lm.checkpoint.manifest import (
     verify,
     write_manifest,
 )
-from lm.checkpoint.resume import ResumePlan, completed_step, find_checkpoint
 from lm.checkpoint.retention import SavedCheckpoint, expired
 from lm.checkpoint.store import LocalCheckpoints
 from lm.checkpoint.tensor_files import load_weights
 from lm.errors import ConfigError
+from lm.resume import ResumePlan, completed_step
 from lm.runtime.world import World
 from tests.support.checkpoints import (
     RUN_INFO,
@@ -173,7 +174,7 @@ def test_losses_of_other_validation_data_are_not_the_best() -> None:
 def test_tokenizers_are_compared_by_content_and_not_by_path(victim: Path) -> None:
     same = {"tokenizer": "9 tokens, sha256 0", "validation_loss": 1.0}
     forge_manifest(victim, hyperparameters={"tokenizer": "a/tokenizer.json"}, **same)
-    plan = ResumePlan(Hyperparameters, (str(victim),), may_be_complete=True)
+    plan = ResumePlan((str(victim),), may_be_complete=True)
     now = RUN_INFO.model_copy(update={"hyperparameters": {"tokenizer": "b/tokenizer.json"}})
     same_content = now.model_copy(update={"tokenizer": "9 tokens, sha256 0"})
     other_content = now.model_copy(update={"tokenizer": "9 tokens, sha256 1"})

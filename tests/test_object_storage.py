@@ -31,17 +31,25 @@ from lm import config
 from lm.checkpoint import __main__ as command
 from lm.checkpoint import bucket, lease, remote
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import CheckpointError, read_manifest, verify
 from lm.checkpoint.object_storage import BucketCheckpoints
-from lm.checkpoint.resume import ResumePlan, find_checkpoint, plan_resume, resume
 from lm.checkpoint.store import COMMITTED, LocalCheckpoints
 from lm.errors import ConfigError, RunError
 from lm.launch.spawn import free_port
 from lm.preflight import preflight
+from lm.resume import ResumePlan, load_checkpoint, plan_resume
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
 from tests.soak import soak
-from tests.support.checkpoints import RUN_INFO, SHARDS, open_checkpointer, save_toy, toy_model
+from tests.support.checkpoints import (
+    RUN_INFO,
+    SHARDS,
+    load_state,
+    open_checkpointer,
+    save_toy,
+    toy_model,
+)
 from tests.support.hyperparameters import EXACT_RUN, TINY
 from tests.support.ranks import in_world, run_ranks
 from tests.support.runs import checkpoints_by_step, read_exact_metrics, read_reports, run_fsdp
@@ -157,7 +165,7 @@ def load(checkpointer: Checkpointer, world: World, checkpoint: str) -> tuple[int
     """The step of the checkpoint at a path or URL, and whether the loaded model is the one that was saved."""
     model = toy_model(-1)
     fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
-    step = checkpointer.load(checkpoint, lambda _: {"model": model.state_dict()}).step
+    step = load_state(checkpointer, checkpoint, {"model": model.state_dict()}).step
     return step, all(bool((parameter.to_local() == step).all()) for parameter in model.parameters())  # type: ignore[attr-defined]
 
 
@@ -619,9 +627,8 @@ def test_a_checkpoint_that_its_run_deletes_during_the_download_is_skipped(
                 )
                 model, log = toy_model(-1), list[str]()
                 plan = ResumePlan(init_candidates=(newer, older))
-                resume(
-                    plan, checkpointer, {"model": model.state_dict()}, RUN_INFO, None, log.append
-                )
+                state = {"model": model.state_dict(), "scaler": {}}
+                load_checkpoint(plan, checkpointer, state, RUN_INFO, log.append)
                 assert all(bool((parameter == 1).all()) for parameter in model.parameters())
                 assert log[0] == f"skipping {newer}: deleted while it was read"
             found = BucketCheckpoints(place.url)  # of another run that resumes from this one
@@ -676,7 +683,7 @@ def test_on_a_cluster_the_platforms_storage_is_the_one() -> None:
     with pytest.raises(
         ConfigError, match=r"^checkpoint_storage: .*top level of the experiment config"
     ):
-        preflight(hp, nothing, cluster, nothing, nothing)
+        preflight(hp, None, nothing, cluster, nothing, nothing)
 
 
 @pytest.mark.slow

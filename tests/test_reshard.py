@@ -16,7 +16,7 @@ from lm import config
 from lm.runtime.world import World
 from lm.training import optim, parallelize
 from model import Transformer
-from tests.support.checkpoints import RUN_INFO, open_checkpointer, progress_at
+from tests.support.checkpoints import RUN_INFO, load_state, open_checkpointer, progress_at
 from tests.support.hyperparameters import TINY
 from tests.support.parallelism import STRATEGIES
 from tests.support.ranks import in_world, run_ranks
@@ -77,7 +77,7 @@ def differences(world: World, folder: Path, uuids: list[str]) -> list[str]:
                 with torch.no_grad():
                     for tensor in (*model.parameters(), *optimizer.state_dict().values()):
                         tensor.fill_(0.5)
-                reader.load(reader.store.locate(uuid), lambda _, parts=parts: parts)
+                load_state(reader, reader.store.locate(uuid), parts)
                 state = optimizer.state_dict()
                 for name, parameter in model.named_parameters():
                     same = np.array_equal(full(parameter), expected[name])

@@ -16,9 +16,9 @@ from torch.multiprocessing import ProcessExitedException
 
 from lm import generate, sampling
 from lm.checkpoint.manifest import read_manifest
-from lm.checkpoint.resume import extension
 from lm.data.loader import Loader, MicroBatch
 from lm.data.tokenizer import FILE
+from lm.resume import extension
 from lm.runtime.world import World
 from lm.training.optim import OptimConfig, learning_rate
 from tests.support.hyperparameters import EXACT_RUN, TINY

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lm.sampling import sample_tokens, generate, generate_batch
+from lm.sampling import generate, generate_batch, sample_tokens
 from model import ModelConfig, Transformer
 
 CPU = torch.device("cpu")

@@ -196,9 +196,9 @@ NAME = "$(touch a)`touch b`;touch c;'\"$HOME"
 WAIT_FOR_SIGNAL = """
 import time
 from lm.data.loader import Loader
-from lm.runtime.preemption import PreemptionHandler
+from lm.runtime.preemption import PreemptionSignals
 
-training, on_signal, received = Loader.training, PreemptionHandler._on_signal, []
+training, on_signal, received = Loader.training, PreemptionSignals._on_signal, []
 
 def record(self, *signal):
     on_signal(self, *signal)
@@ -210,7 +210,7 @@ def wait(self, start):
             time.sleep(0.01)
         yield batch
 
-PreemptionHandler._on_signal, Loader.training = record, wait
+PreemptionSignals._on_signal, Loader.training = record, wait
 """
 """After step 5 of its first start, the run waits for a signal."""
 

@@ -19,11 +19,11 @@ from torch.distributed.fsdp import fully_shard
 
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.manifest import CheckpointError
-from lm.checkpoint.resume import ResumePlan, start_date
 from lm.checkpoint.store import ClusterCheckpoints
 from lm.determined.context import TorchDistributedContext
+from lm.resume import ResumePlan, start_date
 from lm.runtime.world import MeshShape, World
-from tests.support.checkpoints import SHARDS, save_toy, toy_model
+from tests.support.checkpoints import SHARDS, load_state, save_toy, toy_model
 from tests.support.ranks import run_ranks
 
 moto_server = pytest.importorskip("moto.server", reason="needs moto[server]")
@@ -77,6 +77,10 @@ class Machine(storage.S3StorageManager):
             path.write_bytes(path.read_bytes()[:-1] + b"\xff")
 
 
+def create_bucket(manager: Machine) -> None:
+    manager.bucket.create()
+
+
 def use_storage(world: World, endpoint: str, folder: Path, action: Callable[..., Any]) -> Any:
     """Call `action(world, checkpointer, context, local)` on a machine with the private directory `local`."""
     os.umask(0o077)
@@ -84,8 +88,8 @@ def use_storage(world: World, endpoint: str, folder: Path, action: Callable[...,
     local.mkdir(parents=True)
     tempfile.tempdir = str(local)
     manager = Machine(BUCKET, "key", "secret", endpoint, temp_dir=str(local))
-    world.on_rank0(lambda: manager.bucket.create() and None)
-    distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
+    world.on_rank0(create_bucket, manager)
+    distributed = TorchDistributedContext(world.launch, world.saver, world.node)
     context = Reporting(distributed, manager)
     context.reported = []
     config = CheckpointConfig.model_validate({"keep_checkpoints": 2})
@@ -120,12 +124,12 @@ def save_and_load(
     left_by_save = files_in(local)
     model = toy_model(-1)
     fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
-    manifest = checkpointer.load(uuids[3], lambda _: {"model": model.state_dict()})
+    manifest = load_state(checkpointer, uuids[3], {"model": model.state_dict()})
     shards = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[attr-defined]
-    plan = ResumePlan(CheckpointConfig, (uuids[3],))
+    plan = ResumePlan((uuids[3],))
     return {
         "uuids": uuids,
-        "date": world.on_rank0(lambda: start_date(plan, checkpointer.store)),
+        "date": world.on_rank0(start_date, plan, checkpointer.store),
         "kept": [bool(objects(context._storage_manager, uuid)) for uuid in uuids],
         "reported": [
             (uuid, files, metadata["steps_completed"]) for uuid, files, metadata in context.reported
@@ -165,7 +169,7 @@ def damage_each_download(
             model = toy_model(-1)
             fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
             with pytest.raises(CheckpointError) as refused:
-                checkpointer.load(uuid, lambda _, model=model: {"model": model.state_dict()})
+                load_state(checkpointer, uuid, {"model": model.state_dict()})
             errors.append((victim, name, str(refused.value)))
     return errors
 

@@ -16,12 +16,12 @@ from torch import nn
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, write_manifest
 from lm.checkpoint.object_storage import BucketCheckpoints
-from lm.checkpoint.resume import ResumePlan, plan_resume, resume, start_date
 from lm.checkpoint.store import CheckpointStore, ClusterCheckpoints, LocalCheckpoints
 from lm.determined.context import TorchDistributedContext
 from lm.errors import RunError
+from lm.resume import ResumePlan, load_checkpoint, plan_resume, start_date
 from lm.runtime.world import World
-from tests.support.checkpoints import RUN_INFO, save_toy, toy_model
+from tests.support.checkpoints import RUN_INFO, load_state, save_toy, toy_model
 from tests.support.ranks import in_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Python version:FutureWarning")
@@ -62,7 +62,7 @@ def place(tmp_path: Path) -> Path:
 @contextmanager
 def opened(kind: str, place: Path, world: World, keep: int | None = 2) -> Iterator[Checkpointer]:
     """A checkpointer of the run at `place`, started."""
-    distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
+    distributed = TorchDistributedContext(world.launch, world.saver, world.node)
     config = CheckpointConfig.model_validate({"keep_checkpoints": keep})
     checkpoints = place / "checkpoints"
     with core.init(distributed=distributed, checkpoint_storage=str(checkpoints)) as context:
@@ -85,7 +85,7 @@ def opened(kind: str, place: Path, world: World, keep: int | None = 2) -> Iterat
 def loaded(checkpointer: Checkpointer, location: str) -> nn.Module:
     """The model of a checkpoint."""
     model = toy_model(-1)
-    checkpointer.load(location, lambda _: {"model": model.state_dict()})
+    load_state(checkpointer, location, {"model": model.state_dict()})
     return model
 
 
@@ -131,7 +131,7 @@ def test_a_checkpoint_loads_as_it_was_saved_and_nothing_else_is_left(
             for step, name in enumerate(names, start=1):
                 assert is_filled_with(loaded(checkpointer, store.locate(name)), step)
                 assert store.read_manifest(store.locate(name)).step == step
-            plan = ResumePlan(CheckpointConfig, (store.locate(names[0]),))
+            plan = ResumePlan((store.locate(names[0]),))
             assert (
                 start_date(plan, store).isoformat()
                 == RUN_INFO.hyperparameters["chat_template_date"]
@@ -239,7 +239,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_resumed_and_kept
                 remove(store, second, MANIFEST)
             model = toy_model(-1)
             plan = plan_resume(AUTO, store, restarted=False)
-            resume(plan, checkpointer, {"model": model.state_dict()}, RUN_INFO, None, log.append)
+            state = {"model": model.state_dict(), "scaler": {}}
+            load_checkpoint(plan, checkpointer, state, RUN_INFO, log.append)
             assert is_filled_with(model, 10)
             newer = [save_toy(checkpointer, world, step) for step in (11, 12, 13)]
             kept = [second, *newer[1:]] if damage == "flipped bit" else newer[1:]
@@ -278,9 +279,7 @@ def test_losing_all_checkpoints_is_an_error_and_having_none_is_not(
             ):  # all deleted: not silently a new run
                 plan_resume(AUTO, store, restarted=False)
             fresh = CheckpointConfig.model_validate({"resume": "fresh"})
-            assert plan_resume(fresh, store, restarted=False) == ResumePlan(
-                CheckpointConfig, fresh=True
-            )
+            assert plan_resume(fresh, store, restarted=False) == ResumePlan(fresh=True)
 
     in_world(lose)
 

@@ -458,7 +458,7 @@ def test_determined_is_not_a_tracker_of_its_own_trials() -> None:
     hp = config.read({"hyperparameters": TINY | {"tracker": "determined"}}, [], "test")
     store = LocalCheckpoints(Path("nothing"))
     with pytest.raises(ConfigError, match="tracker: determined"):
-        in_world(lambda world: preflight(hp, world, info, None, store))
+        in_world(lambda world: preflight(hp, None, world, info, None, store))
 
 
 # ---- failures

@@ -25,8 +25,8 @@ import torch
 
 from lm import generate, strict_yaml
 from lm.checkpoint.__main__ import list_run
+from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import DRAFT, MANIFEST, read_manifest
-from lm.checkpoint.resume import find_checkpoint
 from lm.checkpoint.store import COMMITTED, LocalCheckpoints
 from lm.data.tokenizer import FILE, load_tokenizer
 from lm.errors import ConfigError, RunError

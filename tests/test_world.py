@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -215,6 +216,10 @@ def outcome(action: Any) -> Any:
 
 
 def use_collectives(world: World) -> dict[str, Any]:
+    def in_block(action: Callable[[], int]) -> int:
+        with world.all_or_none():
+            return action()
+
     def fail_except_on_0() -> int:
         if world.rank:
             raise ConfigError(f"problem of rank {world.rank}")
@@ -226,9 +231,9 @@ def use_collectives(world: World) -> dict[str, Any]:
     ran_on: list[int] = []
     return {
         "gathered": world.all_gather_object(("rank", world.rank)),
-        "all": outcome(lambda: world.all_or_none(lambda: world.rank * 10)),
-        "none: refused": outcome(lambda: world.all_or_none(fail_except_on_0)),
-        "none: crashed": outcome(lambda: world.all_or_none(lambda: 1 // (world.rank - 1))),
+        "all": outcome(lambda: in_block(lambda: world.rank * 10)),
+        "none: refused": outcome(lambda: in_block(fail_except_on_0)),
+        "none: crashed": outcome(lambda: in_block(lambda: 1 // (world.rank - 1))),
         "equal": outcome(lambda: world.require_equal("data", {"a": 1, "b": [2]})),
         "different": outcome(lambda: world.require_equal("data", {"a": 1, "b": world.rank // 2})),
         "on rank 0": outcome(

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lm.checkpoint.bucket import is_url
+from lm.checkpoint.locate import find_checkpoint, locate_checkpoint, store_at
 from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
-from lm.checkpoint.resume import find_checkpoint, locate_checkpoint, store_at
 from lm.checkpoint.retention import SavedCheckpoint, find_best
 from lm.errors import ConfigError, command, oserror_as_config_error
 

@@ -1,9 +1,12 @@
 """Asynchronous sharded checkpointing inside Determined's checkpoint context.
 
-`Checkpointer.save` starts to copy the state to host memory; a thread writes it while training
-continues. At a later step, once the threads of all ranks are done, `commit` waits for the
+Out: `Checkpointer.save` starts to copy the state to host memory, and a thread writes the copy while
+training continues. At a later step, once the threads of all ranks are done, `commit` waits for the
 checkpoint and raises on every rank what failed on one. The thread's collectives use a separate
 process group.
+
+In: `Checkpointer.open` verifies a checkpoint and yields its manifest; the caller compares it with
+the run, then reads the tensors with `SavedState.read_into`.
 """
 
 from __future__ import annotations
@@ -13,14 +16,16 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, Field
+from torch import Tensor
 
 from lm.checkpoint import staging, tensor_files
 from lm.checkpoint.bucket import is_url
@@ -92,8 +97,40 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
         return "rerun the same command" if self.resume == "auto" else "rerun with resume=auto"
 
 
+@dataclass(frozen=True)
+class SavedState:
+    """A verified checkpoint that is open on all ranks."""
+
+    path: Path
+    manifest: Manifest
+    world: World
+
+    def read_into(self, state: State) -> None:
+        """Fill this rank's slices of the tensors of `state`, on all ranks together.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged; no state changed, unless it holds inf or
+                NaN, or a file was changed while it was read.
+            ConfigError: its tensors differ from the state's; lists every difference, no state
+                changed.
+        """
+        with self.world.all_or_none():
+            sources = tensor_files.find_tensors(self.path, self.manifest, state)
+        with self.world.all_or_none():
+            tensor_files.read_tensors(sources)
+
+
+class PendingSave(NamedTuple):
+    """A checkpoint that a thread is writing."""
+
+    step: int
+    thread: threading.Thread
+    saved: Future[str]
+    """UUID of the complete checkpoint"""
+
+
 class Checkpointer:
-    """Saves the state of a run to `store` and loads it, on all ranks together.
+    """Saves the state of a run to `store` and opens what was saved, on all ranks together.
 
     Args:
         extra_files: further files of every checkpoint, by name.
@@ -109,17 +146,20 @@ class Checkpointer:
         self._config = config
         self.store = store
         self.world = world
+        self._saver_world = world.for_saver()
         self._extra_files = extra_files
         self._starts: dict[
             str, dict[str, int]
         ] = {}  # first rows of the slices that this rank writes
         self._stager: staging.Stager | None = None
-        self._writing: tuple[threading.Thread, Future[tuple[int, str]]] | None = None
+        self._pending: PendingSave | None = None
         self._newest: str | None = None  # complete checkpoint of this run
         self._damaged: set[str] = set()
 
+    # Out
+
     def allocate(self, state: State) -> int:
-        """Choose the slices that this rank writes and, for asynchronous saves, start to allocate memory for a copy.
+        """Choose the slices that this rank writes, and allocate memory for a copy if saves are asynchronous.
 
         Call it once, before the first `save`.
 
@@ -129,72 +169,43 @@ class Checkpointer:
         Raises:
             ConfigError: the copies of this machine's ranks do not fit into its memory.
         """
-        rank, size, node = self.world.rank, self.world.size, self.world.launch.node_rank
-        slices = {
-            part: tensor_files.owned_rows(tensors, rank, size) for part, tensors in state.items()
-        }
-        self._starts = {
-            part: {name: start for name, (_, start) in owned.items()}
-            for part, owned in slices.items()
-        }
+        tensors: list[Tensor] = []
+        for part, part_tensors in state.items():
+            owned = tensor_files.owned_rows(part_tensors, self.world.rank, self.world.size)
+            self._starts[part] = {name: start for name, (_, start) in owned.items()}
+            tensors += [tensor for tensor, _ in owned.values()]
         if not self._config.async_checkpoint:
             return 0
-        n_bytes = staging.buffer_size(
-            tensor for owned in slices.values() for tensor, _ in owned.values()
-        )
-        needed = sum(
-            size
-            for its_node, size in self.world.all_gather_object((node, n_bytes))
-            if its_node == node
-        )
-
-        def check() -> None:
-            _, available = host_memory()
-            if needed > available:
-                need, free = (f"{size / 2**30:.2f} GiB" for size in (needed, available))
-                problem = f"a copy of the state needs {need} of memory on {socket.gethostname()}, {free} are available"
-                remedy = "use async_checkpoint: false or more machines"
-                raise ConfigError(f"async_checkpoint: {problem}; {remedy}")
-
-        self.world.all_or_none(check)
+        n_bytes = staging.buffer_size(tensors)
+        needed = sum(self.world.all_gather_on_node(n_bytes))
+        with self.world.all_or_none():
+            _require_host_memory(needed)
         self._stager = staging.Stager(n_bytes, self.world.device)
         return needed
 
     def save(self, state: State, run_info: RunInfo, progress: TrainingProgress) -> None:
         """Start to copy `state` to host memory and to write it; `is_pending` until `commit`.
 
-        Until `protect_copy`, or without `async_checkpoint` until `commit`, the state must not
-        change.
+        Until `protect_copy`, or without `async_checkpoint` until `commit`, the state must not change.
         """
-        assert self._writing is None, "commit the previous checkpoint first"
-        staged = self._stage(state)
-        result: Future[tuple[int, str]] = Future()
-
-        def write() -> None:
-            try:
-                if self._stager is not None:
-                    self._stager.synchronize()
-                result.set_result(self._write(staged, run_info, progress))
-            except OSError as error:  # of the directory itself, of Determined's metadata, of storage, or of retention
-                problem = f"rank {self.world.rank} cannot save the checkpoint of step {progress.step}: {error}"
-                result.set_exception(RunError(problem))
-            except BaseException as error:
-                result.set_exception(error)
-
-        # A daemon thread: a rank that fails must not wait for a thread that may be waiting for
-        # other ranks.
-        thread = threading.Thread(target=write, name="checkpoint", daemon=True)
-        thread.start()
-        self._writing = thread, result
-
-    def _stage(self, state: State) -> staging.Slices:
-        """Return the slices that this rank writes: copies of them, or without `async_checkpoint` the live ones."""
+        assert self._pending is None, "commit the previous checkpoint first"
         slices: staging.Slices = {}
         for part, starts in self._starts.items():
             slices[part] = {
                 name: (to_local(state[part][name]), start) for name, start in starts.items()
             }
-        return slices if self._stager is None else self._stager.copy(slices)
+        if self._stager is not None:
+            slices = self._stager.copy(slices)
+        saved: Future[str] = Future()
+        # A daemon thread: a rank that fails must not wait for a thread that waits for other ranks.
+        thread = threading.Thread(
+            target=self._write_in_thread,
+            args=(saved, slices, run_info, progress),
+            name="checkpoint",
+            daemon=True,
+        )
+        thread.start()
+        self._pending = PendingSave(progress.step, thread, saved)
 
     def protect_copy(self) -> None:
         """Make the device complete the copies of the last `save` before what follows, e.g. an optimizer step."""
@@ -204,12 +215,12 @@ class Checkpointer:
     @property
     def is_pending(self) -> bool:
         """Whether a checkpoint has to be committed."""
-        return self._writing is not None
+        return self._pending is not None
 
     @property
     def is_writing(self) -> bool:
         """Whether this rank is still writing its part of a checkpoint."""
-        return self._writing is not None and self._writing[0].is_alive()
+        return self._pending is not None and self._pending.thread.is_alive()
 
     def commit(self) -> tuple[int, str]:
         """Wait on all ranks for the pending checkpoint and return its step and UUID.
@@ -217,178 +228,211 @@ class Checkpointer:
         Raises:
             RunError: the checkpoint could not be written and was removed.
         """
-        assert self._writing is not None
-        (thread, result), self._writing = self._writing, None
-
+        pending = self._pending
+        assert pending is not None
+        self._pending = None
         try:
-            return self.world.wait_for(result)
+            name = self.world.wait_for(pending.saved)
         finally:
-            if result.done():
-                thread.join()  # to its end: PyTorch aborts a process that exits while a thread frees tensors
+            if pending.saved.done():
+                # To its end: PyTorch aborts a process that exits while a thread frees tensors.
+                pending.thread.join()
+        return pending.step, name
 
-    def _write(
-        self, staged: staging.Slices, run_info: RunInfo, progress: TrainingProgress
-    ) -> tuple[int, str]:
-        metadata = self._metadata(run_info, progress)
-        written = {
-            "time": self._next_time() if self.world.rank == 0 else 0.0,
-            "world_size": self.world.size,
-        }
-        fields = dict(run_info) | dict(progress) | written | {"format": FORMAT, "files": {}}
-        manifest = Manifest.model_validate(fields)
+    def _write_in_thread(
+        self,
+        saved: Future[str],
+        slices: staging.Slices,
+        run_info: RunInfo,
+        progress: TrainingProgress,
+    ) -> None:
         try:
-            with self.store.new_checkpoint(metadata, self.world) as new:
-                self._write_files(new.path, staged, manifest)
+            if self._stager is not None:
+                self._stager.synchronize()
+            saved.set_result(self._write(slices, run_info, progress))
+        except OSError as error:  # of the directory, Determined's metadata, storage, or retention
+            step = progress.step
+            problem = f"rank {self.world.rank} cannot save the checkpoint of step {step}: {error}"
+            saved.set_exception(RunError(problem))
+        except BaseException as error:
+            saved.set_exception(error)
+
+    def _write(self, slices: staging.Slices, run_info: RunInfo, progress: TrainingProgress) -> str:
+        """Write a checkpoint of all ranks; return its UUID."""
+        is_rank0 = self.world.rank == 0
+        manifest = Manifest(
+            format=FORMAT,
+            time=self._next_time() if is_rank0 else 0.0,
+            world_size=self.world.size,
+            files={},
+            **dict(run_info),
+            **dict(progress),
+        )
+        try:
+            with self.store.new_checkpoint(_metadata(manifest), self._saver_world) as new:
+                self._write_files(new.path, slices, manifest)
         except RunError as error:
-            kept = (
-                f"checkpoint {self._newest} is kept" if self._newest else "no checkpoint exists yet"
-            )
+            kept = "no checkpoint exists yet"
+            if self._newest:
+                kept = f"checkpoint {self._newest} is kept"
             raise type(error)(f"{error}; {kept}", rank_local=error.rank_local) from None
         self._newest = new.name
-        if self.world.rank == 0:
+        if is_rank0:
             self.store.add(new.name, manifest)
             self.store.prune(self._config.keep_checkpoints, self._damaged)
-        return progress.step, new.name
-
-    def _metadata(self, run_info: RunInfo, progress: TrainingProgress) -> dict[str, Any]:
-        """Return what Determined shows of a checkpoint."""
-        metadata = {
-            "steps_completed": progress.step,
-            "tokens": progress.tokens,
-            "world_size": self.world.size,
-        }
-        metadata |= {
-            "sharding": run_info.sharding,
-            "amp_dtype": run_info.hyperparameters.get("amp_dtype"),
-        }
-        metadata |= {"parameters": ModelConfig.model_validate(run_info.model).n_parameters}
-        return metadata | (
-            {}
-            if progress.validation_loss is None
-            else {"validation_loss": progress.validation_loss}
-        )
+        return new.name
 
     def _next_time(self) -> float:
         """Return the time, or a later one than that of every checkpoint: clocks differ, and are set back."""
         saved, _ = self.store.list_saved()
         return max([time.time(), *(entry.time + 1e-3 for entry in saved)])
 
-    def _write_files(self, path: Path, staged: staging.Slices, manifest: Manifest) -> None:
+    def _write_files(self, path: Path, slices: staging.Slices, manifest: Manifest) -> None:
         """Write all files of a checkpoint to `path`; if a rank fails, remove them and fail on all ranks."""
-        world, node = self.world, self.world.launch.node_rank
-        own = sum(tensor.nbytes for slices in staged.values() for tensor, _ in slices.values())
-        per_rank = world.all_gather_object((node, own))
-        needed = sum(
-            size for its_node, size in per_rank if self.store.writes_in_place or its_node == node
-        )
-
-        def check() -> None:
-            for part, slices in staged.items():
-                for name, (tensor, _) in slices.items():
-                    if not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
-                        problem = f"{part}.{name} holds inf or NaN"
-                        raise ConfigError(f"{problem}, so it is not saved: lower lr")
-            free = shutil.disk_usage(path).free
-            if free < needed:
-                problem = f"disk full: a checkpoint needs {needed:,} bytes, {free:,} are free"
-                raise RunError(
-                    f"{path}: {problem}; free space, then {self._config.rerun} to resume"
-                )
-
-        def write() -> dict[str, FileRecord]:
-            files = {}
-            with _oserror_as_run_error(path, world.rank, needed):
-                if world.rank == 0:
-                    (path / DRAFT).touch()
-                for part, slices in staged.items():
-                    for number, names in enumerate(tensor_files.group_by_size(slices)):
-                        file = path / f"{part}-{world.rank:05}-{number:05}.safetensors"
-                        checksum = tensor_files.write_tensors(
-                            file, {name: slices[name] for name in names}
-                        )
-                        files[file.name] = FileRecord(bytes=file.stat().st_size, crc32c=checksum)
-                for name, content in self._extra_files.items() if world.rank == 0 else ():
-                    write_durably(path / name, content)
-                    files[name] = record(path / name)
-            return files
-
-        def complete(files: dict[str, FileRecord]) -> None:
-            missing = sorted(name for name in files if not (path / name).exists())
-            if self.store.writes_in_place and missing:
-                problem = f"{missing[0]} was written, but {socket.gethostname()} cannot see it"
-                raise RunError(f"{path}: {problem}; {SHARED}")
-            with _oserror_as_run_error(path, world.rank, needed):
-                write_manifest(path, manifest.model_copy(update={"files": files}))
-
-        def refuse_existing() -> None:
+        world = self._saver_world
+        with world.all_or_none():  # outside of `try`, which would delete what exists
             if any(path.iterdir()):
                 raise RunError(f"{path}: already exists; checkpoints are never overwritten")
-
-        world.all_or_none(refuse_existing)  # outside of `try`, which would delete what exists
         try:
-            world.all_or_none(check)
-            parts = world.all_gather_object(world.all_or_none(write))
-            files = {name: entry for part in parts for name, entry in part.items()}
-            world.all_or_none(lambda: complete(files) if world.rank == 0 else None)
+            needed = self._needed_bytes(slices)
+            with world.all_or_none():
+                _require_finite(slices)
+                self._require_disk_space(path, needed)
+            with world.all_or_none(), _oserror_as_run_error(path, world.rank, needed):
+                own_files = self._write_own_files(path, slices)
+            files: dict[str, FileRecord] = {}
+            for files_of_rank in world.all_gather_object(own_files):
+                files |= files_of_rank
+            with world.all_or_none():
+                if world.rank == 0:
+                    self._require_visible(path, files)
+                    with _oserror_as_run_error(path, world.rank, needed):
+                        write_manifest(path, manifest.model_copy(update={"files": files}))
         except Exception:
             if world.rank == 0 and self.store.writes_in_place:
                 shutil.rmtree(path, ignore_errors=True)
             raise
+
+    def _needed_bytes(self, slices: staging.Slices) -> int:
+        """Return the bytes of all ranks that write to this rank's disk."""
+        own = 0
+        for part in slices.values():
+            own += sum(tensor.nbytes for tensor, _ in part.values())
+        if self.store.writes_in_place:
+            return sum(self._saver_world.all_gather_object(own))
+        return sum(self._saver_world.all_gather_on_node(own))
+
+    def _require_disk_space(self, path: Path, needed: int) -> None:
+        free = shutil.disk_usage(path).free
+        if free < needed:
+            problem = f"disk full: a checkpoint needs {needed:,} bytes, {free:,} are free"
+            remedy = f"free space, then {self._config.rerun} to resume"
+            raise RunError(f"{path}: {problem}; {remedy}")
+
+    def _write_own_files(self, path: Path, slices: staging.Slices) -> dict[str, FileRecord]:
+        """Write the files of this rank; return what the manifest says of each."""
+        rank = self.world.rank
+        files: dict[str, FileRecord] = {}
+        if rank == 0:
+            (path / DRAFT).touch()
+        for part, part_slices in slices.items():
+            for number, names in enumerate(tensor_files.group_by_size(part_slices)):
+                file = path / f"{part}-{rank:05}-{number:05}.safetensors"
+                group = {name: part_slices[name] for name in names}
+                checksum = tensor_files.write_tensors(file, group)
+                files[file.name] = FileRecord(bytes=file.stat().st_size, crc32c=checksum)
+        if rank == 0:
+            for name, content in self._extra_files.items():
+                write_durably(path / name, content)
+                files[name] = record(path / name)
+        return files
+
+    def _require_visible(self, path: Path, files: Collection[str]) -> None:
+        """Raise RunError if this rank cannot see the files of all ranks in the directory that they share."""
+        if not self.store.writes_in_place:
+            return
+        missing = sorted(name for name in files if not (path / name).exists())
+        if missing:
+            problem = f"{missing[0]} was written, but {socket.gethostname()} cannot see it"
+            raise RunError(f"{path}: {problem}; {SHARED}")
+
+    # In
+
+    @contextmanager
+    def open(self, location: str) -> Iterator[SavedState]:
+        """Verify the checkpoint at `location`, and yield it on all ranks together.
+
+        Args:
+            location: see `lm.checkpoint.store`.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, as was found now or in the block.
+        """
+        with self.store.open(location, self.world) as path:
+            seen = self.world.all_gather_object((path / MANIFEST).is_file())
+            if any(seen) and not all(seen):
+                sees, misses = seen.index(True), seen.index(False)
+                problem = f"rank {sees} can see this checkpoint, but rank {misses} cannot"
+                raise ConfigError(f"{path}: {problem}; {SHARED}")
+            try:
+                with self.world.all_or_none():
+                    manifest = read_manifest(path)
+                    self._verify_share(path, manifest, is_downloaded=is_url(location))
+                yield SavedState(path, manifest, self.world)
+            except CheckpointError as error:
+                self._damaged.add(path.name)
+                if not is_url(location):
+                    raise
+                copy = rf"\S*/{re.escape(path.name)}"  # on any machine
+                problems = [re.sub(copy, location, problem) for problem in error.problems]
+                raise CheckpointError(*problems) from None
+
+    def _verify_share(self, path: Path, manifest: Manifest, *, is_downloaded: bool) -> None:
+        """Compare checksums: those of all files, shared by the ranks that read the same directory."""
+        launch = self.world.launch
+        if self.store.writes_in_place and not is_downloaded:
+            verify(path, manifest, launch.rank, launch.world_size)
+        else:  # every machine has downloaded the files
+            verify(path, manifest, launch.local_rank, launch.local_size)
 
     def add_saved(self, location: str, manifest: Manifest) -> None:
         """Count the complete checkpoint that this run resumed from."""
         self._newest = Path(location).name
         self.store.add(location, manifest)
 
-    def load(self, checkpoint: str, select: Callable[[Manifest], State]) -> Manifest:
-        """Verify a checkpoint, load it into the state that `select` returns, and return its manifest.
 
-        Args:
-            checkpoint: its location, see `lm.checkpoint.store`.
-            select: returns the state to load for a manifest, or raises to refuse it.
-
-        Raises:
-            CheckpointError: the checkpoint is damaged; no state changed, unless it holds inf or
-                NaN, or a file was changed while it was read.
-            ConfigError: its tensors differ from the state's; lists every difference, no state
-                changed.
-        """
-        with self.store.open(checkpoint, self.world) as path:
-            seen = self.world.all_gather_object((path / MANIFEST).is_file())
-            if any(seen) and not all(seen):
-                problem = f"rank {seen.index(True)} can see this checkpoint, but rank {seen.index(False)} cannot"
-                raise ConfigError(f"{path}: {problem}; {SHARED}")
-            try:
-                manifest = self.world.all_or_none(
-                    lambda: self._verify(path, not is_url(checkpoint))
-                )
-                state = select(manifest)
-                sources = self.world.all_or_none(
-                    lambda: tensor_files.find_tensors(path, manifest, state)
-                )
-                self.world.all_or_none(lambda: tensor_files.read_tensors(sources))
-            except CheckpointError as error:
-                self._damaged.add(path.name)
-                if not is_url(checkpoint):
-                    raise
-                copy = rf"\S*/{re.escape(path.name)}"  # on any machine
-                raise CheckpointError(
-                    *(re.sub(copy, checkpoint, problem) for problem in error.problems)
-                ) from None
-        return manifest
-
-    def _verify(self, path: Path, is_on_disk: bool) -> Manifest:
-        manifest, launch = read_manifest(path), self.world.launch
-        is_shared = (
-            is_on_disk and self.store.writes_in_place
-        )  # otherwise every machine has downloaded the files
-        ranks = (
-            (launch.rank, launch.world_size)
-            if is_shared
-            else (launch.local_rank, launch.local_size)
+def _require_host_memory(needed: int) -> None:
+    _, available = host_memory()
+    if needed > available:
+        problem = (
+            f"a copy of the state needs {needed / 2**30:.2f} GiB of memory on"
+            f" {socket.gethostname()}, {available / 2**30:.2f} GiB are available"
         )
-        verify(path, manifest, *ranks)
-        return manifest
+        remedy = "use async_checkpoint: false or more machines"
+        raise ConfigError(f"async_checkpoint: {problem}; {remedy}")
+
+
+def _require_finite(slices: staging.Slices) -> None:
+    for part, part_slices in slices.items():
+        for name, (tensor, _) in part_slices.items():
+            if not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+                problem = f"{part}.{name} holds inf or NaN, so it is not saved"
+                raise ConfigError(f"{problem}: lower lr")
+
+
+def _metadata(manifest: Manifest) -> dict[str, Any]:
+    """Return what Determined shows of a checkpoint."""
+    metadata: dict[str, Any] = {
+        "steps_completed": manifest.step,
+        "tokens": manifest.tokens,
+        "world_size": manifest.world_size,
+        "sharding": manifest.sharding,
+        "amp_dtype": manifest.hyperparameters.get("amp_dtype"),
+        "parameters": ModelConfig.model_validate(manifest.model).n_parameters,
+    }
+    if manifest.validation_loss is not None:
+        metadata["validation_loss"] = manifest.validation_loss
+    return metadata
 
 
 @contextmanager
@@ -398,6 +442,5 @@ def _oserror_as_run_error(path: Path, rank: int, needed: int) -> Iterator[None]:
     except OSError as error:
         free = shutil.disk_usage(path).free
         problem = f"rank {rank} cannot write: {error.strerror or error}"
-        raise RunError(
-            f"{path}: {problem}; a checkpoint needs {needed:,} bytes, {free:,} are free"
-        ) from None
+        space = f"a checkpoint needs {needed:,} bytes, {free:,} are free"
+        raise RunError(f"{path}: {problem}; {space}") from None

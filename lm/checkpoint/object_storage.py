@@ -103,8 +103,9 @@ class BucketCheckpoints(CheckpointStore):
 
     def start(self, world: World) -> None:
         world.run_in_thread(self.files)  # every machine can read
-        world.run_in_thread(lambda: self.acquire() if world.rank == 0 else None)
-        world.all_or_none(self._remove_transfers)
+        world.run_in_thread_on_rank0(self.acquire)
+        with world.all_or_none():
+            self._remove_transfers()
 
     @oserror_as_config_error
     def acquire(self) -> None:
@@ -132,14 +133,14 @@ class BucketCheckpoints(CheckpointStore):
 
     @contextmanager
     def new_checkpoint(self, metadata: Mapping[str, Any], world: World) -> Iterator[NewCheckpoint]:
-        name = world.on_rank0(lambda: str(uuid.uuid4()))
+        name = str(world.on_rank0(uuid.uuid4))
         with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX, dir=self.transfers) as directory:
             path = Path(directory)
             yield NewCheckpoint(path, name)
             if world.rank == 0:
                 (path / "metadata.json").write_text(json.dumps(metadata))  # as Core API
-            world.run_in_thread(lambda: self._upload(path, name))
-            world.run_in_thread(lambda: self.commit(path, name) if world.rank == 0 else None)
+            world.run_in_thread(self._upload, path, name)
+            world.run_in_thread_on_rank0(self.commit, path, name)
 
     def _upload(self, path: Path, name: str) -> None:
         files = [file.name for file in path.iterdir() if file.name not in (MANIFEST, DRAFT)]

@@ -71,11 +71,7 @@ def downloaded(url: str, world: World, parent: Path | None) -> Iterator[Path]:
     """Yield a directory in `parent` with the checkpoint at `url`, which each machine downloads once."""
     with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX, dir=parent) as directory:
         path = Path(directory) / url.rpartition("/")[2]
-        node = world.launch.node_rank
-        is_first = world.launch.local_rank == 0
-        world.run_in_thread(lambda: download(url, path) if is_first else None)
-        paths: dict[int, Path] = {}
-        for place in world.all_gather_object((node, path) if is_first else None):
-            if place is not None:
-                paths[place[0]] = place[1]
-        yield paths[node]
+        world.run_in_thread_on_each_node(download, url, path)
+        launch = world.launch
+        paths = dict(world.all_gather_object(((launch.node_rank, launch.local_rank), path)))
+        yield paths[launch.node_rank, 0]

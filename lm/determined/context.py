@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch.distributed as dist
@@ -15,39 +14,42 @@ class TorchDistributedContext(core.DistributedContext):
     """Core API `DistributedContext` whose collectives run on the process groups of the run, with their timeout.
 
     Determined's own contexts open a port on all interfaces, unpickle what they receive there, and
-    have no timeout. The process groups are those of `lm.runtime.world.World`: `control` in the main
-    thread, `saver` in the thread that writes checkpoints.
+    have no timeout.
+
+    Args:
+        group: gloo group of all ranks for Core API's checkpoint context, the only part of it that
+            calls collectives here. No other thread than the one that saves uses it meanwhile.
+        node: gloo group of the ranks on this node.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        control: dist.ProcessGroup,
-        saver: dist.ProcessGroup,
-        node: dist.ProcessGroup,
-    ) -> None:
+    def __init__(self, launch: Launch, group: dist.ProcessGroup, node: dist.ProcessGroup) -> None:
         # With more than one rank, the parent's constructor opens ports.
         super().__init__(rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1)
-        self._control, self._saver, self._node = control, saver, node
-        self.rank, self.size = launch.rank, launch.world_size
-        self.local_rank, self.local_size = launch.local_rank, launch.local_size
-        self.cross_rank, self.cross_size = launch.node_rank, launch.world_size // launch.local_size
-        self._is_chief, self._is_local_chief = launch.rank == 0, launch.local_rank == 0
+        self._group = group
+        self._node = node
+        self.rank = launch.rank
+        self.size = launch.world_size
+        self.local_rank = launch.local_rank
+        self.local_size = launch.local_size
+        self.cross_rank = launch.node_rank
+        self.cross_size = launch.world_size // launch.local_size
+        self._is_chief = launch.rank == 0
+        self._is_local_chief = launch.local_rank == 0
 
     def close(self) -> None:
         """Do nothing: `join_world` destroys the process groups."""
 
     # The collectives, which the base class documents.
 
-    def allgather(self, stuff: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        is_main = threading.current_thread() is threading.main_thread()
-        group = group or (self._control if is_main else self._saver)
-        values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, stuff, group=group)
+    def allgather(self, stuff: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(values, stuff, group=self._group)
         return values
 
     def allgather_local(self, stuff: Any) -> list[Any]:
-        return self.allgather(stuff, self._node)
+        values: list[Any] = [None] * dist.get_world_size(self._node)
+        dist.all_gather_object(values, stuff, group=self._node)
+        return values
 
     def gather(self, stuff: Any) -> list[Any] | None:
         values = self.allgather(stuff)

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 
 from lm.checkpoint.bucket import is_url
+from lm.checkpoint.compare import refuse_adapters
+from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import (
     MANIFEST,
     Base,
@@ -20,7 +22,6 @@ from lm.checkpoint.manifest import (
     record,
     verify,
 )
-from lm.checkpoint.resume import find_checkpoint, refuse_adapters
 from lm.checkpoint.tensor_files import load_weights
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
@@ -38,32 +39,30 @@ def find_base(source: str, world: World) -> Base:
         ConfigError: it is neither, or it holds adapters itself.
         CheckpointError: the checkpoint is incomplete or damaged.
     """
-
-    def find() -> Path:
-        if is_url(source):
-            problem = f"init_from: {source}: the base of adapters must be on a disk"
-            raise ConfigError(f"{problem}; run: python -m lm.hf export {source} DIRECTORY")
-        if weights.is_model(source):
-            return weights.find_source(source)
-        with error_prefix("init_from"):
-            directory = find_checkpoint(Path(source)).absolute()
-        refuse_adapters(read_manifest(directory), source)
-        return directory
-
-    directory = world.all_or_none(find)
-    parts = world.all_gather_object(
-        world.all_or_none(lambda: checksums(directory, world.rank, world.size))
-    )
+    with world.all_or_none():
+        directory = _find_base_directory(source)
+    with world.all_or_none():
+        own_share = checksums(directory, world.rank, world.size)
     files: dict[str, FileRecord] = {}
-    for part in parts:
-        files |= part
+    for share in world.all_gather_object(own_share):
+        files |= share
     name = str(directory.absolute())
-    is_on_hub = not Path(source).is_dir()
-    if is_on_hub:
-        model, _, _revision = source.partition("@")
-        commit = directory.name  # of the cache; a branch can move
-        name = f"{model}@{commit}"
+    if not Path(source).is_dir():  # on a hub, whose directories are named after the commit
+        repository = source.partition("@")[0]
+        name = f"{repository}@{directory.name}"
     return Base(source=name, files=files)
+
+
+def _find_base_directory(source: str) -> Path:
+    if is_url(source):
+        problem = f"init_from: {source}: the base of adapters must be on a disk"
+        raise ConfigError(f"{problem}; run: python -m lm.hf export {source} DIRECTORY")
+    if weights.is_model(source):
+        return weights.find_source(source)
+    with error_prefix("init_from"):
+        directory = find_checkpoint(Path(source)).absolute()
+    refuse_adapters(read_manifest(directory), source)
+    return directory
 
 
 @oserror_as_config_error

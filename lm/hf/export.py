@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import Base, Manifest, model_of, read_manifest, verify
-from lm.checkpoint.resume import find_checkpoint
 from lm.checkpoint.tensor_files import Source, group_by_size, read_into, write_tensors
 from lm.data.tokenizer import (
     END_OF_TEXT,

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lm.checkpoint.compare import require_same_structure
 from lm.checkpoint.manifest import MANIFEST, model_of, read_manifest
-from lm.checkpoint.resume import compare_structures
 from lm.checkpoint.tensor_files import (
     Source,
     TensorSlice,
@@ -149,7 +149,8 @@ def load_into(model: Transformer, source: str, world: World, log: Callable[[str]
         ConfigError, RunError: see `find_source` and `read_directory`.
     """
     started = time.monotonic()
-    world.all_or_none(lambda: read_directory(find_source(source), model))
+    with world.all_or_none():
+        read_directory(find_source(source), model)
     peak = max(world.all_gather_object(peak_memory_gib(world.device)))
     seconds = time.monotonic() - started
     log(f"loaded the weights of {source} in {seconds:.1f} s, peak memory {peak:.2f} GiB per rank")
@@ -191,7 +192,7 @@ def find_weights(directory: Path, config: ModelConfig) -> tuple[dict[str, Source
         model = open_model(directory)
         return model.sources, model.tied_head
     manifest = read_manifest(directory)
-    compare_structures(model_of(directory, manifest), config)
+    require_same_structure(model_of(directory, manifest), config)
     with torch.device("meta"):
         state = Transformer(config).state_dict()
     sources: dict[str, Source] = {}

@@ -16,7 +16,6 @@ from lm.plan.memory import bound
 from lm.plan.nearest import nearest
 from lm.plan.trace import trace
 from lm.runtime.world import World
-from lm.training import precision
 
 WORTH_A_LINE = GIB // 4
 """bytes of state from which a run on a CPU says what it needs"""
@@ -52,6 +51,15 @@ class MemoryCheck:
                 f" what fits: {nearest(self.hp, self.ranks, bound)}"
             )
 
+    def summarize(self, *, by_part: bool) -> str | None:
+        """Return what the run needs, or None on a CPU if its state is small; refuse too much."""
+        self.refuse()
+        if by_part:
+            return "\n".join([self.line(), *self.table()])
+        if not self.ranks.on_gpu and self.state < WORTH_A_LINE:
+            return None
+        return self.line()
+
     def line(self) -> str:
         """Return what the run needs, and if that is too much, the nearest settings that fit."""
         needed = required_memory(self.hp, self.ranks)
@@ -78,7 +86,9 @@ class MemoryCheck:
         return f"; what needs at most {usable:.1f} GiB: {nearest(self.hp, limit, trace)}"
 
 
-def check_memory(hp: Hyperparameters, world: World, dry_run: bool) -> str | None:
+def check_memory(
+    hp: Hyperparameters, dtype: torch.dtype | None, world: World, dry_run: bool
+) -> str | None:
     """Return what the run needs, in a dry run by part; else None on a CPU if its state is small.
 
     Rank 0 computes for all, from the least memory of any rank.
@@ -95,19 +105,9 @@ def check_memory(hp: Hyperparameters, world: World, dry_run: bool) -> str | None
     everyone = world.all_gather_object((own, own_node))
     memory = min(of_rank for of_rank, _ in everyone)
     node = min(of_node for _, of_node in everyone)
-    dtype = world.all_or_none(lambda: precision.compute_dtype(hp, world.device))
     # The ranks of a CPU are given shares of its memory, so that no more is asked of the node.
     host = node if on_gpu else math.inf
     ranks = Ranks(dtype, world.device.type, world.size, per_node, memory, host)
     check = MemoryCheck(hp, ranks, node // per_node)
     world.memory_notes.append(check.note_after_failure)
-
-    def summarize() -> str | None:
-        check.refuse()
-        if dry_run:
-            return "\n".join([check.line(), *check.table()])
-        if not on_gpu and check.state < WORTH_A_LINE:
-            return None
-        return check.line()
-
-    return world.on_rank0(summarize)
+    return world.on_rank0(check.summarize, by_part=dry_run)

@@ -8,8 +8,6 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,10 +17,8 @@ import torch.distributed as dist
 from lm.errors import ConfigError, RunError
 from lm.launch.launch import Launch, threads_are_given
 from lm.launch.machine import affinity, cpu_quota
+from lm.runtime.failures import as_run_error
 from lm.runtime.world import World
-
-_NO_HOST_MEMORY = ("can't allocate memory", "CUDA error: out of memory")
-"""parts of PyTorch's messages: in memory that is not pinned, and in pinned memory"""
 
 
 def choose_device(launch: Launch) -> torch.device:
@@ -44,76 +40,51 @@ def choose_device(launch: Launch) -> torch.device:
     return torch.device("cuda", launch.local_rank)
 
 
-@contextmanager
-def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Iterator[World]:
-    """Join the process groups of the run on entry and leave them on exit.
+def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> World:
+    """Join the process groups of the run; the end of a `with` block of the World leaves them.
 
     Args:
         timeout: seconds of the rendezvous and of every collective.
         cpu_offload: on GPUs, also reduce tensors in host memory, with gloo.
 
     Raises:
-        RunError: the rendezvous failed, or the body ran out of memory or could not use a file.
+        RunError: the rendezvous failed.
     """
     device = choose_device(launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if launch.local_size == launch.world_size:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    wait = timedelta(seconds=timeout)
-    completed = False
-    notes: list[Callable[[], str]] = []
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     try:
-        store = _init_process_group(launch, device, wait, cpu_offload)
-        control: Any = dist.new_group(backend="gloo", timeout=wait)
-        saver: Any = dist.new_group(backend="gloo", timeout=wait)
-        cores = affinity()
-        ranks: list[Any] = [None] * launch.world_size
-        dist.all_gather_object(ranks, (launch.node_rank, cores), group=control)
-        nodes: dict[int, list[int]] = {}
-        for rank, (its_node, _) in enumerate(ranks):
-            nodes.setdefault(its_node, []).append(rank)
-        node: Any = dist.new_subgroups_by_enumeration(
-            list(nodes.values()), timeout=wait, backend="gloo"
-        )[0]
-        if not threads_are_given():
-            neighbors = [ranks[rank][1] for rank in nodes[launch.node_rank]]
-            torch.set_num_threads(n_threads(cores, neighbors))
-        yield World(launch, device, control, saver, node, store, wait, notes)
-        completed = True
-    except (RuntimeError, MemoryError, OSError) as error:
-        if (text := os.strerror(errno.EMFILE)).lower() in str(error).lower():
-            raise RunError(
-                f"rank {launch.rank}: {text}; raise the limit of this shell: ulimit -n 65536",
-                rank_local=True,
-            ) from error
-        if "Unable to find address for" in str(error):  # by gloo
-            variable = f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}"
-            problem = f"rank {launch.rank}: {variable}: not a network interface of this machine, or without an address"
-            raise ConfigError(
-                f"{problem}; use one that `ip address` lists, or unset the variable",
-                rank_local=True,
-            ) from None
-        if isinstance(error, OSError):
-            raise RunError(
-                f"rank {launch.rank}: {error}; the last checkpoint is kept", rank_local=True
-            ) from error
-        is_out = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        if not is_out and not any(text in str(error) for text in _NO_HOST_MEMORY):
-            raise
-        cause = str(error).splitlines()[0]
-        with suppress(RuntimeError, MemoryError):  # where even that is too much
-            cause = "; ".join([cause, *(note() for note in notes)])
-        raise RunError(
-            f"rank {launch.rank}: out of memory ({cause}); reduce memory with a smaller batch_size"
-            " (total_batch_size can stay), activation_checkpointing: full, activation_offload: true, cpu_offload: true,"
-            " more ranks with sharding: full-shard, or a smaller d_model or n_layers",
-            rank_local=True,
-        ) from error
-    finally:
-        # After a failure, NCCL would wait for collectives of lost ranks.
-        if dist.is_initialized() and (completed or device.type == "cpu"):
+        return _join(launch, device, timedelta(seconds=timeout), cpu_offload)
+    except (RuntimeError, OSError) as error:
+        if dist.is_initialized() and device.type == "cpu":
             dist.destroy_process_group()
+        failure = as_run_error(error, launch.rank)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+def _join(launch: Launch, device: torch.device, timeout: timedelta, cpu_offload: bool) -> World:
+    store = _init_process_group(launch, device, timeout, cpu_offload)
+    control: Any = dist.new_group(backend="gloo", timeout=timeout)
+    saver: Any = dist.new_group(backend="gloo", timeout=timeout)
+    cores = affinity()
+    ranks: list[Any] = [None] * launch.world_size
+    dist.all_gather_object(ranks, (launch.node_rank, cores), group=control)
+    ranks_of_node: dict[int, list[int]] = {}
+    for rank, (node_rank, _) in enumerate(ranks):
+        ranks_of_node.setdefault(node_rank, []).append(rank)
+    node: Any
+    node, _ = dist.new_subgroups_by_enumeration(
+        list(ranks_of_node.values()), timeout=timeout, backend="gloo"
+    )
+    if not threads_are_given():
+        cores_of_neighbors = [ranks[rank][1] for rank in ranks_of_node[launch.node_rank]]
+        torch.set_num_threads(n_threads(cores, cores_of_neighbors))
+    return World(launch, device, control, saver, node, store, timeout)
 
 
 def n_threads(cores: set[int], neighbors: list[set[int]]) -> int:

@@ -69,9 +69,11 @@ class RunDir:
         """Create the directory on rank 0, lock it until the process ends, and check that all ranks see this lock."""
         holder = world.on_rank0(self._create_and_lock)
         if self.url:
-            world.all_or_none(self._create_on_this_machine)
+            with world.all_or_none():
+                self._create_on_this_machine()
         else:
-            world.all_or_none(lambda: self._require_same_directory(holder))
+            with world.all_or_none():
+                self._require_same_directory(holder)
 
     def _create_and_lock(self) -> str:
         try:

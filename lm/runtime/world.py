@@ -6,12 +6,12 @@ The default process group carries tensors (NCCL on GPUs, gloo on CPUs, both for 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,26 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lm.errors import ConfigError, RunError
 from lm.launch.launch import Launch
+from lm.runtime.failures import as_run_error
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 POLL_SECONDS = 1.0
 """Interval at which a rank that waits for its thread asks whether another rank failed."""
+
+
+class PendingFlags(NamedTuple):
+    """Flags of which all ranks are finding out whether they hold on any rank."""
+
+    held: Tensor
+    """int32, of every flag"""
+    work: dist.Work
+
+    def wait(self) -> list[bool]:
+        """Return which flags hold on any rank."""
+        self.work.wait()
+        return [bool(flag) for flag in self.held.tolist()]
 
 
 class MeshShape(NamedTuple):
@@ -52,6 +67,24 @@ class World:
     """of every collective"""
     memory_notes: list[Callable[[], str]] = field(default_factory=list)
     """return what an out-of-memory error says about the run's need"""
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        """Leave the process groups.
+
+        Raises:
+            RunError: instead of an error that says nothing about the rank and a remedy.
+        """
+        try:
+            failure = as_run_error(error, self.rank, self.memory_notes)
+            if failure is not None:
+                raise failure from error
+        finally:
+            # After a failure, NCCL would wait for collectives of lost ranks.
+            if error is None or self.device.type == "cpu":
+                dist.destroy_process_group()
 
     @property
     def rank(self) -> int:
@@ -87,68 +120,107 @@ class World:
         return gathered
 
     def all_gather_object(self, value: T) -> list[T]:
-        """Return every rank's `value`, any picklable object, by rank; in the thread that saves, by its own group."""
-        is_main = threading.current_thread() is threading.main_thread()
+        """Return every rank's `value`, any picklable object, by rank."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.control if is_main else self.saver)
+        dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def all_or_none(self, action: Callable[[], T]) -> T:
-        """Run `action` on every rank; if it fails on one rank, fail on all, with the error of the lowest such rank.
+    def all_gather_on_node(self, value: T) -> list[T]:
+        """Return the `value` of every rank on this rank's node, any picklable object, by rank."""
+        node_rank = self.launch.node_rank
+        everyone = self.all_gather_object((node_rank, value))
+        return [its_value for its_node, its_value in everyone if its_node == node_rank]
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """A block that all ranks complete, or none: at its end, the ranks exchange their outcomes.
+
+        If it fails on one rank, it fails on all, with the error of the lowest such rank.
 
         Raises:
             RunError: the lowest failing rank raised it.
-            Exception: of `action` on this rank, or a RuntimeError that names the rank that failed.
+            Exception: of the block on this rank, or a RuntimeError that names the rank that failed.
         """
-        result: T | None = None
         failure: Exception | None = None
         try:
-            result = action()
+            yield
         except Exception as error:
             failure = error
-        picklable = failure if isinstance(failure, RunError) else None
-        outcomes = self.all_gather_object(
-            failure and (picklable, f"{type(failure).__name__}: {failure}")
-        )
-        for rank, outcome in enumerate(outcomes):
-            if outcome is None:
+        outcome = None
+        if failure is not None:
+            shared = failure if isinstance(failure, RunError) else None  # others may not pickle
+            outcome = shared, f"{type(failure).__name__}: {failure}"
+        for rank, its_outcome in enumerate(self.all_gather_object(outcome)):
+            if its_outcome is None:
                 continue
-            error, text = outcome
-            if error is None:
-                raise failure or RuntimeError(f"rank {rank} failed: {text}")
-            error.rank_local = False  # from now on, all ranks know it
-            raise error
-        return cast(T, result)
+            error, text = its_outcome
+            if error is not None:
+                error.rank_local = False  # from now on, all ranks know it
+                raise error
+            if failure is not None:
+                raise failure
+            raise RuntimeError(f"rank {rank} failed: {text}")
 
-    def on_rank0(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0 only; return its result, or raise its error, on every rank."""
-        return cast(
-            T,
-            self.all_gather_object(self.all_or_none(lambda: action() if self.rank == 0 else None))[
-                0
-            ],
-        )
+    def on_rank0(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `function` on rank 0 only; return its result, or raise its error, on every rank."""
+        result: Any = None
+        with self.all_or_none():
+            if self.rank == 0:
+                result = function(*args, **kwargs)
+        return self.all_gather_object(result)[0]
+
+    def start_any(self, *flags: bool) -> PendingFlags:
+        """Start to find out which of `flags` hold on any rank, while this rank computes on."""
+        held = torch.tensor(flags, dtype=torch.int32)
+        work = dist.all_reduce(held, dist.ReduceOp.MAX, group=self.control, async_op=True)
+        return PendingFlags(held, cast(dist.Work, work))
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return on every rank whether `flag` holds on any rank."""
+        (held,) = self.start_any(flag).wait()
+        return held
 
     def wait_for(self, future: futures.Future[T]) -> T:
         """Return the result of this rank's `future` when those of all ranks are done; if one fails, fail on all.
 
         Unlike in one collective, ranks may wait longer than `timeout` for each other.
         """
-
-        def poll() -> bool:
+        all_done = False
+        while not all_done:
             futures.wait([future], POLL_SECONDS)
-            if future.done():
-                future.result()
-            return future.done()
-
-        while not all(self.all_gather_object(self.all_or_none(poll))):
-            pass
+            done = future.done()
+            with self.all_or_none():
+                if done:
+                    future.result()  # raises what the future raised
+            all_done = all(self.all_gather_object(done))
         return future.result()
 
-    def run_in_thread(self, action: Callable[[], T]) -> T:
-        """Run `action` on every rank like `all_or_none`; it may take longer than `timeout`."""
+    def run_in_thread(self, function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call `function` on every rank like `all_or_none`; it may take longer than `timeout`."""
+        self._run_in_thread(True, function, *args, **kwargs)
+
+    def run_in_thread_on_rank0(
+        self, function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call `function` on rank 0, while the others wait; it may take longer than `timeout`."""
+        self._run_in_thread(self.rank == 0, function, *args, **kwargs)
+
+    def run_in_thread_on_each_node(
+        self, function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Call `function` on one rank of each node; it may take longer than `timeout`."""
+        self._run_in_thread(self.launch.local_rank == 0, function, *args, **kwargs)
+
+    def _run_in_thread(
+        self, here: bool, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
         with futures.ThreadPoolExecutor(1) as pool:
-            return self.wait_for(pool.submit(action))
+            future = pool.submit(function, *args, **kwargs) if here else pool.submit(_do_nothing)
+            self.wait_for(future)
+
+    def for_saver(self) -> World:
+        """Return the world for the thread that writes checkpoints, whose objects have their own group."""
+        return replace(self, control=self.saver)
 
     def require_equal(self, what: str, facts: Mapping[str, Any]) -> None:
         """Raise ConfigError with both values of what differs, unless `facts` are equal on all ranks."""
@@ -162,6 +234,10 @@ class World:
             ]
             if problems:
                 raise ConfigError(*problems)
+
+
+def _do_nothing() -> None:
+    """What a rank runs that only waits for others."""
 
 
 def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:

@@ -25,7 +25,7 @@ from lm.checkpoint.manifest import (
     write_manifest,
 )
 from lm.checkpoint.store import LocalCheckpoints
-from lm.checkpoint.tensor_files import write_tensors
+from lm.checkpoint.tensor_files import State, write_tensors
 from lm.data.tokenizer import FILE, FileTokenizer
 from lm.determined.context import TorchDistributedContext
 from lm.runtime.world import MeshShape, World
@@ -113,10 +113,17 @@ def toy_model(value: float) -> nn.Module:
 def open_checkpointer(world: World, folder: Path, **settings: Any) -> Iterator[Checkpointer]:
     """A checkpointer of a run whose checkpoints are in `folder`."""
     os.umask(0o077)
-    distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
+    distributed = TorchDistributedContext(world.launch, world.saver, world.node)
     with core.init(distributed=distributed, checkpoint_storage=str(folder)) as context:
         config = CheckpointConfig.model_validate(settings)
         yield Checkpointer(config, LocalCheckpoints(folder, context.checkpoint), world, {})
+
+
+def load_state(checkpointer: Checkpointer, location: str, state: State) -> Manifest:
+    """Load the checkpoint at `location` into `state`; return its manifest."""
+    with checkpointer.open(location) as saved:
+        saved.read_into(state)
+        return saved.manifest
 
 
 def save_toy(

@@ -13,6 +13,7 @@ from typing import Any
 
 from determined import core
 
+from benchmarks.observer import StepObserver
 from lm import config
 from lm.determined.context import TorchDistributedContext
 from lm.runtime.run_dir import RunDir
@@ -35,12 +36,13 @@ def train_in_world(
 
     hp = config.read({"hyperparameters": hyperparameters}, [], "test")
     run_dir = RunDir(hp.run_name or "test")
-    distributed = TorchDistributedContext(world.launch, world.control, world.saver, world.node)
+    distributed = TorchDistributedContext(world.launch, world.saver, world.node)
     with core.init(
         distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())
     ) as context:
-        store = fsdp.open_store(world, context, None, run_dir)
-        fsdp.execute(fsdp.Run(hp, world, context, store, None, run_dir, on_step_start))
+        job = fsdp.Job(hp, None, run_dir)
+        store = fsdp.open_store(job, world, context)
+        fsdp.execute(job, world, context, store, StepObserver(world, on_step_start))
     return run_dir.path
 
 

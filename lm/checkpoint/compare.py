@@ -1,0 +1,75 @@
+"""What two models must have in common for the weights of one to have the same meaning in the other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lm.checkpoint.manifest import RunInfo
+from lm.errors import ConfigError
+from model import ModelConfig
+
+
+def require_same_model(saved: RunInfo, run_info: RunInfo) -> list[str]:
+    """Raise ConfigError if weights of the one do not have the same meaning in the other.
+
+    Returns:
+        A change of the tokenizer, if any.
+    """
+    require_same_structure(
+        ModelConfig.model_validate(saved.model), ModelConfig.model_validate(run_info.model)
+    )
+    require_same_base(saved, run_info)
+    if saved.tokenizer is None or run_info.tokenizer is None:
+        return []
+    if saved.tokenizer == run_info.tokenizer:
+        return []
+    change = f"{saved.tokenizer} in the checkpoint, now {run_info.tokenizer}"
+    return [f"tokenizer: {change}: token IDs mean other text"]
+
+
+def require_same_structure(saved: ModelConfig, now: ModelConfig) -> None:
+    """Raise ConfigError if weights of the model `saved` do not have the same meaning in the model `now`."""
+    changes = find_changes(saved.structure(), now.structure(), ModelConfig.model_fields)
+    if changes:
+        remedy = "the model differs from the checkpoint's: use the checkpoint's values"
+        raise ConfigError(*changes.values(), remedy)
+
+
+def require_same_base(saved: RunInfo, run_info: RunInfo) -> None:
+    """Raise ConfigError unless both have all weights, or adapters of the same base."""
+    old = saved.base
+    new = run_info.base
+    if new is None:
+        refuse_adapters(saved, run_info.hyperparameters.get("init_from"))
+        return
+    if old is None:
+        problem = "lora_rank: the checkpoint holds all weights and no adapters"
+        raise ConfigError(f"{problem}; use lora_rank: null, or resume: fresh")
+    if old.files != new.files:
+        problem = f"{new.source} differs from the weights that the adapters in the checkpoint"
+        remedy = "use these, or start a new run with resume=fresh or another run_name"
+        raise ConfigError(f"init_from: {problem} belong to ({old.source}); {remedy}")
+
+
+def refuse_adapters(saved: RunInfo, init_from: str | None) -> None:
+    """Raise ConfigError if the checkpoint of `saved` holds adapters instead of a model's weights."""
+    if saved.base:
+        problem = f"{init_from or 'the checkpoint'} holds only LoRA adapters of {saved.base.source}"
+        command = "`python -m lm.hf export CHECKPOINT DIRECTORY`"
+        remedy = f"merge them with {command} and set init_from to the directory"
+        raise ConfigError(f"init_from: {problem}; {remedy}")
+
+
+def find_changes(
+    old: Mapping[str, Any], new: Mapping[str, Any], keys: Iterable[str]
+) -> dict[str, str]:
+    """Return a line with both values of each of `keys` whose value differs, by key."""
+    changes = {}
+    for key in keys:
+        before = old.get(key)
+        now = new.get(key)
+        if before != now:
+            changes[key] = f"{key}: {json.dumps(before)} in the checkpoint, now {json.dumps(now)}"
+    return changes

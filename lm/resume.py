@@ -1,0 +1,296 @@
+"""Resume a run: find its checkpoints, and load the first that is intact.
+
+plan_resume       on rank 0, before the model is built: the checkpoints to load, best first
+start_date        on rank 0, before the data is opened: when the run first started
+is_complete       on all ranks: whether the run is already complete
+load_checkpoint   on all ranks: load the first checkpoint of the plan that is intact
+require_same_run  what must be equal in a checkpoint and in the run that resumes from it
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lm.checkpoint.bucket import is_url
+from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer, SavedState, State
+from lm.checkpoint.compare import find_changes, require_same_base, require_same_model
+from lm.checkpoint.locate import locate_checkpoint
+from lm.checkpoint.manifest import (
+    CheckpointError,
+    Manifest,
+    RunInfo,
+    TrainingProgress,
+    read_manifest,
+    verify,
+)
+from lm.checkpoint.store import CheckpointStore
+from lm.config import Hyperparameters
+from lm.errors import ConfigError, error_prefix, oserror_as_config_error, printable
+from lm.fields import keys_that_are
+from lm.metrics.device import peak_memory_gib
+from lm.runtime.world import World
+from lm.training.optim import OptimConfig, learning_rate
+
+FIXED = keys_that_are("fixed", Hyperparameters)
+UNLOGGED = keys_that_are("unlogged", Hyperparameters)
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """Checkpoints to load, best first: absolute paths, URLs, UUIDs on a cluster; of `init_candidates` only weights."""
+
+    resume_candidates: tuple[str, ...] = ()
+    init_candidates: tuple[str, ...] = ()
+    may_be_complete: bool = False
+    fresh: bool = False
+    """what the run has written before is moved aside"""
+
+
+@oserror_as_config_error
+def plan_resume(config: CheckpointConfig, store: CheckpointStore, restarted: bool) -> ResumePlan:
+    """Find the checkpoints to resume from, or else the one to load weights from; print to stderr what is skipped.
+
+    Args:
+        restarted: a launcher restarts the run, which resumes from its newest checkpoint if it has
+            one.
+
+    Raises:
+        ConfigError: `resume` or `init_from` is not a checkpoint.
+        CheckpointError: there are checkpoints, but none is complete.
+    """
+    fresh = config.resume != "auto" and not restarted
+    candidates = [] if fresh else store.resume_candidates()
+    if not candidates and config.resume not in ("auto", "fresh"):
+        candidates = [_locate("resume", config.resume, store)]
+    if candidates:
+        may_be_complete = config.resume == "auto" and store.shows_completion
+        return ResumePlan(tuple(candidates), (), may_be_complete, fresh)
+    if config.init_from is None:
+        return ResumePlan(fresh=fresh)
+    return ResumePlan((), (_locate("init_from", config.init_from, store),), fresh=fresh)
+
+
+def _locate(key: str, where: str, store: CheckpointStore) -> str:
+    """Return the location of the checkpoint that the hyperparameter `key` names."""
+    if store.is_name(where):
+        return where
+    with error_prefix(key):
+        return locate_checkpoint(where)
+
+
+def start_date(plan: ResumePlan, store: CheckpointStore) -> datetime.date:
+    """Return the date on which the run first started, for its chat template: the checkpoint's, or today."""
+    for candidate in plan.resume_candidates:
+        with suppress(CheckpointError, ValueError, TypeError):
+            date = store.read_manifest(candidate).hyperparameters.get("chat_template_date")
+            if date:
+                return datetime.date.fromisoformat(date)
+    return datetime.date.today()
+
+
+def is_complete(
+    plan: ResumePlan,
+    store: CheckpointStore,
+    run_info: RunInfo,
+    max_steps: int,
+    samples: bool,
+    world: World,
+) -> bool:
+    """Return whether the run's newest checkpoint completes the run and is intact; if so, print how to extend it.
+
+    Args:
+        samples: the run draws samples, so one is due after the last step.
+
+    Raises:
+        ConfigError: the checkpoint belongs to a different run.
+    """
+    step = world.on_rank0(completed_step, plan, store, run_info, max_steps, samples)
+    if step is None:
+        return False
+    newest = plan.resume_candidates[0]
+    if not is_url(newest):  # of which sizes were compared: to download all files would take long
+        try:
+            with world.all_or_none():
+                manifest = read_manifest(Path(newest))
+                verify(Path(newest), manifest, world.rank, world.size)
+        except CheckpointError:
+            return False
+    if world.rank == 0:
+        run, _, _ = newest.rpartition("/checkpoints/")
+        if not is_url(run):
+            run = os.path.relpath(run)
+        longer = extension(optim_config(run_info.hyperparameters), step)
+        print(f"{run} is complete: {step} steps; extend: {longer}; restart: resume=fresh")
+    return True
+
+
+def completed_step(
+    plan: ResumePlan, store: CheckpointStore, run_info: RunInfo, max_steps: int, samples: bool
+) -> int | None:
+    """Return the step of the run's newest checkpoint if nothing is left to do; see `is_complete`."""
+    if not plan.may_be_complete or max_steps == 0:
+        return None
+    manifest = store.read_manifest(plan.resume_candidates[0])
+    require_same_run(manifest, run_info)
+    if manifest.step > max_steps:
+        return manifest.step
+    is_sampled = manifest.sampled or not samples
+    if manifest.step == max_steps and manifest.validation_loss is not None and is_sampled:
+        return manifest.step
+    return None
+
+
+def extension(config: OptimConfig, max_steps: int) -> str:
+    """Return the overrides that make a complete run of `max_steps` longer, and what they do to the learning rate."""
+    last = learning_rate(config, max_steps - 1, max_steps)
+    following = learning_rate(config, max_steps, 2 * max_steps)
+    longer = f"max_steps={2 * max_steps}"
+    if math.isclose(last, following, rel_tol=0.02):
+        return longer
+    jump = f"(the learning rate jumps from {last:.2e} to {following:.2e})"
+    if last < 0.05 * config.lr:  # too low to learn with
+        return f"{longer} {jump}"
+    return f"{longer} lr={last:.3g} lr_schedule=constant warmup_steps=0, or only {longer} {jump}"
+
+
+def load_checkpoint(
+    plan: ResumePlan,
+    checkpointer: Checkpointer,
+    state: State,
+    run_info: RunInfo,
+    log: Callable[[str], None],
+) -> TrainingProgress:
+    """Load the first intact checkpoint of `plan` into `state`, on all ranks together.
+
+    Args:
+        state: "model", "optim" and "scaler".
+        log: receives what was loaded, what was skipped and which hyperparameters changed.
+
+    Returns:
+        The checkpoint's manifest. A start at step 0 if there is no candidate, or only weights were
+        loaded, of `init_from` or, in a forked trial, of the original trial's checkpoint.
+
+    Raises:
+        CheckpointError: every candidate is damaged.
+        ConfigError: the checkpoint belongs to a different run or model.
+    """
+    candidates = plan.resume_candidates
+    remedy = "set resume to another one or to fresh"
+    if not candidates:
+        candidates = plan.init_candidates
+        remedy = "set init_from to another one"
+    problems: list[str] = []
+    started = time.monotonic()
+    for candidate in candidates:
+        try:
+            with checkpointer.open(candidate) as saved:
+                is_fork = run_info.trial_id is not None and (
+                    saved.manifest.trial_id != run_info.trial_id
+                )
+                if plan.resume_candidates and not is_fork:
+                    return _resume_from(candidate, saved, checkpointer, state, run_info, log)
+                _load_weights(saved, state, run_info, log)
+                seconds = time.monotonic() - started
+                peak = max(saved.world.all_gather_object(peak_memory_gib(saved.world.device)))
+                memory = f"peak memory {peak:.2f} GiB per rank"
+                log(f"loaded the weights of checkpoint {candidate} in {seconds:.1f} s, {memory}")
+                return TrainingProgress()
+        except CheckpointError as error:
+            log(f"skipping {error}")
+            problems += error.problems
+    if problems:
+        raise CheckpointError(*problems, f"no intact checkpoint is left; {remedy}")
+    return TrainingProgress()
+
+
+def _resume_from(
+    location: str,
+    saved: SavedState,
+    checkpointer: Checkpointer,
+    state: State,
+    run_info: RunInfo,
+    log: Callable[[str], None],
+) -> Manifest:
+    manifest = saved.manifest
+    for change in require_same_run(manifest, run_info):
+        log(f"changed: {printable(change)}")
+    parts = dict(state)
+    if not manifest.loss_scaled:
+        del parts["scaler"]
+    saved.read_into(parts)
+    checkpointer.add_saved(location, manifest)
+    log(f"resumed from checkpoint {Path(location).name}, step {manifest.step}")
+    jump = compare_learning_rates(manifest, run_info)
+    if jump is not None:
+        log(jump)
+    return manifest
+
+
+def _load_weights(
+    saved: SavedState, state: State, run_info: RunInfo, log: Callable[[str], None]
+) -> None:
+    for change in require_same_model(saved.manifest, run_info):
+        log(f"changed: {printable(change)}")
+    saved.read_into({"model": state["model"]})
+
+
+def require_same_run(saved: RunInfo, run_info: RunInfo) -> list[str]:
+    """Raise ConfigError if the hyperparameters, the data or the base of adapters make another run.
+
+    Returns:
+        Other changes.
+    """
+    old = _what_is_compared(saved)
+    new = _what_is_compared(run_info)
+    changes = find_changes(old, new, [key for key in new if key in old])
+    different = {key: change for key, change in changes.items() if key in FIXED}
+    if different:
+        hint = ""
+        if "total_batch_size" in different:
+            hint = f" (with other ranks or batch_size: total_batch_size={old['total_batch_size']})"
+        remedy = f"undo the change{hint}, or start it with another run_name or resume=fresh"
+        raise ConfigError(*different.values(), f"this would be a different run: {remedy}")
+    require_same_base(saved, run_info)
+    return [change for key, change in changes.items() if key not in UNLOGGED]
+
+
+def _what_is_compared(info: RunInfo) -> dict[str, Any]:
+    """Return the hyperparameters, those of the data by content: fingerprints instead of paths."""
+    by_content = {
+        "total_batch_size": info.total_batch_size,
+        "tokenizer": info.tokenizer,
+        "train_data": info.data["train"],
+        "val_data": info.data["validation"],
+    }
+    return info.hyperparameters | by_content
+
+
+def compare_learning_rates(saved: Manifest, run_info: RunInfo) -> str | None:
+    """Return a line if the learning rate of the next step is not the one that the saved run would have."""
+    step = saved.step
+    old_length = saved.hyperparameters.get("max_steps") or 0
+    new_length = run_info.hyperparameters.get("max_steps") or 0
+    if step == 0 or old_length == 0 or step >= new_length:
+        return None
+    old = optim_config(saved.hyperparameters)
+    new = optim_config(run_info.hyperparameters)
+    expected = learning_rate(old, min(step, old_length - 1), old_length)
+    now = learning_rate(new, step, new_length)
+    if math.isclose(expected, now, rel_tol=0.01):
+        return None
+    last = learning_rate(old, min(step - 1, old_length - 1), old_length)
+    return f"learning rate: {last:.2e} in step {step}, now {now:.2e} in step {step + 1}"
+
+
+def optim_config(hyperparameters: Mapping[str, Any]) -> OptimConfig:
+    """Return the hyperparameters of the optimizer among those of a manifest."""
+    values = {key: hyperparameters[key] for key in OptimConfig.model_fields}
+    return OptimConfig.model_validate(values)

@@ -1,0 +1,56 @@
+"""What errors of PyTorch and of the operating system mean for a run: which rank failed, and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+
+from lm.errors import ConfigError, RunError
+
+_NO_HOST_MEMORY = ("can't allocate memory", "CUDA error: out of memory")
+"""parts of PyTorch's messages: in memory that is not pinned, and in pinned memory"""
+
+
+def as_run_error(
+    error: BaseException | None, rank: int, memory_notes: Sequence[Callable[[], str]] = ()
+) -> RunError | None:
+    """Return the RunError that says what `error` means on `rank`; None if that is not known.
+
+    Args:
+        memory_notes: return what an out-of-memory error says about the run's need.
+    """
+    if not isinstance(error, (RuntimeError, MemoryError, OSError)):
+        return None
+    too_many_files = os.strerror(errno.EMFILE)
+    if too_many_files.lower() in str(error).lower():
+        remedy = "raise the limit of this shell: ulimit -n 65536"
+        return RunError(f"rank {rank}: {too_many_files}; {remedy}", rank_local=True)
+    if "Unable to find address for" in str(error):  # by gloo
+        variable = f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}"
+        problem = f"{variable}: not a network interface of this machine, or without an address"
+        remedy = "use one that `ip address` lists, or unset the variable"
+        return ConfigError(f"rank {rank}: {problem}; {remedy}", rank_local=True)
+    if isinstance(error, OSError):
+        return RunError(f"rank {rank}: {error}; the last checkpoint is kept", rank_local=True)
+    if _is_out_of_memory(error):
+        causes = [str(error).splitlines()[0]]
+        with suppress(RuntimeError, MemoryError):  # where even that is too much
+            causes += [note() for note in memory_notes]
+        return RunError(
+            f"rank {rank}: out of memory ({'; '.join(causes)}); reduce memory with a smaller"
+            " batch_size (total_batch_size can stay), activation_checkpointing: full,"
+            " activation_offload: true, cpu_offload: true, more ranks with sharding: full-shard,"
+            " or a smaller d_model or n_layers",
+            rank_local=True,
+        )
+    return None
+
+
+def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return any(text in str(error) for text in _NO_HOST_MEMORY)
