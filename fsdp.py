@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_job(args: Namespace) -> Job:
-    """Read the hyperparameters: on a cluster the trial's, else those of the file and the arguments."""
+    """Read the hyperparameters: the trial's on a cluster, else the file's and the arguments'."""
     trial = master.trial_info()
     experiment = None
     if trial is not None:
@@ -138,7 +138,7 @@ def train_together(job: Job, world: World) -> int:
 
 
 def open_store(job: Job, world: World, context: core.Context) -> CheckpointStore:
-    """Return where the run's checkpoints are: in the cluster's storage, in a bucket, or on a disk."""
+    """Return where the run's checkpoints are: in a cluster's storage, in a bucket, on a disk."""
     if job.trial is not None:
         in_place = master.storage_is_file_system(job.trial)
         latest = job.trial.latest_checkpoint
@@ -168,7 +168,7 @@ def execute(
 
 
 class Trainer:
-    """The parts of one run, and what is done with them; all methods are called on all ranks together.
+    """The parts of one run, and what is done with them, on all ranks together.
 
     Args:
         store: where checkpoints are saved, through Core API's checkpoint context.
@@ -195,7 +195,7 @@ class Trainer:
         self.step = 0
         """completed steps"""
         self.stopping = False
-        """whether the ranks have agreed to stop, after this step or in the middle of an evaluation"""
+        """whether the ranks have agreed to stop: after this step, or in an evaluation"""
         self.validation_loss: float | None = None
         """at this step, in nats per token; None = not validated"""
         self.sampled = False
@@ -313,14 +313,15 @@ class Trainer:
                 self.save(wait=is_last or not self.hp.async_checkpoint)
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Accumulate the gradients of all micro-batches. Return this rank's sum of losses, in nats."""
+        """Accumulate the gradients of all micro-batches. Return this rank's loss sum, in nats."""
         torch.manual_seed(seeds.derive_seed(self.run.seed, "dropout", self.step, self.world.rank))
         loss_sum = torch.zeros((), device=self.world.device)
         for micro_batch in batch.micro_batches:
             is_last = micro_batch is batch.micro_batches[-1]
             parallelize.start_micro_step(self.model, self.hp, is_last)
             loss = self.model(*micro_batch)
-            # FSDP averages gradients over ranks; scaled like this, that is the mean over all targets.
+            # FSDP averages gradients over ranks: scaled like this, they are those of the mean loss
+            # over the targets of all ranks.
             mean_over_targets = self.world.size / batch.n_target_tokens
             (loss * (self.scaler.scale * mean_over_targets)).backward()
             loss_sum += loss.detach()
@@ -352,7 +353,7 @@ class Trainer:
             self.save(wait=True)
 
     def report(self) -> None:
-        """Log the training metrics since the last report; refuse too many consecutive skipped steps."""
+        """Log the metrics since the last report; refuse too many consecutive skipped steps."""
         gc.collect()
         metrics, n_skipped = self.accumulator.report()
         lr = optim.learning_rate(self.hp, self.step - 1, self.run.max_steps)
@@ -397,7 +398,8 @@ class Trainer:
         assert tokenizer is not None
         tokens: list[int] = []
         with self.accumulator.paused(), self.logger.status("sampling"):
-            # All ranks sample as many tokens, as they gather shards together; the text is cut below.
+            # Past the end of the text, which is cut below: the ranks gather shards together, so
+            # all sample as many tokens.
             for token in sampling.generate(
                 self.model,
                 self.run.prompt,
@@ -420,7 +422,7 @@ class Trainer:
         self.sampled = True
 
     def save(self, wait: bool) -> None:
-        """Start to save a checkpoint, once the one before is committed; `wait` commits this one, too."""
+        """Start to save a checkpoint once the last one is committed; `wait` commits this one too."""
         metric_sums = self.accumulator.state_dict()
         with self.accumulator.saving(), self.logger.status("saving"):
             if self.checkpointer.is_pending:

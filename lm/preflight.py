@@ -1,4 +1,4 @@
-"""What follows from the hyperparameters, the data, the machine and the checkpoints, before the model is built."""
+"""Decide what a run is: hyperparameters, data, machine and checkpoints, resolved once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from model import ModelConfig
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """Everything that is decided before a run is built; the same on every rank, except its part of the data."""
+    """Everything that is decided before a run is built; each rank differs only in its data."""
 
     hp: Hyperparameters
     """with the seed, the length and the date of the chat template filled in"""
@@ -58,7 +58,7 @@ class ResolvedRun:
     """what a checkpoint says of the run"""
     resume_plan: ResumePlan
     pretrained: str | None
-    """weights to load before the run's checkpoint: a Hugging Face model's, or those under adapters"""
+    """weights to load before the checkpoint: a Hugging Face model's, or those under adapters"""
     trial: det.ClusterInfo | None
     """on a cluster"""
     searcher: Searcher | None
@@ -127,7 +127,7 @@ class ResolvedRun:
         return facts | info
 
     def session(self, world: World, step: int) -> dict[str, Any]:
-        """Return what the report says about a start after `step` steps: command, versions and hardware."""
+        """Return what the report says of a start after `step` steps: command, versions, machine."""
         device = f"CPU of {usable_cores()} cores"
         n_gpus = 0
         if world.device.type == "cuda":
@@ -246,7 +246,7 @@ def _check_platform(hp: Hyperparameters, trial: det.ClusterInfo | None) -> None:
 
 
 def _checkpoint_keys(hp: Hyperparameters) -> Hyperparameters:
-    """Return `hp` without an `init_from` that is not a checkpoint to load: a model, or a base of adapters."""
+    """Return `hp` without an `init_from` that is no checkpoint to load: a model or a base."""
     if hp.init_from is None:
         return hp
     if hp.lora_rank or weights.is_model(hp.init_from):
@@ -264,7 +264,9 @@ def _seed(hp: Hyperparameters, trial: det.ClusterInfo | None) -> int:
 
 @oserror_as_config_error
 def choose_cache(dry_run: bool = False) -> None:
-    """Let PyTorch cache compiled code, which it executes, where no other user can write; its default is in /tmp.
+    """Let PyTorch cache compiled code, which it executes, where no other user can write.
+
+    Its default is in /tmp, for whoever comes first.
 
     A dry run compiles nothing, but imports the compiler, which creates the directory: it gets one
     that exists.
@@ -280,8 +282,9 @@ def choose_cache(dry_run: bool = False) -> None:
             or status.st_uid != os.getuid()
             or status.st_mode & 0o022
         ):
-            problem = "a link, or other users can write to it; set TORCHINDUCTOR_CACHE_DIR to a directory of yours"
-            raise ConfigError(f"{cache}: {problem}")
+            problem = "a link, or other users can write to it"
+            remedy = "set TORCHINDUCTOR_CACHE_DIR to a directory of yours"
+            raise ConfigError(f"{cache}: {problem}; {remedy}")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
 
 

@@ -45,10 +45,11 @@ UNLOGGED = keys_that_are("unlogged", Hyperparameters)
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """Checkpoints to load, best first: absolute paths, URLs, UUIDs on a cluster; of `init_candidates` only weights."""
+    """Checkpoints to load, best first: absolute paths, URLs, UUIDs on a cluster."""
 
     resume_candidates: tuple[str, ...] = ()
     init_candidates: tuple[str, ...] = ()
+    """only their weights are loaded"""
     may_be_complete: bool = False
     fresh: bool = False
     """what the run has written before is moved aside"""
@@ -56,7 +57,9 @@ class ResumePlan:
 
 @oserror_as_config_error
 def plan_resume(config: CheckpointConfig, store: CheckpointStore, restarted: bool) -> ResumePlan:
-    """Find the checkpoints to resume from, or else the one to load weights from; print to stderr what is skipped.
+    """Find the checkpoints to resume from, or else the one to load weights from.
+
+    Prints to stderr what is skipped.
 
     Args:
         restarted: a launcher restarts the run, which resumes from its newest checkpoint if it has
@@ -67,15 +70,18 @@ def plan_resume(config: CheckpointConfig, store: CheckpointStore, restarted: boo
         CheckpointError: there are checkpoints, but none is complete.
     """
     fresh = config.resume != "auto" and not restarted
-    candidates = [] if fresh else store.resume_candidates()
+    candidates: list[str] = []
+    if not fresh:
+        candidates = store.resume_candidates()
     if not candidates and config.resume not in ("auto", "fresh"):
         candidates = [_locate("resume", config.resume, store)]
     if candidates:
         may_be_complete = config.resume == "auto" and store.shows_completion
-        return ResumePlan(tuple(candidates), (), may_be_complete, fresh)
+        return ResumePlan(tuple(candidates), may_be_complete=may_be_complete, fresh=fresh)
     if config.init_from is None:
         return ResumePlan(fresh=fresh)
-    return ResumePlan((), (_locate("init_from", config.init_from, store),), fresh=fresh)
+    init_candidate = _locate("init_from", config.init_from, store)
+    return ResumePlan(init_candidates=(init_candidate,), fresh=fresh)
 
 
 def _locate(key: str, where: str, store: CheckpointStore) -> str:
@@ -87,7 +93,7 @@ def _locate(key: str, where: str, store: CheckpointStore) -> str:
 
 
 def start_date(plan: ResumePlan, store: CheckpointStore) -> datetime.date:
-    """Return the date on which the run first started, for its chat template: the checkpoint's, or today."""
+    """Return the date on which the run first started, for its chat template."""
     for candidate in plan.resume_candidates:
         with suppress(CheckpointError, ValueError, TypeError):
             date = store.read_manifest(candidate).hyperparameters.get("chat_template_date")
@@ -104,7 +110,9 @@ def is_complete(
     samples: bool,
     world: World,
 ) -> bool:
-    """Return whether the run's newest checkpoint completes the run and is intact; if so, print how to extend it.
+    """Return whether the newest checkpoint completes the run and is intact.
+
+    If so, prints how to extend the run.
 
     Args:
         samples: the run draws samples, so one is due after the last step.
@@ -135,7 +143,7 @@ def is_complete(
 def completed_step(
     plan: ResumePlan, store: CheckpointStore, run_info: RunInfo, max_steps: int, samples: bool
 ) -> int | None:
-    """Return the step of the run's newest checkpoint if nothing is left to do; see `is_complete`."""
+    """Return the step of the newest checkpoint if nothing is left to do; see `is_complete`."""
     if not plan.may_be_complete or max_steps == 0:
         return None
     manifest = store.read_manifest(plan.resume_candidates[0])
@@ -149,7 +157,10 @@ def completed_step(
 
 
 def extension(config: OptimConfig, max_steps: int) -> str:
-    """Return the overrides that make a complete run of `max_steps` longer, and what they do to the learning rate."""
+    """Return the overrides that make a complete run of `max_steps` longer.
+
+    And what they do to the learning rate.
+    """
     last = learning_rate(config, max_steps - 1, max_steps)
     following = learning_rate(config, max_steps, 2 * max_steps)
     longer = f"max_steps={2 * max_steps}"
@@ -274,7 +285,7 @@ def _what_is_compared(info: RunInfo) -> dict[str, Any]:
 
 
 def compare_learning_rates(saved: Manifest, run_info: RunInfo) -> str | None:
-    """Return a line if the learning rate of the next step is not the one that the saved run would have."""
+    """Return a line if the next step's learning rate is not what the saved run would have."""
     step = saved.step
     old_length = saved.hyperparameters.get("max_steps") or 0
     new_length = run_info.hyperparameters.get("max_steps") or 0

@@ -26,24 +26,25 @@ def describe(name: str, manifest: Manifest) -> str:
     """Return a line about the complete checkpoint `name`."""
     size = sum(entry.bytes for entry in manifest.files.values())
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
-    loss = (
-        ""
-        if manifest.validation_loss is None
-        else f"  validation loss {manifest.validation_loss:.4f}"
-    )
+    loss = ""
+    if manifest.validation_loss is not None:
+        loss = f"  validation loss {manifest.validation_loss:.4f}"
     world = f"{manifest.sharding} x {manifest.world_size}"
     return f"{name}  step {manifest.step}  {when}  {size / 1e6:,.1f} MB  {world}{loss}  complete"
 
 
 @oserror_as_config_error
 def list_run(run: str) -> bool:
-    """Print a line for each checkpoint of the run at a path or URL; return whether all are complete."""
+    """Print a line for each checkpoint of the run at a path or URL.
+
+    Returns:
+        Whether all are complete.
+    """
     store = store_at(run)
     saved, errors = store.list_saved()
-    if not (saved or errors):
-        raise ConfigError(
-            f"{store}: no checkpoints; pass the directory or URL of a run that has saved one"
-        )
+    if not saved and not errors:
+        remedy = "pass the directory or URL of a run that has saved one"
+        raise ConfigError(f"{store}: no checkpoints; {remedy}")
     lines: dict[SavedCheckpoint, str] = {}
     for entry in saved:
         location = store.locate(entry.name)
@@ -56,7 +57,9 @@ def list_run(run: str) -> bool:
             errors[location] = error
     best = find_best(list(lines))
     for entry, line in lines.items():
-        print(line + "  best" * (entry is best))
+        if entry is best:
+            line += "  best"
+        print(line)
     for location, error in errors.items():
         print(f"{Path(location).name}  not complete: {error}")
     return not errors
@@ -84,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise CheckpointError(str(error).replace(str(path), location)) from None
         print(describe(path.name, manifest))
         return 0
-    return 0 if list_run(args.path) else CheckpointError.exit_code
+    all_complete = list_run(args.path)
+    return 0 if all_complete else CheckpointError.exit_code
 
 
 if __name__ == "__main__":

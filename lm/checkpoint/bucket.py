@@ -1,4 +1,4 @@
-"""Files in object storage, through fsspec with s3fs, gcsfs or adlfs; failed requests are retried."""
+"""Files in object storage, through fsspec with s3fs, gcsfs or adlfs; retries failed requests."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from lm.errors import ConfigError, RunError
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 RETRY_SECONDS = 120.0
 """How long a failing request is retried."""
+FIRST_PAUSE = 1.0
+"""Seconds before the first retry; each further pause is twice as long."""
+LONGEST_PAUSE = 15.0
+"""Seconds between retries, at most."""
 REQUEST_SECONDS = 30.0
 """Longest wait for a response."""
 MIN_UPLOAD_RATE = 1 << 20
@@ -63,9 +67,8 @@ class Bucket:
         import fsspec
         from fsspec.implementations.dirfs import DirFileSystem
 
-        logging.getLogger("gcsfs").setLevel(
-            logging.CRITICAL
-        )  # it logs tracebacks of what `call` reports
+        # It logs tracebacks of what `_call` reports.
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
         try:
             files = fsspec.filesystem(scheme, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
         except ImportError:
@@ -78,8 +81,9 @@ class Bucket:
         self.retry_seconds = RETRY_SECONDS
 
     def _denied(self, error: Exception) -> ConfigError:
-        advice = "log in, or set this storage's credentials in the environment, and check their permissions"
-        return ConfigError(f"{self.url}: access denied ({_first_line(error)}); {advice}")
+        problem = f"{self.url}: access denied ({_first_line(error)})"
+        remedy = "log in, or set this storage's credentials in the environment"
+        return ConfigError(f"{problem}; {remedy}, and check their permissions")
 
     def sizes(self, path: str = "") -> dict[str, int]:
         """Return the sizes of the files under `path`, by their paths relative to it."""
@@ -103,7 +107,11 @@ class Bucket:
         self._transfer("put_file", [(str(source / name), f"{target}{name}") for name in names])
 
     def download(self, names: Iterable[str], target: Path) -> None:
-        """Download the files `names` to the directory `target`; raise FileNotFoundError if one does not exist."""
+        """Download the files `names` to the directory `target`.
+
+        Raises:
+            FileNotFoundError: one does not exist.
+        """
         self._transfer("get_file", [(name, str(target / name)) for name in names])
 
     def copy(self, paths: Iterable[str], target: str) -> None:
@@ -124,8 +132,8 @@ class Bucket:
         if method not in ("get_file", "cp_file"):  # how long these take is unknown
             size = Path(args[0]).stat().st_size if method == "put_file" else 0
             options["timeout"] = REQUEST_SECONDS + size / MIN_UPLOAD_RATE
-        pause = 1.0
-        deadline = None
+        pause = FIRST_PAUSE
+        deadline: float | None = None
         while True:
             try:
                 return getattr(self._files, method)(*args, **options)
@@ -136,21 +144,19 @@ class Bucket:
             if _is_missing(failure) and method == "rm":
                 return None
             self._refuse_permanent(method, failure)
-            is_first = deadline is None
-            if deadline is None:
-                deadline = time.monotonic() + self.retry_seconds
             problem = f"{self.url}: {method} failed ({_first_line(failure)})"
-            if time.monotonic() + pause > deadline:
+            duration = f"{self.retry_seconds:g} s"
+            now = time.monotonic()
+            is_first_failure = deadline is None
+            if deadline is None:
+                deadline = now + self.retry_seconds
+            if now + pause > deadline:
                 remedy = "check the network and the server"
-                raise RunError(
-                    f"{problem}, also when retried for {self.retry_seconds:g} s; {remedy}"
-                )
-            if is_first:
-                print(
-                    f"{problem}, retrying for {self.retry_seconds:g} s", file=sys.stderr, flush=True
-                )
+                raise RunError(f"{problem}, also when retried for {duration}; {remedy}")
+            if is_first_failure:
+                print(f"{problem}, retrying for {duration}", file=sys.stderr, flush=True)
             time.sleep(pause)
-            pause = min(2 * pause, 15)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     def _refuse_permanent(self, method: str, failure: Exception) -> None:
         """Raise the error to report if a retry cannot succeed."""
@@ -159,11 +165,8 @@ class Bucket:
             if method in ("cat_file", "get_file"):
                 raise FileNotFoundError(reason)
             raise ConfigError(f"{self.url}: {reason}; create the bucket, or use another URL")
-        if (
-            isinstance(failure, PermissionError)
-            or _status(failure) in (401, 403)
-            or _DENIED.match(reason)
-        ):
+        is_denied = isinstance(failure, PermissionError) or _status(failure) in (401, 403)
+        if is_denied or _DENIED.match(reason):
             raise self._denied(failure)
         if isinstance(failure, OSError) and failure.errno in _PERMANENT:
             raise ConfigError(f"{self.url}: {method} failed ({reason})")

@@ -44,7 +44,7 @@ from lm.checkpoint.manifest import (
     write_manifest,
 )
 from lm.checkpoint.store import CheckpointStore
-from lm.checkpoint.tensor_files import State
+from lm.checkpoint.tensor_files import Rows, State
 from lm.errors import ConfigError, RunError
 from lm.fields import Logged, Unlogged
 from lm.fileio import write_durably
@@ -68,7 +68,8 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
     keep_checkpoints: Logged[int | None] = Field(
         2,
         gt=0,
-        description="newest checkpoints to keep, in addition to the one of lowest validation loss; null = all",
+        description="newest checkpoints to keep, in addition to the one of lowest validation loss;"
+        " null = all",
         json_schema_extra={"aliases": ["save_total_limit"]},
     )
     async_checkpoint: Logged[bool] = Field(
@@ -76,24 +77,25 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
     )
     checkpoint_storage: Logged[str | None] = Field(
         None,
-        description="URL under which the run's checkpoints, metrics and report are stored, outside Determined, e.g."
-        " s3://bucket/prefix (also gs://, az://); null = in runs/",
+        description="URL under which the run's checkpoints, metrics and report are stored, outside"
+        " Determined, e.g. s3://bucket/prefix (also gs://, az://); null = in runs/",
     )
     resume: Unlogged[str] = Field(
         "auto",
-        description="auto = newest complete checkpoint; fresh = start at step 0; or the path or URL of a checkpoint or"
-        " run",
+        description="auto = newest complete checkpoint; fresh = start at step 0; or the path or URL"
+        " of a checkpoint or run",
     )
     init_from: Logged[str | None] = Field(
         None,
-        description="weights to start with: a Hugging Face directory or OWNER/MODEL[@REVISION], which also supplies the"
-        " model's keys and the tokenizer; or a checkpoint: its or its run's directory or URL, or on a cluster a UUID",
+        description="weights to start with: a Hugging Face directory or OWNER/MODEL[@REVISION],"
+        " which also supplies the model's keys and the tokenizer; or a checkpoint: its or its run's"
+        " directory or URL, or on a cluster a UUID",
         json_schema_extra={"aliases": ["model_name_or_path"]},
     )
 
     @property
     def rerun(self) -> str:
-        """What resumes the run; the same command with another `resume` would discard its progress."""
+        """What resumes the run; with another `resume`, the same command discards its progress."""
         return "rerun the same command" if self.resume == "auto" else "rerun with resume=auto"
 
 
@@ -159,7 +161,7 @@ class Checkpointer:
     # Out
 
     def allocate(self, state: State) -> int:
-        """Choose the slices that this rank writes, and allocate memory for a copy if saves are asynchronous.
+        """Choose the rows that this rank writes, and allocate memory for asynchronous saves.
 
         Call it once, before the first `save`.
 
@@ -186,13 +188,14 @@ class Checkpointer:
     def save(self, state: State, run_info: RunInfo, progress: TrainingProgress) -> None:
         """Start to copy `state` to host memory and to write it; `is_pending` until `commit`.
 
-        Until `protect_copy`, or without `async_checkpoint` until `commit`, the state must not change.
+        The state must not change until `protect_copy`, or without `async_checkpoint` until
+        `commit`.
         """
         assert self._pending is None, "commit the previous checkpoint first"
         slices: staging.Slices = {}
         for part, starts in self._starts.items():
             slices[part] = {
-                name: (to_local(state[part][name]), start) for name, start in starts.items()
+                name: Rows(to_local(state[part][name]), start) for name, start in starts.items()
             }
         if self._stager is not None:
             slices = self._stager.copy(slices)
@@ -208,7 +211,10 @@ class Checkpointer:
         self._pending = PendingSave(progress.step, thread, saved)
 
     def protect_copy(self) -> None:
-        """Make the device complete the copies of the last `save` before what follows, e.g. an optimizer step."""
+        """Make the device complete the copies of the last `save` before what follows.
+
+        Called before the optimizer step, which changes what is copied.
+        """
         if self._stager is not None:
             self._stager.protect_copies()
 
@@ -283,12 +289,12 @@ class Checkpointer:
         return new.name
 
     def _next_time(self) -> float:
-        """Return the time, or a later one than that of every checkpoint: clocks differ, and are set back."""
+        """Return a time later than that of every checkpoint: clocks differ, and are set back."""
         saved, _ = self.store.list_saved()
         return max([time.time(), *(entry.time + 1e-3 for entry in saved)])
 
     def _write_files(self, path: Path, slices: staging.Slices, manifest: Manifest) -> None:
-        """Write all files of a checkpoint to `path`; if a rank fails, remove them and fail on all ranks."""
+        """Write all files of a checkpoint to `path`; if a rank fails, remove them."""
         world = self._saver_world
         with world.all_or_none():  # outside of `try`, which would delete what exists
             if any(path.iterdir()):
@@ -348,7 +354,7 @@ class Checkpointer:
         return files
 
     def _require_visible(self, path: Path, files: Collection[str]) -> None:
-        """Raise RunError if this rank cannot see the files of all ranks in the directory that they share."""
+        """Raise RunError if this rank does not see the files of all in the directory they share."""
         if not self.store.writes_in_place:
             return
         missing = sorted(name for name in files if not (path / name).exists())
@@ -388,7 +394,7 @@ class Checkpointer:
                 raise CheckpointError(*problems) from None
 
     def _verify_share(self, path: Path, manifest: Manifest, *, is_downloaded: bool) -> None:
-        """Compare checksums: those of all files, shared by the ranks that read the same directory."""
+        """Compare the checksums of a share of the files; the ranks that see them verify all."""
         launch = self.world.launch
         if self.store.writes_in_place and not is_downloaded:
             verify(path, manifest, launch.rank, launch.world_size)

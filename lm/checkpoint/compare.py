@@ -1,4 +1,4 @@
-"""What two models must have in common for the weights of one to have the same meaning in the other."""
+"""What models must have in common for the weights of one to mean the same in the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from model import ModelConfig
 
 
 def require_same_model(saved: RunInfo, run_info: RunInfo) -> list[str]:
-    """Raise ConfigError if weights of the one do not have the same meaning in the other.
+    """Raise ConfigError if weights of the one mean something else in the other.
 
     Returns:
         A change of the tokenizer, if any.
@@ -30,7 +30,7 @@ def require_same_model(saved: RunInfo, run_info: RunInfo) -> list[str]:
 
 
 def require_same_structure(saved: ModelConfig, now: ModelConfig) -> None:
-    """Raise ConfigError if weights of the model `saved` do not have the same meaning in the model `now`."""
+    """Raise ConfigError if weights of the model `saved` mean something else in the model `now`."""
     changes = find_changes(saved.structure(), now.structure(), ModelConfig.model_fields)
     if changes:
         remedy = "the model differs from the checkpoint's: use the checkpoint's values"
@@ -54,7 +54,7 @@ def require_same_base(saved: RunInfo, run_info: RunInfo) -> None:
 
 
 def refuse_adapters(saved: RunInfo, init_from: str | None) -> None:
-    """Raise ConfigError if the checkpoint of `saved` holds adapters instead of a model's weights."""
+    """Raise ConfigError if the checkpoint of `saved` holds adapters instead of all weights."""
     if saved.base:
         problem = f"{init_from or 'the checkpoint'} holds only LoRA adapters of {saved.base.source}"
         command = "`python -m lm.hf export CHECKPOINT DIRECTORY`"

@@ -1,4 +1,7 @@
-"""A lease in object storage, which one run at a time holds: URL/lease/NNNNNN; the highest number counts."""
+"""A lease in object storage, which one run at a time holds.
+
+It is the file URL/lease/NNNNNN; the highest number counts.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,9 @@ class Lease:
         self._holder = this_process()
         self._token = uuid.uuid4().hex
         self._released = threading.Event()
-        former = token_file.read_text() if token_file.is_file() else None
+        former = None
+        if token_file.is_file():
+            former = token_file.read_text()
         last = self._wait_for_holder(former)
         write_durably(token_file, self._token.encode())
         self._path = f"lease/{last.number + 1:06}"
@@ -57,15 +62,13 @@ class Lease:
         threading.Thread(target=self._renew, name="lease", daemon=True).start()
 
     def _wait_for_holder(self, former: str | None) -> Entry:
-        first = last = self._last()
+        first = self._last()
         if not first.holder or first.token == former:
             return first
+        last_run = f"{self._bucket.url}: the last run was {first.holder}"
         wait = f"waiting up to {LEASE_SECONDS:g} s to see whether it still runs"
-        print(
-            f"{self._bucket.url}: the last run was {first.holder}; {wait}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"{last_run}; {wait}", file=sys.stderr, flush=True)
+        last = first
         deadline = time.monotonic() + LEASE_SECONDS
         while last.holder and last.token != former and time.monotonic() < deadline:
             if last != first:
@@ -77,24 +80,24 @@ class Lease:
     def _last(self) -> Entry:
         numbers = [int(name) for name in self._bucket.sizes("lease") if name.isdecimal()]
         number = max(numbers, default=0)
-        with suppress(
-            FileNotFoundError, ValueError, AttributeError
-        ):  # replaced meanwhile, or never complete
+        # It may be replaced meanwhile, or never have been complete.
+        with suppress(FileNotFoundError, ValueError, AttributeError):
             found = json.loads(self._bucket.read(f"lease/{number:06}"))
             return Entry(
-                number, found.get("holder", ""), found.get("token", ""), found.get("time", 0.0)
+                number,
+                holder=found.get("holder", ""),
+                token=found.get("token", ""),
+                time=found.get("time", 0.0),
             )
         return Entry(number)
 
     def _content(self) -> bytes:
-        return json.dumps(
-            {"holder": self._holder, "token": self._token, "time": time.time()}
-        ).encode()
+        fields = {"holder": self._holder, "token": self._token, "time": time.time()}
+        return json.dumps(fields).encode()
 
     def _delete_older(self) -> None:
-        older = [
-            f"lease/{name}" for name in self._bucket.sizes("lease") if f"lease/{name}" < self._path
-        ]
+        paths = [f"lease/{name}" for name in self._bucket.sizes("lease")]
+        older = [path for path in paths if path < self._path]
         if older:
             self._bucket.delete(older)
 

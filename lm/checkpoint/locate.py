@@ -17,7 +17,7 @@ from lm.errors import ConfigError, oserror_as_config_error
 
 @oserror_as_config_error
 def find_checkpoint(where: Path | str) -> Path:
-    """Return the directory of the checkpoint that `locate_checkpoint` finds; one at a URL is downloaded."""
+    """Return the directory of the checkpoint at `where`; one at a URL is downloaded."""
     location = locate_checkpoint(where)
     if not is_url(location):
         return Path(location)
@@ -28,7 +28,7 @@ def find_checkpoint(where: Path | str) -> Path:
 
 @oserror_as_config_error
 def locate_checkpoint(where: Path | str) -> str:
-    """Return the absolute path or URL of the checkpoint at `where`, or of the newest complete one of the run there.
+    """Return the absolute path or URL of the checkpoint at `where`, or of the run's newest there.
 
     Raises:
         ConfigError: `where` is neither, or the run has not saved a checkpoint.

@@ -2,11 +2,12 @@
 
 A checkpoint is a directory with these files:
 
-    model-RRRRR-NNNNN.safetensors     trained weights: the slices that rank R wrote, in files N of at most 2 GiB
-    optim-RRRRR-NNNNN.safetensors     optimizer state, e.g. moments
-    scaler-RRRRR-NNNNN.safetensors    loss scale, with float16
-    tokenizer.json etc.               the tokenizer, if it has files
-    manifest.json                     everything else, and the size and CRC-32C of every file; written last
+    model-RRRRR-NNNNN.safetensors    trained weights: what rank R wrote, in files N of at most 2 GiB
+    optim-RRRRR-NNNNN.safetensors    optimizer state, e.g. moments
+    scaler-RRRRR-NNNNN.safetensors   loss scale, with float16
+    tokenizer.json etc.              the tokenizer, if it has files
+    manifest.json                    everything else, and the size and CRC-32C of every file;
+                                     written last
 
 Tensors have the names of the `state_dict()` of their object: `PARAMETER`, `PARAMETER.KEY` of the
 optimizer, `scale`. No two objects share a name, so PyTorch's `HuggingFaceStorageReader` reads the
@@ -24,7 +25,7 @@ import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import google_crc32c
 from pydantic import BaseModel, Field, ValidationError
@@ -93,13 +94,6 @@ class RunInfo(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     )
 
 
-class Evaluation(NamedTuple):
-    """What was done after a step."""
-
-    validation_loss: float | None = None
-    sampled: bool = False
-
-
 class TrainingProgress(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Progress of a run."""
 
@@ -119,14 +113,15 @@ class TrainingProgress(BaseModel, frozen=True, extra="forbid", allow_inf_nan=Fal
     )
 
     def missing_reports(self) -> list[str]:
-        """Return which groups of metrics, and whether the sample, were not logged at this step when it was saved."""
-        training = bool(self.metric_sums and self.metric_sums[0].n_steps)
-        missing = {
-            "training": training,
-            "validation": self.validation_loss is None,
-            "sample": not self.sampled,
-        }
-        return [group for group, is_missing in missing.items() if is_missing]
+        """Return which records of this step were not logged yet when it was saved."""
+        missing = []
+        if self.metric_sums and self.metric_sums[0].n_steps > 0:
+            missing.append("training")
+        if self.validation_loss is None:
+            missing.append("validation")
+        if not self.sampled:
+            missing.append("sample")
+        return missing
 
 
 class Manifest(RunInfo, TrainingProgress, frozen=True):
@@ -146,13 +141,18 @@ def model_of(directory: Path, manifest: Manifest) -> ModelConfig:
             model's.
     """
     config = ModelConfig.model_validate(manifest.model)
-    files, itemsize = (manifest.base.files, 2) if manifest.base else (manifest.files, 4)
-    found = sum(
-        entry.bytes for name, entry in files.items() if manifest.base or name.startswith("model-")
-    )
-    if found < (needed := config.n_parameters * itemsize):
-        problem = f"a model of {config.n_parameters:,} parameters, which are {needed:,} bytes; the files have {found:,}"
-        raise CheckpointError(f"{directory / MANIFEST}: damaged: {problem}")
+    if manifest.base:
+        found = sum(entry.bytes for entry in manifest.base.files.values())
+        needed = 2 * config.n_parameters  # bfloat16 or more
+    else:
+        weights = [file for name, file in manifest.files.items() if name.startswith("model-")]
+        found = sum(file.bytes for file in weights)
+        needed = 4 * config.n_parameters  # float32
+    if found < needed:
+        problem = f"a model of {config.n_parameters:,} parameters, which are {needed:,} bytes"
+        raise CheckpointError(
+            f"{directory / MANIFEST}: damaged: {problem}; the files have {found:,}"
+        )
     return config
 
 
@@ -161,15 +161,16 @@ def record(path: Path) -> FileRecord:
     return FileRecord(bytes=path.stat().st_size, crc32c=crc32c(path))
 
 
-def _encode(fields: dict[str, Any]) -> bytes:
+def add_checksum(fields: dict[str, Any]) -> bytes:
     """Return `fields` as JSON, with the checksum of that JSON as the last field."""
     text = json.dumps(fields, indent=1).encode()
-    return text.removesuffix(b"\n}") + b',\n "checksum": %d\n}' % google_crc32c.value(text)
+    checksum = b',\n "checksum": %d\n}' % google_crc32c.value(text)
+    return text.removesuffix(b"\n}") + checksum
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Turn `directory` into a complete checkpoint, atomically and crash-safe."""
-    replace_durably(directory / MANIFEST, _encode(manifest.model_dump(mode="json")))
+    replace_durably(directory / MANIFEST, add_checksum(manifest.model_dump(mode="json")))
     for path in (directory, directory.parent):
         sync_directory(path)
 
@@ -242,15 +243,13 @@ def parse_manifest(path: Path | str, text: bytes) -> Manifest:
     try:
         fields = parse_json(text)
         content, _, checksum = text.rpartition(b',\n "checksum": ')
-        if not isinstance(fields, dict) or checksum != b"%d\n}" % google_crc32c.value(
-            content + b"\n}"
-        ):
+        expected = b"%d\n}" % google_crc32c.value(content + b"\n}")
+        if not isinstance(fields, dict) or checksum != expected:
             raise CheckpointError(f"{path}: damaged: its checksum does not match its content")
         if fields.get("format") != FORMAT:
-            raise ConfigError(
-                f"{path}: has checkpoint format {str(fields.get('format'))[:20]}, this program reads format {FORMAT};"
-                " use the version of this program that wrote it"
-            )
+            found = str(fields.get("format"))[:20]
+            problem = f"has checkpoint format {found}, this program reads format {FORMAT}"
+            raise ConfigError(f"{path}: {problem}; use the version of this program that wrote it")
         del fields["checksum"]
         manifest = Manifest.model_validate(fields)
         ModelConfig.model_validate(manifest.model)
@@ -266,7 +265,7 @@ def parse_manifest(path: Path | str, text: bytes) -> Manifest:
 
 
 def verify(directory: Path, manifest: Manifest, rank: int = 0, n_ranks: int = 1) -> None:
-    """Compare the checksum of every file with the manifest, or on each of `n_ranks` ranks that of its share.
+    """Compare checksums with the manifest: of every file, or on each of `n_ranks` of its share.
 
     Raises:
         CheckpointError: a file is damaged or cannot be read; names the file.

@@ -1,8 +1,8 @@
-"""Runs in object storage: checkpoints, metrics and the report are under one URL, to which one run at a time writes.
+"""Runs in object storage: everything is under one URL, to which one run at a time writes.
 
-URL/checkpoints/UUID/       as on a disk; manifest.json is uploaded last, once all ranks have uploaded their files
-URL/metrics.jsonl etc.      the files of runs/<run_name>/, uploaded before every manifest and at the end
-URL/lease/NNNNNN            names the process that writes; the highest number counts
+URL/checkpoints/UUID/    as on a disk; manifest.json is uploaded last, after the files of all ranks
+URL/metrics.jsonl etc.   files of runs/<run_name>/, uploaded before every manifest and at the end
+URL/lease/NNNNNN         names the process that writes; the highest number counts
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,8 @@ class BucketCheckpoints(CheckpointStore):
         incomplete: dict[str, CheckpointError] = {}
         for name, sizes in sorted(self.files().items()):
             try:
-                manifest = remote.parse_checked(
-                    self.locate(name), sizes, lambda name=name: self._read_manifest(name)
-                )
+                read = partial(self._read_manifest, name)
+                manifest = remote.parse_checked(self.locate(name), sizes, read)
                 saved.append(saved_checkpoint(name, manifest))
             except CheckpointError as error:
                 incomplete[self.locate(name)] = error
@@ -116,15 +116,16 @@ class BucketCheckpoints(CheckpointStore):
         """
         assert self._run_dir is not None
         if LocalCheckpoints(self._run_dir / "checkpoints").was_committed():
-            problem = f"{self._run_dir}: has checkpoints on this disk, but checkpoint_storage is {self.url}"
+            problem = f"{self._run_dir}: has checkpoints on this disk"
             remedy = (
                 f"use another run_name, with resume={self._run_dir} to continue from the newest"
             )
-            raise ConfigError(f"{problem}; {remedy}")
+            raise ConfigError(f"{problem}, but checkpoint_storage is {self.url}; {remedy}")
         lease = Lease(self.bucket, self._run_dir / "lease")
         for name in self.bucket.sizes().keys() & set(RUN_FILES):
             write_durably(self._run_dir / name, self.bucket.read(name))
-        self._lease = lease  # only now: `release` uploads the run's files, which have to be those of the bucket
+        # Only now: `release` uploads the run's files, which have to be those of the bucket.
+        self._lease = lease
 
     def _remove_transfers(self) -> None:
         assert self.transfers is not None
@@ -150,23 +151,23 @@ class BucketCheckpoints(CheckpointStore):
         """Complete a checkpoint whose files have all been uploaded, on rank 0."""
         assert self._lease is not None
         self._lease.require()
-        self._put_run_files()  # first, so that the metrics up to a complete checkpoint are never missing
+        self._put_run_files()  # first: a complete checkpoint never lacks the metrics up to it
         self.bucket.upload([MANIFEST], path, f"checkpoints/{name}/")
         self.bucket.write(f"checkpoints/{COMMITTED}", b"\n")
 
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
-        gone = [entry.name for entry in expired(self.list_saved()[0], keep, damaged)]
+        saved, _ = self.list_saved()
+        gone = [entry.name for entry in expired(saved, keep, damaged)]
         for name, sizes in self.files().items():
             if name in gone:  # from now on it is no checkpoint, even if deleting it is interrupted
                 self.bucket.delete([f"checkpoints/{name}/{MANIFEST}"])
                 del self._manifests[name]
             if name in gone or MANIFEST not in sizes:
-                self.bucket.delete(
-                    [f"checkpoints/{name}/{file}" for file in sizes if file != MANIFEST]
-                )
+                files = [file for file in sizes if file != MANIFEST]
+                self.bucket.delete([f"checkpoints/{name}/{file}" for file in files])
 
     def move_aside(self) -> None:
-        """Move all files and checkpoints of the run to `before-<time>/`, here and on this machine's disk."""
+        """Move all files of the run to `before-<time>/`, here and on this machine's disk."""
         assert self._run_dir is not None
         old = [path for path in self.bucket.sizes() if not path.startswith(("before-", "lease/"))]
         if old:
@@ -180,9 +181,8 @@ class BucketCheckpoints(CheckpointStore):
 
     def _put_run_files(self) -> None:
         assert self._run_dir is not None
-        self.bucket.upload(
-            [name for name in RUN_FILES if (self._run_dir / name).is_file()], self._run_dir
-        )
+        existing = [name for name in RUN_FILES if (self._run_dir / name).is_file()]
+        self.bucket.upload(existing, self._run_dir)
 
     def close(self, world: World) -> None:
         world.run_in_thread(self.release)

@@ -55,9 +55,8 @@ def download(url: str, directory: Path) -> Path:
     free = shutil.disk_usage(directory.parent).free
     if free < needed:
         remedy = "free disk space, or set TMPDIR to a larger disk"
-        raise RunError(
-            f"{directory}: disk full: the download needs {needed:,} bytes, {free:,} are free; {remedy}"
-        )
+        problem = f"disk full: the download needs {needed:,} bytes, {free:,} are free"
+        raise RunError(f"{directory}: {problem}; {remedy}")
     directory.mkdir()
     try:
         Bucket(url).download([*manifest.files, MANIFEST], directory)
@@ -68,7 +67,7 @@ def download(url: str, directory: Path) -> Path:
 
 @contextmanager
 def downloaded(url: str, world: World, parent: Path | None) -> Iterator[Path]:
-    """Yield a directory in `parent` with the checkpoint at `url`, which each machine downloads once."""
+    """Yield a directory in `parent` with the checkpoint at `url`, downloaded once per machine."""
     with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX, dir=parent) as directory:
         path = Path(directory) / url.rpartition("/")[2]
         world.run_in_thread_on_each_node(download, url, path)

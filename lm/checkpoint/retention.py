@@ -19,7 +19,10 @@ class SavedCheckpoint(NamedTuple):
 
 
 def find_best(saved: Sequence[SavedCheckpoint]) -> SavedCheckpoint | None:
-    """Return the newest of `saved` with the lowest validation loss on the newest's validation data, if any has one."""
+    """Return the one of `saved` with the lowest validation loss, the newest of equals.
+
+    Only those that were validated on the same data as the newest of all are compared.
+    """
     data = max(saved).validation_data if saved else ""
     evaluated = [
         entry

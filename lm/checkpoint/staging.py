@@ -1,4 +1,4 @@
-"""Copies of the state in host memory, from which checkpoints are written while training continues."""
+"""Copies of the state in host memory, to be written as a checkpoint while training continues."""
 
 from __future__ import annotations
 
@@ -10,65 +10,73 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-Slices = dict[str, dict[str, tuple[Tensor, int]]]
-"""The slices that this rank writes and their first rows: by object, e.g. "model", and tensor name."""
+from lm.checkpoint.tensor_files import Rows
+
+Slices = dict[str, dict[str, Rows]]
+"""The rows that this rank writes, by object, e.g. "model", and tensor name."""
 
 ALIGNMENT = 64
-"""Slices start at multiples of this many bytes of the buffer."""
+"""Copies start at multiples of this many bytes of the buffer."""
 
 
 def buffer_size(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of host memory for copies of `tensors`."""
-    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+    return sum(_aligned_size(tensor) for tensor in tensors)
+
+
+def _aligned_size(tensor: Tensor) -> int:
+    n_blocks = -(-tensor.nbytes // ALIGNMENT)  # rounded up
+    return n_blocks * ALIGNMENT
 
 
 class Stager:
-    """Copies slices of the state to host memory, which a thread allocates once.
+    """Copies rows of the state to host memory, which a thread allocates once.
 
     On GPUs the memory is pinned and the copies run on a separate stream: the host does not wait for
-    them, and only the next optimizer step does, on the device. On CPUs the slices are copied before
+    them, and only the next optimizer step does, on the device. On CPUs the rows are copied before
     `copy` returns.
     """
 
     def __init__(self, n_bytes: int, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
         self._copied: torch.cuda.Event | None = None
         self._sources: Slices = {}
         self._buffer: Future[Tensor] = Future()
-        threading.Thread(
+        thread = threading.Thread(
             target=self._allocate, args=(n_bytes,), name="allocate", daemon=True
-        ).start()
+        )
+        thread.start()
 
     def _allocate(self, n_bytes: int) -> None:
         try:
-            buffer = torch.empty(
-                n_bytes, dtype=torch.uint8
-            ).zero_()  # written to, so that all pages exist
-            if self._stream is not None and n_bytes:
+            buffer = torch.empty(n_bytes, dtype=torch.uint8)
+            buffer.zero_()  # written to, so that all pages exist
+            if self._stream is not None and n_bytes > 0:
                 torch.cuda.set_device(self._device)  # a thread starts on the first GPU
-                # `pin_memory=True` would round the size up to a power of two.
-                status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), n_bytes, 0))  # type: ignore
-                if status:
-                    raise RuntimeError(
-                        f"cudaHostRegister of {n_bytes:,} bytes failed with error {status}"
-                    )
-                weakref.finalize(buffer, torch.cuda.cudart().cudaHostUnregister, buffer.data_ptr())  # type: ignore
+                _pin(buffer)
             self._buffer.set_result(buffer)
         except BaseException as error:
             self._buffer.set_exception(error)
 
     def copy(self, slices: Slices) -> Slices:
         """Start to copy `slices` and return the copies, which are complete after `synchronize`."""
-        buffer, end, copies = self._buffer.result(), 0, {part: {} for part in slices}
+        buffer = self._buffer.result()
+        copies: Slices = {}
+        begin = 0
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for part, owned in slices.items():
-                for name, (tensor, start) in owned.items():
-                    view = buffer[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                    copies[part][name] = view.copy_(tensor, non_blocking=True), start
-                    end += buffer_size([tensor])
+            for part, part_slices in slices.items():
+                copies[part] = {}
+                for name, (values, start) in part_slices.items():
+                    place = buffer[begin : begin + values.nbytes]
+                    copy = place.view(values.dtype).view(values.shape)
+                    copy.copy_(values, non_blocking=True)
+                    copies[part][name] = Rows(copy, start)
+                    begin += _aligned_size(values)
         if self._stream is not None:
             self._copied = torch.cuda.Event(blocking=True)
             self._copied.record(self._stream)
@@ -84,3 +92,13 @@ class Stager:
         """Make kernels that the current stream runs from now on wait for the copies."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+
+def _pin(buffer: Tensor) -> None:
+    """Pin the memory of `buffer`; `pin_memory=True` would round its size up to a power of two."""
+    cuda = torch.cuda.cudart()
+    status = int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))  # type: ignore
+    if status != 0:
+        problem = f"cudaHostRegister of {buffer.nbytes:,} bytes failed"
+        raise RuntimeError(f"{problem} with error {status}")
+    weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr())  # type: ignore

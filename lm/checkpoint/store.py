@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run are: on a disk, in object storage, or in the checkpoint storage of a cluster.
+"""Where the checkpoints of a run are: on a disk, in object storage, or in a cluster's storage.
 
 A location names a checkpoint: an absolute path, a URL, or on a cluster a UUID.
 """
@@ -45,15 +45,15 @@ class CheckpointStore(ABC):
     writes_in_place = True
     """whether all ranks write to, and read from, the same directory"""
     shows_completion = True
-    """whether the newest checkpoint shows that the run is complete; of a trial, the platform decides that"""
+    """whether the newest checkpoint shows that the run is complete; of trials, the platform does"""
     transfers: Path | None = None
-    """where directories for uploads and downloads are made; None = the system's temporary directory"""
+    """where uploads and downloads have directories; None = the system's temporary directory"""
 
     # Resume
 
     @abstractmethod
     def list_saved(self) -> tuple[list[SavedCheckpoint], dict[str, CheckpointError]]:
-        """Return the complete checkpoints, oldest first, and the error of each incomplete one, by its location.
+        """Return the complete checkpoints, oldest first, and the errors of others by location.
 
         Files are checked by size only; `verify` compares checksums.
         """
@@ -71,7 +71,9 @@ class CheckpointStore(ABC):
         return False
 
     def resume_candidates(self) -> list[str]:
-        """Return the locations of the complete checkpoints, last written first; print to stderr what is skipped.
+        """Return the locations of the complete checkpoints, last written first.
+
+        Prints to stderr what is skipped.
 
         Raises:
             CheckpointError: all were lost.
@@ -110,7 +112,7 @@ class CheckpointStore(ABC):
     def new_checkpoint(
         self, metadata: Mapping[str, Any], world: World
     ) -> AbstractContextManager[NewCheckpoint]:
-        """Yield a new directory to all ranks together; at its end, their files become a checkpoint of this run.
+        """Yield a new directory to all ranks; at the end, their files become a checkpoint.
 
         Args:
             metadata: what Determined shows of the checkpoint.
@@ -131,7 +133,7 @@ class CheckpointStore(ABC):
         """Complete what `start` began."""
 
     def close_after_error(self) -> None:  # noqa: B027
-        """Try to `close`, once, without the other ranks: the metrics up to an error can explain it."""
+        """Try to `close`, once, without the other ranks: metrics up to an error can explain it."""
 
 
 class LocalCheckpoints(CheckpointStore):
@@ -157,7 +159,9 @@ class LocalCheckpoints(CheckpointStore):
             raise CheckpointError(f"{self.path}: is a symbolic link, which is not followed")
         saved: list[SavedCheckpoint] = []
         incomplete: dict[str, CheckpointError] = {}
-        for path in sorted(self.path.iterdir()) if self.path.is_dir() else []:
+        if not self.path.is_dir():
+            return saved, incomplete
+        for path in sorted(self.path.iterdir()):
             if path.is_dir() and not path.name.startswith("."):
                 try:
                     saved.append(saved_checkpoint(path.name, read_manifest(path)))
@@ -181,9 +185,8 @@ class LocalCheckpoints(CheckpointStore):
         for entry in expired(saved, keep, damaged):
             # After the rename it is no longer a checkpoint, even if deleting it is interrupted.
             (self.path / entry.name).rename(self.path / f"{DELETED}{entry.name}")
-        for draft in self.path.glob(
-            f"[!.]*/{DRAFT}"
-        ):  # this run, which has the lock, is not saving
+        # This run, which has the lock, is not saving.
+        for draft in self.path.glob(f"[!.]*/{DRAFT}"):
             if not draft.parent.is_symlink():
                 draft.parent.rename(self.path / f"{DELETED}{draft.parent.name}")
         for path in self.path.glob(f"{DELETED}*"):  # includes what an interrupted deletion left
@@ -194,7 +197,7 @@ class LocalCheckpoints(CheckpointStore):
 
 
 class ClusterCheckpoints(CheckpointStore):
-    """The checkpoints of a trial, through Core API's checkpoint context: it reports them to the master.
+    """The checkpoints of a trial, through Core API's checkpoint context, which reports them.
 
     Their names are UUIDs. Only those that this process saved and the one that it resumed from are
     counted.
@@ -240,12 +243,11 @@ class ClusterCheckpoints(CheckpointStore):
 
     @contextmanager
     def open(self, location: str, world: World) -> Iterator[Path]:
-        found = (
-            self._context.restore_path(location)
-            if self.is_name(location)
-            else super().open(location, world)
-        )
-        with found as path:
+        if self.is_name(location):
+            opening = self._context.restore_path(location)
+        else:
+            opening = super().open(location, world)
+        with opening as path:
             yield path
 
     @contextmanager
@@ -258,8 +260,8 @@ class ClusterCheckpoints(CheckpointStore):
         with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX) as directory:
             new = NewCheckpoint(Path(directory))
             yield new
-            # Without a selector, directories on two nodes with equal device and inode are taken for
-            # the same one.
+            # Without a selector, directories on two nodes with equal device and inode are taken
+            # for the same one.
             new.name = self._context.upload(
                 directory, dict(metadata), shard=True, selector=lambda _: True
             )

@@ -31,7 +31,7 @@ from lm.errors import ConfigError, first_20
 from lm.fileio import MAX_JSON_BYTES, MAX_SLICES, open_regular, sync
 from lm.shards import local_rows
 
-DTYPES = {
+TORCH_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -45,14 +45,30 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+"""by safetensors' code"""
+DTYPE_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
+
 MAX_FILE_BYTES = 2 << 30
 READ_BYTES = 64 << 20
 """Read at a time, so that memory stays near the size of the tensors."""
+WRITE_BYTES = 4 << 20
+"""Written, and added to the checksum, at a time."""
+MAX_DIMENSIONS = 8
+"""of a tensor in a file; PyTorch's own have at most four"""
+MAX_SIZE = 2**48
+"""Exclusive limit of a dimension or an offset in a file, which are far smaller."""
 
 
 State = Mapping[str, Mapping[str, Tensor]]
 """Live tensors by object, e.g. "model", and name: saving reads them, loading writes into them."""
+
+
+class Rows(NamedTuple):
+    """Consecutive rows of a tensor in memory; a scalar is one row."""
+
+    values: Tensor
+    start: int
+    """row of the full tensor that is the first one here"""
 
 
 class TensorSlice(NamedTuple):
@@ -68,81 +84,75 @@ class TensorSlice(NamedTuple):
 
     @property
     def n_rows(self) -> int:
-        return self.shape[0] if self.shape else 1
+        if not self.shape:
+            return 1
+        return self.shape[0]
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
 
 
 # ---- writing
-# ---------------------------------------------------------------------------------------------------------
 
 
-def owned_rows(
-    tensors: Mapping[str, Tensor], rank: int, world_size: int
-) -> dict[str, tuple[Tensor, int]]:
-    """Return the slices that this rank writes and their first rows: each slice once, replicas take turns."""
+def owned_rows(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Rows]:
+    """Return the rows that this rank writes, by tensor: each slice once, replicas take turns."""
     owned = {}
     for index, (name, tensor) in enumerate(tensors.items()):
-        replica, replicas = rank, world_size
-        if isinstance(tensor, DTensor):
-            replica, replicas = 0, 1
-            coordinate = tensor.device_mesh.get_coordinate()
-            assert coordinate is not None
-            for dim, placement in enumerate(tensor.placements):
-                if placement.is_replicate():
-                    size = tensor.device_mesh.size(dim)
-                    replica, replicas = replica * size + coordinate[dim], replicas * size
+        replica, n_replicas = _replica(tensor, rank, world_size)
         local, start = local_rows(tensor)
-        if index % replicas == replica and local.numel():
-            owned[name] = local, start
+        if index % n_replicas == replica and local.numel() > 0:
+            owned[name] = Rows(local, start)
     return owned
 
 
-def group_by_size(slices: Mapping[str, tuple[Tensor, Any]]) -> list[list[str]]:
-    """Return the names in groups of at most `MAX_FILE_BYTES`, or of one larger slice."""
+def _replica(tensor: Tensor, rank: int, world_size: int) -> tuple[int, int]:
+    """Return which of the ranks with the same rows of `tensor` this is, and how many there are."""
+    if not isinstance(tensor, DTensor):
+        return rank, world_size
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    replica = 0
+    n_replicas = 1
+    for dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            size = tensor.device_mesh.size(dim)
+            replica = replica * size + coordinate[dim]
+            n_replicas *= size
+    return replica, n_replicas
+
+
+def group_by_size(slices: Mapping[str, Rows]) -> list[list[str]]:
+    """Return the names in groups of at most `MAX_FILE_BYTES`, or of one larger slice.
+
+    Wider dtypes come first, so that the values of all are aligned in the file.
+    """
     groups: list[list[str]] = []
     filled = MAX_FILE_BYTES
-    for name, (tensor, _) in sorted(
-        slices.items(), key=lambda item: -item[1][0].itemsize
-    ):  # values stay aligned
-        if filled + tensor.nbytes > MAX_FILE_BYTES:
+    for name in sorted(slices, key=lambda name: slices[name].values.itemsize, reverse=True):
+        n_bytes = slices[name].values.nbytes
+        if filled + n_bytes > MAX_FILE_BYTES:
             groups.append([])
             filled = 0
         groups[-1].append(name)
-        filled += tensor.nbytes
+        filled += n_bytes
     return groups
 
 
-def write_tensors(path: Path, slices: Mapping[str, tuple[Tensor, int]]) -> int:
-    """Write slices (tensor, its first row in the full tensor) to the new file `path`, durably.
+def write_tensors(path: Path, slices: Mapping[str, Rows]) -> int:
+    """Write `slices` to the new file `path`, durably.
 
     Returns:
         The file's CRC-32C.
     """
-    header: dict[str, Any] = {}
-    end = 0
-    for name, (tensor, _) in slices.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    sharding = {
-        name: {"saved_offsets": [start, *[0] * (tensor.dim() - 1)] if tensor.dim() else []}
-        for name, (tensor, start) in slices.items()
-    }
-    header["__metadata__"] = {
-        "format": "pt",
-        "DCP_VERSION": "1.0",
-        "DCP_SHARDING_INFO": json.dumps(sharding),
-    }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    header = _header(slices)
     with path.open("xb") as file:
-        prefix = struct.pack("<Q", len(text)) + text
-        file.write(prefix)
-        checksum = google_crc32c.value(prefix)
-        for tensor, _ in slices.values():
-            for block in tensor.cpu().contiguous().reshape(-1).view(torch.uint8).split(1 << 22):
+        file.write(header)
+        checksum = google_crc32c.value(header)
+        for rows in slices.values():
+            in_bytes = rows.values.cpu().contiguous().reshape(-1).view(torch.uint8)
+            for block in in_bytes.split(WRITE_BYTES):
                 content = block.numpy().data
                 file.write(content)
                 checksum = google_crc32c.extend(checksum, bytes(content))
@@ -150,75 +160,107 @@ def write_tensors(path: Path, slices: Mapping[str, tuple[Tensor, int]]) -> int:
     return checksum
 
 
+def _header(slices: Mapping[str, Rows]) -> bytes:
+    """Return what precedes the values in a safetensors file: its length as uint64, and JSON."""
+    entries: dict[str, Any] = {}
+    sharding = {}
+    end = 0
+    for name, (values, start) in slices.items():
+        begin = end
+        end = begin + values.nbytes
+        entries[name] = {
+            "dtype": DTYPE_CODES[values.dtype],
+            "shape": list(values.shape),
+            "data_offsets": [begin, end],
+        }
+        offsets = [0] * values.dim()
+        if offsets:
+            offsets[0] = start
+        sharding[name] = {"saved_offsets": offsets}
+    entries["__metadata__"] = {
+        "format": "pt",
+        "DCP_VERSION": "1.0",
+        "DCP_SHARDING_INFO": json.dumps(sharding),
+    }
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # values start at a multiple of 8 bytes
+    return struct.pack("<Q", len(text)) + text
+
+
 # ---- reading
-# ---------------------------------------------------------------------------------------------------------
 
 
 def read_headers(paths: Iterable[Path]) -> dict[str, list[TensorSlice]]:
-    """Return the slices in the files `paths`, by tensor name, after checking that each lies inside its file.
+    """Return the slices in the files `paths`, by tensor name; each lies inside of its file.
 
     Raises:
         CheckpointError: a file cannot be opened, or its header is damaged or hostile.
     """
     found: dict[str, list[TensorSlice]] = {}
-    room = MAX_SLICES
+    allowed = MAX_SLICES  # and one more per KiB of data
     for path in paths:
         try:
             for name, piece in _read_header(path):
                 found.setdefault(name, []).append(piece)
-                room -= 1
-            if (room := room + (path.stat().st_size >> 10)) < 0:
-                raise ValueError(
-                    f"more than {MAX_SLICES:,} entries, and one per KiB of data, in all files"
-                )
+                allowed -= 1
+            allowed += path.stat().st_size >> 10
+            if allowed < 0:
+                limit = f"{MAX_SLICES:,} entries, and one per KiB of data"
+                raise ValueError(f"more than {limit}, in all files")
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            problem = (
-                f"{type(error).__name__}: {error}"
-                if not isinstance(error, ValueError)
-                else str(error)
-            )
+        except ValueError as error:
+            raise CheckpointError(f"{path}: damaged header: {str(error)[:200]}") from None
+        except (KeyError, TypeError, RecursionError) as error:
+            problem = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"{path}: damaged header: {problem[:200]}") from None
     return found
 
 
 def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
+    """Yield the tensors of a file by name.
+
+    Raises:
+        ValueError, KeyError, TypeError, RecursionError: the header is damaged.
+    """
     with open(path, "rb", opener=open_regular) as file:
-        size = os.fstat(file.fileno()).st_size
+        file_size = os.fstat(file.fileno()).st_size
         (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
-        if length > min(size - 8, MAX_JSON_BYTES):
-            raise ValueError(
-                f"{length} bytes of header in {size} bytes; at most {MAX_JSON_BYTES} are read"
-            )
-        header = json.loads(file.read(length), object_pairs_hook=_unique)
+        if length > min(file_size - 8, MAX_JSON_BYTES):
+            sizes = f"{length} bytes of header in {file_size} bytes"
+            raise ValueError(f"{sizes}; at most {MAX_JSON_BYTES} are read")
+        header = json.loads(file.read(length), object_pairs_hook=_unique_names)
     metadata = header.pop("__metadata__", {})
-    sharding = (
-        json.loads(metadata["DCP_SHARDING_INFO"], object_pairs_hook=_unique)
-        if "DCP_SHARDING_INFO" in metadata
-        else {}
-    )
-    start, extents = 8 + length, []
+    sharding = None
+    if "DCP_SHARDING_INFO" in metadata:
+        sharding = json.loads(metadata["DCP_SHARDING_INFO"], object_pairs_hook=_unique_names)
+    values_start = 8 + length
+    extents = []
     for name, entry in header.items():
         shape = _sizes(entry["shape"], name)
         begin, end = _sizes(entry["data_offsets"], name)
-        dtype = DTYPES.get(entry["dtype"])
+        dtype = TORCH_DTYPES.get(entry["dtype"])
         if dtype is None:
-            raise ValueError(
-                f"{name[:80]}: dtype {str(entry['dtype'])[:20]} is not one of {', '.join(DTYPES)}"
-            )
-        offsets = _sizes(sharding[name]["saved_offsets"], name) if sharding else (0,) * len(shape)
-        fits = end - begin == math.prod(shape) * dtype.itemsize and start + end <= size
-        if not fits or not end > begin or len(offsets) != len(shape) or any(offsets[1:]):
+            code = str(entry["dtype"])[:20]
+            raise ValueError(f"{name[:80]}: dtype {code} is not one of {', '.join(TORCH_DTYPES)}")
+        offsets = (0,) * len(shape)
+        if sharding is not None:
+            offsets = _sizes(sharding[name]["saved_offsets"], name)
+        is_in_file = begin < end and values_start + end <= file_size
+        has_size = end - begin == math.prod(shape) * dtype.itemsize
+        is_rows = len(offsets) == len(shape) and not any(offsets[1:])
+        if not (is_in_file and has_size and is_rows):
             raise ValueError(f"{name[:80]}: shape and offsets do not fit the file")
         extents.append((begin, end))
-        yield name, TensorSlice(path, start + begin, dtype, shape, offsets[0] if shape else 0)
+        start = offsets[0] if shape else 0
+        yield name, TensorSlice(path, values_start + begin, dtype, shape, start)
     extents.sort()
-    if any(end > following for (_, end), (following, _) in itertools.pairwise(extents)):
-        raise ValueError("tensors overlap")
+    for (_, end), (next_begin, _) in itertools.pairwise(extents):
+        if end > next_begin:
+            raise ValueError("tensors overlap")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
         raise ValueError("duplicate names")
@@ -226,29 +268,33 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _sizes(values: Any, name: str) -> tuple[int, ...]:
-    if (
-        not isinstance(values, list)
-        or len(values) > 8
-        or not all(type(v) is int and 0 <= v < 2**48 for v in values)
-    ):
+    """Return `values` as a shape or as offsets; raise ValueError if they are none."""
+    is_short_list = isinstance(values, list) and len(values) <= MAX_DIMENSIONS
+    if not is_short_list or not all(type(v) is int and 0 <= v < MAX_SIZE for v in values):
         raise ValueError(f"{name[:80]}: {str(values)[:60]} are not sizes")
     return tuple(values)
 
 
 def full_shape(slices: Sequence[TensorSlice]) -> tuple[int, ...] | None:
-    """Return the shape of the tensor that `slices` cover exactly once; None if they overlap, leave a gap or differ."""
-    first, n_rows = slices[0], 0
+    """Return the shape of the tensor that `slices` cover exactly once, else None."""
+    first = slices[0]
     if not first.shape:
         return () if len(slices) == 1 else None
+    n_rows = 0
     for piece in sorted(slices, key=lambda piece: (piece.start, piece.n_rows)):
-        if (piece.start, *piece.shape[1:], piece.dtype) != (n_rows, *first.shape[1:], first.dtype):
+        if piece.start != n_rows:  # a gap or an overlap
+            return None
+        if (piece.shape[1:], piece.dtype) != (first.shape[1:], first.dtype):
             return None
         n_rows += piece.n_rows
     return n_rows, *first.shape[1:]
 
 
 class Source(NamedTuple):
-    """Where the values of a tensor come from: rows `start` to `start + len` of a stored tensor, or of its transpose."""
+    """Where the values of a tensor come from: the rows from `start` on of a stored tensor.
+
+    If `transposed`, they are the columns from `start` on, which become rows.
+    """
 
     slices: Sequence[TensorSlice]
     start: int = 0
@@ -257,53 +303,57 @@ class Source(NamedTuple):
 
 @torch.no_grad()
 def read_into(tensor: Tensor, source: Source) -> None:
-    """Fill this rank's slice of `tensor` in place, converting the dtype; only the rows needed are read.
+    """Fill this rank's rows of `tensor` in place, converting the dtype; reads only what is needed.
 
     Raises:
         CheckpointError: a file was cut short since its header was read, or holds inf or NaN.
     """
     local, start = local_rows(tensor)
-    if not local.numel():
+    if local.numel() == 0:
         return
-    start += source.start
+    first_row = source.start + start
     columns = slice(None)
-    if source.transposed:
-        local, columns, start = local.T, slice(start, start + len(local)), 0
-    local = local if local.dim() else local.view(1)
+    if source.transposed:  # a rank's rows are columns of all stored rows
+        columns = slice(first_row, first_row + len(local))
+        local = local.T
+        first_row = 0
+    if local.dim() == 0:
+        local = local.view(1)
+    end_row = first_row + len(local)
     for piece in source.slices:
-        first, last = max(start, piece.start), min(start + len(local), piece.start + piece.n_rows)
-        for row, values in _read_rows(piece, first - piece.start, last - piece.start):
-            if (
-                values.dtype.itemsize > 1
-                and not torch.isfinite(torch.stack(torch.aminmax(values))).all()
-            ):
-                raise CheckpointError(
-                    f"{piece.path}: contains inf or NaN; use other weights, or download them again"
-                )
-            at = piece.start + row - start
-            local[at : at + len(values)].copy_(values[:, columns] if source.transposed else values)
+        first = max(first_row, piece.start)
+        end = min(end_row, piece.start + piece.n_rows)
+        for row, values in _read_rows(piece, first - piece.start, end - piece.start):
+            _require_finite(values, piece.path)
+            at = piece.start + row - first_row
+            if source.transposed:
+                values = values[:, columns]
+            local[at : at + len(values)].copy_(values)
 
 
-def _read_rows(piece: TensorSlice, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
-    if first >= last:
+def _require_finite(values: Tensor, path: Path) -> None:
+    if values.dtype.itemsize == 1:  # integers, or float8, for which PyTorch has no minimum
         return
-    row_bytes = math.prod(piece.shape[1:]) * piece.dtype.itemsize
-    step = max(1, READ_BYTES // max(1, row_bytes))
+    if not torch.isfinite(torch.stack(torch.aminmax(values))).all():
+        remedy = "use other weights, or download them again"
+        raise CheckpointError(f"{path}: contains inf or NaN; {remedy}")
+
+
+def _read_rows(piece: TensorSlice, first: int, end: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield rows `first` to `end` (exclusive) of `piece` in blocks, each with its first row."""
+    if first >= end:
+        return
+    rows_per_block = max(1, READ_BYTES // max(1, piece.row_bytes))
     try:
         with open(piece.path, "rb", opener=open_regular) as file:
-            for start in range(first, last, step):
-                count = min(step, last - start)
-                buffer = bytearray(count * row_bytes)
-                if os.preadv(file.fileno(), [buffer], piece.begin + start * row_bytes) < len(
-                    buffer
-                ):
-                    raise CheckpointError(
-                        f"{piece.path}: ends before byte {piece.begin + (start + count) * row_bytes}"
-                    )
-                yield (
-                    start,
-                    torch.frombuffer(buffer, dtype=piece.dtype).view(count, *piece.shape[1:]),
-                )
+            for start in range(first, end, rows_per_block):
+                n_rows = min(rows_per_block, end - start)
+                buffer = bytearray(n_rows * piece.row_bytes)
+                offset = piece.begin + start * piece.row_bytes
+                if os.preadv(file.fileno(), [buffer], offset) < len(buffer):
+                    raise CheckpointError(f"{piece.path}: ends before byte {offset + len(buffer)}")
+                values = torch.frombuffer(buffer, dtype=piece.dtype)
+                yield start, values.view(n_rows, *piece.shape[1:])
     except OSError as error:
         raise CheckpointError(f"{piece.path}: cannot be read: {error.strerror}") from None
 
@@ -311,7 +361,9 @@ def _read_rows(piece: TensorSlice, first: int, last: int) -> Iterator[tuple[int,
 def find_tensors(
     directory: Path, manifest: Manifest, state: State
 ) -> dict[str, tuple[Tensor, Source]]:
-    """Return each tensor of `state` and its slices in the checkpoint, by "object.tensor"; no values are read.
+    """Return each tensor of `state` and where it is in the checkpoint, by "object.tensor".
+
+    No values are read.
 
     Raises:
         CheckpointError: a file's header is damaged, or slices do not cover their tensor exactly
@@ -321,21 +373,23 @@ def find_tensors(
     """
     found: dict[str, tuple[Tensor, Source]] = {}
     problems: list[str] = []
-    for part, wanted in ((part, tensors) for part, tensors in state.items() if tensors):
+    for part, wanted in state.items():
+        if not wanted:
+            continue
         files = [directory / name for name in sorted(manifest.files) if name.startswith(f"{part}-")]
         saved = read_headers(files)
-        problems += [
-            f"{part}.{name}: only in the checkpoint" for name in saved if name not in wanted
-        ]
+        unexpected = [name for name in saved if name not in wanted]
+        problems += [f"{part}.{name}: only in the checkpoint" for name in unexpected]
         for name, tensor in wanted.items():
-            if not (slices := saved.get(name)):
+            if name not in saved:
                 problems.append(f"{part}.{name}: not in the checkpoint")
                 continue
-            shape, dtype = full_shape(slices), slices[0].dtype
+            slices = saved[name]
+            shape = full_shape(slices)
+            dtype = slices[0].dtype
             if shape is None:
-                raise CheckpointError(
-                    f"{directory}: damaged: {part}.{name} is not covered exactly once by its slices"
-                )
+                problem = f"{part}.{name} is not covered exactly once by its slices"
+                raise CheckpointError(f"{directory}: damaged: {problem}")
             if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
                 now = f"now {list(tensor.shape)} {tensor.dtype}"
                 problems.append(f"{part}.{name}: {list(shape)} {dtype} in the checkpoint, {now}")

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import Base, Manifest, model_of, read_manifest, verify
-from lm.checkpoint.tensor_files import Source, group_by_size, read_into, write_tensors
+from lm.checkpoint.tensor_files import Rows, Source, group_by_size, read_into, write_tensors
 from lm.data.tokenizer import (
     END_OF_TEXT,
     FILE,
@@ -138,9 +138,9 @@ class _Weights:
         """Write the safetensors files; return the file of each tensor."""
         with torch.device("meta"):
             parameters = dict(Transformer(self.config).named_parameters())
-            empty: dict[str, tuple[Tensor, None]] = {}
+            empty: dict[str, Rows] = {}
             for name, shape in self.shapes.items():
-                empty[name] = torch.empty(shape, dtype=self.dtype), None
+                empty[name] = Rows(torch.empty(shape, dtype=self.dtype), 0)
         groups = group_by_size(empty)
         weight_map: dict[str, str] = {}
         progress = tqdm(total=len(parameters), unit="tensor", disable=None)
@@ -159,7 +159,7 @@ class _Weights:
                     tensor = tensor.T
                 tensor[place.start : place.start + len(values)] = values
                 progress.update()
-            write_tensors(directory / file, {name: (tensors[name], 0) for name in group})
+            write_tensors(directory / file, {name: Rows(tensors[name], 0) for name in group})
             weight_map |= dict.fromkeys(group, file)
         progress.close()
         return weight_map
@@ -206,13 +206,13 @@ def _export_adapters(
         adapter = _Adapter(place.start, a, adapters[f"{layer}.lora_B.weight"])
         by_their_layer.setdefault(place.name.removesuffix(".weight"), []).append(adapter)
 
-    tensors: dict[str, tuple[Tensor, int]] = {}
+    tensors: dict[str, Rows] = {}
     ranks: dict[str, int] = {}
     for layer, of_layer in by_their_layer.items():
         n_out = shapes[f"{layer}.weight"][1 if family.transposed else 0]
         a, b = _combine_adapters(of_layer, n_out)
-        tensors[f"base_model.model.{layer}.lora_A.weight"] = a.to(dtype), 0
-        tensors[f"base_model.model.{layer}.lora_B.weight"] = b.to(dtype), 0
+        tensors[f"base_model.model.{layer}.lora_A.weight"] = Rows(a.to(dtype), 0)
+        tensors[f"base_model.model.{layer}.lora_B.weight"] = Rows(b.to(dtype), 0)
         _, layer_in_block = re.split(r"\.\d+\.", layer)
         ranks[layer_in_block] = len(a)
 

@@ -20,12 +20,12 @@ from lm.checkpoint.manifest import (
     Manifest,
     RunInfo,
     TrainingProgress,
-    _encode,
+    add_checksum,
     record,
     write_manifest,
 )
 from lm.checkpoint.store import LocalCheckpoints
-from lm.checkpoint.tensor_files import State, write_tensors
+from lm.checkpoint.tensor_files import Rows, State, write_tensors
 from lm.data.tokenizer import FILE, FileTokenizer
 from lm.determined.context import TorchDistributedContext
 from lm.runtime.world import MeshShape, World
@@ -61,7 +61,7 @@ def write_checkpoint(folder: Path) -> Path:
     config = ModelConfig.model_validate(TINY | _MODEL)
     write_tensors(
         folder / WEIGHTS_FILE,
-        {name: (tensor, 0) for name, tensor in Transformer(config).state_dict().items()},
+        {name: Rows(tensor, 0) for name, tensor in Transformer(config).state_dict().items()},
     )
     (folder / FILE).write_bytes(byte_level_tokenizer())
     identity = FileTokenizer({FILE: (folder / FILE).read_bytes()}, "").identity
@@ -154,4 +154,4 @@ def forge_manifest(folder: Path, **changes: Any) -> None:
         for name in fields["files"]
         if (folder / name).exists()
     }
-    (folder / MANIFEST).write_bytes(_encode(fields | changes))
+    (folder / MANIFEST).write_bytes(add_checksum(fields | changes))
