@@ -53,8 +53,9 @@ board: .venv/run ## Serve TensorBoard over runs/ on 127.0.0.1. PORT=6006
 	@$(BIN)/python -c 'import torch_tb_profiler' 2> /dev/null || $(PIP) torch-tb-profiler
 	@PYTHONWARNINGS=ignore::FutureWarning $(BIN)/tensorboard --logdir runs --host 127.0.0.1 --port $(PORT)
 
-docs: .venv/run ## Write docs/hyperparameters.md and the JSON Schema.
+docs: .venv/run ## Write docs/hyperparameters.md, the JSON Schema and docs/rooms.svg.
 	@$(BIN)/python -m lm.config --write
+	@$(BIN)/python -m docs.rooms
 
 clean: ## Delete .venv.
 	rm -rf .venv

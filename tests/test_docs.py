@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from docs import rooms
 from lm import config
 from tests.support import REPOSITORY
 
@@ -21,6 +23,7 @@ KEYS = set(config.Hyperparameters.model_fields)
 SPOKEN = [
     *PAGES,
     *REPOSITORY.glob("*.py"),
+    *(REPOSITORY / "docs").glob("*.py"),
     *(
         path
         for folder in ("lm", "tests", "benchmarks")
@@ -68,6 +71,22 @@ def test_the_readme_is_short() -> None:
     assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 200
 
 
+def test_the_training_loop_is_as_long_as_the_readme_says() -> None:
+    found = re.search(
+        r"training loop is (\d+) lines: `(\w+)`", (REPOSITORY / "README.md").read_text()
+    )
+    assert found is not None
+    tree = ast.parse((REPOSITORY / "fsdp.py").read_text())
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    loop = functions[found[2]]
+    assert loop.end_lineno is not None
+    assert abs(loop.end_lineno - loop.lineno + 1 - int(found[1])) <= 5
+
+
+def test_the_picture_shows_the_rooms_as_they_are() -> None:
+    assert rooms.PICTURE.read_text() == rooms.draw(), "`make docs` draws it"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
@@ -83,7 +102,7 @@ def test_files_modules_and_targets_exist(page: Path) -> None:
     text = page.read_text()
     for name in re.findall(r"\b(?:lm|docs|recipes|launch|tests|benchmarks)/[\w/.-]*\w", text):
         assert (REPOSITORY / name).exists() or "data/" in name, name
-    for module in re.findall(r"python -m ((?:lm|tests|benchmarks)[.\w]*\w)", text):
+    for module in re.findall(r"python -m ((?:lm|docs|tests|benchmarks)[.\w]*\w)", text):
         assert importlib.util.find_spec(module), module
     for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE):
         assert target in TARGETS, target

@@ -1,1 +1,1 @@
-"""Checkpoints: save, verify, retain, resume."""
+"""Checkpoints: save, verify, retain."""
