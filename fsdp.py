@@ -4,10 +4,14 @@
 
 The same file runs alone, under any launcher, and as a Determined trial. Read it from `main` on:
 
-main           read the configuration, join the other ranks
-train_together open the Core API context, and report an error from the rank that knows it
-execute        the order of a run: preflight, build, resume, train, finish
-Trainer        the parts of a run, and what is done with them; `train` shows every part of a step
+main            read the configuration, join the other ranks
+train_together  open the Core API context; print an error once
+execute         the order of a run: preflight, build, resume, train, finish
+Trainer         the parts of a run, and what is done with them; `train_steps` is the training loop
+
+Words: a Job is what was asked for, a ResolvedRun what that means here, a World all ranks. A
+checkpoint is pending from `save`, which starts a thread on every rank, to `commit`, by which all
+ranks know that it is complete; meanwhile a rank may still be writing.
 """
 
 from __future__ import annotations
@@ -106,7 +110,11 @@ def read_job(args: Namespace) -> Job:
 
 
 def train_together(job: Job, world: World) -> int:
-    """Open the Core API context and the run's checkpoints, and run. Return the exit code."""
+    """Open the Core API context and the run's checkpoints, and run. Return the exit code.
+
+    Errors of PyTorch, e.g. out of memory or a lost rank, arrive here as RunErrors that say what to
+    do: `world` and `watchdog` replace them.
+    """
     watchdog = Watchdog(world.store, world.rank, world.size, job.hp.collective_timeout)
     storage = None
     if job.run_dir is not None:
@@ -129,9 +137,9 @@ def train_together(job: Job, world: World) -> int:
             return code
     except RunError as error:
         record_error(str(error))
-        if error.rank_local or world.rank == 0:
+        if error.rank_local or world.rank == 0:  # only this rank knows it, or all do
             print(error, file=sys.stderr)
-            watchdog.publish_error(error)
+            watchdog.publish_error(error)  # for ranks that lose the connection to this one
         if store is not None:
             store.close_after_error()  # after the error has been printed, as this can take long
         return error.exit_code
@@ -155,9 +163,9 @@ def execute(
 ) -> int:
     """Run from the first check to the last message. Return the exit code."""
     with world.all_or_none():
-        amp_dtype = precision.compute_dtype(job.hp, world.device)
+        amp_dtype = precision.compute_dtype(job.hp, world.device)  # from hp.amp_dtype
     run = preflight(job.hp, amp_dtype, world, job.trial, job.run_dir, store, dry_run=job.dry_run)
-    if job.dry_run or run.is_complete(store, world):
+    if job.dry_run or run.is_complete(store, world):  # which says how to extend the run
         return 0
     with MetricLogger(world.rank, run.directory, context.train, run.max_steps, run.trial) as logger:
         trainer = Trainer(run, world, context, store, watchdog, logger)
@@ -168,11 +176,7 @@ def execute(
 
 
 class Trainer:
-    """The parts of one run, and what is done with them, on all ranks together.
-
-    Args:
-        store: where checkpoints are saved, through Core API's checkpoint context.
-    """
+    """The parts of one run, and what is done with them, on all ranks together."""
 
     def __init__(
         self,
@@ -240,7 +244,7 @@ class Trainer:
     def resume(self) -> None:
         """Load pretrained weights and the checkpoint, if any, and start the run's files."""
         run = self.run
-        if run.max_steps > 0:
+        if run.trains:
             host_bytes = self.checkpointer.allocate(self.state())
             if host_bytes > 0:
                 gib = host_bytes / 2**30
@@ -253,7 +257,7 @@ class Trainer:
         if run.resume_plan.fresh:
             self.world.run_in_thread_on_rank0(self.store.move_aside)
         self.step = progress.step
-        if run.max_steps > 0:
+        if run.trains:
             self.validation_loss = progress.validation_loss
             self.sampled = progress.sampled
         note = self.loader.load_state_dict(progress.dataset_state)
@@ -266,7 +270,11 @@ class Trainer:
         self.logger.start(self.step, progress.missing_reports(), run.info.hyperparameters)
 
     def train(self) -> None:
-        """Train to the last step, or until asked to stop, with the profilers that are on."""
+        """Train to the last step, or until asked to stop.
+
+        core_api_profiler turns on Core API's profiler, torch_profiler PyTorch's, memory_snapshot
+        the recording of allocations.
+        """
         traces = self.context.train.get_tensorboard_path()
         if self.run.run_dir is not None:
             traces = self.run.run_dir.traces
@@ -279,7 +287,9 @@ class Trainer:
     def train_steps(self, profiler_step: Callable[[], None]) -> None:
         """The training loop. `profiler_step` tells PyTorch's profiler that a step has ended."""
         batches = self.loader.training(self.step)
-        gc.freeze()  # collection is disabled but at reports, on all ranks at the same time
+        # `setup_environment` disabled automatic collection, which would stop the ranks at
+        # different times. `report` collects, and need not look at what exists now.
+        gc.freeze()
         self.signals.install()  # before this, there is nothing to save
         self.complete_resumed_step()
         self.model.train()
@@ -290,7 +300,8 @@ class Trainer:
             loss_sum = self.forward_backward(batch)
             agreement = self.world.start_any(self.asked_to_stop(), self.checkpointer.is_writing)
             grad_norm, skipped = self.optimizer.clip_grad_norm(self.scaler.scale)
-            self.checkpointer.protect_copy()
+            self.checkpointer.protect_copy()  # of what the optimizer changes
+            # On the device, changes nothing if a gradient is inf or NaN, which `skipped` says.
             self.optimizer.step(optim.learning_rate(self.hp, self.step, self.run.max_steps))
             self.optimizer.zero_grad()
             self.scaler.update(skipped)
@@ -315,16 +326,16 @@ class Trainer:
     def forward_backward(self, batch: Batch) -> Tensor:
         """Accumulate the gradients of all micro-batches. Return this rank's loss sum, in nats."""
         torch.manual_seed(seeds.derive_seed(self.run.seed, "dropout", self.step, self.world.rank))
+        # FSDP averages gradients over ranks. Times this, they are those of the mean over the
+        # targets of all ranks, which `n_target_tokens` counts.
+        mean_over_targets = self.world.size / batch.n_target_tokens
         loss_sum = torch.zeros((), device=self.world.device)
         for micro_batch in batch.micro_batches:
             is_last = micro_batch is batch.micro_batches[-1]
             parallelize.start_micro_step(self.model, self.hp, is_last)
-            loss = self.model(*micro_batch)
-            # FSDP averages gradients over ranks: scaled like this, they are those of the mean loss
-            # over the targets of all ranks.
-            mean_over_targets = self.world.size / batch.n_target_tokens
-            (loss * (self.scaler.scale * mean_over_targets)).backward()
-            loss_sum += loss.detach()
+            micro_loss_sum = self.model(*micro_batch)
+            (micro_loss_sum * (self.scaler.scale * mean_over_targets)).backward()
+            loss_sum += micro_loss_sum.detach()
         return loss_sum
 
     def asked_to_stop(self) -> bool:
@@ -334,7 +345,10 @@ class Trainer:
         return master.should_preempt(self.context, self.run.trial)
 
     def is_due(self, rate: int | None) -> bool:
-        """Return whether what is done every `rate` steps, and after the last one, is done now."""
+        """Return whether what is done every `rate` steps, and after the last one, is done now.
+
+        Nothing is, once the run is stopping: it only saves.
+        """
         if rate is None or self.stopping:
             return False
         if self.step >= self.run.max_steps:
@@ -342,14 +356,18 @@ class Trainer:
         return self.step > 0 and self.step % rate == 0
 
     def complete_resumed_step(self) -> None:
-        """Make the report and the evaluation of the resumed step that a stop prevented."""
-        max_steps = self.run.max_steps
-        if self.accumulator.n_steps and self.step <= max_steps and self.is_due(self.hp.report_rate):
+        """Report and evaluate after the resumed step, where a stop prevented it.
+
+        And save what is new, or else the same evaluation would be due at the next start.
+        """
+        was_shortened = self.step > self.run.max_steps
+        has_unreported_steps = self.accumulator.n_steps > 0
+        if has_unreported_steps and not was_shortened and self.is_due(self.hp.report_rate):
             self.report()
-        known = self.validation_loss, self.sampled
+        saved = self.validation_loss, self.sampled
         self.evaluate()
-        is_new = (self.validation_loss, self.sampled) != known
-        if is_new and max_steps > 0 and self.is_due(self.hp.checkpoint_rate):
+        is_new = (self.validation_loss, self.sampled) != saved
+        if is_new and self.run.trains and self.is_due(self.hp.checkpoint_rate):
             self.save(wait=True)
 
     def report(self) -> None:
@@ -377,7 +395,7 @@ class Trainer:
                 sums += torch.stack([self.model(*batch).double(), n_targets])
                 self.stopping = self.world.any_rank(self.asked_to_stop())
                 if self.stopping:
-                    return
+                    return  # in eval mode, as no step follows
             self.model.train()
             sums_of_ranks = self.world.all_gather(sums).tolist()
         loss_sum = math.fsum(rank_loss for rank_loss, _ in sums_of_ranks)
@@ -385,7 +403,11 @@ class Trainer:
         if not math.isfinite(loss):
             problem = f"validation loss is {loss} at step {self.step}"
             raise ConfigError(f"{problem}: lower lr or set grad_clip")
-        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700)), "batches": self.step}
+        metrics = {
+            "loss": loss,
+            "perplexity": math.exp(min(loss, 700)),  # a finite float
+            "batches": self.step,  # of training: the time metric of a search
+        }
         metrics |= self.loader.bits_per_byte(loss_sum)
         self.logger.log("validation", self.step, metrics)
         self.validation_loss = loss
@@ -422,8 +444,11 @@ class Trainer:
         self.sampled = True
 
     def save(self, wait: bool) -> None:
-        """Start to save a checkpoint once the last one is committed; `wait` commits this one too."""
-        metric_sums = self.accumulator.state_dict()
+        """Start to save a checkpoint once the last one is committed; `wait` commits this one too.
+
+        The checkpointer then deletes those that keep_checkpoints does not keep.
+        """
+        metric_sums = self.accumulator.state_dict()  # without the time of this save
         with self.accumulator.saving(), self.logger.status("saving"):
             if self.checkpointer.is_pending:
                 self.commit()
@@ -453,13 +478,16 @@ class Trainer:
         code = 0
         if self.stopping:
             code = exit_code_of_stop(os.environ)
-            # Unacknowledged, exit code 0 means that the trial is complete: the search wants it so.
+            # After an acknowledgement, exit code 0 means that the trial resumes; else, as after the
+            # search has stopped it, that it is complete. Off the cluster, this does nothing.
             if self.world.rank == 0 and self.search_stop.reason is None:
                 self.context.preempt.acknowledge_preemption_signal()
             step = f"step {self.step}/{self.run.max_steps}"
             self.logger.info(f"stopped after {step} {self.why_stopped()}")
-        if self.run.directory is not None:  # no rank ends before rank 0: Slurm would kill it
+        if self.run.directory is not None:
+            # The others wait: when a rank has ended, Slurm may kill rank 0 meanwhile.
             report = self.world.on_rank0(write_report, self.run.directory)
+            # Its files are closed, so that the report is complete; it still prints.
             self.logger.info(f"curves and traces: make board; report: {report}")
         return code
 

@@ -79,6 +79,10 @@ class ResolvedRun:
         return self.hp.max_steps or 0
 
     @property
+    def trains(self) -> bool:
+        return self.max_steps > 0
+
+    @property
     def validation_rate(self) -> int:
         """Steps between validations."""
         return self.hp.validation_rate or self.hp.report_rate
