@@ -22,79 +22,103 @@ class PrecisionConfig(BaseModel, frozen=True, extra="forbid"):
 
     amp_dtype: Logged[Literal["auto", "bfloat16", "float16"] | None] = Field(
         "auto",
-        description="compute dtype; auto = bfloat16 if supported, float16 on older GPUs, else null = float32",
+        description="compute dtype; auto = bfloat16 if supported, float16 on older GPUs, else null"
+        " = float32",
         json_schema_extra={"aliases": ["dtype", "bf16"]},
     )
     float8: Logged[Literal["tensorwise", "rowwise"] | None] = Field(
         None,
-        description="float8 recipe for the blocks' matrix products, with scales per tensor or per row (needs torchao)",
+        description="float8 recipe for the blocks' matrix products, with scales per tensor or per"
+        " row (needs torchao)",
     )
 
 
 def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype | None:
-    """Return the dtype of forward and backward on `device`, or None for float32; raise ConfigError if unsupported."""
-    dtype = _compute_dtype(config, device)
+    """Return the dtype of forward and backward on `device`; None = float32.
+
+    Raises:
+        ConfigError: `device` does not support `amp_dtype` or `float8`.
+    """
+    if config.amp_dtype is None:
+        dtype = None
+    elif config.amp_dtype == "float16":
+        dtype = torch.float16
+    elif device.type == "cuda":
+        dtype = _gpu_dtype(config, device)
+    elif config.amp_dtype == "bfloat16" or _cpu_has_bfloat16():
+        dtype = torch.bfloat16
+    else:
+        dtype = None
     if config.float8:
-        if dtype != torch.bfloat16:
-            problem = f"float8: needs amp_dtype: bfloat16, here it is {dtype or torch.float32}; or use float8: null"
-            raise ConfigError(problem)
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-            gpu = torch.cuda.get_device_name(device)
-            raise ConfigError(f"float8: {gpu} does not support float8; use float8: null")
-        if importlib.util.find_spec("torchao") is None:
-            problem = "float8: needs torchao, which is not installed: pip install torchao -c constraints.txt"
-            raise ConfigError(problem)
+        _check_float8(dtype, device)
     return dtype
 
 
-def _compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype | None:
-    if config.amp_dtype is None:
-        return None
-    if config.amp_dtype == "float16":
-        return torch.float16
-    if device.type == "cuda":
-        native = torch.cuda.get_device_capability(device) >= (8, 0)
-        if not native and config.amp_dtype == "bfloat16":
-            gpu = torch.cuda.get_device_name(device)
-            problem = f"amp_dtype: {gpu} does not support bfloat16; use amp_dtype: float16 or auto"
-            raise ConfigError(problem)
-        return torch.bfloat16 if native else torch.float16
-    if config.amp_dtype == "bfloat16" or _cpu_has_bfloat16():
+def _gpu_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
+    """Return bfloat16, which GPUs have tensor cores for since Ampere, or else float16."""
+    if torch.cuda.get_device_capability(device) >= (8, 0):
         return torch.bfloat16
-    return None
+    if config.amp_dtype == "bfloat16":
+        gpu = torch.cuda.get_device_name(device)
+        problem = f"{gpu} does not support bfloat16; use amp_dtype: float16 or auto"
+        raise ConfigError(f"amp_dtype: {problem}")
+    return torch.float16
 
 
 def _cpu_has_bfloat16() -> bool:
-    # macOS has no mkldnn: its CPUs have the instructions, but no fast kernel uses them. "bf16" is
-    # Arm's.
-    capabilities = torch.cpu.get_capabilities() if torch.backends.mkldnn.is_available() else {}
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    # macOS has no mkldnn: its CPUs have the instructions, but no fast kernel uses them.
+    if not torch.backends.mkldnn.is_available():
+        return False
+    capabilities = torch.cpu.get_capabilities()
+    names = ("avx512_bf16", "amx_bf16", "bf16")  # the last one is Arm's
+    return any(capabilities.get(name, False) for name in names)
+
+
+def _check_float8(dtype: torch.dtype | None, device: torch.device) -> None:
+    """Raise ConfigError unless float8 products can be computed on `device`."""
+    # Some versions of CUDA have rowwise kernels with bfloat16 results only.
+    if dtype != torch.bfloat16:
+        found = dtype or torch.float32
+        problem = f"needs amp_dtype: bfloat16, here it is {found}; or use float8: null"
+        raise ConfigError(f"float8: {problem}")
+    # Tensor cores have float8 since Ada (8.9) and Hopper (9.0).
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        gpu = torch.cuda.get_device_name(device)
+        raise ConfigError(f"float8: {gpu} does not support float8; use float8: null")
+    if importlib.util.find_spec("torchao") is None:
+        remedy = "pip install torchao -c constraints.txt"
+        raise ConfigError(f"float8: needs torchao, which is not installed: {remedy}")
 
 
 class LossScaler:
-    """Dynamic loss scaling for float16 (Micikevicius et al., 2018), without synchronizing with the device.
+    """Dynamic loss scaling for float16 (Micikevicius et al., 2018), without host-device syncs.
 
-    The scale halves after a skipped step and doubles after `GROWTH_INTERVAL` consecutive optimizer
-    steps. It follows from the gradient norm over all ranks, so it is the same on every rank. For
-    other dtypes it is the number 1.
+    The loss is multiplied by the scale before backward, so that small gradients do not become zero
+    in float16. A step whose gradients overflow is skipped and halves the scale; the scale doubles
+    after `GROWTH_INTERVAL` consecutive optimizer steps. It follows from the gradient norm over all
+    ranks, so it is the same on every rank. For other dtypes it is the number 1.
     """
 
     GROWTH_INTERVAL = 2000
 
     def __init__(self, dtype: torch.dtype | None, device: torch.device) -> None:
-        self.scale: Tensor | float = (
-            torch.full((), 2.0**16, device=device) if dtype == torch.float16 else 1.0
-        )
+        self.scale: Tensor | float = 1.0
+        if dtype == torch.float16:
+            self.scale = torch.full((), 2.0**16, device=device)
         self._steps_since_change = torch.zeros((), device=device)
 
     def update(self, skipped: Tensor) -> None:
-        """Update the scale after a step; `skipped` is 1.0 if the optimizer skipped it, else 0.0 (a scalar)."""
+        """Update the scale after a step; `skipped`, a scalar, is 1.0 if it was skipped, else 0.0.
+
+        The conditions are factors, as an `if` would wait for the device.
+        """
         if not isinstance(self.scale, Tensor):
             return
-        self._steps_since_change = (self._steps_since_change + 1) * (1 - skipped)
-        grow = (self._steps_since_change >= self.GROWTH_INTERVAL).float()
-        self.scale = self.scale * (1 + grow) * (1 - 0.5 * skipped)
-        self._steps_since_change = self._steps_since_change * (1 - grow)
+        steps = (self._steps_since_change + 1) * (1 - skipped)
+        grows = (steps >= self.GROWTH_INTERVAL).float()
+        doubled = self.scale * (1 + grows)
+        self.scale = doubled * (1 - 0.5 * skipped)
+        self._steps_since_change = steps * (1 - grows)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the live state tensors; none for dtypes that are not scaled."""
