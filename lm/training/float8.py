@@ -1,4 +1,10 @@
-"""Matrix products in float8 with torchao, with scales per tensor or per row."""
+"""Matrix products in float8 with torchao, with scales per tensor or per row.
+
+A linear layer `(out, in)` computes three products: of its output, whose inner dimension is `in`; of
+the gradient of its input, whose inner dimension is `out`; and of the gradient of its weight, whose
+inner dimension is the number of tokens in a micro-batch. float8 kernels need a multiple of 16 in
+each: `is_supported` checks the first two, and lm/config.py the tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,52 +14,63 @@ from typing import Any
 
 from torch import nn
 
+MULTIPLE = 16
+"""The kernels need rows that are aligned to 16 bytes, which hold 16 numbers."""
+
 
 def is_supported(out: int, inner: int) -> bool:
-    """Return whether there are kernels for a linear layer with these sides."""
-    return out % 16 == 0 and inner % 16 == 0
+    """Return whether there are kernels for a linear layer `(out, inner)`."""
+    return out % MULTIPLE == 0 and inner % MULTIPLE == 0
 
 
 def gathers_in_float8(recipe: str | None, shapes: Iterable[tuple[int, int]], shards: int) -> bool:
-    """Return whether `shards` ranks convert their shards of matrices `(out, in)`, and all-gather them in float8."""
-    return recipe == "tensorwise" and shards > 1 and all(out % shards == 0 for out, _ in shapes)
+    """Return whether ranks convert their shards of matrices `(out, in)` before the all-gather.
+
+    Only with a scale per tensor: the output and the gradient of the input need scales along
+    different dimensions of the weight. And only if all matrices can be divided evenly, as torchao
+    does not pad shards to the size that FSDP gathers.
+    """
+    if recipe != "tensorwise" or shards == 1:
+        return False
+    return all(out % shards == 0 for out, _ in shapes)
 
 
 def convert_to_float8(blocks: nn.Module, recipe: str, on_gpu: bool, shards: int) -> None:
-    """Replace the linear layers of `blocks` with torchao's, which have the same parameters, in place.
+    """Replace the linear layers of `blocks` with torchao's, which have the same parameters.
 
     Args:
+        blocks: is changed in place.
         recipe: tensorwise or rowwise.
         shards: ranks that shard a parameter on their GPUs; 1 with `cpu_offload`.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear_utils import (
-        _auto_filter_for_recipe,
-    )  # until torchao exports it
+        _auto_filter_for_recipe,  # until torchao exports it
+    )
 
     def has_kernel(module: nn.Module, _name: str) -> bool:
-        return isinstance(module, nn.Linear) and is_supported(
-            module.out_features, module.in_features
-        )
+        if not isinstance(module, nn.Linear):
+            return False
+        return is_supported(module.out_features, module.in_features)
 
-    is_used = has_kernel
+    is_converted = has_kernel
     if recipe == "rowwise" and on_gpu:
-        is_used = _auto_filter_for_recipe(
-            recipe, []
-        )  # small layers would be slower than in bfloat16
+        # Leaves out small layers, too, which would be slower than in bfloat16.
+        is_converted = _auto_filter_for_recipe(recipe, [])
+
+    layers = [module for module in blocks.modules() if isinstance(module, nn.Linear)]
+    shapes = [(layer.out_features, layer.in_features) for layer in layers]
     config = Float8LinearConfig.from_recipe_name(recipe)
-    shapes = [
-        (layer.out_features, layer.in_features)
-        for layer in blocks.modules()
-        if isinstance(layer, nn.Linear)
-    ]
     if gathers_in_float8(recipe, shapes, shards):
         config = dataclasses.replace(config, enable_fsdp_float8_all_gather=True)
-    convert_to_float8_training(blocks, config=config, module_filter_fn=is_used)
+    convert_to_float8_training(blocks, config=config, module_filter_fn=is_converted)
 
 
 def compute_scales(model: nn.Module, _inputs: Any) -> None:
-    """Compute the scales of all weights that are all-gathered in float8, with one all-reduce: a hook before forward."""
+    """Compute the scales of all weights that are all-gathered in float8, with one all-reduce.
+
+    A hook before forward.
+    """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(model)
