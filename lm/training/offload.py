@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,24 +24,32 @@ RESIDENT = 2
 SMALL = 4096
 """Tensors of fewer bytes are not copied."""
 
-Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
-"""Shape, strides and dtype."""
+
+class Layout(NamedTuple):
+    """What a tensor is allocated with; compiled code asserts the strides of what it has saved."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(eq=False)
 class _Activation:
     layout: Layout
-    tensor: Tensor | None  # on the device
-    host: Tensor | None = None
-    n_uses: int = 0  # how often backward still reads it
+    on_device: Tensor | None
+    on_host: Tensor | None = None
+    n_uses: int = 0
+    """how often backward still reads it"""
 
 
 @dataclass(eq=False)
 class _Saved:
-    """What a block saves for backward, each tensor once, by address and layout."""
+    """What a block saves for backward."""
 
     activations: dict[tuple[int, Layout], _Activation] = field(default_factory=dict)
-    copied: Any = None  # event after the last copy
+    """each tensor once, by address and layout"""
+    copied: Any = None
+    """event after the last copy"""
     in_backward: bool = False
 
 
@@ -53,7 +61,8 @@ class ActivationOffload:
         self._backend = torch.get_device_module(device_type)  # the streams of torch.cpu do nothing
         self._stream = self._backend.Stream()
         self._saved = [_Saved() for _ in blocks]
-        self._pool = defaultdict[Layout, list[Tensor]](list)  # host memory that is not in use
+        self._unused: dict[Layout, list[Tensor]] = defaultdict(list)
+        """host memory, for the next tensor of the layout"""
         for index, block in enumerate(blocks):
             block.forward = partial(self._forward, index, block, block.forward)
 
@@ -64,86 +73,97 @@ class ActivationOffload:
             return forward(x, *inputs)
         if index >= RESIDENT:
             self._free(self._saved[index - RESIDENT])
-        saved = self._saved[index] = _Saved()
+        saved = _Saved()
+        self._saved[index] = saved
         is_copied = index < len(self._saved) - RESIDENT
         # FSDP frees and refills the storage of parameters, and all blocks share the other inputs.
-        others = {
-            storage
-            for value in (*block.parameters(), *tree_leaves(inputs))
-            for storage in _storages(value)
-        }
+        excluded: set[int] = set()
+        for value in (*block.parameters(), *tree_leaves(inputs)):
+            excluded.update(_storages(value))
 
-        def pack(tensor: Tensor) -> Tensor | _Activation:
-            is_activation = type(tensor) is Tensor and tensor.device.type == self._device_type
-            if (
-                not is_activation
-                or tensor.nbytes < SMALL
-                or 0 in tensor.stride()
-                or {*_storages(tensor)} & others
-            ):
-                return tensor
-            layout = tensor.shape, tensor.stride(), tensor.dtype
-            key = tensor.data_ptr(), layout
-            if key not in saved.activations:
-                activation = saved.activations[key] = _Activation(layout, tensor.detach())
-                if is_copied:
-                    self._copy_to_host(activation)
-            saved.activations[key].n_uses += 1
-            return saved.activations[key]
-
-        def unpack(packed: Tensor | _Activation) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            if not saved.in_backward:
-                saved.in_backward = True
-                self._copy_to_device(saved)  # unless the block after this one has
-                self._backend.current_stream().wait_event(saved.copied)
-                if index:
-                    self._copy_to_device(self._saved[index - 1])
-            tensor = packed.tensor
-            packed.n_uses -= 1
-            if not packed.n_uses:
-                packed.tensor = None
-            assert tensor is not None, "backward runs once"
-            return tensor
-
+        pack = partial(self._pack, saved, is_copied, excluded)
+        unpack = partial(self._unpack, saved, index)
         with saved_tensors_hooks(pack, unpack):
             y = forward(x, *inputs)
         saved.copied = self._stream.record_event()
         return y
 
+    def _pack(
+        self, saved: _Saved, is_copied: bool, excluded: set[int], tensor: Tensor
+    ) -> Tensor | _Activation:
+        """Return what autograd saves instead of `tensor`, which a block needs in backward."""
+        is_on_device = type(tensor) is Tensor and tensor.device.type == self._device_type
+        if not is_on_device or tensor.nbytes < SMALL:
+            return tensor
+        is_expanded = 0 in tensor.stride()  # it has more values than its memory
+        if is_expanded or not excluded.isdisjoint(_storages(tensor)):
+            return tensor
+        layout = Layout(tensor.shape, tensor.stride(), tensor.dtype)
+        key = (tensor.data_ptr(), layout)
+        if key not in saved.activations:
+            activation = _Activation(layout, tensor.detach())
+            saved.activations[key] = activation
+            if is_copied:
+                self._copy_to_host(activation)
+        saved.activations[key].n_uses += 1
+        return saved.activations[key]
+
+    def _unpack(self, saved: _Saved, index: int, packed: Tensor | _Activation) -> Tensor:
+        """Return the tensor that `_pack` replaced.
+
+        The first one of a block starts the copies of the block that backward reaches next.
+        """
+        if isinstance(packed, Tensor):
+            return packed
+        if not saved.in_backward:
+            saved.in_backward = True
+            self._copy_to_device(saved)  # unless the block after this one has
+            self._backend.current_stream().wait_event(saved.copied)
+            if index > 0:
+                self._copy_to_device(self._saved[index - 1])
+        tensor = packed.on_device
+        assert tensor is not None, "backward runs once"
+        packed.n_uses -= 1
+        if packed.n_uses == 0:
+            packed.on_device = None
+        return tensor
+
     def _copy_to_host(self, activation: _Activation) -> None:
-        tensor, free = activation.tensor, self._pool[activation.layout]
+        tensor = activation.on_device
         assert tensor is not None
-        pin = self._device_type != "cpu"
-        activation.host = (
-            free.pop() if free else torch.empty_like(tensor, device="cpu", pin_memory=pin)
-        )
+        unused = self._unused[activation.layout]
+        if unused:
+            host = unused.pop()
+        else:
+            is_pinned = self._device_type != "cpu"
+            host = torch.empty_like(tensor, device="cpu", pin_memory=is_pinned)
+        activation.on_host = host
         self._stream.wait_stream(self._backend.current_stream())
         with self._backend.stream(self._stream):
-            activation.host.copy_(tensor, non_blocking=True)
+            host.copy_(tensor, non_blocking=True)
 
     def _free(self, saved: _Saved) -> None:
-        """Drop the tensors on the device, whose memory the current stream may overwrite once they are copied."""
+        """Drop the tensors on the device.
+
+        The current stream waits for their copies, as it may overwrite the memory.
+        """
         self._backend.current_stream().wait_event(saved.copied)
         for activation in saved.activations.values():
-            activation.tensor = None
+            activation.on_device = None
 
     def _copy_to_device(self, saved: _Saved) -> None:
-        copies = list[tuple[Tensor, Tensor]]()
+        copies: list[tuple[Tensor, Tensor]] = []
         for activation in saved.activations.values():
-            if activation.tensor is None and activation.host is not None:
-                shape, strides, dtype = (
-                    activation.layout
-                )  # compiled code asserts the strides of what it saved
-                activation.tensor = torch.empty_strided(
-                    shape, strides, dtype=dtype, device=self._device_type
-                )
-                copies.append((activation.tensor, activation.host))
-                self._pool[activation.layout].append(
-                    activation.host
-                )  # later copies to it are on the same stream
-                activation.host = None
+            host = activation.on_host
+            if activation.on_device is not None or host is None:
+                continue
+            shape, strides, dtype = activation.layout
+            device = torch.empty_strided(shape, strides, dtype=dtype, device=self._device_type)
+            activation.on_device = device
+            activation.on_host = None
+            # Later copies into this memory are on the same stream, so they come after this one.
+            self._unused[activation.layout].append(host)
+            copies.append((device, host))
         self._stream.wait_stream(self._backend.current_stream())
         with self._backend.stream(self._stream):
             for target, source in copies:
@@ -152,7 +172,7 @@ class ActivationOffload:
 
 
 def _storages(value: Any) -> Iterator[int]:
-    """Yield the addresses of a tensor's storage, or of those inside a subclass, e.g. of a float8 tensor."""
+    """Yield the addresses of a tensor's storage, or of those inside of a subclass, e.g. float8."""
     if is_traceable_wrapper_subclass(value):
         for name in value.__tensor_flatten__()[0]:
             yield from _storages(getattr(value, name))
