@@ -27,7 +27,8 @@ class OptimConfig(BaseModel, frozen=True, extra="forbid"):
     )
     lr_schedule: Logged[Literal["constant", "linear", "cosine", "wsd"]] = Field(
         "constant",
-        description="decay after warm-up; wsd = constant, then linear over the last fifth of the run",
+        description="decay after warm-up; wsd = constant, then linear over the last fifth of the"
+        " run",
         json_schema_extra={"aliases": ["lr_scheduler_type"]},
     )
     warmup_steps: Logged[float] = Field(
@@ -51,20 +52,23 @@ class OptimConfig(BaseModel, frozen=True, extra="forbid"):
     )
     optim_dtype: Fixed[Literal["float32", "bfloat16"]] = Field(
         "float32",
-        description="dtype of AdamW's two moments; bfloat16 saves 4 bytes per parameter, for beta2 <= 0.99",
+        description="dtype of AdamW's two moments; bfloat16 saves 4 bytes per parameter, for beta2"
+        " <= 0.99",
     )
     skip_nonfinite: Logged[int] = Field(
         10,
         gt=0,
-        description="abort after this many consecutive steps with inf or NaN gradients (checked at reports)",
+        description="abort after this many consecutive steps with inf or NaN gradients (checked at"
+        " reports)",
     )
 
     @model_validator(mode="after")
     def _check_warmup(self) -> OptimConfig:
         if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
-            raise ValueError(
-                f"warmup_steps: {self.warmup_steps} is neither an integer nor a fraction below 1"
-            )
+            problem = f"{self.warmup_steps} is neither an integer nor a fraction below 1"
+            raise ValueError(f"warmup_steps: {problem}")
+        # A step lowers the mean of squares by at most 1 - beta2 of it, and bfloat16, with 8
+        # significant bits, rounds away changes below 1/512 to 1/256: the mean could never fall.
         if self.optim_dtype == "bfloat16" and self.beta2 > 0.99:
             problem = f"bfloat16 cannot hold changes as small as those of beta2 {self.beta2:g}"
             raise ValueError(f"optim_dtype: {problem}; use beta2 up to 0.99, e.g. 0.95, or float32")
@@ -82,14 +86,15 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
     min_lr_ratio`, which the step after the last one would reach. wsd is the warmup-stable-decay
     schedule of Hu et al., MiniCPM (2024).
     """
-    warmup = (
-        config.warmup_steps if config.warmup_steps >= 1 else round(config.warmup_steps * max_steps)
-    )
+    warmup = config.warmup_steps
+    if warmup < 1:
+        warmup = round(warmup * max_steps)
     if step < warmup:
         return config.lr * ((step + 1) / warmup)
-    decay_start = (
-        max(warmup, (1 - WSD_DECAY) * max_steps) if config.lr_schedule == "wsd" else warmup
-    )
+
+    decay_start = warmup
+    if config.lr_schedule == "wsd":
+        decay_start = max(warmup, (1 - WSD_DECAY) * max_steps)
     progress = max(0.0, (step - decay_start) / (max_steps - decay_start))  # 0 .. 1
     match config.lr_schedule:
         case "constant":
@@ -104,34 +109,39 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
 def check_skipped(config: OptimConfig, step: int, n_consecutive: int) -> None:
     """Raise ConfigError if the optimizer skipped too many consecutive steps until `step`."""
     if n_consecutive >= config.skip_nonfinite:
-        raise ConfigError(
-            f"inf or NaN gradients in {n_consecutive} consecutive steps up to step {step} (skip_nonfinite:"
-            f" {config.skip_nonfinite}): lower lr, set grad_clip, or use amp_dtype: bfloat16 or null"
-        )
+        steps = f"{n_consecutive} consecutive steps up to step {step}"
+        limit = f"skip_nonfinite: {config.skip_nonfinite}"
+        remedy = "lower lr, set grad_clip, or use amp_dtype: bfloat16 or null"
+        raise ConfigError(f"inf or NaN gradients in {steps} ({limit}): {remedy}")
 
 
-def fused_adamw(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
-    """Return PyTorch's fused AdamW, or `MixedAdamW`, with its state, so that no step has to create it."""
-    dtype = getattr(torch, config.optim_dtype)
+def create_adamw(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+    """Return PyTorch's fused AdamW, or `MixedAdamW`, for parameter groups.
+
+    Its state exists, so that no step has to create it.
+    """
+    moment_dtype = getattr(torch, config.optim_dtype)
     parameters = [p for group in groups for p in group["params"]]
     kernel_takes_mixed_dtypes = parameters[0].is_cuda and torch.__version__ >= "2.13"
-    if dtype == torch.float32 or kernel_takes_mixed_dtypes:
-        adamw_type = torch.optim.AdamW
-    else:
+    adamw_type = torch.optim.AdamW
+    if moment_dtype != torch.float32 and not kernel_takes_mixed_dtypes:
         adamw_type = MixedAdamW
     betas = (config.beta1, config.beta2)
     optimizer = adamw_type(groups, lr=config.lr, betas=betas, fused=True)
     for p in parameters:
         optimizer.state[p] = {
             "step": torch.zeros((), device=p.device),
-            "exp_avg": torch.zeros_like(p, dtype=dtype),
-            "exp_avg_sq": torch.zeros_like(p, dtype=dtype),
+            "exp_avg": torch.zeros_like(p, dtype=moment_dtype),
+            "exp_avg_sq": torch.zeros_like(p, dtype=moment_dtype),
         }
     return optimizer
 
 
 class MixedAdamW(torch.optim.AdamW):
-    """Fused AdamW with moments in bfloat16, of which it converts those of one parameter at a time to float32."""
+    """Fused AdamW with moments in bfloat16, where the kernel wants them in float32.
+
+    It converts those of one parameter at a time.
+    """
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -171,7 +181,7 @@ class MixedAdamW(torch.optim.AdamW):
 
 
 class Optimizer:
-    """Fused AdamW over sharded parameters that clips gradients and skips steps with inf or NaN gradients.
+    """Fused AdamW over sharded parameters that clips gradients and skips those with inf or NaN.
 
     Its kernel unscales, clips and skips, without synchronizing with the device. Parameters with
     `requires_grad=False` are left out.
@@ -188,13 +198,13 @@ class Optimizer:
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        self._adamw = fused_adamw(config, [group for group in groups if group["params"]])
+        self._adamw = create_adamw(config, [group for group in groups if group["params"]])
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._parameters.values() if p.grad is not None]
 
     def clip_grad_norm(self, loss_scale: Tensor | float) -> tuple[Tensor, Tensor]:
-        """Compute the gradient norm over all ranks, and from it how the next `step` scales the gradients.
+        """Compute the gradient norm over all ranks, and how the next `step` scales the gradients.
 
         Args:
             loss_scale: a tensor on the device, or 1.0 if the loss is not scaled.
@@ -202,6 +212,9 @@ class Optimizer:
         Returns:
             The norm before clipping, without the loss scale; and 1.0 if it is inf or NaN, which
             skips the next `step`, else 0.0. Both are scalars on the device.
+
+        The kernel divides the gradients by one number: by the loss scale, which gives those of the
+        loss, and by norm / `grad_clip` if that is above 1, which scales them to this norm.
         """
         norm = torch.nn.utils.get_total_norm(self._gradients())
         if isinstance(norm, DTensor):
@@ -214,14 +227,14 @@ class Optimizer:
         if self._grad_clip is not None:
             clip = torch.clamp(norm / self._grad_clip, min=1.0)
             divisor = clip if divisor is None else divisor * clip
-        # The attributes that torch.amp.GradScaler sets. With `grad_scale`, the kernel also writes
-        # the gradients.
+        # The attributes that torch.amp.GradScaler sets, and the kernel reads. With `grad_scale`, it
+        # also writes the gradients that it has divided.
         self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
         self._adamw.found_inf = skipped  # type: ignore[attr-defined]
         return norm, skipped
 
     def step(self, lr: float) -> None:
-        """Update the parameters with unscaled and clipped gradients, or skip the step; see `clip_grad_norm`."""
+        """Update the parameters, or skip the step, as the last `clip_grad_norm` has determined."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
