@@ -61,7 +61,7 @@ from lm.runtime.run_dir import RunDir
 from lm.runtime.watchdog import Watchdog
 from lm.runtime.world import World
 from lm.training import lora, optim, parallelize, precision
-from lm.training.profiling import profiling
+from lm.training.profiling import run_profilers
 from model import IGNORE_INDEX, Transformer
 
 
@@ -279,7 +279,7 @@ class Trainer:
         if self.run.run_dir is not None:
             traces = self.run.run_dir.traces
         steps_left = self.run.max_steps - self.step
-        with profiling(
+        with run_profilers(
             self.hp, self.context.profiler, traces, self.world.rank, steps_left, self.logger.info
         ) as profiler_step:
             self.train_steps(profiler_step)

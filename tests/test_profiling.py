@@ -22,7 +22,7 @@ from determined.core import DummyProfilerContext
 
 from lm.errors import ConfigError
 from lm.launch.spawn import free_port
-from lm.training.profiling import ProfilingConfig, profiling
+from lm.training.profiling import ProfilingConfig, run_profilers
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import TINY, named_keys
 from tests.support.runs import read_reports, run_fsdp
@@ -51,7 +51,7 @@ def profile_steps(
     directory: Path, steps: int, *, rank: int = 0, fail: bool = False, **settings: Any
 ) -> None:
     """Profile so many steps, the last of which may fail."""
-    with profiling(
+    with run_profilers(
         config(**settings), DummyProfilerContext(), directory, rank, 100, print
     ) as profiler_step:
         for step in range(steps):
@@ -265,7 +265,7 @@ def test_determineds_profiler_is_on_during_the_run_if_enabled(
     expected = pytest.raises(RuntimeError) if fails else nullcontext()
     with (
         expected,
-        profiling(
+        run_profilers(
             config(core_api_profiler=enabled), cluster, tmp_path, 0, 100, print
         ) as profiler_step,
     ):
@@ -291,7 +291,9 @@ def test_a_memory_snapshot_is_written_also_after_running_out_of_memory(
     expected = pytest.raises(torch.OutOfMemoryError) if error else nullcontext()
     with (
         expected,
-        profiling(config(memory_snapshot=True), DummyProfilerContext(), directory, 3, 100, print),
+        run_profilers(
+            config(memory_snapshot=True), DummyProfilerContext(), directory, 3, 100, print
+        ),
     ):
         if error:
             raise error
@@ -309,7 +311,9 @@ def test_a_memory_snapshot_is_written_also_after_running_out_of_memory(
 def test_a_memory_snapshot_without_a_gpu_is_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(ConfigError) as error,
-        profiling(config(memory_snapshot=True), DummyProfilerContext(), tmp_path, 0, 100, print),
+        run_profilers(
+            config(memory_snapshot=True), DummyProfilerContext(), tmp_path, 0, 100, print
+        ),
     ):
         pass
     assert named_keys(error.value) >= {"memory_snapshot"}

@@ -1,4 +1,4 @@
-"""Profilers: system metrics to Determined, PyTorch traces for TensorBoard, and GPU memory snapshots."""
+"""Profilers: system metrics to Determined, PyTorch traces, and GPU memory snapshots."""
 
 from __future__ import annotations
 
@@ -29,25 +29,27 @@ class ProfilingConfig(BaseModel, frozen=True, extra="forbid"):
     )
     torch_profiler_steps: Unlogged[tuple[int, int, int]] = Field(
         (1, 1, 2),
-        description="steps to wait, to warm up and to trace, once, counted from the first step of the process",
+        description="steps to wait, to warm up and to trace, once, counted from the first step of"
+        " the process",
     )
     memory_snapshot: Unlogged[bool] = Field(
         False,
-        description="write a snapshot of GPU memory per rank at the end, also after running out of memory",
+        description="write a snapshot of GPU memory per rank at the end, also after running out of"
+        " memory",
     )
 
     @field_validator("torch_profiler_steps")
     @classmethod
     def _check_steps(cls, steps: tuple[int, int, int]) -> tuple[int, int, int]:
-        if min(steps) < 0 or steps[2] < 1:
-            raise ValueError(
-                f"{list(steps)}: wait and warm-up must be at least 0, traced steps at least 1"
-            )
+        wait, warmup, active = steps
+        if wait < 0 or warmup < 0 or active < 1:
+            problem = "wait and warm-up must be at least 0, traced steps at least 1"
+            raise ValueError(f"{list(steps)}: {problem}")
         return steps
 
 
 @contextmanager
-def profiling(
+def run_profilers(
     config: ProfilingConfig,
     core_profiler: core.ProfilerContext,
     directory: Path,
@@ -66,61 +68,64 @@ def profiling(
         `profiler_step`, to call after every step.
     """
     if config.memory_snapshot and not torch.cuda.is_available():
-        problem = (
-            "memory_snapshot: true needs a GPU; to profile memory on a CPU use torch_profiler: true"
-        )
-        raise ConfigError(problem)
+        remedy = "to profile memory on a CPU use torch_profiler: true"
+        raise ConfigError(f"memory_snapshot: true needs a GPU; {remedy}")
     with ExitStack() as stack:
         if config.core_api_profiler:
             if isinstance(core_profiler, core.DummyProfilerContext):
-                log(
-                    "core_api_profiler: does nothing outside a Determined cluster; torch_profiler works everywhere"
-                )
+                other = "torch_profiler works everywhere"
+                log(f"core_api_profiler: does nothing outside a Determined cluster; {other}")
             core_profiler.on()
-            stack.callback(_stop, core_profiler)
+            stack.callback(_stop_core_profiler, core_profiler)
         if config.memory_snapshot:
-            # PyTorch documents this function and `_dump_snapshot`, and has no public names for
+            # PyTorch documents this function and `_dump_snapshot`, but has no public names for
             # them.
             torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
             stack.callback(_dump_memory_snapshot, directory / f"rank{rank}.memory.pickle")
-        if not config.torch_profiler:
+        if config.torch_profiler:
+            torch_profiler = _torch_profiler(config, directory, rank, n_steps, log)
+            yield stack.enter_context(torch_profiler).step
+        else:
             yield lambda: None
-            return
-        wait, warmup, active = config.torch_profiler_steps
-        if wait + warmup >= n_steps:
-            log(
-                f"torch_profiler: no step is traced: torch_profiler_steps skips {wait + warmup}, {n_steps} are left"
-            )
-        write_trace = tensorboard_trace_handler(
-            str(directory), worker_name=f"rank{rank}", use_gzip=True
-        )
-
-        def on_trace_ready(torch_profiler: profile) -> None:
-            write_trace(torch_profiler)
-            log(f"traces: {directory}/rank*.pt.trace.json.gz")
-
-        activities = [
-            ProfilerActivity.CPU,
-            *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
-        ]
-        torch_profiler = stack.enter_context(
-            profile(
-                activities=activities,
-                schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),
-                on_trace_ready=on_trace_ready,
-                record_shapes=True,
-                profile_memory=True,
-            )
-        )
-        yield torch_profiler.step
 
 
-def _stop(core_profiler: core.ProfilerContext) -> None:
+def _torch_profiler(
+    config: ProfilingConfig,
+    directory: Path,
+    rank: int,
+    n_steps: int,
+    log: Callable[[str], None],
+) -> profile:
+    wait, warmup, active = config.torch_profiler_steps
+    skipped = wait + warmup
+    if skipped >= n_steps:
+        why = f"torch_profiler_steps skips {skipped}, {n_steps} are left"
+        log(f"torch_profiler: no step is traced: {why}")
+    write_trace = tensorboard_trace_handler(
+        str(directory), worker_name=f"rank{rank}", use_gzip=True
+    )
+
+    def on_trace_ready(torch_profiler: profile) -> None:
+        write_trace(torch_profiler)
+        log(f"traces: {directory}/rank*.pt.trace.json.gz")
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    return profile(
+        activities=activities,
+        schedule=schedule(wait=wait, warmup=warmup, active=active, repeat=1),
+        on_trace_ready=on_trace_ready,
+        record_shapes=True,
+        profile_memory=True,
+    )
+
+
+def _stop_core_profiler(core_profiler: core.ProfilerContext) -> None:
     core_profiler.off()
-    # The collector's last report is sent only if its thread ends before the context closes.
-    collector = getattr(
-        core_profiler, "_collector", None
-    )  # on rank 0 of a node; 0.38.1 is the last release
+    # The collector's last report is sent only if its thread ends before the context closes. It is
+    # on rank 0 of a node, and has no public name; 0.38.1 is the last release.
+    collector = getattr(core_profiler, "_collector", None)
     if collector is not None:
         collector.join(10)
 
