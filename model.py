@@ -655,6 +655,14 @@ class Head(nn.Module):
         return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
+class InitRule(NamedTuple):
+    """How to initialize a parameter."""
+
+    kind: Literal["constant", "normal", "uniform"]
+    value: float
+    """the constant, the standard deviation, or the bound of -bound .. bound"""
+
+
 class Transformer(nn.Module):
     """Decoder-only language model."""
 
@@ -781,8 +789,8 @@ class Transformer(nn.Module):
             return list(self.blocks)
         return [self.embedding, *self.blocks, self.head]
 
-    def init_rule(self, name: str) -> tuple[Literal["constant", "normal"], float]:
-        """Return how to initialize the parameter `name`: a constant, or a normal distribution and its deviation.
+    def init_rule(self, name: str) -> InitRule:
+        """Return how to initialize the parameter `name`.
 
         Matrices have deviation 0.02, those that write to the residual stream 0.02 / sqrt(2
         n_layers), so that its variance does not grow with depth (GPT-2 and Llama). The FSDP
@@ -792,15 +800,29 @@ class Transformer(nn.Module):
         c = self.config
         *_, module, parameter = name.split(".")
         if parameter == "bias":
-            return "constant", 0.0
+            return InitRule("constant", 0.0)
         if module.endswith("norm"):
-            return "constant", 1.0
-        to_stream = module in ("o_proj", "down_proj")
+            return InitRule("constant", 1.0)
         if c.positions == "learned" and not c.tie_embeddings:
-            if module == "positions":
-                return "constant", 0.0
-            inputs = {"down_proj": c.ffn_width, "o_proj": c.n_heads * c.head_width}.get(
-                module, c.d_model
-            )
-            return "normal", 1.0 if module == "tokens" else 1 / math.sqrt(3 * inputs)
-        return "normal", 0.02 / math.sqrt(2 * c.n_layers) if to_stream else 0.02
+            return self._pytorch_init_rule(module)
+        if module in ("o_proj", "down_proj"):  # they write to the residual stream
+            return InitRule("normal", 0.02 / math.sqrt(2 * c.n_layers))
+        return InitRule("normal", 0.02)
+
+    def _pytorch_init_rule(self, module: str) -> InitRule:
+        """Return the rule of a matrix with the variance that PyTorch's modules start with.
+
+        `nn.Linear` draws uniformly in -b .. b, b = 1 / sqrt(inputs); the variance of that is b^2 / 3.
+        """
+        c = self.config
+        if module == "positions":
+            return InitRule("constant", 0.0)
+        if module == "tokens":
+            return InitRule("normal", 1.0)
+        if module == "down_proj":
+            inputs = c.ffn_width
+        elif module == "o_proj":
+            inputs = c.n_heads * c.head_width
+        else:
+            inputs = c.d_model
+        return InitRule("normal", 1 / math.sqrt(3 * inputs))

@@ -102,7 +102,7 @@ def gradients(world: World | None, settings: dict[str, Any], has_documents: bool
     """The loss of a batch and the gradients of all parameters, on the device of `world`, or of a plain model."""
     hp = read(settings)
     plain = Transformer(hp)
-    parallelize.initialize(plain, 7)
+    parallelize.initialize_parameters(plain, 7)
     model, device = plain, torch.device("cpu")
     if world is not None:
         with torch.device("meta"):

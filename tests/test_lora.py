@@ -102,7 +102,7 @@ def adapters_of(checkpoint: Path) -> lora.Adapters:
 
 def initial_adapters(hp: config.Hyperparameters, seed: int) -> dict[str, torch.Tensor]:
     model = lora.add_adapters(Transformer(hp), hp, None)
-    parallelize.initialize(model, seed)
+    parallelize.initialize_parameters(model, seed)
     return lora.trained(model)
 
 

@@ -43,7 +43,7 @@ def setup(changes: dict[str, Any]) -> tuple[config.Hyperparameters, SampledSourc
     data = open_data(hp, hp.vocab_size, hp.max_seq_len, 8, 7)
     assert isinstance(data.train, SampledSource)
     model = Transformer(hp)
-    parallelize.initialize(model, 7)
+    parallelize.initialize_parameters(model, 7)
     return hp, data.train, model
 
 
@@ -312,7 +312,7 @@ def initial_weights(
 def test_initial_weights_depend_neither_on_world_size_nor_on_strategy() -> None:
     size = {"vocab_size": 2**17, "n_layers": 1}  # embedding and head are drawn in 4 chunks each
     plain = Transformer(config.read({"hyperparameters": PARITY_RUN | size}, [], "test"))
-    parallelize.initialize(plain, 7)
+    parallelize.initialize_parameters(plain, 7)
     for weights in run_ranks(3, initial_weights, ["full-shard", "no-shard"], size)[-1]:
         for name, parameter in plain.named_parameters():
             assert np.array_equal(weights[name], parameter.detach().numpy()), name

@@ -134,7 +134,7 @@ def _build_model(hp: Hyperparameters, n_layers: int, dtype: torch.dtype | None) 
     if hp.activation_checkpointing != "none":
         for block in model.blocks:
             block.forward = partial(
-                parallelize.checkpointing(hp.activation_checkpointing), block.forward
+                parallelize.checkpoint_function(hp.activation_checkpointing), block.forward
             )
     return model
 

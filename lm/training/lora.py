@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
 from lm.fields import Fixed
-from model import Block, ModelConfig, Transformer
+from model import Block, InitRule, ModelConfig, Transformer
 
 BLOCK_KEYS = ModelConfig.model_fields.keys() - {"model", "n_layers"}
 """hyperparameters that a block depends on"""
@@ -97,16 +96,16 @@ def add_adapters(model: Transformer, config: LoraConfig, dtype: torch.dtype | No
     return model
 
 
-def init_rule(name: str, parameter: Tensor) -> tuple[Literal["constant", "uniform"], float] | None:
-    """Return how to initialize the adapter `name`: a constant, or uniform in +-bound; None if it is not an adapter.
+def adapter_init_rule(name: str, parameter: Tensor) -> InitRule | None:
+    """Return how to initialize the adapter `name`; None if it is not an adapter.
 
     PEFT's values: B is 0, and A is `kaiming_uniform_(a=sqrt(5))`, whose bound is 1 / sqrt(in).
     """
-    match name.split(".")[-2]:
-        case "lora_A":
-            return "uniform", 1 / math.sqrt(parameter.shape[1])
-        case "lora_B":
-            return "constant", 0.0
+    module = name.split(".")[-2]
+    if module == "lora_A":
+        return InitRule("uniform", 1 / math.sqrt(parameter.shape[1]))
+    if module == "lora_B":
+        return InitRule("constant", 0.0)
     return None
 
 

@@ -1,13 +1,15 @@
-"""Parallelism and memory: float8, activation checkpointing, compilation, offloading, FSDP and initial weights.
+"""Parallelism and memory: float8, recomputation, compilation, offloading, FSDP and initial weights.
 
 All sharding strategies are `fully_shard` over a mesh of R replicas ("replicate") of S shards each
 ("shard"), W = R x S:
 
-    full-shard          R = 1    S = W    parameters all-gathered in forward and again in backward (ZeRO-3)
-    grad-shard          R = 1    S = W    all-gathered once per step and kept until its last backward (ZeRO-2)
-    no-shard            R = W    S = 1    data parallelism without sharding (DDP)
-    hybrid-full-shard   R = W/g  S = g    full-shard within groups of g ranks, replicated across groups (HSDP)
-    hybrid-grad-shard   R = W/g  S = g    grad-shard within groups of g ranks
+    full-shard         R = 1    S = W  parameters all-gathered in forward and in backward (ZeRO-3)
+    grad-shard         R = 1    S = W  all-gathered once, kept until the last backward (ZeRO-2)
+    no-shard           R = W    S = 1  data parallelism without sharding (DDP)
+    hybrid-full-shard  R = W/g  S = g  full-shard in groups of g ranks, replicated across (HSDP)
+    hybrid-grad-shard  R = W/g  S = g  grad-shard in groups of g ranks
+
+Reading order: `parallelize`, then what it applies, in its order.
 """
 
 from __future__ import annotations
@@ -65,30 +67,35 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid"):
     )
     reduce_dtype: Logged[Literal["float32", "bfloat16"]] = Field(
         "float32",
-        description="dtype in which ranks reduce gradients; with bfloat16 also of accumulated gradients",
+        description="dtype in which ranks reduce gradients; with bfloat16 also of accumulated"
+        " gradients",
     )
     cpu_offload: Logged[bool] = Field(
         False, description="keep parameters, gradients and optimizer state in host memory"
     )
     activation_checkpointing: Logged[Literal["none", "selective", "full"]] = Field(
         "none",
-        description="recompute in backward: nothing, all but attention and matrix products, or full blocks",
+        description="recompute in backward: nothing, all but attention and matrix products, or full"
+        " blocks",
         json_schema_extra={"aliases": ["gradient_checkpointing"]},
     )
     activation_offload: Logged[bool] = Field(
         False,
-        description="keep what blocks save for backward in host memory, except for the last two blocks",
+        description="keep what blocks save for backward in host memory, except for the last two"
+        " blocks",
     )
     sync_each_micro_step: Logged[bool] = Field(
         False,
-        description="reduce-scatter in every micro-step, so that a rank accumulates gradients of its shard only",
+        description="reduce-scatter in every micro-step, so that a rank accumulates gradients of"
+        " its shard only",
     )
     compile: Logged[Literal["auto"] | bool] = Field(
         "auto", description="compile the blocks and the loss; auto = on GPUs and for float8"
     )
     deterministic: Logged[bool] = Field(
         False,
-        description="use only deterministic kernels, so that runs on GPUs are bit-identical; slower attention",
+        description="use only deterministic kernels, so that runs on GPUs are bit-identical; slower"
+        " attention",
     )
 
     @property
@@ -98,7 +105,9 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid"):
 
     def compiles(self, on_gpu: bool, float8: str | None) -> bool:
         """Return whether the blocks and the loss are compiled."""
-        return self.compile is True or (self.compile == "auto" and (on_gpu or float8 is not None))
+        if self.compile == "auto":
+            return on_gpu or float8 is not None
+        return self.compile
 
 
 def mesh_shape(config: ParallelConfig, world_size: int, ranks_per_node: int) -> MeshShape:
@@ -110,10 +119,8 @@ def mesh_shape(config: ParallelConfig, world_size: int, ranks_per_node: int) -> 
     group = config.shard_group_size or ranks_per_node
     if world_size % group:
         divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        problem = (
-            f"{world_size} ranks cannot be divided into groups of {group}; use one of {divisors}"
-        )
-        raise ConfigError(f"shard_group_size: {problem}")
+        problem = f"{world_size} ranks cannot be divided into groups of {group}"
+        raise ConfigError(f"shard_group_size: {problem}; use one of {divisors}")
     return MeshShape(replicate=world_size // group, shard=group)
 
 
@@ -125,11 +132,16 @@ def parallelize(
     seed: int,
     float8: str | None = None,
 ) -> Transformer:
-    """Transform `model`, on the meta device, in place, and initialize this rank's shard of the weights.
+    """Transform `model`, on the meta device, in place, and initialize this rank's shard.
+
+    Each transform wraps the one before: FSDP (outermost) > offloading > compilation > recomputation
+    > float8 products. All but the last replace `forward` and not the module, so that parameters
+    keep the names of model.py.
 
     Args:
         mesh: with the dimension "shard" and, if there are several replicas, "replicate"; see
             `World.device_mesh`.
+        dtype: compute dtype; None = float32.
         seed: of the initial weights, which depend neither on the world size nor on the strategy.
         float8: torchao's recipe for the blocks' matrix products.
     """
@@ -137,103 +149,31 @@ def parallelize(
     if config.deterministic:
         _use_deterministic_kernels()
 
-    # Each transform wraps the one before. They replace `forward` and not the module, so that
-    # parameter names stay those of model.py.
-    # 1. Float8 matrix products: other modules with the same parameters.
     if float8:
-        convert_to_float8(
-            model.blocks, float8, on_gpu, 1 if config.cpu_offload else mesh["shard"].size()
-        )
-    for block in model.blocks:
-        # 2. Activation checkpointing, inside the compiled region.
-        if config.activation_checkpointing != "none":
-            block.forward = partial(checkpointing(config.activation_checkpointing), block.forward)
-    # 3. Compilation: all blocks share one graph, all chunks of the loss another. FSDP's hooks stay
-    # eager.
+        shards = 1 if config.cpu_offload else mesh["shard"].size()
+        convert_to_float8(model.blocks, float8, on_gpu, shards)
+
+    # Inside the compiled region, so that the compiler sees what is recomputed.
+    if config.activation_checkpointing != "none":
+        apply_activation_checkpointing(model, config.activation_checkpointing)
+
     if config.compiles(on_gpu, float8):
-        announce("compiling in the first step")
-        # By default the partitioner saves a ReLU's mask in addition to its output, because of the
-        # view between them.
-        partitioner.recompute_views = True
         if float8 == "rowwise" and on_gpu:
             _emulate_precision_casts()
-        for block in model.blocks:
-            block.forward = torch.compile(block.forward, fullgraph=True)
-        model.head.chunk_cross_entropy = torch.compile(
-            model.head.chunk_cross_entropy, fullgraph=True, dynamic=False
-        )
-    # 4. Activation offloading, outside the compiled region, to see the tensors that it saves.
+        apply_compile(model)
+
+    # Outside the compiled region, to see the tensors that it saves.
     if config.activation_offload:
         ActivationOffload(list(model.blocks), mesh.device_type)
-    # 5. FSDP, unit by unit, then the root with the remaining parameters. It does not cast inputs:
-    # embeddings already have `dtype`, and the rotary angles have to stay float32.
-    shard: Any = partial(
-        fully_shard,
-        mesh=mesh["replicate", "shard"]
-        if "replicate" in (mesh.mesh_dim_names or ())
-        else mesh["shard"],
-        mp_policy=MixedPrecisionPolicy(
-            dtype, getattr(torch, config.reduce_dtype), cast_forward_inputs=False
-        ),
-        reshard_after_forward=config.reshard_after_forward,
-        offload_policy=CPUOffloadPolicy(pin_memory=on_gpu)
-        if config.cpu_offload
-        else OffloadPolicy(),
-    )
-    for unit in model.fsdp_units() if config.layer_wrap else []:
-        shard(unit)
-    shard(model)
-    if (
-        float8 == "tensorwise"
-    ):  # before FSDP's hook, in which the streams of its all-gathers wait for the scales
+
+    apply_fsdp(model, config, mesh, dtype)
+    if float8 == "tensorwise":
+        # Before FSDP's own hook, in which the streams of its all-gathers wait for the scales.
         model.register_forward_pre_hook(compute_scales, prepend=True)
-    for last in (model, model.head):  # backward starts with them
-        if isinstance(last, FSDPModule):
-            last.set_reshard_after_forward(False, recurse=False)
-    if isinstance(model.embedding, FSDPModule):  # its backward needs no weights
-        model.embedding.set_unshard_in_backward(False)
-    # 6. Memory and initial values of this rank's shards.
+
     model.to_empty(device="cpu" if config.cpu_offload else mesh.device_type)
-    initialize(model, seed)
+    initialize_parameters(model, seed)
     return model
-
-
-def start_micro_step(model: nn.Module, config: ParallelConfig, is_last: bool) -> None:
-    """Configure FSDP for the next backward: accumulate gradients locally, and reduce them in the last micro-step.
-
-    With `sync_each_micro_step` every micro-step reduce-scatters, and only the last one all-reduces
-    over replicas. Strategies that do not reshard after forward keep parameters unsharded until the
-    last backward, which does not increase the peak memory: at the end of forward all are unsharded
-    anyway.
-    """
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(is_last or config.sync_each_micro_step)
-    model.set_requires_all_reduce(is_last)
-    if not config.reshard_after_forward:
-        model.set_reshard_after_backward(is_last)
-
-
-# PyTorch documents these two options of its compiler, but has no public name for where they are set
-# for all graphs. The import takes 1.5 s.
-
-
-def _emulate_precision_casts() -> None:
-    from torch._inductor import config as inductor
-
-    inductor.emulate_precision_casts = (
-        True  # otherwise RMSNorm before a rowwise layer can give NaN (pytorch#150859)
-    )
-
-
-def _use_deterministic_kernels() -> None:
-    from torch._inductor import config as inductor
-
-    os.environ.setdefault(
-        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-    )  # which cuBLAS reads at its first product
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore  # nothing reads it
-    inductor.deterministic = True  # does not choose among kernels by their speed, which varies
 
 
 SAVE_OPS = {
@@ -248,25 +188,124 @@ SAVE_OPS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.higher_order.flex_attention,
 }
-"""Operators whose outputs selective activation checkpointing saves: they take most of the time, or, as the maxima for
-the scales of float8, little memory."""
+"""Operators whose outputs selective activation checkpointing saves.
+
+They take most of the time, or, as the maxima for the scales of float8, little memory.
+"""
+
+
+def apply_activation_checkpointing(model: Transformer, mode: Literal["selective", "full"]) -> None:
+    """Let each block recompute in backward what `mode` does not save."""
+    for block in model.blocks:
+        block.forward = partial(checkpoint_function(mode), block.forward)
+
+
+def checkpoint_function(mode: Literal["selective", "full"]) -> Callable[..., Tensor]:
+    """Return `torch.utils.checkpoint.checkpoint` with the options of `mode`."""
+    if mode == "full":
+        return partial(checkpoint, use_reentrant=False)
+    options: dict[str, Any] = {
+        "context_fn": partial(create_selective_checkpoint_contexts, _save_policy)
+    }
+    if torch.__version__ >= "2.15":
+        # Before that, `activation_offload` does not see what `_save_policy` saves.
+        options["respect_saved_tensors_hooks"] = True
+    return partial(checkpoint, use_reentrant=False, **options)
 
 
 def _save_policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in SAVE_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+    if op in SAVE_OPS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpointing(mode: Literal["selective", "full"]) -> Callable[..., Tensor]:
-    """Return a function that calls its first argument with the others and recomputes in backward what `mode` says."""
-    if mode == "full":
-        return partial(checkpoint, use_reentrant=False)
-    context_fn = partial(create_selective_checkpoint_contexts, _save_policy)
-    options: dict[str, Any] = {}
-    if (
-        torch.__version__ >= "2.15"
-    ):  # before that, `activation_offload` does not see what `_save_policy` saves
-        options["respect_saved_tensors_hooks"] = True
-    return partial(checkpoint, use_reentrant=False, context_fn=context_fn, **options)
+def apply_compile(model: Transformer) -> None:
+    """Compile the blocks, which share one graph, and the loss, whose chunks share another.
+
+    FSDP's hooks are not compiled.
+    """
+    announce("compiling in the first step")
+    # By default the partitioner saves a ReLU's mask in addition to its output, because of the view
+    # between them.
+    partitioner.recompute_views = True
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True)
+    model.head.chunk_cross_entropy = torch.compile(
+        model.head.chunk_cross_entropy, fullgraph=True, dynamic=False
+    )
+
+
+def apply_fsdp(
+    model: Transformer, config: ParallelConfig, mesh: DeviceMesh, dtype: torch.dtype | None
+) -> None:
+    """Shard `model` with FSDP2, unit by unit, then the root with the remaining parameters."""
+    has_replicas = "replicate" in (mesh.mesh_dim_names or ())
+    policy = OffloadPolicy()
+    if config.cpu_offload:
+        policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    options: dict[str, Any] = {
+        "mesh": mesh["replicate", "shard"] if has_replicas else mesh["shard"],
+        # FSDP does not cast inputs: embeddings already have `dtype`, and the rotary angles have to
+        # stay float32.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=dtype,
+            reduce_dtype=getattr(torch, config.reduce_dtype),
+            cast_forward_inputs=False,
+        ),
+        "reshard_after_forward": config.reshard_after_forward,
+        "offload_policy": policy,
+    }
+    if config.layer_wrap:
+        for unit in model.fsdp_units():
+            fully_shard(unit, **options)
+    fully_shard(model, **options)
+
+    # Backward starts with the root and the head, so resharding them after forward is of no use.
+    assert isinstance(model, FSDPModule)
+    model.set_reshard_after_forward(False, recurse=False)
+    if isinstance(model.head, FSDPModule):
+        model.head.set_reshard_after_forward(False, recurse=False)
+    # The backward of an embedding needs no weights.
+    if isinstance(model.embedding, FSDPModule):
+        model.embedding.set_unshard_in_backward(False)
+
+
+def start_micro_step(model: nn.Module, config: ParallelConfig, is_last: bool) -> None:
+    """Configure FSDP for the next backward: reduce gradients in the last micro-step of a step.
+
+    In the others each rank accumulates gradients locally. With `sync_each_micro_step` every
+    micro-step reduce-scatters, and only the last one all-reduces over replicas. Strategies that do
+    not reshard after forward keep parameters unsharded until the last backward, which does not
+    increase the peak memory: at the end of forward all are unsharded anyway.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(is_last or config.sync_each_micro_step)
+    model.set_requires_all_reduce(is_last)
+    if not config.reshard_after_forward:
+        model.set_reshard_after_backward(is_last)
+
+
+# PyTorch documents the options of its compiler that follow, but has no public name for where they
+# are set for all graphs. The import takes 1.5 s.
+
+
+def _emulate_precision_casts() -> None:
+    from torch._inductor import config as inductor
+
+    # Otherwise RMSNorm before a rowwise layer can give NaN (pytorch#150859).
+    inductor.emulate_precision_casts = True
+
+
+def _use_deterministic_kernels() -> None:
+    from torch._inductor import config as inductor
+
+    # cuBLAS reads it at its first product.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Nothing reads uninitialized memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore
+    # The compiler does not choose among kernels by their speed, which varies.
+    inductor.deterministic = True
 
 
 _CHUNK_SIZE = 1 << 20
@@ -274,8 +313,8 @@ _CHUNK_SIZE = 1 << 20
 
 
 @torch.no_grad()
-def initialize(model: Transformer, seed: int) -> None:
-    """Fill this rank's shard of every trained parameter according to `Transformer.init_rule` and `lora.init_rule`.
+def initialize_parameters(model: Transformer, seed: int) -> None:
+    """Fill this rank's shard of every trained parameter according to its `InitRule`.
 
     A parameter is divided along its first dimension into chunks with a seed each. A rank draws the
     chunks that overlap its shard, so the values do not depend on the sharding.
@@ -283,22 +322,25 @@ def initialize(model: Transformer, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue  # the base of adapters, which is read from `init_from`
-        kind, value = lora.init_rule(name, parameter) or model.init_rule(name)
-        local, offset = local_rows(parameter)
-        if kind == "constant":
-            local.fill_(value)
+        rule = lora.adapter_init_rule(name, parameter) or model.init_rule(name)
+        shard, shard_start = local_rows(parameter)
+        if rule.kind == "constant":
+            shard.fill_(rule.value)
             continue
-        end = offset + len(local)
-        size = max(1, _CHUNK_SIZE // parameter.shape[1:].numel())
-        generator = torch.Generator(local.device)
-        for start in range(offset - offset % size, end, size):
-            stop = min(start + size, len(parameter))
+        shard_end = shard_start + len(shard)
+        row_shape = parameter.shape[1:]
+        chunk_rows = max(1, _CHUNK_SIZE // row_shape.numel())
+        first_chunk = shard_start - shard_start % chunk_rows
+        generator = torch.Generator(shard.device)
+        for start in range(first_chunk, shard_end, chunk_rows):
+            end = min(start + chunk_rows, len(parameter))
             generator.manual_seed(seeds.derive_seed("init", seed, name, start))
-            shape = stop - start, *parameter.shape[1:]
-            if kind == "normal":
-                chunk = torch.randn(shape, device=local.device, generator=generator)
-            else:
-                chunk = 2 * torch.rand(shape, device=local.device, generator=generator) - 1
-            chunk *= value
-            low, high = max(start, offset), min(stop, end)
-            local[low - offset : high - offset] = chunk[low - start : high - start]
+            shape = (end - start, *row_shape)
+            if rule.kind == "normal":
+                chunk = torch.randn(shape, device=shard.device, generator=generator)
+            else:  # uniform in -1 .. 1
+                chunk = 2 * torch.rand(shape, device=shard.device, generator=generator) - 1
+            chunk *= rule.value
+            low = max(start, shard_start)
+            high = min(end, shard_end)
+            shard[low - shard_start : high - shard_start] = chunk[low - start : high - start]
