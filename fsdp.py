@@ -220,7 +220,7 @@ class Trainer:
         self.accumulator = MetricsAccumulator(
             world.device,
             world,
-            lora.flops_per_token(hp, hp),
+            hp.training_flops_per_token,
             peak_flops(world.device, run.amp_dtype),
         )
         self.signals = PreemptionSignals(world.rank)
@@ -236,7 +236,7 @@ class Trainer:
     def state(self) -> State:
         """Return the live tensors that a checkpoint holds."""
         return {
-            "model": lora.trained(self.model),
+            "model": lora.trained_parameters(self.model),
             "optim": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
         }

@@ -107,7 +107,17 @@ class Hyperparameters(
     ModelConfig,
     frozen=True,
 ):
-    """Every key of `hyperparameters:`. A part is passed all of them and reads the keys of its config class."""
+    """Every key of `hyperparameters:`. A part is passed all and reads those of its config class."""
+
+    @property
+    def n_trained_parameters(self) -> int:
+        """Number of trained parameters: those of the adapters, or all."""
+        return lora.n_trained_parameters(self, self)
+
+    @property
+    def training_flops_per_token(self) -> float:
+        """FLOPs per token of forward and backward at `max_seq_len`."""
+        return lora.training_flops_per_token(self, self)
 
 
 PARTS: tuple[type[BaseModel], ...] = Hyperparameters.__bases__[::-1]
@@ -388,7 +398,7 @@ def _validate(
         problem = f"{labels['float8']}: batch_size x max_seq_len is {tokens}, not a multiple of 16"
         raise ConfigError(problem)
     if hp.lora_rank:
-        found = list(lora.problems(hp, hp))
+        found = list(lora.adapter_problems(hp, hp))
         if hp.init_from is None:
             problem = f"adapters of rank {hp.lora_rank} need weights to adapt; set init_from, or remove lora_rank"
             found.append(("lora_rank", problem))

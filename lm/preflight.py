@@ -36,7 +36,7 @@ from lm.plan.refusal import check_memory
 from lm.resume import ResumePlan, is_complete, plan_resume, start_date
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
-from lm.training import lora, parallelize
+from lm.training import parallelize
 from model import ModelConfig
 
 
@@ -178,7 +178,7 @@ class ResolvedRun:
         hp = self.hp
         parameters = f"{hp.n_parameters / 1e6:,.1f}M parameters"
         if hp.lora_rank:
-            parameters += f" and {lora.n_trained(hp, hp) / 1e6:,.1f}M in adapters"
+            parameters += f" and {hp.n_trained_parameters / 1e6:,.1f}M in adapters"
         dtype = str(self.amp_dtype or torch.float32).removeprefix("torch.")
         if hp.float8:
             dtype = f"float8 {hp.float8}"

@@ -103,7 +103,7 @@ def adapters_of(checkpoint: Path) -> lora.Adapters:
 def initial_adapters(hp: config.Hyperparameters, seed: int) -> dict[str, torch.Tensor]:
     model = lora.add_adapters(Transformer(hp), hp, None)
     parallelize.initialize_parameters(model, seed)
-    return lora.trained(model)
+    return lora.trained_parameters(model)
 
 
 def names_in_peft(family: str, hp: config.Hyperparameters) -> dict[str, str]:
@@ -293,7 +293,7 @@ def sizes(world: World, hyperparameters: dict[str, Any]) -> dict[str, int]:
 def test_the_base_is_frozen_in_the_compute_dtype_and_sharded(bases: dict[str, Path]) -> None:
     hyperparameters = settings(bases["llama"], lora_rank=4)
     hp = read_with_model_defaults(hyperparameters)
-    adapters = lora.n_trained(hp, hp)
+    adapters = hp.n_trained_parameters
     state = fit.state_bytes(hp, torch.bfloat16, 2)
     for found in run_ranks(2, sizes, hyperparameters):
         assert found == {"base": hp.n_parameters, "adapters": 2 * adapters} | {
@@ -319,7 +319,7 @@ def test_no_gradient_of_the_base_is_computed(chunked: bool, bases: dict[str, Pat
     shapes = lora.layer_shapes(hp)
     first = [shapes[name] for name in ("q_proj", "k_proj", "v_proj")]
     unneeded = sum(2 * out * inner + 2 * 3 * inner for out, inner in first)
-    expected = lora.flops_per_token(hp, hp) + other_half - unneeded
+    expected = hp.training_flops_per_token + other_half - unneeded
     assert counter.get_total_flops() == pytest.approx(expected * tokens.numel(), rel=1e-9)
 
 
@@ -332,7 +332,7 @@ def test_a_step_gathers_the_base_in_16_bits_and_reduces_adapters_alone(
     )
     hp = read_with_model_defaults(hyperparameters)
     *blocks, embedding, head = unit_sizes(hp)
-    adapters = lora.n_trained(hp, hp) // hp.n_layers
+    adapters = hp.n_trained_parameters // hp.n_layers
     gathered = [embedding, head, *(2 * [size + adapters for size in blocks])]
     wanted = Counter({("all-reduce", "control", 8): 1, ("all-reduce", 2, 4 * 14 * hp.n_layers): 1})
     wanted.update(("all-gather", 2, 2 * size) for size in gathered)
@@ -358,7 +358,7 @@ def adapters_on(world: World, hyperparameters: dict[str, Any]) -> dict[str, Any]
     model, _ = built(world, hyperparameters, None)
     found = {
         name: p.full_tensor().numpy()
-        for name, p in lora.trained(model).items()
+        for name, p in lora.trained_parameters(model).items()
         if isinstance(p, DTensor)
     }
     world.all_gather_object(None)  # no rank leaves while another one needs its store

@@ -26,7 +26,7 @@ from lm.checkpoint.tensor_files import load_weights
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
 from lm.runtime.world import World
-from lm.training.lora import Adapters, LoraConfig, n_trained
+from lm.training.lora import Adapters, LoraConfig, n_trained_parameters
 from model import Transformer
 
 
@@ -122,7 +122,7 @@ def read_adapters(directory: Path, manifest: Manifest) -> Adapters:
         raise ConfigError(f"{directory / MANIFEST}: {problem}") from None
     model = model_of(directory, manifest)
     # Before memory is allocated: of the float32 values of all adapters, and of the files.
-    needed = torch.float32.itemsize * n_trained(config, model)
+    needed = torch.float32.itemsize * n_trained_parameters(config, model)
     found = sum(entry.bytes for entry in _weight_records(manifest).values())
     if found < needed:
         problem = f"damaged: adapters of {needed:,} bytes; the files have {found:,}"

@@ -116,7 +116,7 @@ def count_units(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> 
         n_head += matrix
     width = itemsize(dtype)
     if hp.lora_rank:
-        n_adapters = lora.n_trained(hp, hp) // hp.n_layers
+        n_adapters = hp.n_trained_parameters // hp.n_layers
         embedding = Unit(n_embedding, 0, width * n_embedding)
         block = Unit(n_block + n_adapters, n_adapters, width * (n_block + n_adapters))
         head = Unit(n_head, 0, width * n_head)

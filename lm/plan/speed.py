@@ -13,7 +13,6 @@ from lm.config import Hyperparameters
 from lm.metrics.device import peak_flops_by_name
 from lm.plan.memory import count_units, float8_layers, itemsize
 from lm.plan.trace import trace
-from lm.training import lora
 from lm.training.offload import RESIDENT
 
 GB = 1e9
@@ -117,7 +116,7 @@ def step_time(
     hp: Hyperparameters, dtype: torch.dtype | None, card: Card, layout: Layout, n_micro_batches: int
 ) -> StepTime:
     """Predict a step of `n_micro_batches` micro-steps."""
-    model_flops = lora.flops_per_token(hp, hp) * hp.batch_size * hp.max_seq_len
+    model_flops = hp.training_flops_per_token * hp.batch_size * hp.max_seq_len
     compute = n_micro_batches * _compute_seconds(hp, dtype, card, model_flops)
     memory = n_micro_batches * _memory_seconds(hp, dtype, card)
 

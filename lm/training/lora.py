@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,10 +51,9 @@ class LoraConfig(BaseModel, frozen=True, extra="forbid"):
         if self.lora_rank is None:
             fields = LoraConfig.model_fields.items()
             unused = [key for key, field in fields if getattr(self, key) != field.default]
-            if unused:
-                raise ValueError(
-                    "\n".join(f"{key}: needs lora_rank; set it, or remove {key}" for key in unused)
-                )
+            problems = [f"{key}: needs lora_rank; set it, or remove {key}" for key in unused]
+            if problems:
+                raise ValueError("\n".join(problems))
         return self
 
     @property
@@ -68,30 +68,34 @@ class LoraLinear(nn.Module):
 
     def __init__(self, base: nn.Linear, config: LoraConfig) -> None:
         super().__init__()
-        assert config.lora_rank is not None
-        self.weight, self.bias = base.weight, base.bias
-        self.scale, self.dropout = config.lora_scale, config.lora_dropout
-        new = functools.partial(
-            nn.Linear, bias=False, device=base.weight.device, dtype=torch.float32
-        )
-        self.lora_A = new(base.in_features, config.lora_rank)
-        self.lora_B = new(config.lora_rank, base.out_features)
+        rank = config.lora_rank
+        assert rank is not None
+        self.weight = base.weight
+        self.bias = base.bias
+        self.scale = config.lora_scale
+        self.dropout = config.lora_dropout
+        options: dict[str, Any] = {"device": base.weight.device, "dtype": torch.float32}
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False, **options)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False, **options)
 
     def forward(self, x: Tensor) -> Tensor:  # (..., in) -> (..., out)
-        low = (
-            self.lora_A(F.dropout(x, self.dropout, self.training)) * self.scale
-        )  # the smallest tensor to scale
-        return F.linear(x, self.weight, self.bias) + self.lora_B(low)
+        low_rank = self.lora_A(F.dropout(x, self.dropout, self.training))
+        low_rank = low_rank * self.scale  # the smallest tensor to scale
+        return F.linear(x, self.weight, self.bias) + self.lora_B(low_rank)
 
 
 def add_adapters(model: Transformer, config: LoraConfig, dtype: torch.dtype | None) -> Transformer:
-    """Freeze `model` in `dtype` (None = float32) and add adapters, in place; nothing if `lora_rank` is null."""
+    """Freeze `model` in `dtype` (None = float32) and add adapters, in place.
+
+    Does nothing if `lora_rank` is null.
+    """
     if config.lora_rank is None:
         return model
     model.requires_grad_(False).to(dtype or torch.float32)
     for parent in list(model.blocks.modules()):
         for name, layer in list(parent.named_children()):
-            if isinstance(layer, nn.Linear) and name in (config.lora_targets or [name]):
+            is_target = config.lora_targets is None or name in config.lora_targets
+            if isinstance(layer, nn.Linear) and is_target:
                 parent.register_module(name, LoraLinear(layer, config))
     return model
 
@@ -117,50 +121,60 @@ def layer_shapes(model: ModelConfig) -> dict[str, tuple[int, int]]:
 @functools.lru_cache(maxsize=256)
 def _layer_shapes(config: str) -> dict[str, tuple[int, int]]:
     with torch.device("meta"):
-        modules = Block(ModelConfig.model_validate_json(config), 0).named_modules()
-    layers = (
-        (name.rpartition(".")[2], layer) for name, layer in modules if isinstance(layer, nn.Linear)
-    )
-    return {name: (layer.out_features, layer.in_features) for name, layer in layers}
+        block = Block(ModelConfig.model_validate_json(config), 0)
+    shapes = {}
+    for path, module in block.named_modules():
+        if isinstance(module, nn.Linear):
+            name = path.rpartition(".")[2]
+            shapes[name] = (module.out_features, module.in_features)
+    return shapes
 
 
-def problems(config: LoraConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
+def adapter_problems(config: LoraConfig, model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yield the keys whose values do not fit the model, with the reason and the remedy."""
     shapes = layer_shapes(model)
-    for name in dict.fromkeys(config.lora_targets or ()):
+    targets = list(dict.fromkeys(config.lora_targets or shapes))
+    for name in targets:
         if name not in shapes:
             yield "lora_targets", f"this model has no layer {name}; choose from {', '.join(shapes)}"
-    targets = {name: shapes[name] for name in config.lora_targets or shapes if name in shapes}
-    if targets and config.lora_rank:
-        name = min(targets, key=lambda name: min(targets[name]))
-        if config.lora_rank > min(targets[name]):
-            out, inner = targets[name]
-            limit = f"the smaller side of {name} ({out} x {inner}); use at most {min(out, inner)}"
-            yield "lora_rank", f"{config.lora_rank} exceeds {limit}"
+    known = [name for name in targets if name in shapes]
+    if not known or config.lora_rank is None:
+        return
+    smallest = min(known, key=lambda name: min(shapes[name]))
+    out, inner = shapes[smallest]
+    limit = min(out, inner)
+    if config.lora_rank > limit:
+        side = f"the smaller side of {smallest} ({out} x {inner})"
+        yield "lora_rank", f"{config.lora_rank} exceeds {side}; use at most {limit}"
 
 
-def n_trained(config: LoraConfig, model: ModelConfig) -> int:
+def n_trained_parameters(config: LoraConfig, model: ModelConfig) -> int:
     """Return the number of trained parameters: those of the adapters, or all."""
     if config.lora_rank is None:
         return model.n_parameters
     shapes = layer_shapes(model)
-    return (
-        model.n_layers
-        * config.lora_rank
-        * sum(sum(shapes[name]) for name in set(config.lora_targets or shapes))
-    )
+    targets = set(config.lora_targets or shapes)
+    # An adapter of a layer (out, in) has A (rank, in) and B (out, rank).
+    n_per_rank = sum(sum(shapes[name]) for name in targets)
+    return model.n_layers * config.lora_rank * n_per_rank
 
 
-def flops_per_token(config: LoraConfig, model: ModelConfig) -> float:
-    """Return `model.flops_per_token` in training at `max_seq_len`, without the gradients of frozen weights."""
+def training_flops_per_token(config: LoraConfig, model: ModelConfig) -> float:
+    """Return the FLOPs per token of forward and backward at `max_seq_len`, adapters included.
+
+    Of the six per weight of a matrix product (two each for the output, the gradient of the input
+    and the gradient of the weight), frozen weights need four, and adapters add six per weight.
+    """
     flops = model.flops_per_token(model.max_seq_len)
     if config.lora_rank is None:
         return flops
-    weights = model.n_layers * sum(out * inner for out, inner in layer_shapes(model).values())
-    return flops - 2 * (weights + model.vocab_size * model.d_model) + 6 * n_trained(config, model)
+    n_in_block = sum(out * inner for out, inner in layer_shapes(model).values())
+    n_in_head = model.vocab_size * model.d_model
+    n_frozen = model.n_layers * n_in_block + n_in_head
+    return flops - 2 * n_frozen + 6 * n_trained_parameters(config, model)
 
 
-def trained(model: nn.Module) -> dict[str, Tensor]:
+def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the live parameters that are trained; those of a checkpoint."""
     state = model.state_dict(keep_vars=True)  # FSDP reshards first
     return {name: tensor.detach() for name, tensor in state.items() if tensor.requires_grad}
@@ -172,14 +186,15 @@ class Adapters(dict[str, Tensor]):
     def __init__(self, config: LoraConfig, model: ModelConfig) -> None:
         with torch.device("meta"):
             adapted = add_adapters(Transformer(model), config, None)
-        super().__init__(
-            {name: torch.empty(tensor.shape) for name, tensor in trained(adapted).items()}
-        )
+        super().__init__()
+        for name, tensor in trained_parameters(adapted).items():
+            self[name] = torch.empty(tensor.shape)
         self.config = config
 
     def merge(self, name: str, weight: Tensor) -> None:
-        """Add what an adapter of the base weight `name`, if any, contributes to `weight`, in place."""
-        layer = name.rpartition(".")[0]
-        if name.endswith(".weight") and f"{layer}.lora_A.weight" in self:
-            change = self[f"{layer}.lora_B.weight"] @ self[f"{layer}.lora_A.weight"]
-            weight += (self.config.lora_scale * change).to(weight.device)
+        """Add what the adapter of the base weight `name`, if any, contributes, in place."""
+        layer = name.removesuffix(".weight")
+        a = self.get(f"{layer}.lora_A.weight")
+        b = self.get(f"{layer}.lora_B.weight")
+        if a is not None and b is not None:
+            weight += (self.config.lora_scale * (b @ a)).to(weight.device)
