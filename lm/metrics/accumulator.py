@@ -1,4 +1,4 @@
-"""Training metrics: sums kept on the device between reports, and one exchange between ranks per report."""
+"""Training metrics: sums kept on the device, and one exchange between ranks per report."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ class MetricsConfig(BaseModel, frozen=True, extra="forbid"):
     sample_rate: Unlogged[int | None] = Field(
         None,
         gt=0,
-        description="steps between samples; null = validation_rate if the data are text, else no samples",
+        description="steps between samples; null = validation_rate if the data are text, else no"
+        " samples",
     )
     tracker: Unlogged[TrackerName | list[TrackerName] | None] = Field(
         None,
-        description="services that are sent metrics, samples and status; a failure of theirs never ends the run",
+        description="services that are sent metrics, samples and status; a failure of theirs never"
+        " ends the run",
     )
 
 
@@ -63,7 +65,7 @@ class MetricSums(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 
 
 ON_DEVICE = ("loss_sum", "n_target_tokens", "grad_norm_sum", "n_taken", "n_skipped")
-"""The sums that are computed on the device."""
+"""The sums that are computed on the device, in the order of `MetricsAccumulator._sums`."""
 
 
 class MetricsAccumulator:
@@ -77,17 +79,21 @@ class MetricsAccumulator:
     def __init__(
         self, device: torch.device, world: World, flops_per_token: float, peak_flops: float | None
     ) -> None:
-        self._device, self._world = device, world
-        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
-        # consecutive skipped steps up to the last one, and most of them since the last report
-        self._streaks = torch.zeros(2, dtype=torch.float64, device=device)
+        self._device = device
+        self._world = world
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._consecutive_skipped = torch.zeros((), dtype=torch.float64, device=device)
+        """skipped steps since the last one that was taken"""
+        self._most_consecutive_skipped = torch.zeros((), dtype=torch.float64, device=device)
+        """since the last report"""
         self._load(MetricSums())
 
     def _load(self, sums: MetricSums) -> None:
-        self._sums = torch.tensor(
-            [getattr(sums, key) for key in ON_DEVICE], dtype=torch.float64, device=self._device
-        )
-        self.n_steps, self._n_tokens = sums.n_steps, sums.n_tokens
+        values = [getattr(sums, key) for key in ON_DEVICE]
+        self._sums = torch.tensor(values, dtype=torch.float64, device=self._device)
+        self.n_steps = sums.n_steps
+        self._n_tokens = sums.n_tokens
         self._data_seconds = sums.data_seconds
         self._save_seconds: float | None = None
         self._start_time = time.perf_counter() - sums.seconds
@@ -98,14 +104,17 @@ class MetricsAccumulator:
             self._load(MetricSums())
         elif len(ranks) == self._world.size:
             self._load(ranks[self._world.rank])
-        else:  # of another world size: rank 0 has the sum of all losses
-            loss_sum = math.fsum(sums.loss_sum for sums in ranks) if self._world.rank == 0 else 0.0
+        else:  # of another world size: rank 0 continues with the sum of all losses
+            loss_sum = 0.0
+            if self._world.rank == 0:
+                loss_sum = math.fsum(sums.loss_sum for sums in ranks)
             self._load(ranks[0].model_copy(update={"loss_sum": loss_sum}))
 
     def state_dict(self) -> MetricSums:
         """Return the sums since the last report; synchronizes with the device."""
+        on_device = dict(zip(ON_DEVICE, self._sums.tolist(), strict=True))
         return MetricSums(
-            **dict(zip(ON_DEVICE, self._sums.tolist(), strict=True)),
+            **on_device,
             n_steps=self.n_steps,
             n_tokens=self._n_tokens,
             seconds=time.perf_counter() - self._start_time,
@@ -126,7 +135,7 @@ class MetricsAccumulator:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Exclude the time of the block from training time, and report it as `save_stall_seconds`.
+        """Exclude the time of the block from training time; it is reported as `save_stall_seconds`.
 
         The block does not wait for what it starts on the device, such as the copy of an
         asynchronous checkpoint.
@@ -160,49 +169,51 @@ class MetricsAccumulator:
             skipped: 1.0 if the optimizer skipped the step, else 0.0. The loss and norm of a skipped
                 step do not count.
         """
-        loss_sum, grad_norm, skipped = (
-            x.to(self._device, torch.float64) for x in (loss_sum, grad_norm, skipped)
-        )
+        loss_sum = loss_sum.to(self._device, torch.float64)
+        grad_norm = grad_norm.to(self._device, torch.float64)
+        skipped = skipped.to(self._device, torch.float64)
         taken = 1 - skipped
-        loss_sum, grad_norm = torch.stack([loss_sum, grad_norm]).masked_fill(
-            skipped > 0, 0.0
-        )  # inf x 0 is NaN
+        # Not multiplied by `taken`: they can be inf, and inf x 0 is NaN.
+        counted = torch.stack([loss_sum, grad_norm]).masked_fill(skipped > 0, 0.0)
+        loss_sum, grad_norm = counted.unbind()
         self._sums += torch.stack([loss_sum, n_target_tokens * taken, grad_norm, taken, skipped])
-        consecutive = (self._streaks[0] + 1) * skipped
-        self._streaks = torch.stack([consecutive, torch.maximum(self._streaks[1], consecutive)])
+
+        self._consecutive_skipped = (self._consecutive_skipped + 1) * skipped
+        self._most_consecutive_skipped = torch.maximum(
+            self._most_consecutive_skipped, self._consecutive_skipped
+        )
         self.n_steps += 1
         self._n_tokens += n_tokens
 
     def report(self) -> tuple[dict[str, float], int]:
-        """Return the training metrics of all ranks since the last report and the most consecutive skipped steps.
+        """Return the training metrics of all ranks since the last report, and start again.
 
-        `loss` and `grad_norm` are missing if all steps were skipped.
+        Returns:
+            The metrics, without `loss` and `grad_norm` if all steps were skipped; and the most
+            consecutive skipped steps.
         """
         sums = self.state_dict()
         own = [sums.loss_sum, sums.data_seconds, peak_memory_gib(self._device)]
         ranks = self._world.all_gather(torch.tensor(own, dtype=torch.float64, device=self._device))
-        loss_sums, data_seconds, memory = zip(*ranks.tolist(), strict=True)
-        tokens_per_second = sums.n_tokens / sums.seconds
-        metrics = {
-            "peak_memory_gib": max(memory),
-            "skipped_steps": sums.n_skipped,
-            "step_seconds": sums.seconds / sums.n_steps,
-            "tokens_per_second": tokens_per_second,
-            "waiting_for_data_percent": 100 * max(data_seconds) / sums.seconds,
-        }
+        loss_sums, data_seconds, memory = ranks.T.tolist()
+
+        metrics: dict[str, float] = {}
         if sums.n_taken:
-            means = {
-                "loss": math.fsum(loss_sums) / sums.n_target_tokens,
-                "grad_norm": sums.grad_norm_sum / sums.n_taken,
-            }
-            metrics = means | metrics
+            metrics["loss"] = math.fsum(loss_sums) / sums.n_target_tokens
+            metrics["grad_norm"] = sums.grad_norm_sum / sums.n_taken
+        tokens_per_second = sums.n_tokens / sums.seconds
+        metrics["peak_memory_gib"] = max(memory)
+        metrics["skipped_steps"] = sums.n_skipped
+        metrics["step_seconds"] = sums.seconds / sums.n_steps
+        metrics["tokens_per_second"] = tokens_per_second
+        metrics["waiting_for_data_percent"] = 100 * max(data_seconds) / sums.seconds
         if self._save_seconds is not None:
             metrics["save_stall_seconds"] = self._save_seconds
-        if self._peak_flops is not None:
-            metrics["mfu"] = (
-                tokens_per_second * self._flops_per_token / (self._peak_flops * len(ranks))
-            )
-        most_consecutive_skipped = int(self._streaks[1].item())
-        self._streaks[1] = 0
+        if self._peak_flops is not None:  # model FLOPs utilization, of all devices together
+            flops_per_second = tokens_per_second * self._flops_per_token
+            metrics["mfu"] = flops_per_second / (self._peak_flops * len(ranks))
+
+        most_consecutive_skipped = int(self._most_consecutive_skipped.item())
+        self._most_consecutive_skipped = torch.zeros_like(self._most_consecutive_skipped)
         self._load(MetricSums())
         return metrics, most_consecutive_skipped
