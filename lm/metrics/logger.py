@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from lm.metrics.trackers import open_trackers
 
 
 class MetricLogger:
-    """Metrics, messages and progress on rank 0; on other ranks, which have no sinks, nothing is logged.
+    """Metrics, messages and progress on rank 0; other ranks have no sinks and log nothing.
 
     Methods raise RunError if a file of `run_dir`, which is None on a cluster, cannot be written.
     """
@@ -55,10 +55,8 @@ class MetricLogger:
             if self._run_dir is None:
                 raise
             where = error.filename or self._run_dir
-            problem = (
-                f"{where}: cannot write metrics ({error.strerror}); the last checkpoint is kept"
-            )
-            raise RunError(problem) from None
+            problem = f"cannot write metrics ({error.strerror}); the last checkpoint is kept"
+            raise RunError(f"{where}: {problem}") from None
 
     def start(
         self,
@@ -128,15 +126,18 @@ class MetricLogger:
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
-        if error:
-            self.set_status("failed")
-        with suppress(RunError) if error else nullcontext():  # the first error is the cause
+        if error is None:
+            self.close()
+            return
+        self.set_status("failed")
+        with suppress(RunError):  # the first error is the cause
             self.close()
 
     def close(self) -> None:
-        """Close all sinks; `info` still prints. Trackers receive the last status as the final one."""
+        """Close all sinks; `info` still prints. Trackers get the last status as the final one."""
         for sink in self._sinks:
             sink.end()
+        # The stack closes the last sink first, and all of them even if one fails.
         with self._oserror_as_run_error(), ExitStack() as stack:
             if self._log_sender:
                 stack.callback(self._log_sender.close)

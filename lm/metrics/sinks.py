@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -48,7 +48,7 @@ class Record:
 
 
 class Sink:
-    """A destination of what rank 0 logs. Subclasses override the methods that they need; all others do nothing."""
+    """A destination of what rank 0 logs. Subclasses override what they need."""
 
     def start(self, step: int) -> None:
         """Expect the first step after `step` completed steps."""
@@ -60,7 +60,10 @@ class Sink:
         """Show `line` to whoever watches the run."""
 
     def set_status(self, status: str) -> None:
-        """Show what the run does now; the last status is "completed", "stopped", or anything else after a failure."""
+        """Show what the run does now.
+
+        The last status is "completed", "stopped", or anything else after a failure.
+        """
 
     def on_step_end(self) -> None:
         """Show progress."""
@@ -70,6 +73,11 @@ class Sink:
 
     def close(self) -> None:
         """Write what is buffered, and release files and threads."""
+
+
+def _first_dropped_step(group: str, start: int, missing: Collection[str]) -> int:
+    """Return the first step whose records of `group` a run that starts after `start` logs again."""
+    return start if group in missing else start + 1
 
 
 class JSONL(Sink):
@@ -85,9 +93,12 @@ class JSONL(Sink):
 
     @staticmethod
     def _open(path: Path, start: int, missing: Collection[str]) -> TextIO:
-        records = read_records(path, {"group", "step"})
-        kept = [each for each in records if each["step"] < start + (each["group"] not in missing)]
-        replace_durably(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        def is_kept(record: dict[str, Any]) -> bool:
+            return record["step"] < _first_dropped_step(record["group"], start, missing)
+
+        records = filter(is_kept, read_records(path, {"group", "step"}))
+        lines = [json.dumps(record) + "\n" for record in records]
+        replace_durably(path, "".join(lines).encode())
         return open(path, "a", opener=open_regular)
 
     def write(self, record: Record) -> None:
@@ -125,15 +136,16 @@ class TensorBoard(Sink):
 
         self._excepthook = threading.excepthook
         threading.excepthook = self._print_exception
-        self._writers = {
-            group: SummaryWriter(
-                run_dir / group, purge_step=start + (group not in missing), flush_secs=10
-            )
-            for group in ("training", "validation")
-        }
-        shown = {key: value for key, value in hyperparameters.items() if value is not None}
-        for key, value in shown.items():
-            if not isinstance(value, str | int | float):
+        self._writers: dict[str, SummaryWriter] = {}
+        for group in ("training", "validation"):
+            purge_step = _first_dropped_step(group, start, missing)
+            writer = SummaryWriter(run_dir / group, purge_step=purge_step, flush_secs=10)
+            self._writers[group] = writer
+        shown: dict[str, str | int | float] = {}
+        for key, value in hyperparameters.items():
+            if isinstance(value, str | int | float):
+                shown[key] = value
+            elif value is not None:
                 shown[key] = str(value)
         experiment, session_start, self._session_end = hparams(shown, {"loss": 0.0})
         self._validation_file.add_summary(experiment)
@@ -154,17 +166,20 @@ class TensorBoard(Sink):
         if record.group == "sample":
             _add_sample(self._writers["validation"], record)
         elif record.group in self._writers:
+            writer = self._writers[record.group]
             for key, value in record.fields.items():
-                name = key if key == "loss" else f"{record.group}/{key}"
-                self._writers[record.group].add_scalar(name, value, record.step)
+                if key == "loss":
+                    name = key
+                else:
+                    name = f"{record.group}/{key}"
+                writer.add_scalar(name, value, record.step)
 
     def close(self) -> None:
         self._validation_file.add_summary(self._session_end)
         for writer in self._writers.values():
             writer.close()
-        threading.excepthook = (
-            self._excepthook
-        )  # after an error, the thread of another writer may still fail
+        # Only now: after an error in one writer, the thread of another may still fail.
+        threading.excepthook = self._excepthook
 
 
 def _add_sample(writer: SummaryWriter, record: Record) -> None:
@@ -242,22 +257,23 @@ class Console(Sink):
             from termcolor import can_colorize
             from tqdm import tqdm
 
-            color = "cyan" if can_colorize() else None
-            options: dict[str, Any] = {
-                "unit": "step",
-                "dynamic_ncols": True,
-                "smoothing": 0.1,
-                "colour": color,
-            }
-            self._bar = tqdm(total=self._max_steps, initial=step, **options)
+            self._bar = tqdm(
+                total=self._max_steps,
+                initial=step,
+                unit="step",
+                dynamic_ncols=True,
+                smoothing=0.1,
+                colour="cyan" if can_colorize() else None,
+            )
 
     def info(self, line: str) -> None:
         # A full disk, or a closed pipe such as that of head, does not end training.
-        with (
-            suppress(OSError),
-            nullcontext() if self._bar is None else self._bar.external_write_mode(),
-        ):
-            self._write(line)
+        with suppress(OSError):
+            if self._bar is None:
+                self._write(line)
+            else:
+                with self._bar.external_write_mode():
+                    self._write(line)
 
     def on_step_end(self) -> None:
         if not self._has_stepped:
@@ -272,7 +288,8 @@ class Console(Sink):
         elif record.group == "sample":
             self.info(f"{self._label(record)}\n{escape_control(record.sample)}\n")
         else:
-            self.info(f"{self._label(record)}  {'  '.join(self._shown(record))}".rstrip())
+            metrics = "  ".join(self._shown(record))
+            self.info(f"{self._label(record)}  {metrics}".rstrip())
 
     def _shown(self, record: Record) -> list[str]:
         shown: list[str] = []
@@ -282,17 +299,18 @@ class Console(Sink):
         if record.group == "training" and self._bar is None and record.step > self._start_step:
             from tqdm import tqdm
 
-            step_seconds = (time.monotonic() - self._start_time) / (record.step - self._start_step)
+            seconds = time.monotonic() - self._start_time
+            step_seconds = seconds / (record.step - self._start_step)
             left = tqdm.format_interval(step_seconds * (self._max_steps - record.step))
             shown.append(f"{self._dark('left')} {left}")
         return shown
 
     def _label(self, record: Record) -> str:
-        end = ""
-        if self._max_steps:
-            end = f"/{self._max_steps}"
         group = self._colored(f"{record.group:<10}", _COLORS[record.group])
-        return f"{group}  step {record.step:>{max(len(end) - 1, 1)}}{end}"
+        if not self._max_steps:
+            return f"{group}  step {record.step}"
+        width = len(str(self._max_steps))
+        return f"{group}  step {record.step:>{width}}/{self._max_steps}"
 
     def _dark(self, label: str) -> str:
         return self._colored(label, attrs=["dark"])
