@@ -51,18 +51,23 @@ class TrackedRun:
     id: str
     name: str
     hyperparameters: Mapping[str, Any]
-    directory: Path | None = None  # None on a cluster
+    directory: Path | None = None
+    """None on a cluster"""
     history: str = ""
     """text of metrics.jsonl and samples.jsonl"""
 
     def records(self) -> Iterator[Record]:
+        """Yield what earlier sessions of the run have logged."""
         for line in self.history.splitlines():
             fields = json.loads(line)
             yield Record(fields.pop("group"), fields.pop("step"), fields.pop("time"), fields)
 
 
 class Client:
-    """A run of a tracker. The constructor connects to it. All methods may block, and raise any error."""
+    """A run of a tracker, to which the constructor connects.
+
+    All methods may block, and raise any error.
+    """
 
     where: str
     """its URL or directory"""
@@ -71,6 +76,7 @@ class Client:
     """whether it is sent again what earlier sessions of the run have logged"""
 
     def write(self, record: Record) -> None:
+        """Send `record`."""
         raise NotImplementedError
 
     def keep_alive(self) -> None:
@@ -82,7 +88,10 @@ class Client:
 
 
 class WandB(Client):
-    """A run of Weights & Biases, written again at every start; on a cluster, which keeps no files of it, resumed."""
+    """A run of Weights & Biases, written again at every start.
+
+    On a cluster, which keeps no files of the run, it is resumed.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb
@@ -100,7 +109,9 @@ class WandB(Client):
         )
         self._run.define_metric("*", step_metric="step")  # W&B's own step can only increase
         self._to_html = wandb.Html
-        self.where = str(Path(self._run.dir).parent if self._run.offline else self._run.url)
+        self.where = str(self._run.url)
+        if self._run.offline:
+            self.where = str(Path(self._run.dir).parent)
 
     def write(self, record: Record) -> None:
         if record.group == "checkpoint":
@@ -114,11 +125,15 @@ class WandB(Client):
 
     def end(self, status: str) -> None:
         self._run.summary["status"] = status
-        self._run.finish(exit_code=int(status not in ("completed", "stopped")))
+        has_failed = status not in ("completed", "stopped")
+        self._run.finish(exit_code=1 if has_failed else 0)
 
 
 class MLflow(Client):
-    """A run of MLflow, found by its tag `run_id`. A report that MLflow has with the same loss is not sent."""
+    """A run of MLflow, found by its tag `run_id`.
+
+    A report that MLflow already has, with the same loss, is not sent.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
@@ -128,39 +143,50 @@ class MLflow(Client):
         self._to_metric = entities.Metric
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
         known = self._client.get_experiment_by_name(name)
-        experiment = known.experiment_id if known else self._client.create_experiment(name)
-        runs = self._client.search_runs([experiment], f"tags.run_id = '{run.id}'")
-        if not runs:
-            runs = [self._client.create_run(experiment, run_name=run.name, tags={"run_id": run.id})]
-        self._id = runs[0].info.run_id
+        if known:
+            experiment = known.experiment_id
+        else:
+            experiment = self._client.create_experiment(name)
+        found = self._client.search_runs([experiment], f"tags.run_id = '{run.id}'")
+        if found:
+            its_run = found[0]
+        else:
+            tags = {"run_id": run.id}
+            its_run = self._client.create_run(experiment, run_name=run.name, tags=tags)
+        self._id = its_run.info.run_id
         self._client.update_run(self._id, "RUNNING")
-        shown = runs[0].data.params | runs[0].data.tags
-        for key, hyperparameter in run.hyperparameters.items():
-            value = str(hyperparameter)[:6000]
-            if hyperparameter is not None and key not in shown:
-                self._client.log_param(self._id, key, value)
-            elif hyperparameter is not None and shown[key] != value:  # parameters cannot be changed
-                self._client.set_tag(self._id, key, value)
-        self._losses = {
-            (group, point.step): point.value
-            for group in ("training", "validation")
-            for point in self._client.get_metric_history(self._id, f"{group}/loss")
-        }
+        self._log_hyperparameters(run.hyperparameters, its_run.data.params | its_run.data.tags)
+        self._losses: dict[tuple[str, int], float] = {}
+        """of the reports that MLflow has, by group and step"""
+        for group in ("training", "validation"):
+            for point in self._client.get_metric_history(self._id, f"{group}/loss"):
+                self._losses[group, point.step] = point.value
         self.where = f"{self._client.tracking_uri}/#/experiments/{experiment}/runs/{self._id}"
+
+    def _log_hyperparameters(
+        self, hyperparameters: Mapping[str, Any], shown: Mapping[str, str]
+    ) -> None:
+        for key, hyperparameter in hyperparameters.items():
+            if hyperparameter is None:
+                continue
+            value = str(hyperparameter)[:6000]  # MLflow's longest
+            if key not in shown:
+                self._client.log_param(self._id, key, value)
+            elif shown[key] != value:  # parameters cannot be changed, tags can
+                self._client.set_tag(self._id, key, value)
 
     def write(self, record: Record) -> None:
         if record.group == "checkpoint":
-            self._client.set_tag(
-                self._id, "checkpoint", f"step {record.step}, {record.fields['uuid']}"
-            )
+            checkpoint = f"step {record.step}, {record.fields['uuid']}"
+            self._client.set_tag(self._id, "checkpoint", checkpoint)
         elif record.group == "sample":
             self._client.log_text(self._id, record.sample, f"samples/step-{record.step}.txt")
         elif self._losses.get((record.group, record.step)) != record.fields["loss"]:
             milliseconds = int(record.time * 1000)
-            metrics = [
-                self._to_metric(f"{record.group}/{key}", value, milliseconds, record.step)
-                for key, value in record.fields.items()
-            ]
+            metrics: list[Any] = []
+            for key, value in record.fields.items():
+                name = f"{record.group}/{key}"
+                metrics.append(self._to_metric(name, value, milliseconds, record.step))
             self._client.log_batch(self._id, metrics)
 
     def end(self, status: str) -> None:
@@ -193,29 +219,24 @@ class Determined(Client):
         config = {
             "name": run.name,
             "checkpoint_storage": {"type": "directory", "container_path": directory},
-            "searcher": {
-                "name": "single",
-                "metric": "loss",
-            },  # without a metric, the Overview has no chart
+            # Without a metric, the Overview has no chart.
+            "searcher": {"name": "single", "metric": "loss"},
         }
         body = {"config": json.dumps(config), "unmanaged": True}
         answer = session.put(f"api/v1/experiments/by-external-id/{run.id}", json=body)
         experiment = answer.json()["experiment"]["id"]
-        trial = {
-            "experimentId": experiment,
-            "hparams": dict(run.hyperparameters),
-            "unmanaged": True,
-        }
-        answer = session.put(
-            "api/v1/trials", json={"createTrialRequest": trial, "externalTrialId": run.id}
-        )
-        self._trial_id = answer.json()["trial"]["id"]
-        self._task_id = answer.json()["trial"]["taskId"]
+
+        hyperparameters = dict(run.hyperparameters)
+        trial = {"experimentId": experiment, "hparams": hyperparameters, "unmanaged": True}
+        body = {"createTrialRequest": trial, "externalTrialId": run.id}
+        created = session.put("api/v1/trials", json=body).json()["trial"]
+        self._trial_id = created["id"]
+        self._task_id = created["taskId"]
         self._trial = f"api/v1/trials/{self._trial_id}"
-        answer = session.post(
-            f"{self._trial}/start", json={"trialId": self._trial_id, "resume": True}
-        )
-        self._run_id = answer.json()["trialRunId"]
+
+        body = {"trialId": self._trial_id, "resume": True}
+        started = session.post(f"{self._trial}/start", json=body).json()
+        self._run_id = started["trialRunId"]
         self._session = session.with_retry(util.get_max_retries_config())
         self._next_beat = 0.0
         self.where = f"{master}/det/experiments/{experiment}"
@@ -236,37 +257,39 @@ class Determined(Client):
                 "reportTime": date,
                 "metrics": {"avgMetrics": record.fields},
             }
-            self._session.post(
-                f"{self._trial}/metrics", json={"group": record.group, "metrics": report}
-            )
+            body = {"group": record.group, "metrics": report}
+            self._session.post(f"{self._trial}/metrics", json=body)
 
     def _write_checkpoint(self, record: Record, date: str) -> None:
-        sizes: dict[str, dict[str, str]] = {}
-        with suppress(Exception):  # of object storage that does not answer now
-            for path, file in self._files.find(self._root, detail=True).items():
-                name, _, inside = path.removeprefix(f"{self._root}/").partition("/")
-                sizes.setdefault(name, {})[inside] = str(file["size"])
-        if (
-            record.fields["uuid"] not in sizes
-        ):  # already deleted by retention: the next one shows what is left
+        """Report the checkpoint of `record` with its files, and those that are deleted by now."""
+        sizes = self._checkpoint_files()
+        name = record.fields["uuid"]
+        if name not in sizes:  # deleted by retention: the next one shows what is left
             return
         checkpoint = {
-            "uuid": record.fields["uuid"],
+            "uuid": name,
             "taskId": self._task_id,
             "reportTime": date,
-            "resources": sizes[record.fields["uuid"]],
+            "resources": sizes[name],
             "state": "STATE_COMPLETED",
             "metadata": {"steps_completed": record.step},
             "training": {},
         }
         self._session.post("api/v1/checkpoints", json=checkpoint)
-        known = self._session.get(f"{self._trial}/checkpoints?states=STATE_COMPLETED").json()[
-            "checkpoints"
-        ]
-        for checkpoint in known:
-            if checkpoint["uuid"] not in sizes:
-                deleted = {"uuid": checkpoint["uuid"], "resources": {"resources": {}}}
+        answer = self._session.get(f"{self._trial}/checkpoints?states=STATE_COMPLETED")
+        for known in answer.json()["checkpoints"]:
+            if known["uuid"] not in sizes:
+                deleted = {"uuid": known["uuid"], "resources": {"resources": {}}}
                 self._session.patch("api/v1/checkpoints", json={"checkpoints": [deleted]})
+
+    def _checkpoint_files(self) -> dict[str, dict[str, str]]:
+        """Return the size of each file by checkpoint and path; none if storage does not answer."""
+        sizes: dict[str, dict[str, str]] = {}
+        with suppress(Exception):
+            for path, file in self._files.find(self._root, detail=True).items():
+                checkpoint, _, inside = path.removeprefix(f"{self._root}/").partition("/")
+                sizes.setdefault(checkpoint, {})[inside] = str(file["size"])
+        return sizes
 
     def keep_alive(self) -> None:
         if time.monotonic() >= self._next_beat:
@@ -293,9 +316,10 @@ def _log_in(master: str) -> Session:
         return authentication.login(master, user, password, cert)
     store = authentication.TokenStore(master)
     user = store.get_active_user()
-    token = store.get_token(user) if user else None
-    if user and token:
-        return api.Session(master, user, token, cert)
+    if user:
+        token = store.get_token(user)
+        if token:
+            return api.Session(master, user, token, cert)
     raise RunError(f"no login at {master}: run det user login NAME, or set DET_USER and DET_PASS")
 
 
@@ -307,7 +331,10 @@ _CLIENTS: dict[str, Callable[[TrackedRun], Client]] = {
 
 
 class Tracker(Sink):
-    """A sink that passes records to a client in a thread. The first error turns it off, with one line to `info`."""
+    """A sink that passes records to a client in a thread.
+
+    The first error turns it off, with one line to `info`.
+    """
 
     def __init__(self, name: str, run: TrackedRun, info: Callable[[str], None]) -> None:
         self._name = name
@@ -315,7 +342,7 @@ class Tracker(Sink):
         self._is_off = False
         self._status = ""
         self._waiting: queue.Queue[Record | None] = queue.Queue(MAX_WAITING)
-        """ends with None"""
+        """None is the end"""
         self._thread = threading.Thread(
             target=self._work, args=(run,), name=f"tracker-{name}", daemon=True
         )
@@ -390,26 +417,33 @@ def open_trackers(
     cluster_info: det.ClusterInfo | None,
     info: Callable[[str], None],
 ) -> list[Tracker]:
-    """Start the trackers that `hyperparameters` name, for the run in `directory`, or for the trial on a cluster."""
+    """Start the trackers that `hyperparameters` name, for the run in `directory` or the trial."""
     names = hyperparameters.get("tracker") or []
     if isinstance(names, str):
         names = [names]
     if names and directory:
-        history = "".join(
-            (directory / name).read_text() for name in ("metrics.jsonl", "samples.jsonl")
-        )
+        metrics = (directory / "metrics.jsonl").read_text()
+        samples = (directory / "samples.jsonl").read_text()
         run = TrackedRun(
-            _read_id(directory / "tracker_id"), directory.name, hyperparameters, directory, history
+            id=_read_or_create_id(directory / "tracker_id"),
+            name=directory.name,
+            hyperparameters=hyperparameters,
+            directory=directory,
+            history=metrics + samples,
         )
     elif names and cluster_info:
         trial = cluster_info.trial.trial_id
-        run = TrackedRun(f"{cluster_info.cluster_id}-{trial}", f"trial {trial}", hyperparameters)
+        run = TrackedRun(
+            id=f"{cluster_info.cluster_id}-{trial}",
+            name=f"trial {trial}",
+            hyperparameters=hyperparameters,
+        )
     else:
         return []
     return [Tracker(name, run, info) for name in dict.fromkeys(names)]
 
 
-def _read_id(path: Path) -> str:
+def _read_or_create_id(path: Path) -> str:
     with suppress(FileNotFoundError, ValueError):
         return uuid.UUID(read_bytes(path, 100).decode()).hex
     created = uuid.uuid4().hex
