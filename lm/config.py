@@ -1,9 +1,12 @@
-"""All hyperparameters as one flat mapping: read, validated and documented.
+"""All hyperparameters as one flat mapping: read, validated, explained and documented.
 
     python -m lm.config [KEY ...] [--presets]
 
 Lists all hyperparameters, describes each KEY, or lists the presets. `--write` writes
 docs/hyperparameters.md and its JSON Schema for editors.
+
+Reading order: `Hyperparameters`, then `read`, whose steps follow in its order; then how errors of
+pydantic become sentences, the pages, and the command.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ import math
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, create_model, field_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -30,7 +34,7 @@ from lm.errors import ConfigError, command
 from lm.fields import Fixed, Unlogged, aliases_of
 from lm.launch.console import announce
 from lm.metrics.accumulator import MetricsConfig
-from lm.training import lora
+from lm.training import float8, lora
 from lm.training.lora import LoraConfig
 from lm.training.optim import OptimConfig
 from lm.training.parallelize import ParallelConfig
@@ -55,7 +59,8 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
     max_epochs: Unlogged[float | None] = Field(
         None,
         le=1e6,
-        description="passes over the data, instead of max_steps; below 0 = only validate and generate",
+        description="passes over the data, instead of max_steps; below 0 = only validate and"
+        " generate",
         json_schema_extra={"aliases": ["num_train_epochs", "epochs"]},
     )
     seed: Fixed[int | None] = Field(
@@ -84,14 +89,22 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
         return epochs
 
     def run_length(self, steps_per_epoch: float | None) -> int:
-        """Return the number of steps, 0 to only validate and generate; `steps_per_epoch` is None for streamed data."""
+        """Return the number of steps, 0 to only validate and generate.
+
+        Args:
+            steps_per_epoch: None = streamed data.
+        """
         if self.max_epochs is None:
-            return self.max_steps or DEFAULT_STEPS
-        if steps_per_epoch is None and self.max_epochs > 0:
-            problem = "max_epochs: the length of a streamed dataset is unknown; set max_steps"
-            raise ConfigError(problem)
-        steps = max(0, math.ceil(self.max_epochs * (steps_per_epoch or 0.0)))
-        return min(steps, self.max_steps or steps)
+            return DEFAULT_STEPS if self.max_steps is None else self.max_steps
+        if self.max_epochs < 0:
+            return 0
+        if steps_per_epoch is None:
+            problem = "the length of a streamed dataset is unknown; set max_steps"
+            raise ConfigError(f"max_epochs: {problem}")
+        steps = math.ceil(self.max_epochs * steps_per_epoch)
+        if self.max_steps is not None:
+            steps = min(steps, self.max_steps)
+        return steps
 
 
 class Hyperparameters(
@@ -133,63 +146,34 @@ def _json_schema() -> dict[str, Any]:
 _SCHEMA = _json_schema()
 
 
-class _Strict(BaseModel, allow_inf_nan=False, str_min_length=1):
-    """Refuses values that pydantic accepts but no hyperparameter means: true as a number, inf, "", NUL, 2^63."""
-
-    @field_validator("*", mode="wrap")
-    @classmethod
-    def _refuse(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
-        parsed = validate(value)
-        if isinstance(parsed, int | float) and abs(parsed) >= 2**63:
-            raise ValueError(f"{_show(value)} is too large, 2^63 or more")
-        is_true_as_number = isinstance(value, bool) and not isinstance(parsed, bool)
-        if is_true_as_number or (isinstance(parsed, str) and "\0" in parsed):
-            raise PydanticCustomError("not_accepted", "")
-        return parsed
-
-
-_STRICT_PARTS = [create_model(part.__name__, __base__=(_Strict, part)) for part in PARTS]
-
-_Errors = dict[tuple[str, ...], ConfigError]
-"""by key, e.g. ("lr",) or ("rope_scaling", "factor")"""
-
-_PROBLEMS = {
-    "missing": "is missing; {accepted} is needed",
-    "extra_forbidden": "no such key{nearest}",
-    "string_type": "{value} is not {accepted}; put it in quotes",
-    "string_too_short": "{value} is empty; {accepted} is needed",
-    "value_error": "{message}",
-}
-"""What is wrong, by pydantic's error type; for all others, "{value} is not {accepted}"."""
-_TYPES = {
-    "integer": "an integer",
-    "boolean": "true or false",
-    "object": "a mapping",
-    "null": "null",
-}
-_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
-
-
-HELP = "python -m lm.config lists all hyperparameters, python -m lm.config KEY describes one."
-
-Defaults = Callable[[str], Mapping[str, Any]]
-"""Maps `init_from` to the hyperparameters that its model sets, and its tokenizer (None = it has none)."""
+# ---- the command line
 
 
 def as_overrides(arguments: Sequence[str]) -> list[str]:
     """Rewrite `--lr=1e-3` and `--lr 1e-3` on a command line to `lr=1e-3`."""
-    rewritten, rest = [], iter(arguments)
+    rewritten: list[str] = []
+    rest = iter(arguments)
     for argument in rest:
         key, equals, value = argument.removeprefix("--").partition("=")
-        if argument.startswith("--") and key not in ("", "config", "dry-run", "help"):
-            rewritten.append(f"{key.replace('-', '_')}={value if equals else next(rest, '')}")
-        else:
+        is_option = key in ("", "config", "dry-run", "help")
+        if is_option or not argument.startswith("--"):
             rewritten.append(argument)
+            continue
+        if not equals:
+            value = next(rest, "")
+        rewritten.append(f"{key.replace('-', '_')}={value}")
     return rewritten
 
 
+HELP = "python -m lm.config lists all hyperparameters, python -m lm.config KEY describes one."
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line of fsdp.py (default: that of this process): `config`, `overrides`, `dry_run`."""
+    """Parse the command line of fsdp.py: `config`, `overrides`, `dry_run`.
+
+    Args:
+        arguments: None = those of this process.
+    """
     parser = argparse.ArgumentParser(
         description="Train a language model with PyTorch FSDP.", epilog=HELP
     )
@@ -204,18 +188,30 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="check everything, print the memory of a step, then exit",
     )
-    return parser.parse_intermixed_args(
-        as_overrides(sys.argv[1:] if arguments is None else arguments)
-    )
+    if arguments is None:
+        arguments = sys.argv[1:]
+    return parser.parse_intermixed_args(as_overrides(arguments))
+
+
+# ---- reading
+
+ModelDefaults = Callable[[str], Mapping[str, Any]]
+"""Maps `init_from` to the hyperparameters of its model and its `tokenizer` (None = it has none).
+
+An empty mapping if it is a checkpoint, which has no defaults.
+"""
 
 
 def load(
     path: Path,
     overrides: Sequence[str],
-    defaults: Defaults | None = None,
+    defaults: ModelDefaults | None = None,
     trial: Mapping[str, Any] | None = None,
 ) -> Hyperparameters:
-    """Read the config of a Determined trial's experiment, or without one the experiment file at `path`; see `read`."""
+    """Read the config of a Determined trial, or without one the experiment file at `path`.
+
+    See `read`.
+    """
     if trial is not None:
         return read(trial, overrides, "trial", defaults=defaults)
     from lm import strict_yaml  # benchmarks.gpu runs without PyYAML
@@ -224,231 +220,384 @@ def load(
     return read(contents, overrides, str(path), lines, defaults)
 
 
+@dataclass
+class _Draft:
+    """Hyperparameters that are being read: what is set, where, and what is wrong with it."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    """where each key is set, as errors name it: `exp.yaml:12: lr`, or `argument lr`"""
+    arguments: set[str] = field(default_factory=set)
+    """keys that are set on the command line"""
+    errors: dict[tuple[str, ...], ConfigError] = field(default_factory=dict)
+    """by key, e.g. ("lr",) or ("rope_scaling", "factor")"""
+
+    def set(self, key: str, value: Any, label: str) -> None:
+        self.values[key] = value
+        self.labels[key] = label
+
+    def label(self, key: str) -> str:
+        return self.labels.get(key, key)
+
+    def refuse(self, key: str, problem: str, label: str | None = None) -> None:
+        """Add an error of `key`; `label` names what is wrong if it is not where the key is set."""
+        path = (key,)
+        self.errors[path] = ConfigError(f"{label or self.label(key)}: {problem}")
+
+    @property
+    def preset(self) -> Mapping[str, Any]:
+        """The keys that `model` sets."""
+        return PRESETS.get(str(self.values.get("model")), {})
+
+
 def read(
     contents: Mapping[str, Any],
     overrides: Sequence[str],
     name: str,
     lines: Mapping[str, int] | None = None,
-    defaults: Defaults | None = None,
+    defaults: ModelDefaults | None = None,
 ) -> Hyperparameters:
-    """Return the hyperparameters of an experiment's config, e.g. of the one that Determined passes to a trial.
+    """Return the hyperparameters of an experiment's config, e.g. of the one that a trial is passed.
+
+    The value of a key is the first of these that exists:
+
+        1. `key=value` on the command line
+        2. the preset of `model=NAME` on the command line
+        3. the config
+        4. the preset of `model` in the config
+        5. the model of `init_from`, with which 1 to 4 must agree
+        6. the default
+
+    A preset of a size in 2 also drops what else shapes the model in 3, and lora_rank=null on the
+    command line what shapes adapters.
 
     Args:
         overrides: `key=value`; the value is YAML, or for a key that accepts a string, the literal
             text.
         name: of the config in errors, with `lines` of its keys, e.g. `{"hyperparameters.lr": 12}`.
-        defaults: values of keys that are not set, by `init_from`; keys that are set must agree with
-            them.
+        defaults: None = `init_from` has none.
 
     Raises:
         ConfigError: lists every problem.
     """
-    raw = contents.get("hyperparameters")
-    raw = {} if raw is None else raw
-
-    def label(key: str) -> str:
-        line = f":{lines[key]}" if lines and key in lines else ""
-        return f"{name}{line}: {key.removeprefix('hyperparameters.')}"
-
-    if not isinstance(raw, dict):
-        raise ConfigError(
-            f"{label('hyperparameters')}: {_show(raw)} is not a mapping of keys to values"
-        )
-    values, labels = dict(raw), {key: label(f"hyperparameters.{key}") for key in raw}
-    errors: _Errors = {}
-    for key in lines or ():
-        if (
-            key in Hyperparameters.model_fields and key != "checkpoint_storage"
-        ):  # a section of Determined's, too
-            errors[(key,)] = ConfigError(
-                f"{label(key)}: is not part of hyperparameters; indent it below that line"
-            )
+    draft = _read_section(contents, name, lines or {})
     for override in overrides:
-        key, equals, text = override.partition("=")
-        key = key.strip()
-        if key and key.isprintable() and equals:
-            values[key], labels[key] = _parse_override(key, text), f"argument {key}"
-        else:
-            hint = (
-                f"; did you mean --config {override}?"
-                if override.endswith((".yaml", ".yml"))
-                else ""
-            )
-            errors[(override,)] = ConfigError(f"argument {_show(override)}: is not key=value{hint}")
-    # On the command line, a preset overrides what shapes the model in the file, and lora_rank=null
-    # its adapters.
-    preset = PRESETS.get(str(values.get("model")), {})
-    shape = preset.keys() | (
-        ModelConfig.model_fields.keys() - {"dropout"} if "d_model" in preset else set()
-    )
-    adapters = LoraConfig.model_fields.keys() if values.get("lora_rank") is None else set[str]()
-    for cause, keys in (("model", shape), ("lora_rank", adapters)):
-        if labels.get(cause) == f"argument {cause}":
-            replaced = [key for key in raw if key in keys and labels[key] != f"argument {key}"]
-            shown = ", ".join(f"{key}: {_show(values.pop(key))}" for key in replaced)
-            if shown:
-                announce(f"{cause}={values[cause] or 'null'} overrides {shown} of {name}")
-    for key, value in values.items():
-        match value:  # how Determined writes what a search varies
-            case {"type": "const", "val": constant}:
-                values[key] = constant
-            case {"type": "int" | "double" | "log" | "categorical"}:
-                advice = f"search ranges need a cluster; without one, set one value: {key}=VALUE"
-                errors[(key,)] = ConfigError(f"{labels[key]}: {advice}")
-    match contents.get("searcher"):
-        case {"max_length": {"batches": length}} | {"max_length": length} if length is not None:
-            if values.get("max_steps") is None and values.get("max_epochs") is None:
-                values["max_steps"], labels["max_steps"] = length, label("searcher.max_length")
-    if values.get("vocab_size") is None:
-        values.pop("vocab_size", None)
-    if defaults and isinstance(values.get("init_from"), str):
-        values |= _apply_defaults(defaults(values["init_from"]), values, labels, errors)
-    hp = _validate(values, labels, errors)
-    if hp.dataset == "synthetic" or "vocab_size" in PRESETS.get(hp.model or "", {}) | values:
+        _apply_override(draft, override)
+    _drop_replaced(draft, name)
+    _resolve_search(draft)
+    _apply_max_length(draft, contents, name, lines or {})
+    if draft.values.get("vocab_size") is None:
+        draft.values.pop("vocab_size", None)  # null lets the preset, or the tokenizer, set it
+    if defaults is not None and isinstance(draft.values.get("init_from"), str):
+        _apply_model_defaults(draft, defaults(draft.values["init_from"]))
+
+    hp = _validate(draft)
+    _check_combinations(hp, draft)
+    has_vocab_size = "vocab_size" in draft.values or "vocab_size" in draft.preset
+    if hp.dataset == "synthetic" or has_vocab_size:
         return hp
     return hp.model_copy(update={"vocab_size": default_vocab_size(hp)})
 
 
-def _apply_defaults(
-    defaults: Mapping[str, Any], values: Mapping[str, Any], labels: dict[str, str], errors: _Errors
-) -> dict[str, Any]:
-    """Return the values of the keys that are not set; report those that are set otherwise."""
-    if not defaults:
-        return {}
-    source = values["init_from"]
-    given = {**PRESETS.get(str(values.get("model")), {}), **values}
-    theirs = {key: value for key, value in defaults.items() if key in ModelConfig.model_fields}
-    structure = ModelConfig.model_validate(theirs).structure()
-    for key in structure.keys() & given.keys():
-        try:
-            same = (
-                ModelConfig.model_validate(theirs | {key: given[key]}).structure()[key]
-                == structure[key]
-            )
-        except ValidationError:
-            continue  # `_validate` reports it
-        if not same:
-            label = labels.get(key) or f"{labels['model']}: {key}"
-            problem = f"{_show(given[key])} differs from {_show(structure[key])} in {source}"
-            errors[(key,)] = ConfigError(f"{label}: {problem}; remove {key}, or use other weights")
-    missing = {
-        key: value for key, value in defaults.items() if key not in given and key != "tokenizer"
-    }
-    labels |= {key: f"init_from: {source}: {key}" for key in missing}
-    dataset, tokenizer = values.get("dataset", "synthetic"), values.get("tokenizer")
-    if tokenizer is None and dataset != "synthetic":
-        if defaults["tokenizer"] is None and dataset != "tokens":
-            problem = f"init_from: {source} has no tokenizer.json; set tokenizer to the one that it was trained with"
-            errors[("tokenizer",)] = ConfigError(problem)
-        missing["tokenizer"] = defaults["tokenizer"]
-        labels.setdefault("tokenizer", f"init_from: {source}: tokenizer")
-    elif isinstance(tokenizer, str) and defaults["tokenizer"] is not None:
-        try:
-            if load_tokenizer(tokenizer).identity != load_tokenizer(defaults["tokenizer"]).identity:
-                problem = f"{labels['tokenizer']}: {tokenizer} differs from the one in {source}; remove tokenizer"
-                errors[("tokenizer",)] = ConfigError(f"{problem}, or use other weights")
-        except ConfigError as error:
-            errors[("tokenizer",)] = error
-    return missing
+def _location(name: str, lines: Mapping[str, int], key: str) -> str:
+    """Return where `key`, e.g. "hyperparameters.lr", is set: "exp.yaml:12"."""
+    return f"{name}:{lines[key]}" if key in lines else name
+
+
+def _read_section(contents: Mapping[str, Any], name: str, lines: Mapping[str, int]) -> _Draft:
+    """Return what `hyperparameters:` sets; keys of it outside of it are errors."""
+    section = contents.get("hyperparameters")
+    if section is None:
+        section = {}
+    if not isinstance(section, dict):
+        where = _location(name, lines, "hyperparameters")
+        problem = f"{_show(section)} is not a mapping of keys to values"
+        raise ConfigError(f"{where}: hyperparameters: {problem}")
+    draft = _Draft()
+    for key, value in section.items():
+        where = _location(name, lines, f"hyperparameters.{key}")
+        draft.set(key, value, f"{where}: {key}")
+    misplaced = Hyperparameters.model_fields.keys() & lines.keys()
+    misplaced -= {"checkpoint_storage"}  # also a section of Determined's
+    for key in sorted(misplaced, key=lines.__getitem__):
+        problem = "is not part of hyperparameters; indent it below that line"
+        draft.refuse(key, problem, label=f"{_location(name, lines, key)}: {key}")
+    return draft
+
+
+def _apply_override(draft: _Draft, override: str) -> None:
+    """Set what the argument `key=value` says."""
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if key and key.isprintable() and equals:
+        draft.set(key, _parse_override(key, text), f"argument {key}")
+        draft.arguments.add(key)
+        return
+    problem = "is not key=value"
+    if override.endswith((".yaml", ".yml")):
+        problem += f"; did you mean --config {override}?"
+    draft.refuse(override, problem, label=f"argument {_show(override)}")
 
 
 def _parse_override(key: str, text: str) -> Any:
-    field = Hyperparameters.model_fields.get(key)
-    types = (field.annotation, *get_args(field.annotation)) if field else ()
+    """Return the value that `text` spells: YAML, or the text itself if `key` accepts a string."""
+    types: list[Any] = []
+    if key in Hyperparameters.model_fields:
+        annotation = Hyperparameters.model_fields[key].annotation
+        types = [annotation, *get_args(annotation)]
     is_mapping = text.startswith("{") and any(get_origin(kind) is dict for kind in types)
     if str in types and not is_mapping:
-        return None if text == "null" and type(None) in types else text
+        is_null = text == "null" and type(None) in types
+        return None if is_null else text
+    if not text.strip():
+        return ""
     from lm import strict_yaml
 
     try:
-        return strict_yaml.parse(text.strip(), "")[0] if text.strip() else ""
+        value, _ = strict_yaml.parse(text.strip(), "")
+        return value
     except ConfigError:
         return text
 
 
-def _validate(
-    values: Mapping[str, Any], labels: Mapping[str, str], errors: _Errors
-) -> Hyperparameters:
-    """Validate each part separately, so that an error in one does not hide the relations between keys of another."""
-    for key in values.keys() - Hyperparameters.model_fields.keys():
-        nearest = _nearest(key, Hyperparameters.model_fields)
-        errors[(key,)] = ConfigError(f"{labels[key]}: no such hyperparameter{nearest}")
-    for part in _STRICT_PARTS:
+def _drop_replaced(draft: _Draft, name: str) -> None:
+    """Drop what the config sets and `model` or `lora_rank` on the command line replaces."""
+    if "model" in draft.arguments:
+        shape = set(draft.preset)
+        if "d_model" in draft.preset:  # of one size, so nothing of another shape may remain
+            shape |= ModelConfig.model_fields.keys() - {"dropout"}
+        _drop(draft, shape, "model", name)
+    if "lora_rank" in draft.arguments and draft.values["lora_rank"] is None:
+        _drop(draft, LoraConfig.model_fields, "lora_rank", name)
+
+
+def _drop(draft: _Draft, keys: Collection[str], cause: str, name: str) -> None:
+    replaced = [key for key in draft.values if key in keys and key not in draft.arguments]
+    shown = [f"{key}: {_show(draft.values.pop(key))}" for key in replaced]
+    if shown:
+        value = draft.values[cause] or "null"
+        announce(f"{cause}={value} overrides {', '.join(shown)} of {name}")
+
+
+def _resolve_search(draft: _Draft) -> None:
+    """Resolve what Determined writes for keys of a search: a mapping with a `type`."""
+    for key, value in draft.values.items():
+        match value:
+            case {"type": "const", "val": constant}:
+                draft.values[key] = constant
+            case {"type": "int" | "double" | "log" | "categorical"}:
+                advice = f"without one, set one value: {key}=VALUE"
+                draft.refuse(key, f"search ranges need a cluster; {advice}")
+
+
+def _apply_max_length(
+    draft: _Draft, contents: Mapping[str, Any], name: str, lines: Mapping[str, int]
+) -> None:
+    """Let `searcher.max_length` be `max_steps` if nothing else says how long the run is."""
+    if draft.values.get("max_steps") is not None or draft.values.get("max_epochs") is not None:
+        return
+    match contents.get("searcher"):
+        case {"max_length": {"batches": length}} | {"max_length": length} if length is not None:
+            where = _location(name, lines, "searcher.max_length")
+            draft.set("max_steps", length, f"{where}: searcher.max_length")
+
+
+def _apply_model_defaults(draft: _Draft, defaults: Mapping[str, Any]) -> None:
+    """Set the keys that are not set to those of the model of `init_from`; refuse all others."""
+    if not defaults:
+        return
+    source = draft.values["init_from"]
+    given = {**draft.preset, **draft.values}
+    _check_structure(draft, given, defaults)
+    for key, value in defaults.items():
+        if key not in given and key != "tokenizer":
+            draft.set(key, value, f"init_from: {source}: {key}")
+
+    dataset = given.get("dataset", "synthetic")
+    tokenizer = given.get("tokenizer")
+    its_tokenizer = defaults["tokenizer"]
+    if tokenizer is None and dataset != "synthetic":
+        if its_tokenizer is None and dataset != "tokens":
+            remedy = "set tokenizer to the one that it was trained with"
+            draft.refuse("tokenizer", f"{source} has no tokenizer.json; {remedy}", "init_from")
+        label = draft.labels.get("tokenizer", f"init_from: {source}: tokenizer")
+        draft.set("tokenizer", its_tokenizer, label)
+    elif isinstance(tokenizer, str) and its_tokenizer is not None:
         try:
-            part.model_validate({key: values[key] for key in part.model_fields if key in values})
+            differs = load_tokenizer(tokenizer).identity != load_tokenizer(its_tokenizer).identity
+        except ConfigError as error:
+            path = ("tokenizer",)
+            draft.errors[path] = error
+            return
+        if differs:
+            problem = f"{tokenizer} differs from the one in {source}"
+            draft.refuse("tokenizer", f"{problem}; remove tokenizer, or use other weights")
+
+
+def _check_structure(draft: _Draft, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse keys of `given` with which the weights of `init_from` would mean another model."""
+    source = draft.values["init_from"]
+    its_keys = {key: value for key, value in defaults.items() if key in ModelConfig.model_fields}
+    structure = ModelConfig.model_validate(its_keys).structure()
+    for key in [key for key in structure if key in given]:
+        try:  # as structure() writes values, with what null stands for
+            value = ModelConfig.model_validate(its_keys | {key: given[key]}).structure()[key]
+        except ValidationError:
+            continue  # `_validate` reports it
+        if value != structure[key]:
+            label = draft.labels.get(key, f"{draft.label('model')}: {key}")  # of the preset
+            problem = f"{_show(given[key])} differs from {_show(structure[key])} in {source}"
+            remedy = f"remove {key}, or use other weights"
+            draft.refuse(key, f"{problem}; {remedy}", label)
+
+
+class _Strict(BaseModel, allow_inf_nan=False, str_min_length=1):
+    """Refuses what pydantic accepts but no key means: true as a number, inf, "", NUL, 2^63."""
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _refuse(cls, value: Any, validate: Callable[[Any], Any]) -> Any:
+        parsed = validate(value)
+        if isinstance(parsed, int | float) and abs(parsed) >= 2**63:
+            raise ValueError(f"{_show(value)} is too large, 2^63 or more")
+        is_true_as_number = isinstance(value, bool) and not isinstance(parsed, bool)
+        has_nul = isinstance(parsed, str) and "\0" in parsed
+        if is_true_as_number or has_nul:
+            raise PydanticCustomError("not_accepted", "")
+        return parsed
+
+
+_STRICT_PARTS = [create_model(part.__name__, __base__=(_Strict, part)) for part in PARTS]
+
+
+def _validate(draft: _Draft) -> Hyperparameters:
+    """Return the hyperparameters, or raise all errors in the order of the keys.
+
+    Each part is validated separately, so that an error in one does not hide the relations between
+    keys of another.
+    """
+    for key in draft.values.keys() - Hyperparameters.model_fields.keys():
+        nearest = _nearest(key, Hyperparameters.model_fields)
+        draft.refuse(key, f"no such hyperparameter{nearest}")
+    for part in _STRICT_PARTS:
+        its_values = {key: draft.values[key] for key in part.model_fields if key in draft.values}
+        try:
+            part.model_validate(its_values)
         except ValidationError as invalid:
-            # The innermost first: a mapping's wrong key hides that the mapping is not a string
-            # either.
-            for problem in sorted(invalid.errors(), key=lambda problem: -len(problem["loc"])):
-                for path, error in _explain(problem, values, labels).items():
-                    if not any(
-                        path == known[: len(path)] or known == path[: len(known)]
-                        for known in errors
-                    ):
-                        errors[path] = error
-    if errors:
-        position = {key: index for index, key in enumerate(values)}
-        raise ConfigError.merge(
-            errors[path] for path in sorted(errors, key=lambda path: position.get(path[0], -1))
-        )
-    hp = Hyperparameters.model_validate(values)
-    if (
-        hp.float8 and (tokens := hp.batch_size * hp.max_seq_len) % 16
-    ):  # the inner dimension of weight gradients
-        problem = f"{labels['float8']}: batch_size x max_seq_len is {tokens}, not a multiple of 16"
-        raise ConfigError(problem)
-    if hp.lora_rank:
-        found = list(lora.adapter_problems(hp, hp))
-        if hp.init_from is None:
-            problem = f"adapters of rank {hp.lora_rank} need weights to adapt; set init_from, or remove lora_rank"
-            found.append(("lora_rank", problem))
-        if hp.float8:
-            problem = f"{hp.float8} does not support adapters (lora_rank: {hp.lora_rank}); use float8: null"
-            found.append(("float8", problem))
-        if found:
-            raise ConfigError(*(f"{labels.get(key, key)}: {problem}" for key, problem in found))
-    return hp
+            _add_errors(draft, invalid)
+    if draft.errors:
+        position = {key: index for index, key in enumerate(draft.values)}
+        paths = sorted(draft.errors, key=lambda path: position.get(path[0], -1))
+        raise ConfigError.merge(draft.errors[path] for path in paths)
+    return Hyperparameters.model_validate(draft.values)
 
 
-def _explain(
-    problem: ErrorDetails, values: Mapping[str, Any], labels: Mapping[str, str]
-) -> _Errors:
-    message = problem["msg"].removeprefix("Value error, ")
-    if not problem[
-        "loc"
-    ]:  # relations between keys: one per line, which starts with a key and names the others
-        errors = {}
-        for line in message.splitlines():
-            key = line.partition(":")[0]
-            errors[(key,)] = ConfigError(labels.get(key, key) + line.removeprefix(key))
-        return errors
-    key, *rest = map(str, problem["loc"])
-    path, value, siblings, schema = (key,), values[key], {}, _SCHEMA["properties"][key]
-    for name in rest:  # also names of union members, e.g. "dict[str,float]"
+def _check_combinations(hp: Hyperparameters, draft: _Draft) -> None:
+    """Raise ConfigError for keys of different parts that do not fit together."""
+    n_tokens = hp.batch_size * hp.max_seq_len
+    if hp.float8 and n_tokens % float8.MULTIPLE:
+        problem = f"batch_size x max_seq_len is {n_tokens}, not a multiple of {float8.MULTIPLE}"
+        raise ConfigError(f"{draft.label('float8')}: {problem}")
+    if hp.lora_rank is None:
+        return
+    problems = list(lora.adapter_problems(hp, hp))
+    if hp.init_from is None:
+        problem = f"adapters of rank {hp.lora_rank} need weights to adapt"
+        problems.append(("lora_rank", f"{problem}; set init_from, or remove lora_rank"))
+    if hp.float8:
+        problem = f"{hp.float8} does not support adapters (lora_rank: {hp.lora_rank})"
+        problems.append(("float8", f"{problem}; use float8: null"))
+    if problems:
+        raise ConfigError(*(f"{draft.label(key)}: {problem}" for key, problem in problems))
+
+
+# ---- errors of pydantic as sentences
+
+_PROBLEMS = {
+    "missing": "is missing; {accepted} is needed",
+    "extra_forbidden": "no such key{nearest}",
+    "string_type": "{value} is not {accepted}; put it in quotes",
+    "string_too_short": "{value} is empty; {accepted} is needed",
+    "value_error": "{message}",
+}
+"""What is wrong, by pydantic's type of the error."""
+_OTHER_PROBLEM = "{value} is not {accepted}"
+_TYPES = {
+    "integer": "an integer",
+    "boolean": "true or false",
+    "object": "a mapping",
+    "null": "null",
+}
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+
+
+def _add_errors(draft: _Draft, invalid: ValidationError) -> None:
+    """Add the errors of a part to `draft`, one for each key."""
+    # The innermost first: a mapping's wrong key hides that the mapping is not a string either.
+    for problem in sorted(invalid.errors(), key=lambda problem: -len(problem["loc"])):
+        if problem["loc"]:
+            _add_error_of_value(draft, problem)
+        else:
+            _add_errors_of_relations(draft, problem)
+
+
+def _add_error(draft: _Draft, path: tuple[str, ...], error: ConfigError) -> None:
+    """Add `error` unless there is one of `path`, inside of it, or around it."""
+    for known in draft.errors:
+        n_common = min(len(path), len(known))
+        if path[:n_common] == known[:n_common]:
+            return
+    draft.errors[path] = error
+
+
+def _add_errors_of_relations(draft: _Draft, problem: ErrorDetails) -> None:
+    """Add the errors of a validator of the whole part: one per line, which starts with a key."""
+    for line in _message(problem).splitlines():
+        key = line.partition(":")[0]
+        error = ConfigError(draft.label(key) + line.removeprefix(key))
+        _add_error(draft, (key,), error)
+
+
+def _add_error_of_value(draft: _Draft, problem: ErrorDetails) -> None:
+    """Add the error of a key, or of one inside of its mapping."""
+    key, *inner = map(str, problem["loc"])
+    path = (key,)
+    value = draft.values[key]
+    schema = _SCHEMA["properties"][key]
+    siblings: Mapping[str, Any] = {}
+    for name in inner:
+        # pydantic also lists members of unions, e.g. "dict[str,float]", which are no keys.
         if isinstance(value, dict) and (name in value or problem["type"] == "missing"):
             siblings = _nested(schema)
-            path, value, schema = (
-                (*path, name),
-                value.get(name),
-                siblings.get(name, siblings.get("*", {})),
-            )
+            path = (*path, name)
+            value = value.get(name)
+            schema = siblings.get(name, siblings.get("*", {}))
+
+    template = _PROBLEMS.get(problem["type"], _OTHER_PROBLEM)
     is_item = isinstance(problem["loc"][-1], int)  # of a list, which is shown as one value
-    is_not_text = problem["type"] == "string_type" and isinstance(
-        value, dict | list
-    )  # with or without quotes
-    template = _PROBLEMS.get(
-        "" if is_item or is_not_text else problem["type"], "{value} is not {accepted}"
+    quotes_help = not isinstance(value, dict | list)
+    if is_item or (problem["type"] == "string_type" and not quotes_help):
+        template = _OTHER_PROBLEM
+    text = template.format(
+        value=_show(value),
+        accepted=_accepted(schema),
+        message=_message(problem),
+        nearest=_nearest(path[-1], siblings),
     )
-    accepted, nearest = _accepted(schema), _nearest(path[-1], siblings)
-    text = template.format(value=_show(value), accepted=accepted, message=message, nearest=nearest)
-    return {path: ConfigError(f"{'.'.join((labels[key], *path[1:]))}: {text}")}
+    label = ".".join([draft.label(key), *path[1:]])
+    _add_error(draft, path, ConfigError(f"{label}: {text}"))
+
+
+def _message(problem: ErrorDetails) -> str:
+    return problem["msg"].removeprefix("Value error, ")
 
 
 def _nested(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the JSON Schema of each key of a mapping that `schema` accepts, "*" for any key."""
     for option in schema.get("anyOf", ()):
         if "$ref" in option:
-            return _SCHEMA["$defs"][option["$ref"].rpartition("/")[2]]["properties"]
+            name = option["$ref"].rpartition("/")[2]
+            return _SCHEMA["$defs"][name]["properties"]
         if "additionalProperties" in option:
             return {"*": option["additionalProperties"]}
     return {}
@@ -456,7 +605,7 @@ def _nested(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _nearest(key: str, known: Iterable[str]) -> str:
     fields = Hyperparameters.model_fields
-    near = [ours for ours, field in fields.items() if key in aliases_of(field)]
+    near = [ours for ours, info in fields.items() if key in aliases_of(info)]
     if not near:
         near = difflib.get_close_matches(key.lower(), known, n=1)
     return f"; did you mean {near[0]}?" if near else "; python -m lm.config lists all"
@@ -471,7 +620,7 @@ def _show(value: Any) -> str:
 
 
 def _accepted(schema: Mapping[str, Any]) -> str:
-    """Describe the values that a JSON Schema accepts: "an integer > 0 or null", "one of relu, gelu, swiglu"."""
+    """Describe the values that a JSON Schema accepts, e.g. "an integer > 0 or null"."""
     match schema:
         case {"anyOf": options}:
             return " or ".join(map(_accepted, options))
@@ -487,87 +636,109 @@ def _accepted(schema: Mapping[str, Any]) -> str:
             return f"a list of {kind}s"
         case {"prefixItems": items}:
             return f"a list of {len(items)} {items[0]['type']}s"
-    bounds = " and ".join(
-        f"{sign} {schema[bound]:.15g}" for bound, sign in _BOUNDS.items() if bound in schema
-    )
     kind = schema.get("type", "object")
-    return f"{_TYPES.get(kind, f'a {kind}')} {bounds}".rstrip()
+    limits = [f"{sign} {schema[key]:.15g}" for key, sign in _BOUNDS.items() if key in schema]
+    described = _TYPES.get(kind, f"a {kind}")
+    if limits:
+        described += " " + " and ".join(limits)
+    return described
+
+
+# ---- the pages
+
+
+class _KeyRow(NamedTuple):
+    """A row of the table of keys."""
+
+    key: str
+    default: str
+    accepted: str
+    meaning: str
+
+
+class _PresetRow(NamedTuple):
+    """A row of the table of presets."""
+
+    name: str
+    size: str
+    keys: str
+
+
+def _key_rows(part: type[BaseModel]) -> Iterator[_KeyRow]:
+    """Yield a row for each key of `part`, and for each inside of a mapping."""
+    for key, info in part.model_fields.items():
+        schema = _SCHEMA["properties"][key]
+        default = json.dumps(info.default)
+        yield _KeyRow(key, default, _accepted(schema), schema["description"])
+        for name, inner in _nested(schema).items():
+            if name != "*":
+                path = f"{key}.{name}"
+                yield _KeyRow(path, "required", _accepted(inner), inner["description"])
+
+
+def _preset_rows() -> Iterator[_PresetRow]:
+    for name, preset in PRESETS.items():
+        millions = ModelConfig.model_validate({"model": name}).n_parameters / 1e6
+        keys = ", ".join(f"{key}: {json.dumps(value)}" for key, value in preset.items())
+        yield _PresetRow(name, f"{millions:,.0f}M", keys)
 
 
 def page() -> str:
     """Return docs/hyperparameters.md: the keys of every part, and the presets."""
     lines = [
-        "# Hyperparameters\n\nAll keys of `hyperparameters:` in an experiment file and of `key=value` arguments."
-    ]
-    lines += [
-        "`make docs` writes this page, and the [JSON Schema](hyperparameters.schema.json) for editors."
+        "# Hyperparameters",
+        "",
+        "All keys of `hyperparameters:` in an experiment file and of `key=value` arguments.",
+        "`make docs` writes this page, and the [JSON Schema](hyperparameters.schema.json) for"
+        " editors.",
     ]
     for part in PARTS:
+        path = Path(inspect.getfile(part)).relative_to(ROOT)
         summary = (part.__doc__ or "").partition("\n")[0]
-        lines += [f"\n## {Path(inspect.getfile(part)).relative_to(ROOT)}\n\n{summary}\n"]
-        lines += ["| key | default | accepted values | meaning |\n|---|---|---|---|"]
-        lines += [
-            f"| `{name}` | `{default}` | {accepted} | {text} |"
-            for name, default, accepted, text in _rows(part)
-        ]
-    lines += [
-        "\n## Presets\n\nValues of `model`. A key that is set in the file overrides the preset's.\n"
-    ]
-    lines += ["| model | parameters | keys |\n|---|---|---|"]
-    lines += [f"| `{name}` | {size} | {keys} |" for name, size, keys in _presets()]
+        lines += ["", f"## {path}", "", summary, ""]
+        lines += ["| key | default | accepted values | meaning |", "|---|---|---|---|"]
+        for row in _key_rows(part):
+            lines.append(f"| `{row.key}` | `{row.default}` | {row.accepted} | {row.meaning} |")
+    lines += ["", "## Presets", ""]
+    lines += ["Values of `model`. A key that is set in the file overrides the preset's.", ""]
+    lines += ["| model | parameters | keys |", "|---|---|---|"]
+    lines += [f"| `{row.name}` | {row.size} | {row.keys} |" for row in _preset_rows()]
     return "\n".join(lines) + "\n"
 
 
-def _presets() -> list[tuple[str, str, str]]:
-    sizes = {
-        name: ModelConfig.model_validate({"model": name}).n_parameters / 1e6 for name in PRESETS
-    }
-    keys = {
-        name: ", ".join(f"{key}: {json.dumps(value)}" for key, value in PRESETS[name].items())
-        for name in PRESETS
-    }
-    return [(name, f"{sizes[name]:,.0f}M", keys[name]) for name in PRESETS]
-
-
-def _rows(part: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield name, default, accepted values and meaning of the keys of `part`, including those inside of a mapping."""
-    for key, field in part.model_fields.items():
-        schema = _SCHEMA["properties"][key]
-        nested = {
-            f"{key}.{name}": ("required", inner)
-            for name, inner in _nested(schema).items()
-            if name != "*"
-        }
-        for name, (default, inner) in ({key: (json.dumps(field.default), schema)} | nested).items():
-            yield name, default, _accepted(inner), inner["description"]
-
-
-def _fit(rows: Sequence[tuple[str, str, str]]) -> str:
-    """Align `rows` in columns, the last of which is wrapped at the width of the terminal."""
-    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-    indent, width = (
-        " " * (first + second + 4),
-        max(first + second + 24, shutil.get_terminal_size().columns),
-    )
-    texts = [f"{name:<{first}}  {value:<{second}}  {text}" for name, value, text in rows]
-    return "\n".join(textwrap.fill(text, width, subsequent_indent=indent) for text in texts)
-
-
 def schema() -> str:
-    """Return docs/hyperparameters.schema.json: a value or a search range for each key; Determined's own are free."""
+    """Return docs/hyperparameters.schema.json, for editors.
+
+    A key accepts a value or a search range; Determined's own sections are free.
+    """
     types = ["const", "int", "double", "log", "categorical"]
     search = {"type": "object", "required": ["type"], "properties": {"type": {"enum": types}}}
-    keys = {
-        key: {"anyOf": [value, {"$ref": "#/$defs/Search"}]}
-        for key, value in _SCHEMA["properties"].items()
-    }
-    inner = {"type": "object", "additionalProperties": False, "properties": keys}
-    outer = {
+    reference = {"$ref": "#/$defs/Search"}
+    keys = {key: {"anyOf": [value, reference]} for key, value in _SCHEMA["properties"].items()}
+    section = {"type": "object", "additionalProperties": False, "properties": keys}
+    experiment = {
         "type": "object",
         "$defs": _SCHEMA["$defs"] | {"Search": search},
         "required": ["hyperparameters"],
+        "properties": {"hyperparameters": section},
     }
-    return json.dumps(outer | {"properties": {"hyperparameters": inner}}, indent=1) + "\n"
+    return json.dumps(experiment, indent=1) + "\n"
+
+
+# ---- the command
+
+
+def _align(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Align `rows` in columns, the last of which is wrapped at the width of the terminal."""
+    first = max(len(row[0]) for row in rows)
+    second = max(len(row[1]) for row in rows)
+    indent = first + second + 4
+    width = max(indent + 20, shutil.get_terminal_size().columns)
+    lines: list[str] = []
+    for left, middle, right in rows:
+        line = f"{left:<{first}}  {middle:<{second}}  {right}"
+        lines.append(textwrap.fill(line, width, subsequent_indent=" " * indent))
+    return "\n".join(lines)
 
 
 @command
@@ -588,17 +759,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (ROOT / "docs" / "hyperparameters.md").write_text(page())
         (ROOT / "docs" / "hyperparameters.schema.json").write_text(schema())
         return 0
-    if unknown := [key for key in args.keys if key not in Hyperparameters.model_fields]:
-        known = Hyperparameters.model_fields
-        raise ConfigError(
-            *(f"{key}: no such hyperparameter{_nearest(key, known)}" for key in unknown)
-        )
-    rows = [row for part in PARTS for row in _rows(part)]
-    shown = [(key, default, text) for key, default, _, text in rows if default != "required"]
-    if args.keys:
-        rows = [row for row in rows if row[0].partition(".")[0] in args.keys]
-        shown = [(key, default, f"{text} ({accepted})") for key, default, accepted, text in rows]
-    print(_fit(_presets() if args.presets else shown))
+    known = Hyperparameters.model_fields
+    unknown = [key for key in args.keys if key not in known]
+    if unknown:
+        problem = "no such hyperparameter"
+        raise ConfigError(*(f"{key}: {problem}{_nearest(key, known)}" for key in unknown))
+
+    rows: list[tuple[str, str, str]] = []
+    if args.presets:
+        rows.extend(_preset_rows())
+    else:
+        for part in PARTS:
+            for row in _key_rows(part):
+                if not args.keys and row.default != "required":
+                    rows.append((row.key, row.default, row.meaning))
+                elif row.key.partition(".")[0] in args.keys:
+                    rows.append((row.key, row.default, f"{row.meaning} ({row.accepted})"))
+    print(_align(rows))
     return 0
 
 
