@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lm.errors import ConfigError, RunError
-from lm.launch.launch import Launch, threads_are_given
+from lm.launch.launch import Launch, is_thread_count_set
 from lm.launch.machine import affinity, cpu_quota
 from lm.runtime.failures import as_run_error
 from lm.runtime.world import World
@@ -53,7 +53,7 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Wor
     device = choose_device(launch)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if launch.local_size == launch.world_size:
+    if launch.is_on_one_node:
         loopback = "lo" if sys.platform == "linux" else "lo0"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     try:
@@ -81,7 +81,7 @@ def _join(launch: Launch, device: torch.device, timeout: timedelta, cpu_offload:
     node, _ = dist.new_subgroups_by_enumeration(
         list(ranks_of_node.values()), timeout=timeout, backend="gloo"
     )
-    if not threads_are_given():
+    if not is_thread_count_set():
         cores_of_neighbors = [ranks[rank][1] for rank in ranks_of_node[launch.node_rank]]
         torch.set_num_threads(n_threads(cores, cores_of_neighbors))
     return World(launch, device, control, saver, node, store, timeout)
@@ -105,7 +105,7 @@ def _init_process_group(
     where = (
         f"rank {launch.rank} of {launch.world_size}, rendezvous at {launch.address}:{launch.port}"
     )
-    if launch.world_size > launch.local_size:
+    if not launch.is_on_one_node:
         _require_resolvable(launch, where)
     try:
         store = _make_store(launch, timeout)
@@ -177,7 +177,7 @@ def _make_store(launch: Launch, timeout: timedelta) -> dist.Store:
         agent_store = dist.TCPStore(launch.address, launch.port, launch.world_size, False, timeout)
         return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", agent_store)
     is_host = launch.rank == 0
-    if launch.local_size < launch.world_size:
+    if not launch.is_on_one_node:
         return dist.TCPStore(launch.address, launch.port, launch.world_size, is_host, timeout)
     address = "127.0.0.1"
     # By default, TCPStore listens on all interfaces.
