@@ -76,7 +76,7 @@ def test_the_limits_of_a_container_are_at_the_root_of_its_mount(tree: Tree) -> N
 def test_the_quota_of_a_pod_is_in_its_cgroup(limit: str, quota: float, tree: Tree) -> None:
     tree("0::/kubepods/pod1/c\n", **{"kubepods/pod1/cpu.max": limit})
     assert machine.cpu_quota() == quota
-    assert machine.usable_cores() == min(4, len(machine.affinity()))
+    assert machine.usable_cores() == min(4, len(machine.cpu_affinity()))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What this process may use of its machine, as far as is known without PyTorch: cores, memory, GPUs, the allocator."""
+"""What this process may use of its machine, without PyTorch: cores, memory, GPUs, the allocator."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import os
 import re
 import sys
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
 
 SPIN_COUNT = 10_000
-"""how often a waiting thread looks before it sleeps"""
+"""How often a waiting thread looks before it sleeps."""
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_MAX = -4
+"""Parameters of mallopt, as in malloc.h."""
 
 
-def affinity() -> set[int]:
+def cpu_affinity() -> set[int]:
     """Return the cores on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
@@ -28,45 +30,62 @@ def affinity() -> set[int]:
 
 
 def cpu_quota() -> float:
-    """Return how many cores' time the cgroups of this process allow, e.g. of `docker run --cpus`; inf = no limit."""
+    """Return how many cores' time this process may use, e.g. by `docker run --cpus`; inf = all."""
     quota = math.inf
     for directory in _cgroup_directories("cpu"):
-        version2 = directory / "cpu.max"
-        version1 = directory / "cpu.cfs_quota_us"
-        if version2.exists():
-            allowed, period = version2.read_text().split()
-        elif version1.exists():
-            allowed = version1.read_text().strip()
-            period = (directory / "cpu.cfs_period_us").read_text()
-        else:
-            continue
-        if allowed.isdigit():  # no limit is "max" in version 2 and -1 in version 1
-            quota = min(quota, int(allowed) / int(period))
+        quota = min(quota, _cpu_limit(directory))
     return quota
 
 
+def _cpu_limit(cgroup: Path) -> float:
+    """Return how many cores' time is allowed by the files of one cgroup; inf = no limit."""
+    version2 = cgroup / "cpu.max"
+    version1 = cgroup / "cpu.cfs_quota_us"
+    if version2.exists():
+        microseconds, period = version2.read_text().split()
+    elif version1.exists():
+        microseconds = version1.read_text().strip()
+        period = (cgroup / "cpu.cfs_period_us").read_text()
+    else:
+        return math.inf
+    if not microseconds.isdigit():  # no limit is "max" in version 2 and -1 in version 1
+        return math.inf
+    return int(microseconds) / int(period)
+
+
 def usable_cores() -> int:
-    """Return the number of cores that this process can keep busy: those of its affinity or its quota, at least 1."""
-    return max(1, int(min(len(affinity()), cpu_quota())))
+    """Return how many cores this process can keep busy by its affinity and quota, at least 1."""
+    cores = min(len(cpu_affinity()), cpu_quota())
+    return max(1, int(cores))
 
 
-def host_memory() -> tuple[int, int]:
-    """Return the bytes of memory of this machine, or of its job or container, and how many of them are available."""
+class HostMemory(NamedTuple):
+    """Memory of this machine, or of the job or the container that this process belongs to."""
+
+    total: int
+    """bytes"""
+    available: int
+    """bytes"""
+
+
+def host_memory() -> HostMemory:
+    """Return the memory that this process may use."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for directory in _cgroup_directories("memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):  # of version 2 and of version 1
             limit = directory / name
             if limit.exists() and limit.read_text().strip().isdigit():
                 total = min(total, int(limit.read_text()))
+    available = total
     if MEMINFO.exists():
         found = re.search(r"MemAvailable: +(\d+) kB", MEMINFO.read_text())
         if found:
-            return total, min(total, int(found[1]) * 1024)
-    return total, total
+            available = min(total, int(found[1]) * 1024)
+    return HostMemory(total, available)
 
 
 def _cgroup_directories(controller: str) -> list[Path]:
-    """Return the directories of this process's cgroup and of its ancestors, all of whose limits hold.
+    """Return the directories of this process's cgroup and its ancestors, whose limits all hold.
 
     A container that shows the host's path has its own cgroup at the root of the mount.
     """
@@ -82,15 +101,15 @@ def _cgroup_directories(controller: str) -> list[Path]:
         else:
             continue
         path = PurePosixPath(name)
-        directories += [mount / part.relative_to("/") for part in (path, *path.parents)]
+        directories += [mount / cgroup.relative_to("/") for cgroup in (path, *path.parents)]
     return directories
 
 
 def has_gpu() -> bool:
     """Return whether the machine has an NVIDIA or AMD GPU, or that of WSL 2."""
-    return any(
-        path for device in ("nvidia[0-9]*", "kfd", "dxg") for path in Path("/dev").glob(device)
-    )
+    devices = Path("/dev")
+    nvidia, amd, wsl = "nvidia[0-9]*", "kfd", "dxg"
+    return any(any(devices.glob(pattern)) for pattern in (nvidia, amd, wsl))
 
 
 def share_cores() -> None:
@@ -105,10 +124,10 @@ def share_cores() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse freed memory if training runs on the CPU, to save page faults in every step."""
+    """Make glibc reuse freed memory for training on the CPU, to save page faults in every step."""
     if sys.platform != "linux" or has_gpu():
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only in glibc
     if mallopt is not None:
-        mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
+        mallopt(M_MMAP_MAX, 0)  # no large block is mapped, and so unmapped when it is freed
+        mallopt(M_TRIM_THRESHOLD, -1)  # the heap is never returned to the system

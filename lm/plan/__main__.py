@@ -252,7 +252,7 @@ def _ranks(args: argparse.Namespace, hp: Hyperparameters, card: speed.Card) -> f
     if args.host_memory:
         host_bytes = args.host_memory * GIB
     elif torch.cuda.is_available() and card.name in torch.cuda.get_device_name():
-        host_bytes = host_memory()[0]
+        host_bytes = host_memory().total
     gpu_bytes = round((args.memory or card.gib) * GIB)
     return fit.Ranks(
         DTYPES[hp.amp_dtype], "cuda", args.gpus, args.gpus // args.nodes, gpu_bytes, host_bytes

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from lm.errors import ConfigError, RunError
 from lm.launch.launch import Launch, is_thread_count_set
-from lm.launch.machine import affinity, cpu_quota
+from lm.launch.machine import cpu_affinity, cpu_quota
 from lm.runtime.failures import as_run_error
 from lm.runtime.world import World
 
@@ -71,7 +71,7 @@ def _join(launch: Launch, device: torch.device, timeout: timedelta, cpu_offload:
     store = _init_process_group(launch, device, timeout, cpu_offload)
     control: Any = dist.new_group(backend="gloo", timeout=timeout)
     saver: Any = dist.new_group(backend="gloo", timeout=timeout)
-    cores = affinity()
+    cores = cpu_affinity()
     ranks: list[Any] = [None] * launch.world_size
     dist.all_gather_object(ranks, (launch.node_rank, cores), group=control)
     ranks_of_node: dict[int, list[int]] = {}
