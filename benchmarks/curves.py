@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import ROOT, environment, launched
-from lm.launch.spawn import default_processes
+from lm.launch.spawn import default_n_ranks
 from lm.report import RunRecords
 
 REFERENCE = ["amp_dtype=null", "compile=false"]
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--nproc", type=int, default=default_processes())
+    parser.add_argument("--nproc", type=int, default=default_n_ranks())
     args = parser.parse_args()
     reference = losses(args.config, [*args.overrides, *REFERENCE], args.steps, args.nproc)
     print("| dtype | first loss | last tenth | largest deviation |\n|---|---|---|---|")

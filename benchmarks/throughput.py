@@ -38,7 +38,7 @@ from benchmarks.common import ROOT, SHARES, environment, launched, shares, sprea
 from benchmarks.contender import MARK, as_llama
 from lm import config
 from lm.data.loader import derive_global_batch_size
-from lm.launch.spawn import default_processes
+from lm.launch.spawn import default_n_ranks
 
 CONTENDERS = ["ours+compile=true", "fsdp1-float32", "fsdp1-bfloat16", "transformers"]
 CONTENDERS += ["torchtitan"] if find_spec("torchtitan") else []
@@ -252,9 +252,7 @@ def main() -> None:
     parser.add_argument(
         "--sweep", nargs="+", default=[], metavar="key=a,b,c", help="measure all combinations"
     )
-    parser.add_argument(
-        "--nproc", type=int, default=default_processes(), help="ranks (%(default)s)"
-    )
+    parser.add_argument("--nproc", type=int, default=default_n_ranks(), help="ranks (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="per round (%(default)s)")
     parser.add_argument(

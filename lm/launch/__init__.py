@@ -1,1 +1,1 @@
-"""Launchers: the environment variables they set, and a launcher for several ranks on one machine."""
+"""Launchers: the environment variables they set, and one for several ranks on one machine."""

@@ -1,4 +1,4 @@
-"""Lines that rank 0 prints while a command starts, and the error that torchrun repeats at its end."""
+"""Lines that rank 0 prints while a command starts, and the error that torchrun repeats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lm.launch.launch import is_rank0
 START = time.monotonic()
 
 
-def elapsed() -> str:
+def format_elapsed() -> str:
     """Return the seconds since the command started, as the start of a line."""
     return f"{time.monotonic() - START:6.1f} s"
 
@@ -22,19 +22,17 @@ def elapsed() -> str:
 def announce(what: str) -> None:
     """Print on rank 0 what starts now, and when."""
     if is_rank0():
+        line = f"{format_elapsed()}  {what}\n"
         with suppress(OSError):  # a full disk, or head has closed the pipe
-            sys.stdout.write(
-                f"{elapsed()}  {what}\n"
-            )  # one write: srun labels every write of an unbuffered stream
+            sys.stdout.write(line)  # in one write, as srun labels each of an unbuffered stream
             sys.stdout.flush()
 
 
 def record_error(text: str) -> None:
     """Write `text` to where torchrun reads what it prints at the end of its report of a failure."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        # The format of torchrun's @record.
+        message = {"message": text, "extraInfo": {"timestamp": int(time.time())}}
         with suppress(OSError):  # of another torchrun that has ended
-            message = {
-                "message": text,
-                "extraInfo": {"timestamp": int(time.time())},
-            }  # the format of its @record
             Path(path).write_text(json.dumps({"message": message}))

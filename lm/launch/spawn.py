@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import socket
@@ -21,11 +22,18 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from lm.errors import ConfigError
 from lm.launch.console import announce
 from lm.launch.machine import has_gpu
 from lm.launch.startup import require_torch
 
-GRACE = 1.0  # seconds that the other ranks have to end when one fails
+GRACE = 1.0
+"""Seconds that the other ranks have to end when one fails."""
+GRACE_TO_AGREE = 5.0
+"""Seconds that they have when it refuses its configuration, as all do; rank 0 prints the error."""
+
+PR_SET_PDEATHSIG = 1
+"""of prctl, as in linux/prctl.h"""
 
 
 def run_and_exit(main: Callable[[], int]) -> NoReturn:
@@ -46,14 +54,17 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     os._exit(code)
 
 
-def default_processes() -> int:
+def default_n_ranks() -> int:
     """Return the number of GPUs, or 2 without GPUs."""
     if not has_gpu():
         return 2
     announce("importing PyTorch to count the GPUs")
     import torch
 
-    return torch.cuda.device_count() or 2
+    n_gpus = torch.cuda.device_count()
+    if n_gpus == 0:
+        return 2
+    return n_gpus
 
 
 def free_port() -> int:
@@ -64,26 +75,28 @@ def free_port() -> int:
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> None:
-    """Make the kernel send `signum` to this process when its parent ends, even by SIGKILL (only on Linux)."""
+    """Make the kernel send `signum` to this process when its parent ends, even by SIGKILL.
+
+    Does nothing on systems other than Linux.
+    """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signum)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
-def run_local(command: list[str], processes: int) -> int:
-    """Run `command` on `processes` ranks on this machine and wait for them.
+def run_local(command: list[str], n_ranks: int) -> int:
+    """Run `command` on `n_ranks` ranks on this machine and wait for them.
 
     When a rank fails, the other ranks receive SIGTERM, and after `GRACE` SIGKILL, because they may
-    hang in a collective. When it exits with code 2 (bad configuration), they have 5 x `GRACE` to
-    find the same error.
+    hang in a collective. When it exits with code 2 (bad configuration), they have `GRACE_TO_AGREE`
+    to find the same error.
 
     Returns:
         0, or the exit code of the first rank that failed (128 + signal number if a signal killed
         it).
     """
-    size = str(processes)
     common = os.environ | {
-        "WORLD_SIZE": size,
-        "LOCAL_WORLD_SIZE": size,
+        "WORLD_SIZE": str(n_ranks),
+        "LOCAL_WORLD_SIZE": str(n_ranks),
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
     }
@@ -93,45 +106,60 @@ def run_local(command: list[str], processes: int) -> int:
 
     def forward(signum: int, _frame: object) -> None:
         forwarded.append(signum)
-        for rank in ranks:
-            rank.send_signal(signum)
+        for process in ranks:
+            process.send_signal(signum)
 
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(signum, forward)
-    for number in range(processes):
-        env = common | {"RANK": str(number), "LOCAL_RANK": str(number)}
+    for rank in range(n_ranks):
+        env = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         # In a new session, ranks receive Ctrl-C only from this process and not also from the
         # terminal.
-        ranks.append(
-            subprocess.Popen(command, env=env, start_new_session=True, preexec_fn=die_with_parent)
+        process = subprocess.Popen(
+            command, env=env, start_new_session=True, preexec_fn=die_with_parent
         )
+        ranks.append(process)
         for signum in forwarded:  # before this rank started
-            ranks[-1].send_signal(signum)
+            process.send_signal(signum)
+    return _wait_for(ranks, forwarded)
 
-    running, failure, deadline = list(ranks), 0, float("inf")
+
+def _wait_for(ranks: list[subprocess.Popen[bytes]], forwarded: list[int]) -> int:
+    """Wait until all ranks have ended; stop the others when one fails. Return the exit code.
+
+    Args:
+        forwarded: the signals that the ranks have received; the list grows meanwhile.
+    """
+    running = list(ranks)
+    failure = 0
+    deadline = math.inf
     while running:
         time.sleep(0.05)
-        for rank in [r for r in running if r.poll() is not None]:
-            running.remove(rank)
-            if rank.returncode and not failure:
-                failure = rank.returncode
-                bad_config = (
-                    failure == 2
-                )  # the other ranks find the same error, which rank 0 prints
-                deadline = time.monotonic() + (5 * GRACE if bad_config else GRACE)
-                if -failure in forwarded:
-                    print("stopped before the first step", file=sys.stderr)
-                elif failure < 0:
-                    killed = (
-                        f"rank {ranks.index(rank)} was killed by {signal.Signals(-failure).name}"
-                    )
-                    print(f"{killed}; stopping the others", file=sys.stderr)
-                for other in [] if bad_config else running:
-                    other.terminate()
+        ended = [process for process in running if process.poll() is not None]
+        for process in ended:
+            running.remove(process)
+            if process.returncode == 0 or failure != 0:
+                continue
+            failure = process.returncode
+            if failure == ConfigError.exit_code:
+                deadline = time.monotonic() + GRACE_TO_AGREE
+                continue
+            deadline = time.monotonic() + GRACE
+            if -failure in forwarded:
+                print("stopped before the first step", file=sys.stderr)
+            elif failure < 0:
+                killed = (
+                    f"rank {ranks.index(process)} was killed by {signal.Signals(-failure).name}"
+                )
+                print(f"{killed}; stopping the others", file=sys.stderr)
+            for other in running:
+                other.terminate()
         if time.monotonic() > deadline:
             for other in running:
                 os.killpg(other.pid, signal.SIGKILL)  # including its child processes
-    return failure if failure >= 0 else 128 - failure
+    if failure < 0:
+        return 128 - failure
+    return failure
 
 
 def main() -> int:
@@ -148,6 +176,7 @@ def main() -> int:
     require_torch()
     if args.nproc is not None and args.nproc < 1:
         parser.error(f"--nproc {args.nproc}: use at least 1")
-    return run_local(
-        [sys.executable, args.script, *args.arguments], args.nproc or default_processes()
-    )
+    n_ranks = args.nproc
+    if n_ranks is None:
+        n_ranks = default_n_ranks()
+    return run_local([sys.executable, args.script, *args.arguments], n_ranks)

@@ -1,4 +1,4 @@
-"""What a training process sets up before it imports PyTorch. Imports nothing that is not installed with Python."""
+"""What a training process sets up before it imports PyTorch, with the standard library only."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ OLDEST_TORCH = (2, 11)
 
 
 def require_torch() -> None:
-    """Exit with code 2 if Python is too old, or PyTorch missing or too old. Call before importing torch."""
+    """Exit with code 2 if Python is too old, or PyTorch missing or too old.
+
+    Call it before torch is imported, which may fail.
+    """
     if sys.version_info[:2] < OLDEST_PYTHON:
-        sys.exit(
-            f"Python: {sys.executable} is {sys.version.split()[0]}; use {'.'.join(map(str, OLDEST_PYTHON))} or newer"
-        )
-    try:
-        found = importlib.metadata.version("torch")
-        problem = f"version {found} is too old"
-        if tuple(map(int, re.findall(r"\d+", found)[:2])) >= OLDEST_TORCH:
-            return
-    except importlib.metadata.PackageNotFoundError:
-        problem = f"not installed for {sys.executable}"
+        found = sys.version.split()[0]
+        oldest = "{}.{}".format(*OLDEST_PYTHON)
+        sys.exit(f"Python: {sys.executable} is {found}; use {oldest} or newer")
+    problem = _torch_problem()
+    if problem is None:
+        return
     if is_rank0():
-        install = f"install {'.'.join(map(str, OLDEST_TORCH))} or newer"
+        install = "install {}.{} or newer".format(*OLDEST_TORCH)
         print(
             f"torch: {problem}; {install}: pip install -r requirements.txt -c constraints.txt",
             file=sys.stderr,
@@ -43,27 +42,35 @@ def require_torch() -> None:
     sys.exit(ConfigError.exit_code)
 
 
+def _torch_problem() -> str | None:
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return f"not installed for {sys.executable}"
+    numbers = [int(number) for number in re.findall(r"\d+", version)]
+    if tuple(numbers[:2]) < OLDEST_TORCH:
+        return f"version {version} is too old"
+    return None
+
+
 def setup_environment() -> None:
-    """Set up what must precede the import of torch: its version, allocators, logging, limits and signals."""
+    """Check the version of torch, and set up what must precede its import.
+
+    These are the allocators, logging, limits of the process and signals.
+    """
     gc.disable()  # training collects garbage at its reports, on all ranks at once
     require_torch()
     announce("importing PyTorch")
     keep_freed_memory()
     share_cores()
-    if (
-        "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
-    ):  # the older name, which the newer one would override
-        os.environ.setdefault(
-            "PYTORCH_ALLOC_CONF", "expandable_segments:True"
-        )  # less fragmentation
+    # The newer name of this variable would override the older one, if the user has set that.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # Less memory is lost to fragmentation.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # quiet profiler
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # no C++ stack traces for lost connections
-    for name in (
-        "determined.tensorboard",
-        "determined.common.storage",
-    ):  # warnings of every trial, for no reason
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # no stack traces for lost connections
+    # These warn in every trial, for no reason.
+    for name in ("determined.tensorboard", "determined.common.storage"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with suppress(ValueError, OSError):  # five files per rank of the job
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

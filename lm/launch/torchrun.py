@@ -1,9 +1,9 @@
-"""torchrun that exits with the exit code of the rank that failed first (2 = bad configuration) instead of 1.
+"""torchrun that exits with the exit code of the first rank that failed, instead of 1.
 
     python -m lm.launch.torchrun [OPTIONS OF TORCHRUN] fsdp.py ARGUMENTS...
 
-Kubernetes reads it: launch/trainjob.yaml ends a job with a bad configuration instead of restarting
-it.
+Kubernetes reads it: with exit code 2, for a bad configuration, launch/trainjob.yaml ends the job
+instead of restarting it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def main() -> int:
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         _, failure = error.get_first_failure()
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        if failure.exitcode < 0:  # a signal killed the rank
+            return 128 - failure.exitcode
+        return failure.exitcode
     return 0
 
 

@@ -20,7 +20,7 @@ from determined import core
 from lm.determined.master import BackgroundReporter
 from lm.errors import escape_control
 from lm.fileio import open_regular, read_records, replace_durably
-from lm.launch.console import elapsed
+from lm.launch.console import format_elapsed
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -252,7 +252,7 @@ class Console(Sink):
         self._start_step = step
         self._start_time = time.monotonic()
         if step < self._max_steps:
-            self.info(f"{elapsed()}  running the first step")
+            self.info(f"{format_elapsed()}  running the first step")
         if sys.stderr.isatty():
             from termcolor import can_colorize
             from tqdm import tqdm
@@ -278,7 +278,7 @@ class Console(Sink):
     def on_step_end(self) -> None:
         if not self._has_stepped:
             self._has_stepped = True
-            self.info(f"{elapsed()}  first step completed")
+            self.info(f"{format_elapsed()}  first step completed")
         if self._bar is not None:
             self._bar.update()
 
