@@ -17,7 +17,7 @@ from pathlib import Path
 from lm.checkpoint.bucket import Bucket
 from lm.errors import RunError
 from lm.fileio import write_durably
-from lm.runtime.run_dir import in_use, this_process
+from lm.runtime.run_dir import describe_this_process, in_use_error
 
 LEASE_SECONDS = 60.0
 """After this time without a renewal, the holder of a lease counts as dead."""
@@ -46,7 +46,7 @@ class Lease:
 
     def __init__(self, bucket: Bucket, token_file: Path) -> None:
         self._bucket = bucket
-        self._holder = this_process()
+        self._holder = describe_this_process()
         self._token = uuid.uuid4().hex
         self._released = threading.Event()
         former = None
@@ -72,7 +72,7 @@ class Lease:
         deadline = time.monotonic() + LEASE_SECONDS
         while last.holder and last.token != former and time.monotonic() < deadline:
             if last != first:
-                raise in_use(self._bucket.url, last.holder)
+                raise in_use_error(self._bucket.url, last.holder)
             time.sleep(LEASE_SECONDS / 60)
             last = self._last()
         return last
@@ -110,7 +110,7 @@ class Lease:
         """Raise RunError unless this process still holds the lease."""
         last = self._last()
         if last.token != self._token:
-            raise in_use(self._bucket.url, last.holder)
+            raise in_use_error(self._bucket.url, last.holder)
 
     @property
     def is_released(self) -> bool:

@@ -36,28 +36,36 @@ from lm.fileio import open_regular, read_bytes, replace_durably
 if TYPE_CHECKING:
     from lm.runtime.world import World
 
-ROOT = Path("runs")
+RUNS = Path("runs")
+"""Directory of all runs, below the one that the command is started in."""
 TRANSFER_PREFIX = ".transfer-"
 """Prefix of temporary directories for transfers to and from object storage."""
 ASIDE = "before-%Y%m%d-%H%M%S"
 """Format of the names of directories to which `resume=fresh` moves what earlier runs wrote."""
 LOCK_TIMEOUT = 5.0
-"""seconds; the kernel releases the lock of a killed process only after the last write of that process"""
+"""Seconds. The kernel releases the lock of a killed process only after its last write."""
 
 _locks: list[FileLock] = []  # a lock without a reference would be released
 
 
 class RunDir:
-    """Paths of the run `name`, and its URL below that of `storage`. The constructor changes nothing on disk."""
+    """Paths of the run `name`, and its URL below that of `storage`.
+
+    The constructor changes nothing on disk.
+    """
 
     def __init__(self, name: str, storage: str | None = None) -> None:
-        if not re.fullmatch(
-            r"[A-Za-z0-9][A-Za-z0-9._-]{,199}", name
-        ):  # could point outside of runs/
-            advice = "use letters, digits, '.', '_' and '-', starting with a letter or digit: run_name=NAME"
-            raise ConfigError(f"run_name: {name!r} is not a directory name; {advice}")
-        self.path = ROOT / name
-        self.url = storage and f"{storage.rstrip('/')}/{name}"
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,199}", name):
+            # It could point outside of runs/.
+            raise ConfigError(
+                f"run_name: {name!r} is not a directory name; use letters, digits, '.', '_' and"
+                " '-', starting with a letter or digit: run_name=NAME"
+            )
+        self.path = RUNS / name
+        self.url: str | None = None
+        """of a run in object storage"""
+        if storage is not None:
+            self.url = f"{storage.rstrip('/')}/{name}"
         self.checkpoints = self.path / "checkpoints"
         self.traces = self.path / "traces"
         self.config = self.path / "config.yaml"
@@ -66,44 +74,48 @@ class RunDir:
         self._lock = self.path / "lock"
 
     def lock(self, world: World) -> None:
-        """Create the directory on rank 0, lock it until the process ends, and check that all ranks see this lock."""
+        """Create the directory on rank 0, and lock it until the process ends.
+
+        Raises:
+            RunError: another process has locked it.
+            ConfigError: it cannot be created, others could write to it, or a rank of another
+                machine does not see this lock.
+        """
         holder = world.on_rank0(self._create_and_lock)
-        if self.url:
-            with world.all_or_none():
-                self._create_on_this_machine()
-        else:
-            with world.all_or_none():
+        with world.all_or_none():
+            if self.url is None:
                 self._require_same_directory(holder)
+            else:  # each machine has its own
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+                self.traces.mkdir(parents=True, exist_ok=True)
 
     def _create_and_lock(self) -> str:
+        """Return what the lock then says of this process."""
+        events = [self.path / "training", self.path / "validation"]
         try:
-            events = self.path / "training", self.path / "validation"
-            for path in (ROOT, self.path, self.checkpoints, self.traces, *events):
+            for path in (RUNS, self.path, self.checkpoints, self.traces, *events):
                 path.mkdir(mode=0o775, exist_ok=True)
                 _require_private(path)
             holder = lock_file(self._lock)
         except OSError as error:
-            advice = f"make {ROOT.absolute()} writable for this user, or start in another directory"
             raise ConfigError(
-                f"{self.path}: cannot be created and locked ({error.strerror}); {advice}"
+                f"{self.path}: cannot be created and locked ({error.strerror}); make"
+                f" {RUNS.absolute()} writable for this user, or start in another directory"
             ) from None
-        if holder:
-            raise in_use(self.path, holder)
-        return _read(self._lock)
-
-    def _create_on_this_machine(self) -> None:
-        for path in (self.checkpoints, self.traces):
-            path.mkdir(parents=True, exist_ok=True)
+        if holder is not None:
+            raise in_use_error(self.path, holder)
+        return _read_lock(self._lock)
 
     def _require_same_directory(self, holder: str) -> None:
         try:
-            found = _read(self._lock)
+            found = _read_lock(self._lock)
         except OSError as error:
             found = f"no lock file: {error.strerror}"
         if found != holder:
             raise ConfigError(
-                f"{self.path.absolute()}: not the same directory on all machines: locked by {holder.strip()}, but"
-                f" {socket.gethostname()} sees {found.strip()}; start in a directory that all machines share"
+                f"{self.path.absolute()}: not the same directory on all machines: locked by"
+                f" {holder.strip()}, but {socket.gethostname()} sees {found.strip()}; start in a"
+                " directory that all machines share"
             )
 
     def start(self, hyperparameters: Mapping[str, Any], session: Mapping[str, Any]) -> None:
@@ -111,33 +123,33 @@ class RunDir:
         import yaml
 
         resumable = dict(hyperparameters) | {"run_name": self.path.name, "resume": "auto"}
+        config = yaml.safe_dump({"hyperparameters": resumable}, sort_keys=False)
         try:
-            replace_durably(
-                self.config,
-                yaml.safe_dump({"hyperparameters": resumable}, sort_keys=False).encode(),
-            )
-            last_write = (
-                self.metrics.stat().st_mtime if self.metrics.exists() else None
-            )  # by the session before
+            replace_durably(self.config, config.encode())
+            last_write = None  # by the session before
+            if self.metrics.exists():
+                last_write = self.metrics.stat().st_mtime
+            line = json.dumps({"time": time.time(), "last_write": last_write, **session})
             with open(self.sessions, "a", opener=open_regular) as file:
-                file.write(
-                    json.dumps({"time": time.time(), "last_write": last_write, **session}) + "\n"
-                )
+                file.write(f"{line}\n")
         except OSError as error:
             raise RunError(
                 f"{error.filename or self.path}: cannot be written ({error.strerror})"
             ) from None
 
 
-def this_process() -> str:
+def describe_this_process() -> str:
     """Return what names this process to others as the holder of a lock."""
-    return f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    return f"process {os.getpid()} on {socket.gethostname()} since {now}"
 
 
-def in_use(where: Path | str, holder: str | None) -> RunError:
-    """Return the error that a run is at `where`."""
+def in_use_error(where: Path | str, holder: str) -> RunError:
+    """Return the error that another run is at `where`; `holder` may be empty."""
+    if not holder:
+        holder = "another process"
     advice = "wait until it ends, stop it, or choose another run_name"
-    return RunError(f"{where}: in use by {holder or 'another process'}; {advice}")
+    return RunError(f"{where}: in use by {holder}; {advice}")
 
 
 def move_aside(run_dir: Path) -> None:
@@ -165,42 +177,58 @@ def lock_file(path: Path) -> str | None:
     Returns:
         None if this process now holds the lock, else the holder: "process PID on HOST since TIME".
     """
-    lock = FileLock(
-        path.absolute(), LOCK_TIMEOUT, thread_local=False, on_acquired=_write_lock_holder
-    )
+    lock = FileLock(path.absolute(), LOCK_TIMEOUT, thread_local=False, on_acquired=_write_lock)
     try:
         lock.acquire()
     except Timeout:
-        return _read(path).strip() or "another process"
+        holder = _read_lock(path).strip()
+        if not holder:  # it has not written the file yet
+            holder = "another process"
+        return holder
     _locks.append(lock)
     return None
 
 
-def _write_lock_holder(lock: int) -> None:
+def _write_lock(lock: int) -> None:
     os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{this_process()}\n".encode(), 0)
+    os.pwrite(lock, f"{describe_this_process()}\n".encode(), 0)
     os.fsync(lock)  # other machines read it next
 
 
-def _read(lock: Path) -> str:
+def _read_lock(lock: Path) -> str:
     return read_bytes(lock, 1000).decode(errors="replace")
 
 
 def _require_private(path: Path) -> None:
-    status = path.stat() if path == ROOT else path.lstat()
-    if stat.S_ISLNK(status.st_mode):
-        problem = f"{path}: is a symbolic link, which is not followed; to write elsewhere, make {ROOT} a link"
-        raise ConfigError(problem)
-    if path != ROOT and status.st_uid != os.getuid():
-        with tempfile.TemporaryFile(
-            dir=path.parent
-        ) as probe:  # NFS can give all files to another user
-            owner = os.fstat(probe.fileno()).st_uid
-        if status.st_uid != owner:
-            problem = f"{path}: belongs to user {status.st_uid}, not to you ({os.getuid()}); choose another run_name"
-            raise ConfigError(problem)
-    if status.st_mode & stat.S_IWOTH and not (path == ROOT and status.st_mode & stat.S_ISVTX):
-        advice = (
-            f"check its contents, then run: chmod o-w {path} (CIFS: mount it with dir_mode=0770)"
+    """Raise ConfigError if users other than this one can write to `path`, or choose where it is.
+
+    `RUNS` may be a link, another user's, or have the permissions of /tmp.
+    """
+    if path == RUNS:
+        status = path.stat()
+    else:
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            raise ConfigError(
+                f"{path}: is a symbolic link, which is not followed; to write elsewhere, make"
+                f" {RUNS} a link"
+            )
+        if status.st_uid != os.getuid() and status.st_uid != _owner_of_new_files(path.parent):
+            raise ConfigError(
+                f"{path}: belongs to user {status.st_uid}, not to you ({os.getuid()}); choose"
+                " another run_name"
+            )
+    is_open_to_all = bool(status.st_mode & stat.S_IWOTH)
+    if path == RUNS and status.st_mode & stat.S_ISVTX:
+        is_open_to_all = False  # each user can rename and delete only their own files
+    if is_open_to_all:
+        raise ConfigError(
+            f"{path}: writable by all users; check its contents, then run: chmod o-w {path}"
+            " (CIFS: mount it with dir_mode=0770)"
         )
-        raise ConfigError(f"{path}: writable by all users; {advice}")
+
+
+def _owner_of_new_files(directory: Path) -> int:
+    """Return the user to whom a file of this process belongs; NFS can give all to another one."""
+    with tempfile.TemporaryFile(dir=directory) as probe:
+        return os.fstat(probe.fileno()).st_uid
