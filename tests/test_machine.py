@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lm.launch import machine
-from lm.runtime.rendezvous import n_threads
+from lm.runtime.rendezvous import choose_n_threads
 from tests.support import REPOSITORY
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -88,7 +88,7 @@ def test_the_ranks_of_a_node_divide_its_cores_or_its_quota(
 ) -> None:
     monkeypatch.setattr("lm.runtime.rendezvous.cpu_quota", lambda: quota)
     cores = set(range(8))
-    assert n_threads(cores, [cores] * neighbors) == threads
+    assert choose_n_threads(cores, [cores] * neighbors) == threads
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What errors of PyTorch and of the operating system mean for a run: which rank failed, and what to do."""
+"""What errors of PyTorch and of the system mean for a run: which rank failed, and what to do."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from types import FrameType
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
 REPEAT_SECONDS = 0.5
-"""Launchers repeat a Ctrl-C of the terminal within this time; a later one is the person's second."""
+"""Launchers repeat a Ctrl-C of the terminal within this time; a later one is a second Ctrl-C."""
 
 
 class PreemptionSignals:

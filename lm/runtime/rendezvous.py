@@ -1,4 +1,4 @@
-"""Join and leave the process groups of a run: device, rendezvous, and errors that name the rank and the remedy."""
+"""Choose the device of a rank and join the process groups of the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,21 +22,28 @@ from lm.runtime.world import World
 
 
 def choose_device(launch: Launch) -> torch.device:
-    """Return the GPU of this rank, or the CPU on a machine without GPUs; raise ConfigError if its GPU is missing."""
+    """Return the GPU of this rank, or the CPU on a machine without GPUs.
+
+    Raises:
+        ConfigError: a GPU was meant, and this rank has none.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if not torch.cuda.is_available():
         if visible not in ("", "-1", "NoDevFiles"):
             raise ConfigError(
-                f"CUDA_VISIBLE_DEVICES={visible}: PyTorch {torch.__version__} finds no GPU; check nvidia-smi and that"
-                " this PyTorch is a CUDA build, or unset the variable to train on the CPU"
+                f"CUDA_VISIBLE_DEVICES={visible}: PyTorch {torch.__version__} finds no GPU; check"
+                " nvidia-smi and that this PyTorch is a CUDA build, or unset the variable to train"
+                " on the CPU"
             )
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
     if gpus == 1 and launch.launcher not in (None, "torchrun"):
         return torch.device("cuda", 0)  # srun and mpiexec can show each rank only its own GPU
     if launch.local_size > gpus:
-        problem = f"{launch.local_size} ranks on a node with {gpus} visible GPUs"
-        raise ConfigError(f"{problem}; start at most {gpus} per node")
+        raise ConfigError(
+            f"{launch.local_size} ranks on a node with {gpus} visible GPUs; start at most {gpus}"
+            " per node"
+        )
     return torch.device("cuda", launch.local_rank)
 
 
@@ -67,46 +74,69 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Wor
         raise failure from error
 
 
+class _Placement(NamedTuple):
+    """Where a rank runs."""
+
+    node_rank: int
+    cores: set[int]
+
+
 def _join(launch: Launch, device: torch.device, timeout: timedelta, cpu_offload: bool) -> World:
     store = _init_process_group(launch, device, timeout, cpu_offload)
     control: Any = dist.new_group(backend="gloo", timeout=timeout)
     saver: Any = dist.new_group(backend="gloo", timeout=timeout)
+
     cores = cpu_affinity()
-    ranks: list[Any] = [None] * launch.world_size
-    dist.all_gather_object(ranks, (launch.node_rank, cores), group=control)
+    placements: list[Any] = [None] * launch.world_size
+    dist.all_gather_object(placements, _Placement(launch.node_rank, cores), group=control)
     ranks_of_node: dict[int, list[int]] = {}
-    for rank, (node_rank, _) in enumerate(ranks):
-        ranks_of_node.setdefault(node_rank, []).append(rank)
+    for rank, placement in enumerate(placements):
+        ranks_of_node.setdefault(placement.node_rank, []).append(rank)
     node: Any
     node, _ = dist.new_subgroups_by_enumeration(
         list(ranks_of_node.values()), timeout=timeout, backend="gloo"
     )
+
     if not is_thread_count_set():
-        cores_of_neighbors = [ranks[rank][1] for rank in ranks_of_node[launch.node_rank]]
-        torch.set_num_threads(n_threads(cores, cores_of_neighbors))
+        cores_of_neighbors = [
+            placement.cores for placement in placements if placement.node_rank == launch.node_rank
+        ]
+        torch.set_num_threads(choose_n_threads(cores, cores_of_neighbors))
     return World(launch, device, control, saver, node, store, timeout)
 
 
-def n_threads(cores: set[int], neighbors: list[set[int]]) -> int:
-    """Return the threads of a rank that may run on `cores`, given the cores of each rank of its node, its own included.
+def choose_n_threads(cores: set[int], cores_of_neighbors: list[set[int]]) -> int:
+    """Return the number of threads of a rank that may run on `cores`.
 
     A core is divided by the ranks that may run on it, and the node's quota of CPU time by all
     ranks.
+
+    Args:
+        cores_of_neighbors: cores of each rank of the node, this rank included.
     """
-    share = sum(1 / sum(core in others for others in neighbors) for core in cores)
-    share = min(share, cpu_quota() / len(neighbors))
-    return max(1, int(share + 1e-6))
+    share_of_cores = 0.0
+    for core in cores:
+        n_ranks = sum(core in others for others in cores_of_neighbors)
+        share_of_cores += 1 / n_ranks
+    share_of_quota = cpu_quota() / len(cores_of_neighbors)
+    share = min(share_of_cores, share_of_quota)
+    return max(1, int(share + 1e-6))  # as 1/3 + 1/3 + 1/3 can be just below 1
 
 
 def _init_process_group(
     launch: Launch, device: torch.device, timeout: timedelta, cpu_offload: bool
 ) -> dist.Store:
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl" if cpu_offload else "nccl"
     where = (
         f"rank {launch.rank} of {launch.world_size}, rendezvous at {launch.address}:{launch.port}"
     )
     if not launch.is_on_one_node:
         _require_resolvable(launch, where)
+    if device.type == "cpu":
+        backend = "gloo"
+    elif cpu_offload:
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        backend = "nccl"
     try:
         store = _make_store(launch, timeout)
         dist.init_process_group(
@@ -121,67 +151,81 @@ def _init_process_group(
         )
         return store
     except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
-        found = re.search(r"code: -(\d+), name: E", str(error))  # of a socket of PyTorch
-        number = int(found[1]) if found else getattr(error, "errno", None)
+        number = _error_number(error)
         if number == errno.EMFILE:
-            raise
+            raise  # `as_run_error` knows the remedy
         if number is not None:
-            problem = (
-                "another process uses this port"
-                if number == errno.EADDRINUSE
-                else os.strerror(number)
-            )
+            problem = os.strerror(number)
+            if number == errno.EADDRINUSE:
+                problem = "another process uses this port"
             raise RunError(
                 f"{where}: {problem}; set a different MASTER_PORT", rank_local=True
             ) from None
         raise RunError(
-            f"{where}: timed out after {timeout.total_seconds():g} s (collective_timeout) waiting for all ranks; check"
-            f" that {launch.world_size} ranks (WORLD_SIZE) were started and that this machine can reach"
-            f" {launch.address}",
+            f"{where}: timed out after {timeout.total_seconds():g} s (collective_timeout) waiting"
+            f" for all ranks; check that {launch.world_size} ranks (WORLD_SIZE) were started and"
+            f" that this machine can reach {launch.address}",
             rank_local=True,
         ) from None
     except dist.DistBackendError as error:
         if "Duplicate GPU" not in str(error):
             raise
         raise ConfigError(
-            f"{where}: another rank uses the same GPU; start at most one rank per GPU, and make visible to each rank"
-            " its own GPU (srun: --gpus-per-task=1) or all GPUs of the node (--gpus-per-node)",
+            f"{where}: another rank uses the same GPU; start at most one rank per GPU, and make"
+            " visible to each rank its own GPU (srun: --gpus-per-task=1) or all GPUs of the node"
+            " (--gpus-per-node)",
             rank_local=True,
         ) from None
 
 
+def _error_number(error: Exception) -> int | None:
+    """Return the errno of an error of a socket; None for a timeout."""
+    in_message = re.search(r"code: -(\d+), name: E", str(error))  # of a socket of PyTorch
+    if in_message:
+        return int(in_message[1])
+    if isinstance(error, OSError):
+        return error.errno
+    return None
+
+
 def _require_resolvable(launch: Launch, where: str) -> None:
-    """Raise RunError if no address of rank 0's host is found in 5 s; PyTorch would look for it until the timeout."""
+    """Raise RunError if no address of rank 0's host is found in 5 seconds.
+
+    PyTorch would look for it until the timeout.
+    """
     for seconds_left in reversed(range(6)):
         try:
             socket.getaddrinfo(launch.address, launch.port)
             return
         except (OSError, UnicodeError) as error:
-            if not seconds_left:
-                problem = f"{where}: this machine cannot resolve {launch.address} ({error})"
+            if seconds_left == 0:
                 raise RunError(
-                    f"{problem}; set MASTER_ADDR to the name or address of rank 0's host"
+                    f"{where}: this machine cannot resolve {launch.address} ({error}); set"
+                    " MASTER_ADDR to the name or address of rank 0's host"
                 ) from None
         time.sleep(1)
 
 
 def _make_store(launch: Launch, timeout: timedelta) -> dist.Store:
-    """Return the key-value store of all ranks; other machines can reach it only if the run spans several."""
+    """Return the key-value store of all ranks.
+
+    It is reachable from other machines only if the run spans several.
+    """
     if launch.world_size == 1:
         return dist.HashStore()  # opens no port
     assert launch.address is not None
     assert launch.port is not None
-    if (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    ):  # torchrun's store, which outlives its workers
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun has a store, which outlives its workers: each attempt uses other keys.
         agent_store = dist.TCPStore(launch.address, launch.port, launch.world_size, False, timeout)
         return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", agent_store)
     is_host = launch.rank == 0
     if not launch.is_on_one_node:
         return dist.TCPStore(launch.address, launch.port, launch.world_size, is_host, timeout)
     address = "127.0.0.1"
-    # By default, TCPStore listens on all interfaces.
-    listener = socket.create_server((address, launch.port)).detach() if is_host else None
+    listener = None
+    if is_host:  # by default, TCPStore listens on all interfaces
+        listener = socket.create_server((address, launch.port)).detach()
     return dist.TCPStore(
         address, launch.port, launch.world_size, is_host, timeout, master_listen_fd=listener
     )

@@ -43,10 +43,12 @@ class PendingFlags(NamedTuple):
 
 
 class MeshShape(NamedTuple):
-    """Sizes of a device mesh of all ranks: `replicate` replicas of `shard` shards each, numbered replica by replica."""
+    """Sizes of a device mesh of all ranks, which are numbered replica by replica."""
 
     replicate: int
+    """number of replicas"""
     shard: int
+    """number of shards of each replica"""
 
 
 @dataclass(frozen=True)
@@ -95,18 +97,17 @@ class World:
         return self.launch.world_size
 
     def device_mesh(self, shape: MeshShape) -> DeviceMesh:
-        """Return a mesh of all ranks with the dimension "shard" and, if there are several replicas, "replicate".
+        """Return a mesh of all ranks with the dimensions "replicate" and "shard".
 
-        Every rank would create a process group for a dimension "replicate" of size 1.
+        Without the first for a single replica: every rank would create a process group for it.
         """
         sizes: tuple[int, ...] = shape
         names: tuple[str, ...] = shape._fields
         if shape.replicate == 1:
             sizes, names = sizes[1:], names[1:]
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
-        for (
-            group
-        ) in mesh.get_all_groups():  # init_device_mesh sets PyTorch's default timeout of 30 minutes
+        for group in mesh.get_all_groups():
+            # init_device_mesh sets PyTorch's default timeout of 30 minutes.
             _set_timeout(self.timeout, group)
         return mesh
 
@@ -114,9 +115,8 @@ class World:
         """Return every rank's `values`, a tensor on the device, by rank: `(size, *shape)`."""
         gathered = values.new_zeros(self.size, *values.shape)
         gathered[self.rank] = values
-        dist.all_reduce(
-            gathered
-        )  # an all-gather into one tensor has another name in PyTorch 2.11 than in 2.13
+        # An all-gather into one tensor has another name in PyTorch 2.11 than in 2.13.
+        dist.all_reduce(gathered)
         return gathered
 
     def all_gather_object(self, value: T) -> list[T]:
@@ -181,8 +181,9 @@ class World:
         return held
 
     def wait_for(self, future: futures.Future[T]) -> T:
-        """Return the result of this rank's `future` when those of all ranks are done; if one fails, fail on all.
+        """Return the result of this rank's `future` when those of all ranks are done.
 
+        If one fails, it fails on all ranks.
         Unlike in one collective, ranks may wait longer than `timeout` for each other.
         """
         all_done = False
@@ -219,16 +220,16 @@ class World:
             self.wait_for(future)
 
     def for_saver(self) -> World:
-        """Return the world for the thread that writes checkpoints, whose objects have their own group."""
+        """Return the world for the thread that writes checkpoints, with a group of its own."""
         return replace(self, control=self.saver)
 
     def require_equal(self, what: str, facts: Mapping[str, Any]) -> None:
-        """Raise ConfigError with both values of what differs, unless `facts` are equal on all ranks."""
+        """Raise ConfigError with both values of what differs if `facts` differ between ranks."""
         first, *rest = self.all_gather_object(facts)
         for rank, other in enumerate(rest, 1):
             problems = [
-                f"{what}: {key} is {first.get(key)!r} on rank 0 but {other.get(key)!r} on rank {rank}; start all ranks"
-                " with the same files and arguments"
+                f"{what}: {key} is {first.get(key)!r} on rank 0 but {other.get(key)!r} on rank"
+                f" {rank}; start all ranks with the same files and arguments"
                 for key in sorted(first.keys() | other.keys())
                 if first.get(key) != other.get(key)
             ]
@@ -241,9 +242,8 @@ def _do_nothing() -> None:
 
 
 def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    if hasattr(
-        dist, "set_timeout"
-    ):  # from PyTorch 2.14; the other branch waits for that to be the oldest one
+    # From PyTorch 2.14; the other branch can go when that is the oldest one.
+    if hasattr(dist, "set_timeout"):
         dist.set_timeout(timeout, group)  # pyright: ignore[reportAttributeAccessIssue]
     else:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
