@@ -225,12 +225,7 @@ class Trainer:
         )
         self.signals = PreemptionSignals(world.rank)
         self.search_stop = SearchStop(
-            run.searcher,
-            context.train,
-            world.rank,
-            run.max_steps,
-            run.validation_rate,
-            hp.collective_timeout,
+            run.searcher, context.train, world.rank, hp.collective_timeout
         )
 
     def state(self) -> State:

@@ -61,8 +61,6 @@ class ResolvedRun:
     """weights to load before the checkpoint: a Hugging Face model's, or those under adapters"""
     trial: det.ClusterInfo | None
     """on a cluster"""
-    searcher: Searcher | None
-    """of the trial's experiment"""
     run_dir: RunDir | None
     """off the cluster"""
     memory: str | None
@@ -86,6 +84,14 @@ class ResolvedRun:
     def validation_rate(self) -> int:
         """Steps between validations."""
         return self.hp.validation_rate or self.hp.report_rate
+
+    @property
+    def searcher(self) -> Searcher | None:
+        """The searcher of the trial's experiment."""
+        if self.trial is None:
+            return None
+        experiment = master.experiment_config(self.trial)
+        return Searcher.from_config(experiment, self.max_steps, self.validation_rate)
 
     @property
     def sample_rate(self) -> int | None:
@@ -167,9 +173,9 @@ class ResolvedRun:
                 f"{rates} meet at no step: only the last checkpoint has a validation loss and can"
                 " be the best"
             )
-        if self.searcher:
-            note = self.searcher.note(self.max_steps, self.validation_rate)
-            if note:
+        if self.searcher is not None:
+            note = self.searcher.note()
+            if note is not None:
                 notes.append(note)
         return notes
 
@@ -323,15 +329,14 @@ def _resolve(
         resume_plan=resume_plan,
         pretrained=_pretrained(hp, resume_plan, base),
         trial=trial,
-        searcher=_searcher(trial),
         run_dir=run_dir,
         memory=memory,
     )
-    if run.searcher:
+    if run.searcher is not None:
         metrics = ["loss", "perplexity"]
         if data.tokenizer:
             metrics.append("bits_per_byte")
-        run.searcher.check(metrics, run.max_steps, run.validation_rate)
+        run.searcher.check(metrics)
     return run
 
 
@@ -377,9 +382,3 @@ def _pretrained(hp: Hyperparameters, plan: ResumePlan, base: Base | None) -> str
     if plan.resume_candidates or plan.init_candidates:
         return None  # which hold all weights
     return hp.init_from
-
-
-def _searcher(trial: det.ClusterInfo | None) -> Searcher | None:
-    if trial is None:
-        return None
-    return Searcher.from_config(master.experiment_config(trial))

@@ -1,4 +1,4 @@
-"""What the searcher of a Determined experiment expects of its trials, and whether it has stopped this one."""
+"""What the searcher of a Determined experiment expects of a trial, and whether it stopped this."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lm.determined.master import REFUSALS
 from lm.errors import ConfigError
 
 TIME_METRIC = "batches"
-"""metric of a validation report that counts steps"""
+"""Metric of a validation report that counts steps."""
 DECISION_TIMEOUT = 10.0
-"""longest wait for a searcher's decision before training continues without it (seconds)"""
+"""Longest wait for a searcher's decision before training continues without it (seconds)."""
 
 _EXIT_CODE_2 = "[rank=0]   exitcode  : 2 (pid: 1)"
-"""line in a trial's log after exit code 2, as torchrun prints it"""
+"""Line in a trial's log after exit code 2, as torchrun prints it."""
 
 
 @dataclass(frozen=True)
 class Searcher:
-    """The searcher of an experiment's config."""
+    """The searcher of an experiment's config, and the steps at which this trial is validated."""
 
     name: str
     metric: str
@@ -36,11 +36,17 @@ class Searcher:
     time_metric: str | None
     """what `max_time` counts"""
     max_time: int
-    rungs: Sequence[int] = ()
-    """values of `time_metric` at which trials are compared, in ascending order; empty = not known"""
+    rungs: Sequence[int]
+    """values of `time_metric` at which trials are compared, in ascending order; empty = unknown"""
+    max_steps: int
+    """the last step, which is validated too"""
+    validation_rate: int
+    """steps between validations"""
 
     @classmethod
-    def from_config(cls, experiment: Mapping[str, Any]) -> Searcher:
+    def from_config(
+        cls, experiment: Mapping[str, Any], max_steps: int, validation_rate: int
+    ) -> Searcher:
         """Read the searcher from the config of a trial's experiment."""
         searcher = experiment["searcher"]
         rungs: list[int] = []
@@ -53,6 +59,8 @@ class Searcher:
             time_metric=searcher.get("time_metric"),
             max_time=searcher.get("max_time", 0),
             rungs=rungs,
+            max_steps=max_steps,
+            validation_rate=validation_rate,
         )
 
     @property
@@ -60,63 +68,81 @@ class Searcher:
         """Whether the searcher can stop a trial before its last step."""
         return self.name not in ("single", "random", "grid")
 
-    def check(self, metrics: Sequence[str], max_steps: int, validation_rate: int) -> None:
+    def check(self, metrics: Sequence[str]) -> None:
         """Raise ConfigError if the searcher cannot work with this trial.
 
         Args:
             metrics: those of a validation report that can be compared; the smallest is the best.
-            validation_rate: steps between validations; the last step is validated too.
         """
         problems = []
         if self.metric not in metrics:
             nearest = [name for name in metrics if name in self.metric]
             nearest += difflib.get_close_matches(self.metric, metrics, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"use {' or '.join(metrics)}"
+            hint = f"use {' or '.join(metrics)}"
+            if nearest:
+                hint = f"did you mean {nearest[0]}?"
             problems.append(
                 f"searcher.metric: {self.metric!r} is not in the validation reports; {hint}"
             )
         elif not self.smaller_is_better:
             problems.append(
-                f"searcher.smaller_is_better: false would prefer the largest {self.metric}; use true"
+                f"searcher.smaller_is_better: false would prefer the largest {self.metric};"
+                " use true"
             )
-        if self.rungs and self.time_metric != TIME_METRIC:
-            problems.append(
-                f"searcher.time_metric: {self.time_metric!r} does not count the steps in the validation"
-                f" reports; use {TIME_METRIC}"
-            )
-        elif self.rungs:
-            problems += self._rung_problems(max_steps, validation_rate)
+        if self.rungs:
+            problem = self._rung_problem()
+            if problem is not None:
+                problems.append(problem)
         if problems:
             raise ConfigError(*problems)
 
-    def _rung_problems(self, max_steps: int, validation_rate: int) -> list[str]:
-        if self.max_time > max_steps:
-            return [
-                f"searcher.max_time: {self.max_time} is above max_steps {max_steps}: trials would end"
-                " before the last rung, and the search would start no others in their place;"
-                f" use max_time {max_steps}, or max_steps {self.max_time}"
-            ]
+    def _rung_problem(self) -> str | None:
+        if self.time_metric != TIME_METRIC:
+            return (
+                f"searcher.time_metric: {self.time_metric!r} does not count the steps in the"
+                f" validation reports; use {TIME_METRIC}"
+            )
+        if self.max_time > self.max_steps:
+            return (
+                f"searcher.max_time: {self.max_time} is above max_steps {self.max_steps}: trials"
+                " would end before the last rung, and the search would start no others in their"
+                f" place; use max_time {self.max_steps}, or max_steps {self.max_time}"
+            )
         first = self.rungs[0]
-        if first < validation_rate and first < max_steps:
-            n_validated = sum(rung >= validation_rate for rung in self.rungs)
-            fewer = f"searcher.max_rungs {n_validated}, or " if n_validated else ""
-            return [
-                f"validation_rate: {validation_rate} is above the first rung, step {first} (rungs:"
-                f" {', '.join(map(str, self.rungs))}): nothing is validated there; use {fewer}"
-                f"validation_rate {first}"
-            ]
-        return []
+        if first < self.validation_rate and first < self.max_steps:
+            rungs = ", ".join(map(str, self.rungs))
+            n_validated = sum(rung >= self.validation_rate for rung in self.rungs)
+            remedy = f"validation_rate {first}"
+            if n_validated > 0:
+                remedy = f"searcher.max_rungs {n_validated}, or {remedy}"
+            return (
+                f"validation_rate: {self.validation_rate} is above the first rung, step {first}"
+                f" (rungs: {rungs}): nothing is validated there; use {remedy}"
+            )
+        return None
 
-    def note(self, max_steps: int, validation_rate: int) -> str | None:
+    def note(self) -> str | None:
         """Return a line on rungs at which nothing is validated, so that they are decided later."""
         late = []
         for rung in self.rungs:
-            decided = min(math.ceil(rung / validation_rate) * validation_rate, max_steps)
+            decided = self._validation_after(rung)
             if decided > rung:
                 late.append(f"{rung} at step {decided}")
         if not late:
             return None
-        return f"validation_rate {validation_rate} does not divide the rungs; decided later: {', '.join(late)}"
+        return (
+            f"validation_rate {self.validation_rate} does not divide the rungs; decided later:"
+            f" {', '.join(late)}"
+        )
+
+    def decides_at(self, step: int) -> bool:
+        """Return whether the validation at `step` is the first one at or after a rung."""
+        return any(self._validation_after(rung) == step for rung in self.rungs)
+
+    def _validation_after(self, step: int) -> int:
+        """Return the first step at or after `step` at which the trial is validated."""
+        n_validations = math.ceil(step / self.validation_rate)
+        return min(n_validations * self.validation_rate, self.max_steps)
 
 
 def adaptive_asha_rungs(searcher: Mapping[str, Any]) -> list[int]:
@@ -133,8 +159,8 @@ def adaptive_asha_rungs(searcher: Mapping[str, Any]) -> list[int]:
     if bracket_rungs:
         n_rungs = max(bracket_rungs)
     else:
-        # An interval of one step, or a rung that less than one trial would reach, is not worth a
-        # rung.
+        # The first rung, max_time / divisor^(n-1), is at least one step, and max_trials /
+        # divisor^(n-1), the number of trials that reach the last rung, at least one trial.
         n_by_time = int(math.log(max_time) / math.log(divisor)) + 1
         n_by_trials = int(math.log(searcher["max_trials"]) / math.log(divisor)) + 1
         n_rungs = min(searcher.get("max_rungs", 5), n_by_time, n_by_trials)
@@ -142,29 +168,36 @@ def adaptive_asha_rungs(searcher: Mapping[str, Any]) -> list[int]:
 
 
 def retry_warning(experiment: Mapping[str, Any]) -> str | None:
-    """Return a line if the trials of a search are restarted after exit code 2, which would be the same again."""
+    """Return a line if a search restarts its trials after exit code 2, which would be in vain."""
     max_restarts = experiment.get("max_restarts", 5)
     if experiment["searcher"]["name"] == "single" or max_restarts == 0:
         return None
-    for policy in experiment.get("log_policies") or ():
-        pattern = policy.get("pattern")
-        if policy.get("action") == "cancel_retries" and isinstance(pattern, str):
-            with suppress(re.error):  # the master's syntax is Go's
-                if re.search(pattern, _EXIT_CODE_2):
-                    return None
+    if any(_cancels_retries(policy) for policy in experiment.get("log_policies") or ()):
+        return None
     return (
-        "warning: no log policy cancels retries after exit code 2: a point that is refused or diverges is restarted"
-        f" up to {max_restarts} times (max_restarts); add to log_policies:"
+        "warning: no log policy cancels retries after exit code 2: a point that is refused or"
+        f" diverges is restarted up to {max_restarts} times (max_restarts); add to log_policies:"
         ' {name: bad configuration, pattern: ".*exitcode *: 2 .*", action: cancel_retries}'
     )
 
 
-class SearchStop:
-    """Whether the search has stopped this trial. Determined 0.38 marks the trial and signals nothing.
+def _cancels_retries(policy: Mapping[str, Any]) -> bool:
+    """Return whether this log policy cancels retries after exit code 2."""
+    pattern = policy.get("pattern")
+    if policy.get("action") != "cancel_retries" or not isinstance(pattern, str):
+        return False
+    try:
+        return re.search(pattern, _EXIT_CODE_2) is not None
+    except re.error:  # the master's syntax is Go's
+        return False
 
-    The searcher decides inside of the call that reports a validation. Core API makes that call in a
-    separate thread, which then asks for the trial's state. On ranks other than 0, the answer is not
-    known.
+
+class SearchStop:
+    """Whether the search has stopped this trial.
+
+    Determined 0.38 marks the trial and signals nothing. The searcher decides inside of the call
+    that reports a validation. Core API makes that call in a separate thread, which then asks for
+    the trial's state. On ranks other than 0, the answer is not known.
 
     Args:
         searcher: None outside of trials.
@@ -176,8 +209,6 @@ class SearchStop:
         searcher: Searcher | None,
         train: core.TrainContext,
         rank: int,
-        max_steps: int,
-        validation_rate: int,
         collective_timeout: float,
     ) -> None:
         self.reason: str | None = None
@@ -185,8 +216,6 @@ class SearchStop:
         self._searcher = searcher
         self._train = train
         self._rank = rank
-        self._max_steps = max_steps
-        self._validation_rate = validation_rate
         self._timeout = min(DECISION_TIMEOUT, collective_timeout / 2)
         self._answered_step = 0
         self._answered = threading.Condition()
@@ -200,28 +229,28 @@ class SearchStop:
         self, group: str, steps_completed: int, metrics: dict[str, Any], *rest: Any, **others: Any
     ) -> None:
         self._send_report(group, steps_completed, metrics, *rest, **others)
-        if group == "validation" and steps_completed < self._max_steps:
-            self._ask(steps_completed, metrics)
-
-    def _ask(self, step: int, metrics: dict[str, Any]) -> None:
         assert self._searcher is not None
+        if group == "validation" and steps_completed < self._searcher.max_steps:
+            self._ask(self._searcher, steps_completed, metrics)
+
+    def _ask(self, searcher: Searcher, step: int, metrics: dict[str, Any]) -> None:
         with suppress(*REFUSALS, KeyError, ValueError):  # the last two: an answer in another shape
             answer = bindings.get_GetTrial(self._train._session, trialId=self._train._trial_id)
             if answer.trial.state.value.startswith("STATE_STOPPING"):
-                metric = self._searcher.metric
-                self.reason = f"{metric} {metrics[metric]:.4f} at step {step}"
+                value = metrics[searcher.metric]
+                self.reason = f"{searcher.metric} {value:.4f} at step {step}"
         with self._answered:
             self._answered_step = step
             self._answered.notify()
 
     def decides_after(self, step: int) -> bool:
-        """Return on every rank whether the validation at `step` is the first one at or after a rung.
+        """Return on every rank whether the search may stop the trial by the validation at `step`.
 
-        If it is, rank 0 waits until the decision is known, at most `DECISION_TIMEOUT`.
+        If so, rank 0 waits until the decision is known, at most `DECISION_TIMEOUT`.
         """
-        if self._searcher is None or step >= self._max_steps:
+        if self._searcher is None or step >= self._searcher.max_steps:
             return False
-        if not any(rung <= step < rung + self._validation_rate for rung in self._searcher.rungs):
+        if not self._searcher.decides_at(step):
             return False
         if self._rank == 0:
             with self._answered:

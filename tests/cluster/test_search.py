@@ -20,7 +20,7 @@ def problems(max_steps: int, validation_rate: int, **searcher: Any) -> tuple[str
     """Return what is wrong with the shipped search after these changes."""
     config = SEARCH | {"searcher": SEARCH["searcher"] | searcher}
     try:
-        Searcher.from_config(config).check(METRICS, max_steps, validation_rate)
+        Searcher.from_config(config, max_steps, validation_rate).check(METRICS)
     except ConfigError as error:
         return error.problems
     return ()
@@ -86,7 +86,7 @@ def test_rungs_between_validations_are_noted(
 ) -> None:
     assert problems(max_steps, validation_rate, **searcher) == ()
     config = SEARCH | {"searcher": SEARCH["searcher"] | searcher}
-    note = Searcher.from_config(config).note(max_steps, validation_rate)
+    note = Searcher.from_config(config, max_steps, validation_rate).note()
     if late is None:
         assert note is None
     else:
