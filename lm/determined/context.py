@@ -11,10 +11,10 @@ from lm.launch.launch import Launch
 
 
 class TorchDistributedContext(core.DistributedContext):
-    """Core API `DistributedContext` whose collectives run on the process groups of the run, with their timeout.
+    """Core API `DistributedContext` whose collectives run on the process groups of the run.
 
-    Determined's own contexts open a port on all interfaces, unpickle what they receive there, and
-    have no timeout.
+    They have the timeout of these groups. Determined's own contexts have none, open a port on all
+    interfaces, and unpickle what they receive there.
 
     Args:
         group: gloo group of all ranks for Core API's checkpoint context, the only part of it that
@@ -53,11 +53,15 @@ class TorchDistributedContext(core.DistributedContext):
 
     def gather(self, stuff: Any) -> list[Any] | None:
         values = self.allgather(stuff)
-        return values if self._is_chief else None
+        if not self._is_chief:
+            return None
+        return values
 
     def gather_local(self, stuff: Any) -> list[Any] | None:
         values = self.allgather_local(stuff)
-        return values if self._is_local_chief else None
+        if not self._is_local_chief:
+            return None
+        return values
 
     def broadcast(self, stuff: Any) -> Any:
         return self.allgather(stuff)[0]

@@ -27,36 +27,41 @@ from determined.core._metrics import _Shipper
 from lm.errors import RunError
 
 MASTER_TIMEOUT = 3 * 3600
-"""longest time that calls to an unreachable master are retried (seconds)"""
-CLOSE_TIMEOUT = 30.0
-"""longest wait for the last progress report and the last lines of the log at the end of a run (seconds)"""
+"""Longest time that calls to an unreachable master are retried (seconds)."""
+LAST_REPORT_TIMEOUT = 30.0
+"""Longest wait for the last progress and lines of the log at the end of a run (seconds)."""
 
-_RETRY_INTERVAL = (
-    15  # each retry of urllib3 is a recursive call, of which Python allows fewer than 1,000
-)
+_RETRY_INTERVAL = 15
+"""Seconds. Each retry of urllib3 is a recursive call, of which Python allows fewer than 1,000."""
 _LOG_INTERVAL = 1.0
-_MAX_LINES = 1000  # per call, as Determined's log shipper
+"""Seconds between calls that send lines of the log."""
+_MAX_LINES = 1000
+"""Lines of the log in a call, as in Determined's log shipper."""
 
 REFUSALS = (BadRequestException, APIHttpError)
-"""errors of calls that the master refuses"""
+"""Errors of calls that the master refuses."""
 
 
 @contextmanager
 def retrying() -> Iterator[None]:
-    """Retry calls to an unreachable master for `MASTER_TIMEOUT`, at most 15 seconds apart; enter it before `core.init`.
+    """Retry calls to an unreachable master for `MASTER_TIMEOUT`, at most 15 seconds apart.
 
     Core API's own intervals grow to two minutes, it treats a proxy's 502, 503 or 504 as a refusal,
     and after 1,000 waiting reports it blocks rank 0. A `DET_RETRY_CONFIG` in the environment
-    overrides the intervals. Raises RunError for a refusal, also after `MASTER_TIMEOUT`.
+    overrides the intervals. Must be entered before `core.init`.
+
+    Raises:
+        RunError: the master refused a call, or did not answer for `MASTER_TIMEOUT`.
     """
-    # No limit. The name is private, and 0.38.1 is Determined's last release.
+    # 0 = no limit. The name is private, and 0.38.1 is Determined's last release.
     _Shipper.METRICS_QUEUE_MAXSIZE = 0  # pyright: ignore[reportAttributeAccessIssue]
     retries = {
         "total": MASTER_TIMEOUT // _RETRY_INTERVAL,
         "backoff_factor": 0.5,
         "backoff_max": _RETRY_INTERVAL,
+        "allowed_methods": False,  # all methods
+        "status_forcelist": [502, 503, 504],
     }
-    retries |= {"allowed_methods": False, "status_forcelist": [502, 503, 504]}
     os.environ.setdefault("DET_RETRY_CONFIG", json.dumps(retries))
     try:
         yield
@@ -74,9 +79,14 @@ def storage_is_file_system(info: det.ClusterInfo) -> bool:
 
 
 def trial_info() -> det.ClusterInfo | None:
-    """Return the cluster info of this trial, or None outside of trials, also in a shell or notebook of a cluster."""
+    """Return the cluster info of this trial, or None outside of trials.
+
+    A shell or a notebook of a cluster has cluster info, but is no trial.
+    """
     info = det.get_cluster_info()
-    return info if info and info.task_type == "TRIAL" else None
+    if info is None or info.task_type != "TRIAL":
+        return None
+    return info
 
 
 def experiment_config(info: det.ClusterInfo) -> Mapping[str, Any]:
@@ -89,37 +99,39 @@ def experiment_config(info: det.ClusterInfo) -> Mapping[str, Any]:
 
 def should_preempt(context: core.Context, info: det.ClusterInfo | None) -> bool:
     """Return on rank 0 of a trial whether the master wants it to stop."""
-    # Outside of trials and on other ranks, asking is a broadcast of all ranks.
-    return (
-        info is not None
-        and context.distributed.rank == 0
-        and context.preempt.should_preempt(auto_ack=False)
-    )
+    if info is None or context.distributed.rank != 0:
+        return False  # here, asking would be a broadcast of all ranks
+    return context.preempt.should_preempt(auto_ack=False)
 
 
 class BackgroundReporter:
-    """Calls functions in a background thread, each with its latest value only; a refusal by the master is ignored."""
+    """Calls functions in a background thread, each with its latest value only.
+
+    A refusal by the master is ignored.
+    """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "master-reporter")
-        self._latest: dict[str, tuple[Callable[[Any], None], Any]] = {}
+        self._latest: dict[Callable[[Any], None], Any] = {}
+        """values that wait, by function; methods of the same object and name are equal"""
         self._last: Future[None] | None = None
 
     def submit(self, report: Callable[[Any], None], value: Any) -> None:
-        """Call `report(value)` soon, unless a later value is submitted for the same function first."""
-        self._latest[report.__name__] = report, value
-        self._last = self._pool.submit(self._send, report.__name__)
+        """Call `report(value)` soon, unless a later value for `report` is submitted before that."""
+        self._latest[report] = value
+        self._last = self._pool.submit(self._send, report)
 
-    def _send(self, name: str) -> None:
-        report, value = self._latest.pop(name, (None, None))
-        if report is not None:
-            with suppress(*REFUSALS):
-                report(value)
+    def _send(self, report: Callable[[Any], None]) -> None:
+        if report not in self._latest:
+            return  # the call for an earlier value has sent the latest one
+        value = self._latest.pop(report)
+        with suppress(*REFUSALS):
+            report(value)
 
     def close(self) -> None:
-        """Wait until the last call has finished, at most `CLOSE_TIMEOUT`."""
+        """Wait until the last call has finished, at most `LAST_REPORT_TIMEOUT`."""
         if self._last is not None:
-            wait([self._last], CLOSE_TIMEOUT)
+            wait([self._last], LAST_REPORT_TIMEOUT)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -131,20 +143,16 @@ class LogSender:
     """
 
     def __init__(self, info: det.ClusterInfo) -> None:
-        session = authentication.login_from_task(
-            info.master_url, certs.default_load(info.master_url)
-        )
+        certificate = certs.default_load(info.master_url)
+        session = authentication.login_from_task(info.master_url, certificate)
         self._session = session.with_retry(util.get_max_retries_config())
         self._waiting: list[bindings.v1TaskLog] = []
-        container = os.environ.get("DET_CONTAINER_ID", "")
         self._fields: dict[str, Any] = {
             "taskId": info.task_id,
             "allocationId": info.allocation_id,
             "rankId": 0,
-        }
-        self._fields |= {
             "agentId": info.agent_id,
-            "containerId": container,
+            "containerId": os.environ.get("DET_CONTAINER_ID", ""),
             "source": "task",
             "stdtype": "stdout",
         }
@@ -155,25 +163,26 @@ class LogSender:
         if self._background is None:
             print(text, flush=True)
             return
-        now, lines = datetime.now(UTC).isoformat(), text.split("\n")
+        now = datetime.now(UTC).isoformat()
         self._waiting += [
-            bindings.v1TaskLog(log=f"{line}\n", timestamp=now, **self._fields) for line in lines
+            bindings.v1TaskLog(log=f"{line}\n", timestamp=now, **self._fields)
+            for line in text.split("\n")
         ]
         self._background.submit(self._send, self._waiting)
 
     def _send(self, waiting: list[bindings.v1TaskLog]) -> None:
-        while logs := waiting[:_MAX_LINES]:
+        while waiting:
+            logs = waiting[:_MAX_LINES]
             time.sleep(_LOG_INTERVAL)  # the log shipper sends first what was printed before
             try:
-                bindings.post_PostTaskLogs(
-                    self._session, body=bindings.v1PostTaskLogsRequest(logs=logs)
-                )
+                request = bindings.v1PostTaskLogsRequest(logs=logs)
+                bindings.post_PostTaskLogs(self._session, body=request)
             except REFUSALS:
                 _print_lines(logs)
             del waiting[: len(logs)]
 
     def close(self) -> None:
-        """Send the last lines, or after `CLOSE_TIMEOUT` print them."""
+        """Send the last lines, or after `LAST_REPORT_TIMEOUT` print them."""
         if self._background is not None:
             self._background.close()
             self._background = None
@@ -181,4 +190,5 @@ class LogSender:
 
 
 def _print_lines(logs: list[bindings.v1TaskLog]) -> None:
-    print(*(line.log for line in logs), sep="", end="", flush=True)
+    text = "".join(line.log for line in logs)
+    print(text, end="", flush=True)
