@@ -216,7 +216,7 @@ def load(
         return read(trial, overrides, "trial", defaults=defaults)
     from lm import strict_yaml  # benchmarks.gpu runs without PyYAML
 
-    contents, lines = strict_yaml.load(path)
+    contents, lines = strict_yaml.load_experiment(path)
     return read(contents, overrides, str(path), lines, defaults)
 
 
@@ -354,7 +354,7 @@ def _parse_override(key: str, text: str) -> Any:
     from lm import strict_yaml
 
     try:
-        value, _ = strict_yaml.parse(text.strip(), "")
+        value, _ = strict_yaml.parse_yaml(text.strip(), "")
         return value
     except ConfigError:
         return text

@@ -75,7 +75,7 @@ class RunRecords:
         self.hyperparameters = {}
         config = path / "config.yaml"
         if config.is_file():
-            self.hyperparameters = strict_yaml.load(config)[0]["hyperparameters"]
+            self.hyperparameters = strict_yaml.load_experiment(config)[0]["hyperparameters"]
         self.metrics = read_records(path / "metrics.jsonl", _METRICS_KEYS)
         self.samples = read_records(path / "samples.jsonl", _SAMPLES_KEYS)
         self.sessions = read_records(path / "sessions.jsonl", _SESSIONS_KEYS)

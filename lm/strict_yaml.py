@@ -22,7 +22,7 @@ MAX_VALUES = 100_000
 """In a file, counting an alias each time: a few lines of aliases of aliases are gigabytes."""
 
 
-def load(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+def load_experiment(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the experiment in the file at `path` and the lines of its keys.
 
     The keys of the lines are e.g. "hyperparameters.lr".
@@ -40,24 +40,24 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     except UnicodeDecodeError as error:
         problem = f"byte {error.start} is not UTF-8; save the file as UTF-8"
         raise ConfigError(f"{path}: {problem}") from None
-    experiment, lines = parse(source, str(path))
+    experiment, lines = parse_yaml(source, str(path))
     if not isinstance(experiment, dict) or "hyperparameters" not in experiment:
         raise ConfigError(f"{path}: hyperparameters: is missing; see config.yaml for an example")
     return experiment, lines
 
 
-def parse(source: str, name: str) -> tuple[Any, dict[str, int]]:
+def parse_yaml(source: str, name: str) -> tuple[Any, dict[str, int]]:
     """Return the value of the YAML text `source` and the lines of its keys, two levels deep.
 
     In errors, the text is called `name`.
     """
     try:
-        loader = _Loader(source)
+        loader = _StrictLoader(source)
         loader.name = name
         root = loader.get_single_node()
         if root is None:
             return None, {}
-        if loader.check(root, {}) > MAX_VALUES:
+        if loader.count_values(root, {}) > MAX_VALUES:
             problem = f"has more than {MAX_VALUES:,} values, counting an alias each time"
             raise ConfigError(f"{name}: {problem}")
         value = loader.construct_document(root)
@@ -69,37 +69,43 @@ def parse(source: str, name: str) -> tuple[Any, dict[str, int]]:
         raise _syntax_error(error) from None
     except RecursionError:
         raise ConfigError(f"{name}: is nested too deeply") from None
+    return value, _key_lines(root)
+
+
+def _key_lines(root: yaml.Node) -> dict[str, int]:
+    """Return the line of each key, two levels deep."""
     lines: dict[str, int] = {}
-    if isinstance(root, yaml.MappingNode):
-        for outer, section in root.value:
-            lines[outer.value] = outer.start_mark.line + 1
-            if isinstance(section, yaml.MappingNode):
-                for inner, _ in section.value:
-                    lines[f"{outer.value}.{inner.value}"] = inner.start_mark.line + 1
-    return value, lines
+    if not isinstance(root, yaml.MappingNode):
+        return lines
+    for key, section in root.value:
+        lines[key.value] = key.start_mark.line + 1
+        if isinstance(section, yaml.MappingNode):
+            for inner_key, _ in section.value:
+                lines[f"{key.value}.{inner_key.value}"] = inner_key.start_mark.line + 1
+    return lines
 
 
-class _Loader(yaml.SafeLoader):
-    def check(self, node: yaml.Node, known: dict[int, int]) -> int:
+class _StrictLoader(yaml.SafeLoader):
+    def count_values(self, node: yaml.Node, known: dict[int, int]) -> int:
         """Return the number of values in `node`; raise ConfigError where one is invalid."""
         if id(node) in known:
             return known[id(node)]
-        known[id(node)] = 0  # of an alias inside of the value that it names
+        known[id(node)] = 0  # an alias may be inside of the value that it names
         tag = node.tag.replace("tag:yaml.org,2002:", "!!")
         if node.tag not in self.yaml_constructors:
-            raise _error(f"the tag {tag} is not allowed; use plain values", node)
+            raise _node_error(f"the tag {tag} is not allowed; use plain values", node)
         children: list[yaml.Node] = []
         if isinstance(node, yaml.ScalarNode):
             try:
                 self.construct_object(node)
             except (ValueError, LookupError, TypeError, AttributeError):  # for 2024-99-99, !!int x
-                raise _error(f"{node.value[:60]!r} is not a valid {tag[2:]}", node) from None
+                raise _node_error(f"{node.value[:60]!r} is not a valid {tag[2:]}", node) from None
         elif isinstance(node, yaml.MappingNode):
             self._check_keys(node)
             children = [value for _, value in node.value]
         elif isinstance(node, yaml.SequenceNode):
             children = node.value
-        known[id(node)] = 1 + sum(self.check(child, known) for child in children)
+        known[id(node)] = 1 + sum(self.count_values(child, known) for child in children)
         return known[id(node)]
 
     def _check_keys(self, node: yaml.MappingNode) -> None:
@@ -107,19 +113,21 @@ class _Loader(yaml.SafeLoader):
         lines: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or not key.value.isprintable():
-                raise _error("a key must be a name; put text with { or [ in quotes", key)
+                raise _node_error("a key must be a name; put text with { or [ in quotes", key)
             if key.value in lines:
-                raise _error(f"{key.value}: duplicate key, first on line {lines[key.value]}", key)
+                raise _node_error(
+                    f"{key.value}: duplicate key, first on line {lines[key.value]}", key
+                )
             lines[key.value] = key.start_mark.line + 1
             if key.value != "<<":
                 key.tag = "tag:yaml.org,2002:str"
 
 
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+_StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 
 
-def _error(problem: str, node: yaml.Node) -> ConfigError:
+def _node_error(problem: str, node: yaml.Node) -> ConfigError:
     mark = node.start_mark
     return ConfigError(f"{mark.name}:{mark.line + 1}: {problem}")
 

@@ -400,7 +400,7 @@ def test_aliases_of_aliases_are_refused_before_they_are_expanded() -> None:
         f"{name}: &{name} [{', '.join([f'*{last}'] * 10)}]" for last, name in pairwise("abcdefghi")
     ]
     with pytest.raises(ConfigError, match=r"^test\.yaml: .*100,000 values"):
-        strict_yaml.parse("\n".join(lines), "test.yaml")
+        strict_yaml.parse_yaml("\n".join(lines), "test.yaml")
 
 
 @pytest.mark.parametrize("stdout", ["/dev/full", "pipe"])
