@@ -1,4 +1,4 @@
-"""Files that are not trusted to be files: opened without links, read up to a limit, checked, and written crash-safe.
+"""Reading of files that are not trusted, up to a limit; checksums; crash-safe writing.
 
 The limits keep what a stranger's checkpoint, model or dataset can cost below 1 GB of memory and 10
 s beyond its real tensors. Parsed JSON takes up to 25 times its size.
@@ -11,7 +11,6 @@ import json
 import os
 import stat
 from collections.abc import Set
-from contextlib import suppress
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,10 @@ from typing import Any
 import google_crc32c
 
 MAX_JSON_BYTES = 8 << 20
-"""Of a manifest, a config.json, an index or a safetensors header: 40,000 tensors, or some 10,000 ranks."""
+"""Of a manifest, a config.json, an index or a safetensors header.
+
+It is enough for 40,000 tensors, or some 10,000 ranks.
+"""
 MAX_JSON_DEPTH = 32
 """Of a manifest, a config.json or an index. Ours have 6 levels."""
 MAX_TOKENIZER_BYTES = 40 << 20
@@ -32,12 +34,13 @@ MAX_TOKENIZER_GROWTH = 256
 """By which factor the stages of a tokenizer can lengthen a text. Byte-level BPE has 4 or 8."""
 MAX_SLICES = 1 << 16
 """Entries in the headers of a checkpoint or a model, in addition to one per KiB of its files."""
+_CHECKSUM_BLOCK_BYTES = 1 << 22
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open the regular file `path` and return its descriptor. No link is followed, and a FIFO does not block.
+    """Open the regular file `path` and return its descriptor.
 
-    It can be the `opener` of `open`.
+    No link is followed, and a FIFO does not block. The function can be the `opener` of `open`.
 
     Raises:
         OSError: the file cannot be opened, or is a link, a FIFO or a device.
@@ -68,21 +71,28 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def parse_json(text: bytes) -> Any:
-    """Return the value of the JSON `text`; raise ValueError if it is invalid or too deeply nested."""
+    """Return the value of the JSON `text`.
+
+    Raises:
+        ValueError: it is invalid, or nested more than `MAX_JSON_DEPTH` levels deep.
+    """
+    too_deep = f"more than {MAX_JSON_DEPTH} levels"
     try:
-        content = level = [json.loads(text)]
+        content = json.loads(text)
     except RecursionError:
-        raise ValueError(f"more than {MAX_JSON_DEPTH} levels") from None
+        raise ValueError(too_deep) from None
+    level = [content]  # the values at one depth
     for _ in range(MAX_JSON_DEPTH + 1):
-        containers = [value for value in level if isinstance(value, dict | list)]
-        level = [
-            item
-            for value in containers
-            for item in (value.values() if isinstance(value, dict) else value)
-        ]
+        next_level: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                next_level.extend(value.values())
+            elif isinstance(value, list):
+                next_level.extend(value)
+        level = next_level
     if level:
-        raise ValueError(f"more than {MAX_JSON_DEPTH} levels")
-    return content[0]
+        raise ValueError(too_deep)
+    return content
 
 
 def read_records(path: Path, keys: Set[str]) -> list[dict[str, Any]]:
@@ -90,27 +100,31 @@ def read_records(path: Path, keys: Set[str]) -> list[dict[str, Any]]:
 
     A kill can truncate a line. Of a file that does not exist, the list is empty.
     """
-    records = []
-    with suppress(FileNotFoundError), open(path, "rb", opener=open_regular) as file:
-        for line in file.read().splitlines():
-            with suppress(ValueError):
-                records.append(parse_json(line))
-    return [
-        each
-        for each in records
-        if isinstance(each, dict) and each.keys() >= keys and type(each["step"]) is int
-    ]
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return []
+    records: list[dict[str, Any]] = []
+    for line in lines:
+        try:
+            record = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and record.keys() >= keys and type(record["step"]) is int:
+            records.append(record)
+    return records
 
 
 def crc32c(path: Path) -> int:
-    """Return the CRC-32C of the regular file at `path`, computed by the processor's own instruction.
+    """Return the CRC-32C of the regular file at `path`; processors have an instruction for it.
 
     Raises:
         OSError: the file cannot be read.
     """
     value = 0
     with open(path, "rb", opener=open_regular) as file:
-        while block := file.read(1 << 22):
+        while block := file.read(_CHECKSUM_BLOCK_BYTES):
             value = google_crc32c.extend(value, block)
     return value
 
@@ -129,7 +143,7 @@ def sync_directory(path: Path) -> None:
 
 
 def replace_durably(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that a crash leaves either the old file or the complete new one."""
+    """Write `content` to `path`; a crash leaves either the old file or the complete new one."""
     draft = path.with_name(f"{path.name}.draft")
     write_durably(draft, content)
     draft.replace(path)

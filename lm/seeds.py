@@ -4,9 +4,10 @@ import hashlib
 
 
 def derive_seed(*parts: object) -> int:
-    """Return a 63-bit seed for the purpose that `parts` name, e.g. `derive_seed(seed, "dropout", step, dp_rank)`.
+    """Return a 63-bit seed for a purpose, e.g. `derive_seed("dropout", seed, step, dp_rank)`.
 
     The seed is equal on every machine and in every process; different parts have unrelated seeds.
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    seed_64_bits = int.from_bytes(digest, "big")
+    return seed_64_bits >> 1  # it also fits into a signed integer of 64 bits

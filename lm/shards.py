@@ -29,8 +29,10 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
         return local, 0
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    for dim, placement in enumerate(tensor.placements):
+    n_rows = len(tensor)
+    for mesh_dim, placement in enumerate(tensor.placements):
         if placement.is_shard():
-            chunk = math.ceil(len(tensor) / tensor.device_mesh.size(dim))
-            return local, min(coordinate[dim] * chunk, len(tensor))
+            rows_per_shard = math.ceil(n_rows / tensor.device_mesh.size(mesh_dim))
+            first_row = coordinate[mesh_dim] * rows_per_shard
+            return local, min(first_row, n_rows)
     return local, 0
