@@ -26,7 +26,7 @@ from pyarrow import ipc, parquet
 from tokenizers import Tokenizer as Encoder
 from tokenizers import models, pre_tokenizers
 
-from lm.data.files import blocks
+from lm.data.files import read_blocks
 from lm.data.run_data import DataConfig, open_data
 from lm.data.tokenizer import FILE, ByteTokenizer, load_tokenizer
 from lm.data.tokens import read_index
@@ -494,7 +494,7 @@ def test_a_small_zst_file_with_much_text_is_read_in_blocks(tmp_path: Path) -> No
     path, line = tmp_path / "a.txt.zst", b"to be, or not to be\n"
     path.write_bytes(zstandard.compress(line * 10_000_000))
     assert path.stat().st_size < 50_000
-    sizes = list(map(len, blocks(path)))
+    sizes = list(map(len, read_blocks(path)))
     assert sum(sizes) == len(line) * 10_000_000
     assert max(sizes) < 80_000_000
 

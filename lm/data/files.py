@@ -1,4 +1,4 @@
-"""Data files: found by path or glob, decompressed while they are read, parsed as JSON Lines or opened as tables."""
+"""Data files: found by path or glob, and read as blocks of bytes, JSON Lines or tables."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import codecs
 import glob
 import gzip
 import io
-import itertools
 import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.errors import ConfigError, first_20
 from lm.fileio import parse_json
@@ -21,10 +20,15 @@ from lm.fileio import parse_json
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-T = TypeVar("T")
-
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
-BLOCK = 1 << 20
+"""directories of the standard library that hold other packages or tests"""
+READ_BLOCK_BYTES = 1 << 20
+_ZST_READ_BYTES = 2048
+"""Small, because a byte of a .zst file can decompress to ten thousand."""
+_ZST_MAX_WINDOW_BYTES = 1 << 31
+"""Also files made with --long can be read."""
+_PARQUET_BATCH_ROWS = 1024
+"""With the default of `datasets`, a file without rows is an error."""
 
 
 def find_files(where: str | None, key: str) -> list[Path]:
@@ -35,55 +39,65 @@ def find_files(where: str | None, key: str) -> list[Path]:
             glob; None = the source of the Python standard library without its tests.
         key: the hyperparameter that `where` comes from, for errors.
     """
-    source = sysconfig.get_paths()["stdlib"] if where is None else os.path.expanduser(where)  # noqa: PTH111 - a glob
-    root = Path(source)
+    if where is None:
+        pattern = sysconfig.get_paths()["stdlib"]
+    else:
+        pattern = os.path.expanduser(where)  # noqa: PTH111 - a glob
+    root = Path(pattern)
     try:
         if where is None:
-            found = (path for path in _walk(root, _NOT_SOURCE, set()) if path.suffix == ".py")
-        elif source and root.is_dir():
-            found = _walk(root, (), set())
+            below = _files_below(root, _NOT_SOURCE, set())
+            files = [path for path in below if path.suffix == ".py"]
+        elif pattern and root.is_dir():
+            files = list(_files_below(root, (), set()))
         elif root.is_file():
-            found = [root]
+            files = [root]
         else:
-            paths = map(Path, glob.iglob(source, recursive=True))  # noqa: PTH207 - Path.glob accepts no absolute pattern
-            found = filter(Path.is_file, paths)
-        if files := sorted(found):
-            return files
+            matches = glob.iglob(pattern, recursive=True)  # noqa: PTH207 - accepts absolute patterns
+            files = [path for path in map(Path, matches) if path.is_file()]
     except OSError as error:
         raise ConfigError(f"{key}: {error.filename}: {error.strerror}") from None
-    advice = f"it must be a file, a directory or a glob, relative to {Path.cwd()}"
-    raise ConfigError(f"{key}: no file found at {source!r}; {advice}")
+    if not files:
+        advice = f"it must be a file, a directory or a glob, relative to {Path.cwd()}"
+        raise ConfigError(f"{key}: no file found at {pattern!r}; {advice}")
+    return sorted(files)
 
 
-def _walk(
+def _files_below(
     directory: Path, excluded: Collection[str], entered: set[tuple[int, int]]
 ) -> Iterator[Path]:
-    """Yield the files below `directory`, but in no directory that is hidden, `__pycache__` or `excluded`; follow links.
+    """Yield the files below `directory` that are not in a hidden directory or `__pycache__`.
+
+    Links are followed.
 
     Args:
+        excluded: names of directories that are not entered.
         entered: device and inode of directories; each is entered once.
     """
     status = directory.stat()
-    if (status.st_dev, status.st_ino) in entered:
+    identity = (status.st_dev, status.st_ino)
+    if identity in entered:
         return
-    entered.add((status.st_dev, status.st_ino))
+    entered.add(identity)
     for path in sorted(directory.iterdir()):
         if path.name.startswith("."):
             continue
         if path.is_file():
             yield path
-        elif (
-            path.is_dir() and not path.name.startswith("__pycache__") and path.name not in excluded
-        ):
-            yield from _walk(path, excluded, entered)
+        elif path.is_dir():
+            is_cache = path.name.startswith("__pycache__")
+            if not is_cache and path.name not in excluded:
+                yield from _files_below(path, excluded, entered)
 
 
-def download(source: str, files: Sequence[str], key: str) -> Path:
-    """Download `files`, names or patterns, of a model OWNER/MODEL or OWNER/MODEL@REVISION on the Hugging Face Hub.
+def download_from_hub(source: str, files: Sequence[str], key: str) -> Path:
+    """Download files of a model on the Hugging Face Hub.
 
     The processes of a node can call it at the same time: one downloads, the others wait.
 
     Args:
+        source: the model, OWNER/MODEL or OWNER/MODEL@REVISION.
+        files: names or patterns.
         key: the hyperparameter that `source` is the value of, for errors.
 
     Returns:
@@ -94,42 +108,39 @@ def download(source: str, files: Sequence[str], key: str) -> Path:
 
     logging.set_verbosity_error()  # the errors below report the problem
 
-    def refuse(problem: str) -> ConfigError:
+    def refusal(problem: str) -> ConfigError:
         return ConfigError(f"{key}: {source}: {problem}")
 
     name, _, revision = source.partition("@")
     try:
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(files)))
     except errors.GatedRepoError:
-        advice = (
-            f"request access at https://huggingface.co/{name}, then `hf auth login` or set HF_TOKEN"
-        )
-        raise refuse(f"gated: {advice}") from None
+        request = f"request access at https://huggingface.co/{name}"
+        raise refusal(f"gated: {request}, then `hf auth login` or set HF_TOKEN") from None
     except errors.RevisionNotFoundError:
-        raise refuse(f"no revision {revision!r}; omit it for the default branch") from None
+        raise refusal(f"no revision {revision!r}; omit it for the default branch") from None
     except errors.RepositoryNotFoundError:
+        problem = "no such file or directory, and not found on the Hub"
         advice = "if it is private, run `hf auth login` or set HF_TOKEN"
-        raise refuse(f"no such file or directory, and not found on the Hub; {advice}") from None
+        raise refusal(f"{problem}; {advice}") from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        if key == "tokenizer" and (incomplete := getattr(error, "snapshot_path", None)):
+        incomplete = getattr(error, "snapshot_path", None)
+        if key == "tokenizer" and incomplete:
             return Path(incomplete)  # only tokenizer.json is required
-        cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else reason(error)
-        elsewhere = (
-            f"run `hf download {name} --local-dir DIRECTORY` on a machine with network access"
-        )
+        cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else error_text(error)
         problem = f"no such file or directory, not in the cache, and cannot be downloaded: {cause}"
-        raise refuse(f"{problem}; {elsewhere} and copy DIRECTORY") from None
+        download = f"run `hf download {name} --local-dir DIRECTORY`"
+        advice = f"{download} on a machine with network access and copy DIRECTORY"
+        raise refusal(f"{problem}; {advice}") from None
     except errors.HFValidationError:
-        raise refuse(
-            "no such file or directory, and not a name on the Hugging Face Hub (OWNER/MODEL)"
-        ) from None
+        problem = "no such file or directory, and not a name on the Hugging Face Hub (OWNER/MODEL)"
+        raise refusal(problem) from None
     except Exception as error:  # each transport raises its own
-        raise refuse(
-            f"download failed: {reason(error)}; rerun the same command to resume it"
-        ) from None
+        problem = f"download failed: {error_text(error)}"
+        raise refusal(f"{problem}; rerun the same command to resume it") from None
 
 
-def reason(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Return what a library's error, or its cause, says in one line, or else its type."""
     cause = error.__cause__ or error
     return " ".join(str(cause).split())[:300] or type(cause).__name__
@@ -137,7 +148,9 @@ def reason(error: Exception) -> str:
 
 def name_files(files: Sequence[Path]) -> str:
     """Return the first of `files` and the number of others, for errors."""
-    return f"{files[0]} and {len(files) - 1} other file(s)" if files[1:] else str(files[0])
+    if len(files) == 1:
+        return str(files[0])
+    return f"{files[0]} and {len(files) - 1} other file(s)"
 
 
 def is_compressed(path: Path) -> bool:
@@ -145,46 +158,66 @@ def is_compressed(path: Path) -> bool:
     return path.suffix.lower() in (".gz", ".zst")
 
 
-def blocks(path: Path) -> Iterator[bytes]:
-    """Yield the contents of `path` in blocks of about `BLOCK` bytes, decompressed, without a byte-order mark."""
-    suffix, n_bytes = path.suffix.lower(), 0
+def read_blocks(path: Path) -> Iterator[bytes]:
+    """Yield the contents of `path` in blocks of about `READ_BLOCK_BYTES`.
+
+    They are decompressed, and a byte-order mark is left out.
+    """
+    n_bytes = 0
     try:
-        if is_compressed(path) and not path.stat().st_size:
-            raise EOFError("the compressed file is empty")
-        for block in _read_zst(path) if suffix == ".zst" else _read(path, is_gzip=suffix == ".gz"):
-            yield block if n_bytes else block.removeprefix(codecs.BOM_UTF8)
+        for block in _read_raw_blocks(path):
+            if n_bytes == 0:
+                yield block.removeprefix(codecs.BOM_UTF8)
+            else:
+                yield block
             n_bytes += len(block)
     except (OSError, EOFError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path}: cannot be read after byte {n_bytes}: {reason}") from None
+        problem = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: cannot be read after byte {n_bytes}: {problem}") from None
 
 
-def _read(path: Path, is_gzip: bool) -> Iterator[bytes]:
-    with gzip.open(path) if is_gzip else path.open("rb") as file:
-        while block := file.read(BLOCK):
-            yield block
+def _read_raw_blocks(path: Path) -> Iterator[bytes]:
+    if is_compressed(path) and path.stat().st_size == 0:
+        raise EOFError("the compressed file is empty")
+    match path.suffix.lower():
+        case ".zst":
+            yield from _read_zst_blocks(path)
+        case ".gz":
+            with gzip.open(path) as file:
+                yield from _read_to_end(file)
+        case _:
+            with path.open("rb") as file:
+                yield from _read_to_end(file)
 
 
-def _read_zst(path: Path) -> Iterator[bytes]:
+def _read_to_end(file: io.BufferedIOBase) -> Iterator[bytes]:
+    while block := file.read(READ_BLOCK_BYTES):
+        yield block
+
+
+def _read_zst_blocks(path: Path) -> Iterator[bytes]:
+    """Decompress frame by frame, as the package's own reader accepts a truncated file."""
     try:
         import zstandard
     except ImportError:
         raise ConfigError(f"{path}: .zst files require a package: pip install zstandard") from None
-    decompressor = zstandard.ZstdDecompressor(
-        max_window_size=1 << 31
-    )  # also files made with --long
-    frame = None  # frame by frame: the package's own reader accepts a truncated file
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_ZST_MAX_WINDOW_BYTES)
+    frame = None
     with path.open("rb") as file:
         try:
-            while data := file.read(2048):  # small, because a byte can decompress to ten thousand
+            while data := file.read(_ZST_READ_BYTES):
                 while data:
-                    frame = frame or decompressor.decompressobj()
-                    if block := frame.decompress(data):
+                    if frame is None:
+                        frame = decompressor.decompressobj()
+                    block = frame.decompress(data)
+                    if block:
                         yield block
-                    data, frame = frame.unused_data, None if frame.eof else frame
+                    data = frame.unused_data
+                    if frame.eof:
+                        frame = None
         except zstandard.ZstdError as error:
             raise EOFError(error) from None
-    if frame:
+    if frame is not None:
         raise EOFError("the file ends inside a frame")
 
 
@@ -193,102 +226,114 @@ def open_table(builder: str, files: Sequence[Path]) -> IterableDataset:
     from datasets import IterableDataset, load_dataset
 
     if builder == "json":  # the library's parser names no line, and deep nesting crashes it
-        return IterableDataset.from_generator(
-            _json_records, gen_kwargs={"files": [str(file) for file in files]}
-        )
-    options: Any = (
-        {"batch_size": 1024} if builder == "parquet" else {}
-    )  # by default, a file without rows is an error
-    names = [glob.escape(str(file)) for file in files]
-    return load_dataset(builder, data_files=names, split="train", streaming=True, **options)
+        names = [str(file) for file in files]
+        return IterableDataset.from_generator(_json_records, gen_kwargs={"files": names})
+    options: Any = {}
+    if builder == "parquet":
+        options["batch_size"] = _PARQUET_BATCH_ROWS
+    patterns = [glob.escape(str(file)) for file in files]
+    return load_dataset(builder, data_files=patterns, split="train", streaming=True, **options)
 
 
 def _json_records(files: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for path in map(Path, files):
-        if not next(blocks(path), b"").lstrip().startswith(b"["):
-            yield from (record for _, record, _ in read_jsonl(path))
+    for name in files:
+        path = Path(name)
+        first_block = next(read_blocks(path), b"")
+        if not first_block.lstrip().startswith(b"["):
+            for line in read_json_lines(path):
+                yield line.record
             continue
         try:
-            yield from parse_json(b"".join(blocks(path)))
+            yield from parse_json(b"".join(read_blocks(path)))
         except ValueError as error:
             raise ConfigError(f"{path}: not valid JSON: {error}") from None
 
 
-def decode(path: Path, content: bytes, offset: int = 0) -> str:
+def decode_utf8(path: Path, content: bytes, offset: int = 0) -> str:
     """Decode UTF-8 that starts at byte `offset` of `path`; errors name the byte."""
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        position = offset + error.start
-        raise ConfigError(
-            f"{path}: byte {position} is not UTF-8; convert the file, e.g. with iconv"
-        ) from None
+        problem = f"byte {offset + error.start} is not UTF-8"
+        raise ConfigError(f"{path}: {problem}; convert the file, e.g. with iconv") from None
 
 
-def read_all(files: Iterable[Path], read: Callable[[Path], T]) -> list[T]:
-    """Return what `read` returns for each file, or raise the errors of all files, up to 20 of them in full."""
-    results: list[T] = []
-    errors: list[ConfigError] = []
-    for path in files:
-        try:
-            results.append(read(path))
-        except ConfigError as error:
-            errors.append(error)
+def raise_together(errors: Sequence[ConfigError]) -> None:
+    """Raise one error with the problems of all `errors`, up to 20 of them in full, if any."""
     if errors:
-        merged = ConfigError.merge(errors)
-        merged.problems = tuple(first_20(merged.problems))
-        raise merged
-    return results
+        problems = ConfigError.merge(errors).problems
+        raise ConfigError(*first_20(problems))
 
 
-def complete_lines(path: Path) -> Iterator[bytes]:
-    """Yield the contents of `path` as `blocks` does, in blocks that end at the end of a line."""
-    partial: list[bytes] = []
-    for block in blocks(path):
+def read_line_blocks(path: Path) -> Iterator[bytes]:
+    """Yield the contents of `path` as `read_blocks` does, in blocks that end with a line."""
+    partial_line: list[bytes] = []
+    for block in read_blocks(path):
         end = block.rfind(b"\n") + 1
-        if end:
-            yield b"".join([*partial, block[:end]])
-            partial.clear()
-        partial.append(block[end:])
-    if rest := b"".join(partial):
-        yield rest
+        if end > 0:
+            yield b"".join([*partial_line, block[:end]])
+            partial_line.clear()
+        partial_line.append(block[end:])
+    last_line = b"".join(partial_line)
+    if last_line:
+        yield last_line
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any], int]]:
-    """Yield place, object and size (bytes) of each line of a JSON Lines file; empty lines are skipped.
+class JsonLine(NamedTuple):
+    """A line of a JSON Lines file."""
+
+    place: str
+    """file and line number, for errors"""
+    record: dict[str, Any]
+    size: int
+    """of the line (bytes)"""
+
+
+def read_json_lines(path: Path) -> Iterator[JsonLine]:
+    """Yield the lines of a JSON Lines file; empty ones are skipped.
 
     Raises:
         ConfigError: a line is not a JSON object, or the file cannot be read.
     """
-    lines = itertools.chain.from_iterable(map(io.BytesIO, complete_lines(path)))
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        place = f"{path}:{number}"
-        try:
-            record = json.loads(line.decode())
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{place}: byte {error.start} of the line is not UTF-8") from None
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{place}: not valid JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise ConfigError(f"{place}: not a JSON object: {line[:60].strip()!r}")
-        yield place, record, len(line)
+    number = 0
+    for block in read_line_blocks(path):
+        for line in io.BytesIO(block):
+            number += 1
+            if line.strip():
+                place = f"{path}:{number}"
+                yield JsonLine(place, _parse_json_line(line, place), len(line))
+
+
+def _parse_json_line(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place}: byte {error.start} of the line is not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{place}: not valid JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{place}: not a JSON object: {line[:60].strip()!r}")
+    return record
 
 
 def get_text(record: Mapping[str, Any], key: str, setting: str = "text_field") -> str:
-    """Return the text in the field `key` of a record. Errors say to change `setting`; the caller adds the place."""
+    """Return the text in the field `key` of a record.
+
+    Raises:
+        ConfigError: there is no text. It says to change `setting`; the caller adds the place.
+    """
     if key not in record:
-        problem = f"has no {key!r}, only {', '.join(map(repr, record)) or 'nothing'}; set {setting} to one of them"
-        raise ConfigError(problem)
+        fields = ", ".join(repr(field) for field in record) or "nothing"
+        problem = f"has no {key!r}, only {fields}"
+        raise ConfigError(f"{problem}; set {setting} to one of them")
     text = record[key]
+    advice = "remove or correct the record"
     if not isinstance(text, str):
-        raise ConfigError(
-            f"{key!r} is {json.dumps(text, default=str):.60}, not text; remove or correct the record"
-        )
+        shown = json.dumps(text, default=str)[:60]
+        raise ConfigError(f"{key!r} is {shown}, not text; {advice}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         problem = f"{key!r} is not valid Unicode: character {error.start} is an unpaired surrogate"
-        raise ConfigError(f"{problem}; remove or correct the record") from None
+        raise ConfigError(f"{problem}; {advice}") from None
     return text

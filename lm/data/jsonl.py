@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.dataset import Dataset, Sample
-from lm.data.files import get_text, name_files, read_all, read_jsonl
+from lm.data.files import JsonLine, get_text, name_files, raise_together, read_json_lines
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
@@ -216,7 +216,9 @@ class JsonlDataset(Dataset):
         numbers = itertools.count()
 
         def read(file: Path) -> None:
-            lines = (x for x in read_jsonl(file) if held_out in (None, next(numbers) % 20 == 0))
+            lines = (
+                x for x in read_json_lines(file) if held_out in (None, next(numbers) % 20 == 0)
+            )
             for ids, is_target in _encode(
                 _examples(lines, text_field, completion_only, tokenizer), tokenizer
             ):
@@ -230,7 +232,13 @@ class JsonlDataset(Dataset):
                 else:
                     dropped.append(int(is_target[1:].argmax()) + 1 if is_target[1:].any() else 0)
 
-        read_all(files, read)
+        errors: list[ConfigError] = []
+        for file in files:
+            try:
+                read(file)
+            except ConfigError as error:
+                errors.append(error)
+        raise_together(errors)
         if not inputs and any(dropped):
             problem = f"max_seq_len {seq_len} cuts off all targets; use {max(dropped)} or more"
             raise ConfigError(f"{name_files(files)}: {problem}")
@@ -320,7 +328,7 @@ def _best_fit(lengths: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
 
 
 def _examples(
-    lines: Iterable[tuple[str, dict[str, Any], int]],
+    lines: Iterable[JsonLine],
     text_field: str,
     completion_only: bool,
     tokenizer: Tokenizer,

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
 from lm.data.dataset import SampleBatch
-from lm.data.files import find_files, get_text, open_table, reason
+from lm.data.files import error_text, find_files, get_text, open_table
 from lm.data.tokenizer import Tokenizer, encode_documents
 from lm.data.tokens import window
 from lm.errors import ConfigError, RunError, oserror_as_config_error
@@ -104,11 +104,11 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
     except Exception as error:  # each format and each file system raises its own
         problem = f"{key}: {where}: cannot be opened"
         if local:
-            raise ConfigError(f"{problem}: {reason(error)}") from None
+            raise ConfigError(f"{problem}: {error_text(error)}") from None
         download = f"hf download {where} --repo-type dataset --local-dir DIRECTORY"
         advice = f"run on a machine with network access: {download}, then set {key}=DIRECTORY/..."
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        raise ConfigError(f"{problem}{offline}: {reason(error)}; {advice}") from None
+        raise ConfigError(f"{problem}{offline}: {error_text(error)}; {advice}") from None
 
 
 def first_tokens(
@@ -122,7 +122,7 @@ def first_tokens(
     except ConfigError as error:
         raise ConfigError(f"val_data: {error}") from None
     except Exception as error:
-        raise ConfigError(f"val_data: cannot be read: {reason(error)}") from None
+        raise ConfigError(f"val_data: cannot be read: {error_text(error)}") from None
 
 
 def _get_text(record: Mapping[str, Any], key: str, number: int) -> str:
@@ -174,7 +174,7 @@ class TokenStream(IterableDataset["Window | ConfigError"]):
         except ConfigError as error:
             yield ConfigError(f"train_data: {error}", rank_local=True)
         except Exception as error:  # each format and each file system raises its own
-            yield ConfigError(f"train_data: cannot be read: {reason(error)}", rank_local=True)
+            yield ConfigError(f"train_data: cannot be read: {error_text(error)}", rank_local=True)
 
     def windows(self) -> Iterator[Window]:
         """Yield windows from `state` on."""

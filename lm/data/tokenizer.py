@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.files import download
+from lm.data.files import download_from_hub
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import (
     MAX_JSON_BYTES,
@@ -436,7 +436,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     if not path.exists():
         if name.startswith((".", "/", "~")) or name.endswith(".json"):
             raise ConfigError(f"tokenizer: {name}: no such file or directory in {Path.cwd()}")
-        path = download(name, FILES, "tokenizer")
+        path = download_from_hub(name, FILES, "tokenizer")
     files = read_files(path.parent if path.is_file() else path)
     if FILE not in files:
         raise ConfigError(f"tokenizer: {name}: has no {FILE}")

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from lm.data.dataset import Dataset, Sample
-from lm.data.files import blocks, decode, name_files, read_all
+from lm.data.files import decode_utf8, name_files, raise_together, read_blocks
 from lm.data.tokenizer import Tokenizer, encode_documents
 from lm.errors import ConfigError
 from lm.fileio import MAX_INDEX_BYTES, crc32c, open_regular, read_bytes
@@ -85,17 +85,23 @@ def read_tokens(files: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
     Files are ordered by a hash of their names, so that a cut anywhere leaves a fair sample on both
     sides.
     """
-
-    def read(path: Path) -> NDArray[np.uint32]:
-        content = decode(path, b"".join(blocks(path)))
-        return encode_documents(tokenizer, [content])[0] if content else np.empty(0, np.uint32)
-
-    tokens = np.concatenate(
-        read_all(sorted(files, key=lambda path: sha256(os.fsencode(path.name)).digest()), read)
-    )
-    if not len(tokens):
+    parts: list[NDArray[np.uint32]] = []
+    errors: list[ConfigError] = []
+    for path in sorted(files, key=_name_hash):
+        try:
+            content = decode_utf8(path, b"".join(read_blocks(path)))
+            if content:
+                parts += encode_documents(tokenizer, [content])
+        except ConfigError as error:
+            errors.append(error)
+    raise_together(errors)
+    if not parts:
         raise ConfigError(f"{name_files(files)}: no text; use files that are not empty")
-    return tokens
+    return np.concatenate(parts)
+
+
+def _name_hash(path: Path) -> bytes:
+    return sha256(os.fsencode(path.name)).digest()
 
 
 class SourceRecord(BaseModel, frozen=True, extra="forbid"):

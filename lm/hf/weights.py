@@ -25,7 +25,7 @@ from lm.checkpoint.tensor_files import (
     read_into,
 )
 from lm.data import tokenizer
-from lm.data.files import download
+from lm.data.files import download_from_hub
 from lm.errors import ConfigError, first_20, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 from lm.hf import families
@@ -77,7 +77,7 @@ def find_source(source: str) -> Path:
             f"init_from: {source}: not a directory, and not a name on the Hugging Face Hub"
             " (OWNER/MODEL)"
         )
-    return download(source, DOWNLOADED, "init_from")
+    return download_from_hub(source, DOWNLOADED, "init_from")
 
 
 class HuggingFaceModel(NamedTuple):

@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.files import (
-    blocks,
-    complete_lines,
-    decode,
+    decode_utf8,
+    error_text,
     get_text,
     is_compressed,
     open_table,
-    read_jsonl,
-    reason,
+    read_blocks,
+    read_json_lines,
+    read_line_blocks,
 )
 from lm.errors import ConfigError
 
@@ -145,10 +145,10 @@ def read_documents(paths: Iterable[Path], override: str | None, field: str) -> I
 def _read(path: Path, name: str | None, field: str) -> Iterator[Document]:
     match name:
         case "text":
-            data = b"".join(blocks(path))
-            yield Document(decode(path, data), len(data))
+            data = b"".join(read_blocks(path))
+            yield Document(decode_utf8(path, data), len(data))
         case "jsonl":
-            for place, record, size in read_jsonl(path):
+            for place, record, size in read_json_lines(path):
                 yield _document(record, field, place, size)
         case "csv":
             yield from _read_csv(path, field)
@@ -188,8 +188,8 @@ def _read_csv(path: Path, field: str) -> Iterator[Document]:
 
 def _read_lines(path: Path) -> Iterator[str]:
     offset = 0
-    for block in complete_lines(path):
-        yield from io.StringIO(decode(path, block, offset))
+    for block in read_line_blocks(path):
+        yield from io.StringIO(decode_utf8(path, block, offset))
         offset += len(block)
 
 
@@ -205,7 +205,7 @@ def _read_table(name: str, path: Path, field: str) -> Iterator[Document]:
         for row, record in enumerate(table.select_columns([field]), 1):
             yield _document(record, field, f"{path}: row {row}")
     except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
-        raise ConfigError(f"{path}: cannot be read as {name}: {reason(error)}") from None
+        raise ConfigError(f"{path}: cannot be read as {name}: {error_text(error)}") from None
 
 
 def read_ids(
