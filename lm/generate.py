@@ -29,7 +29,7 @@ import torch
 from lm import sampling
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import model_of, read_manifest
-from lm.data.tokenizer import Tokenizer, saved_tokenizer
+from lm.data.tokenizer import Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, command, escape_control
 from lm.hf import base
 from model import Transformer
@@ -53,7 +53,7 @@ def load_model(
             f"{directory}: has no tokenizer: trained on random tokens, or on ids of an unknown"
             " tokenizer"
         )
-    tokenizer = saved_tokenizer(
+    tokenizer = load_saved_tokenizer(
         manifest.tokenizer, directory, manifest.files, manifest.hyperparameters
     )
     vocab_size = model_of(directory, manifest).vocab_size

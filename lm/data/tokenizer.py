@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,24 +35,41 @@ from lm.fileio import (
 
 FILE = "tokenizer.json"
 GENERATION = "generation_config.json"
-FILES = (
-    FILE,
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    GENERATION,
-)  # only the first is required
+FILES = (FILE, "tokenizer_config.json", "chat_template.jinja", GENERATION)
+"""of a tokenizer; only the first is required"""
 END_OF_TEXT = "<|endoftext|>"
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-_REPLY = "x7q"
-"""content that no chat template writes itself"""
-_NOW = re.compile(r"strftime_now\s*\(([^()]*)\)")
-_REASONING = {"reasoning_content", "thinking", "reasoning"}  # transformers copies one to the others
-_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _EOS_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
+_TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+"""keys of tokenizer_config.json that are variables of the chat template"""
+_MARKED_REPLY = "x7q"
+"""content that no chat template writes itself"""
+_REASONING_KEYS = {"reasoning_content", "thinking", "reasoning"}
+"""of messages; transformers copies one to the others"""
+_STRFTIME_NOW = re.compile(r"strftime_now\s*\(([^()]*)\)")
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-IdsAndEnds = tuple[NDArray[np.uint32], NDArray[np.int64]]
-"""The tokens of a text, and for each the number of the first character after it: arrays of shape (tokens,)."""
+class TokenizedText(NamedTuple):
+    """The tokens of a text: arrays of shape (tokens,)."""
+
+    ids: NDArray[np.uint32]
+    ends: NDArray[np.int64]
+    """the number of the first character after each token"""
+
+
+class Span(NamedTuple):
+    """Characters of a text."""
+
+    start: int
+    stop: int
+
+
+class RenderedChat(NamedTuple):
+    """Messages as text, with their special tokens."""
+
+    text: str
+    reply_spans: list[Span] | None
+    """of the assistant's messages; None = the template has no `{% generation %}` tags"""
 
 
 class ByteTokenizer:
@@ -78,34 +95,43 @@ class ByteTokenizer:
         self,
         texts: Sequence[str],
         *,
-        add_special_tokens: bool,  # noqa: ARG002
-    ) -> list[IdsAndEnds]:
-        ends = (
-            np.repeat(np.arange(1, len(text) + 1), [len(c.encode()) for c in text])
-            for text in texts
-        )
-        return list(zip(self.encode_batch(texts), ends, strict=True))
+        add_special_tokens: bool,  # noqa: ARG002 - there are none
+    ) -> list[TokenizedText]:
+        encodings: list[TokenizedText] = []
+        for text, ids in zip(texts, self.encode_batch(texts), strict=True):
+            n_bytes = [len(character.encode()) for character in text]
+            ends = np.repeat(np.arange(1, len(text) + 1), n_bytes)
+            encodings.append(TokenizedText(ids, ends))
+        return encodings
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
-        """Return the text of `ids`: end-of-text tokens become blank lines, invalid UTF-8 becomes U+FFFD."""
+        """Return the text of `ids`; see `stream`."""
         return "".join(self.stream(ids, after))
 
-    def stream(self, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:  # noqa: ARG002
-        """Yield text while `ids` arrive, each character once all of its bytes have."""
+    def stream(
+        self,
+        ids: Iterable[int],
+        after: Sequence[int] = (),  # noqa: ARG002 - bytes are the same after any others
+    ) -> Iterator[str]:
+        """Yield text while `ids` arrive, each character once all of its bytes have.
+
+        End-of-text tokens become blank lines, and invalid UTF-8 becomes U+FFFD.
+        """
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token in ids:
             if token < 256:
                 yield decoder.decode(bytes([token]))
+                continue
+            incomplete = decoder.decode(b"", final=True)
+            if token == self.eos_id:
+                yield incomplete + "\n\n"
             else:
-                yield decoder.decode(b"", final=True) + (
-                    "\n\n" if token == self.eos_id else "\ufffd"
-                )
+                yield incomplete + "\ufffd"
         yield decoder.decode(b"", final=True)
 
     def render(self, *_: Any, **__: Any) -> NoReturn:
-        raise ConfigError(
-            f"tokenizer: {self.identity}: has no chat template for messages; use a Hugging Face tokenizer that has one"
-        )
+        problem = f"{self.identity}: has no chat template for messages"
+        raise ConfigError(f"tokenizer: {problem}; use a Hugging Face tokenizer that has one")
 
 
 class FileTokenizer:
@@ -117,120 +143,151 @@ class FileTokenizer:
     """
 
     def __init__(self, files: Mapping[str, bytes], name: str) -> None:
+        self.files = dict(files)
+        self._name = name
         try:
-            self._encoder: Any = _CheckedEncoder(_parse(files[FILE]), name)
-            self._config: dict[str, Any] = dict(
-                parse_json(files.get("tokenizer_config.json", b"{}"))
-            )
-            self._generation: dict[str, Any] = dict(parse_json(files.get(GENERATION, b"{}")))
+            self._encoder: Any = _CheckedEncoder(_parse_tokenizer(files[FILE]), name)
+            config = parse_json(files.get("tokenizer_config.json", b"{}"))
+            generation = parse_json(files.get(GENERATION, b"{}"))
+            self._config: dict[str, Any] = dict(config)
+            self._generation: dict[str, Any] = dict(generation)
         except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"tokenizer: {name}: cannot be read: {error}") from None
-        if (size := self._encoder.get_vocab_size()) > MAX_VOCABULARY:
-            raise ConfigError(
-                f"tokenizer: {name}: has {size:,} tokens, but at most {MAX_VOCABULARY:,} are read"
-            )
-        stages = self._encoder.normalizer, self._encoder.pre_tokenizer, self._encoder.post_processor
-        if (
-            math.prod(_growth(json.loads(stage.__getstate__())) for stage in stages if stage)
-            > MAX_TOKENIZER_GROWTH
-        ):
-            raise ConfigError(
-                f"tokenizer: {name}: its stages can lengthen a text more than {MAX_TOKENIZER_GROWTH} times"
-            )
+            raise self._error(f"cannot be read: {error}") from None
+        self._check_size()
         self._encoder.no_truncation()
         self._encoder.no_padding()
-        self._name = name
         self.template_kwargs: Mapping[str, Any] = {}
         """variables of the chat template; `date_string` replaces today's date"""
         self.date: datetime.date | None = None
         """the day that the chat template reads as today's; None = today"""
-        self.files = dict(files)
         vocabulary = self._encoder.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=0) + 1
-        self.identity = (
-            f"{self.vocab_size} tokens, sha256 {hashlib.sha256(files[FILE]).hexdigest()}"
-        )
-        if (eos := self._special_token("eos_token")) is None:
-            eos = next((token for token in _EOS_TOKENS if token in vocabulary), None)
-        if eos not in vocabulary:
-            what = (
-                f"eos_token {eos!r} is not in its vocabulary"
-                if eos
-                else "it has no end-of-text token"
-            )
-            raise ConfigError(
-                f"tokenizer: {name}: {what}; set eos_token in a tokenizer_config.json in the same directory"
-            )
-        self.eos_id: int = vocabulary[eos]
+        digest = hashlib.sha256(files[FILE]).hexdigest()
+        self.identity = f"{self.vocab_size} tokens, sha256 {digest}"
+        self.eos_id: int = self._find_eos_id(vocabulary)
         self.bos_id: int | None = vocabulary.get(self._special_token("bos_token") or "")
+
+    def _error(self, problem: str) -> ConfigError:
+        return ConfigError(f"tokenizer: {self._name}: {problem}")
+
+    def _check_size(self) -> None:
+        """Raise ConfigError if the tokenizer could take too much memory."""
+        size = self._encoder.get_vocab_size()
+        if size > MAX_VOCABULARY:
+            raise self._error(f"has {size:,} tokens, but at most {MAX_VOCABULARY:,} are read")
+        encoder = self._encoder
+        growth = 1
+        for stage in (encoder.normalizer, encoder.pre_tokenizer, encoder.post_processor):
+            if stage:
+                growth *= _stage_growth(json.loads(stage.__getstate__()))
+        if growth > MAX_TOKENIZER_GROWTH:
+            limit = f"more than {MAX_TOKENIZER_GROWTH} times"
+            raise self._error(f"its stages can lengthen a text {limit}")
+
+    def _find_eos_id(self, vocabulary: Mapping[str, int]) -> int:
+        eos = self._special_token("eos_token")
+        if eos is None:
+            eos = next((token for token in _EOS_TOKENS if token in vocabulary), None)
+        if eos is not None and eos in vocabulary:
+            return vocabulary[eos]
+        problem = "it has no end-of-text token"
+        if eos:
+            problem = f"eos_token {eos!r} is not in its vocabulary"
+        advice = "set eos_token in a tokenizer_config.json in the same directory"
+        raise self._error(f"{problem}; {advice}")
 
     def _special_token(self, key: str) -> str | None:
         value = self._config.get(key)
-        value = value.get("content") if isinstance(value, dict) else value
-        return value if isinstance(value, str) else None
+        if isinstance(value, dict):
+            value = value.get("content")
+        if not isinstance(value, str):
+            return None
+        return value
 
     @functools.cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end a generated text: end of text, the template's end of turn, those of generation_config.json."""
-        named = self._generation.get("eos_token_id")
-        ids = {self.eos_id} | set(
-            named if isinstance(named, list) else [] if named is None else [named]
-        )
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _REPLY}]
+        """Ids that end a generated text.
+
+        They are end of text, those of generation_config.json, and the chat template's end of turn.
+        """
+        ids = {self.eos_id}
+        generation_eos = self._generation.get("eos_token_id")
+        if isinstance(generation_eos, list):
+            ids.update(generation_eos)
+        elif generation_eos is not None:
+            ids.add(generation_eos)
         with contextlib.suppress(
             ConfigError
-        ):  # without a chat template for such a chat, no turn has an end
-            after = self.render(chat, add_generation_prompt=False)[0].rpartition(_REPLY)[2]
-            special = {
-                token
-                for token, added in self._encoder.get_added_tokens_decoder().items()
-                if added.special
-            }
-            encoded = self._encoder.encode(after, add_special_tokens=False).ids
-            ids |= set([token for token in encoded if token in special][:1])
+        ):  # without a template for such a chat, turns do not end
+            ids.update(self._end_of_turn_ids())
         return frozenset(ids)
+
+    def _end_of_turn_ids(self) -> list[int]:
+        """Return the first special token that the chat template writes after a reply, if any."""
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKED_REPLY}]
+        rendered = self.render(chat, add_generation_prompt=False)
+        _, _, after_reply = rendered.text.rpartition(_MARKED_REPLY)
+        added_tokens = self._encoder.get_added_tokens_decoder()
+        for token in self._encoder.encode(after_reply, add_special_tokens=False).ids:
+            if token in added_tokens and added_tokens[token].special:
+                return [token]
+        return []
 
     @functools.cached_property
     def text_bytes(self) -> NDArray[np.int64]:
         """Bytes of UTF-8 that each id adds to a text, (vocab_size,); 0 for special tokens."""
         before = self._encoder.encode("a", add_special_tokens=False).ids
+        n_bytes_before = len(self._encoder.decode(before).encode())
         texts = self._encoder.decode_batch([[*before, i] for i in range(self.vocab_size)])
-        sizes = np.array([len(text.encode()) for text in texts]) - len(
-            self._encoder.decode(before).encode()
-        )
+        sizes = np.array([len(text.encode()) for text in texts]) - n_bytes_before
         for i, text in enumerate(texts):
-            if "\ufffd" in text and "\ufffd" not in (token := str(self._encoder.id_to_token(i))):
-                sizes[i] = (
-                    1 if token.startswith("<0x") else len(token)
-                )  # a part of a character, byte by byte
+            if "\ufffd" not in text:
+                continue
+            token = str(self._encoder.id_to_token(i))
+            if "\ufffd" in token:
+                continue
+            # The token is a part of a character: one byte such as <0xE2>, or a character per byte.
+            if token.startswith("<0x"):
+                sizes[i] = 1
+            else:
+                sizes[i] = len(token)
         return sizes
 
     def _without_eos(self, ids: list[int]) -> list[int]:
-        return (
-            ids[:-1] if ids[-1:] == [self.eos_id] else ids
-        )  # some tokenizers append it to every text
+        if ids[-1:] == [self.eos_id]:  # some tokenizers append it to every text
+            return ids[:-1]
+        return ids
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, with the tokenizer's own start of text, without an end-of-text token."""
+        """Return the ids of `text`, with the tokenizer's own start of text, without end of text."""
         return self._without_eos(self._encoder.encode(text).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Return the ids of each text as `encode` does, on all cores unless TOKENIZERS_PARALLELISM is false."""
+        """Return the ids of each text as `encode` does.
+
+        The library uses all cores unless TOKENIZERS_PARALLELISM is false.
+        """
         encodings = self._encoder.encode_batch_fast(list(texts))
         return [np.array(self._without_eos(encoding.ids), np.uint32) for encoding in encodings]
 
     def encode_with_ends(
         self, texts: Sequence[str], *, add_special_tokens: bool
-    ) -> list[IdsAndEnds]:
-        """Return the ids of each text and their ends; texts from `render` contain their special tokens already."""
-        encodings = []
+    ) -> list[TokenizedText]:
+        """Return the ids of each text and their ends.
+
+        Args:
+            add_special_tokens: False for texts from `render`, which contain theirs already.
+        """
+        results: list[TokenizedText] = []
         for encoding in self._encoder.encode_batch(
             list(texts), add_special_tokens=add_special_tokens
         ):
-            ids = self._without_eos(encoding.ids) if add_special_tokens else encoding.ids
+            ids = encoding.ids
+            if add_special_tokens:
+                ids = self._without_eos(ids)
             ends = [end for _, end in encoding.offsets[: len(ids)]]
-            encodings.append((np.array(ids, np.uint32), np.array(ends, np.int64)))
-        return encodings
+            results.append(TokenizedText(np.array(ids, np.uint32), np.array(ends, np.int64)))
+        return results
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
         """Return the text of `ids`; see `stream`."""
@@ -252,7 +309,8 @@ class FileTokenizer:
         for token in ids:
             if token == self.eos_id:
                 yield self._encoder.decode(pending) + "\n\n"
-                decoder, pending = DecodeStream(skip_special_tokens=True), []
+                decoder = DecodeStream(skip_special_tokens=True)
+                pending = []
                 continue
             pending.append(token)
             try:
@@ -260,10 +318,8 @@ class FileTokenizer:
             except (
                 Exception
             ):  # invalid UTF-8 after valid bytes; the library raises nothing narrower
-                piece, decoder = (
-                    self._encoder.decode(pending),
-                    DecodeStream(ids=pending, skip_special_tokens=True),
-                )
+                piece = self._encoder.decode(pending)
+                decoder = DecodeStream(ids=pending, skip_special_tokens=True)
             if piece is not None:
                 pending = []
                 yield piece
@@ -271,24 +327,23 @@ class FileTokenizer:
 
     @functools.cached_property
     def _template(self) -> str:
-        template = self.files.get("chat_template.jinja", b"").decode() or self._config.get(
-            "chat_template"
-        )
+        template = self.files.get("chat_template.jinja", b"").decode()
+        if not template:
+            template = self._config.get("chat_template")
         if isinstance(template, list):  # several, by name
-            template = next(
-                (each.get("template") for each in template if each.get("name") == "default"), None
-            )
+            defaults = [each for each in template if each.get("name") == "default"]
+            template = defaults[0].get("template") if defaults else None
         if not isinstance(template, str):
-            raise ConfigError(
-                f"tokenizer: {self._name}: has no chat template (chat_template in tokenizer_config.json)"
-            )
+            raise self._error("has no chat template (chat_template in tokenizer_config.json)")
         return template
 
     @functools.cached_property
     def _template_words(self) -> set[str]:
         """Keys of messages that may be set: those that the template mentions, and a call's ID."""
         words = {*re.findall(r"\w+", self._template), "role", "content", "tool_call_id"}
-        return words | _REASONING if words & _REASONING else words
+        if words & _REASONING_KEYS:
+            words |= _REASONING_KEYS
+        return words
 
     def render(
         self,
@@ -296,86 +351,100 @@ class FileTokenizer:
         *,
         add_generation_prompt: bool,
         tools: Any = None,
-    ) -> tuple[str, list[tuple[int, int]] | None]:
-        """Return the text that the chat template writes, and the start and end of each reply in it.
-
-        The latter is None for templates without `{% generation %}` tags.
+    ) -> RenderedChat:
+        """Return the text that the chat template writes.
 
         Args:
             add_generation_prompt: append the start of the next reply.
             tools: JSON schemas of the functions that the assistant can call; the template must read
                 them.
         """
-        template, words = self._template, self._template_words
+        template = self._template
         try:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError:
-            raise ConfigError(
-                f"tokenizer: {self._name}: chat templates require a package: pip install transformers"
-            ) from None
-        if tools is not None and "tools" not in words:
-            raise ConfigError(
-                f"tokenizer: {self._name}: its chat template does not read tools; remove them from the data"
-            )
-        if unread := sorted(
-            {key for message in messages for key in message if message[key] is not None} - words
-        ):
-            program = f"del((.messages, .prompt, .completion)[]?{json.dumps(unread)})"
-            problem = f"its chat template does not read {', '.join(unread)} of messages"
-            raise ConfigError(
-                f"tokenizer: {self._name}: {problem}; remove: jq -c '{program}' OLD.jsonl > NEW.jsonl"
-            )
-        variables: Any = {key: self._special_token(key) for key in _SPECIAL_TOKENS} | dict(
-            self.template_kwargs
-        )
-        chats, has_tags = [list(map(dict, messages))], bool(_GENERATION_TAG.search(template))
-        date = self.date or datetime.date.today()
-
-        def today(call: re.Match[str]) -> str:
-            return (
-                "date_string"
-                if "date_string" in variables
-                else repr(date.strftime(ast.literal_eval(call[1])))
-            )
-
+            advice = "chat templates require a package: pip install transformers"
+            raise self._error(advice) from None
+        self._check_template_reads(messages, tools)
+        variables: dict[str, Any] = {key: self._special_token(key) for key in _TEMPLATE_TOKENS}
+        variables |= self.template_kwargs
+        has_tags = _GENERATION_TAG.search(template) is not None
         try:
+            if "date_string" in variables:
+                dated = _STRFTIME_NOW.sub("date_string", template)
+            else:
+                dated = _write_date(template, self.date or datetime.date.today())
             texts, spans = render_jinja_template(
-                chats,
+                [[dict(message) for message in messages]],
                 tools,
-                chat_template=_NOW.sub(today, template),
+                chat_template=dated,
                 return_assistant_tokens_mask=has_tags,
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
         except Exception as error:  # a template may raise anything
-            raise ConfigError(
-                f"tokenizer: {self._name}: its chat template rejects the messages: {error}"
-            ) from None
+            raise self._error(f"its chat template rejects the messages: {error}") from None
+        if not has_tags:
+            return RenderedChat(texts[0], None)
         marked: Any = spans
-        return texts[0], marked[0] if has_tags else None
+        return RenderedChat(texts[0], [Span(start, stop) for start, stop in marked[0]])
+
+    def _check_template_reads(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
+        """Raise ConfigError if the chat template leaves out tools, or a key of the messages."""
+        if tools is not None and "tools" not in self._template_words:
+            problem = "its chat template does not read tools"
+            raise self._error(f"{problem}; remove them from the data")
+        unread: set[str] = set()
+        for message in messages:
+            unread.update(key for key, value in message.items() if value is not None)
+        unread -= self._template_words
+        if unread:
+            keys = sorted(unread)
+            program = f"del((.messages, .prompt, .completion)[]?{json.dumps(keys)})"
+            problem = f"its chat template does not read {', '.join(keys)} of messages"
+            remedy = f"remove: jq -c '{program}' OLD.jsonl > NEW.jsonl"
+            raise self._error(f"{problem}; {remedy}")
+
+
+def _write_date(template: str, date: datetime.date) -> str:
+    """Return a chat template with `date` in place of its calls of `strftime_now`.
+
+    The function that transformers passes for them returns the current time, with which a resumed
+    run would read other data.
+    """
+
+    def formatted(call: re.Match[str]) -> str:
+        return repr(date.strftime(ast.literal_eval(call[1])))
+
+    return _STRFTIME_NOW.sub(formatted, template)
 
 
 @functools.lru_cache(maxsize=2)
-def _parse(content: bytes) -> Any:
-    """Parse a `tokenizer.json` once, although a run asks for the size of the vocabulary before it opens the data."""
+def _parse_tokenizer(content: bytes) -> Any:
+    """Parse a `tokenizer.json` once: a run needs its vocabulary before it opens the data."""
     import tokenizers
 
     return tokenizers.Tokenizer.from_buffer(content)
 
 
-def _growth(stage: Any) -> int:
-    """Return by what factor a stage of a tokenizer, as JSON, can lengthen a text."""
-    children = (
-        stage.values() if isinstance(stage, dict) else stage if isinstance(stage, list) else ()
-    )
-    growth = math.prod(map(_growth, children))
+def _stage_growth(stage: Any) -> int:
+    """Return by what factor a stage of a tokenizer, as JSON, can lengthen a text.
+
+    A stage can consist of others, whose factors multiply.
+    """
+    children: Iterable[Any] = ()
+    if isinstance(stage, dict):
+        children = stage.values()
+    elif isinstance(stage, list):
+        children = stage
+    growth = math.prod(_stage_growth(child) for child in children)
     match stage:
         case {"type": "Replace", "content": str(content)}:
-            return growth * max(1, len(content))
+            growth *= max(1, len(content))
         case {"type": "ByteLevel"}:
-            return growth * 2
+            growth *= 2
         case {"type": "TemplateProcessing", "single": list(pieces)}:
-            return growth * max(1, sum("Sequence" in piece for piece in pieces))
+            growth *= max(1, sum("Sequence" in piece for piece in pieces))
     return growth
 
 
@@ -398,18 +467,23 @@ class _CheckedEncoder:
             except BaseException as error:
                 if type(error).__name__ != "PanicException":
                     raise
-                raise ConfigError(
-                    f"tokenizer: {self._name}: the tokenizers library panicked: {error}; use another tokenizer"
-                ) from None
+                problem = f"the tokenizers library panicked: {error}"
+                message = f"tokenizer: {self._name}: {problem}; use another tokenizer"
+                raise ConfigError(message) from None
 
-        return call if callable(value) else value
+        if callable(value):
+            return call
+        return value
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> bytes:
-    """Train a byte-level BPE tokenizer like GPT-2's of at most `vocab_size` tokens and return its `tokenizer.json`."""
+    """Train a byte-level BPE tokenizer like GPT-2's, and return its `tokenizer.json`.
+
+    It has at most `vocab_size` tokens.
+    """
     from tokenizers import ByteLevelBPETokenizer
 
     encoder = ByteLevelBPETokenizer()
@@ -427,24 +501,32 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[NDArray
 
 @oserror_as_config_error
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load the tokenizer `name`: "bytes", a `tokenizer.json`, a directory with one, or a Hugging Face Hub name."""
+    """Load a tokenizer.
+
+    Args:
+        name: "bytes", a `tokenizer.json`, a directory with one, or a Hugging Face Hub name.
+    """
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
     if path.is_file() and path.name != FILE:
-        return FileTokenizer({FILE: _read(path.resolve(), FILE)}, name)
-    if not path.exists():
-        if name.startswith((".", "/", "~")) or name.endswith(".json"):
-            raise ConfigError(f"tokenizer: {name}: no such file or directory in {Path.cwd()}")
-        path = download_from_hub(name, FILES, "tokenizer")
-    files = read_files(path.parent if path.is_file() else path)
+        return FileTokenizer({FILE: _read_tokenizer_file(path.resolve(), FILE)}, name)
+    if path.is_file():
+        directory = path.parent
+    elif path.exists():
+        directory = path
+    elif name.startswith((".", "/", "~")) or name.endswith(".json"):
+        raise ConfigError(f"tokenizer: {name}: no such file or directory in {Path.cwd()}")
+    else:
+        directory = download_from_hub(name, FILES, "tokenizer")
+    files = read_tokenizer_files(directory)
     if FILE not in files:
         raise ConfigError(f"tokenizer: {name}: has no {FILE}")
     return FileTokenizer(files, name)
 
 
 @oserror_as_config_error
-def saved_tokenizer(
+def load_saved_tokenizer(
     identity: str, directory: Path, names: Collection[str], hyperparameters: Mapping[str, Any]
 ) -> Tokenizer:
     """Load the tokenizer `identity` of the checkpoint in `directory`, for chats as in its run.
@@ -456,37 +538,47 @@ def saved_tokenizer(
         return ByteTokenizer()
     if FILE not in names:
         raise ConfigError(f"tokenizer: {directory}: the checkpoint lists no {FILE}")
-    files = {name: _read(directory / name, name) for name in FILES if name in names}
+    listed = [name for name in FILES if name in names]
+    files = {name: _read_tokenizer_file(directory / name, name) for name in listed}
     tokenizer = FileTokenizer(files, str(directory))
     if tokenizer.identity != identity:
-        raise ConfigError(
-            f"tokenizer: {directory}: {FILE} has {tokenizer.identity}, the checkpoint was written with {identity}"
-        )
+        problem = f"{FILE} has {tokenizer.identity}, the checkpoint was written with {identity}"
+        raise ConfigError(f"tokenizer: {directory}: {problem}")
     date = hyperparameters.get("chat_template_date")
     try:
         tokenizer.template_kwargs = dict(hyperparameters.get("chat_template_kwargs") or {})
-        tokenizer.date = datetime.date.fromisoformat(date) if date else None
+        if date:
+            tokenizer.date = datetime.date.fromisoformat(date)
     except (ValueError, TypeError) as error:
-        raise ConfigError(
-            f"tokenizer: {directory}: chat_template_date or chat_template_kwargs of the checkpoint: {error}"
-        ) from None
+        keys = "chat_template_date or chat_template_kwargs of the checkpoint"
+        raise ConfigError(f"tokenizer: {directory}: {keys}: {error}") from None
     return tokenizer
 
 
-def read_files(directory: Path) -> dict[str, bytes]:
-    """Return the contents of the tokenizer files in `directory`, by name. Checkpoints and exports get copies of them.
+def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
+    """Return the contents of the tokenizer files in `directory`, by name.
+
+    Checkpoints and exports get copies of them.
 
     Raises:
         ConfigError: one is a link that leaves `directory` and is not one of the Hub's cache.
     """
-    files = {}
-    for path in (directory / name for name in FILES if (directory / name).is_file()):
-        target, root = path.resolve(), directory.resolve()
-        if target.parent not in (root, root.parent.parent / "blobs"):
+    root = directory.resolve()
+    blobs_of_hub = root.parent.parent / "blobs"
+    files: dict[str, bytes] = {}
+    for name in FILES:
+        path = directory / name
+        if not path.is_file():
+            continue
+        target = path.resolve()
+        if target.parent not in (root, blobs_of_hub):
             raise ConfigError(f"tokenizer: {path}: is a link to {target}; copy the file")
-        files[path.name] = _read(target, path.name)
+        files[name] = _read_tokenizer_file(target, name)
     return files
 
 
-def _read(path: Path, name: str) -> bytes:
-    return read_bytes(path, MAX_TOKENIZER_BYTES if name == FILE else MAX_JSON_BYTES)
+def _read_tokenizer_file(path: Path, name: str) -> bytes:
+    limit = MAX_JSON_BYTES
+    if name == FILE:
+        limit = MAX_TOKENIZER_BYTES
+    return read_bytes(path, limit)

@@ -32,7 +32,7 @@ from lm.data.tokenizer import (
     GENERATION,
     ByteTokenizer,
     Tokenizer,
-    saved_tokenizer,
+    load_saved_tokenizer,
 )
 from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.hf import families
@@ -83,7 +83,7 @@ def export_model(
     eos_id: int | None = None
     bos_id: int | None = None
     if manifest.tokenizer is not None:
-        tokenizer = saved_tokenizer(manifest.tokenizer, directory, manifest.files, {})
+        tokenizer = load_saved_tokenizer(manifest.tokenizer, directory, manifest.files, {})
         files |= _convert_tokenizer(tokenizer)
         eos_id = tokenizer.eos_id
         bos_id = tokenizer.bos_id
