@@ -9,178 +9,49 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.dataset import Dataset, Sample
-from lm.data.files import JsonLine, get_text, name_files, raise_together, read_json_lines
+from lm.data.files import JsonLine, name_files, raise_together, read_json_lines
+from lm.data.rendering import RecordRenderer, RenderedRecord
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
 
-_BATCH = 1024
-"""Samples tokenized in one call."""
-
-_CONVERSIONS = {
-    "conversations": (
-        "ShareGPT",
-        '{messages: [.conversations[] | {role: ({human: "user", gpt: "assistant"}[.from] // .from), content: .value}]}',
-    ),
-    "instruction": (
-        "Alpaca",
-        '{prompt: (.instruction + "\\n" + (.input // "") + "\\n"), completion: .output}',
-    ),
-}
-"""other formats by one of their keys: their name, and the jq program that converts a line"""
+_HOLD_OUT_EVERY = 20
+"""One of so many lines is for validation, unless there is a file for it."""
+_TOKENIZED_TOGETHER = 1024
+"""Samples in one call of the tokenizer."""
 
 
-class _Example(NamedTuple):
-    text: str
-    target_spans: tuple[tuple[int, int], ...] | None
-    """characters whose tokens are targets: start and end of each span; None = all"""
-    is_chat: bool
-    """a chat template has written the start and end tokens"""
+class _TokenizedRecord(NamedTuple):
+    """Arrays of shape (tokens,)."""
+
+    ids: NDArray[np.uint32]
+    is_target: NDArray[np.bool_]
 
 
-def _render(
-    record: Mapping[str, Any], text_field: str, completion_only: bool, tokenizer: Tokenizer
-) -> _Example:
-    if "messages" in record:
-        return _render_chat(record, ("messages",), completion_only, tokenizer)
-    if {"prompt", "completion"} <= record.keys():
-        if isinstance(record["prompt"], list):
-            return _render_chat(record, ("prompt", "completion"), completion_only, tokenizer)
-        prompt, completion = get_text(record, "prompt"), get_text(record, "completion")
-        span = len(prompt), len(prompt) + len(completion)
-        return _Example(prompt + completion, (span,) if completion_only else None, is_chat=False)
-    if text_field not in record:
-        for key, (name, program) in _CONVERSIONS.items():
-            if key in record:
-                problem = f"{key}: {name} records are not read; convert them: jq -c '{program}' OLD.jsonl > NEW.jsonl"
-                raise ConfigError(problem)
-        keys = ", ".join(record) or "none"
-        problem = f"no {text_field} (text_field), no prompt and completion, no messages; the line has the keys: {keys}"
-        raise ConfigError(problem)
-    if completion_only:
-        problem = f"loss_on: completion requires prompt and completion, or messages; the line has {text_field}"
-        raise ConfigError(problem)
-    return _Example(get_text(record, text_field), None, is_chat=False)
+class _TokenizedSample(NamedTuple):
+    """The inputs and targets of a record, truncated: arrays of shape (tokens,)."""
+
+    inputs: NDArray[np.int32]
+    targets: NDArray[np.int32]
+    full_length: int
+    """tokens before truncation"""
 
 
-def _render_chat(
-    record: Mapping[str, Any], keys: tuple[str, ...], completion_only: bool, tokenizer: Tokenizer
-) -> _Example:
-    """Render the messages in `keys` of a record: targets are the replies in `messages`, or all of a `completion`."""
-    if unread := [key for key in record if key not in (*keys, "tools")]:
-        program = f"del({', '.join('.' + json.dumps(key) for key in unread)})"
-        problem = f"{', '.join(unread)}: not read in a chat; remove: jq -c '{program}' OLD.jsonl > NEW.jsonl"
-        raise ConfigError(problem)
-    tools = _get_tools(record)
-    given = [
-        message for key in keys for message in _check_messages(record[key], key, completion_only)
-    ]
-    messages = [
-        {name: value for name, value in message.items() if name != "weight"} for message in given
-    ]
-    replies = [i for i, message in enumerate(given) if message["role"] == "assistant"]
-    if completion_only and keys == ("messages",) and not replies:
-        problem = "messages: none of the assistant, and loss_on: completion learns only from these"
-        raise ConfigError(f"{problem}; remove the line, or set loss_on: all")
-    rendered, tagged = tokenizer.render(messages, add_generation_prompt=False, tools=tools)
-    text = get_text({keys[-1]: rendered}, keys[-1])
-    if not completion_only:
-        return _Example(text, None, is_chat=True)
-    is_target = [given[i].get("weight", 1) == 1 for i in replies]
-    if keys != ("messages",):
-        targets = [(len(record["prompt"]), len(messages))]
-    elif tagged is None:
-        targets = [(i, i + 1) for i in itertools.compress(replies, is_target)]
-    elif all(is_target) or len(replies) == len(tagged):
-        return _Example(
-            text,
-            tuple(tagged if all(is_target) else itertools.compress(tagged, is_target)),
-            is_chat=True,
-        )
-    else:
-        problem = f"weight: the chat template marks {len(tagged)} of {len(replies)} replies; remove the weights"
-        raise ConfigError(problem)
-    spans = []
-    for first, last in targets:
-        prompt, _ = tokenizer.render(messages[:first], add_generation_prompt=True, tools=tools)
-        with_reply = text
-        if last < len(messages):
-            with_reply, _ = tokenizer.render(
-                messages[:last], add_generation_prompt=False, tools=tools
-            )
-        if not (text.startswith(with_reply) and with_reply.startswith(prompt)):
-            problem = "the chat template changes earlier messages, so replies cannot be located; use one that"
-            advice = (
-                "marks them with {% generation %}, as TRL has for most models, or set loss_on: all"
-            )
-            raise ConfigError(f"{problem} {advice}")
-        spans.append((len(prompt), len(with_reply)))
-    return _Example(text, tuple(spans), is_chat=True)
+class _TokenizedFiles(NamedTuple):
+    """The samples of all files, and those that were dropped."""
 
-
-def _get_tools(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    tools = record.get("tools") or None
-    for tool in tools if isinstance(tools, list) else [tools] if tools else []:
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        match function:
-            case {"name": str(), **rest} if isinstance(rest.get("parameters") or {}, dict):
-                continue
-        problem = f"tools: {json.dumps(tool)[:60]} is not {{function: {{name: NAME, parameters: JSON SCHEMA}}}}"
-        raise ConfigError(
-            f"{problem}; if tools is text: jq -c '.tools |= fromjson' OLD.jsonl > NEW.jsonl"
-        )
-    return tools
-
-
-def _check_messages(messages: Any, key: str, completion_only: bool) -> list[dict[str, Any]]:
-    """Return the messages with content as one text, or raise ConfigError."""
-    if not (
-        isinstance(messages, list)
-        and messages
-        and all(isinstance(m, dict) and "role" in m for m in messages)
-    ):
-        raise ConfigError(
-            f"{key} is {json.dumps(messages)[:60]}, not a list of objects with role and content"
-        )
-    messages = [
-        m | {"content": _join_parts(m["content"])} if "content" in m else m for m in messages
-    ]
-    for i, message in enumerate(messages):
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            raise ConfigError(f"{key}[{i}]: content is not text: {json.dumps(message)[:60]}")
-        if "weight" in message:
-            if key != "messages":
-                raise ConfigError(
-                    f"{key}: weight is not read in prompt and completion; use messages"
-                )
-            if message["weight"] not in (0, 1) or message["role"] != "assistant":
-                shown = json.dumps(message["weight"])[:60]
-                raise ConfigError(
-                    f"{key}[{i}]: weight is {shown}; it must be 0 or 1, in messages of the assistant"
-                )
-            if not completion_only:
-                raise ConfigError(f"{key}[{i}]: weight requires loss_on: completion")
-    return messages
-
-
-def _join_parts(content: Any) -> Any:
-    """Return content that is a list of parts of text as one text, and other content unchanged."""
-    match content:
-        case [*parts] if all(
-            isinstance(p, dict) and p == {"type": "text", "text": str(p.get("text"))} for p in parts
-        ):
-            return "".join(part["text"] for part in parts)
-    return content
+    samples: list[_TokenizedSample]
+    dropped: list[int]
+    """of each sample without targets: the sequence length that it needs for one; 0 = it has none"""
 
 
 class JsonlDataset(Dataset):
@@ -207,155 +78,198 @@ class JsonlDataset(Dataset):
         packing: bool = True,
         held_out: bool | None = None,
     ) -> None:
-        inputs: list[NDArray[np.int32]] = []
-        targets: list[NDArray[np.int32]] = []
-        lengths: list[int] = []  # before truncation
-        dropped: list[
-            int
-        ] = []  # samples without targets: the length up to the first one that is cut off, or 0
-        numbers = itertools.count()
-
-        def read(file: Path) -> None:
-            lines = (
-                x for x in read_json_lines(file) if held_out in (None, next(numbers) % 20 == 0)
-            )
-            for ids, is_target in _encode(
-                _examples(lines, text_field, completion_only, tokenizer), tokenizer
-            ):
-                if is_target[1 : seq_len + 1].any():
-                    lengths.append(len(ids) - 1)
-                    inputs.append(ids[:-1][:seq_len].astype(np.int32))
-                    labels = np.where(
-                        is_target[1:], ids[1:].astype(np.int32), np.int32(IGNORE_INDEX)
-                    )
-                    targets.append(labels[:seq_len])
-                else:
-                    dropped.append(int(is_target[1:].argmax()) + 1 if is_target[1:].any() else 0)
-
-        errors: list[ConfigError] = []
-        for file in files:
-            try:
-                read(file)
-            except ConfigError as error:
-                errors.append(error)
-        raise_together(errors)
-        if not inputs and any(dropped):
-            problem = f"max_seq_len {seq_len} cuts off all targets; use {max(dropped)} or more"
+        renderer = RecordRenderer(tokenizer, text_field, completion_only)
+        samples, dropped = _tokenize_files(files, renderer, seq_len, held_out)
+        if not samples:
+            problem = _why_no_samples(dropped, seq_len, held_out)
             raise ConfigError(f"{name_files(files)}: {problem}")
-        if not (inputs or dropped):
-            advice = (
-                ""
-                if held_out is None
-                else ", or set val_data: without it, every 20th line is held out"
-            )
-            raise ConfigError(f"{name_files(files)}: no samples; add lines{advice}")
-        if not inputs:
-            problem = (
-                f"{name_files(files)}: no line has targets; add completions, or set loss_on: all"
-            )
-            raise ConfigError(problem)
-        sizes = np.minimum(lengths, seq_len)
-        first = _best_fit(sizes, seq_len) if packing else np.arange(len(sizes))
-        order = np.argsort(first, kind="stable")
         self.seq_len = seq_len
         self._packing = packing
-        self._inputs = np.concatenate([inputs[i] for i in order.tolist()])
-        self._targets = np.concatenate([targets[i] for i in order.tolist()])
-        self._document_starts = np.cumsum(np.append(0, sizes[order]))
-        self._starts = self._document_starts[np.append(np.diff(first[order], prepend=-1) > 0, True)]
-        self._counts = np.add.reduceat(
+        self._lay_out(samples)
+        self.note = self._describe(samples, dropped)
+
+    def _lay_out(self, samples: Sequence[_TokenizedSample]) -> None:
+        """Concatenate the samples, sequence by sequence, and index where each of both starts."""
+        lengths = np.array([len(sample.inputs) for sample in samples], np.int64)
+        if self._packing:
+            sequence_numbers = pack_best_fit(lengths, self.seq_len)
+        else:
+            sequence_numbers = np.arange(len(samples))
+        order = np.argsort(sequence_numbers, kind="stable")
+        ordered = [samples[i] for i in order.tolist()]
+        self._inputs = np.concatenate([sample.inputs for sample in ordered])
+        self._targets = np.concatenate([sample.targets for sample in ordered])
+        # Positions in these arrays, with their end: samples + 1 and sequences + 1.
+        self._document_starts = np.cumsum(np.append(0, lengths[order]))
+        starts_sequence = np.diff(sequence_numbers[order], prepend=-1) > 0
+        self._starts = self._document_starts[np.append(starts_sequence, True)]
+        self._target_counts = np.add.reduceat(
             self._targets != IGNORE_INDEX, self._starts[:-1], dtype=np.int64
         )
-        padding = 1 - len(self._inputs) / (len(self) * seq_len)
-        self.note = (
-            f"{len(lengths)} samples in {len(self)} sequences, {100 * padding:.1f} % padding"
-        )
-        if n_truncated := sum(length > seq_len for length in lengths):
-            lost = 100 * (1 - len(self._inputs) / sum(lengths))
-            self.note += f"; {n_truncated} truncated to max_seq_len {seq_len}, {lost:.1f} % of the tokens dropped"
+
+    def _describe(self, samples: Sequence[_TokenizedSample], dropped: Sequence[int]) -> str:
+        n_tokens = len(self._inputs)
+        padding = 1 - n_tokens / (len(self) * self.seq_len)
+        note = f"{len(samples)} samples in {len(self)} sequences, {100 * padding:.1f} % padding"
+        full_lengths = [sample.full_length for sample in samples]
+        n_truncated = sum(length > self.seq_len for length in full_lengths)
+        if n_truncated > 0:
+            lost = 1 - n_tokens / sum(full_lengths)
+            note += f"; {n_truncated} truncated to max_seq_len {self.seq_len}"
+            note += f", {100 * lost:.1f} % of the tokens dropped"
         if dropped:
-            self.note += (
-                f"; {len(dropped)} more dropped, without targets within max_seq_len {seq_len}"
-            )
+            note += f"; {len(dropped)} more dropped"
+            note += f", without targets within max_seq_len {self.seq_len}"
+        return note
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     def __getitem__(self, index: int) -> Sample:
-        start, stop = self._starts[index], self._starts[index + 1]
+        start = self._starts[index]
+        stop = self._starts[index + 1]
+        n_tokens = stop - start
         inputs = np.zeros(self.seq_len, np.int64)
         targets = np.full(self.seq_len, IGNORE_INDEX, np.int64)
-        inputs[: stop - start] = self._inputs[start:stop]
-        targets[: stop - start] = self._targets[start:stop]
+        inputs[:n_tokens] = self._inputs[start:stop]
+        targets[:n_tokens] = self._targets[start:stop]
         if not self._packing:
             return Sample(inputs, targets)
-        positions = np.minimum(
-            np.arange(start, start + self.seq_len), stop
-        )  # padding is one document
-        document_ids = np.searchsorted(self._document_starts, positions, side="right")
-        return Sample(inputs, targets, document_ids - document_ids[0])
+        # Positions at or after `stop` are padding, which is one more document.
+        positions = np.minimum(np.arange(start, start + self.seq_len), stop)
+        documents = np.searchsorted(self._document_starts, positions, side="right")
+        return Sample(inputs, targets, documents - documents[0])
 
     def n_target_tokens(self, index: int) -> int:
-        return int(self._counts[index])
+        return int(self._target_counts[index])
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
-        for part in (self._inputs, self._targets, self._document_starts, self._starts):
-            digest.update(part.tobytes())
-        return f"{len(self._document_starts) - 1} samples in {len(self)} sequences, sha256 {digest.hexdigest()}"
+        for array in (self._inputs, self._targets, self._document_starts, self._starts):
+            digest.update(array.tobytes())
+        n_samples = len(self._document_starts) - 1
+        return f"{n_samples} samples in {len(self)} sequences, sha256 {digest.hexdigest()}"
 
 
-def _best_fit(lengths: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
-    """Return the first sample of each sample's sequence: longest first, each in the fullest with space for it."""
-    sequences = np.empty(len(lengths), np.int64)  # by their longest sample
-    by_space: list[list[int]] = [[] for _ in range(seq_len + 1)]
-    spaces: list[int] = []  # those that sequences have left, sorted
-    order = np.argsort(-lengths, kind="stable")
-    for i, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        sequence, space = i, seq_len
-        if (at := bisect_left(spaces, length)) < len(spaces):
-            space = spaces[at]
+def _tokenize_files(
+    files: Sequence[Path], renderer: RecordRenderer, seq_len: int, held_out: bool | None
+) -> _TokenizedFiles:
+    """Read and tokenize the lines of all files; raise the first error of each file together."""
+    samples: list[_TokenizedSample] = []
+    dropped: list[int] = []
+    errors: list[ConfigError] = []
+    numbers = itertools.count()
+    for file in files:
+        lines = _select_lines(read_json_lines(file), numbers, held_out)
+        records = renderer.render_lines(lines)
+        try:
+            for record in _tokenize_records(records, renderer.tokenizer):
+                # The target of position i is token i + 1.
+                if record.is_target[1 : seq_len + 1].any():
+                    samples.append(_make_sample(record, seq_len))
+                else:
+                    dropped.append(_needed_length(record))
+        except ConfigError as error:
+            errors.append(error)
+    raise_together(errors)
+    return _TokenizedFiles(samples, dropped)
+
+
+def _select_lines(
+    lines: Iterator[JsonLine], numbers: Iterator[int], held_out: bool | None
+) -> Iterator[JsonLine]:
+    """Yield the lines for validation, the others, or all of them; `numbers` counts all files'."""
+    for line, number in zip(lines, numbers, strict=False):
+        if held_out is None or held_out == (number % _HOLD_OUT_EVERY == 0):
+            yield line
+
+
+def _tokenize_records(
+    records: Iterator[RenderedRecord], tokenizer: Tokenizer
+) -> Iterator[_TokenizedRecord]:
+    """Yield the tokens of records. Of the records tokenized together, chats are last."""
+    end = np.array([tokenizer.eos_id], np.uint32)
+    while batch := list(itertools.islice(records, _TOKENIZED_TOGETHER)):
+        texts = [record for record in batch if not record.is_chat]
+        for ids, is_target in _tokenize_batch(texts, tokenizer, add_special_tokens=True):
+            # The end of the text is a target, too.
+            yield _TokenizedRecord(np.append(ids, end), np.append(is_target, True))
+        chats = [record for record in batch if record.is_chat]
+        yield from _tokenize_batch(chats, tokenizer, add_special_tokens=False)
+
+
+def _tokenize_batch(
+    records: Sequence[RenderedRecord], tokenizer: Tokenizer, *, add_special_tokens: bool
+) -> Iterator[_TokenizedRecord]:
+    texts = [record.text for record in records]
+    encodings = tokenizer.encode_with_ends(texts, add_special_tokens=add_special_tokens)
+    for record, (ids, ends) in zip(records, encodings, strict=True):
+        if record.target_spans is None:
+            is_target = np.full(len(ids), True)
+        else:
+            is_target = np.full(len(ids), False)
+            for span in record.target_spans:
+                is_target |= (ends > span.start) & (ends <= span.stop)
+        yield _TokenizedRecord(ids, is_target)
+
+
+def _needed_length(record: _TokenizedRecord) -> int:
+    """Return the shortest sequence length with a target; 0 = the record has none."""
+    positions = np.flatnonzero(record.is_target[1:])
+    if len(positions) == 0:
+        return 0
+    return int(positions[0]) + 1
+
+
+def _make_sample(record: _TokenizedRecord, seq_len: int) -> _TokenizedSample:
+    inputs = record.ids[:-1]
+    next_ids = record.ids[1:].astype(np.int32)
+    targets = np.where(record.is_target[1:], next_ids, np.int32(IGNORE_INDEX))
+    return _TokenizedSample(inputs[:seq_len].astype(np.int32), targets[:seq_len], len(inputs))
+
+
+def _why_no_samples(dropped: Sequence[int], seq_len: int, held_out: bool | None) -> str:
+    """Return the problem of files that have no sample with targets."""
+    needed_length = max(dropped, default=0)
+    if needed_length > 0:
+        return f"max_seq_len {seq_len} cuts off all targets; use {needed_length} or more"
+    if dropped:
+        return "no line has targets; add completions, or set loss_on: all"
+    if held_out is None:
+        return "no samples; add lines"
+    return "no samples; add lines, or set val_data: without it, every 20th line is held out"
+
+
+def pack_best_fit(lengths: NDArray[np.int64], seq_len: int) -> NDArray[np.int64]:
+    """Return the sequence of each sample, by the best-fit decreasing algorithm of bin packing.
+
+    The longest samples are placed first, each into the sequence with the least space left in which
+    it fits, or into a new one. A sequence is numbered by the first of its samples in the order of
+    the files, so that sequences keep this order.
+
+    Args:
+        lengths: tokens of each sample, from 1 to `seq_len`.
+    """
+    sequences = np.empty(len(lengths), np.int64)  # of each sample, numbered by the longest in it
+    by_space: list[list[int]] = [
+        [] for _ in range(seq_len + 1)
+    ]  # sequences with so much space left
+    spaces: list[int] = []  # those of which there is a sequence, sorted
+    longest_first = np.argsort(-lengths, kind="stable")
+    for sample, length in zip(longest_first.tolist(), lengths[longest_first].tolist(), strict=True):
+        least = bisect_left(spaces, length)
+        if least < len(spaces):
+            space = spaces[least]
             sequence = by_space[space].pop()
             if not by_space[space]:
-                del spaces[at]
-        sequences[i] = sequence
-        left = by_space[space - length]
-        if not left:
-            insort(spaces, space - length)
-        left.append(sequence)
-    _, first, sequences = np.unique(sequences, return_index=True, return_inverse=True)
-    return first[sequences]
-
-
-def _examples(
-    lines: Iterable[JsonLine],
-    text_field: str,
-    completion_only: bool,
-    tokenizer: Tokenizer,
-) -> Iterator[_Example]:
-    for place, record, _ in lines:
-        try:
-            yield _render(record, text_field, completion_only, tokenizer)
-        except ConfigError as error:
-            raise ConfigError(f"{place}: {error}") from None
-
-
-def _encode(
-    examples: Iterator[_Example], tokenizer: Tokenizer
-) -> Iterator[tuple[NDArray[np.uint32], NDArray[np.bool_]]]:
-    """Yield the ids of each example, and which of them are targets."""
-    end = np.array([tokenizer.eos_id], np.uint32)
-    while batch := list(itertools.islice(examples, _BATCH)):
-        for is_chat in (False, True):
-            chosen = [example for example in batch if example.is_chat == is_chat]
-            texts = [example.text for example in chosen]
-            encodings = tokenizer.encode_with_ends(texts, add_special_tokens=not is_chat)
-            for example, (ids, ends) in zip(chosen, encodings, strict=True):
-                is_target = np.full(len(ids), example.target_spans is None)
-                for start, stop in example.target_spans or ():
-                    is_target |= (ends > start) & (ends <= stop)
-                yield (
-                    (ids, is_target)
-                    if is_chat
-                    else (np.append(ids, end), np.append(is_target, True))
-                )
+                del spaces[least]
+        else:
+            space = seq_len
+            sequence = sample
+        sequences[sample] = sequence
+        space_left = space - length
+        if not by_space[space_left]:
+            insort(spaces, space_left)
+        by_space[space_left].append(sequence)
+    _, first_samples, numbers = np.unique(sequences, return_index=True, return_inverse=True)
+    return first_samples[numbers]

@@ -1,0 +1,252 @@
+"""Records of JSON Lines as text, and which characters of it are targets."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lm.data.files import JsonLine, get_text
+from lm.data.tokenizer import Span, Tokenizer
+from lm.errors import ConfigError
+
+
+class _OtherFormat(NamedTuple):
+    """A format that is not read."""
+
+    key: str
+    """of its records"""
+    name: str
+    jq_program: str
+    """converts a record"""
+
+
+_OTHER_FORMATS = (
+    _OtherFormat(
+        "conversations",
+        "ShareGPT",
+        "{messages: [.conversations[] | "
+        '{role: ({human: "user", gpt: "assistant"}[.from] // .from), content: .value}]}',
+    ),
+    _OtherFormat(
+        "instruction",
+        "Alpaca",
+        '{prompt: (.instruction + "\\n" + (.input // "") + "\\n"), completion: .output}',
+    ),
+)
+
+
+class RenderedRecord(NamedTuple):
+    """The text of a record."""
+
+    text: str
+    target_spans: Sequence[Span] | None
+    """characters whose tokens are targets; None = all"""
+    is_chat: bool
+    """a chat template has written the start and end tokens"""
+
+
+class _Chat(NamedTuple):
+    messages: list[dict[str, Any]]
+    tools: Any
+    text: str
+    """of all messages, rendered"""
+
+
+@dataclass(frozen=True)
+class RecordRenderer:
+    """Reads records as text, prompts with completions, or chats.
+
+    Args:
+        completion_only: only completions and the assistant's messages are targets.
+    """
+
+    tokenizer: Tokenizer
+    text_field: str
+    completion_only: bool
+
+    def render_lines(self, lines: Iterable[JsonLine]) -> Iterator[RenderedRecord]:
+        for line in lines:
+            try:
+                yield self._render(line.record)
+            except ConfigError as error:
+                raise ConfigError(f"{line.place}: {error}") from None
+
+    def _render(self, record: Mapping[str, Any]) -> RenderedRecord:
+        if "messages" in record:
+            return self._render_chat(record, ("messages",))
+        if "prompt" in record and "completion" in record:
+            if isinstance(record["prompt"], list):
+                return self._render_chat(record, ("prompt", "completion"))
+            return self._render_completion(record)
+        return self._render_text(record)
+
+    def _render_completion(self, record: Mapping[str, Any]) -> RenderedRecord:
+        prompt = get_text(record, "prompt")
+        text = prompt + get_text(record, "completion")
+        spans = None
+        if self.completion_only:
+            spans = [Span(len(prompt), len(text))]
+        return RenderedRecord(text, spans, is_chat=False)
+
+    def _render_text(self, record: Mapping[str, Any]) -> RenderedRecord:
+        if self.text_field not in record:
+            for key, name, jq_program in _OTHER_FORMATS:
+                if key in record:
+                    problem = f"{key}: {name} records are not read"
+                    raise ConfigError(f"{problem}; convert them: {_jq_command(jq_program)}")
+            keys = ", ".join(record) or "none"
+            problem = f"no {self.text_field} (text_field), no prompt and completion, no messages"
+            raise ConfigError(f"{problem}; the line has the keys: {keys}")
+        if self.completion_only:
+            problem = "loss_on: completion requires prompt and completion, or messages"
+            raise ConfigError(f"{problem}; the line has {self.text_field}")
+        return RenderedRecord(get_text(record, self.text_field), None, is_chat=False)
+
+    def _render_chat(self, record: Mapping[str, Any], keys: Sequence[str]) -> RenderedRecord:
+        """Render the messages in `keys` of a record.
+
+        The targets are the replies in `messages`, or all of a `completion`.
+        """
+        _check_keys(record, {*keys, "tools"})
+        tools = record.get("tools") or None
+        _check_tools(tools)
+        messages: list[dict[str, Any]] = []
+        for key in keys:
+            messages += self._check_messages(record[key], key)
+        weights = [message.pop("weight", 1) for message in messages]
+        replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        is_completion = "completion" in keys
+        if self.completion_only and not is_completion and not replies:
+            problem = "none of the assistant, and loss_on: completion learns only from these"
+            raise ConfigError(f"messages: {problem}; remove the line, or set loss_on: all")
+        rendered = self.tokenizer.render(messages, add_generation_prompt=False, tools=tools)
+        text = get_text({keys[-1]: rendered.text}, keys[-1])
+        if not self.completion_only:
+            return RenderedRecord(text, None, is_chat=True)
+        chat = _Chat(messages, tools, text)
+        is_target = [weights[i] == 1 for i in replies]
+        if is_completion:
+            n_prompt = len(record["prompt"])
+            spans = [self._locate_messages(chat, n_prompt, len(messages))]
+        elif rendered.reply_spans is not None:
+            spans = _select_replies(rendered.reply_spans, is_target)
+        else:
+            targets = itertools.compress(replies, is_target)
+            spans = [self._locate_messages(chat, i, i + 1) for i in targets]
+        return RenderedRecord(text, spans, is_chat=True)
+
+    def _locate_messages(self, chat: _Chat, first: int, stop: int) -> Span:
+        """Return where the messages from `first` to before `stop` are in the text of a chat.
+
+        They are between the text of the messages before them, with the start of a reply, and the
+        end of the text of all messages before `stop`.
+        """
+        before = self.tokenizer.render(
+            chat.messages[:first], add_generation_prompt=True, tools=chat.tools
+        )
+        through_text = chat.text
+        if stop < len(chat.messages):
+            through = self.tokenizer.render(
+                chat.messages[:stop], add_generation_prompt=False, tools=chat.tools
+            )
+            through_text = through.text
+        if not (chat.text.startswith(through_text) and through_text.startswith(before.text)):
+            problem = "the chat template changes earlier messages, so replies cannot be located"
+            templates = "marks them with {% generation %}, as TRL has for most models"
+            raise ConfigError(f"{problem}; use one that {templates}, or set loss_on: all")
+        return Span(len(before.text), len(through_text))
+
+    def _check_messages(self, messages: Any, key: str) -> list[dict[str, Any]]:
+        """Return the messages, with content as one text, or raise ConfigError."""
+        if not _is_list_of_messages(messages):
+            shown = json.dumps(messages)[:60]
+            raise ConfigError(f"{key} is {shown}, not a list of objects with role and content")
+        checked: list[dict[str, Any]] = []
+        for i, original in enumerate(messages):
+            message = dict(original)
+            if "content" in message:
+                message["content"] = _join_text_parts(message["content"])
+            if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
+                shown = json.dumps(message)[:60]
+                raise ConfigError(f"{key}[{i}]: content is not text: {shown}")
+            if "weight" in message:
+                self._check_weight(message, key, i)
+            checked.append(message)
+        return checked
+
+    def _check_weight(self, message: Mapping[str, Any], key: str, i: int) -> None:
+        if key != "messages":
+            problem = "weight is not read in prompt and completion"
+            raise ConfigError(f"{key}: {problem}; use messages")
+        if message["weight"] not in (0, 1) or message["role"] != "assistant":
+            shown = json.dumps(message["weight"])[:60]
+            rule = "it must be 0 or 1, in messages of the assistant"
+            raise ConfigError(f"{key}[{i}]: weight is {shown}; {rule}")
+        if not self.completion_only:
+            raise ConfigError(f"{key}[{i}]: weight requires loss_on: completion")
+
+
+def _select_replies(spans: Sequence[Span], is_target: Sequence[bool]) -> list[Span]:
+    """Return the spans of the replies that are targets; a template may mark others than replies."""
+    if all(is_target):
+        return list(spans)
+    if len(spans) != len(is_target):
+        problem = f"the chat template marks {len(spans)} of {len(is_target)} replies"
+        raise ConfigError(f"weight: {problem}; remove the weights")
+    return list(itertools.compress(spans, is_target))
+
+
+def _check_keys(record: Mapping[str, Any], keys: Set[str]) -> None:
+    unread = [key for key in record if key not in keys]
+    if unread:
+        paths = ", ".join("." + json.dumps(key) for key in unread)
+        problem = f"{', '.join(unread)}: not read in a chat"
+        raise ConfigError(f"{problem}; remove: {_jq_command(f'del({paths})')}")
+
+
+def _check_tools(tools: Any) -> None:
+    if tools is None:
+        return
+    if not isinstance(tools, list):
+        tools = [tools]
+    for tool in tools:
+        if not _is_tool(tool):
+            shape = "{function: {name: NAME, parameters: JSON SCHEMA}}"
+            problem = f"tools: {json.dumps(tool)[:60]} is not {shape}"
+            raise ConfigError(f"{problem}; if tools is text: {_jq_command('.tools |= fromjson')}")
+
+
+def _is_tool(tool: Any) -> bool:
+    if not isinstance(tool, dict):
+        return False
+    function = tool.get("function", tool)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return False
+    parameters = function.get("parameters") or {}
+    return isinstance(parameters, dict)
+
+
+def _is_list_of_messages(messages: Any) -> bool:
+    if not isinstance(messages, list) or not messages:
+        return False
+    return all(isinstance(message, dict) and "role" in message for message in messages)
+
+
+def _join_text_parts(content: Any) -> Any:
+    """Return content that is a list of parts of text as one text, and other content unchanged."""
+    if isinstance(content, list) and all(_is_text_part(part) for part in content):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def _is_text_part(part: Any) -> bool:
+    if not isinstance(part, dict) or part.keys() != {"type", "text"}:
+        return False
+    return part["type"] == "text" and isinstance(part["text"], str)
+
+
+def _jq_command(program: str) -> str:
+    return f"jq -c '{program}' OLD.jsonl > NEW.jsonl"
