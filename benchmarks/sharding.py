@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.common import environment, launched
 from lm.config import Hyperparameters
-from lm.plan.fit import state_bytes
+from lm.plan.fit import count_state_bytes
 from lm.training import parallelize
 from model import Transformer
 
@@ -89,7 +89,7 @@ def measure() -> list[Point]:
         for setting, measured in zip(settings, run_ranks(ranks, settings, 0), strict=True):
             hp = Hyperparameters.model_validate(setting)
             shards = parallelize.mesh_shape(hp, ranks, ranks).shard
-            state = state_bytes(hp, None, shards)
+            state = count_state_bytes(hp, None, shards)
             gathered = gathered_bytes(hp, shards)
             found.append(Point(hp.sharding, ranks, shards, measured, state, gathered))
     return found

@@ -128,11 +128,13 @@ def test_the_memory_of_a_rank_equals_the_formulas() -> None:
         assert [found[part] for part in PARTS] == [
             4 * hp.n_parameters // shards * times for times in (1, 1, 2)
         ]
-        assert sum(found[part] for part in PARTS) == fit.state_bytes(hp, torch.bfloat16, shards)
+        assert sum(found[part] for part in PARTS) == fit.count_state_bytes(
+            hp, torch.bfloat16, shards
+        )
         assert found["gathered"] == gathered_bytes(hp, shards), hp.sharding
         peak = found["parameters"] + found["moments"] + min(found["transient"])
         ranks = fit.Ranks(torch.bfloat16, "cpu", 2, 2, GIB)
-        assert peak == pytest.approx(fit.required_memory(hp, ranks).total, rel=0.05), hp.sharding
+        assert peak == pytest.approx(fit.predict_memory(hp, ranks).total, rel=0.05), hp.sharding
 
 
 INSTALLED = "torch torchgen functorch torchao triton numpy sympy mpmath networkx jinja2 markupsafe fsspec setuptools"

@@ -294,7 +294,7 @@ def test_the_base_is_frozen_in_the_compute_dtype_and_sharded(bases: dict[str, Pa
     hyperparameters = settings(bases["llama"], lora_rank=4)
     hp = read_with_model_defaults(hyperparameters)
     adapters = hp.n_trained_parameters
-    state = fit.state_bytes(hp, torch.bfloat16, 2)
+    state = fit.count_state_bytes(hp, torch.bfloat16, 2)
     for found in run_ranks(2, sizes, hyperparameters):
         assert found == {"base": hp.n_parameters, "adapters": 2 * adapters} | {
             "gradients": 2 * adapters,

@@ -22,8 +22,8 @@ from lm.config import Hyperparameters
 from lm.metrics.device import GIB
 from lm.plan import fit, memory, speed
 from lm.plan.__main__ import main
-from lm.plan.predict import DTYPES, Plan, make_plan
-from lm.plan.trace import LiveBytes, trace
+from lm.plan.predict import Plan, choose_gpu_dtype, make_plan
+from lm.plan.trace import LiveBytes, measure_activations
 from lm.training import lora, optim, parallelize, precision
 from model import Transformer
 from tests.support import REPOSITORY
@@ -59,7 +59,7 @@ class StorageBytes(LiveBytes):
 
 def step_on_fake_tensors(hp: Hyperparameters, ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Peak bytes of a step of rank 0, as `fsdp.train` makes it, with a process group that does not communicate."""
-    dtype, cpu = DTYPES[hp.amp_dtype], torch.device("cpu")
+    dtype, cpu = choose_gpu_dtype(hp), torch.device("cpu")
     shape = parallelize.mesh_shape(hp, ranks, 4)
     n_micro_batches = (hp.total_batch_size or hp.batch_size * ranks) // (hp.batch_size * ranks)
     monkeypatch.setattr(parallelize, "initialize", lambda *_: None)  # reads values
@@ -138,15 +138,17 @@ def test_memory_is_that_of_a_step_on_fake_tensors(
     hp = Hyperparameters.model_validate(
         {"amp_dtype": "bfloat16", "compile": False} | model | changes
     )
-    ranks = fit.Ranks(DTYPES[hp.amp_dtype], "cpu", 8, 4, 0)
-    predicted = fit.required_memory(hp, ranks).total
+    ranks = fit.Ranks(choose_gpu_dtype(hp), "cpu", 8, 4, 0)
+    predicted = fit.predict_memory(hp, ranks).total
     assert predicted == pytest.approx(step_on_fake_tensors(hp, 8, monkeypatch), rel=0.02)
-    assert predicted <= fit.required_memory(hp, ranks, memory.bound).total <= 4 * predicted
+    assert (
+        predicted <= fit.predict_memory(hp, ranks, memory.bound_activations).total <= 4 * predicted
+    )
 
 
 def plan(hp: Hyperparameters, gpus: int = 8, card: str = "h100", gib: float = 80) -> Plan:
     """Plan a run on GPUs of `gib` GiB in nodes of 8."""
-    ranks = fit.Ranks(DTYPES[hp.amp_dtype], "cuda", gpus, min(gpus, 8), gib * GIB)
+    ranks = fit.Ranks(choose_gpu_dtype(hp), "cuda", gpus, min(gpus, 8), gib * GIB)
     return make_plan(hp, ranks, speed.CARDS[card])
 
 
@@ -160,7 +162,7 @@ def test_a_compiled_block_saves_what_the_partitioner_decides() -> None:
     }
     for mode, values in saved.items():
         hp = Hyperparameters.model_validate(shape | {"activation_checkpointing": mode})
-        held = trace(hp, torch.bfloat16, "cuda").block.held
+        held = measure_activations(hp, torch.bfloat16, "cuda").block.held
         assert held == pytest.approx(2 * values * hp.max_seq_len, rel=0.02, abs=6000), (
             mode
         )  # 5 kB: the RNG's state
@@ -204,7 +206,7 @@ CODELLAMA = {
 def test_the_largest_batch_size_fits_and_one_more_does_not() -> None:
     hp = Hyperparameters.model_validate(CODELLAMA)
     ranks = fit.Ranks(torch.bfloat16, "cuda", 8, 8, 80 * GIB)
-    largest = fit.largest_batch_size(hp, ranks)
+    largest = fit.find_largest_batch_size(hp, ranks)
     assert plan(hp.model_copy(update={"batch_size": largest})).fits
     assert not plan(hp.model_copy(update={"batch_size": largest + 1})).fits
 
@@ -217,22 +219,22 @@ def test_what_is_offloaded_is_in_host_memory_and_takes_time() -> None:
     assert moved.peak < kept.peak
     block_inputs = 8 * 30 * 2 * 1024 * 4096  # of all blocks but two, in bfloat16
     assert moved.host - kept.host == pytest.approx(16 * kept.parameters + block_inputs, rel=1e-3)
-    assert moved.seconds is not None
-    assert moved.seconds.offload > 0
+    assert moved.times is not None
+    assert moved.times.seconds.offload > 0
 
 
 def test_links_carry_gathered_parameters_and_reduced_gradients() -> None:
     hp = Hyperparameters.model_validate(CODELLAMA)
     full = plan(hp, 64)
     grouped = plan(hp.model_copy(update={"sharding": "hybrid-full-shard"}), 64)
-    assert full.links is not None
-    assert grouped.links is not None
+    assert full.times is not None
+    assert grouped.times is not None
     p = full.parameters
     in_ring = 8 * p * 63 / 64  # 16-bit parameters gathered twice, and float32 gradients reduced
-    assert full.links.node == pytest.approx(7 / 8 * in_ring)
-    assert full.links.network == pytest.approx(1 / 8 * in_ring)
-    assert grouped.links.node == pytest.approx(8 * p * 7 / 8)
-    assert grouped.links.network == pytest.approx(8 * p / 8 * 7 / 8)
+    assert full.times.links.node == pytest.approx(7 / 8 * in_ring)
+    assert full.times.links.network == pytest.approx(1 / 8 * in_ring)
+    assert grouped.times.links.node == pytest.approx(8 * p * 7 / 8)
+    assert grouped.times.links.network == pytest.approx(8 * p / 8 * 7 / 8)
 
 
 @pytest.mark.parametrize(
@@ -349,15 +351,16 @@ def test_a_search_finds_the_fastest_settings_that_fit(capsys: pytest.CaptureFixt
             shape | {"batch_size": 2, "total_batch_size": 12} | best["settings"]
         )
         again = plan(hp, best["gpus"], "l4", gib)
-        assert again.tokens_per_second == pytest.approx(best["tokens_per_second"])
+        assert again.times is not None
+        assert again.times.tokens_per_second == pytest.approx(best["tokens_per_second"])
         for other in (
             {"activation_checkpointing": "full"},
             {"sharding": "grad-shard"},
             {"batch_size": 1},
         ):
             slower = plan(hp.model_copy(update=other), best["gpus"], "l4", gib)
-            assert slower.tokens_per_second is not None
-            assert slower.tokens_per_second <= best["tokens_per_second"] or not slower.fits
+            assert slower.times is not None
+            assert slower.times.tokens_per_second <= best["tokens_per_second"] or not slower.fits
 
 
 def test_a_search_needs_no_more_host_memory_than_a_node_has(
@@ -401,13 +404,11 @@ def test_float8_halves_the_bytes_of_the_blocks_matrices() -> None:
         (tensorwise | {"cpu_offload": True}, 0),
     ):
         other = plan(hp.model_copy(update=changes))
-        assert bfloat16.links is not None
-        assert other.links is not None
-        fewer_bytes = bfloat16.links.node - other.links.node
+        assert bfloat16.times is not None
+        assert other.times is not None
+        fewer_bytes = bfloat16.times.links.node - other.times.links.node
         assert fewer_bytes == pytest.approx(2 * in_float8 * 7 / 8)  # in forward and in backward
-        assert bfloat16.seconds is not None
-        assert other.seconds is not None
-        assert other.seconds.compute < bfloat16.seconds.compute
+        assert other.times.seconds.compute < bfloat16.times.seconds.compute
         if in_float8:  # of a block, and of the all-gather buffer of the next
             assert bfloat16.memory.gathered - other.memory.gathered in (unit, 2 * unit)
 
@@ -415,7 +416,7 @@ def test_float8_halves_the_bytes_of_the_blocks_matrices() -> None:
 def table_row(name: str, hp: Hyperparameters, places: list[tuple[int, float]]) -> str:
     """A row of docs/planning.md: the largest batch sizes by number of GPUs and memory of each in GiB."""
     ranks = [fit.Ranks(torch.bfloat16, "cuda", n, min(n, 8), gib * GIB) for n, gib in places]
-    sizes = [fit.largest_batch_size(hp, each) for each in ranks]
+    sizes = [fit.find_largest_batch_size(hp, each) for each in ranks]
     return f"| {name} | {' | '.join(str(size or '-') for size in sizes)} |"
 
 

@@ -1,9 +1,9 @@
 """Command line for predicting the memory and the time of a training run, without a GPU.
 
-    python -m lm.plan --config FILE [key=value ...] [--gpu NAME | --memory GIB] [--gpus N] [--nodes
-    M] [--search]
+    python -m lm.plan --config FILE [key=value ...] [--gpu NAME | --memory GIB] [--gpus N]
+        [--nodes M] [--search]
 
-Prints the memory of a GPU by part in the phase of a step that needs most, whether that fits, the
+Prints the memory of a GPU by part at the instant of a step that needs most, whether that fits, the
 largest batch size, and how fast the run is. --search prints the fastest settings on 1, 2, 4, ... N
 GPUs and the cheapest of all. --plot draws memory by strategy, and the speed of up to 10,000 GPUs.
 Host memory counts where it is known: from --host-memory, or on a machine with such a GPU. Memory is
@@ -30,35 +30,52 @@ from lm.hf import weights
 from lm.launch.machine import host_memory
 from lm.metrics.device import GIB
 from lm.plan import fit, speed
-from lm.plan.predict import DTYPES, SHARDINGS, Plan, make_plan, search
+from lm.plan.predict import (
+    SHARDINGS,
+    Plan,
+    Times,
+    choose_gpu_dtype,
+    make_plan,
+    search_settings,
+)
 
 
-def search_table(plans: Sequence[Plan]) -> str:
+def format_search(plans: Sequence[Plan]) -> str:
     """Return a row for each of `plans`, and the cheapest, for a person to read."""
-    cheapest = min(plans, key=lambda plan: plan.gpu_hours_per_billion_tokens or math.inf)
-    return "\n".join(
-        [
-            "| GPUs | settings | GiB | host GiB per node | tokens/s | MFU | GPU-hours per 10⁹ tokens |",
-            "|---" * 7 + "|",
-            *map(_search_row, plans),
-            "",
-            f"cheapest: {_search_row(cheapest)}",
-        ]
-    )
+    rows: list[str] = []
+    prices: list[float] = []
+    for plan in plans:
+        assert plan.times is not None
+        rows.append(_format_row(plan, plan.times))
+        prices.append(plan.times.gpu_hours_per_billion_tokens)
+    cheapest = rows[prices.index(min(prices))]
+    lines = [
+        "| GPUs | settings | GiB | host GiB per node | tokens/s | MFU | GPU-hours per 10⁹ tokens |",
+        "|---" * 7 + "|",
+        *rows,
+        "",
+        f"cheapest: {cheapest}",
+    ]
+    return "\n".join(lines)
 
 
-def _search_row(plan: Plan) -> str:
+def _format_row(plan: Plan, times: Times) -> str:
     settings = "as in the file"
     if plan.settings:
         settings = " ".join(f"{key}={value}" for key, value in plan.settings.items())
-    memory = f"{plan.peak / GIB:.1f} | {plan.host / GIB:.1f}"
-    rate = (
-        f"{plan.tokens_per_second:,.0f} | {plan.mfu:.0%} | {plan.gpu_hours_per_billion_tokens:,.1f}"
-    )
-    return f"| {plan.gpus} | {settings} | {memory} | {rate} |"
+    cells = [
+        str(plan.gpus),
+        settings,
+        f"{plan.peak / GIB:.1f}",
+        f"{plan.host / GIB:.1f}",
+        f"{times.tokens_per_second:,.0f}",
+        f"{times.mfu:.0%}",
+        f"{times.gpu_hours_per_billion_tokens:,.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
-def plot(
+def plot_plans(
     hp: Hyperparameters, ranks: fit.Ranks, card: speed.Card, network: float, path: Path
 ) -> None:
     """Draw memory by part over GPUs and strategies, and tokens/s per GPU of up to 10,000 GPUs."""
@@ -67,7 +84,7 @@ def plot(
     except ImportError:
         raise ConfigError("--plot requires a package: pip install matplotlib") from None
 
-    def planned(sharding: str, n_gpus: int, card: speed.Card | None) -> Plan:
+    def plan_on(n_gpus: int, sharding: str, card: speed.Card | None) -> Plan:
         changes = {"sharding": sharding, "total_batch_size": None, "shard_group_size": None}
         some = replace(ranks, size=n_gpus, per_node=min(n_gpus, 8))
         return make_plan(hp.model_copy(update=changes), some, card, network)
@@ -76,44 +93,46 @@ def plot(
     figure = Figure(figsize=(14, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
 
-    names = []
+    bars: list[str] = []
     for count in counts:
         for sharding in SHARDINGS:
-            if count > ranks.size:
-                continue
-            if count <= 8 and sharding.startswith("hybrid"):  # the same as full- or grad-shard
+            is_same_as_other = count <= 8 and sharding.startswith("hybrid")  # without "hybrid-"
+            if count > ranks.size or is_same_as_other:
                 continue
             bottom = 0.0
-            memory = asdict(planned(sharding, count, None).memory)
+            memory = asdict(plan_on(count, sharding, None).memory)
             for color, (part, n_bytes) in enumerate(memory.items()):
-                label = "" if names else part
-                left.bar(len(names), n_bytes / GIB, 0.8, bottom, color=f"C{color}", label=label)
-                bottom += n_bytes / GIB
-            names.append(f"{count} {sharding}")
+                label = ""
+                if not bars:  # in the legend once
+                    label = part
+                height = n_bytes / GIB
+                left.bar(len(bars), height, 0.8, bottom, color=f"C{color}", label=label)
+                bottom += height
+            bars.append(f"{count} {sharding}")
     available = ranks.memory / GIB
     left.axhline(available, color="k", linestyle="--", label=f"{card.name}: {available:g} GiB")
-    left.set_xticks(range(len(names)), names, rotation=90)
+    left.set_xticks(range(len(bars)), bars, rotation=90)
     left.set_ylabel("GiB per GPU")
     left.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
 
     for sharding in ("full-shard", "hybrid-full-shard"):
-        rates = []
+        rates: list[float] = []
         for count in counts:
-            plan = planned(sharding, count, card)
-            assert plan.tokens_per_second is not None
-            rates.append(plan.tokens_per_second / count)
+            times = plan_on(count, sharding, card).times
+            assert times is not None
+            rates.append(times.tokens_per_second / count)
         right.plot(counts, rates, "o-", label=sharding)
     right.set(xscale="log", xlabel="GPUs", ylabel="tokens/s per GPU (not measured)", ylim=0)
     right.legend()
     figure.savefig(path, dpi=80)
 
 
-def text(plan: Plan, hp: Hyperparameters) -> str:
+def format_plan(plan: Plan, hp: Hyperparameters) -> str:
     """Return the plan for a person to read."""
     adapters = ""
     if plan.trained < plan.parameters:
         adapters = f", {plan.trained / 1e6:,.1f}M trained"
-    mesh = f"{plan.mesh['replicate']} replicas x {plan.mesh['shard']} shards"
+    mesh = f"{plan.mesh.replicate} replicas x {plan.mesh.shard} shards"
     size = f"{plan.batch_size} x {hp.max_seq_len} tokens, {plan.micro_batches} micro-steps"
     host_available = ""
     if plan.host_available is not None:
@@ -123,39 +142,38 @@ def text(plan: Plan, hp: Hyperparameters) -> str:
         f"{plan.parameters / 1e6:,.1f}M parameters{adapters}; {plan.sharding} over {mesh}",
         f"per GPU and step: {size}; {plan.tokens_per_step:,} tokens per step in all",
         "",
-        *fit.table(plan.memory),
-        f"{fit.table_line('peak', plan.peak)}, {plan.available / GIB:.1f} GiB available",
-        f"{fit.table_line('host', plan.host)} per node{host_available}",
+        *fit.format_memory(plan.memory),
+        f"{fit.format_part('peak', plan.peak)}, {plan.available / GIB:.1f} GiB available",
+        f"{fit.format_part('host', plan.host)} per node{host_available}",
         "",
         f"{verdict}, as {fit.USABLE:.0%} of memory can be used",
         f"largest batch_size without accumulation: {plan.largest_batch_size}",
-        *_time_lines(plan),
     ]
+    if plan.times is not None:
+        lines += _format_times(plan.times, plan.gpus)
     return "\n".join(lines)
 
 
-def _time_lines(plan: Plan) -> list[str]:
-    if plan.seconds is None or plan.links is None or plan.flops is None:
-        return []
-    work = [f"{plan.flops / 1e12:,.1f} TFLOP per GPU and step"]
-    for link, n_bytes in asdict(plan.links).items():
+def _format_times(times: Times, n_gpus: int) -> list[str]:
+    work = [f"{times.flops / 1e12:,.1f} TFLOP per GPU and step"]
+    for link, n_bytes in asdict(times.links).items():
         if n_bytes:
             work.append(f"{n_bytes / 1e9:.1f} GB in the {link}")
-    parts = []
-    for part, seconds in asdict(plan.seconds).items():
+    parts: list[str] = []
+    for part, seconds in asdict(times.seconds).items():
         if seconds:
             parts.append(f"{part.replace('_', ' ')} {seconds:.3f}")
     lines = [
         "; ".join(work),
-        f"{plan.step:.3f} s per step ({', '.join(parts)}), not measured on a GPU",
-        f"{plan.tokens_per_second:,.0f} tokens/s, MFU {plan.mfu:.1%}",
+        f"{times.step:.3f} s per step ({', '.join(parts)}), not measured on a GPU",
+        f"{times.tokens_per_second:,.0f} tokens/s, MFU {times.mfu:.1%}",
     ]
-    if plan.hours is not None:
-        lines.append(f"{plan.hours:,.2f} hours, {plan.hours * plan.gpus:,.1f} GPU-hours")
+    if times.hours is not None:
+        lines.append(f"{times.hours:,.2f} hours, {times.hours * n_gpus:,.1f} GPU-hours")
     return lines
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
@@ -233,7 +251,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def load(args: argparse.Namespace) -> Hyperparameters:
+def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
     """Read the experiment file. Weights that are not here are not needed if `model` is given."""
     hp = config.load(args.config, args.overrides)
     if hp.init_from is None:
@@ -247,37 +265,53 @@ def load(args: argparse.Namespace) -> Hyperparameters:
     return hp
 
 
-def _ranks(args: argparse.Namespace, hp: Hyperparameters, card: speed.Card) -> fit.Ranks:
+def describe_ranks(args: argparse.Namespace, hp: Hyperparameters, card: speed.Card) -> fit.Ranks:
+    """Return the ranks of a plan. Host memory is unknown unless given or this machine's."""
     host_bytes = math.inf
     if args.host_memory:
         host_bytes = args.host_memory * GIB
     elif torch.cuda.is_available() and card.name in torch.cuda.get_device_name():
         host_bytes = host_memory().total
-    gpu_bytes = round((args.memory or card.gib) * GIB)
     return fit.Ranks(
-        DTYPES[hp.amp_dtype], "cuda", args.gpus, args.gpus // args.nodes, gpu_bytes, host_bytes
+        dtype=choose_gpu_dtype(hp),
+        device_type="cuda",
+        size=args.gpus,
+        per_node=args.gpus // args.nodes,
+        memory=round((args.memory or card.gib) * GIB),
+        host_memory=host_bytes,
     )
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
-    args = parse(arguments)
-    hp = load(args)
+    args = parse_plan_arguments(arguments)
+    hp = load_hyperparameters(args)
     card = speed.CARDS[args.gpu]
-    ranks = _ranks(args, hp, card)
+    ranks = describe_ranks(args, hp, card)
     if args.plot:
-        plot(hp, ranks, card, args.network, args.plot)
+        plot_plans(hp, ranks, card, args.network, args.plot)
     if args.search:
-        plans = list(search(hp, ranks, card, args.network))
+        plans = list(search_settings(hp, ranks, card, args.network))
         if not plans:
-            problem = f"--search: no settings fit on {args.gpus} GPUs or fewer; increase --gpus, or set lora_rank"
-            raise ConfigError(problem)
-        print(json.dumps([asdict(plan) for plan in plans]) if args.json else search_table(plans))
+            raise ConfigError(
+                f"--search: no settings fit on {args.gpus} GPUs or fewer; increase --gpus, or set"
+                " lora_rank"
+            )
+        if args.json:
+            print(json.dumps([plan.flatten() for plan in plans]))
+        else:
+            print(format_search(plans))
         return 0
-    plan = make_plan(hp, ranks, None if args.memory else card, args.network)
-    plan = replace(plan, largest_batch_size=fit.largest_batch_size(hp, ranks))
-    print(json.dumps(asdict(plan)) if args.json else text(plan, hp))
+    known_card: speed.Card | None = card
+    if args.memory:
+        known_card = None
+    plan = make_plan(hp, ranks, known_card, args.network)
+    plan = replace(plan, largest_batch_size=fit.find_largest_batch_size(hp, ranks))
+    if args.json:
+        print(json.dumps(plan.flatten()))
+    else:
+        print(format_plan(plan, hp))
     return 0
 
 

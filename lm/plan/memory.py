@@ -1,6 +1,6 @@
-"""Memory of a training step: what FSDP keeps in closed form, and the activations of a trace.
+"""Memory of a training step: what FSDP keeps, in closed form, and the activations.
 
-A step is a sequence of moments, and its memory is that of the moment with the most bytes. FSDP
+A step is a sequence of instants, and its memory is that of the instant with the most bytes. FSDP
 allocates in the same order on every device:
 
 - forward: a unit is all-gathered into a buffer, and copied from it into its unsharded parameters.
@@ -15,30 +15,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
 from lm.config import Hyperparameters
-from lm.plan.trace import Piece, Trace
+from lm.plan.trace import Activations, PartActivations
 from lm.training import lora
 from lm.training.float8 import gathers_in_float8, is_supported
 from lm.training.offload import RESIDENT
 from model import Block, ModelConfig, loss_chunk, make_norm
 
-Activations = Callable[[Hyperparameters, torch.dtype | None, str], Trace]
-"""`lm.plan.trace.trace`, or `bound`; of hyperparameters, compute dtype and device type"""
+FindActivations = Callable[[Hyperparameters, torch.dtype | None, str], Activations]
+"""`measure_activations` or `bound_activations`: of hyperparameters, compute dtype, device type"""
 
-MASTER = 4
-"""bytes of a trained parameter, and of its gradient after the reduction: both are float32"""
+FLOAT32_BYTES = torch.float32.itemsize
+"""of a trained parameter, and of its gradient after the reduction"""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank at one moment, by part."""
+    """Bytes of a rank at one instant, by part."""
 
     parameters: int = 0
     moments: int = 0
+    """of AdamW"""
     gradients: int = 0
     gathered: int = 0
     """unsharded parameters and all-gather buffers"""
@@ -92,10 +93,12 @@ def _count_block(config: str) -> tuple[int, int]:
     with torch.device("meta"):
         block = Block(model, 0)
         norm = make_norm(model)
-    return sum(p.numel() for p in block.parameters()), sum(p.numel() for p in norm.parameters())
+    n_block = sum(parameter.numel() for parameter in block.parameters())
+    n_norm = sum(parameter.numel() for parameter in norm.parameters())
+    return n_block, n_norm
 
 
-def float8_layers(hp: Hyperparameters) -> list[tuple[int, int]]:
+def list_float8_layers(hp: Hyperparameters) -> list[tuple[int, int]]:
     """Return `(out, in)` of the layers of a block that are multiplied in float8."""
     if hp.float8 is None:
         return []
@@ -107,13 +110,13 @@ def count_units(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> 
     # Embeddings are counted without a module: their initial values on the meta device import
     # PyTorch's compiler.
     n_block, n_norm = _count_block(hp.model_dump_json(include=lora.BLOCK_KEYS))
-    matrix = hp.vocab_size * hp.d_model
-    n_embedding = matrix
+    n_matrix = hp.vocab_size * hp.d_model
+    n_embedding = n_matrix
     if hp.positions == "learned":
         n_embedding += hp.max_seq_len * hp.d_model
     n_head = n_norm
     if not hp.tie_embeddings:
-        n_head += matrix
+        n_head += n_matrix
     width = itemsize(dtype)
     if hp.lora_rank:
         n_adapters = hp.n_trained_parameters // hp.n_layers
@@ -124,9 +127,11 @@ def count_units(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> 
         embedding = Unit(n_embedding, n_embedding, width * n_embedding)
         block = Unit(n_block, n_block, width * n_block)
         head = Unit(n_head, n_head, width * n_head)
-    gathering_shards = 1 if hp.cpu_offload else shards
+    gathering_shards = shards
+    if hp.cpu_offload:
+        gathering_shards = 1
     if gathers_in_float8(hp.float8, lora.layer_shapes(hp).values(), gathering_shards):
-        n_in_float8 = sum(out * inner for out, inner in float8_layers(hp))
+        n_in_float8 = sum(out * inner for out, inner in list_float8_layers(hp))
         block += Unit(gathered=(1 - width) * n_in_float8)  # one byte each
     none = Unit()
     if not hp.layer_wrap:
@@ -136,85 +141,101 @@ def count_units(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> 
     return Units(embedding, block, head, none, hp.n_layers)
 
 
-def state(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> Memory:
-    """Return what exists between steps on one of `shards` ranks: parameters and moments."""
+def compute_state(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> Memory:
+    """Return what exists between steps on one of `shards` ranks: parameters and moments.
+
+    Trained parameters are float32, frozen ones have the compute dtype. AdamW has two moments of
+    each trained parameter, in `optim_dtype`.
+    """
     total = count_units(hp, dtype, shards).total
-    frozen = itemsize(dtype) * (total.n - total.trained)
-    parameters = MASTER * total.trained + frozen
-    moment = getattr(torch, hp.optim_dtype).itemsize
-    return Memory(parameters=parameters // shards, moments=2 * moment * total.trained // shards)
+    frozen_bytes = itemsize(dtype) * (total.n - total.trained)
+    trained_bytes = FLOAT32_BYTES * total.trained
+    moment_bytes = getattr(torch, hp.optim_dtype).itemsize * total.trained
+    return Memory(
+        parameters=(trained_bytes + frozen_bytes) // shards,
+        moments=2 * moment_bytes // shards,
+    )
 
 
-def bound(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str) -> Trace:
-    """Return at least the bytes that `lm.plan.trace.trace` measures, which takes seconds.
+def bound_activations(
+    hp: Hyperparameters, dtype: torch.dtype | None, device_type: str
+) -> Activations:
+    """Return at least the bytes that `measure_activations` finds, which takes seconds.
 
-    The factors count the tensors that can exist at once. All models that were compared with their
-    traces stay below.
+    The factors count the tensors that can exist at once. All models whose activations were measured
+    stay below.
     """
     on_gpu = device_type == "cuda"
     width = itemsize(dtype)
     length = hp.max_seq_len
     tokens = hp.batch_size * length
-    hidden = tokens * hp.d_model * width  # the input or the output of a block
+    hidden = tokens * hp.d_model * width  # bytes of the input or the output of a block
 
     # Masks of all pairs of positions: of a sliding window, and the scores that dropout needs
     # without a fused kernel. A float32 score, its softmax, its mask and its gradient take 16 bytes.
     pairs = 0
     if not on_gpu:
-        n_masks = int(hp.sliding_window is not None)
+        n_masks = 0
+        if hp.sliding_window is not None:
+            n_masks += 1
         if hp.dropout:
             n_masks += hp.batch_size * hp.n_heads
-        pairs = 16 * length**2 * n_masks
+        pairs = 4 * FLOAT32_BYTES * length**2 * n_masks
 
-    # A block saves the inputs and the outputs of its linear layers, and may save each again: in
-    # float32, for the norms of queries and keys, for adapters, and for dropout.
+    # A block saves the inputs and the outputs of its linear layers. Each of these may save the
+    # inputs or the outputs again: norms and rotary embeddings, which compute in float32; the norms
+    # of queries and keys; adapters; dropout.
+    n_features = sum(out + inner for out, inner in lora.layer_shapes(hp).values())
+    inputs_and_outputs = tokens * n_features * width
     uses_float32 = hp.norm == "rmsnorm" or hp.positions == "rope"
     n_more = sum([uses_float32, hp.qk_norm != "none", hp.lora_rank is not None, hp.dropout > 0])
-    ends = tokens * width * sum(out + inner for out, inner in lora.layer_shapes(hp).values())
-    saved = (2 + n_more) * ends // 2 + pairs
+    saved = inputs_and_outputs + n_more * inputs_and_outputs // 2 + pairs
     held = saved
     if hp.activation_checkpointing == "full":
         held = hidden  # its input
 
     # The gradient of the embedding matrix can exist three times: of the lookup, of the head if they
     # are tied, and their sum.
-    matrix = hp.vocab_size * hp.d_model
-    matrix_gradients = 3 * width * matrix
+    n_matrix = hp.vocab_size * hp.d_model
+    matrix_gradients = 3 * n_matrix * width
     # In backward, what is saved and as many gradients, and those of the parameters.
     block = 2 * saved + matrix_gradients
     wrapped = hp.model_copy(update={"layer_wrap": True})  # otherwise no unit is a block
     block_gradients = width * count_units(wrapped, dtype, 1).block.n
     # Tokens and positions are looked up, added and dropped out, each with a gradient.
-    embedding = 6 * hidden + pairs + matrix_gradients + 3 * width * length * hp.d_model
+    position_gradients = 3 * length * hp.d_model * width
+    embedding = 6 * hidden + pairs + matrix_gradients + position_gradients
 
     n_logits = tokens * hp.vocab_size
     if on_gpu:
         n_logits = min(n_logits, loss_chunk(torch.device("cuda"), 80 * 2**30))
-    # float32 logits, their exponentials, the difference to the targets (twice) and a mask; or
-    # compiled, the logits and their gradients in the compute dtype and a mask.
-    logit = 4 + 4 + 8 + 1
     if hp.compiles(on_gpu, hp.float8):
-        logit = 2 * width + 1
-    # The norm computes in float32, with gradients. The matrix has a gradient in the compute dtype,
-    # and a sum of those of all chunks in float32, to which one is being added.
-    head = logit * n_logits + 8 * hidden + 8 * matrix
-    return Trace(
-        embedding=Piece(
-            held=2 * hidden + pairs, forward=embedding, backward=embedding, after=embedding
-        ),
-        block=Piece(held=held, forward=block, backward=block + block_gradients, after=block),
-        head=Piece(held=head, forward=head, backward=head, after=head),
+        # The logits and their gradients in the compute dtype, and a mask of one byte.
+        bytes_of_logit = 2 * width + 1
+    else:
+        # In float32 the logits, their exponentials, and the difference to the targets, twice; and a
+        # mask.
+        bytes_of_logit = 4 * FLOAT32_BYTES + 1
+    # The norm computes in float32, with gradients.
+    norm = 8 * hidden
+    # The gradient of the matrix is, in float32, a sum over chunks, to which one is being added.
+    head_gradients = 2 * FLOAT32_BYTES * n_matrix
+    head = bytes_of_logit * n_logits + norm + head_gradients
+    return Activations(
+        embedding=PartActivations(2 * hidden + pairs, embedding, embedding, embedding),
+        block=PartActivations(held, block, block + block_gradients, block),
+        head=PartActivations(head, head, head, head),
     )
 
 
 @dataclass(frozen=True)
-class Step:
-    """The moments of a training step in which one of `shards` ranks can have the most bytes."""
+class StepMemory:
+    """The instants of a training step in which one of `shards` ranks can have the most bytes."""
 
     hp: Hyperparameters
     dtype: torch.dtype | None
     """of compute; None = float32"""
-    activations: Trace
+    activations: Activations
     """of the same hyperparameters"""
     shards: int
     n_micro_batches: int
@@ -230,40 +251,43 @@ class Step:
     def between_steps(self) -> Memory:
         if self.on_gpu and self.hp.cpu_offload:
             return Memory()
-        return state(self.hp, self.dtype, self.shards)
+        return compute_state(self.hp, self.dtype, self.shards)
 
     @property
     def reshards(self) -> bool:
+        """Whether a unit's parameters are freed after its forward pass."""
         return self.hp.reshard_after_forward
 
     @property
     def accumulates_shards(self) -> bool:
+        """Whether each micro-step reduces its gradients and adds them to a shard."""
         return self.n_micro_batches > 1 and self.hp.sync_each_micro_step
 
     @property
     def accumulates_unsharded(self) -> bool:
+        """Whether only the last micro-step reduces gradients, of all micro-steps."""
         return self.n_micro_batches > 1 and not self.hp.sync_each_micro_step
 
-    @property
-    def peak(self) -> Memory:
-        """The moment with the most bytes."""
-        return max(self.moments(), key=lambda moment: moment.total)
+    def find_peak(self) -> Memory:
+        """Return the instant with the most bytes."""
+        return max(self._instants(), key=lambda memory: memory.total)
 
-    def moments(self) -> Iterator[Memory]:
-        """Yield all moments that can be the peak."""
+    def _instants(self) -> Iterator[Memory]:
+        """Yield all instants that can be the peak."""
         yield from self._forward(is_first=True)
         if self.n_micro_batches > 1:
             yield from self._forward(is_first=False)
         yield from self._backward_of_head()
         # Bytes change evenly from block to block, so that the peak is at an end; a block next to an
         # end has other units before or after it than the one at the end.
-        n = self.hp.n_layers
-        for layer in sorted({0, 1, n - 2, n - 1} & set(range(n))):
-            yield from self._backward_of_block(layer)
+        n_layers = self.hp.n_layers
+        for layer in sorted({0, 1, n_layers - 2, n_layers - 1}):
+            if 0 <= layer < n_layers:
+                yield from self._backward_of_block(layer)
         yield from self._backward_of_embedding_and_root()
 
     def _forward(self, is_first: bool) -> Iterator[Memory]:
-        """Yield the moments around the last block and the head, before which activations add up.
+        """Yield the instants around the last block and the head, before which activations add up.
 
         Args:
             is_first: in the first micro-step, before any gradients are accumulated.
@@ -272,50 +296,58 @@ class Step:
         block, head = units.block.gathered, units.head.gathered
         last_layer = self._before_block(self.hp.n_layers - 1)
         all_layers = self._before_block(self.hp.n_layers)
-        gradients = 0 if is_first else self._gradients(0)
+        gradients = 0
+        if not is_first:
+            gradients = self._gradients(0)
 
-        block_buffer, head_buffer = block, head
+        # Buffers while a unit is gathered: its own, and that of the unit before. While it runs: its
+        # own.
+        gathering_block, running_block = 2 * block, block
+        gathering_head, running_head = block + head, head
         if head == 0:  # it is in the root, already gathered, and the last block's buffer stays
-            head_buffer = block
-        head_and_block_buffers = head + block if head else 0
+            gathering_head, running_head = 0, block
         if not is_first and not self.reshards:  # all parameters are still gathered
-            block_buffer = head_buffer = head_and_block_buffers = 0
+            gathering_block = running_block = gathering_head = running_head = 0
 
         unsharded = units.root.gathered
         if self.reshards:
             unsharded += block
         else:
             unsharded += self._gathered_in_forward()
-        yield self._moment(last_layer, unsharded, 2 * block_buffer, gradients)
-        yield self._moment(
-            last_layer + self.activations.block.forward, unsharded, block_buffer, gradients
-        )
+        running = last_layer + self.activations.block.forward
+        yield self._memory_at(last_layer, unsharded, gathering_block, gradients)
+        yield self._memory_at(running, unsharded, running_block, gradients)
 
         unsharded = units.root.gathered + head + self._gathered_in_forward()
-        yield self._moment(all_layers, unsharded, head_and_block_buffers, gradients)
-        yield self._moment(
-            all_layers + self.activations.head.forward, unsharded, head_buffer, gradients
-        )
+        running = all_layers + self.activations.head.forward
+        yield self._memory_at(all_layers, unsharded, gathering_head, gradients)
+        yield self._memory_at(running, unsharded, running_head, gradients)
 
     def _backward_of_head(self) -> Iterator[Memory]:
         head = self.units.head
         saved = self._before_block(self.hp.n_layers)
         next_buffer = self._backward_buffer()
+
         unsharded = self.units.root.gathered + head.gathered + self._gathered_in_forward()
-        yield self._moment(
-            saved + self.activations.head.backward, unsharded, next_buffer, self._gradients(0)
-        )
+        running = saved + self.activations.head.backward
+        yield self._memory_at(running, unsharded, next_buffer, self._gradients(0))
+
         unsharded -= self._resharded_after_backward(head)
-        reducing = self._gradients(0, reducing=head.trained, is_starting=True)
-        yield self._moment(saved + self.activations.head.after, unsharded, next_buffer, reducing)
+        after = saved + self.activations.head.after
+        gradients = self._gradients(0, reducing=head.trained, is_starting=True)
+        yield self._memory_at(after, unsharded, next_buffer, gradients)
 
     def _backward_of_block(self, layer: int) -> Iterator[Memory]:
         units, block = self.units, self.units.block
         n_after = self.hp.n_layers - 1 - layer
         n_reduced = units.head.trained + n_after * block.trained
-        reducing_unit = block if n_after else units.head
+        reduced_meanwhile = block
+        if n_after == 0:
+            reduced_meanwhile = units.head
         saved = self._before_block(layer)
-        next_buffer = self._backward_buffer() if layer else 0
+        next_buffer = 0
+        if layer > 0:
+            next_buffer = self._backward_buffer()
 
         unsharded = units.root.gathered
         if self.reshards:
@@ -324,14 +356,14 @@ class Step:
             unsharded += self._gathered_in_forward() + units.head.gathered
         else:
             unsharded += units.embedding.gathered + (layer + 1) * block.gathered
-        gradients = self._gradients(n_reduced, reducing=reducing_unit.trained)
-        yield self._moment(
-            saved + self.activations.block.backward, unsharded, next_buffer, gradients
-        )
+        running = saved + self.activations.block.backward
+        gradients = self._gradients(n_reduced, reducing=reduced_meanwhile.trained)
+        yield self._memory_at(running, unsharded, next_buffer, gradients)
 
         unsharded -= self._resharded_after_backward(block)
+        after = saved + self.activations.block.after
         gradients = self._gradients(n_reduced, reducing=block.trained, is_starting=True)
-        yield self._moment(saved + self.activations.block.after, unsharded, next_buffer, gradients)
+        yield self._memory_at(after, unsharded, next_buffer, gradients)
 
     def _backward_of_embedding_and_root(self) -> Iterator[Memory]:
         units = self.units
@@ -340,27 +372,38 @@ class Step:
         embedding = 0  # its backward pass reads no parameters
         if not self.reshards:
             embedding = units.embedding.gathered
+        running = self.activations.embedding.backward
         gradients = self._gradients(n_reduced, reducing=units.block.trained)
-        yield self._moment(self.activations.embedding.backward, root + embedding, 0, gradients)
+        yield self._memory_at(running, root + embedding, 0, gradients)
+
         gradients = self._gradients(n_reduced, reducing=units.embedding.trained, is_starting=True)
-        yield self._moment(0, root, 0, gradients)
+        yield self._memory_at(0, root, 0, gradients)
+
         n_reduced = units.total.trained - units.root.trained
         gradients = self._gradients(n_reduced, reducing=units.root.trained, is_starting=True)
-        yield self._moment(0, 0, 0, gradients)
+        yield self._memory_at(0, 0, 0, gradients)
 
-    def _moment(self, activations: int, unsharded: int, buffers: int, gradients: int) -> Memory:
-        between = self.between_steps
+    def _memory_at(self, activations: int, unsharded: int, buffers: int, gradients: int) -> Memory:
+        """Return the memory at an instant with these bytes.
+
+        Args:
+            unsharded: of gathered parameters.
+            buffers: of all-gathers.
+        """
         gathered = unsharded
         if self.shards > 1:  # otherwise parameters are cast, and no buffer is needed
             gathered += buffers
-        return Memory(between.parameters, between.moments, gradients, gathered, activations)
+        return replace(
+            self.between_steps, gradients=gradients, gathered=gathered, activations=activations
+        )
 
     def _before_block(self, layer: int) -> int:
         """Return the activations of all before block `layer`, which exist in both its passes."""
         n_held = layer
         if self.on_gpu and self.hp.activation_offload:
-            is_block = layer < self.hp.n_layers
-            n_resident = RESIDENT - 1 if is_block else RESIDENT  # one of them is `layer` itself
+            n_resident = RESIDENT
+            if layer < self.hp.n_layers:
+                n_resident -= 1  # the block `layer` itself is one of them
             n_held = min(layer, n_resident)
         return self.activations.embedding.held + n_held * self.activations.block.held
 
@@ -377,6 +420,7 @@ class Step:
         return 0
 
     def _resharded_after_backward(self, unit: Unit) -> int:
+        """Return the bytes of unsharded parameters that are freed after the backward of `unit`."""
         if self.accumulates_shards and not self.reshards:
             return 0
         return unit.gathered
@@ -386,20 +430,24 @@ class Step:
 
         Args:
             n_reduced: trained parameters of the units whose gradients are reduced, or are being
-            reduced.
+                reduced.
             reducing: of the unit whose gradients are in the buffer of the reduction.
             is_starting: its gradients were just copied there.
         """
         n_trained = self.units.total.trained
         reduce_itemsize = getattr(torch, self.hp.reduce_dtype).itemsize
 
-        n_sharded = n_trained if self.accumulates_shards else n_reduced
-        shards = MASTER * (n_sharded // self.shards)
+        n_sharded = n_reduced
+        if self.accumulates_shards:  # those of the micro-steps before exist from the start
+            n_sharded = n_trained
+        shards = FLOAT32_BYTES * (n_sharded // self.shards)
         if self.on_gpu and self.hp.cpu_offload:
             shards = 0
+
         buffer = reduce_itemsize * reducing
         if self.accumulates_unsharded:
-            return shards + buffer + reduce_itemsize * (n_trained - n_reduced)
+            n_unsharded = n_trained - n_reduced
+            return shards + buffer + reduce_itemsize * n_unsharded
         if is_starting:
             gradients = itemsize(self.dtype) * reducing  # freed before the next is allocated
             reduced_shard = reduce_itemsize * reducing // self.shards

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lm.config import Hyperparameters
 from lm.errors import ConfigError
-from lm.plan.fit import USABLE, Ranks, required_host_memory, required_memory, state_bytes
-from lm.plan.memory import Activations
+from lm.plan.fit import (
+    USABLE,
+    Ranks,
+    count_state_bytes,
+    predict_host_memory,
+    predict_memory,
+)
+from lm.plan.memory import FindActivations
 from model import PRESETS, ModelConfig
 
-MOST = 3
-"""suggestions of a message"""
+MAX_SUGGESTIONS = 3
+"""in a message"""
+FULL_SHARD = {"sharding": "full-shard"}
 LEAST_MEMORY = {"sharding": "full-shard", "activation_checkpointing": "full", "batch_size": 1}
 """the settings that need least memory of a GPU without offloading"""
 
@@ -25,115 +33,144 @@ class Candidate:
     n_ranks: int
     changes: dict[str, Any] = field(default_factory=dict)
 
-    def settings(self, hp: Hyperparameters, ranks: Ranks) -> list[str]:
+    def list_settings(self, hp: Hyperparameters, ranks: Ranks) -> list[str]:
         """Return what differs from `hp` on `ranks`, as a user would type it."""
         changes = self.changes
         if "model" in changes:  # a preset sets the others
             changes = {"model": changes["model"]}
-        shown = [f"{key}={value}" for key, value in changes.items() if getattr(hp, key) != value]
+        settings: list[str] = []
         if self.n_ranks > ranks.size:
-            return [f"{self.n_ranks} ranks", *shown]
-        return shown
+            settings.append(f"{self.n_ranks} ranks")
+        for key, value in changes.items():
+            if value != getattr(hp, key):
+                settings.append(f"{key}={value}")
+        return settings
 
-    def fits(self, hp: Hyperparameters, ranks: Ranks, activations: Activations) -> bool:
+    def fits(self, hp: Hyperparameters, ranks: Ranks, find_activations: FindActivations) -> bool:
         """Return whether `hp` with the changes fits into the memory of each of `ranks`."""
         changed = hp.model_copy(update=self.changes)
         others = replace(ranks, size=self.n_ranks, per_node=min(ranks.per_node, self.n_ranks))
         try:
-            if not changed.cpu_offload:  # as a trace takes long, the state first
-                state = state_bytes(changed, others.dtype, others.shards(changed))
-                if state > USABLE * others.memory:
+            if not changed.cpu_offload:  # as measuring activations takes long, the state first
+                shards = others.count_shards(changed)
+                state_bytes = count_state_bytes(changed, others.dtype, shards)
+                if state_bytes > USABLE * others.memory:
                     return False
-            needed = required_memory(changed, others, activations)
-            return others.fit(needed, required_host_memory(changed, others, activations))
+            needed = predict_memory(changed, others, find_activations)
+            host = predict_host_memory(changed, others, find_activations)
         except ConfigError:  # the ranks or the global batch cannot be divided
             return False
+        return others.can_hold(needed, host)
 
 
-def nearest(hp: Hyperparameters, ranks: Ranks, activations: Activations) -> str:
+def find_nearest_settings(
+    hp: Hyperparameters, ranks: Ranks, find_activations: FindActivations
+) -> str:
     """Return up to three changes of `hp` that each make it fit, the smallest first."""
     found: list[list[str]] = []
-    for alternatives in _ladders(hp, ranks):
-        for candidate in alternatives:
-            settings = candidate.settings(hp, ranks)
-            if not settings or not candidate.fits(hp, ranks, activations):
-                continue
-            fits_with_fewer = any(set(other) <= set(settings) for other in found)
-            if not fits_with_fewer:
-                found.append(settings)
-            break
-        if len(found) == MOST:
+    for ladder in _list_ladders(hp, ranks):
+        settings = _find_first(ladder, hp, ranks, find_activations)
+        fits_with_fewer = any(set(other) <= set(settings) for other in found)
+        if settings and not fits_with_fewer:
+            found.append(settings)
+        if len(found) == MAX_SUGGESTIONS:
             break
     if not found:
         return "a smaller model"
     return "; ".join(" ".join(settings) for settings in found)
 
 
-def _ladders(hp: Hyperparameters, ranks: Ranks) -> Iterator[list[Candidate]]:
+def _find_first(
+    ladder: list[Candidate], hp: Hyperparameters, ranks: Ranks, find_activations: FindActivations
+) -> list[str]:
+    """Return the settings of the first candidate that changes something and fits; else none."""
+    for candidate in ladder:
+        settings = candidate.list_settings(hp, ranks)
+        if settings and candidate.fits(hp, ranks, find_activations):
+            return settings
+    return []
+
+
+def _list_ladders(hp: Hyperparameters, ranks: Ranks) -> Iterator[list[Candidate]]:
     """Yield lists of candidates that change more and more, of which the first that fits counts."""
     n = ranks.size
-    full_shard = {"sharding": "full-shard"}
-
     yield [Candidate(n, {"activation_checkpointing": mode}) for mode in ("selective", "full")]
-    yield [Candidate(n, {"batch_size": size}) for size in _halves(hp.batch_size)]
-    yield [Candidate(n, full_shard), Candidate(n, LEAST_MEMORY)]
+    yield [Candidate(n, {"batch_size": size}) for size in _halve(hp.batch_size)]
+    yield [Candidate(n, FULL_SHARD), Candidate(n, LEAST_MEMORY)]
     if ranks.on_gpu:
-        offload = {"cpu_offload": True}
         yield [
             Candidate(n, {"activation_offload": True}),
-            Candidate(n, offload),
-            Candidate(n, LEAST_MEMORY | offload),
+            Candidate(n, {"cpu_offload": True}),
+            Candidate(n, LEAST_MEMORY | {"cpu_offload": True}),
         ]
-    for changes in (full_shard, LEAST_MEMORY):
+    for changes in (FULL_SHARD, LEAST_MEMORY):
         yield [Candidate(n * 2**power, changes) for power in range(1, 15)]
-    yield [Candidate(n, {"max_seq_len": length}) for length in _halves(hp.max_seq_len)[:3]]
+    yield [Candidate(n, {"max_seq_len": length}) for length in _halve(hp.max_seq_len)[:3]]
 
     if hp.init_from is not None:  # weights of this size
         if hp.float8 is None:  # which adapters do not support
             adapters = {"lora_rank": 16}
             yield [Candidate(n, adapters), Candidate(n, LEAST_MEMORY | adapters)]
         return
-    is_state_large = state_bytes(hp, ranks.dtype, ranks.shards(hp)) > ranks.memory / 2
-    if not is_state_large:  # a smaller model saves little: activations are large
+    state_bytes = count_state_bytes(hp, ranks.dtype, ranks.count_shards(hp))
+    if state_bytes <= ranks.memory / 2:  # a smaller model saves little: activations are large
         return
     if hp.model is not None:
-        smaller = _smaller_presets(hp, ranks)
+        smaller = _list_presets(hp, ranks)
     else:
-        yield [Candidate(n, {"n_layers": n_layers}) for n_layers in _smaller_depths(hp)]
-        smaller = [{"d_model": width} for width in _smaller_widths(hp)]
+        yield [Candidate(n, {"n_layers": n_layers}) for n_layers in _list_smaller_depths(hp)]
+        smaller = [{"d_model": width} for width in _list_smaller_widths(hp)]
     fewer_layers = {"n_layers": -(-hp.n_layers // 4)}
-    for n_ranks, others in ((n, {}), (n, fewer_layers), (8 * n, full_shard), (64 * n, full_shard)):
-        yield [Candidate(n_ranks, others | size) for size in smaller]
+    yield [Candidate(n, size) for size in smaller]
+    yield [Candidate(n, fewer_layers | size) for size in smaller]
+    yield [Candidate(8 * n, FULL_SHARD | size) for size in smaller]
+    yield [Candidate(64 * n, FULL_SHARD | size) for size in smaller]
 
 
-def _halves(value: int) -> list[int]:
+def _halve(value: int) -> list[int]:
     """Return `value` halved once, twice, ... down to 1."""
-    return [value >> power for power in range(1, value.bit_length())]
+    halves: list[int] = []
+    while value > 1:
+        value //= 2
+        halves.append(value)
+    return halves
 
 
-def _smaller_depths(hp: Hyperparameters) -> list[int]:
+def _list_smaller_depths(hp: Hyperparameters) -> list[int]:
     """Return numbers of layers, each 5 % below the one before."""
-    depths = [int(hp.n_layers * 0.95**power) for power in range(1, 160)]
-    return [depth for depth in depths if depth > 0]
+    depths: list[int] = []
+    for power in itertools.count(1):
+        depth = int(hp.n_layers * 0.95**power)
+        if depth == 0:
+            break
+        depths.append(depth)
+    return depths
 
 
-def _smaller_widths(hp: Hyperparameters) -> list[int]:
+def _list_smaller_widths(hp: Hyperparameters) -> list[int]:
     """Return `d_model` in steps of 15 %, each with an even width of a head."""
+    widths: list[int] = []
     if hp.head_dim:
-        return []
+        return widths
     multiple = 2 * hp.n_heads
-    widths = [int(hp.d_model * 0.85**power) // multiple * multiple for power in range(1, 40)]
-    return [width for width in widths if width > 0]
+    for power in itertools.count(1):
+        width = int(hp.d_model * 0.85**power) // multiple * multiple
+        if width == 0:
+            break
+        widths.append(width)
+    return widths
 
 
-def _smaller_presets(hp: Hyperparameters, ranks: Ranks) -> list[dict[str, Any]]:
+def _list_presets(hp: Hyperparameters, ranks: Ranks) -> list[dict[str, Any]]:
     """Return the hyperparameters of all presets, the largest first."""
     keys = ModelConfig.model_fields.keys() - {"max_seq_len"}
-    presets = []
+    presets: list[dict[str, Any]] = []
     for name in PRESETS:
         model = ModelConfig.model_validate({"model": name})
         presets.append({key: getattr(model, key) for key in keys})
-    presets.sort(
-        key=lambda preset: state_bytes(hp.model_copy(update=preset), ranks.dtype, 1), reverse=True
-    )
+
+    def count_bytes(preset: dict[str, Any]) -> int:
+        return count_state_bytes(hp.model_copy(update=preset), ranks.dtype, 1)
+
+    presets.sort(key=count_bytes, reverse=True)
     return presets

@@ -11,10 +11,10 @@ from lm.config import Hyperparameters
 from lm.errors import ConfigError
 from lm.launch.machine import host_memory
 from lm.metrics.device import GIB
-from lm.plan.fit import USABLE, Ranks, required_memory, state_bytes, table
-from lm.plan.memory import bound
-from lm.plan.nearest import nearest
-from lm.plan.trace import trace
+from lm.plan.fit import USABLE, Ranks, count_state_bytes, format_memory, predict_memory
+from lm.plan.memory import bound_activations
+from lm.plan.nearest import find_nearest_settings
+from lm.plan.trace import measure_activations
 from lm.runtime.world import World
 
 WORTH_A_LINE = GIB // 4
@@ -37,18 +37,21 @@ class MemoryCheck:
     @property
     def state(self) -> int:
         """Bytes of parameters, moments and gradients, whatever the activations."""
-        return state_bytes(self.hp, self.ranks.dtype, self.ranks.shards(self.hp))
+        shards = self.ranks.count_shards(self.hp)
+        return count_state_bytes(self.hp, self.ranks.dtype, shards)
 
     def refuse(self) -> None:
         """Raise ConfigError if the state alone exceeds the memory in which it is."""
-        space, where = self.ranks.memory, ""
+        space = self.ranks.memory
+        where = ""
         if self.hp.cpu_offload and self.ranks.on_gpu:
-            space, where = self.host_share, " of host memory"
+            space = self.host_share
+            where = " of host memory"
         if self.state > space:
+            what_fits = find_nearest_settings(self.hp, self.ranks, bound_activations)
             raise ConfigError(
                 f"out of memory: parameters, moments and gradients take {self.state / GIB:.1f} of"
-                f" {space / GIB:.1f} GiB{where} per {self.rank_name};"
-                f" what fits: {nearest(self.hp, self.ranks, bound)}"
+                f" {space / GIB:.1f} GiB{where} per {self.rank_name}; what fits: {what_fits}"
             )
 
     def summarize(self, *, by_part: bool) -> str | None:
@@ -62,28 +65,29 @@ class MemoryCheck:
 
     def line(self) -> str:
         """Return what the run needs, and if that is too much, the nearest settings that fit."""
-        needed = required_memory(self.hp, self.ranks)
-        if self.ranks.fit(needed):
-            return self._need(needed.total)
-        return self._need(needed.total) + self._nearest(self.ranks)
+        needed = predict_memory(self.hp, self.ranks)
+        if self.ranks.can_hold(needed):
+            return self._describe_need(needed.total)
+        return self._describe_need(needed.total) + self._describe_what_fits(self.ranks)
 
     def note_after_failure(self) -> str:
         """Return what an out-of-memory error says: what was predicted to fit did not."""
-        needed = required_memory(self.hp, self.ranks)
+        needed = predict_memory(self.hp, self.ranks)
         limit = replace(self.ranks, memory=min(self.ranks.memory, needed.total))
-        return self._need(needed.total) + self._nearest(limit)
+        return self._describe_need(needed.total) + self._describe_what_fits(limit)
 
     def table(self) -> list[str]:
         """Return lines with what the run needs by part."""
-        return table(required_memory(self.hp, self.ranks))
+        return format_memory(predict_memory(self.hp, self.ranks))
 
-    def _need(self, n_bytes: int) -> str:
+    def _describe_need(self, n_bytes: int) -> str:
         available = self.ranks.memory
         return f"needs about {n_bytes / GIB:.1f} of {available / GIB:.1f} GiB per {self.rank_name}"
 
-    def _nearest(self, limit: Ranks) -> str:
+    def _describe_what_fits(self, limit: Ranks) -> str:
         usable = USABLE * limit.memory / GIB
-        return f"; what needs at most {usable:.1f} GiB: {nearest(self.hp, limit, trace)}"
+        what_fits = find_nearest_settings(self.hp, limit, measure_activations)
+        return f"; what needs at most {usable:.1f} GiB: {what_fits}"
 
 
 def check_memory(

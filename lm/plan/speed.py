@@ -5,39 +5,51 @@ The fractions of a GPU's peaks are assumptions: nothing was measured on a GPU.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
 from lm.config import Hyperparameters
 from lm.metrics.device import peak_flops_by_name
-from lm.plan.memory import count_units, float8_layers, itemsize
-from lm.plan.trace import trace
+from lm.plan.memory import FLOAT32_BYTES, Unit, count_units, itemsize, list_float8_layers
+from lm.plan.trace import measure_activations
 from lm.training.offload import RESIDENT
 
 GB = 1e9
-MATMUL, ATTENTION, COPY, LINK = 0.65, 0.45, 0.85, 0.8
-"""fractions of the peak that matrix products, attention, other operators and collectives achieve"""
+MATMUL_FRACTION = 0.65
+"""of the 16-bit peak that matrix products achieve"""
+ATTENTION_FRACTION = 0.45
+"""of the 16-bit peak that attention achieves"""
+FLOAT8_FRACTION = 0.5
+"""of the float8 peak, twice that of 16 bits, that products achieve with conversions"""
+COPY_FRACTION = 0.85
+"""of the memory bandwidth that other operators achieve"""
+LINK_FRACTION = 0.8
+"""of the bandwidth of links that collectives achieve"""
 TRAFFIC = 3
 """bytes moved per byte that a block saves: written once, read twice"""
 NETWORK_LATENCY = 6e-6
 """seconds of a hop of a ring to another node"""
 NODE_LATENCY = 2e-6
 """seconds of a hop of a ring in the node"""
-FLOAT8 = 0.5
-"""fraction of the peak of float8, twice that of 16 bits, that products achieve with conversions"""
-HOST_LINK, HOST_MEMORY = 25.0, 20.0
-"""GB/s between a GPU and its host, and of host memory per GPU"""
+HOST_LINK = 25.0
+"""GB/s between a GPU and its host"""
+HOST_MEMORY = 20.0
+"""GB/s of host memory per GPU"""
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU: memory (GiB), and bandwidths (GB/s, one direction)."""
+    """A GPU."""
 
     name: str
     gib: float
+    """of memory"""
     bandwidth: float
-    link: float  # to another GPU of the node
+    """GB/s of memory"""
+    link: float
+    """GB/s to another GPU of the node, in one direction"""
     has_float8: bool = True
 
     @property
@@ -91,11 +103,13 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Topology:
     """Ranks of a mesh; the ranks of a shard group are neighbors."""
 
     shards: int
+    """ranks of a shard group"""
     replicas: int
+    """shard groups"""
     per_node: int
     """GPUs per node"""
     network: float
@@ -112,173 +126,224 @@ class StepTime:
     links: Links
 
 
-def step_time(
-    hp: Hyperparameters, dtype: torch.dtype | None, card: Card, layout: Layout, n_micro_batches: int
+@dataclass(frozen=True)
+class Transfers:
+    """Collectives of a step between some ranks."""
+
+    seconds: float
+    sent: float
+    """bytes that a GPU sends"""
+    to_other_nodes: float
+    """of these"""
+
+
+def predict_step_time(
+    hp: Hyperparameters,
+    dtype: torch.dtype | None,
+    card: Card,
+    topology: Topology,
+    n_micro_batches: int,
 ) -> StepTime:
     """Predict a step of `n_micro_batches` micro-steps."""
-    model_flops = hp.training_flops_per_token * hp.batch_size * hp.max_seq_len
-    compute = n_micro_batches * _compute_seconds(hp, dtype, card, model_flops)
-    memory = n_micro_batches * _memory_seconds(hp, dtype, card)
+    step = _Step(hp, dtype, card, topology, n_micro_batches)
+    compute = n_micro_batches * step.compute_seconds()
+    memory = n_micro_batches * step.memory_seconds()
 
-    # How often all units are gathered and reduced in a step.
-    n_gathers = 1
-    if hp.reshard_after_forward:
-        n_gathers = 2 * n_micro_batches
-    n_reductions = 1
-    if hp.sync_each_micro_step:
-        n_reductions = n_micro_batches
-
-    communication, links = _communication(hp, dtype, card, layout, n_gathers, n_reductions)
+    over_shards = step.transfer_over_shards()
+    over_replicas = step.transfer_over_replicas()
+    communication = over_shards.seconds + over_replicas.seconds
     # FSDP overlaps a unit's collectives with the compute of the unit before: the first and the last
     # are exposed.
-    n_collectives = _n_units(hp) * (n_gathers + n_reductions)
+    n_collectives = step.n_units * (step.n_gathers + step.n_reductions)
     exposed = max(communication - compute - memory, 0.0) + 2 * communication / n_collectives
 
-    seconds = Seconds(
-        compute=compute,
-        memory=memory,
-        optimizer=_optimizer_seconds(hp, dtype, card, layout.shards, n_gathers, n_reductions),
-        exposed_communication=exposed,
-        offload=_offload_seconds(
-            hp, dtype, layout.shards, n_gathers, n_reductions, n_micro_batches, compute + memory
+    network = over_shards.to_other_nodes + over_replicas.to_other_nodes
+    node = over_shards.sent + over_replicas.sent - network
+    return StepTime(
+        seconds=Seconds(
+            compute=compute,
+            memory=memory,
+            optimizer=step.optimizer_seconds(),
+            exposed_communication=exposed,
+            offload=step.offload_seconds(compute + memory),
         ),
+        flops=step.model_flops * n_micro_batches,
+        links=Links(node, network),
     )
-    return StepTime(seconds, model_flops * n_micro_batches, links)
 
 
-def _n_units(hp: Hyperparameters) -> int:
-    return hp.n_layers + 2  # the embedding and the head
+@dataclass(frozen=True)
+class _Step:
+    """A step of one GPU, and how long its parts take."""
 
+    hp: Hyperparameters
+    dtype: torch.dtype | None
+    """of compute; None = float32"""
+    card: Card
+    topology: Topology
+    n_micro_batches: int
 
-def _compute_seconds(
-    hp: Hyperparameters, dtype: torch.dtype | None, card: Card, model_flops: float
-) -> float:
-    """Return the seconds of a micro-step's matrix products and attention."""
-    tokens = hp.batch_size * hp.max_seq_len
-    # 4 FLOPs per attended position and channel in forward (scores, weighted values), 8 in backward.
-    window = min(hp.sliding_window or hp.max_seq_len, hp.max_seq_len)
-    attended = window - window**2 / (2 * hp.max_seq_len)  # positions per token, on average
-    attention = 12 * hp.n_layers * hp.n_heads * hp.head_width * attended * tokens
-    # 2 FLOPs per weight and token in forward, 4 in backward.
-    head = 6 * hp.vocab_size * hp.d_model * tokens
-    in_float8 = 6 * hp.n_layers * tokens * sum(out * inner for out, inner in float8_layers(hp))
-    block_products = model_flops - head - attention - in_float8
-    # Full recomputation adds a second forward pass to one forward pass and a backward pass of twice
-    # its FLOPs.
-    repeated = 4 / 3 if hp.activation_checkpointing == "full" else 1.0
-    at_peak = (head + repeated * block_products) / MATMUL
-    at_peak += repeated * attention / ATTENTION
-    at_peak += repeated * in_float8 / (2 * FLOAT8)
-    peak = card.flops
-    if dtype is None:
-        peak /= 2  # TF32
-    return at_peak / peak
+    @property
+    def n_gathers(self) -> int:
+        """How often each unit is all-gathered in a step."""
+        if self.hp.reshard_after_forward:  # for forward, and again for backward
+            return 2 * self.n_micro_batches
+        return 1
 
+    @property
+    def n_reductions(self) -> int:
+        """How often the gradients of each unit are reduced in a step."""
+        if self.hp.sync_each_micro_step:
+            return self.n_micro_batches
+        return 1
 
-def _memory_seconds(hp: Hyperparameters, dtype: torch.dtype | None, card: Card) -> float:
-    """Return the seconds of a micro-step's memory-bound operators."""
-    # Their inputs and outputs are about what blocks save without recomputation, and the logits.
-    # Full recomputation repeats the forward pass, a third; selective all but products and attention
-    # of it.
-    repeated = {"none": 1.0, "selective": 1.2, "full": 1.33}[hp.activation_checkpointing]
-    without_recomputation = hp.model_copy(update={"activation_checkpointing": "none"})
-    saved = trace(without_recomputation, dtype, "cuda").block.held
-    logits = hp.batch_size * hp.max_seq_len * hp.vocab_size * itemsize(dtype)
-    n_bytes = TRAFFIC * (hp.n_layers * repeated * saved + logits)
-    return n_bytes / (card.bandwidth * GB * COPY)
+    @property
+    def n_units(self) -> int:
+        return self.hp.n_layers + 2  # the embedding and the head
 
+    @functools.cached_property
+    def total(self) -> Unit:
+        """All units of the model as one."""
+        return count_units(self.hp, self.dtype, self.topology.shards).total
 
-def _optimizer_seconds(
-    hp: Hyperparameters,
-    dtype: torch.dtype | None,
-    card: Card,
-    shards: int,
-    n_gathers: int,
-    n_reductions: int,
-) -> float:
-    """Return the seconds of AdamW and of FSDP's copies, from the bytes that they read and write."""
-    total = count_units(hp, dtype, shards).total
-    # To gather: reads the float32 shard, writes it in the compute dtype; writes the buffer, reads
-    # it, writes the unsharded parameters.
-    gather = (4 * total.n + total.gathered) / shards + 3 * total.gathered
-    # To reduce: reads 16-bit gradients, writes them in float32 to a buffer, reads it, writes the
-    # shard.
-    reduction = (2 + 4 + 4) * total.trained + 4 * total.trained / shards
-    copies = n_gathers * gather + n_reductions * reduction
-    # AdamW reads parameters, gradients and two moments, and writes all but the gradients; clipping
-    # reads the gradients for their norm and writes them scaled. Each in float32.
-    adamw = (4 + 3 + 2) * 4 * total.trained / shards
-    gpu_memory = card.bandwidth * GB * COPY
-    if hp.cpu_offload:
-        return copies / gpu_memory + adamw / (HOST_MEMORY * GB)
-    return (copies + adamw) / gpu_memory
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-step."""
+        return self.hp.batch_size * self.hp.max_seq_len
 
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of a micro-step, without recomputation."""
+        return self.hp.training_flops_per_token * self.hp.batch_size * self.hp.max_seq_len
 
-def _offload_seconds(
-    hp: Hyperparameters,
-    dtype: torch.dtype | None,
-    shards: int,
-    n_gathers: int,
-    n_reductions: int,
-    n_micro_batches: int,
-    busy: float,
-) -> float:
-    """Return the seconds of copies to and from the host that `busy` seconds of a step do not hide."""
-    rate = HOST_LINK * GB * LINK
-    seconds = 0.0
-    if hp.cpu_offload:  # float32 parameters to the GPU, and gradients back
-        total = count_units(hp, dtype, shards).total
-        seconds += (n_gathers * total.n + n_reductions * total.trained) * 4 / shards / rate
-    if hp.activation_offload:  # to the host and back, while other blocks run
-        n_offloaded = max(hp.n_layers - RESIDENT, 0)
-        moved = 2 * n_offloaded * trace(hp, dtype, "cuda").block.held
-        seconds += max(n_micro_batches * moved / rate - busy, 0.0)
-    return seconds
+    @property
+    def memory_rate(self) -> float:
+        """Bytes per second that operators read and write."""
+        return self.card.bandwidth * GB * COPY_FRACTION
 
+    def compute_seconds(self) -> float:
+        """Return the seconds of a micro-step's matrix products and attention.
 
-def _communication(
-    hp: Hyperparameters,
-    dtype: torch.dtype | None,
-    card: Card,
-    layout: Layout,
-    n_gathers: int,
-    n_reductions: int,
-) -> tuple[float, Links]:
-    """Return the seconds of a step's collectives, and the bytes that a GPU sends.
+        Each kind of product takes its FLOPs over the fraction of the peak that it achieves.
+        """
+        hp = self.hp
+        # 4 FLOPs per attended position and channel in forward (scores, weighted values), 8 in
+        # backward. A token attends to all before it up to the window: of length T, the first w
+        # tokens to w / 2 on average, the others to w, which is w - w^2 / 2T over all.
+        window = min(hp.sliding_window or hp.max_seq_len, hp.max_seq_len)
+        attended = window - window**2 / (2 * hp.max_seq_len)
+        attention = 12 * hp.n_layers * hp.n_heads * hp.head_width * attended * self.tokens
+        # 2 FLOPs per weight and token in forward, 4 in backward.
+        head = 6 * hp.vocab_size * hp.d_model * self.tokens
+        n_in_float8 = sum(out * inner for out, inner in list_float8_layers(hp))
+        in_float8 = 6 * hp.n_layers * self.tokens * n_in_float8
+        block_products = self.model_flops - head - attention - in_float8
+        repeated = 1.0
+        if hp.activation_checkpointing == "full":
+            # Forward twice and backward, which has twice the FLOPs of forward; over once and
+            # backward.
+            repeated = (1 + 1 + 2) / (1 + 2)
+        at_peak = (head + repeated * block_products) / MATMUL_FRACTION
+        at_peak += repeated * attention / ATTENTION_FRACTION
+        at_peak += repeated * in_float8 / (2 * FLOAT8_FRACTION)
+        peak = self.card.flops
+        if self.dtype is None:
+            peak /= 2  # TF32
+        return at_peak / peak
 
-    A ring crosses each node once in and once out, so that all GPUs of a node share its network.
-    """
-    total = count_units(hp, dtype, layout.shards).total
-    node_link = card.link * GB * LINK
-    n_units = _n_units(hp)
+    def memory_seconds(self) -> float:
+        """Return the seconds of a micro-step's memory-bound operators.
 
-    # Over shards: all-gathers and reduce-scatters, in which a GPU sends its part to all others.
-    shards = layout.shards
-    gathered_and_reduced = n_gathers * total.gathered + n_reductions * 4 * total.trained
-    sent = gathered_and_reduced * (shards - 1) / shards
-    n_nodes = -(-shards // layout.per_node)  # of a shard group
-    n_in_node = min(shards, layout.per_node)
-    shard_rate = node_link
-    if n_nodes > 1:
-        shard_rate = min(card.link, layout.network * n_in_node) * GB * LINK
-    hops = (n_nodes - 1) * NETWORK_LATENCY + (shards - n_nodes) * NODE_LATENCY
-    shard_seconds = sent / shard_rate + (n_gathers + n_reductions) * n_units * hops
+        Their inputs and outputs are about what blocks save without recomputation, and the logits.
+        """
+        # Full recomputation repeats the forward pass, a third; selective all but products and
+        # attention of it.
+        repeated = {"none": 1.0, "selective": 1.2, "full": 1.33}
+        factor = repeated[self.hp.activation_checkpointing]
+        without_recomputation = self.hp.model_copy(update={"activation_checkpointing": "none"})
+        saved = measure_activations(without_recomputation, self.dtype, "cuda").block.held
+        logits = self.tokens * self.hp.vocab_size * itemsize(self.dtype)
+        n_bytes = TRAFFIC * (self.hp.n_layers * factor * saved + logits)
+        return n_bytes / self.memory_rate
 
-    # Over replicas: an all-reduce of the gradient shards, in which each is sent twice.
-    replicas = layout.replicas
-    reduced = 2 * 4 * total.trained / shards * (replicas - 1) / replicas
-    n_peers = max(1, layout.per_node // shards)  # replicas in a node
-    replicas_cross = replicas > n_peers
-    replica_rate, latency = node_link, NODE_LATENCY
-    if replicas_cross:
-        replica_rate = min(card.link, layout.network * n_peers) * GB * LINK
-        latency = 2 * NETWORK_LATENCY
-    # NCCL reduces few bytes over many replicas in a tree: latency grows slower than their number.
-    replica_seconds = reduced / replica_rate + n_units * (replicas - 1) ** 0.5 * latency
+    def optimizer_seconds(self) -> float:
+        """Return the seconds of AdamW and of FSDP's copies, from the bytes that they move."""
+        total = self.total
+        shards = self.topology.shards
+        float32_shard = FLOAT32_BYTES * total.trained / shards
+        # To gather: reads the float32 shard, writes it in the compute dtype; writes the buffer,
+        # reads it, writes the unsharded parameters.
+        gather = (FLOAT32_BYTES * total.n + total.gathered) / shards + 3 * total.gathered
+        # To reduce: reads 16-bit gradients, writes them in float32 to a buffer, reads it, writes
+        # the shard.
+        reduction = (2 + 2 * FLOAT32_BYTES) * total.trained + float32_shard
+        copies = self.n_gathers * gather + self.n_reductions * reduction
+        # AdamW reads parameters, gradients and two moments, and writes all but the gradients;
+        # clipping reads the gradients for their norm and writes them scaled. Each in float32.
+        adamw = (4 + 3 + 2) * float32_shard
+        if self.hp.cpu_offload:
+            return copies / self.memory_rate + adamw / (HOST_MEMORY * GB)
+        return (copies + adamw) / self.memory_rate
 
-    network = 0.0
-    if n_nodes > 1:
-        network += sent / n_in_node
-    if replicas_cross:
-        network += reduced / n_peers
-    return shard_seconds + replica_seconds, Links(sent + reduced - network, network)
+    def offload_seconds(self, busy: float) -> float:
+        """Return the seconds of copies to and from the host, less those that others hide.
+
+        Args:
+            busy: seconds of the step in which blocks run while activations are copied.
+        """
+        rate = HOST_LINK * GB * LINK_FRACTION
+        seconds = 0.0
+        if self.hp.cpu_offload:  # float32 parameters to the GPU, and gradients back
+            n_copied = self.n_gathers * self.total.n + self.n_reductions * self.total.trained
+            seconds += n_copied * FLOAT32_BYTES / self.topology.shards / rate
+        if self.hp.activation_offload:  # to the host and back, while other blocks run
+            n_offloaded = max(self.hp.n_layers - RESIDENT, 0)
+            block = measure_activations(self.hp, self.dtype, "cuda").block
+            moved = 2 * n_offloaded * block.held
+            seconds += max(self.n_micro_batches * moved / rate - busy, 0.0)
+        return seconds
+
+    def transfer_over_shards(self) -> Transfers:
+        """Return the all-gathers of parameters and the reduce-scatters of gradients.
+
+        In a ring of S ranks, each sends its part of the bytes to the next and passes those of
+        others on, in S - 1 hops: (S - 1) / S of all bytes. A ring crosses each node once in and
+        once out, so that all GPUs of a node share its network, and one of them sends to it.
+        """
+        shards = self.topology.shards
+        gathered = self.n_gathers * self.total.gathered
+        reduced = self.n_reductions * FLOAT32_BYTES * self.total.trained
+        sent = (gathered + reduced) * (shards - 1) / shards
+
+        n_nodes = -(-shards // self.topology.per_node)  # of a shard group
+        n_in_node = min(shards, self.topology.per_node)
+        rate = self.card.link * GB * LINK_FRACTION
+        to_other_nodes = 0.0
+        if n_nodes > 1:
+            rate = min(self.card.link, self.topology.network * n_in_node) * GB * LINK_FRACTION
+            to_other_nodes = sent / n_in_node
+        latency = (n_nodes - 1) * NETWORK_LATENCY + (shards - n_nodes) * NODE_LATENCY
+        n_collectives = (self.n_gathers + self.n_reductions) * self.n_units
+        return Transfers(sent / rate + n_collectives * latency, sent, to_other_nodes)
+
+    def transfer_over_replicas(self) -> Transfers:
+        """Return the all-reduces of gradient shards, once in a step.
+
+        An all-reduce is a reduce-scatter and an all-gather: each byte is sent twice.
+        """
+        shards, replicas = self.topology.shards, self.topology.replicas
+        gradient_shard = FLOAT32_BYTES * self.total.trained / shards
+        sent = 2 * gradient_shard * (replicas - 1) / replicas
+
+        n_peers = max(1, self.topology.per_node // shards)  # replicas in a node
+        rate = self.card.link * GB * LINK_FRACTION
+        latency = NODE_LATENCY
+        to_other_nodes = 0.0
+        if replicas > n_peers:
+            rate = min(self.card.link, self.topology.network * n_peers) * GB * LINK_FRACTION
+            latency = 2 * NETWORK_LATENCY
+            to_other_nodes = sent / n_peers
+        # NCCL reduces few bytes over many replicas in a tree: latency grows slower than their
+        # number.
+        waiting = self.n_units * (replicas - 1) ** 0.5 * latency
+        return Transfers(sent / rate + waiting, sent, to_other_nodes)

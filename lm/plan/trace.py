@@ -1,4 +1,4 @@
-"""Activations of a training step: what a model's modules allocate on fake tensors without memory."""
+"""Activations of a training step: what modules allocate on fake tensors, without memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 @dataclass(frozen=True)
-class Piece:
+class PartActivations:
     """Bytes that a part of the model allocates, above those that exist before its forward pass."""
 
     held: int
@@ -74,27 +74,32 @@ class Piece:
     after: int
     """after backward, without the gradients of its parameters"""
 
-    def extrapolate(self, two: Piece, batch_size: int) -> Piece:
-        """Return the bytes for `batch_size` sequences, from those for one and for `two`."""
+    def extrapolate(self, of_two: PartActivations, batch_size: int) -> PartActivations:
+        """Return the bytes for `batch_size` sequences, where `self` is for one.
+
+        Each sequence adds as many bytes as the second one does.
+        """
         n_more = batch_size - 1
-        return Piece(
-            held=self.held + n_more * (two.held - self.held),
-            forward=self.forward + n_more * (two.forward - self.forward),
-            backward=self.backward + n_more * (two.backward - self.backward),
-            after=self.after + n_more * (two.after - self.after),
+        return PartActivations(
+            held=self.held + n_more * (of_two.held - self.held),
+            forward=self.forward + n_more * (of_two.forward - self.forward),
+            backward=self.backward + n_more * (of_two.backward - self.backward),
+            after=self.after + n_more * (of_two.after - self.after),
         )
 
 
 @dataclass(frozen=True)
-class Trace:
+class Activations:
     """Bytes of activations of a micro-step on one rank, by part of the model."""
 
-    embedding: Piece
-    block: Piece
-    head: Piece
+    embedding: PartActivations
+    block: PartActivations
+    head: PartActivations
 
 
-def trace(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str) -> Trace:
+def measure_activations(
+    hp: Hyperparameters, dtype: torch.dtype | None, device_type: str
+) -> Activations:
     """Measure a forward and a backward pass of the embedding, a block and the head, unsharded.
 
     A block is measured with one and two sequences: its bytes are linear in their number. On a GPU,
@@ -102,21 +107,31 @@ def trace(hp: Hyperparameters, dtype: torch.dtype | None, device_type: str) -> T
     """
     is_compiled = hp.compiles(device_type == "cuda", hp.float8)
     measure = partial(_measure, dtype=dtype, device_type=device_type, is_compiled=is_compiled)
+
     # The blocks' recomputation makes no other embedding and head.
-    ends = _model_key(hp.model_copy(update={"activation_checkpointing": "none"}))
-    embedding, head = measure(ends, hp.batch_size, 0)
-    # The first block after a frozen embedding saves less than the others, as its input needs no
-    # gradient.
-    n_blocks = 3 if hp.lora_rank else 2
-    one = measure(_model_key(hp), 1, n_blocks)[1:-1]
-    two = one
+    key_of_ends = _model_key(hp.model_copy(update={"activation_checkpointing": "none"}))
+    embedding, head = measure(key_of_ends, hp.batch_size, 0)
+
+    n_blocks = 2
+    if hp.lora_rank:
+        # The first block after a frozen embedding saves less than the others, as its input needs no
+        # gradient.
+        n_blocks = 3
+    parts_of_one = measure(_model_key(hp), 1, n_blocks)
+    parts_of_two = parts_of_one
     if hp.batch_size > 1:
-        two = measure(_model_key(hp), 2, n_blocks)[1:-1]
-    *first, block = (
-        of_one.extrapolate(of_two, hp.batch_size) for of_one, of_two in zip(one, two, strict=True)
-    )
-    difference = sum(piece.held - block.held for piece in first)
-    return Trace(replace(embedding, held=embedding.held + difference), block, head)
+        parts_of_two = measure(_model_key(hp), 2, n_blocks)
+    blocks: list[PartActivations] = []
+    for index in range(1, 1 + n_blocks):  # between the embedding and the head
+        of_one, of_two = parts_of_one[index], parts_of_two[index]
+        blocks.append(of_one.extrapolate(of_two, hp.batch_size))
+
+    # The last block is like all others. What the first ones save more or less than it is counted
+    # with the embedding.
+    block = blocks[-1]
+    difference = sum(first.held - block.held for first in blocks[:-1])
+    embedding = replace(embedding, held=embedding.held + difference)
+    return Activations(embedding, block, head)
 
 
 def _model_key(hp: Hyperparameters) -> str:
@@ -132,19 +147,10 @@ def _build_model(hp: Hyperparameters, n_layers: int, dtype: torch.dtype | None) 
         model = lora.add_adapters(model, hp, dtype)
         model.to(dtype or torch.float32)
     if hp.activation_checkpointing != "none":
+        checkpoint = parallelize.checkpoint_function(hp.activation_checkpointing)
         for block in model.blocks:
-            block.forward = partial(
-                parallelize.checkpoint_function(hp.activation_checkpointing), block.forward
-            )
+            block.forward = partial(checkpoint, block.forward)
     return model
-
-
-@dataclass
-class _Phase:
-    """Live bytes from the start of a module's forward or backward pass to the next."""
-
-    start: int
-    peak: int = 0
 
 
 @functools.lru_cache(maxsize=256)
@@ -155,8 +161,12 @@ def _measure(
     dtype: torch.dtype | None,
     device_type: str,
     is_compiled: bool,
-) -> list[Piece]:
-    """Return the pieces of a model in forward order; `key` is JSON of its hyperparameters."""
+) -> list[PartActivations]:
+    """Return the activations of the embedding, of `n_layers` blocks and of the head.
+
+    Args:
+        key: JSON of the model's hyperparameters.
+    """
     hp = Hyperparameters.model_validate_json(key)
     on_gpu = device_type == "cuda"
     if on_gpu:
@@ -164,15 +174,7 @@ def _measure(
     model = _build_model(hp, n_layers, dtype)
     live = LiveBytes()
     if is_compiled:
-        torch.compiler.reset()  # it would refuse to compile more than eight models
-        # It warns that selective checkpointing is experimental.
-        logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
-        backend = partial(_fuse, live)  # of all blocks, so that they share a graph
-        for block in model.blocks:
-            block.forward = torch.compile(
-                block.forward, fullgraph=True, dynamic=False, backend=backend
-            )
-        model.head.chunk_cross_entropy = _fused_loss
+        _compile(model, live)
     elif on_gpu:
         # The head computes the loss in chunks if this is another function.
         model.head.chunk_cross_entropy = partial(chunk_cross_entropy)
@@ -180,27 +182,7 @@ def _measure(
         gpu_memory = 80 * 2**30
         model.head.loss_chunk = lambda _: loss_chunk(torch.device(device_type), gpu_memory)
 
-    pieces = [model.embedding, *model.blocks, model.head]
-    phases: list[_Phase] = []
-
-    def start_phase(*_: Any) -> None:
-        model.zero_grad()
-        if phases:
-            phases[-1].peak = live.peak
-        live.peak = live.now
-        phases.append(_Phase(live.now))
-
-    def after_forward(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
-        start_phase()
-        if n_layers == 0 and not output.requires_grad:
-            # A frozen embedding's; the head's input needs a gradient, as trained blocks precede it.
-            output = output.detach().requires_grad_()
-        if output.requires_grad:
-            output.register_hook(start_phase)
-        return output
-
-    for piece in pieces:
-        piece.register_forward_hook(after_forward)
+    phases = _Phases(model, live)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         tokens = torch.zeros(batch_size, hp.max_seq_len, dtype=torch.int64)
@@ -209,31 +191,101 @@ def _measure(
                 # Dynamo reads the gradients of the fake inputs, which are no leaves.
                 warnings.simplefilter("ignore", UserWarning)
                 model(tokens, tokens).backward()
-            model.zero_grad()
             phases.clear()
         with live:
             for tensor in (*model.parameters(), tokens):
                 live.add(tensor)
             live.now = 0  # they are not activations
-            start_phase()
+            phases.start_next()
             model(tokens, tokens).backward()
-            if len(phases) == 2 * len(pieces):  # the embedding is frozen, and has no backward pass
-                start_phase()
-            start_phase()
+            phases.end()
+    return phases.measured()
 
-    found = []
-    for index in range(len(pieces)):
-        before = phases[index].start
-        backward = 2 * len(pieces) - index
-        found.append(
-            Piece(
-                held=phases[index + 1].start - before,
-                forward=phases[index].peak - before,
-                backward=phases[backward].peak - before,
-                after=phases[backward + 1].start - before,
+
+@dataclass
+class _Phase:
+    """A forward or a backward pass of a part of the model."""
+
+    start: int
+    """live bytes"""
+    peak: int = 0
+
+
+class _Phases:
+    """The passes of the embedding, the blocks and the head in a step, in their order.
+
+    With n parts, phase i is the forward pass of part i, phase n is between forward and backward,
+    and phase 2n - i is the backward pass of part i. Phase 2n + 1 starts after the step.
+    """
+
+    def __init__(self, model: Transformer, live: LiveBytes) -> None:
+        self._model = model
+        self._live = live
+        self._parts = [model.embedding, *model.blocks, model.head]
+        self._phases: list[_Phase] = []
+        for part in self._parts:
+            part.register_forward_hook(self._after_forward)
+
+    def start_next(self) -> None:
+        """End the current phase, and start the next one without gradients of parameters."""
+        if self._phases:
+            self._phases[-1].peak = self._live.peak
+        self._model.zero_grad()
+        self._live.peak = self._live.now
+        self._phases.append(_Phase(self._live.now))
+
+    def _after_forward(self, _part: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        self.start_next()
+        has_blocks = len(self._parts) > 2
+        if not has_blocks and not output.requires_grad:
+            # A frozen embedding's; the head's input needs a gradient, as trained blocks precede it.
+            output = output.detach().requires_grad_()
+        if output.requires_grad:
+            # When its gradient is there, the backward pass of the part starts.
+            output.register_hook(lambda _gradient: self.start_next())
+        return output
+
+    def end(self) -> None:
+        """End the last phase."""
+        embedding_backward = 2 * len(self._parts)
+        if len(self._phases) == embedding_backward:  # the embedding is frozen, and has none
+            self.start_next()
+        self.start_next()
+
+    def clear(self) -> None:
+        """Forget all phases and gradients."""
+        self._model.zero_grad()
+        self._phases.clear()
+
+    def measured(self) -> list[PartActivations]:
+        """Return what each part allocates."""
+        n_parts = len(self._parts)
+        measured: list[PartActivations] = []
+        for part in range(n_parts):
+            forward = self._phases[part]
+            after_forward = self._phases[part + 1]
+            backward = self._phases[2 * n_parts - part]
+            after_backward = self._phases[2 * n_parts - part + 1]
+            measured.append(
+                PartActivations(
+                    held=after_forward.start - forward.start,
+                    forward=forward.peak - forward.start,
+                    backward=backward.peak - forward.start,
+                    after=after_backward.start - forward.start,
+                )
             )
-        )
-    return found
+        return measured
+
+
+def _compile(model: Transformer, live: LiveBytes) -> None:
+    """Compile the blocks and the loss of `model` to code that counts in `live`."""
+    torch.compiler.reset()  # it would refuse to compile more than eight models
+    # It warns that selective checkpointing is experimental.
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    backend = partial(_compile_graph, live)  # one for all blocks, so that they share a graph
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
+    model.head.chunk_cross_entropy = _fused_loss
 
 
 def _fused_loss(
@@ -249,7 +301,7 @@ def _fused_loss(
     return torch.zeros(()), grad @ weight, weight_grad
 
 
-def _fuse(
+def _compile_graph(
     live: LiveBytes, module: fx.GraphModule, example_inputs: Sequence[Tensor]
 ) -> Callable[..., Any]:
     """Compile a graph that counts in `live` the tensors that PyTorch's compiler would materialize.
@@ -262,14 +314,13 @@ def _fuse(
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
 
-    def compile_graph(
-        graph: fx.GraphModule, _example_inputs: Sequence[Tensor]
-    ) -> Callable[..., Any]:
+    def interpret(graph: fx.GraphModule, _example_inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        # An interpreter keeps its results alive: each call needs a new one.
         return make_boxed_func(lambda *arguments: _FusedGraph(graph, live).run(*arguments))
 
     backend = aot_autograd(
-        fw_compiler=compile_graph,
-        bw_compiler=compile_graph,
+        fw_compiler=interpret,
+        bw_compiler=interpret,
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )
@@ -293,7 +344,8 @@ class _FusedGraph(fx.Interpreter):
         self._live.counts = True
         if n.op != "call_function":
             return result
-        if not _is_elementwise(n) or not all(map(_fuses, n.users)):
+        is_fused = _is_elementwise(n) and all(_is_fused_with_input(user) for user in n.users)
+        if not is_fused:
             pytree.tree_map_only(Tensor, self._live.add, result)
         return result
 
@@ -304,9 +356,10 @@ def _is_elementwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
-def _fuses(node: fx.Node) -> bool:
+def _is_fused_with_input(node: fx.Node) -> bool:
+    """Return whether the kernel of `node` can compute its elementwise inputs, too."""
     is_view = getattr(node.target, "is_view", False) and len(node.users) > 0
     if is_view:
-        return all(map(_fuses, node.users))
+        return all(_is_fused_with_input(user) for user in node.users)
     is_sum = str(node.target).startswith(("aten.sum", "aten.mean", "aten.var", "aten.amax"))
     return _is_elementwise(node) or is_sum
