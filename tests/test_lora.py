@@ -422,7 +422,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_names_their_base(
     assert all(".lora_A.weight" in name or ".lora_B.weight" in name for name in tensors)
     assert manifest.base is not None
     assert manifest.base.source == str(bases["llama"])
-    assert manifest.base.files == hf_base.checksums(bases["llama"])
+    assert manifest.base.files == hf_base.compute_checksums(bases["llama"])
 
 
 @pytest.mark.slow

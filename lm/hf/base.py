@@ -42,7 +42,7 @@ def find_base(source: str, world: World) -> Base:
     with world.all_or_none():
         directory = _find_base_directory(source)
     with world.all_or_none():
-        own_share = checksums(directory, world.rank, world.size)
+        own_share = compute_checksums(directory, world.rank, world.size)
     files: dict[str, FileRecord] = {}
     for share in world.all_gather_object(own_share):
         files |= share
@@ -66,7 +66,7 @@ def _find_base_directory(source: str) -> Path:
 
 
 @oserror_as_config_error
-def checksums(directory: Path, rank: int = 0, n_ranks: int = 1) -> dict[str, FileRecord]:
+def compute_checksums(directory: Path, rank: int = 0, n_ranks: int = 1) -> dict[str, FileRecord]:
     """Return size and checksum of the files of weights in `directory`.
 
     They are those of a share of the files for `rank` of `n_ranks`; or if `directory` is a
@@ -100,7 +100,7 @@ def open_base(base: Base, base_dir: Path | None = None) -> Path:
         raise ConfigError(
             f"base of the adapters: {problem}; pass its directory with --base"
         ) from None
-    if checksums(directory) != base.files:
+    if compute_checksums(directory) != base.files:
         raise ConfigError(
             f"{directory}: its weights differ from the base that the adapters were trained for"
             f" ({base.source}); pass a copy of these with --base"

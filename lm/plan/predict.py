@@ -86,7 +86,7 @@ class Plan:
 
 
 def choose_gpu_dtype(hp: Hyperparameters) -> torch.dtype | None:
-    """Return the compute dtype on a GPU that has bfloat16; None = float32."""
+    """Return what `compute_dtype` does on a GPU with bfloat16, which need not be here."""
     if hp.amp_dtype is None:
         return None
     if hp.amp_dtype == "float16":
@@ -175,7 +175,7 @@ def search_settings(
 ) -> Iterator[Plan]:
     """Yield for 1, 2, 4, ... and all GPUs the fastest plan that fits.
 
-    If weights are given to train, that with adapters follows.
+    For a run that trains all of given weights, a plan with adapters follows.
     """
     adapter_ranks = [hp.lora_rank]
     if hp.init_from is not None and hp.lora_rank is None and hp.float8 is None:

@@ -35,50 +35,48 @@ class MemoryCheck:
         return "GPU" if self.ranks.on_gpu else "rank"
 
     @property
-    def state(self) -> int:
+    def state_bytes(self) -> int:
         """Bytes of parameters, moments and gradients, whatever the activations."""
         shards = self.ranks.count_shards(self.hp)
         return count_state_bytes(self.hp, self.ranks.dtype, shards)
 
-    def refuse(self) -> None:
+    def refuse_too_large_state(self) -> None:
         """Raise ConfigError if the state alone exceeds the memory in which it is."""
         space = self.ranks.memory
         where = ""
         if self.hp.cpu_offload and self.ranks.on_gpu:
             space = self.host_share
             where = " of host memory"
-        if self.state > space:
+        if self.state_bytes > space:
+            state = f"{self.state_bytes / GIB:.1f}"
             what_fits = find_nearest_settings(self.hp, self.ranks, bound_activations)
             raise ConfigError(
-                f"out of memory: parameters, moments and gradients take {self.state / GIB:.1f} of"
+                f"out of memory: parameters, moments and gradients take {state} of"
                 f" {space / GIB:.1f} GiB{where} per {self.rank_name}; what fits: {what_fits}"
             )
 
     def summarize(self, *, by_part: bool) -> str | None:
         """Return what the run needs, or None on a CPU if its state is small; refuse too much."""
-        self.refuse()
+        self.refuse_too_large_state()
         if by_part:
-            return "\n".join([self.line(), *self.table()])
-        if not self.ranks.on_gpu and self.state < WORTH_A_LINE:
+            parts = format_memory(predict_memory(self.hp, self.ranks))
+            return "\n".join([self.describe(), *parts])
+        if not self.ranks.on_gpu and self.state_bytes < WORTH_A_LINE:
             return None
-        return self.line()
+        return self.describe()
 
-    def line(self) -> str:
+    def describe(self) -> str:
         """Return what the run needs, and if that is too much, the nearest settings that fit."""
         needed = predict_memory(self.hp, self.ranks)
         if self.ranks.can_hold(needed):
             return self._describe_need(needed.total)
         return self._describe_need(needed.total) + self._describe_what_fits(self.ranks)
 
-    def note_after_failure(self) -> str:
+    def describe_failure(self) -> str:
         """Return what an out-of-memory error says: what was predicted to fit did not."""
         needed = predict_memory(self.hp, self.ranks)
         limit = replace(self.ranks, memory=min(self.ranks.memory, needed.total))
         return self._describe_need(needed.total) + self._describe_what_fits(limit)
-
-    def table(self) -> list[str]:
-        """Return lines with what the run needs by part."""
-        return format_memory(predict_memory(self.hp, self.ranks))
 
     def _describe_need(self, n_bytes: int) -> str:
         available = self.ranks.memory
@@ -102,16 +100,18 @@ def check_memory(
     """
     on_gpu = world.device.type == "cuda"
     per_node = world.launch.local_size
-    own_node, _available = host_memory()
-    own = own_node // per_node
+    node_memory, _available = host_memory()
+    rank_memory = node_memory // per_node
     if on_gpu:
-        own = torch.cuda.get_device_properties(world.device).total_memory
-    everyone = world.all_gather_object((own, own_node))
-    memory = min(of_rank for of_rank, _ in everyone)
-    node = min(of_node for _, of_node in everyone)
+        rank_memory = torch.cuda.get_device_properties(world.device).total_memory
+    everyone = world.all_gather_object((rank_memory, node_memory))
+    rank_memory = min(of_rank for of_rank, _ in everyone)
+    node_memory = min(of_node for _, of_node in everyone)
     # The ranks of a CPU are given shares of its memory, so that no more is asked of the node.
-    host = node if on_gpu else math.inf
-    ranks = Ranks(dtype, world.device.type, world.size, per_node, memory, host)
-    check = MemoryCheck(hp, ranks, node // per_node)
-    world.memory_notes.append(check.note_after_failure)
+    host_limit = math.inf
+    if on_gpu:
+        host_limit = node_memory
+    ranks = Ranks(dtype, world.device.type, world.size, per_node, rank_memory, host_limit)
+    check = MemoryCheck(hp, ranks, node_memory // per_node)
+    world.memory_notes.append(check.describe_failure)
     return world.on_rank0(check.summarize, by_part=dry_run)
