@@ -1,16 +1,20 @@
-"""Processes that are forked from one that has imported PyTorch, because importing it takes most of a short run.
+"""Processes forked from one that has imported PyTorch, as the import takes most of a short run.
 
-`Forked` is `subprocess.Popen` for Python programs: a process with its own arguments, environment,
-working directory, streams, signals and exit code. What depends on how Python starts needs a real
-command: the variables `READ_AT_START`, signals during imports, and other launchers.
-    PYTHONUNBUFFERED has no effect in a forked process.
+`start_python` runs a Python program as `subprocess.Popen` does, with its arguments, environment,
+working directory, streams, signals and exit code. The program may be `-m lm.launch`, whose ranks
+are then forked, too. What depends on how Python starts needs a new interpreter: the environment
+variables `READ_AT_START`, signals during imports, and other launchers. PYTHONUNBUFFERED has no
+effect in a forked process.
 
-It overrides the private methods `_execute_child`, `_internal_poll` and `_wait`; tested with Python
-3.11.
+This depends on CPython: `ForkedProcess` overrides the private methods `_execute_child`,
+`_internal_poll` and `_wait` of `subprocess.Popen` and reads their arguments by name (tested with
+3.11). With FORK_RANKS=0 in the environment every process is a new interpreter and nothing here is
+needed; all tests then take 1.6 times as long.
 """
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import runpy
@@ -18,8 +22,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +33,15 @@ import torch
 
 from lm.launch import console, machine, spawn
 
+FORK_RANKS = os.environ.get("FORK_RANKS") != "0"
+"""Whether processes are forked; otherwise each is a new interpreter."""
+
+START_METHOD = "spawn" if machine.has_gpu() or not FORK_RANKS else "forkserver"
+"""How multiprocessing starts a process; CUDA must not be initialized before a fork."""
+
 READ_AT_START = {"LD_PRELOAD", "PYTHONPATH"}
-METHOD = "spawn" if machine.has_gpu() else "forkserver"  # CUDA may not be initialized before a fork
+"""Environment variables that the dynamic linker or Python reads when it starts."""
+
 PRELOADED = [
     "tests.support.ranks",
     "tests.support.runs",
@@ -38,32 +49,103 @@ PRELOADED = [
     "lm.preflight",
     "lm.training.profiling",
     "lm.report",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
 ]
-PRELOADED += ["torch._dynamo", "torch.utils.tensorboard"]
-multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+"""Modules that the process imports from which others are forked."""
+
+if START_METHOD == "forkserver":
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
 
 
-class Forked(subprocess.Popen[str]):
-    """A process of a Python program, which `lm.launch` may be; its ranks are then forked, too."""
+def start_python(
+    arguments: Sequence[str], env: Mapping[str, str], *, fork: bool = True, **options: Any
+) -> subprocess.Popen[str]:
+    """Start a Python program with the environment `env`, forked unless FORK_RANKS is 0.
 
-    method = METHOD
+    Args:
+        arguments: of the interpreter: a file or `-m lm.launch`, and the program's arguments.
+        fork: whether the process may be forked.
+        options: as of `subprocess.Popen`; streams are text.
+    """
+    command = [sys.executable, *arguments]
+    if fork and FORK_RANKS:
+        return ForkedProcess(command, env=env, text=True, **options)
+    return subprocess.Popen(command, env=env, text=True, **options)
 
-    def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
-        _, preexec_fn, _, _, cwd, env, _, _, _, *pipes, _, _, _, _, _, new_session, _ = rest
-        streams = [Connection(os.dup(fd)) if fd >= 0 else None for fd in (pipes[3], pipes[5])]
-        os.umask(umask := os.umask(0))
-        before = [
-            partial(os.umask, umask),
-            *[os.setsid] * new_session,
-            *[preexec_fn] * bool(preexec_fn),
-        ]
-        context: Any = multiprocessing.get_context(self.method)
-        self._process = context.Process(
-            target=_run, args=(args[1:], cwd or ".", env, streams, before)
+
+@dataclass(frozen=True)
+class Start:
+    """What a forked process changes before it runs a program. It is sent to the process."""
+
+    arguments: list[str]
+    folder: str
+    env: dict[str, str]
+    stdout: Connection | None
+    stderr: Connection | None
+    umask: int
+    new_session: bool
+    preexec_fn: Any
+
+    def run(self) -> None:
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+            signal.signal(signum, signal.SIG_DFL)
+        os.umask(self.umask)
+        if self.new_session:
+            os.setsid()
+        if self.preexec_fn is not None:
+            self.preexec_fn()
+        for number, stream in ((1, self.stdout), (2, self.stderr)):
+            if stream is not None:
+                os.dup2(stream.fileno(), number)
+                stream.close()
+        os.chdir(self.folder)
+        os.environ.clear()
+        os.environ.update(self.env)
+        # Imported PyTorch has read this variable in another environment.
+        torch.set_num_threads(int(self.env["OMP_NUM_THREADS"]))
+        console.START = time.monotonic()
+        if self.arguments[:2] == ["-m", "lm.launch"]:
+            self._launch()
+        sys.argv = self.arguments
+        sys.path[:0] = [str(Path(self.arguments[0]).parent), self.env["PYTHONPATH"]]
+        runpy.run_path(self.arguments[0], run_name="__main__")
+
+    def _launch(self) -> None:
+        """Run `lm.launch` as a program, which forks its ranks from this process."""
+        ForkedProcess.start_method = "fork"
+        spawn.subprocess = SimpleNamespace(Popen=ForkedProcess)  # type: ignore[assignment]
+        sys.argv = self.arguments[1:]
+        sys.exit(spawn.main())
+
+
+class ForkedProcess(subprocess.Popen[str]):
+    """`subprocess.Popen` for Python programs, whose process is forked."""
+
+    start_method = START_METHOD
+
+    def _execute_child(self, *values: Any) -> None:
+        names = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
+        given = dict(zip(names, values, strict=True))
+        umask = os.umask(0)
+        os.umask(umask)
+        start = Start(
+            arguments=list(given["args"][1:]),
+            folder=str(given["cwd"] or "."),
+            env=dict(given["env"]),
+            stdout=_duplicate(given["c2pwrite"]),
+            stderr=_duplicate(given["errwrite"]),
+            umask=umask,
+            new_session=given["start_new_session"],
+            preexec_fn=given["preexec_fn"],
         )
+        context: Any = multiprocessing.get_context(self.start_method)
+        self._process = context.Process(target=start.run)
         self._process.start()
-        self.pid, self._child_created = self._process.pid, True
-        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        self.pid = self._process.pid
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*[given[name] for name in pipes])  # type: ignore[attr-defined]
 
     def _internal_poll(self, **_: object) -> int | None:
         self.returncode = self._process.exitcode
@@ -76,28 +158,8 @@ class Forked(subprocess.Popen[str]):
         return self.returncode
 
 
-def _run(
-    arguments: list[str], cwd: str, env: dict[str, str], streams: list[Any], before: list[Any]
-) -> None:
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        signal.signal(signum, signal.SIG_DFL)
-    for action in before:
-        action()
-    for number, stream in enumerate(streams, start=1):
-        if stream:
-            os.dup2(stream.fileno(), number)
-            stream.close()
-    os.chdir(cwd)
-    os.environ.clear()
-    os.environ.update(env)
-    torch.set_num_threads(
-        int(env["OMP_NUM_THREADS"])
-    )  # PyTorch was imported with another environment
-    console.START = time.monotonic()
-    if arguments[:2] == ["-m", "lm.launch"]:
-        Forked.method, spawn.subprocess = "fork", SimpleNamespace(Popen=Forked)  # type: ignore[assignment]
-        sys.argv = arguments[1:]
-        sys.exit(spawn.main())
-    sys.argv = arguments
-    sys.path[:0] = [str(Path(arguments[0]).parent), env["PYTHONPATH"]]
-    runpy.run_path(arguments[0], run_name="__main__")
+def _duplicate(descriptor: int) -> Connection | None:
+    """Return a stream that multiprocessing sends to a process, or None for an inherited one."""
+    if descriptor < 0:
+        return None
+    return Connection(os.dup(descriptor))

@@ -6,7 +6,8 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +18,35 @@ from lm.launch.launch import Launch
 from lm.launch.spawn import free_port
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
-from tests.support.forked import METHOD
+from tests.support.forked import START_METHOD
 
 
-def _enter(
-    rank: int,
-    size: int,
-    nodes: int,
-    port: int,
-    action: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    results: Path,
-    env: Mapping[str, str],
-) -> None:
-    os.environ.update(env)
+@dataclass(frozen=True)
+class _Job:
+    """What every rank runs."""
+
+    size: int
+    nodes: int
+    port: int
+    action: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    results: Path
+    env: dict[str, str]
+
+
+def _enter(rank: int, job: _Job) -> None:
+    os.environ.update(job.env)
     torch.set_num_threads(1)
-    per_node = size // nodes
-    launch = Launch(rank, size, rank % per_node, per_node, rank // per_node, "127.0.0.1", port)
+    per_node = job.size // job.nodes
+    node, local_rank = divmod(rank, per_node)
+    launch = Launch(rank, job.size, local_rank, per_node, node, "127.0.0.1", job.port)
     with join_world(launch, timeout=60) as world:
-        (results / str(rank)).write_bytes(pickle.dumps(action(world, *arguments)))
+        result = job.action(world, *job.arguments)
+        (job.results / str(rank)).write_bytes(pickle.dumps(result))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        0
-    )  # as fsdp.py: PyTorch aborts if the interpreter shuts down while one of its threads runs
+    # As fsdp.py: PyTorch aborts if the interpreter shuts down while one of its threads runs.
+    os._exit(0)
 
 
 def run_ranks(size: int, action: Callable[..., Any], *arguments: Any, nodes: int = 1) -> list[Any]:
@@ -50,9 +56,10 @@ def run_ranks(size: int, action: Callable[..., Any], *arguments: Any, nodes: int
     tensors.
     """
     with tempfile.TemporaryDirectory() as folder:
-        how = (size, nodes, free_port(), action, arguments, Path(folder), dict(os.environ))
-        mp.start_processes(_enter, how, nprocs=size, start_method=METHOD)  # type: ignore[attr-defined]
-        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(size)]
+        results = Path(folder)
+        job = _Job(size, nodes, free_port(), action, arguments, results, dict(os.environ))
+        mp.start_processes(_enter, (job,), nprocs=size, start_method=START_METHOD)  # type: ignore[attr-defined]
+        return [pickle.loads((results / str(rank)).read_bytes()) for rank in range(size)]
 
 
 def in_world(action: Callable[[World], Any]) -> Any:

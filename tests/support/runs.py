@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from lm.determined.context import TorchDistributedContext
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import World
 from tests.support import REPOSITORY
-from tests.support.forked import READ_AT_START, Forked
+from tests.support.forked import READ_AT_START, start_python
 from tests.support.hyperparameters import TINY
 
 EXACT_METRICS = ("loss", "perplexity", "bits_per_byte", "grad_norm", "lr", "skipped_steps")
@@ -55,7 +54,7 @@ def start_fsdp(
     script: str = "",
     **env: str,
 ) -> subprocess.Popen[str]:
-    """Start `fsdp.py` in `folder` on `ranks` ranks, in forked processes if `launcher` and `env` allow it.
+    """Start `fsdp.py` in `folder` on `ranks` ranks; forked if `launcher` and `env` allow it.
 
     Args:
         config: hyperparameters (default: `TINY`), written to `folder/test.yaml`.
@@ -65,26 +64,21 @@ def start_fsdp(
         env: environment variables to set.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "test.yaml").write_text(
-        json.dumps({"hyperparameters": dict(TINY if config is None else config)})
-    )
-    popen = subprocess.Popen[str] if launcher or env.keys() & READ_AT_START else Forked
+    hyperparameters = dict(TINY if config is None else config)
+    (folder / "test.yaml").write_text(json.dumps({"hyperparameters": hyperparameters}))
+    can_fork = launcher is None and not env.keys() & READ_AT_START
     if launcher is None:
         launcher = ["-m", "lm.launch", "--nproc", str(ranks)] if ranks > 1 else []
-    program = str(write_script(folder, script) if script else REPOSITORY / "fsdp.py")
-    variables = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
-    variables |= {
-        "PYTHONPATH": str(REPOSITORY),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-    } | env
-    return popen(
-        [sys.executable, *launcher, program, "--config", "test.yaml", *overrides],
+    program = write_script(folder, script) if script else REPOSITORY / "fsdp.py"
+    variables = dict(os.environ)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        variables.pop(name, None)
+    variables |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return start_python(
+        [*launcher, str(program), "--config", "test.yaml", *overrides],
+        variables | env,
+        fork=can_fork,
         cwd=folder,
-        env=variables,
-        text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -134,10 +128,10 @@ def read_reports(
 
 def read_exact_metrics(folder: Path, group: str = "training") -> dict[int, dict[str, Any]]:
     """Return the `EXACT_METRICS` of a run, by step."""
-    return {
-        step: {key: line[key] for key in EXACT_METRICS if key in line}
-        for step, line in read_reports(folder, group).items()
-    }
+    metrics = {}
+    for step, line in read_reports(folder, group).items():
+        metrics[step] = {key: line[key] for key in EXACT_METRICS if key in line}
+    return metrics
 
 
 def checkpoints_by_step(folder: Path, name: str = "test") -> dict[int, Path]:
