@@ -27,7 +27,7 @@ from lm.hf import __main__ as hf_main
 from lm.hf import export, families, weights
 from lm.runtime.world import World
 from model import PRESETS, ModelConfig, Transformer
-from tests.support.checkpoints import RUN_INFO, open_checkpointer, progress_at
+from tests.support.checkpoints import RUN_INFO, open_checkpointer, save_state
 from tests.support.hf import (
     GPT2,
     LLAMA,
@@ -98,10 +98,7 @@ def save_checkpoint(model: Transformer, folder: Path) -> Path:
 
     def save(world: World) -> Path:
         with open_checkpointer(world, folder) as checkpointer:
-            state = {"model": model.state_dict()}
-            checkpointer.allocate(state)
-            checkpointer.save(state, info, progress_at(1))
-            return folder / checkpointer.commit()[1]
+            return folder / save_state(checkpointer, {"model": model.state_dict()}, 1, info=info)
 
     return in_world(save)
 

@@ -28,7 +28,7 @@ from lm.runtime.world import World
 from lm.training import lora, optim, parallelize
 from model import Transformer
 from tests.support import REPOSITORY
-from tests.support.checkpoints import RUN_INFO, open_checkpointer, progress_at, toy_model
+from tests.support.checkpoints import RUN_INFO, open_checkpointer, save_state, toy_model
 from tests.support.hf import (
     GPT2,
     LLAMA,
@@ -472,9 +472,8 @@ def test_adapters_do_not_start_with_a_checkpoint_of_all_weights(tmp_path: Path) 
     def fork(world: World) -> None:
         with open_checkpointer(world, tmp_path) as saver:
             state = {"model": toy_model(1.0).state_dict()}
-            saver.allocate(state)
-            saver.save(state, RUN_INFO, progress_at(1))
-            plan = ResumePlan(init_candidates=(str(tmp_path / saver.commit()[1]),))
+            saved = tmp_path / save_state(saver, state, 1)
+            plan = ResumePlan(init_candidates=(str(saved),))
             info = RUN_INFO.model_copy(update={"base": Base(source="base", files={})})
             load_checkpoint(plan, saver, state, info, print)
 

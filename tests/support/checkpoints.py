@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 from determined import core
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -20,7 +21,6 @@ from lm.checkpoint.manifest import (
     Manifest,
     RunInfo,
     TrainingProgress,
-    add_checksum,
     record,
     write_manifest,
 )
@@ -33,57 +33,11 @@ from model import ModelConfig, Transformer
 from tests.support.hyperparameters import TINY
 from tests.support.tokenizer_files import byte_level_tokenizer
 
-
-def rewrite_header(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Replace the header of a safetensors file by `change(header)`."""
-    content = path.read_bytes()
-    end = 8 + struct.unpack("<Q", content[:8])[0]
-    text = json.dumps(change(json.loads(content[8:end]))).encode()
-    text += b" " * (-len(text) % 8)  # tensors stay aligned
-    path.write_bytes(struct.pack("<Q", len(text)) + text + content[end:])
-
-
-_MODEL = {
-    "vocab_size": 300,
-    "norm": "rmsnorm",
-    "positions": "rope",
-    "ffn": "swiglu",
-    "bias": "none",
-}
-
-
-WEIGHTS_FILE = "model-00000-00000.safetensors"
-
-
-def write_checkpoint(folder: Path) -> Path:
-    """Write a checkpoint of a small model with a tokenizer to `folder`."""
-    folder.mkdir()
-    config = ModelConfig.model_validate(TINY | _MODEL)
-    write_tensors(
-        folder / WEIGHTS_FILE,
-        {name: Rows(tensor, 0) for name, tensor in Transformer(config).state_dict().items()},
-    )
-    (folder / FILE).write_bytes(byte_level_tokenizer())
-    identity = FileTokenizer({FILE: (folder / FILE).read_bytes()}, "").identity
-    fields: dict[str, Any] = {
-        "sharding": "full-shard",
-        "total_batch_size": 1,
-        "hyperparameters": {},
-    }
-    fields |= {
-        "model": config.model_dump(),
-        "tokenizer": identity,
-        "data": {"train": "", "validation": ""},
-    }
-    fields |= {"loss_scaled": False, "trial_id": None, "format": 2, "time": 1.0, "world_size": 1}
-    files = {name: record(folder / name) for name in (WEIGHTS_FILE, FILE)}
-    write_manifest(folder, Manifest.model_validate(fields | {"files": files}))
-    return folder
-
-
 SHARDS = ["model-00000-00000.safetensors", "model-00001-00000.safetensors"]
 """Files of a model that two ranks saved."""
 
+WEIGHTS_FILE = SHARDS[0]
+"""File of a model that one rank saved."""
 
 RUN_INFO = RunInfo(
     sharding="full-shard",
@@ -95,6 +49,9 @@ RUN_INFO = RunInfo(
     loss_scaled=False,
     trial_id=None,
 )
+
+
+# ---- saved by the checkpointer -------------------------------------------------------------------
 
 
 def progress_at(step: int, loss: float | None = None) -> TrainingProgress:
@@ -126,6 +83,19 @@ def load_state(checkpointer: Checkpointer, location: str, state: State) -> Manif
         return saved.manifest
 
 
+def save_state(
+    checkpointer: Checkpointer,
+    state: State,
+    step: int,
+    loss: float | None = None,
+    info: RunInfo = RUN_INFO,
+) -> str:
+    """Save `state` and wait until it is written; return the name of the checkpoint's directory."""
+    checkpointer.allocate(state)
+    checkpointer.save(state, info, progress_at(step, loss))
+    return checkpointer.commit()[1]
+
+
 def save_toy(
     checkpointer: Checkpointer,
     world: World,
@@ -133,25 +103,62 @@ def save_toy(
     value: float | None = None,
     loss: float | None = None,
 ) -> str:
-    """Save a sharded `toy_model` with all values `step`, or `value` on this rank; return the directory's name."""
+    """Save a sharded `toy_model` whose values are `step`, or `value` on this rank.
+
+    Returns:
+        The name of the checkpoint's directory.
+    """
     model = toy_model(step if value is None else value)
     fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
-    state = {"model": model.state_dict()}
-    checkpointer.allocate(state)
-    checkpointer.save(state, RUN_INFO, progress_at(step, loss))
-    return checkpointer.commit()[1]
+    return save_state(checkpointer, {"model": model.state_dict()}, step, loss)
+
+
+# ---- written without a run, and forged -----------------------------------------------------------
+
+
+def write_checkpoint(folder: Path) -> Path:
+    """Write a checkpoint of a small model with a tokenizer to `folder`."""
+    folder.mkdir()
+    llama = {"norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none"}
+    config = ModelConfig.model_validate(TINY | llama | {"vocab_size": 300})
+    tensors = Transformer(config).state_dict()
+    rows = {name: Rows(tensor, 0) for name, tensor in tensors.items()}
+    write_tensors(folder / WEIGHTS_FILE, rows)
+    (folder / FILE).write_bytes(byte_level_tokenizer())
+    tokenizer = FileTokenizer({FILE: (folder / FILE).read_bytes()}, "")
+    manifest = Manifest(
+        sharding="full-shard",
+        total_batch_size=1,
+        hyperparameters={},
+        model=config.model_dump(),
+        tokenizer=tokenizer.identity,
+        data={"train": "", "validation": ""},
+        loss_scaled=False,
+        trial_id=None,
+        format=2,
+        time=1.0,
+        world_size=1,
+        files={name: record(folder / name) for name in (WEIGHTS_FILE, FILE)},
+    )
+    write_manifest(folder, manifest)
+    return folder
 
 
 def forge_manifest(folder: Path, **changes: Any) -> None:
-    """Write a manifest that matches the files in `folder`, with `changes`."""
-    fields = {
-        key: value
-        for key, value in json.loads((folder / MANIFEST).read_text()).items()
-        if key != "checksum"
-    }
-    fields["files"] = {
-        name: record(folder / name).model_dump()
-        for name in fields["files"]
-        if (folder / name).exists()
-    }
-    (folder / MANIFEST).write_bytes(add_checksum(fields | changes))
+    """Write a manifest that matches the files in `folder`, with `changes` and a right checksum."""
+    fields = json.loads((folder / MANIFEST).read_text())
+    del fields["checksum"]
+    existing = [name for name in fields["files"] if (folder / name).exists()]
+    fields["files"] = {name: record(folder / name).model_dump() for name in existing}
+    text = json.dumps(fields | changes, indent=1).encode()
+    checksum = b',\n "checksum": %d\n}' % google_crc32c.value(text)
+    (folder / MANIFEST).write_bytes(text.removesuffix(b"\n}") + checksum)
+
+
+def rewrite_header(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Replace the header of a safetensors file by `change(header)`."""
+    content = path.read_bytes()
+    end = 8 + struct.unpack("<Q", content[:8])[0]
+    text = json.dumps(change(json.loads(content[8:end]))).encode()
+    text += b" " * (-len(text) % 8)  # tensors stay aligned
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content[end:])

@@ -15,38 +15,6 @@ from lm.data.loader import Loader
 from lm.data.run_data import open_data
 from lm.hf import weights
 
-
-def read_with_model_defaults(
-    hyperparameters: dict[str, Any], *overrides: str
-) -> config.Hyperparameters:
-    return config.read(
-        {"hyperparameters": hyperparameters}, overrides, "test", defaults=weights.model_defaults
-    )
-
-
-def train_reference(
-    model: nn.Module, optimizer: torch.optim.Optimizer, hp: config.Hyperparameters, seed: int
-) -> list[float]:
-    """Train a model of transformers on the batches of a run; return the loss of each step."""
-    total = hp.total_batch_size or 0
-    data = open_data(hp, hp.vocab_size, hp.max_seq_len, total, seed)
-    batches = Loader(hp, data, total, 0, 1, torch.device("cpu")).training(0)
-    losses = []
-    for _ in range(hp.max_steps or 0):
-        micro_batches = next(batches).micro_batches
-        inputs, targets = (
-            torch.cat([getattr(part, name) for part in micro_batches])
-            for name in ("inputs", "targets")
-        )
-        loss = nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -59,7 +27,6 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": None,
 }
 
-
 GPT2: dict[str, Any] = {
     "model_type": "gpt2",
     "n_embd": 32,
@@ -70,39 +37,31 @@ GPT2: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-
-
 MISTRAL = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
-
-
 QWEN2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
-
-
 QWEN3 = LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12}
-
-
 OLMO2 = LLAMA | {"model_type": "olmo2", "num_key_value_heads": 2, "pad_token_id": None}
+
+TEXTS = ["Grüße aus Köln, wo der Käse zäh ist.", "def f(x):\n\treturn x + 1\n", "漢字 🎉"]
 
 
 def make_reference(raw: dict[str, Any], seed: int = 0) -> Any:
-    """Return transformers' model of a config, with weights large enough that all parts affect the logits."""
-    kind = raw["model_type"]
-    config = transformers.AutoConfig.for_model(
-        kind, **{key: value for key, value in raw.items() if key != "model_type"}
-    )
+    """Return transformers' model of a config.
+
+    Its weights are large enough that all parts affect the logits.
+    """
+    fields = dict(raw)
+    kind = fields.pop("model_type")
+    config = transformers.AutoConfig.for_model(kind, **fields)
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager"
-    ).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(std=0.15)
             if parameter.ndim == 1 and name.endswith("weight"):
                 parameter += 1
     return model
-
-
-TEXTS = ["Grüße aus Köln, wo der Käse zäh ist.", "def f(x):\n\treturn x + 1\n", "漢字 🎉"]
 
 
 def add_tokenizer(folder: Path, size: int) -> Any:
@@ -118,3 +77,33 @@ def add_tokenizer(folder: Path, size: int) -> Any:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=encoder, eos_token="<end>")
     tokenizer.save_pretrained(folder)
     return tokenizer
+
+
+def read_with_model_defaults(
+    hyperparameters: dict[str, Any], *overrides: str
+) -> config.Hyperparameters:
+    """Return a run's hyperparameters, in which `init_from` sets what is not set of the model."""
+    return config.read(
+        {"hyperparameters": hyperparameters}, overrides, "test", defaults=weights.model_defaults
+    )
+
+
+def train_reference(
+    model: nn.Module, optimizer: torch.optim.Optimizer, hp: config.Hyperparameters, seed: int
+) -> list[float]:
+    """Train a model of transformers on the batches of a run; return the loss of each step."""
+    total = hp.total_batch_size or 0
+    data = open_data(hp, hp.vocab_size, hp.max_seq_len, total, seed)
+    batches = Loader(hp, data, total, 0, 1, torch.device("cpu")).training(0)
+    losses = []
+    for _ in range(hp.max_steps or 0):
+        micro_batches = next(batches).micro_batches
+        inputs = torch.cat([micro_batch.inputs for micro_batch in micro_batches])
+        targets = torch.cat([micro_batch.targets for micro_batch in micro_batches])
+        loss = nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

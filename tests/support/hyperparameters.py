@@ -16,7 +16,6 @@ TINY: dict[str, Any] = {
 }
 """Hyperparameters of a model so small that a run takes hardly longer than its imports."""
 
-
 LLAMA_STYLE: dict[str, Any] = {
     "norm": "rmsnorm",
     "positions": "rope",
@@ -26,7 +25,6 @@ LLAMA_STYLE: dict[str, Any] = {
 }
 """Hyperparameters of Llama's architecture, at any size."""
 
-
 EXACT_RUN: dict[str, Any] = TINY | {
     "dropout": 0.1,
     "lr": 1e-2,
@@ -34,8 +32,10 @@ EXACT_RUN: dict[str, Any] = TINY | {
     "validation_batches": 1,
     "amp_dtype": None,
 }
-"""Hyperparameters of a run whose every step is compared bit for bit, without `max_steps` and `checkpoint_rate`."""
+"""Hyperparameters of a run whose every step is compared bit for bit.
 
+`max_steps` and `checkpoint_rate` are the caller's.
+"""
 
 REQUEUED_RUN: dict[str, Any] = EXACT_RUN | {
     "max_steps": 12,
@@ -43,7 +43,6 @@ REQUEUED_RUN: dict[str, Any] = EXACT_RUN | {
     "checkpoint_rate": 1000,
 }
 """Hyperparameters of a run that a scheduler stops and requeues."""
-
 
 _KEYS = frozenset(config.Hyperparameters.model_fields)
 

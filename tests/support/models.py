@@ -11,7 +11,5 @@ def unit_sizes(config: ModelConfig) -> list[int]:
     """Return the number of parameters of each block, of the embedding and of the head."""
     with torch.device("meta"):
         model = Transformer(config)
-    return [
-        sum(p.numel() for p in unit.parameters())
-        for unit in (*model.blocks, model.embedding, model.head)
-    ]
+    units = [*model.blocks, model.embedding, model.head]
+    return [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]

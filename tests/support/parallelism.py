@@ -12,9 +12,7 @@ from tests.support.runs import read_reports, train_in_world
 
 STRATEGIES = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
 
-
 PARITY_STEPS = 5
-
 
 PARITY_RUN = TINY | {
     "max_steps": PARITY_STEPS,
@@ -28,12 +26,13 @@ PARITY_RUN = TINY | {
     "grad_clip": 0.5,
     "seed": 7,
 }
+"""Hyperparameters of the run that one process trains without these options."""
 
 
 def train_each(
     world: World, directory: str, runs: dict[str, dict[str, Any]], base: dict[str, Any] = PARITY_RUN
 ) -> dict[str, list[float]]:
-    """Train with each of `runs`, changes of the hyperparameters `base`; return the training losses by name."""
+    """Train with each of `runs`, which are changes of `base`; return the losses by name."""
     os.chdir(directory)
     losses = {}
     for name, changes in runs.items():
@@ -42,16 +41,10 @@ def train_each(
     return losses
 
 
-OFFLOADED = {
-    "n_layers": 4,
-    "max_seq_len": 32,
-    "activation_offload": True,
-}  # so that blocks save enough to be offloaded
+OFFLOADED: dict[str, Any] = {"n_layers": 4, "max_seq_len": 32, "activation_offload": True}
+"""A model whose blocks save enough for the backward pass to be offloaded."""
 
-
-EQUIVALENT_OPTIONS: dict[
-    str, dict[str, Any]
-] = {  # options that train as one process does without them
+EQUIVALENT_OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"sharding": name} for name in STRATEGIES},
     "4x1": {"batch_size": 4},
     "2x2": {"batch_size": 2},
@@ -66,7 +59,7 @@ EQUIVALENT_OPTIONS: dict[
     "offload-activations": OFFLOADED,
     "recompute-and-offload": OFFLOADED | {"activation_checkpointing": "full"},
 }
-
+"""Options that train as one process does without them."""
 
 AMP_DTYPES: dict[str, dict[str, Any]] = {
     "bfloat16": {"amp_dtype": "bfloat16"},

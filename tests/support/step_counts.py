@@ -30,12 +30,14 @@ COUNTED_RUN = TINY | {
     "grad_clip": 1.0,
     "amp_dtype": None,
 }
-"""Sizes divisible by two ranks, so that FSDP adds no padding. Only the last of the four steps reports."""
+"""Hyperparameters of a run whose steps are counted.
 
+Sizes are divisible by two ranks, so that FSDP adds no padding. Of the four steps only the last
+reports.
+"""
 
 Collective = tuple[str, int | str, int]
 """Kind, ranks in the group (or "control", the CPU group), bytes that are gathered or reduced."""
-
 
 COLLECTIVES = {
     "c10d._allgather_base_": "all-gather",
@@ -45,9 +47,8 @@ COLLECTIVES = {
 }
 """Other collectives keep the name of their operator; none is expected."""
 
-
 SYNCHRONIZING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Tags of operators that synchronize with the device: item, bool(), equal, nonzero, masked_select."""
+"""Tags of operators that synchronize with the device, e.g. item, bool(), equal and nonzero."""
 
 
 @dataclass
@@ -65,7 +66,8 @@ class CountOperators(TorchDispatchMode):
 
     def __init__(self, steps: list[StepCounts], control: dist.ProcessGroup) -> None:
         super().__init__()
-        self._steps, self._control = steps, control.group_name
+        self._steps = steps
+        self._control = control.group_name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
@@ -80,23 +82,23 @@ class CountOperators(TorchDispatchMode):
             step.operators[name] += 1
         if SYNCHRONIZING & set(func.tags):
             step.synchronizations.append(name)
-        if "c10d" not in name or name.endswith(("wait_tensor", "_wrap_tensor_autograd")):
-            return
+        is_collective = "c10d" in name
+        if is_collective and not name.endswith(("wait_tensor", "_wrap_tensor_autograd")):
+            kind = COLLECTIVES.get(name, name)
+            n_bytes = max(arg.nbytes for arg in args if isinstance(arg, torch.Tensor))
+            step.collectives[kind, self._group_size(args), n_bytes] += 1
+
+    def _group_size(self, args: list[Any]) -> int | str:
+        """Return the number of ranks in the group of a collective's arguments, or "control"."""
         if isinstance(args[-1], str):
             group = _resolve_process_group(args[-1])  # type: ignore[arg-type]  # a NewType
         else:
             objects = [arg for arg in args if isinstance(arg, torch.ScriptObject)]
-            (group,) = (
-                dist.ProcessGroup.unbox(arg)
-                for arg in objects
-                if "ProcessGroup" in str(arg._type())
-            )
-        size = "control" if group.group_name == self._control else group.size()
-        step.collectives[
-            COLLECTIVES.get(name, name),
-            size,
-            max(x.nbytes for x in args if isinstance(x, torch.Tensor)),
-        ] += 1
+            (found,) = [each for each in objects if "ProcessGroup" in str(each._type())]
+            group = dist.ProcessGroup.unbox(found)
+        if group.group_name == self._control:
+            return "control"
+        return group.size()
 
 
 class CountCopies(TorchFunctionMode):
@@ -109,9 +111,9 @@ class CountCopies(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         name = getattr(func, "__name__", "")
-        if self._steps and (
-            name in ("tolist", "numpy", "cpu", "__array__") or (name == "to" and "cpu" in args[1:2])
-        ):
+        is_copy = name in ("tolist", "numpy", "cpu", "__array__")
+        is_copy |= name == "to" and args[1:2] == ("cpu",)
+        if self._steps and is_copy:
             self._steps[-1].synchronizations.append(f"{name} of {args[0].dtype}")
         return func(*args, **(kwargs or {}))
 
@@ -119,7 +121,11 @@ class CountCopies(TorchFunctionMode):
 def count_steps_of_each(
     world: World, directory: str, runs: dict[str, dict[str, Any]]
 ) -> dict[str, list[StepCounts]]:
-    """Train with the hyperparameters of each of `runs`; return the three steps without a report, by name."""
+    """Train with each of `runs`, changes of `COUNTED_RUN`.
+
+    Returns:
+        The three steps without a report, by name.
+    """
     os.chdir(directory)
     found = {}
     for name, changes in runs.items():

@@ -13,14 +13,25 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
 
+_WORDS = (
+    "To be, or not to be, that is the question: [user] hi [assistant] ho "
+    "abcdefghijklmnopqrstuvwxyz0123456789"
+)
+
 
 def byte_level_tokenizer(vocab_size: int = 300) -> bytes:
-    """Return the `tokenizer.json` of a small GPT-2-like tokenizer: byte-level BPE with <|endoftext|> after texts."""
+    """Return the `tokenizer.json` of a small tokenizer like GPT-2's.
+
+    It is byte-level BPE, with <|endoftext|> after texts.
+    """
     return train_tokenizer(iter([_WORDS] * 3), vocab_size)
 
 
 def llama_tokenizer() -> bytes:
-    """Return the `tokenizer.json` of a small Llama-like tokenizer: BPE with Metaspace and a BOS token, <s>."""
+    """Return the `tokenizer.json` of a small tokenizer like Llama's.
+
+    It is BPE with Metaspace and a BOS token, <s>.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     trainer = trainers.BpeTrainer(  # pyright: ignore[reportCallIssue]
@@ -67,6 +78,3 @@ def llama2_tokenizer(*, newer: bool = False) -> bytes:
         tokenizer.normalizer = spaced  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.Sequence(plain)  # pyright: ignore[reportAttributeAccessIssue]
     return tokenizer.to_str().encode()
-
-
-_WORDS = "To be, or not to be, that is the question: [user] hi [assistant] ho abcdefghijklmnopqrstuvwxyz0123456789"
