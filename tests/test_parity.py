@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,10 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch._inductor import config as inductor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 from torch.distributed.tensor import DTensor
 
 from lm import config
@@ -35,6 +34,7 @@ from tests.support.parallelism import (
     train_each,
 )
 from tests.support.ranks import in_world, run_ranks
+from tests.support.step_counts import Collective, count_steps_of_each
 
 
 def setup(changes: dict[str, Any]) -> tuple[config.Hyperparameters, SampledSource, Transformer]:
@@ -198,34 +198,6 @@ def test_compiled_blocks_train_the_same(plain: list[float], tmp_path: Path) -> N
     )
 
 
-class CountedAllGather(DefaultAllGather):
-    """An all-gather that counts the bytes of its inputs."""
-
-    n_bytes = 0
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any
-    ) -> Any:
-        self.n_bytes += input_tensor.nbytes
-        return super().__call__(output_tensor, input_tensor, *args, **options)
-
-
-def all_gathered_bytes(world: World, changes: dict[str, Any]) -> int:
-    """The bytes that this rank sends to every other one in a forward pass of the first block."""
-    hp = config.read({"hyperparameters": PARITY_RUN | changes}, [], "test")
-    with torch.device("meta"):
-        model = Transformer(hp)
-    mesh = world.device_mesh(parallelize.mesh_shape(hp, world.size, world.size))
-    parallelize.parallelize(model, hp, mesh, torch.bfloat16, 7, hp.float8)
-    comm, block = CountedAllGather(), model.blocks[0]
-    assert isinstance(block, FSDPModule)
-    block.set_custom_all_gather(comm)
-    tokens = torch.zeros(2, 16, dtype=torch.int64)
-    with torch.no_grad():
-        model(tokens, tokens)
-    return comm.n_bytes
-
-
 FLOAT8: dict[str, Any] = {"amp_dtype": "bfloat16", "compile": False, "ffn": "gelu", "bias": "none"}
 RECIPES: dict[str, dict[str, Any]] = {
     "bfloat16": FLOAT8,
@@ -236,41 +208,83 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_float8(world: World, directory: str) -> tuple[dict[str, list[float]], list[int]]:
-    """The training losses of the runs above and of one that resumes "stopped", and `all_gathered_bytes`."""
+@dataclass(frozen=True)
+class Float8Runs:
+    """What runs with each of `RECIPES` on two ranks leave."""
+
+    losses: dict[str, list[float]]
+    """of every step, also of the run "resumed", which resumes "stopped" """
+    collectives: dict[str, Counter[Collective]]
+    """of a step"""
+    slices: list[dict[str, list[tuple[str, tuple[int, ...], tuple[int, ...]]]]]
+    """dtype, shape and start of every tensor's slices, by checkpoint"""
+
+
+def train_with_float8(
+    world: World, directory: str
+) -> tuple[dict[str, list[float]], dict[str, Counter[Collective]]]:
     losses = train_each(world, directory, RECIPES)
     (manifest,) = Path(directory, "runs", "stopped", "checkpoints").glob("*/manifest.json")
-    losses |= train_each(
-        world, directory, {"resumed": RECIPES["tensorwise"] | {"resume": str(manifest.parent)}}
-    )
-    recipes = ("bfloat16", "tensorwise", "gathered-in-bfloat16")
-    return losses, [all_gathered_bytes(world, RECIPES[recipe]) for recipe in recipes]
+    resumed = RECIPES["tensorwise"] | {"resume": str(manifest.parent)}
+    losses |= train_each(world, directory, {"resumed": resumed})
+    counted = {f"counted-{name}": RECIPES[name] for name in RECIPES if name != "stopped"}
+    steps = count_steps_of_each(world, directory, counted)
+    return losses, {name.removeprefix("counted-"): steps[name][-1].collectives for name in steps}
+
+
+@pytest.fixture(scope="module")
+def float8_runs(tmp_path_factory: pytest.TempPathFactory) -> Float8Runs:
+    folder = tmp_path_factory.mktemp("float8")
+    losses, collectives = run_ranks(2, train_with_float8, str(folder))[0]
+    found = []
+    for recipe in RECIPES:
+        for manifest in (folder / "runs" / recipe / "checkpoints").glob("*/manifest.json"):
+            slices = {}
+            for name, parts in read_headers(manifest.parent.glob("*.safetensors")).items():
+                slices[name] = [(part.dtype, part.shape, part.start) for part in parts]
+            found.append(slices)
+    return Float8Runs(losses, collectives, found)
 
 
 @pytest.mark.slow
-def test_float8_trains_close_to_bfloat16_with_the_same_checkpoints(tmp_path: Path) -> None:
-    losses, n_bytes = run_ranks(2, run_float8, str(tmp_path))[0]
-    for recipe in ("rowwise", "tensorwise"):
-        assert losses[recipe] != losses["bfloat16"]
-        assert losses[recipe] == pytest.approx(losses["bfloat16"], rel=0.02)
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_float8_trains_close_to_bfloat16(recipe: str, float8_runs: Float8Runs) -> None:
+    losses = float8_runs.losses
+    assert losses[recipe] != losses["bfloat16"]
+    assert losses[recipe] == pytest.approx(losses["bfloat16"], rel=0.02)
+
+
+@pytest.mark.slow
+def test_float8_all_gather_trains_as_one_in_bfloat16(float8_runs: Float8Runs) -> None:
+    losses = float8_runs.losses
     assert losses["tensorwise"] == pytest.approx(losses["gathered-in-bfloat16"], rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "bytes_of_a_weight"),
+    [("bfloat16", 2), ("tensorwise", 1), ("gathered-in-bfloat16", 2)],
+)
+def test_float8_all_gather_bytes(
+    recipe: str, bytes_of_a_weight: int, float8_runs: Float8Runs
+) -> None:
+    weights = TINY["d_model"] ** 2 * 12
+    norms = 2 * TINY["d_model"]
+    n_bytes = weights * bytes_of_a_weight + norms * 2  # norms are gathered in bfloat16
+    # Both blocks are gathered before forward and before backward.
+    assert float8_runs.collectives[recipe]["all-gather", 2, n_bytes] == 4
+
+
+@pytest.mark.slow
+def test_float8_resumes_exactly(float8_runs: Float8Runs) -> None:
+    losses = float8_runs.losses
     assert losses["stopped"] + losses["resumed"] == losses["tensorwise"]
-    block = (
-        TINY["d_model"] ** 2 * 12 // 2
-    )  # weights of a rank; its two norms have 2 x 32 values, gathered in bfloat16
-    assert n_bytes == [2 * (block + 32), block + 2 * 32, 2 * (block + 32)]
-    headers = []
-    for recipe in RECIPES:
-        for manifest in (tmp_path / "runs" / recipe / "checkpoints").glob("*/manifest.json"):
-            slices = read_headers(manifest.parent.glob("*.safetensors"))
-            headers.append(
-                {
-                    name: [(s.dtype, s.shape, s.start) for s in pieces]
-                    for name, pieces in slices.items()
-                }
-            )
-    assert len(headers) >= len(RECIPES)
-    assert all(header == headers[0] for header in headers)
+
+
+@pytest.mark.slow
+def test_float8_checkpoints_are_those_of_bfloat16(float8_runs: Float8Runs) -> None:
+    assert len(float8_runs.slices) >= len(RECIPES)
+    assert all(slices == float8_runs.slices[0] for slices in float8_runs.slices)
 
 
 def test_deterministic_kernels_are_used_if_asked_for() -> None:

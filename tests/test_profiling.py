@@ -13,6 +13,7 @@ import time
 import urllib.request
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -28,19 +29,17 @@ from tests.support.hyperparameters import TINY, named_keys
 from tests.support.runs import read_reports, run_fsdp
 
 
-class Cluster(DummyProfilerContext):
-    """Core API's profiler; records its calls."""
+class ClusterProfiler(DummyProfilerContext):
+    """Core API's profiler, which cannot run outside of a cluster."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
+    is_on = False
 
     def on(self, sampling_interval: int = 1, samples_per_report: int = 10) -> None:
         del sampling_interval, samples_per_report
-        self.calls.append("on")
+        self.is_on = True
 
     def off(self) -> None:
-        self.calls.append("off")
+        self.is_on = False
 
 
 def config(**settings: Any) -> ProfilingConfig:
@@ -258,54 +257,49 @@ def test_a_run_that_fails_keeps_its_trace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("enabled", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_determineds_profiler_is_on_during_the_run_if_enabled(
-    tmp_path: Path, enabled: bool, fails: bool
-) -> None:
-    cluster = Cluster()
-    expected = pytest.raises(RuntimeError) if fails else nullcontext()
-    with (
-        expected,
-        run_profilers(
-            config(core_api_profiler=enabled), cluster, tmp_path, 0, 100, print
-        ) as profiler_step,
-    ):
+def test_core_api_profiler_is_on_during_the_run(tmp_path: Path, enabled: bool, fails: bool) -> None:
+    profiler = ClusterProfiler()
+    settings = config(core_api_profiler=enabled)
+    end = pytest.raises(RuntimeError) if fails else nullcontext()
+    with end, run_profilers(settings, profiler, tmp_path, 0, 100, print) as profiler_step:
         profiler_step()
-        assert cluster.calls == ["on"] * enabled
+        assert profiler.is_on == enabled
         if fails:
             raise RuntimeError
-    assert cluster.calls == ["on", "off"] * enabled
+    assert not profiler.is_on
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory")])
-def test_a_memory_snapshot_is_written_also_after_running_out_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception | None
-) -> None:
-    memory, calls = torch.cuda.memory, []
-    for name in ("_record_memory_history", "_dump_snapshot"):
-        monkeypatch.setattr(
-            memory, name, lambda *args, name=name, **kwargs: calls.append((name, args, kwargs))
-        )
+@pytest.fixture
+def gpu_memory(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """PyTorch's recorder of GPU memory, which cannot run without a GPU."""
+    memory = SimpleNamespace(is_recording=False)
+
+    def record(enabled: str | None = "all", **_: object) -> None:
+        memory.is_recording = enabled is not None
+
+    def dump(path: str) -> None:
+        Path(path).write_text("recorded" if memory.is_recording else "empty")
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    directory = tmp_path / "tensorboard"
-    expected = pytest.raises(torch.OutOfMemoryError) if error else nullcontext()
-    with (
-        expected,
-        run_profilers(
-            config(memory_snapshot=True), DummyProfilerContext(), directory, 3, 100, print
-        ),
-    ):
+    return memory
+
+
+@pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory")])
+def test_memory_snapshot_is_written_also_after_out_of_memory(
+    tmp_path: Path, gpu_memory: SimpleNamespace, error: Exception | None
+) -> None:
+    folder = tmp_path / "traces"
+    settings = config(memory_snapshot=True)
+    end = pytest.raises(torch.OutOfMemoryError) if error else nullcontext()
+    with end, run_profilers(settings, DummyProfilerContext(), folder, 3, 100, print):
+        assert gpu_memory.is_recording
         if error:
             raise error
-    assert [name for name, *_ in calls] == [
-        "_record_memory_history",
-        "_dump_snapshot",
-        "_record_memory_history",
-    ]
-    assert "enabled" not in calls[0][2]
-    assert calls[1][1] == (str(directory / "rank3.memory.pickle"),)
-    assert calls[2][2] == {"enabled": None}
-    assert directory.is_dir()
+    assert (folder / "rank3.memory.pickle").read_text() == "recorded"
+    assert not gpu_memory.is_recording
 
 
 def test_a_memory_snapshot_without_a_gpu_is_refused(tmp_path: Path) -> None:
