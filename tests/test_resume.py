@@ -1,12 +1,15 @@
-"""A run resumes exactly: bit for bit with the same world size, on the same samples with any other."""
+"""A run resumes bit for bit with the same world size, and on the same samples with any other."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 from torch.multiprocessing import ProcessExitedException
 
 from lm import generate, sampling
-from lm.checkpoint.manifest import read_manifest
+from lm.checkpoint.manifest import Manifest, read_manifest
 from lm.data.loader import Loader, MicroBatch
 from lm.data.tokenizer import FILE
 from lm.resume import extension
@@ -52,17 +55,16 @@ def test_five_steps_and_five_more_equal_ten_bit_for_bit(reference: Path, tmp_pat
     assert "resumed from checkpoint" in second.stdout
     assert read_exact_metrics(tmp_path) == read_exact_metrics(reference)
     assert read_exact_metrics(tmp_path, "validation") == read_exact_metrics(reference, "validation")
-    found, expected = (
-        read_manifest(checkpoints_by_step(folder)[10]) for folder in (tmp_path, reference)
-    )
-    assert found.files == expected.files  # with checksums
+    found = read_manifest(checkpoints_by_step(tmp_path)[10])
+    assert found.files == read_manifest(checkpoints_by_step(reference)[10]).files  # with checksums
 
 
 @pytest.mark.slow
 def test_another_world_size_resumes_with_the_same_weights_and_samples(tmp_path: Path) -> None:
     quiet = RUN | {"dropout": 0.0}
     run_fsdp(tmp_path / "2", ranks=2, config=quiet, code=0)
-    expected, source = read_reports(tmp_path / "2"), checkpoints_by_step(tmp_path / "2")[5]
+    expected = read_reports(tmp_path / "2")
+    source = checkpoints_by_step(tmp_path / "2")[5]
     for ranks in (1, 3):
         run_fsdp(tmp_path / f"{ranks}", f"resume={source}", ranks=ranks, config=quiet, code=0)
         found = read_reports(tmp_path / f"{ranks}")
@@ -76,11 +78,9 @@ def test_another_world_size_resumes_with_the_same_weights_and_samples(tmp_path: 
     ("before", "after"), [("bfloat16", "float16"), ("float16", "null"), ("float16", "float16")]
 )
 def test_a_resumed_run_may_change_its_precision(before: str, after: str, tmp_path: Path) -> None:
-    first = f"amp_dtype={before}", "max_steps=2", "warmup_steps=3", "resume=fresh"
-    assert (
-        "warmup_steps 3 is more than max_steps 2"
-        in run_fsdp(tmp_path, *first, config=RUN, code=0).stdout
-    )
+    first = (f"amp_dtype={before}", "max_steps=2", "warmup_steps=3", "resume=fresh")
+    done = run_fsdp(tmp_path, *first, config=RUN, code=0)
+    assert "warmup_steps 3 is more than max_steps 2" in done.stdout
     done = run_fsdp(tmp_path, f"amp_dtype={after}", "max_steps=4", config=RUN, code=0)
     assert ("changed: amp_dtype" in done.stdout) == (before != after)
     assert "changed: resume" not in done.stdout
@@ -128,9 +128,14 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     assert {key: value for key, value in read_exact_metrics(tmp_path).items() if key <= 10} == first
 
 
-INTERRUPTED = RUN | {"report_rate": 3, "validation_rate": 4, "checkpoint_rate": 4, "max_steps": 12}
-INTERRUPTED |= {"total_batch_size": 2, "validation_batches": 4, "keep_checkpoints": None}
-INTERRUPTED |= {
+INTERRUPTED = RUN | {
+    "report_rate": 3,
+    "validation_rate": 4,
+    "checkpoint_rate": 4,
+    "max_steps": 12,
+    "total_batch_size": 2,
+    "validation_batches": 4,
+    "keep_checkpoints": None,
     "dataset": "text",
     "train_data": "../text.txt",
     "vocab_size": 264,
@@ -140,7 +145,10 @@ INTERRUPTED |= {
 
 
 def interrupt(world: World, step: int, how: str) -> None:
-    """Run until a signal arrives in step `step`, in the validation or the sample after it, or a kill in it."""
+    """Run until a signal arrives in step `step`, or in the validation or sample after it.
+
+    If `how` is "kill", SIGKILL arrives in the step.
+    """
 
     def on_step_start(completed: int) -> None:
         if completed == step - 1 and how == "signal":
@@ -161,58 +169,88 @@ def interrupt(world: World, step: int, how: str) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
             yield token
 
-    tokens, sampling.generate = sampling.generate, generate
-    batches, Loader.validation = Loader.validation, validation
+    tokens = sampling.generate
+    sampling.generate = generate
+    batches = Loader.validation
+    Loader.validation = validation
     train_in_world(world, INTERRUPTED, on_step_start)
 
 
-@pytest.mark.slow
-def test_an_interrupted_run_reports_the_curve_of_an_uninterrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def curve(folder: Path) -> list[tuple[Any, ...]]:
-        files = (folder / "runs" / "test" / f"{name}.jsonl" for name in ("metrics", "samples"))
-        keys = ("group", "step", "prompt", "text", *EXACT_METRICS)
-        return [
-            tuple(json.loads(line).get(key) for key in keys)
-            for file in files
-            for line in file.read_text().splitlines()
-        ]
+Curve = list[tuple[Any, ...]]
+"""Group, step, prompt, text and metrics of every report and sample, in their order."""
 
-    (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
-    run_fsdp(tmp_path / "reference", config=INTERRUPTED, code=0)
-    expected = curve(tmp_path / "reference")
-    assert [(group, step) for group, step, *_ in expected] == [
-        ("training", 3), ("validation", 4), ("training", 6), ("validation", 8), ("training", 9),
-        ("training", 12), ("validation", 12), ("sample", 6), ("sample", 12),
-    ]  # fmt: skip
-    assert all(text for group, _, _, text, *_ in expected if group == "sample")
-    folder = tmp_path / "interrupted"
+
+def read_curve(folder: Path) -> Curve:
+    keys = ("group", "step", "prompt", "text", *EXACT_METRICS)
+    curve = []
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        for line in (folder / "runs" / "test" / name).read_text().splitlines():
+            record = json.loads(line)
+            curve.append(tuple(record.get(key) for key in keys))
+    return curve
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """An uninterrupted run, and the same run interrupted eight times."""
+
+    expected: Curve
+    found: Curve
+    newest_after_stop: list[tuple[int, int]]
+    """for every stop by a signal, its step and that of the newest checkpoint"""
+    manifests: list[Manifest]
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
+    root = tmp_path_factory.mktemp("interrupted")
+    (root / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
+    run_fsdp(root / "reference", config=INTERRUPTED, code=0)
+    folder = root / "interrupted"
     folder.mkdir()
-    monkeypatch.chdir(folder)
     # Before a report; in a validation; again in that validation; before a report and a sample; in
     # that sample; killed after a saved checkpoint; before the last report; in the last sample.
     stops = [(3, "signal"), (4, "validation"), (4, "validation"), (6, "signal"), (6, "sample")]
     stops += [(11, "kill"), (12, "signal"), (12, "sample")]
-    for step, how in stops:
-        if how == "kill":
-            with pytest.raises(ProcessExitedException):
+    newest = []
+    with contextlib.chdir(folder):
+        for step, how in stops:
+            if how == "kill":
+                with pytest.raises(ProcessExitedException):
+                    run_ranks(1, interrupt, step, how)
+            else:
                 run_ranks(1, interrupt, step, how)
-        else:
-            run_ranks(1, interrupt, step, how)
-            assert max(checkpoints_by_step(folder)) == step
-    run_ranks(1, interrupt, 100, "signal")
-    assert curve(folder) == expected
-    complete = [
-        path.parent for path in (folder / "runs" / "test" / "checkpoints").glob("*-*/manifest.json")
-    ]
-    saved = list(map(read_manifest, complete))
-    assert {manifest.step for manifest in saved if manifest.validation_loss is not None} == {
-        4,
-        8,
-        12,
-    }
-    assert {manifest.step for manifest in saved if manifest.sampled} == {12}
+                newest.append((step, max(checkpoints_by_step(folder))))
+        run_ranks(1, interrupt, 100, "signal")
+    complete = (folder / "runs" / "test" / "checkpoints").glob("*-*/manifest.json")
+    manifests = [read_manifest(path.parent) for path in complete]
+    return Interrupted(read_curve(root / "reference"), read_curve(folder), newest, manifests)
+
+
+@pytest.mark.slow
+def test_reports_and_samples_have_the_steps_of_their_rates(interrupted: Interrupted) -> None:
+    assert [(group, step) for group, step, *_ in interrupted.expected] == [
+        ("training", 3), ("validation", 4), ("training", 6), ("validation", 8), ("training", 9),
+        ("training", 12), ("validation", 12), ("sample", 6), ("sample", 12),
+    ]  # fmt: skip
+    assert all(text for group, _, _, text, *_ in interrupted.expected if group == "sample")
+
+
+@pytest.mark.slow
+def test_a_signal_at_any_moment_saves_that_step(interrupted: Interrupted) -> None:
+    assert all(step == newest for step, newest in interrupted.newest_after_stop)
+
+
+@pytest.mark.slow
+def test_interruptions_do_not_change_the_curve(interrupted: Interrupted) -> None:
+    assert interrupted.found == interrupted.expected
+
+
+@pytest.mark.slow
+def test_manifests_say_what_was_validated_and_sampled(interrupted: Interrupted) -> None:
+    validated = {each.step for each in interrupted.manifests if each.validation_loss is not None}
+    assert validated == {4, 8, 12}
+    assert {each.step for each in interrupted.manifests if each.sampled} == {12}
 
 
 @pytest.mark.slow
@@ -230,36 +268,78 @@ def test_a_complete_run_reports_it_and_changes_nothing(reference: Path) -> None:
     assert times() == before
 
 
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of two steps."""
+    folder = tmp_path_factory.mktemp("two_steps")
+    run_fsdp(folder, "max_steps=2", code=0)
+    return folder
+
+
+def restart(folder: Path, *overrides: str) -> str:
+    """Start a run as a launcher does after a failure; return what it prints."""
+    return run_fsdp(folder, *overrides, code=0, TORCHELASTIC_RESTART_COUNT="1").stdout
+
+
 @pytest.mark.slow
-def test_a_launchers_restart_resumes_whatever_resume_was_set_to(tmp_path: Path) -> None:
-    run_fsdp(tmp_path, "max_steps=2", "run_name=elsewhere", code=0)
-    source = checkpoints_by_step(tmp_path, "elsewhere")[2]
-    for name, resume in (("fresh", "fresh"), ("from", str(source))):
-        for steps, restarts in ((3, "0"), (4, "1")):
-            overrides = (f"max_steps={steps}", f"run_name={name}", f"resume={resume}")
-            done = run_fsdp(tmp_path, *overrides, TORCHELASTIC_RESTART_COUNT=restarts, code=0)
-        assert ", step 3\n" in done.stdout
-    assert not list((tmp_path / "runs" / "fresh").glob("before-*"))
-    later = read_reports(tmp_path, name="from")
-    run_fsdp(tmp_path, "max_steps=3", "run_name=from", f"resume={source}", code=0)
-    assert list(checkpoints_by_step(tmp_path, "from")) == [3]
-    (before,) = (tmp_path / "runs" / "from").glob("before-*")
+@pytest.mark.parametrize("value", ["fresh", "checkpoint"])
+def test_restart_resumes_whatever_resume_is(value: str, two_steps: Path, tmp_path: Path) -> None:
+    resume = "fresh" if value == "fresh" else str(checkpoints_by_step(two_steps)[2])
+    run_fsdp(tmp_path, "max_steps=3", f"resume={resume}", code=0, TORCHELASTIC_RESTART_COUNT="0")
+    assert ", step 3\n" in restart(tmp_path, "max_steps=4", f"resume={resume}")
+    assert not list((tmp_path / "runs" / "test").glob("before-*"))
+
+
+@pytest.mark.slow
+def test_restart_without_a_checkpoint_resumes_the_given_one(
+    two_steps: Path, tmp_path: Path
+) -> None:
+    source = checkpoints_by_step(two_steps)[2]
+    printed = restart(tmp_path, "max_steps=3", f"resume={source}")
+    assert f"resumed from checkpoint {source.name}, step 2" in printed
+
+
+@pytest.mark.slow
+def test_restart_after_resume_moved_its_run_aside(two_steps: Path, tmp_path: Path) -> None:
+    """The run's first start resumes its own checkpoint, and moves it aside with the others."""
+    shutil.copytree(two_steps / "runs", tmp_path / "runs")
+    resume = f"resume={checkpoints_by_step(tmp_path)[2]}"
+    run_fsdp(tmp_path, "max_steps=3", resume, code=0, TORCHELASTIC_RESTART_COUNT="0")
+    assert ", step 3\n" in restart(tmp_path, "max_steps=4", resume)
+
+
+@pytest.mark.slow
+def test_resume_from_another_run_moves_the_earlier_one_aside(
+    two_steps: Path, tmp_path: Path
+) -> None:
+    resume = f"resume={checkpoints_by_step(two_steps)[2]}"
+    run_fsdp(tmp_path, "max_steps=4", "checkpoint_rate=3", resume, code=0)
+    earlier = read_reports(tmp_path)
+    run_fsdp(tmp_path, "max_steps=3", resume, code=0)
+    assert list(checkpoints_by_step(tmp_path)) == [3]
+    (before,) = (tmp_path / "runs" / "test").glob("before-*")
     before.rename(tmp_path / "runs" / "before")
-    assert read_reports(tmp_path, name="before") == later, "step 4 is not made again"
+    assert read_reports(tmp_path, name="before") == earlier, "step 4 is not made again"
     assert sorted(checkpoints_by_step(tmp_path, "before")) == [3, 4]
-    restarted_early = run_fsdp(
-        tmp_path, "max_steps=3", f"resume={source}", TORCHELASTIC_RESTART_COUNT="1", code=0
-    )
-    assert f"resumed from checkpoint {source.name}, step 2" in restarted_early.stdout
-    for steps, restarts in ((3, "0"), (4, "1")):  # the first start moves `source` aside
-        overrides = (f"max_steps={steps}", "run_name=elsewhere", f"resume={source}")
-        rolled_back = run_fsdp(tmp_path, *overrides, TORCHELASTIC_RESTART_COUNT=restarts, code=0)
-    assert ", step 3\n" in rolled_back.stdout
+
+
+TODAY = """
+import datetime
+
+class Day(datetime.date):
+    today = lambda: datetime.date(2026, 1, {day})
+
+datetime.date = Day
+"""
+"""Makes it another day of January 2026."""
 
 
 @pytest.mark.slow
 def test_a_run_keeps_the_date_of_its_first_start_for_its_chat_template(tmp_path: Path) -> None:
-    template = "{{ bos_token }}[date] {{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = (
+        "{{ bos_token }}[date] {{ strftime_now('%Y-%m-%d') }}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     (tmp_path / FILE).write_bytes(llama_tokenizer())
     specials = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(specials))
@@ -274,44 +354,43 @@ def test_a_run_keeps_the_date_of_its_first_start_for_its_chat_template(tmp_path:
     how = {"vocab_size": 200, "max_seq_len": 32, "validation_batches": 1, "report_rate": 1}
     found = []
     for day in (1, 2):
-        script = f"import datetime\nclass Day(datetime.date):\n    today = lambda: datetime.date(2026, 1, {day})\n"
-        done = run_fsdp(
-            tmp_path,
-            f"max_steps={day}",
-            config=TINY | data | how,
-            script=f"{script}datetime.date = Day",
-            code=0,
-        )
+        script = TODAY.format(day=day)
+        config = TINY | data | how
+        done = run_fsdp(tmp_path, f"max_steps={day}", config=config, script=script, code=0)
         found.append(read_manifest(checkpoints_by_step(tmp_path)[day]))
     assert "step 1\n" in done.stdout
     assert "changed" not in done.stdout
     assert found[0].data == found[1].data
-    assert [manifest.hyperparameters["chat_template_date"] for manifest in found] == [
-        "2026-01-01",
-        "2026-01-01",
-    ]
-    assert (
-        "chat_template_date: '2026-01-01'\n"
-        in (tmp_path / "runs" / "test" / "config.yaml").read_text()
-    )
+    dates = [manifest.hyperparameters["chat_template_date"] for manifest in found]
+    assert dates == ["2026-01-01", "2026-01-01"]
+    config_yaml = (tmp_path / "runs" / "test" / "config.yaml").read_text()
+    assert "chat_template_date: '2026-01-01'\n" in config_yaml
     _, tokenizer = generate.load_model(checkpoints_by_step(tmp_path)[2], torch.device("cpu"))
     assert tokenizer.render(chat, add_generation_prompt=True)[0] == "<s>[date] 2026-01-01hiho"
 
 
-def test_a_longer_run_keeps_the_learning_rate_or_says_how_it_jumps() -> None:
-    cosine = {"lr_schedule": "cosine", "min_lr_ratio": 0.1}
-    for changes, expected in (
+COSINE = {"lr_schedule": "cosine", "min_lr_ratio": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
         ({}, "max_steps=600$"),
         (
-            cosine,
-            "max_steps=600 lr=0.0002 lr_schedule=constant warmup_steps=0, .*from 2.00e-04 to 1.15e-03",
+            COSINE,
+            "max_steps=600 lr=0.0002 lr_schedule=constant warmup_steps=0, "
+            ".*from 2.00e-04 to 1.15e-03",
         ),
         ({"lr_schedule": "cosine"}, r"max_steps=600 \(.*from 6.29e-08 to 1.05e-03"),
         ({"lr_schedule": "wsd"}, r"max_steps=600 \(.*from 3.33e-05 to 2.00e-03"),
-    ):
-        config = OptimConfig.model_validate({"lr": 2e-3, "warmup_steps": 20} | changes)
-        assert re.match(expected, extension(config, 300))
-    decayed = OptimConfig.model_validate({"lr": 2e-3} | cosine)
-    assert f"lr={learning_rate(decayed, 299, 300):.3g} lr_schedule=constant" in extension(
-        decayed, 300
-    )
+    ],
+)
+def test_extension_says_how_the_learning_rate_jumps(changes: dict[str, Any], expected: str) -> None:
+    config = OptimConfig.model_validate({"lr": 2e-3, "warmup_steps": 20} | changes)
+    assert re.match(expected, extension(config, 300))
+
+
+def test_extension_keeps_the_last_learning_rate() -> None:
+    decayed = OptimConfig.model_validate({"lr": 2e-3} | COSINE)
+    last = learning_rate(decayed, 299, 300)
+    assert f"lr={last:.3g} lr_schedule=constant" in extension(decayed, 300)
