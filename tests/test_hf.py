@@ -10,7 +10,9 @@ import math
 import os
 import resource
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,87 +106,116 @@ def save_checkpoint(model: Transformer, folder: Path) -> Path:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return {
-        name: tensor
-        for path in folder.glob("*.safetensors")
-        for name, tensor in load_file(path).items()
-    }
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return tensors
+
+
+@dataclass
+class Deviation:
+    """How far our model is from transformers'."""
+
+    logits: float = math.nan
+    gradients: float = math.nan
+    equal_tokens: int = 0
 
 
 @pytest.fixture(scope="module")
-def table(request: pytest.FixtureRequest) -> Iterator[dict[str, tuple[float, float, int]]]:
-    """Results of the parity tests, printed after them."""
-    results: dict[str, tuple[float, float, int]] = {}
+def deviations(request: pytest.FixtureRequest) -> Iterator[defaultdict[str, Deviation]]:
+    """Results of the parity tests by model, printed after them."""
+    results = defaultdict[str, Deviation](Deviation)
     yield results
     capture: Any = request.config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled():
         print(f"\n{'against transformers':28}logits    gradients  tokens alike")
-        for name, (logits, gradients, tokens) in results.items():
-            print(f"{name:28}{logits:.1e}   {gradients:.1e}    {tokens} of 40")
+        for name, each in results.items():
+            print(f"{name:28}{each.logits:.1e}   {each.gradients:.1e}    {each.equal_tokens} of 40")
 
 
 # ---- parity
-# -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_gradients_and_generation_equal_transformers(
-    name: str, tmp_path: Path, table: dict[str, tuple[float, float, int]]
-) -> None:
-    reference = make_reference(MODELS[name])
-    reference.save_pretrained(tmp_path / "in")
-    ours = load_folder(tmp_path / "in")
-    tokens = torch.randint(0, 96, (3, 33), generator=torch.Generator().manual_seed(1))
-    inputs, targets = tokens[:, :-1], tokens[:, 1:].contiguous()
+@dataclass(frozen=True)
+class Pair:
+    """A model of transformers, and ours with its weights."""
 
-    theirs = reference(inputs).logits
-    logits = (ours(inputs) - theirs).abs().max().item()
-    nn.functional.cross_entropy(theirs.flatten(0, 1), targets.flatten()).backward()
-    (ours(inputs, targets) / targets.numel()).backward()
-    expected = {key: value.grad for key, value in reference.named_parameters()}
-    found = dict(ours.named_parameters())
-    places, shapes = families.map_parameters(
-        families.FAMILIES[reference.config.model_type], ours.config
-    )
-    assert shapes == {key: tuple(gradient.shape) for key, gradient in expected.items()}
-    gradients = 0.0
-    for key, place in places.items():
-        gradient = found[key].grad
-        assert gradient is not None
-        wanted = expected[place.name].T if place.transposed else expected[place.name]
-        error = gradient - wanted[place.start : place.start + len(gradient)]
-        gradients = max(gradients, (error.norm() / wanted.norm()).item())
+    name: str
+    theirs: Any
+    ours: Transformer
 
-    def generate_theirs(prompt: Tensor, **options: Any) -> list[int]:
-        generated = reference.generate(
+    def generate_theirs(self, prompt: Tensor, **options: Any) -> list[int]:
+        generated = self.theirs.generate(
             prompt[None], do_sample=False, max_new_tokens=40, pad_token_id=0, **options
         )
         return generated[0, len(prompt) :].tolist()
 
-    greedy: Any = {"device": torch.device("cpu"), "temperature": 0}
-    prompts = [tokens[0, :7], tokens[1, :3], tokens[2, :5]]
-    generated = generate_theirs(prompts[0])
-    drawn = list(sampling.generate(ours, prompts[0].tolist(), 40, seed=0, **greedy))
-    stop_ids = set(generated[10:12])
-    steps = list(
-        sampling.generate_batch(
-            ours,
-            [prompt.tolist() for prompt in prompts],
-            40,
-            seeds=[0] * 3,
-            stop_ids=stop_ids,
-            **greedy,
-        )
-    )
-    for i, prompt in enumerate(prompts):
-        stopped = generate_theirs(prompt, eos_token_id=list(stop_ids))
-        stopped = stopped[:-1] if stopped[-1] in stop_ids else stopped
-        assert [step[i] for step in steps if step[i] is not None] == stopped
-    table[name] = logits, gradients, sum(a == b for a, b in zip(drawn, generated, strict=True))
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp("model")
+    theirs = make_reference(MODELS[request.param])
+    theirs.save_pretrained(folder)
+    return Pair(request.param, theirs, load_folder(folder))
+
+
+TOKENS = torch.randint(0, 96, (3, 33), generator=torch.Generator().manual_seed(1))
+PROMPTS = [TOKENS[0, :7], TOKENS[1, :3], TOKENS[2, :5]]
+GREEDY: Any = {"device": torch.device("cpu"), "temperature": 0}
+
+
+def test_logits_equal_transformers(pair: Pair, deviations: dict[str, Deviation]) -> None:
+    inputs = TOKENS[:, :-1]
+    theirs = pair.theirs(inputs).logits
+    deviation = (pair.ours(inputs) - theirs).abs().max().item()
+    deviations[pair.name].logits = deviation
     assert theirs.std() > 0.3
-    assert logits < 1e-5
-    assert gradients < 1e-5
-    assert drawn == generated
+    assert deviation < 1e-5
+
+
+def test_gradients_equal_transformers(pair: Pair, deviations: dict[str, Deviation]) -> None:
+    inputs = TOKENS[:, :-1]
+    targets = TOKENS[:, 1:].contiguous()
+    logits = pair.theirs(inputs).logits
+    nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    (pair.ours(inputs, targets) / targets.numel()).backward()
+    expected = {name: parameter.grad for name, parameter in pair.theirs.named_parameters()}
+    parameters = dict(pair.ours.named_parameters())
+    family = families.FAMILIES[pair.theirs.config.model_type]
+    places, shapes = families.map_parameters(family, pair.ours.config)
+    assert shapes == {name: tuple(gradient.shape) for name, gradient in expected.items()}
+    deviation = 0.0
+    for name, place in places.items():
+        gradient = parameters[name].grad
+        assert gradient is not None
+        theirs = expected[place.name]
+        if place.transposed:
+            theirs = theirs.T
+        error = gradient - theirs[place.start : place.start + len(gradient)]
+        deviation = max(deviation, (error.norm() / theirs.norm()).item())
+    deviations[pair.name].gradients = deviation
+    assert deviation < 1e-5
+
+
+def test_generation_equals_transformers(pair: Pair, deviations: dict[str, Deviation]) -> None:
+    theirs = pair.generate_theirs(PROMPTS[0])
+    ours = list(sampling.generate(pair.ours, PROMPTS[0].tolist(), 40, seed=0, **GREEDY))
+    equal = [a == b for a, b in zip(ours, theirs, strict=True)]
+    deviations[pair.name].equal_tokens = sum(equal)
+    assert ours == theirs
+
+
+def test_batched_generation_equals_transformers(pair: Pair) -> None:
+    """Prompts of different lengths, which end at different stop ids."""
+    stop_ids = set(pair.generate_theirs(PROMPTS[0])[10:12])
+    prompts = [prompt.tolist() for prompt in PROMPTS]
+    options = GREEDY | {"seeds": [0] * 3, "stop_ids": stop_ids}
+    steps = list(sampling.generate_batch(pair.ours, prompts, 40, **options))
+    for i, prompt in enumerate(PROMPTS):
+        expected = pair.generate_theirs(prompt, eos_token_id=list(stop_ids))
+        if expected[-1] in stop_ids:
+            expected.pop()
+        assert [step[i] for step in steps if step[i] is not None] == expected
 
 
 def round_trip(reference: Any, folder: Path, dtype: str = "float32", **saving: Any) -> Any:
@@ -527,7 +558,6 @@ def test_a_gpt2_without_biases_is_exported_with_zeros(tmp_path: Path) -> None:
 
 
 # ---- tokenizers
-# -------------------------------------------------------------------------------------------
 
 
 def started(folder: Path, source: Path, **changes: Any) -> Path:
@@ -617,7 +647,6 @@ def test_gpt2_uses_end_of_text_as_bos() -> None:
 
 
 # ---- a trained run
-# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
