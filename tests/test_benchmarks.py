@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -137,19 +138,21 @@ def test_the_memory_of_a_rank_equals_the_formulas() -> None:
         assert peak == pytest.approx(fit.predict_memory(hp, ranks).total, rel=0.05), hp.sharding
 
 
-INSTALLED = "torch torchgen functorch torchao triton numpy sympy mpmath networkx jinja2 markupsafe fsspec setuptools"
-INSTALLED += (
-    " pydantic pydantic_core annotated_types typing_extensions typing_inspection google_crc32c"
-)
-INSTALLED += " determined ruamel appdirs requests urllib3 idna certifi charset_normalizer psutil pynvml filelock"
-INSTALLED += " pytest _pytest py pluggy iniconfig packaging pygments"
-"""What a machine has that measures a GPU: PyTorch, the packages of docs/performance.md, and what these import."""
+INSTALLED = """
+torch torchgen functorch torchao triton numpy sympy mpmath networkx jinja2 markupsafe fsspec
+setuptools pydantic pydantic_core annotated_types typing_extensions typing_inspection google_crc32c
+determined ruamel appdirs requests urllib3 idna certifi charset_normalizer psutil pynvml filelock
+pytest _pytest py pluggy iniconfig packaging pygments
+"""
+"""What is installed to measure a GPU: the packages of docs/performance.md and what they import."""
+
+OURS = ["lm", "model", "fsdp", "benchmarks", "tests"]
 
 OTHERS_ARE_MISSING = f"""
 import sys
 from importlib.machinery import PathFinder
 
-ALLOWED = {{*sys.stdlib_module_names, *{INSTALLED.split()}, "lm", "model", "fsdp", "benchmarks", "tests"}}
+ALLOWED = {{*sys.stdlib_module_names, *{INSTALLED.split()}, *{OURS}}}
 
 class Finder(PathFinder):
     @classmethod
@@ -161,77 +164,124 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 """
 
 
-@pytest.mark.slow
-def test_the_gpu_benchmark_measures_every_point_with_little_more_than_pytorch(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(OTHERS_ARE_MISSING)
-    out = tmp_path / "gpu.jsonl"
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+class GpuBenchmark:
+    """`benchmarks.gpu` on a machine with little more than PyTorch, in the folder of its results."""
 
-    def start(*arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), *arguments]
+    def __init__(self, folder: Path) -> None:
+        (folder / "sitecustomize.py").write_text(OTHERS_ARE_MISSING)
+        self.out = folder / "gpu.jsonl"
+        self.env = os.environ | {"PYTHONPATH": str(folder)}
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(self.out), *arguments]
         return subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env=env,
+            env=self.env,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
 
-    def rows() -> dict[str, dict[str, Any]]:
-        return (
-            {row["point"]: row for row in map(json.loads, out.read_text().splitlines())}
-            if out.exists()
-            else {}
-        )
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """The results so far, by point."""
+        if not self.out.exists():
+            return {}
+        rows = [json.loads(line) for line in self.out.read_text().splitlines()]
+        return {row["point"]: row for row in rows}
 
-    names = ("tqdm", "tensorboard", "yaml", "tokenizers", "safetensors")
-    check = f"from importlib.util import find_spec; sys.exit(any(map(find_spec, {names})))"
-    subprocess.run([sys.executable, "-c", f"import sys; {check}"], env=env, check=True)
 
-    process = start("--tiny")
-    while "1B tensorwise" not in rows() and process.poll() is None:
+@dataclass(frozen=True)
+class Measured:
+    """A complete benchmark, in which the process that measured "1B tensorwise" was killed."""
+
+    benchmark: GpuBenchmark
+    rows: dict[str, dict[str, Any]]
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    benchmark = GpuBenchmark(tmp_path_factory.mktemp("gpu"))
+    process = benchmark.start("--tiny")
+    while "1B tensorwise" not in benchmark.rows() and process.poll() is None:
         time.sleep(0.05)
-    (worker,) = (
-        child
-        for child in psutil.Process(process.pid).children()
-        if "gpu_points" in " ".join(child.cmdline())
-    )
+    children = psutil.Process(process.pid).children()
+    (worker,) = [child for child in children if "gpu_points" in " ".join(child.cmdline())]
     worker.kill()
     printed, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors + out.with_suffix(".log").read_text()
-    found = rows()
-    assert [row["point"] for row in found.values() if "error" in row] == ["1B tensorwise"], found
-    assert found["1B tensorwise"]["error"] == "crashed with exit code -9"
-    assert found["tests"]["exit_code"] == 0, found["tests"]
-    steps = [row for row in found.values() if "step_seconds" in row]
+    log = benchmark.out.with_suffix(".log")
+    assert process.returncode == 0, errors + log.read_text()
+    return Measured(benchmark, benchmark.rows(), printed)
+
+
+@pytest.mark.slow
+def test_gpu_benchmark_runs_without_other_packages(measured: Measured) -> None:
+    names = ("tqdm", "tensorboard", "yaml", "tokenizers", "safetensors")
+    check = f"from importlib.util import find_spec; sys.exit(any(map(find_spec, {names})))"
+    command = [sys.executable, "-c", f"import sys; {check}"]
+    subprocess.run(command, env=measured.benchmark.env, check=True)
+
+
+@pytest.mark.slow
+def test_gpu_benchmark_survives_a_crash_of_one_point(measured: Measured) -> None:
+    failed = [row["point"] for row in measured.rows.values() if "error" in row]
+    assert failed == ["1B tensorwise"], measured.rows
+    assert measured.rows["1B tensorwise"]["error"] == "crashed with exit code -9"
+    assert "- 1B tensorwise: failed: crashed with exit code -9" in measured.printed
+
+
+@pytest.mark.slow
+def test_gpu_benchmark_runs_the_gpu_tests(measured: Measured) -> None:
+    assert measured.rows["tests"]["exit_code"] == 0, measured.rows["tests"]
+
+
+@pytest.mark.slow
+def test_gpu_benchmark_times_steps_and_their_shares(measured: Measured) -> None:
+    steps = [row for row in measured.rows.values() if "step_seconds" in row]
     assert len(steps) == 6
     for row in steps:
         assert len(row["step_seconds"]) == 3
         assert row["tokens"] > 0
         assert sum(row["shares"].values()) == pytest.approx(1)
-    saves = found["1B saves"]
-    assert [len(saves[key]) for key in ("stall_seconds", "steps_after", "write_seconds")] == [
-        3,
-        3,
-        3,
-    ]
+    assert len(re.findall(r"^\| (1B|8B)", measured.printed, re.MULTILINE)) == 6
+
+
+@pytest.mark.slow
+def test_gpu_benchmark_times_saves(measured: Measured) -> None:
+    saves = measured.rows["1B saves"]
+    for key in ("stall_seconds", "steps_after", "write_seconds"):
+        assert len(saves[key]) == 3
     assert saves["bytes"] > saves["copy_seconds"] > 0
-    assert found["1B bare"]["loop_adds"] > -1
+
+
+@pytest.mark.slow
+def test_gpu_benchmark_measures_the_loop_and_the_limits(measured: Measured) -> None:
+    assert measured.rows["1B bare"]["loop_adds"] > -1
     for point in ("attention TFLOP/s", "matrix products TFLOP/s", "GB/s"):
-        assert any(value for key, value in found[point].items() if key != "point"), point
-    assert len(re.findall(r"^\| (1B|8B)", printed, re.MULTILINE)) == 6
-    assert "- 1B tensorwise: failed: crashed with exit code -9" in printed
+        values = [value for key, value in measured.rows[point].items() if key != "point"]
+        assert any(values), point
 
-    before = out.read_bytes()
-    assert start("--table").communicate()[0] in printed
-    assert out.read_bytes() == before
 
+@pytest.mark.slow
+def test_gpu_benchmark_table_prints_the_results_again(measured: Measured) -> None:
+    before = measured.benchmark.out.read_bytes()
+    assert measured.benchmark.start("--table").communicate()[0] in measured.printed
+    assert measured.benchmark.out.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_gpu_benchmark_pairs(measured: Measured) -> None:
     pairs = {"1B selective", "1B activation_offload"}
-    printed, errors = start("--tiny", "--pairs", *pairs).communicate(timeout=120)
-    assert all(rows()[pair]["ratio"] > 0 for pair in pairs), errors
-    assert rows().keys() == found.keys() | pairs
-    printed, errors = start("--tiny", "--limit", "1", "--pairs").communicate(timeout=60)
+    process = measured.benchmark.start("--tiny", "--pairs", *pairs)
+    _, errors = process.communicate(timeout=120)
+    rows = measured.benchmark.rows()
+    assert all(rows[pair]["ratio"] > 0 for pair in pairs), errors
+    assert rows.keys() == measured.rows.keys() | pairs
+
+
+@pytest.mark.slow
+def test_gpu_benchmark_limit_stops_it(measured: Measured) -> None:
+    process = measured.benchmark.start("--tiny", "--limit", "1", "--pairs")
+    _, errors = process.communicate(timeout=60)
     assert "stopped after 1 s" in errors

@@ -619,11 +619,30 @@ def test_a_run_without_write_access_is_refused_before_the_model_is_built(tmp_pat
     assert done.stderr.startswith("runs/test: ")
 
 
-def test_the_vocabulary_is_the_tokenizers_unless_it_is_set(tmp_path: Path) -> None:
-    def size(*overrides: str, **keys: Any) -> int:
-        return accept(*overrides, **keys).get("vocab_size", 32000)
+def vocab_size(*overrides: str, **hyperparameters: Any) -> int:
+    return accept(*overrides, **hyperparameters).get("vocab_size", 32000)
 
+
+def test_vocab_size_default() -> None:
+    assert vocab_size() == vocab_size("vocab_size=null") == 32000
+    assert ModelConfig.model_validate({}).vocab_size == 32000
+
+
+def test_vocab_size_of_a_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(byte_level_tokenizer(300))
+    assert vocab_size(dataset="text") == vocab_size(dataset="jsonl") == 320
+    assert vocab_size("vocab_size=null", dataset="text", vocab_size=9) == 320
+    assert vocab_size(dataset="text", tokenizer=str(tmp_path)) == 320
+    assert vocab_size(dataset="text", model="mistral") == 320  # an architecture, without sizes
+
+
+def test_vocab_size_that_is_set() -> None:
+    assert vocab_size(dataset="text", vocab_size=257) == 257
+    preset = {"dataset": "text", "model": "gpt2"} | PRESETS["gpt2"]
+    assert accept(dataset="text", model="gpt2") == preset
+
+
+def test_vocab_size_of_token_files(tmp_path: Path) -> None:
     index = {
         "format": 1,
         "tokenizer": None,
@@ -631,31 +650,16 @@ def test_the_vocabulary_is_the_tokenizers_unless_it_is_set(tmp_path: Path) -> No
         "documents": 1,
         "dtype": "uint16",
         "sources": [],
+        "crc32c": 0,
+        "ends_crc32c": 0,
     }
-    for name, ids in (("a", 900), ("b", 1025)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train.bin").write_bytes(bytes(2))
-        (tmp_path / name / "train.json").write_text(
-            json.dumps(index | {"vocab_size": ids, "crc32c": 0, "ends_crc32c": 0})
-        )
-    assert size() == size("vocab_size=null") == ModelConfig.model_validate({}).vocab_size == 32000
-    assert (
-        size(dataset="text")
-        == size(dataset="jsonl")
-        == size("vocab_size=null", dataset="text", vocab_size=9)
-        == 320
-    )
-    assert size(dataset="text", tokenizer=str(tmp_path)) == 320
-    assert size(dataset="text", vocab_size=257) == 257
-    assert (
-        accept(dataset="text", model="gpt2")
-        == {"dataset": "text", "model": "gpt2"} | PRESETS["gpt2"]
-    )
-    assert size(dataset="text", model="mistral") == 320  # an architecture, without sizes
-    assert size(dataset="tokens", train_data=str(tmp_path / "a")) == 960
-    assert (
-        size(dataset="tokens", train_data={str(tmp_path / "a"): 1, str(tmp_path / "b"): 1}) == 1088
-    )
+    a, b = tmp_path / "a", tmp_path / "b"
+    for folder, n_ids in ((a, 900), (b, 1025)):
+        folder.mkdir()
+        (folder / "train.bin").write_bytes(bytes(2))
+        (folder / "train.json").write_text(json.dumps(index | {"vocab_size": n_ids}))
+    assert vocab_size(dataset="tokens", train_data=str(a)) == 960
+    assert vocab_size(dataset="tokens", train_data={str(a): 1, str(b): 1}) == 1088
     with pytest.raises(ConfigError) as refused:
         accept(dataset="tokens", train_data=str(tmp_path))
     assert named_keys(refused.value) >= {"train_data"}

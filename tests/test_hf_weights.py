@@ -133,45 +133,68 @@ def refusal(source: str) -> str:
     return problem
 
 
-@pytest.mark.slow
-def test_a_download_fetches_only_needed_files_and_resumes_after_an_interruption(
-    cache: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def downloaded(cache: pytest.MonkeyPatch) -> Path:
+    """A model's folder in the cache, after a download that was interrupted once."""
+    del cache
     Hub.sent.clear()
     Hub.cut_short.add("model.safetensors")
-    folder = find_source("someone/llama")
+    return find_source("someone/llama")
+
+
+@pytest.mark.slow
+def test_find_source_downloads_only_needed_files(downloaded: Path) -> None:
     needed = ["config.json", "generation_config.json", "model.safetensors"]
-    assert sorted(path.name for path in folder.iterdir()) == needed
-    assert sorted(Hub.sent) == [*needed, "model.safetensors"]
-    assert (folder / "model.safetensors").read_bytes() == (
-        Hub.files / "model.safetensors"
-    ).read_bytes()
+    assert sorted(path.name for path in downloaded.iterdir()) == needed
+    assert sorted(Hub.sent) == [*needed, "model.safetensors"], "requested again where it was cut"
+    original = (Hub.files / "model.safetensors").read_bytes()
+    assert (downloaded / "model.safetensors").read_bytes() == original
+
+
+@pytest.mark.slow
+def test_a_cached_model_needs_no_hub(downloaded: Path, cache: pytest.MonkeyPatch) -> None:
     cache.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert find_source("someone/llama") == folder
-    assert find_source(f"someone/llama@{COMMIT}") == folder
-    base = in_world(lambda world: find_base("someone/llama", world))
-    assert (base.source, base.files.keys()) == (f"someone/llama@{COMMIT}", {"model.safetensors"})
+    assert find_source("someone/llama") == downloaded
+    assert find_source(f"someone/llama@{COMMIT}") == downloaded
     assert is_model("someone/llama@main")
     assert model_defaults("someone/llama")["d_ff"] == LLAMA["intermediate_size"]
-    model = open_model(folder)
-    read_directory(folder, Transformer(model.config))  # through the links of the cache
+
+
+@pytest.mark.slow
+def test_find_base_names_the_revision(downloaded: Path) -> None:
+    del downloaded
+    base = in_world(lambda world: find_base("someone/llama", world))
+    assert (base.source, base.files.keys()) == (f"someone/llama@{COMMIT}", {"model.safetensors"})
+
+
+@pytest.mark.slow
+def test_a_cached_model_is_read_through_its_links(downloaded: Path) -> None:
+    model = open_model(downloaded)
+    read_directory(downloaded, Transformer(model.config))
     assert (model.family.model_type, model.config.d_model) == ("llama", 32)
 
 
-def test_every_error_of_the_hub_has_a_remedy(cache: pytest.MonkeyPatch) -> None:
-    gated = "gated: request access at https://huggingface.co/someone/gated, then `hf auth login`"
-    assert gated in refusal("someone/gated")
-    assert "not found on the Hub; if it is private, run `hf auth login`" in refusal("someone/else")
-    assert "no revision 'none'; omit it" in refusal("someone/llama@none")
-    assert "not a name on the Hugging Face Hub (OWNER/MODEL)" in refusal("some--one/llama")
-    broken = refusal("someone/broken")
-    assert "download failed: Server disconnected" in broken
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        (
+            "someone/gated",
+            "gated: request access at https://huggingface.co/someone/gated, then `hf auth login`",
+        ),
+        ("someone/else", "not found on the Hub; if it is private, run `hf auth login`"),
+        ("someone/llama@none", "no revision 'none'; omit it"),
+        ("some--one/llama", "not a name on the Hugging Face Hub (OWNER/MODEL)"),
+        ("someone/broken", "download failed: Server disconnected"),
+    ],
+)
+@pytest.mark.usefixtures("cache")
+def test_an_error_of_the_hub_has_a_remedy(source: str, part: str) -> None:
+    assert part in refusal(source)
+
+
+def test_find_source_without_a_network(cache: pytest.MonkeyPatch) -> None:
+    download = "run `hf download someone/llama --local-dir DIRECTORY` on a machine"
     cache.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    unreachable = refusal("someone/llama")
-    assert (
-        "Connection refused; run `hf download someone/llama --local-dir DIRECTORY` on a machine"
-        in unreachable
-    )
+    assert f"Connection refused; {download}" in refusal("someone/llama")
     cache.setattr(constants, "HF_HUB_OFFLINE", True)
-    offline = refusal("someone/llama")
-    assert "HF_HUB_OFFLINE is set; run `hf download someone/llama" in offline
+    assert "HF_HUB_OFFLINE is set; run `hf download someone/llama" in refusal("someone/llama")

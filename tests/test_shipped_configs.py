@@ -75,8 +75,11 @@ def one_trial(hyperparameters: dict[str, Any]) -> dict[str, Any]:
     return {key: pick(value) for key, value in hyperparameters.items()}
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_a_shipped_file_is_a_complete_experiment(path: Path) -> None:
+shipped = pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+
+
+@shipped
+def test_shipped_sections(path: Path) -> None:
     experiment = yaml.safe_load(path.read_text())
     others = {"name", "entrypoint", "searcher", "max_restarts", "log_policies", "hyperparameters"}
     assert experiment.keys() == SECTIONS.keys() | others
@@ -84,28 +87,40 @@ def test_a_shipped_file_is_a_complete_experiment(path: Path) -> None:
         assert experiment[section].keys() == keys
     assert "# workspace:" in path.read_text()
     assert "# project:" in path.read_text()
-    assert experiment["entrypoint"].startswith(
-        "python3 -m determined.launch.torch_distributed -- python3 fsdp.py"
-    )
+
+
+@shipped
+def test_shipped_entrypoint(path: Path) -> None:
+    launcher = "python3 -m determined.launch.torch_distributed -- python3 fsdp.py"
+    assert yaml.safe_load(path.read_text())["entrypoint"].startswith(launcher)
+
+
+@shipped
+def test_shipped_searcher_and_ranges(path: Path) -> None:
+    experiment = yaml.safe_load(path.read_text())
     searcher = experiment["searcher"]
     assert searcher.keys() == {"name", "metric", "smaller_is_better"} | SEARCHERS[searcher["name"]]
-    ranges = [
-        value
-        for value in experiment["hyperparameters"].values()
-        if isinstance(value, dict) and "type" in value
-    ]
-    for found in ranges:
-        assert found.keys() == {"type"} | RANGES[found["type"]]
-        assert found["minval"] < found["maxval"]
+    for value in experiment["hyperparameters"].values():
+        if isinstance(value, dict) and "type" in value:
+            assert value.keys() == {"type"} | RANGES[value["type"]]
+            assert value["minval"] < value["maxval"]
+
+
+@shipped
+def test_shipped_resources_and_environment(path: Path) -> None:
+    experiment = yaml.safe_load(path.read_text())
     assert isinstance(experiment["resources"]["slots_per_trial"], int)
     assert experiment["resources"]["shm_size"] >= 2**32
-    assert re.fullmatch(
-        r"pytorch/pytorch:2\.13\.\d-.*-devel", experiment["environment"]["image"]["cuda"]
-    )
+    image = experiment["environment"]["image"]["cuda"]
+    assert re.fullmatch(r"pytorch/pytorch:2\.13\.\d-.*-devel", image)
     assert "PIP_BREAK_SYSTEM_PACKAGES=1" in experiment["environment"]["environment_variables"]
-    assert all(re.compile(policy["pattern"]) for policy in experiment["log_policies"])
-    actions = {policy["name"]: policy["action"] for policy in experiment["log_policies"]}
-    assert actions == {
+
+
+@shipped
+def test_shipped_log_policies(path: Path) -> None:
+    policies = yaml.safe_load(path.read_text())["log_policies"]
+    assert all(re.compile(policy["pattern"]) for policy in policies)
+    assert {policy["name"]: policy["action"] for policy in policies} == {
         "CUDA OOM": "cancel_retries",
         "bad configuration": "cancel_retries",
         "ECC Error": "exclude_node",

@@ -244,23 +244,55 @@ def use_collectives(world: World) -> dict[str, Any]:
     }
 
 
+Outcomes = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Outcomes:
+    """What collectives return or raise, by rank."""
+    return run_ranks(3, use_collectives)
+
+
 @pytest.mark.slow
-def test_all_ranks_succeed_or_all_fail() -> None:
-    ranks = run_ranks(3, use_collectives)
-    for number, rank in enumerate(ranks):
-        assert rank["gathered"] == [("rank", 0), ("rank", 1), ("rank", 2)]
-        assert rank["all"] == number * 10
-        assert rank["none: refused"] == ("ConfigError", "problem of rank 1")
-        assert rank["none: crashed"][0] == ("ZeroDivisionError" if number == 1 else "RuntimeError")
-        assert rank["equal"] is None
-        assert rank["different"][0] == "ConfigError"
-        assert rank["on rank 0"] == "by 0"
-        assert rank["on rank 0: refused"] == ("RunError", "not today")
-        assert rank["ran on"] == ([0] if number == 0 else [])
-    assert ranks[0]["none: crashed"] == ranks[2]["none: crashed"]
-    assert ranks[0]["none: crashed"][1].startswith("rank 1 failed: ZeroDivisionError: ")
-    assert ranks[0]["different"] == ranks[1]["different"] == ranks[2]["different"]
-    assert "b is 0 on rank 0 but 1 on rank 2" in ranks[0]["different"][1]
+def test_all_gather_object(outcomes: Outcomes) -> None:
+    gathered = [("rank", 0), ("rank", 1), ("rank", 2)]
+    assert [rank["gathered"] for rank in outcomes] == [gathered] * 3
+
+
+@pytest.mark.slow
+def test_all_or_none_succeeds_on_every_rank(outcomes: Outcomes) -> None:
+    assert [rank["all"] for rank in outcomes] == [0, 10, 20]
+
+
+@pytest.mark.slow
+def test_all_or_none_raises_the_error_of_the_lowest_rank(outcomes: Outcomes) -> None:
+    refused = ("ConfigError", "problem of rank 1")
+    assert [rank["none: refused"] for rank in outcomes] == [refused] * 3
+
+
+@pytest.mark.slow
+def test_all_or_none_names_the_rank_that_crashed(outcomes: Outcomes) -> None:
+    crashes = [rank["none: crashed"] for rank in outcomes]
+    assert [name for name, _ in crashes] == ["RuntimeError", "ZeroDivisionError", "RuntimeError"]
+    assert crashes[0] == crashes[2]
+    assert crashes[0][1].startswith("rank 1 failed: ZeroDivisionError: ")
+
+
+@pytest.mark.slow
+def test_require_equal_names_what_differs(outcomes: Outcomes) -> None:
+    assert [rank["equal"] for rank in outcomes] == [None] * 3
+    name, text = outcomes[0]["different"]
+    assert name == "ConfigError"
+    assert "b is 0 on rank 0 but 1 on rank 2" in text
+    assert [rank["different"] for rank in outcomes] == [(name, text)] * 3
+
+
+@pytest.mark.slow
+def test_on_rank0_returns_or_raises_on_every_rank(outcomes: Outcomes) -> None:
+    assert [rank["on rank 0"] for rank in outcomes] == ["by 0"] * 3
+    assert [rank["ran on"] for rank in outcomes] == [[0], [], []]
+    refused = ("RunError", "not today")
+    assert [rank["on rank 0: refused"] for rank in outcomes] == [refused] * 3
 
 
 # ---- watchdog
