@@ -31,7 +31,7 @@ def event(cat: str, name: str, start: float, end: float) -> dict[str, Any]:  # m
     return {"ph": "X", "cat": cat, "name": name, "ts": start * 1e3, "dur": (end - start) * 1e3}
 
 
-def test_the_shares_of_a_cpu_step_do_not_overlap() -> None:
+def test_shares_of_a_cpu_step_do_not_overlap() -> None:
     events = [
         event("cpu_op", "aten::mm", 0, 400),
         event("cpu_op", "aten::copy_", 100, 200),  # nested
@@ -52,7 +52,7 @@ def test_the_shares_of_a_cpu_step_do_not_overlap() -> None:
     assert shares(events, 1.0) == pytest.approx(expected)
 
 
-def test_the_shares_of_a_gpu_step_are_those_of_its_kernels() -> None:
+def test_shares_of_a_gpu_step_are_those_of_its_kernels() -> None:
     events = [
         event("cpu_op", "aten::mm", 0, 1000),
         event("user_annotation", STEP, 100, 1100),
@@ -77,14 +77,14 @@ def test_the_shares_of_a_gpu_step_are_those_of_its_kernels() -> None:
     assert shares(events, 1.0) == pytest.approx(expected)
 
 
-def test_the_deviation_is_that_of_the_mean_of_each_tenth() -> None:
+def test_curves_deviation_is_of_the_mean_of_each_tenth() -> None:
     assert deviations([2.0] * 10 + [1.1] * 10, [2.0] * 10 + [1.0] * 10) == pytest.approx(
         [0.0] * 5 + [0.1] * 5
     )
 
 
 @pytest.mark.slow
-def test_ours_and_fsdp1_are_measured(tmp_path: Path) -> None:
+def test_throughput_measures_ours_and_fsdp1(tmp_path: Path) -> None:
     settings = [f"{key}={value}" for key, value in TINY.items()]
     short = [
         "--nproc",
@@ -115,7 +115,7 @@ def test_ours_and_fsdp1_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_memory_of_a_rank_equals_the_formulas() -> None:
+def test_sharding_memory_equals_the_formulas() -> None:
     shape = TINY | {
         "max_seq_len": 64,
         "batch_size": 4,

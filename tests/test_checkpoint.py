@@ -90,7 +90,7 @@ def remove_manifest(checkpoint: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip_in_shard, remove_manifest])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_gives_the_same_losses(
+def test_resume_skips_a_damaged_checkpoint(
     damage: Callable[[Path], None], reference: Path, stopped: Path
 ) -> None:
     newest = checkpoints_by_step(stopped)[6]
@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_gives_the_same_loss
     ("damage", "part"),
     [(flip_in_shard, "checksum"), (remove_manifest, "manifest.json: No such file")],
 )
-def test_if_all_are_damaged_all_are_named_and_the_run_does_not_start(
+def test_resume_names_all_damaged_checkpoints(
     damage: Callable[[Path], None], part: str, stopped: Path
 ) -> None:
     before = (stopped / "runs/test/metrics.jsonl").read_bytes()
@@ -126,7 +126,7 @@ def test_if_all_are_damaged_all_are_named_and_the_run_does_not_start(
     assert (stopped / "runs/test/metrics.jsonl").read_bytes() == before
 
 
-def test_resume_refuses_a_directory_that_is_not_a_checkpoint(tmp_path: Path) -> None:
+def test_resume_refuses_another_directory(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     config = CheckpointConfig.model_validate({"resume": str(tmp_path / "runs")})
     with pytest.raises(ConfigError, match=f"^resume: {tmp_path}/runs: neither a checkpoint"):
@@ -134,7 +134,7 @@ def test_resume_refuses_a_directory_that_is_not_a_checkpoint(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_fresh_moves_the_old_run_aside_once_the_new_one_starts(stopped: Path) -> None:
+def test_resume_fresh_moves_the_old_run_aside(stopped: Path) -> None:
     def sizes() -> dict[Path, int]:
         return {
             path: path.stat().st_size
@@ -152,7 +152,7 @@ def test_fresh_moves_the_old_run_aside_once_the_new_one_starts(stopped: Path) ->
 
 
 @pytest.mark.slow
-def test_what_a_run_writes_has_the_modes_of_the_umask(tmp_path: Path) -> None:
+def test_run_files_have_the_modes_of_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         done = run_fsdp(tmp_path, config=RUN)
@@ -164,7 +164,7 @@ def test_what_a_run_writes_has_the_modes_of_the_umask(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
-def test_a_run_directory_of_another_user_is_refused(
+def test_run_directory_of_another_user_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -175,9 +175,7 @@ def test_a_run_directory_of_another_user_is_refused(
 
 
 @pytest.mark.slow
-def test_asynchronous_and_synchronous_checkpoints_are_equal(
-    reference: Path, tmp_path: Path
-) -> None:
+def test_async_checkpoint_files_equal_synchronous_ones(reference: Path, tmp_path: Path) -> None:
     run_fsdp(tmp_path, "async_checkpoint=false", config=RUN, code=0)
     for step, path in checkpoints_by_step(reference).items():
         expected, found = (
@@ -195,7 +193,7 @@ def large(value: float) -> nn.ParameterDict:
     return state
 
 
-def test_training_may_change_the_state_while_it_is_written(tmp_path: Path) -> None:
+def test_async_checkpoint_copies_the_state(tmp_path: Path) -> None:
     def change_meanwhile(world: World) -> list[tuple[bool, str]]:
         saved = []
         with open_checkpointer(world, tmp_path, keep_checkpoints=None) as checkpointer:
@@ -217,7 +215,7 @@ def test_training_may_change_the_state_while_it_is_written(tmp_path: Path) -> No
         assert all(bool((tensor == step).all()) for tensor in loaded.values())
 
 
-def test_copies_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path: Path) -> None:
+def test_async_checkpoint_copy_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     state = {"model": {"weight": torch.zeros(1).expand(1 << 40)}}
 
     def refusal(world: World) -> ConfigError:
@@ -251,7 +249,7 @@ def save_with_a_limit_on_one_rank(
 
 
 @pytest.mark.slow
-def test_if_one_rank_cannot_write_all_fail_at_once_and_the_next_save_works(tmp_path: Path) -> None:
+def test_save_fails_on_all_ranks_if_one_cannot_write(tmp_path: Path) -> None:
     results = run_ranks(2, save_with_a_limit_on_one_rank, tmp_path)
     for error, seconds, left, name in results:
         assert error is not None
@@ -271,13 +269,13 @@ def save_nan_on_one_rank(world: World, folder: Path) -> tuple[str, RunError]:
 
 
 @pytest.mark.slow
-def test_nonfinite_weights_are_not_saved_and_replace_nothing(tmp_path: Path) -> None:
+def test_save_refuses_nonfinite_weights(tmp_path: Path) -> None:
     for good, error in run_ranks(2, save_nan_on_one_rank, tmp_path):
         assert re.match("model.weight holds inf or NaN.* lr", str(error))
         assert names(tmp_path) == [good]
 
 
-def test_an_existing_directory_is_never_written_to(
+def test_save_refuses_an_existing_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(uuid, "uuid4", lambda: "taken")
@@ -313,7 +311,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         subprocess.run(["umount", "-l", str(where)], check=True)
 
 
-def test_a_full_disk_ends_the_run_with_the_bytes_and_keeps_the_last_checkpoint(
+def test_save_on_a_full_disk_keeps_the_last_checkpoint(
     small_disk: Callable[[int], Path],
 ) -> None:
     disk = small_disk(1024)
@@ -340,7 +338,7 @@ def steps_left(folder: Path) -> list[int]:
     return sorted(json.loads(path.read_text())["step"] for path in folder.glob("*/manifest.json"))
 
 
-def test_partial_checkpoints_are_neither_counted_nor_deleted_and_half_deleted_ones_are(
+def test_keep_checkpoints_ignores_partial_checkpoints(
     tmp_path: Path,
 ) -> None:
     def save_next_to_remains(world: World) -> None:
@@ -360,7 +358,7 @@ def test_partial_checkpoints_are_neither_counted_nor_deleted_and_half_deleted_on
     assert not list(tmp_path.glob(".deleted-*"))
 
 
-def test_every_tensor_that_differs_is_listed_and_none_is_loaded(tmp_path: Path) -> None:
+def test_load_lists_every_tensor_that_differs(tmp_path: Path) -> None:
     other = nn.ParameterDict({"weight": torch.full((6, 5), -1.0), "scale": torch.full((3,), -1.0)})
     other["bias"] = torch.full((6,), -1.0, dtype=torch.bfloat16)
     fewer = nn.ParameterDict({"weight": torch.full((6, 4), -1.0)})
@@ -385,7 +383,7 @@ def test_every_tensor_that_differs_is_listed_and_none_is_loaded(tmp_path: Path) 
     in_world(load_others)
 
 
-def test_list_describes_each_complete_checkpoint_and_why_another_is_not(
+def test_checkpoint_list_says_what_is_complete_or_why_not(
     stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second, third = (checkpoints_by_step(stopped)[step] for step in (2, 4, 6))
@@ -405,7 +403,7 @@ def test_list_describes_each_complete_checkpoint_and_why_another_is_not(
     )
 
 
-def test_verify_prints_complete_or_the_damaged_file(
+def test_checkpoint_verify_prints_complete_or_the_damaged_file(
     stopped: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = checkpoints_by_step(stopped)[6]
@@ -416,6 +414,8 @@ def test_verify_prints_complete_or_the_damaged_file(
     assert capsys.readouterr().err.startswith(f"{path / SHARDS[0]}: ")
 
 
-def test_list_refuses_another_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_list_refuses_another_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["list", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"{tmp_path}/checkpoints: no checkpoints")

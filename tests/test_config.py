@@ -95,7 +95,7 @@ INVALID: list[tuple[str, list[Any], str]] = [
     ("key", "value", "accepted"),
     [(key, value, accepted) for key, values, accepted in INVALID for value in values],
 )
-def test_an_invalid_value_is_named_with_its_line_and_what_is_accepted(
+def test_invalid_value_error_has_line_and_what_is_accepted(
     key: str, value: Any, accepted: str, refusal: Refusal
 ) -> None:
     error = refusal(f"name: x\nhyperparameters:\n  batch_size: 1\n  {key}: {value}\n")
@@ -111,9 +111,7 @@ def test_an_invalid_value_is_named_with_its_line_and_what_is_accepted(
         ("5", "lm.config lists all"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest(
-    key: str, advice: str, refusal: Refusal
-) -> None:
+def test_unknown_key_error_names_the_nearest(key: str, advice: str, refusal: Refusal) -> None:
     error = refusal(f"hyperparameters:\n  {key}: 3\n")
     assert str(error).startswith(f"exp.yaml:2: {key}: ")
     assert str(error).endswith(advice)
@@ -132,14 +130,12 @@ def test_an_unknown_key_is_refused_with_the_nearest(
         ("optim_dtype: bfloat16", r"optim_dtype: bfloat16 .*beta2 0\.999; .*0\.99,"),
     ],
 )
-def test_a_relation_between_keys_carries_all_of_them(
-    source: str, part: str, refusal: Refusal
-) -> None:
+def test_relation_error_carries_all_keys(source: str, part: str, refusal: Refusal) -> None:
     error = refusal(f"hyperparameters:\n  {source}\n")
     assert re.match(f"exp.yaml:2: {part}", str(error))
 
 
-def test_keys_inside_a_mapping_are_named_one_by_one(refusal: Refusal) -> None:
+def test_error_names_keys_inside_a_mapping(refusal: Refusal) -> None:
     scaling = (
         "{factor: -2, low_freq_factor: a, low_freq: 1, original_max_position_embeddings: 8192}"
     )
@@ -154,7 +150,7 @@ def test_keys_inside_a_mapping_are_named_one_by_one(refusal: Refusal) -> None:
         assert re.match(f"exp.yaml:3: rope_scaling.{part}", problem)
 
 
-def test_all_problems_are_reported_at_once_in_the_order_of_the_file(refusal: Refusal) -> None:
+def test_read_reports_all_problems_in_the_order_of_the_file(refusal: Refusal) -> None:
     source = """\
 hyperparameters:
   report_rate: 0
@@ -178,7 +174,7 @@ hyperparameters:
     ] == starts
 
 
-def test_an_error_in_one_part_does_not_hide_those_in_others(refusal: Refusal) -> None:
+def test_read_reports_errors_of_every_part(refusal: Refusal) -> None:
     error = refusal(
         "hyperparameters:\n  n_heads: 7\n  n_kv_heads: 2\n  warmup_steps: 1.5\n  lr_schedule: cosine\n"
     )
@@ -197,7 +193,7 @@ def test_an_error_in_one_part_does_not_hide_those_in_others(refusal: Refusal) ->
 
 
 @pytest.mark.parametrize("spelling", ["1e-4", "1.0e-4", "1E-4", "0.0001", "'1e-4'", "+1e-04"])
-def test_a_number_may_be_written_in_any_form(spelling: str, tmp_path: Path) -> None:
+def test_number_formats(spelling: str, tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text(
         f"hyperparameters: {{lr: {spelling}, n_layers: '4', d_model: 1e3}}"
     )
@@ -209,7 +205,7 @@ def test_a_number_may_be_written_in_any_form(spelling: str, tmp_path: Path) -> N
     ("spelling", "value"),
     [("on", True), ("Yes", True), ("true", True), ("off", False), ("no", False), ("'on'", True)],
 )
-def test_a_boolean_may_be_written_in_any_form(spelling: str, value: bool, tmp_path: Path) -> None:
+def test_boolean_formats(spelling: str, value: bool, tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text(
         f"hyperparameters:\n  tie_embeddings: {spelling}\n  compile: {spelling}\n"
     )
@@ -217,7 +213,7 @@ def test_a_boolean_may_be_written_in_any_form(spelling: str, value: bool, tmp_pa
     assert (hp.tie_embeddings, hp.compile) == (value, value)
 
 
-def test_an_integer_is_octal_where_determined_reads_it_so(tmp_path: Path) -> None:
+def test_octal_integers_are_those_of_determined(tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text("hyperparameters:\n  max_steps: 010\n")
     assert config.load(tmp_path / "exp.yaml", []).max_steps == 8
 
@@ -240,7 +236,7 @@ def test_an_integer_is_octal_where_determined_reads_it_so(tmp_path: Path) -> Non
         ("run_name=7", "run_name", "7"),
     ],
 )
-def test_an_override_is_yaml_or_the_literal_text(override: str, key: str, value: Any) -> None:
+def test_override_is_yaml_or_the_literal_text(override: str, key: str, value: Any) -> None:
     assert accept("lr=1", override, lr=2)[key] == value
 
 
@@ -259,7 +255,7 @@ def test_an_override_is_yaml_or_the_literal_text(override: str, key: str, value:
         ("exp.yaml", "did you mean --config exp.yaml?"),
     ],
 )
-def test_an_invalid_override_is_named(override: str, part: str, refusal: Refusal) -> None:
+def test_invalid_override_is_named(override: str, part: str, refusal: Refusal) -> None:
     error = refusal("hyperparameters: {}", override)
     assert len(str(error).splitlines()) == 1
     assert str(error).startswith("argument ")
@@ -299,7 +295,7 @@ def test_an_invalid_override_is_named(override: str, part: str, refusal: Refusal
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_an_invalid_file_is_refused_with_the_line_and_runs_no_code(
+def test_invalid_yaml_error_has_the_line(
     source: str, line: int | None, part: str, refusal: Refusal
 ) -> None:
     error = refusal(source)
@@ -343,7 +339,7 @@ def test_an_invalid_file_is_refused_with_the_line_and_runs_no_code(
         ("lr: 1", 2, ["lr", "hyperparameters", "indent"]),
     ],
 )
-def test_a_mistake_in_the_file_is_explained_where_it_is(
+def test_yaml_mistake_is_explained_where_it_is(
     mistake: str, line: int, parts: list[str], refusal: Refusal
 ) -> None:
     (problem,) = refusal(f"hyperparameters:\n{mistake}\n").problems
@@ -351,20 +347,20 @@ def test_a_mistake_in_the_file_is_explained_where_it_is(
     assert [part for part in parts if part not in problem] == []
 
 
-def test_quotes_are_not_advised_for_a_mapping(refusal: Refusal) -> None:
+def test_yaml_mapping_error_does_not_advise_quotes(refusal: Refusal) -> None:
     (problem,) = refusal("hyperparameters:\n  model:\n    d_model: 64\n").problems
     assert problem.startswith("exp.yaml:2: model: ")
     assert "quotes" not in problem
 
 
-def test_a_section_of_determined_is_not_taken_for_a_hyperparameter(tmp_path: Path) -> None:
+def test_experiment_sections_are_not_hyperparameters(tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text(
         "checkpoint_storage:\n  type: shared_fs\nhyperparameters:\n  lr: 1\n"
     )
     assert config.load(tmp_path / "exp.yaml", []).checkpoint_storage is None
 
 
-def test_all_keys_outside_of_hyperparameters_are_named_in_their_order(refusal: Refusal) -> None:
+def test_keys_outside_of_hyperparameters_are_named(refusal: Refusal) -> None:
     error = refusal("name: x\nmax_steps: 5\nhyperparameters:\nlr: 1\nd_model: 64\n")
     starts = ["exp.yaml:2: max_steps: ", "exp.yaml:4: lr: ", "exp.yaml:5: d_model: "]
     assert [
@@ -372,7 +368,7 @@ def test_all_keys_outside_of_hyperparameters_are_named_in_their_order(refusal: R
     ] == starts
 
 
-def test_merged_and_repeated_yaml_is_named_with_its_own_line(refusal: Refusal) -> None:
+def test_merged_yaml_error_has_its_own_line(refusal: Refusal) -> None:
     def lines(source: str) -> list[str]:
         shared = "shared: &s\n  lr: -1\n  n_head: 2\n"
         return [
@@ -386,7 +382,7 @@ def test_merged_and_repeated_yaml_is_named_with_its_own_line(refusal: Refusal) -
     assert lines("hyperparameters:\n  <<: *s\n  lr: 1\n") == expected[1:]
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin1.yaml").write_bytes(b"name: caf\xe9")
     (tmp_path / "utf16.yaml").write_bytes("hyperparameters: {}".encode("utf-16"))
     (tmp_path / "data.yaml").write_text('{"text": "x"}\n' * 100_000)
@@ -402,7 +398,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
             config.load(path, [])
 
 
-def test_an_empty_hyperparameters_section_means_all_defaults() -> None:
+def test_empty_hyperparameters_are_all_defaults() -> None:
     assert config.read(
         {"hyperparameters": None}, [], "test"
     ) == config.Hyperparameters.model_validate({})
@@ -424,7 +420,7 @@ def test_an_empty_hyperparameters_section_means_all_defaults() -> None:
         (None, {}, None),
     ],
 )
-def test_max_length_is_the_length_of_the_run_unless_steps_or_epochs_are_set(
+def test_max_length_is_the_default_length_of_a_run(
     searcher: Any, hyperparameters: dict[str, Any], steps: int | None
 ) -> None:
     assert (
@@ -436,13 +432,13 @@ def test_max_length_is_the_length_of_the_run_unless_steps_or_epochs_are_set(
 
 
 @pytest.mark.parametrize("length", ["abc", "0", "{epochs: 50}", "{}"])
-def test_an_invalid_max_length_is_refused(length: str, refusal: Refusal) -> None:
+def test_max_length_that_is_invalid_is_refused(length: str, refusal: Refusal) -> None:
     error = refusal(f"searcher:\n  max_length: {length}\nhyperparameters: {{}}\n")
     assert str(error).startswith("exp.yaml:2: searcher.max_length: ")
     assert str(error).endswith("an integer > 0 or null")
 
 
-def test_a_constant_is_its_value_and_a_range_needs_a_cluster(refusal: Refusal) -> None:
+def test_search_range_needs_a_cluster(refusal: Refusal) -> None:
     assert accept(lr={"type": "const", "val": "1e-3"}) == {"lr": 1e-3}
     searched = "hyperparameters:\n  lr: {type: log, base: 10, minval: -4, maxval: -2}\n"
     error = refusal(searched)
@@ -487,7 +483,7 @@ SECTIONS = st.sampled_from(["hyperparameters", "searcher"])
         st.text() | st.builds("{}={}".format, KEYS, SCALARS.map(str) | VALUES.map(json.dumps))
     ),
 )
-def test_any_experiment_is_refused_with_one_line_per_problem(
+def test_any_experiment_gives_one_line_per_problem(
     contents: dict[str, Any], overrides: list[str]
 ) -> None:
     assert not any(
@@ -514,7 +510,7 @@ PIECES = [
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=3)).map("".join))
-def test_any_file_is_refused_with_one_line_per_problem(
+def test_any_file_gives_one_line_per_problem(
     tmp_path_factory: pytest.TempPathFactory, source: str
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
@@ -526,14 +522,14 @@ def test_any_file_is_refused_with_one_line_per_problem(
 # ---------------------------------------------------------------------------------------------
 
 
-def test_every_hyperparameter_belongs_to_one_part_and_has_a_description() -> None:
+def test_hyperparameters_have_one_part_and_a_description() -> None:
     fields = [(key, field) for part in config.PARTS for key, field in part.model_fields.items()]
     assert sorted(key for key, _ in fields) == sorted(config.Hyperparameters.model_fields)
     assert all(field.description for _, field in fields)
 
 
 @pytest.mark.parametrize("key", config.Hyperparameters.model_fields)
-def test_every_hyperparameter_says_what_its_change_means_for_a_run_that_resumes(key: str) -> None:
+def test_hyperparameters_say_what_a_change_means(key: str) -> None:
     field = config.Hyperparameters.model_fields[key]
     marks = [mark for mark in field.metadata if mark in CHANGES]
     assert len(marks) == 1, f"{key}: mark its type as Fixed, Logged or Unlogged (lm/fields.py)"
@@ -544,12 +540,12 @@ def test_every_hyperparameter_says_what_its_change_means_for_a_run_that_resumes(
 
 
 @pytest.mark.slow
-def test_every_rank_exits_with_2_and_one_prints_the_problems(tmp_path: Path) -> None:
+def test_invalid_config_exits_with_2_on_every_rank(tmp_path: Path) -> None:
     done = run_fsdp(tmp_path, "n_heads=5", ranks=2, config=TINY | {"lr": "fast"}, code=2)
     assert re.fullmatch('argument n_heads: 5 .*\ntest.yaml:1: lr: "fast" .*\n', done.stderr)
 
 
-def test_a_shard_group_size_that_does_not_divide_the_ranks_is_refused_with_those_that_do() -> None:
+def test_shard_group_size_must_divide_the_ranks() -> None:
     hp = config.read(
         {"hyperparameters": {"sharding": "hybrid-full-shard", "shard_group_size": 4}}, [], "test"
     )
@@ -590,7 +586,7 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["hyperparameters", "data"],
 )
-def test_changes_that_would_make_it_a_different_run_are_refused_with_a_diff_and_no_file_changes(
+def test_resume_refuses_changes_that_make_another_run(
     two_steps: Path, overrides: list[str], changes: dict[str, tuple[str, str]]
 ) -> None:
     before = digests(two_steps)
@@ -603,7 +599,7 @@ def test_changes_that_would_make_it_a_different_run_are_refused_with_a_diff_and_
 
 
 @pytest.mark.slow
-def test_a_longer_run_with_other_reports_resumes(two_steps: Path) -> None:
+def test_resume_accepts_a_longer_run_with_other_reports(two_steps: Path) -> None:
     done = run_fsdp(two_steps, "max_steps=4", "report_rate=1", "lr=1e-3", config=RUN, code=0)
     assert re.search(r"lr: .*0\.0001.*0\.001", done.stdout)
     assert "report_rate" not in done.stdout
@@ -612,7 +608,7 @@ def test_a_longer_run_with_other_reports_resumes(two_steps: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_without_write_access_is_refused_before_the_model_is_built(tmp_path: Path) -> None:
+def test_run_without_write_access_is_refused_early(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("in the way")
     done = run_fsdp(tmp_path, code=2)
     assert "building" not in done.stdout
@@ -665,7 +661,7 @@ def test_vocab_size_of_token_files(tmp_path: Path) -> None:
     assert named_keys(refused.value) >= {"train_data"}
 
 
-def test_hyperparameters_may_be_given_as_flags() -> None:
+def test_hyperparameters_as_flags() -> None:
     arguments = [
         "--config",
         "a.yaml",
@@ -691,7 +687,7 @@ def test_hyperparameters_may_be_given_as_flags() -> None:
     assert config.as_overrides(arguments) == expected
 
 
-def test_a_preset_on_the_command_line_replaces_the_shape_in_the_file(
+def test_model_override_replaces_the_shape_in_the_file(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def read(*overrides: str) -> config.Hyperparameters:
@@ -716,7 +712,7 @@ def test_a_preset_on_the_command_line_replaces_the_shape_in_the_file(
     assert capsys.readouterr().out == ""
 
 
-def test_no_adapters_on_the_command_line_override_those_in_the_file(
+def test_lora_rank_override_turns_adapters_off(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = {
@@ -738,7 +734,7 @@ def test_no_adapters_on_the_command_line_override_those_in_the_file(
     assert named_keys(refused.value) >= {"lora_alpha", "lora_rank"}
 
 
-def test_the_command_lists_and_describes_keys_and_presets_in_lines_that_fit(
+def test_config_command_describes_keys_and_presets(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
@@ -753,7 +749,7 @@ def test_the_command_lists_and_describes_keys_and_presets_in_lines_that_fit(
     assert capsys.readouterr().err.endswith("did you mean lr?\n")
 
 
-def test_names_of_other_trainers_are_answered() -> None:
+def test_names_of_other_trainers_are_translated() -> None:
     with pytest.raises(
         ConfigError, match=r"learning_rate: .* lr\?\n.*train_batch_size: .* batch_size\?$"
     ):

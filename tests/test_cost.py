@@ -101,9 +101,7 @@ def expected(ranks: int, changes: dict[str, Any]) -> Counter[Collective]:
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in TWO | FOUR)]
 )
-def test_a_step_has_the_collectives_of_its_strategy_and_no_synchronization(
-    name: str, request: pytest.FixtureRequest
-) -> None:
+def test_step_collectives_and_synchronizations(name: str, request: pytest.FixtureRequest) -> None:
     wanted = expected(4, FOUR[name]) if name in FOUR else expected(2, (QUICK | TWO)[name])
     for step in request.getfixturevalue("quick" if name in QUICK else "others")[name]:
         assert step.collectives == wanted
@@ -111,7 +109,7 @@ def test_a_step_has_the_collectives_of_its_strategy_and_no_synchronization(
         assert step.synchronizations == ["tolist of torch.int32"]
 
 
-def test_the_operators_grow_linearly_with_the_layers(quick: dict[str, list[StepCounts]]) -> None:
+def test_step_operators_grow_linearly_with_the_layers(quick: dict[str, list[StepCounts]]) -> None:
     totals = []
     for name in ("layers-1", "full-shard", "layers-3"):
         _, second, third = quick[name]
@@ -129,13 +127,13 @@ def test_the_operators_grow_linearly_with_the_layers(quick: dict[str, list[StepC
 
 
 @pytest.mark.slow
-def test_one_compiled_block_serves_all(others: dict[str, list[StepCounts]]) -> None:
+def test_compile_makes_one_graph_for_all_blocks(others: dict[str, list[StepCounts]]) -> None:
     # One graph of a block and one of the head are compiled in the first step.
     assert [step.graphs for step in others["compiled"]] == [0, 2, 2]
 
 
 @pytest.mark.slow
-def test_selective_recomputation_repeats_neither_products_nor_attention(
+def test_selective_checkpointing_repeats_no_product_or_attention(
     others: dict[str, list[StepCounts]],
 ) -> None:
     attention, products = (

@@ -67,7 +67,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_length() -> None:
     assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 200
 
 
@@ -88,7 +88,7 @@ def test_the_picture_shows_the_rooms_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_of_pages_exist(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if not target.startswith(("http://", "https://")):
             name, _, anchor = target.partition("#")
@@ -98,7 +98,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_modules_and_targets_exist(page: Path) -> None:
+def test_files_modules_and_targets_of_pages_exist(page: Path) -> None:
     text = page.read_text()
     for name in re.findall(r"\b(?:lm|docs|recipes|launch|tests|benchmarks)/[\w/.-]*\w", text):
         assert (REPOSITORY / name).exists() or "data/" in name, name
@@ -111,7 +111,7 @@ def test_files_modules_and_targets_exist(page: Path) -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page != GENERATED], ids=lambda page: page.name
 )
-def test_hyperparameters_exist(page: Path) -> None:
+def test_hyperparameters_of_pages_exist(page: Path) -> None:
     for language, text in blocks(page):
         if language == "yaml":
             assert set(yaml.safe_load(text)["hyperparameters"]) <= KEYS
@@ -127,12 +127,12 @@ def test_hyperparameters_exist(page: Path) -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if page != GENERATED], ids=lambda page: page.name
 )
-def test_a_page_tells_at_its_top_what_was_measured(page: Path) -> None:
+def test_page_says_at_its_top_what_was_measured(page: Path) -> None:
     assert re.search("measured|tested", page.read_text()[:1500], re.IGNORECASE)
 
 
 @pytest.mark.parametrize("phrase", FORBIDDEN)
-def test_prose_uses_the_fields_words(phrase: str) -> None:
+def test_prose_uses_the_common_words(phrase: str) -> None:
     found = [
         f"{path.relative_to(REPOSITORY)}:{number}: {line.strip()}"
         for path in SPOKEN

@@ -33,7 +33,7 @@ TOO_LONG = "x" * 300
     ],
     ids=["text", "tokens", "jsonl", "hf", "tokenizer", "resume", "init_from"],
 )
-def test_a_hyperparameter_with_an_invalid_file_name_is_refused(
+def test_invalid_file_name_in_a_hyperparameter_is_refused(
     hyperparameters: dict[str, str],
 ) -> None:
     def use() -> object:
@@ -61,7 +61,7 @@ def test_a_hyperparameter_with_an_invalid_file_name_is_refused(
     ],
     ids=["list", "verify", "generate", "prepare", "inspect", "export"],
 )
-def test_every_command_exits_with_2_and_one_line(
+def test_command_exits_with_2_and_one_line(
     main: Callable[[list[str]], int],
     arguments: list[str],
     tmp_path: Path,

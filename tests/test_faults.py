@@ -100,7 +100,7 @@ def verified(folder: Path) -> dict[int, Path]:
 
 
 @pytest.mark.slow
-def test_a_second_signal_during_the_save_does_not_damage_the_checkpoint(tmp_path: Path) -> None:
+def test_sigterm_during_the_save_keeps_the_checkpoint(tmp_path: Path) -> None:
     with started(tmp_path, "checkpoint_rate=1000") as job:
         job.wait_for("training")
         job.process.terminate()
@@ -119,9 +119,7 @@ def test_a_second_signal_during_the_save_does_not_damage_the_checkpoint(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_in_a_terminal_saves_and_a_second_one_quits_at_once(
-    times: int, tmp_path: Path
-) -> None:
+def test_ctrl_c_saves_and_a_second_one_quits(times: int, tmp_path: Path) -> None:
     reading, terminal = os.openpty()
     termios.tcsetwinsize(terminal, (24, 120))
     long_step = {"total_batch_size": 20_000} if times == 2 else {}
@@ -148,9 +146,7 @@ def test_ctrl_c_in_a_terminal_saves_and_a_second_one_quits_at_once(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.5, 2.5])
-def test_a_signal_during_startup_ends_the_run_without_a_traceback(
-    seconds: float, tmp_path: Path
-) -> None:
+def test_sigterm_during_startup_prints_no_traceback(seconds: float, tmp_path: Path) -> None:
     with started(tmp_path, launcher=("-m", "lm.launch", "--nproc", "2")) as job:
         job.ranks()
         time.sleep(seconds)
@@ -161,7 +157,7 @@ def test_a_signal_during_startup_ends_the_run_without_a_traceback(
 
 
 @pytest.mark.slow
-def test_a_signal_during_a_long_validation_saves_a_checkpoint_at_once(tmp_path: Path) -> None:
+def test_sigterm_during_validation_saves_at_once(tmp_path: Path) -> None:
     with started(
         tmp_path, "total_batch_size=40", "validation_batches=1000", "checkpoint_rate=1000"
     ) as job:
@@ -182,9 +178,7 @@ def test_a_signal_during_a_long_validation_saves_a_checkpoint_at_once(tmp_path: 
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_killed_rank_is_named_and_ends_the_run_within_two_seconds(
-    victim: int, tmp_path: Path
-) -> None:
+def test_killed_rank_ends_the_run_within_two_seconds(victim: int, tmp_path: Path) -> None:
     with started(tmp_path) as job:
         job.wait_for("checkpoint")
         ranks = job.ranks()
@@ -199,9 +193,7 @@ def test_a_killed_rank_is_named_and_ends_the_run_within_two_seconds(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_stopped_rank_is_named_within_the_timeout_and_five_seconds(
-    victim: int, tmp_path: Path
-) -> None:
+def test_stopped_rank_is_named_after_collective_timeout(victim: int, tmp_path: Path) -> None:
     with started(tmp_path, "collective_timeout=8") as job:
         job.wait_for("checkpoint")
         job.ranks()[victim].suspend()
@@ -221,7 +213,7 @@ def test_a_stopped_rank_is_named_within_the_timeout_and_five_seconds(
     [("time.sleep(1000)", "did not join"), ("ctypes.PyDLL(None).sleep(1000)", "does not respond")],
     ids=["sleep", "hold the GIL"],
 )
-def test_a_hung_rank_is_named_and_prints_its_stack(hang: str, part: str, tmp_path: Path) -> None:
+def test_hung_rank_is_named_and_prints_its_stack(hang: str, part: str, tmp_path: Path) -> None:
     script = f"""
 import ctypes, time
 from lm.data.loader import Loader
@@ -249,7 +241,7 @@ Loader.training = hanging_loader
 
 
 @pytest.mark.slow
-def test_out_of_memory_names_hyperparameters_that_reduce_memory(tmp_path: Path) -> None:
+def test_out_of_memory_names_keys_that_reduce_memory(tmp_path: Path) -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (5 << 30, 5 << 30))"
     done = run_fsdp(tmp_path, "vocab_size=16777216", "d_model=8", script=limit, code=1)
     assert re.search(r"; needs about .*; what needs at most .* GiB: 2 ranks", done.stderr)
@@ -270,9 +262,7 @@ SKIPPED = {
 
 
 @pytest.mark.parametrize("how", [pytest.param("loss", marks=pytest.mark.slow), "gradient"])
-def test_nan_or_inf_on_one_rank_makes_all_ranks_skip_the_step_without_changing_a_bit(
-    how: str, tmp_path: Path
-) -> None:
+def test_skip_nonfinite_skips_the_step_on_all_ranks(how: str, tmp_path: Path) -> None:
     script = f"""
 from model import Transformer
 
@@ -315,7 +305,7 @@ Transformer.forward = forward_step
 
 
 @pytest.mark.slow
-def test_torchrun_forwards_sigterm_and_the_run_saves_a_complete_checkpoint(tmp_path: Path) -> None:
+def test_torchrun_forwards_sigterm_and_the_run_saves(tmp_path: Path) -> None:
     with started(tmp_path, "checkpoint_rate=1000", launcher=TORCHRUN) as job:
         job.wait_for("training")
         job.ranks()
@@ -325,7 +315,7 @@ def test_torchrun_forwards_sigterm_and_the_run_saves_a_complete_checkpoint(tmp_p
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_torchrun(tmp_path: Path) -> None:
+def test_torchrun_ends_after_a_killed_rank(tmp_path: Path) -> None:
     with started(tmp_path, launcher=TORCHRUN) as job:
         job.wait_for("checkpoint")
         job.ranks()[1].kill()
@@ -336,7 +326,7 @@ def test_a_killed_rank_ends_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_torchrun_makes_its_ranks_save_and_end(tmp_path: Path) -> None:
+def test_torchrun_killed_makes_its_ranks_save(tmp_path: Path) -> None:
     with started(tmp_path, "checkpoint_rate=1000", launcher=TORCHRUN) as job:
         job.wait_for("training")
         ranks = list(job.ranks().values())
@@ -347,7 +337,7 @@ def test_a_killed_torchrun_makes_its_ranks_save_and_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_torchrun_restarts_ends_with_the_same_losses(tmp_path: Path) -> None:
+def test_torchrun_restart_gives_the_same_losses(tmp_path: Path) -> None:
     run_fsdp(tmp_path / "uninterrupted", "max_steps=8", ranks=2, config=RUN, code=0)
     with started(
         tmp_path / "killed", "max_steps=8", launcher=(*TORCHRUN, "--max-restarts", "1")
@@ -366,7 +356,7 @@ def test_a_run_that_torchrun_restarts_ends_with_the_same_losses(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_twenty_interruptions_lose_at_most_two_intervals_and_change_no_loss_and_no_weight() -> None:
+def test_soak_of_twenty_interruptions() -> None:
     command = [sys.executable, "-m", "tests.soak", "20", "--seed", "1"]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=900, check=False

@@ -53,12 +53,12 @@ def imports(path: Path) -> Iterator[str]:
         yield from (name for name in names if name in MODULES)
 
 
-def test_every_part_has_a_floor() -> None:
+def test_floors_list_every_part() -> None:
     assert floors().keys() == {part(module) for module in MODULES}
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_other_parts_only_from_lower_floors(module: str) -> None:
+def test_imports_go_to_lower_floors(module: str) -> None:
     table, here = floors(), part(module)
     others = {other for other in imports(MODULES[module]) if part(other) != here}
     assert not {other for other in others if table[part(other)] >= table[here]}, (
@@ -66,19 +66,19 @@ def test_a_module_imports_other_parts_only_from_lower_floors(module: str) -> Non
     )
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_imports_have_no_circle() -> None:
     graph = {module: set(imports(path)) for module, path in MODULES.items()}
     assert list(TopologicalSorter(graph).static_order())
 
 
-def test_init_files_hold_a_docstring_and_no_code() -> None:
+def test_init_files_hold_only_a_docstring() -> None:
     for path in (REPOSITORY / "lm").rglob("__init__.py"):
         tree = ast.parse(path.read_text())
         assert ast.get_docstring(tree), path
         assert len(tree.body) == 1, path
 
 
-def test_the_model_stands_alone() -> None:
+def test_model_imports_nothing_of_ours() -> None:
     source = (REPOSITORY / "model.py").read_text()
     modules = set(re.findall(r"^(?:from|import) (lm\.\w+|\w+)", source, re.MULTILINE))
     assert modules <= {
@@ -94,7 +94,7 @@ def test_the_model_stands_alone() -> None:
     assert "distributed" not in modules
 
 
-def test_no_module_of_tests_imports_a_test_file() -> None:
+def test_no_module_imports_a_test_file() -> None:
     for path in (REPOSITORY / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):

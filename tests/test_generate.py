@@ -68,7 +68,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
     return code, errors.strip()
 
 
-def test_temperature_0_is_greedy(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_temperature_0_is_greedy(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, tokenizer = generate.load_model(checkpoint, torch.device("cpu"))
     tokens = tokenizer.encode("Köln, ")
     start = len(tokens)
@@ -81,7 +83,7 @@ def test_temperature_0_is_greedy(checkpoint: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_text_is_printed_while_it_is_generated_in_complete_characters(checkpoint: Path) -> None:
+def test_generate_prints_complete_characters_as_they_come(checkpoint: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -107,7 +109,7 @@ def test_text_is_printed_while_it_is_generated_in_complete_characters(checkpoint
 
 
 @pytest.mark.slow
-def test_invalid_utf8_from_the_model_does_not_end_a_run(tmp_path: Path) -> None:
+def test_generate_survives_invalid_utf8_from_the_model(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(llama2_tokenizer())
     (tmp_path / "a.txt").write_text(TEXT * 40)
     how = {
@@ -125,7 +127,7 @@ def test_invalid_utf8_from_the_model_does_not_end_a_run(tmp_path: Path) -> None:
     ("missing", "part"),
     [("directory", "No such file"), ("manifest", "neither"), ("checkpoint", "neither")],
 )
-def test_a_directory_without_a_checkpoint_is_refused(
+def test_generate_needs_a_checkpoint(
     missing: str, part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = tmp_path / "none" if missing == "directory" else tmp_path
@@ -136,7 +138,7 @@ def test_a_directory_without_a_checkpoint_is_refused(
     assert text.startswith(f"{where}: {part}")
 
 
-def test_a_checkpoint_without_a_tokenizer_is_refused(
+def test_generate_needs_a_tokenizer(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "copy")
@@ -168,13 +170,13 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(
         (("--seed", "-1"), "--seed: -1 must be from 0 to 2^63 - 1"),
     ],
 )
-def test_a_flag_out_of_range_is_refused(
+def test_generate_flag_out_of_range_is_refused(
     flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refusal(capsys, "anywhere", "--prompt", "a", *flags) == (2, message)
 
 
-def test_invalid_flags_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_exits_with_2_after_invalid_flags(capsys: pytest.CaptureFixture[str]) -> None:
     for flags in (
         ["anywhere"],
         ["anywhere", "--prompt", "a", "--top-k", "many"],
@@ -191,7 +193,7 @@ def feed(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
 
 
-def test_samples_are_those_of_consecutive_seeds(
+def test_generate_samples_have_consecutive_seeds(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     how = ("--prompt", "Köln, ", "--max-new-tokens", 20)
@@ -202,7 +204,7 @@ def test_samples_are_those_of_consecutive_seeds(
         assert text_of(capsys, checkpoint, *how, *more) == "".join(alone)
 
 
-def test_text_ends_before_the_first_stop_text(
+def test_generate_stop_ends_before_the_first_stop_text(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     how = (checkpoint, "--prompt", "Köln, ", "--max-new-tokens", 60, "--temperature", 0)
@@ -220,7 +222,7 @@ def test_text_ends_before_the_first_stop_text(
         assert text_of(capsys, *how, *flags) == f"Köln, {text[:end]}\n"
 
 
-def test_an_empty_line_among_prompts_is_skipped(
+def test_generate_stdin_skips_empty_lines(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outputs = []
@@ -230,7 +232,7 @@ def test_an_empty_line_among_prompts_is_skipped(
     assert outputs[0] == outputs[1]
 
 
-def test_a_terminal_is_sent_no_control_characters(
+def test_generate_sends_a_terminal_no_control_characters(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     how = (checkpoint, "--prompt", "a\x1b[2J\r\x9b\tb\nü", "--max-new-tokens", 0)
@@ -239,7 +241,7 @@ def test_a_terminal_is_sent_no_control_characters(
     assert text_of(capsys, *how) == "a\\x1b[2J\\r\\x9b\tb\nü\n"
 
 
-def test_prompts_from_standard_input_continue_as_each_does_alone(
+def test_generate_stdin_prompts_continue_as_each_alone(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = ["Grüße ", "K", "wo der Käse zäh und ", "ö" * 50]
@@ -260,7 +262,7 @@ def test_prompts_from_standard_input_continue_as_each_does_alone(
         (b"a\n\xff\n", "standard input: byte 2 is not UTF-8"),
     ],
 )
-def test_invalid_standard_input_is_refused(
+def test_generate_stdin_that_is_invalid_is_refused(
     content: bytes,
     message: str,
     capsys: pytest.CaptureFixture[str],
@@ -322,7 +324,7 @@ def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_chat_answers_each_line_and_remembers_the_ones_before(
+def test_chat_remembers_earlier_lines(
     chat_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     how = (chat_run, "--chat", "--temperature", 0)
@@ -339,9 +341,7 @@ def test_a_chat_answers_each_line_and_remembers_the_ones_before(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_an_answer_and_the_end_of_the_input_the_chat(
-    chat_run: Path, tmp_path: Path
-) -> None:
+def test_chat_ctrl_c_ends_the_answer(chat_run: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(find_checkpoint(chat_run), tmp_path / "copy"))
     manifest = read_manifest(folder)
     write_manifest(
@@ -375,7 +375,7 @@ def test_ctrl_c_ends_an_answer_and_the_end_of_the_input_the_chat(
     assert (process.returncode, output, errors) == (0, b"", b"")
 
 
-def test_a_chat_needs_a_chat_template(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_needs_a_chat_template(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, text = refusal(capsys, checkpoint, "--chat")
     assert code == 2
     assert text.startswith("tokenizer: bytes: has no chat template")
@@ -386,7 +386,7 @@ def test_a_chat_needs_a_chat_template(checkpoint: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.slow
-def test_a_chat_that_is_not_utf8_is_refused(
+def test_chat_that_is_not_utf8_is_refused(
     chat_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for content in (b"\xff\n", "a\ud800".encode(errors="surrogatepass")):

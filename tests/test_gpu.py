@@ -146,7 +146,7 @@ def expected_gradients(model: str, has_documents: bool) -> Gradients:
 @pytest.mark.parametrize(
     "option", [pytest.param(o, marks=needs_float8 if o == "float8" else ()) for o in OPTIONS]
 )
-def test_loss_and_gradients_equal_those_of_the_cpu(option: str) -> None:
+def test_gpu_loss_and_gradients_equal_those_of_the_cpu(option: str) -> None:
     (found,) = run_ranks(1, all_gradients, OPTIONS[option])
     for (model, has_documents), values in found.items():
         expected = expected_gradients(model, has_documents)
@@ -392,7 +392,7 @@ def losses(metrics: list[dict[str, float]]) -> list[float]:
 
 
 @pytest.mark.gpu_quick
-def test_nccl_carries_the_tensors_of_a_single_rank(result: Callable[[str], Any]) -> None:
+def test_nccl_carries_the_tensors_of_one_rank(result: Callable[[str], Any]) -> None:
     assert result("collectives") == ("nccl", [0.0, 1.0, 2.0])
 
 
@@ -404,7 +404,7 @@ def test_attention_runs_in_a_fused_kernel(result: Callable[[str], Any]) -> None:
 
 
 @pytest.mark.gpu_quick
-def test_three_asynchronous_saves_hold_the_state_of_their_steps(
+def test_async_checkpoint_holds_the_state_of_its_step(
     result: Callable[[str], Any],
 ) -> None:
     same = result("saves")
@@ -437,16 +437,14 @@ def test_float8_training_follows_bfloat16(result: Callable[[str], Any]) -> None:
 @pytest.mark.parametrize(
     "option", ["selective", "full", "activation_offload", "full, activation_offload", "cpu_offload"]
 )
-def test_an_option_that_saves_memory_computes_the_same(
-    option: str, result: Callable[[str], Any]
-) -> None:
+def test_memory_options_compute_the_same(option: str, result: Callable[[str], Any]) -> None:
     plain, other = result("plain"), result(option)
     assert losses(other) == pytest.approx(losses(plain), rel=0.02)
     assert other[-1]["peak_memory_gib"] < plain[-1]["peak_memory_gib"]
 
 
 @pytest.mark.gpu_quick
-def test_full_recomputation_saves_more_memory_than_selective_and_less_than_with_offloading(
+def test_activation_checkpointing_memory_order(
     result: Callable[[str], Any],
 ) -> None:
     order = ("full, activation_offload", "full", "selective")
@@ -455,20 +453,20 @@ def test_full_recomputation_saves_more_memory_than_selective_and_less_than_with_
 
 
 @pytest.mark.gpu_quick
-def test_offloaded_activations_are_copied_while_kernels_run(result: Callable[[str], Any]) -> None:
+def test_activation_offload_copies_while_kernels_run(result: Callable[[str], Any]) -> None:
     for direction in ("DtoH", "HtoD"):
         assert result("copies")[direction] > 0, direction
 
 
 @needs_float8
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_float8_weights_gathered_over_two_gpus_train_as_bfloat16_ones() -> None:
+def test_float8_all_gather_trains_as_bfloat16() -> None:
     found = run_ranks(2, run_cases, ["compiled", "float8"])[0]
     assert [error for _, error in found.values()] == ["", ""]
     assert losses(found["float8"][0]) == pytest.approx(losses(found["compiled"][0]), rel=0.04)
 
 
-def test_out_of_memory_names_the_keys_that_help(tmp_path: Path) -> None:
+def test_gpu_out_of_memory_names_the_keys_that_help(tmp_path: Path) -> None:
     limit = "import torch\ntorch.cuda.set_per_process_memory_fraction(0.005)"
     done = run_fsdp(tmp_path, "d_model=2048", "n_layers=8", "n_heads=16", script=limit)
     assert done.returncode == 1

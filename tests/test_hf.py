@@ -235,7 +235,7 @@ def round_trip(reference: Any, folder: Path, dtype: str = "float32", **saving: A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_reading_and_exporting_preserve_every_bit(name: str, tmp_path: Path) -> None:
+def test_export_of_read_weights_preserves_every_bit(name: str, tmp_path: Path) -> None:
     reference = make_reference(MODELS[name])
     loaded = round_trip(reference, tmp_path)
     assert loaded.config.model_type == MODELS[name]["model_type"]
@@ -248,9 +248,7 @@ def test_reading_and_exporting_preserve_every_bit(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama 3.2, tied", "gpt2"])
-def test_half_precision_weights_survive_reading_and_exporting(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_export_preserves_half_precision(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     loaded = round_trip(
         make_reference(MODELS[name]).to(dtype), tmp_path, str(dtype).removeprefix("torch.")
     )
@@ -258,7 +256,7 @@ def test_half_precision_weights_survive_reading_and_exporting(
 
 
 @pytest.mark.parametrize("name", ["llama 2, 4 heads on 2", "gpt2"])
-def test_weights_in_many_files(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_export_and_read_many_files(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(tensor_files, "MAX_FILE_BYTES", 30_000)
     monkeypatch.setattr(tensor_files, "READ_BYTES", 1000)
     reference = make_reference(MODELS[name])
@@ -283,7 +281,7 @@ def older(raw: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name", ["codellama, theta 1e6", "llama 3.1, rope scaling", "mistral, window, scaling"]
 )
-def test_both_config_formats_are_equivalent(name: str, tmp_path: Path) -> None:
+def test_read_config_reads_old_and_new_formats(name: str, tmp_path: Path) -> None:
     make_reference(MODELS[name]).config.save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     family, config = families.read_config(raw, "new")
@@ -296,7 +294,7 @@ def test_both_config_formats_are_equivalent(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_presets_survive_export_and_import(preset: str) -> None:
+def test_write_config_of_presets_reads_back(preset: str) -> None:
     config = ModelConfig.model_validate({"model": preset})
     family, again = families.read_config(families.write_config(config, "bfloat16", None), preset)
     assert (again.structure(), again.max_seq_len) == (config.structure(), config.max_seq_len)
@@ -307,9 +305,7 @@ def test_presets_survive_export_and_import(preset: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama 3.2, tied", "gpt2"])
-def test_unprefixed_names_buffers_and_a_copy_of_the_tied_head_are_read(
-    name: str, tmp_path: Path
-) -> None:
+def test_read_directory_accepts_bare_names_and_buffers(name: str, tmp_path: Path) -> None:
     reference = make_reference(MODELS[name])
     reference.base_model.save_pretrained(tmp_path / "bare")
     tensors = tensors_of(tmp_path / "bare")
@@ -409,7 +405,7 @@ def test_unprefixed_names_buffers_and_a_copy_of_the_tied_head_are_read(
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention: True is not"),
     ],
 )
-def test_an_unsupported_config_is_refused_by_key(raw: dict[str, Any], message: str) -> None:
+def test_read_config_refuses_what_is_unsupported(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         families.read_config(raw, "config.json")
     (problem,) = refused.value.problems
@@ -432,7 +428,7 @@ def test_an_unsupported_config_is_refused_by_key(raw: dict[str, Any], message: s
         ({"model": "qwen2.5-0.5b", "qk_norm": "head"}, ["bias"]),
     ],
 )
-def test_exporting_a_model_without_a_counterpart_is_refused(
+def test_write_config_refuses_a_model_without_counterpart(
     changes: dict[str, Any], keys: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -448,7 +444,9 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
-def test_inspect_prints_what_a_model_is(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hf_inspect_prints_what_a_model_is(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert hf_main.main(["inspect", str(source)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{source}: LlamaForCausalLM, 0.0M parameters, 0.00 GB in float32")
@@ -486,14 +484,14 @@ def checkpoint(source: Path, tmp_path: Path) -> Path:
     return save_checkpoint(load_folder(source), tmp_path / "checkpoints")
 
 
-def test_nothing_is_overwritten(
+def test_export_overwrites_nothing(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "out").mkdir()
     assert "already exists" in exported(capsys, checkpoint, tmp_path / "out", code=2)
 
 
-def test_an_export_has_the_modes_of_the_umask(checkpoint: Path, tmp_path: Path) -> None:
+def test_export_has_the_modes_of_the_umask(checkpoint: Path, tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
         export.export_model(checkpoint, tmp_path / "out")
@@ -503,7 +501,7 @@ def test_an_export_has_the_modes_of_the_umask(checkpoint: Path, tmp_path: Path) 
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()} == {0o640}
 
 
-def test_a_full_disk_leaves_no_files(
+def test_export_on_a_full_disk_leaves_no_files(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "there").mkdir()
@@ -518,7 +516,7 @@ def test_a_full_disk_leaves_no_files(
     assert "out: cannot be written: File too large" in error
 
 
-def test_a_value_above_the_range_of_float16_is_named(
+def test_export_names_a_value_above_float16(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = source / "model.safetensors"
@@ -529,7 +527,7 @@ def test_a_value_above_the_range_of_float16_is_named(
     export.export_model(checkpoint, tmp_path / "out", "bfloat16")
 
 
-def test_a_damaged_checkpoint_is_not_exported(
+def test_export_refuses_a_damaged_checkpoint(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shard = max(checkpoint.iterdir(), key=lambda path: path.stat().st_size)
@@ -539,7 +537,7 @@ def test_a_damaged_checkpoint_is_not_exported(
     assert exported(capsys, checkpoint, tmp_path / "out").startswith(f"{shard}: damaged")
 
 
-def test_a_gpt2_without_biases_is_exported_with_zeros(tmp_path: Path) -> None:
+def test_export_of_gpt2_without_biases_writes_zeros(tmp_path: Path) -> None:
     shape = {
         "d_model": 32,
         "n_heads": 4,
@@ -617,7 +615,7 @@ def test_tokenizer_and_generated_text_equal_transformers(
 
 
 @pytest.mark.slow
-def test_special_tokens_and_the_chat_template_are_exported(tmp_path: Path) -> None:
+def test_export_has_special_tokens_and_chat_template(tmp_path: Path) -> None:
     make_reference(LLAMA | {"vocab_size": 384}).save_pretrained(tmp_path / "in")
     (tmp_path / "in" / "tokenizer.json").write_bytes(llama2_tokenizer())
     (tmp_path / "in" / "chat_template.jinja").write_text(CHAT_TEMPLATE)
@@ -640,7 +638,7 @@ def test_special_tokens_and_the_chat_template_are_exported(tmp_path: Path) -> No
         assert tokenizer.chat_template == CHAT_TEMPLATE
 
 
-def test_gpt2_uses_end_of_text_as_bos() -> None:
+def test_write_config_of_gpt2_uses_eos_as_bos() -> None:
     config = ModelConfig.model_validate({"model": "gpt2"})
     raw = families.write_config(config, "float32", 50256)
     assert (raw["bos_token_id"], raw["eos_token_id"]) == (50256, 50256)
@@ -650,7 +648,7 @@ def test_gpt2_uses_end_of_text_as_bos() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_two_ranks_on_bytes_is_exported(tmp_path: Path) -> None:
+def test_export_of_a_run_of_two_ranks_on_bytes(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("".join(TEXTS) * 40)
     shape = {

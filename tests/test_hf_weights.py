@@ -152,7 +152,7 @@ def test_find_source_downloads_only_needed_files(downloaded: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_cached_model_needs_no_hub(downloaded: Path, cache: pytest.MonkeyPatch) -> None:
+def test_find_source_in_the_cache_needs_no_hub(downloaded: Path, cache: pytest.MonkeyPatch) -> None:
     cache.setattr(constants, "HF_HUB_OFFLINE", True)
     assert find_source("someone/llama") == downloaded
     assert find_source(f"someone/llama@{COMMIT}") == downloaded
@@ -168,7 +168,7 @@ def test_find_base_names_the_revision(downloaded: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_cached_model_is_read_through_its_links(downloaded: Path) -> None:
+def test_read_directory_follows_the_links_of_the_cache(downloaded: Path) -> None:
     model = open_model(downloaded)
     read_directory(downloaded, Transformer(model.config))
     assert (model.family.model_type, model.config.d_model) == ("llama", 32)
@@ -188,7 +188,7 @@ def test_a_cached_model_is_read_through_its_links(downloaded: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("cache")
-def test_an_error_of_the_hub_has_a_remedy(source: str, part: str) -> None:
+def test_find_source_error_has_a_remedy(source: str, part: str) -> None:
     assert part in refusal(source)
 
 

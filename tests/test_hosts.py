@@ -174,9 +174,7 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]
 
 
 @pytest.mark.slow
-def test_a_disconnected_network_ends_both_hosts_and_the_run_resumes_when_restarted(
-    hosts: Hosts, tmp_path: Path
-) -> None:
+def test_disconnected_network_ends_both_hosts(hosts: Hosts, tmp_path: Path) -> None:
     both = [hosts.start(host, tmp_path, "max_steps=100000") for host in (0, 1)]
     assert both[0].stdout is not None
     for line in both[0].stdout:
@@ -221,7 +219,7 @@ def test_hosts_without_a_shared_directory_are_refused(hosts: Hosts, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_host_that_sees_older_checkpoints_is_refused(hosts: Hosts, tmp_path: Path) -> None:
+def test_host_that_sees_older_checkpoints_is_refused(hosts: Hosts, tmp_path: Path) -> None:
     first = run_fsdp(tmp_path, "max_steps=8", ranks=2, config=RUN)
     assert first.returncode == 0, first.stderr
     saved = checkpoints_by_step(tmp_path)
@@ -274,9 +272,7 @@ def package(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_pods_of_a_trainjob_stop_when_one_is_evicted_and_machines_of_a_sky_job_complete_the_run(
-    hosts: Hosts, tmp_path: Path
-) -> None:
+def test_trainjob_eviction_and_sky_resume(hosts: Hosts, tmp_path: Path) -> None:
     """With exactly the variables that Kubeflow Trainer 2.3 and SkyPilot 0.14 set; the machines share only S3."""
     env = PROGRAMS | {
         "PYTHONPATH": str(REPOSITORY),
@@ -354,7 +350,7 @@ def test_pods_of_a_trainjob_stop_when_one_is_evicted_and_machines_of_a_sky_job_c
 
 
 @pytest.mark.slow
-def test_pods_of_a_pytorchjob_are_ranks_of_one_run(hosts: Hosts, tmp_path: Path) -> None:
+def test_pytorchjob_pods_are_ranks_of_one_run(hosts: Hosts, tmp_path: Path) -> None:
     """With exactly the variables that version 1.9 of the training operator sets, also RANK and WORLD_SIZE of pods."""
     program = "import os\nfrom lm.launch.launch import Launch\n"
     program += "os.write(1, f'{Launch.from_env(os.environ)}\\n'.encode())"  # one write: lines of two ranks do not mix

@@ -93,7 +93,7 @@ def transformers_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[f
     ],
 )
 @pytest.mark.slow
-def test_training_from_hugging_face_weights_equals_training_in_transformers(
+def test_init_from_trains_as_transformers(
     name: str, ranks: int, changes: dict[str, Any], sources: dict[str, Path], tmp_path: Path
 ) -> None:
     hyperparameters = settings(sources[name], **changes)
@@ -113,7 +113,7 @@ def test_training_from_hugging_face_weights_equals_training_in_transformers(
 
 
 @pytest.mark.slow
-def test_init_from_accepts_a_run_directory_and_a_changed_length_and_dropout(tmp_path: Path) -> None:
+def test_init_from_accepts_a_run_directory(tmp_path: Path) -> None:
     shape = TINY | {"positions": "rope", "validation_batches": 1}
     run_fsdp(tmp_path / "a", "max_steps=1", config=shape, code=0)
     first = tmp_path / "a" / "runs" / "test"
@@ -128,7 +128,7 @@ def test_init_from_refuses_a_missing_directory(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"init_from: {tmp_path}/nowhere: ")
 
 
-def test_keys_that_are_not_set_are_the_models(sources: dict[str, Path]) -> None:
+def test_init_from_sets_the_keys_of_the_model(sources: dict[str, Path]) -> None:
     hp = read_with_model_defaults(
         {"init_from": str(sources["qwen3"]), "dataset": "text", "dropout": 0.1}
     )
@@ -149,7 +149,7 @@ def test_keys_that_are_not_set_are_the_models(sources: dict[str, Path]) -> None:
     )  # synthetic data have no tokenizer
 
 
-def test_keys_that_differ_from_the_model_are_refused(sources: dict[str, Path]) -> None:
+def test_init_from_refuses_keys_that_differ_from_the_model(sources: dict[str, Path]) -> None:
     changes = {"n_layers": 3, "norm_eps": 1e-3, "n_kv_heads": None, "d_ff": 48, "dataset": "text"}
     with pytest.raises(ConfigError) as refused:
         read_with_model_defaults(
@@ -171,7 +171,9 @@ def test_keys_that_differ_from_the_model_are_refused(sources: dict[str, Path]) -
     assert named_keys(refused.value) >= {"lr", "n_heads"}
 
 
-def test_text_without_a_tokenizer_is_refused(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_init_from_refuses_text_without_a_tokenizer(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(sources["llama"] / name)
     with pytest.raises(ConfigError) as refused:
@@ -306,7 +308,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_folder_is_refused_at_once_in_little_memory(
+def test_init_from_refuses_a_damaged_folder_at_once(
     damage: str, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(sources["llama"], tmp_path / "in"))
@@ -334,7 +336,9 @@ def test_a_damaged_folder_is_refused_at_once_in_little_memory(
 
 
 @pytest.mark.slow
-def test_damaged_weights_end_the_run_on_all_ranks(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_init_from_damaged_weights_end_the_run_on_all_ranks(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
     shutil.copytree(sources["llama"], tmp_path / "in")
     file = tmp_path / "in" / "model.safetensors"
     save_file(load_file(file) | {"model.norm.weight": torch.full((32,), torch.inf)}, file)
@@ -370,6 +374,6 @@ def _bytes_read(world: World, folder: str) -> tuple[int, int]:
     return read, (Path(folder) / "model.safetensors").stat().st_size
 
 
-def test_each_rank_reads_only_its_own_slices(sources: dict[str, Path]) -> None:
+def test_init_from_reads_only_the_slices_of_a_rank(sources: dict[str, Path]) -> None:
     for read, total in run_ranks(2, _bytes_read, str(sources["llama"])):
         assert 0.45 < read / total < 0.55

@@ -64,7 +64,7 @@ def tokens_of(texts: list[str], seq_len: int) -> list[tuple[list[int], list[int]
 
 @settings(deadline=None)
 @given(texts, st.integers(1, 9))
-def test_packed_sequences_hold_each_sample_in_one_piece_as_a_document(
+def test_packing_keeps_samples_in_one_piece(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], seq_len: int
 ) -> None:
     file = write(tmp_path_factory.mktemp("packed") / "a.jsonl", [{"text": text} for text in texts])
@@ -87,7 +87,7 @@ def test_packed_sequences_hold_each_sample_in_one_piece_as_a_document(
     assert len(used) < 2 or sum(sorted(used)[:2]) > seq_len  # no two of them fit into one
 
 
-def test_packed_sequences_and_their_samples_have_the_order_of_the_file(tmp_path: Path) -> None:
+def test_packing_keeps_the_order_of_the_file(tmp_path: Path) -> None:
     file = write(
         tmp_path / "a.jsonl", [{"text": text} for text in ("ab", "efgh", "klm", "c", "de", "ij")]
     )
@@ -101,7 +101,7 @@ def test_packed_sequences_and_their_samples_have_the_order_of_the_file(tmp_path:
 
 @settings(deadline=None)
 @given(texts, st.integers(1, 9))
-def test_without_packing_each_sample_is_a_sequence_truncated_or_padded(
+def test_without_packing_a_sample_is_a_sequence(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], seq_len: int
 ) -> None:
     file = write(tmp_path_factory.mktemp("single") / "a.jsonl", [{"text": text} for text in texts])
@@ -113,7 +113,7 @@ def test_without_packing_each_sample_is_a_sequence_truncated_or_padded(
         assert samples[i].targets.tolist() == targets + [IGNORE_INDEX] * (seq_len - len(targets))
 
 
-def test_a_thousand_chats_are_packed_with_little_padding(tmp_path: Path) -> None:
+def test_packing_of_a_thousand_chats_pads_little(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).lognormal(4, 0.8, 1000).astype(int)
     file = write(tmp_path / "a.jsonl", [{"text": "x" * (length + 1)} for length in lengths])
     samples = JsonlDataset([file], BYTES, 512)
@@ -122,7 +122,7 @@ def test_a_thousand_chats_are_packed_with_little_padding(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, LLAMA], ids=["bytes", "llama"])
-def test_only_the_completion_is_a_target_of_loss_on_completion(
+def test_loss_on_completion_targets(
     tokenizer: ByteTokenizer | FileTokenizer, tmp_path: Path
 ) -> None:
     file = write(tmp_path / "a.jsonl", [{"prompt": "to be, or", "completion": " not to be"}])
@@ -134,7 +134,7 @@ def test_only_the_completion_is_a_target_of_loss_on_completion(
     assert targets(JsonlDataset([file], tokenizer, 64)) == [*ids[1:], tokenizer.eos_id]
 
 
-def test_the_assistants_messages_are_the_targets_of_a_chat(tmp_path: Path) -> None:
+def test_chat_targets_are_the_assistants_messages(tmp_path: Path) -> None:
     chat = [
         {"role": "user", "content": "to be"},
         {"role": "assistant", "content": "or not"},
@@ -149,7 +149,7 @@ def test_the_assistants_messages_are_the_targets_of_a_chat(tmp_path: Path) -> No
     assert everything.count(LLAMA.eos_id) == 4  # written by the template
 
 
-def test_a_message_with_a_tool_call_needs_no_content(tmp_path: Path) -> None:
+def test_chat_tool_call_needs_no_content(tmp_path: Path) -> None:
     calls = "<s>{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}"
     call = {
         "role": "assistant",
@@ -163,7 +163,7 @@ def test_a_message_with_a_tool_call_needs_no_content(tmp_path: Path) -> None:
     )
 
 
-def test_content_can_be_parts_of_text(tmp_path: Path) -> None:
+def test_chat_content_can_be_parts_of_text(tmp_path: Path) -> None:
     parts = [{"type": "text", "text": "or "}, {"type": "text", "text": "not"}]
     found = []
     for content in (parts, "or not"):
@@ -174,7 +174,7 @@ def test_content_can_be_parts_of_text(tmp_path: Path) -> None:
     assert LLAMA.decode(found[0]) == "or not\n\n"
 
 
-def test_keys_of_messages_that_the_template_does_not_read_are_refused(tmp_path: Path) -> None:
+def test_chat_keys_that_the_template_ignores_are_refused(tmp_path: Path) -> None:
     user = {
         "role": "user",
         "content": "hi",
@@ -196,7 +196,7 @@ def test_keys_of_messages_that_the_template_does_not_read_are_refused(tmp_path: 
     assert "hm" in LLAMA.decode(targets(JsonlDataset([file], reads, 64)))
 
 
-def test_a_message_of_weight_0_is_no_target(tmp_path: Path) -> None:
+def test_chat_message_of_weight_0_is_no_target(tmp_path: Path) -> None:
     chat = [
         {"role": "user", "content": "to be"},
         {"role": "assistant", "content": "or not", "weight": 0},
@@ -212,7 +212,7 @@ def test_a_message_of_weight_0_is_no_target(tmp_path: Path) -> None:
         JsonlDataset([file], LLAMA, 256)
 
 
-def test_a_prompt_and_a_completion_can_be_messages(tmp_path: Path) -> None:
+def test_prompt_and_completion_can_be_messages(tmp_path: Path) -> None:
     prompt = [
         {"role": "user", "content": "to be"},
         {"role": "assistant", "content": "or"},
@@ -228,7 +228,7 @@ def test_a_prompt_and_a_completion_can_be_messages(tmp_path: Path) -> None:
     assert targets(JsonlDataset([file], LLAMA, 256)) == targets(JsonlDataset([chat], LLAMA, 256))
 
 
-def test_the_tools_of_a_line_are_passed_to_the_template(tmp_path: Path) -> None:
+def test_chat_template_gets_the_tools(tmp_path: Path) -> None:
     template = (
         "<s>{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE
     )
@@ -245,7 +245,7 @@ def test_the_tools_of_a_line_are_passed_to_the_template(tmp_path: Path) -> None:
         JsonlDataset([file], LLAMA, 256)
 
 
-def test_the_template_gets_its_variables_and_the_date_of_the_run() -> None:
+def test_chat_template_gets_its_variables_and_the_date() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
     def date(tokenizer: FileTokenizer) -> str:
@@ -263,7 +263,7 @@ def test_the_template_gets_its_variables_and_the_date_of_the_run() -> None:
     assert (date(first), date(second)) == ("today", "today, today!")
 
 
-def test_a_date_whose_format_the_template_computes_is_refused_unless_it_is_set() -> None:
+def test_chat_template_date_of_a_computed_format() -> None:
     tokenizer = llama("{{ strftime_now(form) }}")
     with pytest.raises(ConfigError) as error:
         tokenizer.render([{"role": "user", "content": "hi"}], add_generation_prompt=False)
@@ -291,7 +291,7 @@ def masked_by_transformers(
     ]
 
 
-def test_generation_tags_of_the_template_mark_the_targets_as_in_transformers(
+def test_generation_tags_mark_targets_as_transformers(
     tmp_path: Path,
 ) -> None:
     template = (
@@ -316,7 +316,7 @@ def test_generation_tags_of_the_template_mark_the_targets_as_in_transformers(
     assert only_last == "the question\n\n"
 
 
-def test_the_templates_of_trl_mark_the_targets_as_in_transformers(tmp_path: Path) -> None:
+def test_trl_templates_mark_targets_as_transformers(tmp_path: Path) -> None:
     (package,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr]
     config = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     contents = ["What is 2 + 2?", "It is 4.", "And 3 + 3?", "  Six,\nof them. "]
@@ -341,12 +341,12 @@ def test_the_templates_of_trl_mark_the_targets_as_in_transformers(tmp_path: Path
     assert len(compared) > 30
 
 
-def test_text_field_names_the_field_of_the_text(tmp_path: Path) -> None:
+def test_text_field_names_the_field(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"body": "xy"}])
     assert targets(JsonlDataset([file], BYTES, 8, text_field="body")) == [ord("y"), BYTES.eos_id]
 
 
-def test_the_fingerprint_depends_on_the_targets_and_the_sequence_length(tmp_path: Path) -> None:
+def test_jsonl_fingerprint(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"prompt": "ab", "completion": "cd"}])
     first = JsonlDataset([file], BYTES, 8).fingerprint()
     assert JsonlDataset([file], BYTES, 8).fingerprint() == first
@@ -418,7 +418,7 @@ INVALID = {
 
 
 @pytest.mark.parametrize("name", INVALID)
-def test_an_invalid_line_is_named(name: str, tmp_path: Path) -> None:
+def test_jsonl_error_names_the_line(name: str, tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     line, part = INVALID[name]
     file.write_bytes(b'{"text": "ok"}\n' + line.encode(errors="surrogateescape") + b"\n")
@@ -430,7 +430,7 @@ def test_an_invalid_line_is_named(name: str, tmp_path: Path) -> None:
     assert second.startswith(f"{tmp_path}/b.jsonl:1: no text (text_field)")
 
 
-def test_truncated_files_and_files_without_targets_are_errors(tmp_path: Path) -> None:
+def test_jsonl_truncated_or_without_targets_is_refused(tmp_path: Path) -> None:
     cut = tmp_path / "a.jsonl.gz"
     cut.write_bytes(gzip.compress(b'{"text": "x"}\n' * 1000)[:-20])
     with pytest.raises(ConfigError, match=rf"^{cut}: .* byte \d+"):
@@ -455,7 +455,7 @@ def test_truncated_files_and_files_without_targets_are_errors(tmp_path: Path) ->
         assert named_keys(error.value) >= {"loss_on"}
 
 
-def test_files_without_samples_are_an_error(tmp_path: Path) -> None:
+def test_jsonl_without_samples_is_refused(tmp_path: Path) -> None:
     empty, one = (
         write(tmp_path / "empty.jsonl", []),
         write(tmp_path / "one.jsonl", [{"text": "ab"}]),

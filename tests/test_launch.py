@@ -104,9 +104,7 @@ ALL = TORCHRUN | SRUN | OPEN_MPI | HYDRA | PALS
         (HYDRA | {"MASTER_ADDR": "a"}, Launch(3, 4, 1, 2, 1, "a", 20000, "Hydra")),
     ],
 )
-def test_the_launcher_sets_ranks_and_rendezvous_address(
-    env: dict[str, str], launch: Launch
-) -> None:
+def test_launch_from_environment(env: dict[str, str], launch: Launch) -> None:
     assert Launch.from_env(env) == launch
 
 
@@ -114,9 +112,7 @@ def test_the_launcher_sets_ranks_and_rendezvous_address(
     ("env", "launcher"),
     [(OPEN_MPI, "Open MPI"), (HYDRA, "Hydra"), (PALS, "PALS"), (PALS | HYDRA, "PALS")],
 )
-def test_mpiexec_sets_ranks_and_pbs_the_rendezvous_address(
-    env: dict[str, str], launcher: str, tmp_path: Path
-) -> None:
+def test_launch_under_mpiexec_and_pbs(env: dict[str, str], launcher: str, tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("x3001c0s7b0n0\nx3001c0s7b0n0\nx3001c0s7b1n0\n")
     job = {"PBS_JOBID": "2071.polaris-pbs-01", "PBS_NODEFILE": str(tmp_path / "nodes")}
     launch = Launch.from_env(env | job)
@@ -131,7 +127,7 @@ def test_mpiexec_sets_ranks_and_pbs_the_rendezvous_address(
     assert (chosen.address, chosen.port) == ("here", 1234)
 
 
-def test_jobs_that_can_share_a_machine_use_different_ports() -> None:
+def test_launch_ports_of_jobs_on_one_machine_differ() -> None:
     steps = [
         SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
         for job in range(700)
@@ -148,14 +144,14 @@ def test_jobs_that_can_share_a_machine_use_different_ports() -> None:
 @pytest.mark.parametrize(
     "outer", [SRUN, SBATCH, OPEN_MPI, HYDRA, PALS, {"PMI_RANK": "0", "SLURM_STEP_ID": "0"}]
 )
-def test_torchrun_inside_of_another_launcher_counts(outer: dict[str, str]) -> None:
+def test_launch_prefers_torchrun_inside_another_launcher(outer: dict[str, str]) -> None:
     assert Launch.from_env(outer | TORCHRUN | {"TORCHELASTIC_RUN_ID": "x"}) == Launch.from_env(
         TORCHRUN
     )
 
 
 @pytest.mark.parametrize(("mpi", "launcher"), [(OPEN_MPI, "Open MPI"), (HYDRA, "Hydra")])
-def test_mpiexec_counts_if_srun_started_its_daemons(mpi: dict[str, str], launcher: str) -> None:
+def test_launch_prefers_mpiexec_inside_srun(mpi: dict[str, str], launcher: str) -> None:
     daemon = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     launch = Launch.from_env(SRUN | daemon | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)"} | mpi)
     assert (launch.rank, launch.world_size, launch.address, launch.launcher) == (
@@ -166,7 +162,7 @@ def test_mpiexec_counts_if_srun_started_its_daemons(mpi: dict[str, str], launche
     )
 
 
-def test_torchrun_variables_may_agree_with_another_launcher() -> None:
+def test_launch_accepts_variables_that_agree() -> None:
     assert Launch.from_env(
         SRUN | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
     ) == Launch.from_env(SRUN)
@@ -207,7 +203,7 @@ AGAINST_SRUN = ["RANK=0, but 3 by SLURM_PROCID", "WORLD_SIZE=8, but 4 by SLURM_S
         (PALS | {"MASTER_ADDR": "a", "MASTER_PORT": "0"}, ["MASTER_PORT=0 "]),
     ],
 )
-def test_variables_with_invalid_or_contradictory_values_are_named(
+def test_launch_names_invalid_or_contradictory_variables(
     env: dict[str, str], starts: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -235,14 +231,14 @@ REQUIRED = {
 
 
 @pytest.mark.parametrize("launcher", REQUIRED)
-def test_a_missing_variable_of_a_launcher_is_named(launcher: str) -> None:
+def test_launch_names_a_missing_variable(launcher: str) -> None:
     env, required = REQUIRED[launcher]
     for unset in required:
         with pytest.raises(ConfigError, match=f"set but {unset} not; start with {launcher},"):
             Launch.from_env({name: value for name, value in env.items() if name != unset})
 
 
-def test_rank_0_is_on_the_first_host_of_slurms_node_list() -> None:
+def test_launch_master_is_slurms_first_host() -> None:
     first = {
         "a": "a",
         "a,b": "a",
@@ -263,7 +259,7 @@ def test_rank_0_is_on_the_first_host_of_slurms_node_list() -> None:
         st.sampled_from([*ALL]), st.text() | st.integers(-1, 5).map(str) | st.integers().map(str)
     )
 )
-def test_any_environment_has_valid_ranks_or_is_refused(changes: dict[str, str]) -> None:
+def test_launch_of_any_environment_is_valid_or_refused(changes: dict[str, str]) -> None:
     for env in ({}, TORCHRUN, SRUN, OPEN_MPI, HYDRA, PALS):
         try:
             launch = Launch.from_env(env | changes)
@@ -274,13 +270,13 @@ def test_any_environment_has_valid_ranks_or_is_refused(changes: dict[str, str]) 
 
 
 @pytest.mark.slow
-def test_a_run_with_missing_variables_exits_with_2(tmp_path: Path) -> None:
+def test_missing_launch_variables_exit_with_2(tmp_path: Path) -> None:
     done = run_fsdp(tmp_path, WORLD_SIZE="2", code=2)
     assert "RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT not" in done.stderr
 
 
 @pytest.mark.slow
-def test_a_rank_on_another_node_prints_its_own_errors(tmp_path: Path) -> None:
+def test_launch_errors_print_on_every_node(tmp_path: Path) -> None:
     env: dict[str, Any] = {
         "RANK": "1",
         "WORLD_SIZE": "2",
@@ -293,14 +289,14 @@ def test_a_rank_on_another_node_prints_its_own_errors(tmp_path: Path) -> None:
     assert "n_heads" in done.stderr
 
 
-def test_a_restart_is_recognized() -> None:
+def test_launch_recognizes_a_restart() -> None:
     for restart in ("TORCHELASTIC_RESTART_COUNT=2", "SLURM_RESTART_COUNT=1", "DET_TRIAL_RUN_ID=3"):
         assert is_restart(variables(restart))
     for first in ("", "TORCHELASTIC_RESTART_COUNT=0 DET_TRIAL_RUN_ID=1", "DET_TRIAL_RUN_ID=x"):
         assert not is_restart(variables(first))
 
 
-def test_torchruns_report_of_a_failure_shows_every_line_of_the_error(
+def test_torchrun_report_shows_every_line_of_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "error.json"
@@ -327,7 +323,7 @@ def install(folder: Path, version: str) -> None:
     "version",
     ["2.10.1", "1.13", "2.1.0a0+git", "0", "2.11", "2.11.0rc1+cu130", "2.11rc1", "3.0", "10.0.0"],
 )
-def test_only_an_old_torch_is_refused(
+def test_require_torch_refuses_an_old_version(
     version: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -344,7 +340,7 @@ def test_only_an_old_torch_is_refused(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_with_an_old_torch_exits_with_2_and_one_line(ranks: int, tmp_path: Path) -> None:
+def test_old_torch_exits_with_2_and_one_line(ranks: int, tmp_path: Path) -> None:
     install(tmp_path / "old", "2.1.0")
     done = run_fsdp(tmp_path, ranks=ranks, PYTHONPATH=f"{tmp_path / 'old'}:{REPOSITORY}", code=2)
     assert re.fullmatch(r"torch: version 2\.1\.0 .*2\.11.*\n", done.stderr)
@@ -352,7 +348,7 @@ def test_a_run_with_an_old_torch_exits_with_2_and_one_line(ranks: int, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(has_gpu(), reason="this machine has a GPU")
-def test_a_run_that_requires_a_missing_gpu_exits_with_2_and_one_line(tmp_path: Path) -> None:
+def test_missing_gpu_exits_with_2_and_one_line(tmp_path: Path) -> None:
     done = run_fsdp(tmp_path, ranks=2, CUDA_VISIBLE_DEVICES="0", code=2)
     assert re.fullmatch(r"CUDA_VISIBLE_DEVICES=0: .*\n", done.stderr)
 
@@ -360,7 +356,7 @@ def test_a_run_that_requires_a_missing_gpu_exits_with_2_and_one_line(tmp_path: P
 @pytest.mark.parametrize(
     ("device", "found"), [("nvidia1", True), ("kfd", True), ("dxg", True), ("nvidiactl", False)]
 )
-def test_a_gpu_is_recognized_by_its_device(
+def test_has_gpu_looks_at_devices(
     device: str, found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / device).touch()
@@ -421,7 +417,7 @@ def finish(launcher: subprocess.Popen[str]) -> tuple[int, str, str]:
     return launcher.returncode, output, errors
 
 
-def test_ranks_receive_their_variables_and_the_arguments(tmp_path: Path) -> None:
+def test_local_launch_sets_variables_and_arguments(tmp_path: Path) -> None:
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR"]
     script = (
         f"say(*[os.environ[name] for name in {names}], sys.argv[1:], os.environ['MASTER_PORT'])"
@@ -438,19 +434,19 @@ def test_ranks_receive_their_variables_and_the_arguments(tmp_path: Path) -> None
     assert len(set(ports)) == 1
 
 
-def test_a_master_port_that_is_set_is_kept(tmp_path: Path) -> None:
+def test_local_launch_keeps_master_port(tmp_path: Path) -> None:
     with launched(tmp_path, "say(os.environ['MASTER_PORT'])", MASTER_PORT="1234") as launcher:
         assert finish(launcher) == (0, "1234\n1234\n", "")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [1, 2, 77])
-def test_the_exit_code_is_that_of_the_failed_rank(code: int, tmp_path: Path) -> None:
+def test_local_launch_exit_code_is_that_of_the_failed_rank(code: int, tmp_path: Path) -> None:
     with launched(tmp_path, f"if rank == 1: sys.exit({code})\ntime.sleep(60)") as launcher:
         assert finish(launcher) == (code, "", "")
 
 
-def test_a_killed_rank_is_named_and_the_others_end_within_two_seconds(tmp_path: Path) -> None:
+def test_local_launch_names_a_killed_rank(tmp_path: Path) -> None:
     """The others ignore SIGTERM, like ranks in a collective."""
     script = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{READY}time.sleep(60)"
     with launched(tmp_path, script, ranks=3) as launcher:
@@ -464,7 +460,7 @@ def test_a_killed_rank_is_named_and_the_others_end_within_two_seconds(tmp_path: 
     assert (code, errors) == (128 + signal.SIGKILL, "")
 
 
-def test_child_processes_of_a_hung_rank_are_killed(tmp_path: Path) -> None:
+def test_local_launch_kills_children_of_a_hung_rank(tmp_path: Path) -> None:
     script = """
 if rank == 1:
     while not os.path.exists("hung"):
@@ -484,9 +480,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
-def test_a_signal_is_forwarded_and_exit_code_0_returned(
-    signum: signal.Signals, tmp_path: Path
-) -> None:
+def test_local_launch_forwards_signals(signum: signal.Signals, tmp_path: Path) -> None:
     script = f"""
 def stop(signum, frame):
     say("received", signum)
@@ -512,7 +506,7 @@ def ended(processes: list[psutil.Process], within: float = 5) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="uses PR_SET_PDEATHSIG of Linux")
-def test_killing_the_launcher_leaves_no_orphans(tmp_path: Path) -> None:
+def test_local_launch_killed_leaves_no_orphans(tmp_path: Path) -> None:
     with launched(tmp_path, f"{READY}time.sleep(60)") as launcher:
         ranks = ready(launcher)
         launcher.kill()
@@ -520,7 +514,7 @@ def test_killing_the_launcher_leaves_no_orphans(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--nproc", "0", "x.py"], ["--nproc", "two", "x.py"], []])
-def test_an_invalid_command_line_exits_with_2_without_a_traceback(arguments: list[str]) -> None:
+def test_local_launch_refuses_an_invalid_command_line(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "lm.launch", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2

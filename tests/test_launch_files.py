@@ -54,7 +54,7 @@ def mappings(value: Any) -> list[Document]:
 
 
 @pytest.mark.parametrize("file", READERS)
-def test_kubeflows_models_know_every_field(file: str) -> None:
+def test_kubeflow_models_know_every_field(file: str) -> None:
     """The models drop a field that they do not know, or refuse it."""
     read: Callable[[Document], Any] = READERS[file]
     for document in read_documents(file):
@@ -66,7 +66,7 @@ def test_kubeflows_models_know_every_field(file: str) -> None:
                 assert read(changed) != changed or where.keys() == {"Master", "Worker"}, where
 
 
-def test_a_run_has_time_to_save_before_torchrun_or_kubernetes_kills_it() -> None:
+def test_grace_period_is_longer_than_a_save() -> None:
     runtime, job = read_documents("trainjob.yaml")
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     pods = [(node["template"]["spec"]["template"], job["spec"]["trainer"]["env"])]
@@ -81,7 +81,7 @@ def test_a_run_has_time_to_save_before_torchrun_or_kubernetes_kills_it() -> None
 
 
 @pytest.mark.slow
-def test_a_bad_configuration_ends_a_trainjob(tmp_path: Path) -> None:
+def test_trainjob_ends_after_a_bad_configuration(tmp_path: Path) -> None:
     """Its container exits with the code that fails the Kubernetes Job, whose reason then fails the JobSet."""
     runtime, job = read_documents("trainjob.yaml")
     policy, trainer = runtime["spec"]["template"]["spec"]["failurePolicy"], job["spec"]["trainer"]
@@ -111,7 +111,7 @@ def test_a_bad_configuration_ends_a_trainjob(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resume", ["fresh", "runs/other"])
-def test_a_run_that_is_restarted_resumes_by_itself(
+def test_restart_when_stopped_needs_resume_auto(
     resume: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every restart would start over."""
@@ -129,7 +129,7 @@ assert resources.use_spot and resources.job_recovery, resources
 """
 
 
-def test_skypilot_reads_its_task(tmp_path: Path) -> None:
+def test_skypilot_reads_sky_yaml(tmp_path: Path) -> None:
     command = shutil.which("sky")
     if command is None:
         pytest.skip("sky is not installed (pip install skypilot in a separate environment)")

@@ -78,7 +78,7 @@ a_few = st.integers(1, 4)
 
 @settings(deadline=None)
 @given(some_samples, a_few, a_few, a_few, some_steps, st.booleans())
-def test_a_global_batch_holds_the_same_samples_whatever_ranks_and_batch_size(
+def test_global_batch_samples_depend_on_no_ranks_or_batch_size(
     samples: int, ranks: int, batch_size: int, accumulation: int, step: int, shuffle: bool
 ) -> None:
     total = ranks * batch_size * accumulation
@@ -96,15 +96,13 @@ def test_a_global_batch_holds_the_same_samples_whatever_ranks_and_batch_size(
 
 @settings(deadline=None)
 @given(some_samples, st.integers(1, 12), st.integers(0, 5))
-def test_every_epoch_holds_every_sample_once_even_if_batches_do_not_divide_it(
-    samples: int, total: int, seed: int
-) -> None:
+def test_epoch_holds_every_sample_once(samples: int, total: int, seed: int) -> None:
     indices = sample_ids(loader(samples, total, seed=seed), math.ceil(3 * samples / total))
     for epoch in range(3):
         assert sorted(indices[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
-def test_without_shuffling_each_epoch_is_in_order() -> None:
+def test_shuffle_false_keeps_the_order() -> None:
     assert sample_ids(loader(5, 2, shuffle=False), 6) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
@@ -114,7 +112,7 @@ def test_without_shuffling_each_epoch_is_in_order() -> None:
 
 @settings(deadline=None)
 @given(some_samples, a_few, a_few, a_few, st.integers(1, 5))
-def test_validation_uses_each_sample_once_in_equally_many_micro_batches(
+def test_validation_uses_each_sample_once(
     samples: int, ranks: int, batch_size: int, accumulation: int, batches: int
 ) -> None:
     total = ranks * batch_size * accumulation
@@ -139,9 +137,7 @@ def test_validation_uses_each_sample_once_in_equally_many_micro_batches(
 
 
 @pytest.mark.parametrize(("total", "nearest"), [(13, "12 or 24"), (35, "24 or 36"), (5, "12")])
-def test_an_uneven_global_batch_is_an_error_with_the_nearest_multiples(
-    total: int, nearest: str
-) -> None:
+def test_total_batch_size_error_names_the_nearest_multiples(total: int, nearest: str) -> None:
     assert derive_global_batch_size(config(batch_size=3), dp_size=4) == 12
     assert derive_global_batch_size(config(batch_size=3, total_batch_size=36), dp_size=4) == 36
     with pytest.raises(
@@ -169,13 +165,13 @@ def train_dataset(data: Data) -> Dataset:
 
 
 @pytest.mark.parametrize("key", ["train_data", "val_data", "tokenizer"])
-def test_synthetic_data_with_files_are_an_error(key: str) -> None:
+def test_synthetic_data_with_files_is_refused(key: str) -> None:
     with pytest.raises(ConfigError) as error:
         open_data(config(**{key: "somewhere"}), 100, 8, 1, 0)
     assert named_keys(error.value) >= {key, "dataset"}
 
 
-def test_synthetic_samples_are_ten_batches_that_are_the_same_on_every_machine() -> None:
+def test_synthetic_samples_are_ten_fixed_batches() -> None:
     data, other = (
         open_data(config(), vocab_size=100, seq_len=8, global_batch_size=3, seed=seed)
         for seed in (42, 1)
@@ -210,7 +206,7 @@ def decoded(data: Data, windows: Dataset) -> str:
     )
 
 
-def test_the_end_of_the_text_is_held_out_unless_val_data_are_given(tmp_path: Path) -> None:
+def test_val_data_default_is_the_end_of_the_text(tmp_path: Path) -> None:
     (tmp_path / "val").mkdir()
     (tmp_path / "val/a.txt").write_text("val" * 20)
     text = "".join(map(chr, range(32, 127))) * 20
@@ -224,13 +220,13 @@ def test_the_end_of_the_text_is_held_out_unless_val_data_are_given(tmp_path: Pat
     assert decoded(data, data.validation) == "val" * 20
 
 
-def test_a_vocabulary_smaller_than_the_tokenizers_is_an_error(tmp_path: Path) -> None:
+def test_vocab_size_below_the_tokenizers_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 99)
     with pytest.raises(ConfigError, match=r"^vocab_size: 256 .*257 ids of tokenizer bytes"):
         open_text(tmp_path, vocab_size=256)
 
 
-def test_fewer_samples_than_one_batch_are_an_error(tmp_path: Path) -> None:
+def test_fewer_samples_than_a_batch_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 99)
     assert open_text(tmp_path, val_data=str(tmp_path), total=9).train.samples_per_epoch == 9
     (tmp_path / "b").mkdir()
@@ -245,7 +241,7 @@ def test_fewer_samples_than_one_batch_are_an_error(tmp_path: Path) -> None:
             open_text(tmp_path / "a.txt", total=total, val_data=val_data)
 
 
-def test_the_fingerprint_depends_only_on_the_data(tmp_path: Path) -> None:
+def test_data_fingerprint_depends_only_on_the_data(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 300)
     before = open_text(tmp_path).fingerprints()["data"]
     assert open_text(tmp_path, batch_size=2, shuffle=False).fingerprints()["data"] == before
@@ -255,13 +251,13 @@ def test_the_fingerprint_depends_only_on_the_data(tmp_path: Path) -> None:
     assert after["train"] == before["train"]
 
 
-def test_one_sequence_is_held_out_of_a_short_text(tmp_path: Path) -> None:
+def test_val_data_default_of_a_short_text_is_one_sequence(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 99)
     data = open_text(tmp_path)
     assert (data.train.samples_per_epoch, len(data.validation)) == (8, 1)
 
 
-def test_bits_per_byte_count_the_text_of_the_validated_targets_on_any_ranks(tmp_path: Path) -> None:
+def test_bits_per_byte_counts_the_validated_text(tmp_path: Path) -> None:
     texts = ["to be", "or not to be, that is the question", "Größe"]
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_text(text)
@@ -308,7 +304,7 @@ def counts(data: Data) -> list[list[str]]:
     return [re.findall(r"[\d.]+ (?:% )?[a-z]+", note) for note in data.notes]
 
 
-def test_padding_truncated_and_dropped_samples_are_counted_in_a_note(tmp_path: Path) -> None:
+def test_data_note_counts_padded_truncated_and_dropped(tmp_path: Path) -> None:
     lines = [{"text": "abcdefgh"}, {"text": "ab"}]
     answers = [{"prompt": "abcdefgh", "completion": "i"}, {"prompt": "a", "completion": "b"}]
     truncated = ["2 samples", "2 sequences", "25.0 % padding", "1 truncated", "40.0 % of"]
@@ -323,9 +319,7 @@ def test_padding_truncated_and_dropped_samples_are_counted_in_a_note(tmp_path: P
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_samples_that_are_all_too_long_for_a_target_are_an_error(
-    packing: bool, tmp_path: Path
-) -> None:
+def test_jsonl_samples_that_are_all_too_long_are_refused(packing: bool, tmp_path: Path) -> None:
     lines = [{"prompt": "a" * length, "completion": "b"} for length in (11, 7)]
     with pytest.raises(ConfigError, match=r"max_seq_len 4 .* 11 or more"):
         open_lines(tmp_path, *lines, packing=packing, loss_on="completion")
@@ -334,7 +328,7 @@ def test_samples_that_are_all_too_long_for_a_target_are_an_error(
     assert batch.n_target_tokens == (batch.micro_batches[0].targets != IGNORE_INDEX).sum() > 0
 
 
-def test_a_batch_counts_the_target_tokens_of_all_ranks(tmp_path: Path) -> None:
+def test_batch_counts_the_target_tokens_of_all_ranks(tmp_path: Path) -> None:
     lines = [{"prompt": "a", "completion": "b" * count} for count in range(1, 7)]
     data = open_lines(tmp_path, *lines, packing=False, loss_on="completion", seq_len=8)
     sources = [
@@ -349,13 +343,13 @@ def test_a_batch_counts_the_target_tokens_of_all_ranks(tmp_path: Path) -> None:
     assert batches[0].n_target_tokens == batches[1].n_target_tokens == sum(counts)
 
 
-def test_jsonl_requires_training_data(tmp_path: Path) -> None:
+def test_jsonl_requires_train_data(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         open_lines(tmp_path, {"text": "ab"}, without="train_data")
     assert named_keys(error.value) >= {"train_data", "dataset"}
 
 
-def test_every_20th_line_is_held_out_unless_val_data_are_given(tmp_path: Path) -> None:
+def test_val_data_default_is_every_20th_line(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": "b"}\n' * 3)
     lines = [{"text": chr(ord("A") + i)} for i in range(38)]
     data = open_lines(
@@ -368,7 +362,7 @@ def test_every_20th_line_is_held_out_unless_val_data_are_given(tmp_path: Path) -
     assert len(open_lines(tmp_path, *lines, packing=False).validation) == 38
 
 
-def test_samples_continue_the_start_of_the_validation_data(tmp_path: Path) -> None:
+def test_prompt_default_is_the_start_of_validation_data(tmp_path: Path) -> None:
     answer = {"prompt": "What?", "completion": "That."}
     data = open_lines(tmp_path, answer, answer, seq_len=12, loss_on="completion")
     assert bytes(data.prompt()) == b"What?"

@@ -155,7 +155,7 @@ Q_AND_V = {"lora_targets": ["q_proj", "v_proj"], "lora_alpha": 3.0}
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param(Q_AND_V, marks=pytest.mark.slow)], ids=["all", "q, v"]
 )
-def test_training_equals_training_in_peft(
+def test_lora_trains_as_peft(
     changes: dict[str, Any], bases: dict[str, Path], tmp_path: Path
 ) -> None:
     hyperparameters = settings(bases["llama"], max_steps=20, lr=1e-3, **changes)
@@ -200,12 +200,12 @@ def losses(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
-def test_two_ranks_train_as_one(name: str, losses: dict[str, list[float]]) -> None:
+def test_lora_on_two_ranks_trains_as_on_one(name: str, losses: dict[str, list[float]]) -> None:
     assert losses[name] == pytest.approx(losses["one"], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_two_ranks_train_a_model_with_tied_embeddings_as_one(
+def test_lora_with_tied_embeddings_on_two_ranks(
     losses: dict[str, list[float]],
 ) -> None:
     assert losses["tied"] == pytest.approx(losses["tied-one"], rel=1e-5)
@@ -213,20 +213,22 @@ def test_two_ranks_train_a_model_with_tied_embeddings_as_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", AMP_DTYPES)
-def test_lower_precision_trains_close_to_float32(name: str, losses: dict[str, list[float]]) -> None:
+def test_lora_in_lower_precision_is_close_to_float32(
+    name: str, losses: dict[str, list[float]]
+) -> None:
     assert losses[name] == pytest.approx(losses["one"], rel=1e-2)
     assert losses[name] != pytest.approx(losses["one"], rel=1e-6)
 
 
 @pytest.mark.slow
-def test_adapters_have_dropout_which_recomputation_repeats(losses: dict[str, list[float]]) -> None:
+def test_lora_dropout_is_repeated_by_recomputation(losses: dict[str, list[float]]) -> None:
     assert losses["dropout-recompute"] == pytest.approx(losses["dropout"], rel=1e-6)
     assert losses["dropout"][0] == pytest.approx(losses["one"][0], rel=1e-5)  # B is 0
     assert losses["dropout"] != pytest.approx(losses["one"], rel=1e-4)
 
 
 @pytest.mark.slow
-def test_groups_of_ranks_train_as_one(
+def test_lora_on_groups_of_ranks_trains_as_on_one(
     bases: dict[str, Path], losses: dict[str, list[float]], tmp_path: Path
 ) -> None:
     grouped = {"shard_group_size": 2, "batch_size": 1}
@@ -241,7 +243,7 @@ def test_groups_of_ranks_train_as_one(
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs g++")
-def test_compiled_blocks_train_the_same(
+def test_lora_compiled_trains_the_same(
     bases: dict[str, Path], losses: dict[str, list[float]], tmp_path: Path
 ) -> None:
     runs = {
@@ -290,7 +292,7 @@ def sizes(world: World, hyperparameters: dict[str, Any]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_the_base_is_frozen_in_the_compute_dtype_and_sharded(bases: dict[str, Path]) -> None:
+def test_lora_base_is_frozen_sharded_and_in_compute_dtype(bases: dict[str, Path]) -> None:
     hyperparameters = settings(bases["llama"], lora_rank=4)
     hp = read_with_model_defaults(hyperparameters)
     adapters = hp.n_trained_parameters
@@ -304,7 +306,7 @@ def test_the_base_is_frozen_in_the_compute_dtype_and_sharded(bases: dict[str, Pa
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_no_gradient_of_the_base_is_computed(chunked: bool, bases: dict[str, Path]) -> None:
+def test_lora_computes_no_gradient_of_the_base(chunked: bool, bases: dict[str, Path]) -> None:
     hp = read_with_model_defaults(settings(bases["llama"]))
     with torch.device("meta"):  # on which attention is counted as plain matrix products
         model = lora.add_adapters(Transformer(hp), hp, None)
@@ -324,9 +326,7 @@ def test_no_gradient_of_the_base_is_computed(chunked: bool, bases: dict[str, Pat
 
 
 @pytest.mark.slow
-def test_a_step_gathers_the_base_in_16_bits_and_reduces_adapters_alone(
-    bases: dict[str, Path], tmp_path: Path
-) -> None:
+def test_lora_step_collectives(bases: dict[str, Path], tmp_path: Path) -> None:
     hyperparameters = settings(
         bases["llama"], lora_rank=4, amp_dtype="bfloat16", report_rate=100, total_batch_size=4
     )
@@ -344,9 +344,7 @@ def test_a_step_gathers_the_base_in_16_bits_and_reduces_adapters_alone(
 
 
 @pytest.mark.slow
-def test_the_first_block_and_the_others_are_compiled_once_each(
-    bases: dict[str, Path], tmp_path: Path
-) -> None:
+def test_lora_compile_makes_two_graphs_of_blocks(bases: dict[str, Path], tmp_path: Path) -> None:
     hyperparameters = settings(bases["llama"], compile=True, report_rate=100, lora_dropout=0.1)
     steps = run_ranks(1, count_steps_of_each, str(tmp_path), {"compiled": hyperparameters})[0][
         "compiled"
@@ -366,7 +364,7 @@ def adapters_on(world: World, hyperparameters: dict[str, Any]) -> dict[str, Any]
 
 
 @pytest.mark.slow
-def test_initial_adapters_are_pefts_and_depend_neither_on_world_size_nor_on_strategy(
+def test_lora_initial_adapters_are_those_of_peft(
     bases: dict[str, Path],
 ) -> None:
     hp = read_with_model_defaults(settings(bases["llama"]))
@@ -410,7 +408,7 @@ def resumable(bases: dict[str, Path]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_holds_the_adapters_alone_and_names_their_base(
+def test_lora_checkpoint_holds_adapters_and_names_the_base(
     bases: dict[str, Path], trained: Path
 ) -> None:
     checkpoint = checkpoints_by_step(trained)[6]
@@ -426,7 +424,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_names_their_base(
 
 
 @pytest.mark.slow
-def test_a_run_resumes_exactly(bases: dict[str, Path], trained: Path, tmp_path: Path) -> None:
+def test_lora_resumes_exactly(bases: dict[str, Path], trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "runs" / "test", tmp_path / "runs" / "test")
     shutil.rmtree(checkpoints_by_step(tmp_path)[6])
     done = run_fsdp(tmp_path, ranks=2, config=resumable(bases), code=0)
@@ -438,7 +436,7 @@ def test_a_run_resumes_exactly(bases: dict[str, Path], trained: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_resuming_with_another_base_is_refused(
+def test_lora_resume_refuses_another_base(
     bases: dict[str, Path], trained: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(trained / "runs" / "test", tmp_path / "runs" / "test")
@@ -456,9 +454,7 @@ def test_resuming_with_another_base_is_refused(
 
 
 @pytest.mark.slow
-def test_full_training_from_adapters_is_refused(
-    bases: dict[str, Path], trained: Path, tmp_path: Path
-) -> None:
+def test_init_from_refuses_adapters(bases: dict[str, Path], trained: Path, tmp_path: Path) -> None:
     source = checkpoints_by_step(trained)[6]
     hyperparameters = resumable(bases) | {"init_from": str(source)}
     for changes in ({"lora_rank": None, "lora_dropout": 0.0}, {}):
@@ -466,7 +462,7 @@ def test_full_training_from_adapters_is_refused(
         assert re.match(f"init_from: {source} .*{bases['llama']}; .*lm.hf export ", done.stderr)
 
 
-def test_adapters_do_not_start_with_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
+def test_lora_refuses_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
     """As in a trial on Determined that is forked from one without adapters."""
 
     def fork(world: World) -> None:
@@ -483,7 +479,7 @@ def test_adapters_do_not_start_with_a_checkpoint_of_all_weights(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_checkpoint_can_be_the_base(tmp_path: Path) -> None:
+def test_lora_base_can_be_a_checkpoint(tmp_path: Path) -> None:
     shape = TINY | {"validation_batches": 1}
     run_fsdp(tmp_path, "max_steps=2", "run_name=base", config=shape, code=0)
     how = ["init_from=runs/base", "lora_rank=2", "max_steps=2", "lr=0.01"]
@@ -524,7 +520,7 @@ def test_a_checkpoint_can_be_the_base(tmp_path: Path) -> None:
     ("family", "targets"),
     [("llama", None), ("gpt2", None), ("gpt2", ["q_proj", "v_proj", "down_proj"])],
 )
-def test_transformers_and_peft_load_what_is_exported(
+def test_lora_export_loads_in_transformers_and_peft(
     family: str, targets: list[str] | None, bases: dict[str, Path], tmp_path: Path
 ) -> None:
     import peft
@@ -551,13 +547,13 @@ def test_transformers_and_peft_load_what_is_exported(
     assert (merged - before).abs().max() > 0.1
 
 
-def test_a_base_in_object_storage_is_refused() -> None:
+def test_lora_base_in_object_storage_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^init_from: .*lm.hf export s3://bucket/run "):
         in_world(lambda world: hf_base.find_base("s3://bucket/run", world))
 
 
 @pytest.mark.slow
-def test_generation_merges_adapters_into_their_base_wherever_it_is(
+def test_generate_merges_adapters_into_their_base(
     bases: dict[str, Path], trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = checkpoints_by_step(trained)[6]
@@ -578,7 +574,7 @@ def test_generation_merges_adapters_into_their_base_wherever_it_is(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_adapters_cannot_be_exported_as_adapters(tmp_path: Path) -> None:
+def test_export_adapters_needs_adapters(tmp_path: Path) -> None:
     run_fsdp(tmp_path, "max_steps=1", config=TINY, code=0)
     with pytest.raises(ConfigError, match=r"lora_rank: null.* without --adapter"):
         export.export_model(tmp_path / "runs" / "test", tmp_path / "out", adapters_only=True)
@@ -612,7 +608,7 @@ def test_a_checkpoint_without_adapters_cannot_be_exported_as_adapters(tmp_path: 
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_wrong_values_are_refused(
+def test_lora_values_that_are_wrong_are_refused(
     changes: dict[str, Any], parts: list[str], bases: dict[str, Path]
 ) -> None:
     with pytest.raises(ConfigError) as refused:

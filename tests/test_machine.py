@@ -41,26 +41,26 @@ SLURM = "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n"
 JOB = "system.slice/slurmstepd.scope/job_7"
 
 
-def test_the_memory_of_a_slurm_job_is_that_of_its_cgroup(tree: Tree) -> None:
+def test_host_memory_of_a_slurm_job_is_its_cgroups(tree: Tree) -> None:
     tree(SLURM, **{f"{JOB}/memory.max": f"{GIB}\n", f"{JOB}/step_0/memory.max": "max\n"})
     total, available = machine.host_memory()
     assert total == GIB
     assert available <= GIB
 
 
-def test_the_memory_of_a_job_is_the_smallest_limit_on_its_path(tree: Tree) -> None:
+def test_host_memory_is_the_smallest_limit_on_the_path(tree: Tree) -> None:
     tree(SLURM, **{f"{JOB}/memory.max": f"{2 * GIB}\n", f"{JOB}/step_0/memory.max": f"{GIB}\n"})
     assert machine.host_memory()[0] == GIB
 
 
-def test_memory_without_a_limit_is_that_of_the_machine(tree: Tree) -> None:
+def test_host_memory_without_a_limit_is_the_machines(tree: Tree) -> None:
     tree("4:memory:/a\n0::/\n", **{"memory/a/memory.limit_in_bytes": "9223372036854771712\n"})
     assert machine.host_memory()[0] == MACHINE
     tree("0::/gone\n")
     assert machine.host_memory()[0] == MACHINE
 
 
-def test_the_limits_of_a_container_are_at_the_root_of_its_mount(tree: Tree) -> None:
+def test_cgroup_limits_of_a_container(tree: Tree) -> None:
     files = {"memory/memory.limit_in_bytes": f"{GIB}\n", "cpu/cpu.cfs_quota_us": "150000\n"}
     tree(
         "4:memory:/docker/1f\n2:cpu,cpuacct:/docker/1f\n",
@@ -73,7 +73,7 @@ def test_the_limits_of_a_container_are_at_the_root_of_its_mount(tree: Tree) -> N
 
 
 @pytest.mark.parametrize(("limit", "quota"), [("max 100000\n", math.inf), ("400000 100000\n", 4.0)])
-def test_the_quota_of_a_pod_is_in_its_cgroup(limit: str, quota: float, tree: Tree) -> None:
+def test_cgroup_quota_of_a_pod(limit: str, quota: float, tree: Tree) -> None:
     tree("0::/kubepods/pod1/c\n", **{"kubepods/pod1/cpu.max": limit})
     assert machine.cpu_quota() == quota
     assert machine.usable_cores() == min(4, len(machine.cpu_affinity()))
@@ -83,7 +83,7 @@ def test_the_quota_of_a_pod_is_in_its_cgroup(limit: str, quota: float, tree: Tre
     ("quota", "neighbors", "threads"),
     [(math.inf, 1, 8), (4.0, 1, 4), (4.0, 2, 2), (4.0, 8, 1), (math.inf, 2, 4), (0.5, 1, 1)],
 )
-def test_the_ranks_of_a_node_divide_its_cores_or_its_quota(
+def test_cores_of_a_rank_are_its_share_of_the_node(
     quota: float, neighbors: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lm.runtime.rendezvous.cpu_quota", lambda: quota)
@@ -95,7 +95,7 @@ def test_the_ranks_of_a_node_divide_its_cores_or_its_quota(
     ("given", "spin_count"),
     [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
-def test_threads_sleep_soon_at_a_barrier_unless_the_user_chose(
+def test_share_cores_keeps_the_users_choice(
     given: dict[str, str], spin_count: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
@@ -117,7 +117,7 @@ print(machine.host_memory()[0], machine.cpu_quota(), machine.usable_cores())
 """
 
 
-def test_the_limits_of_a_real_cgroup_are_found() -> None:
+def test_cgroup_limits_of_a_real_cgroup() -> None:
     version2 = (machine.CGROUPS / "cgroup.controllers").exists()
     mounts = (
         [machine.CGROUPS] * 2

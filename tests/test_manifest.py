@@ -75,7 +75,7 @@ def refusal(folder: Path) -> str:
     return str(refused.value)
 
 
-def test_a_loaded_checkpoint_equals_the_saved_state(saved: list[Path]) -> None:
+def test_load_weights_equal_the_saved_state(saved: list[Path]) -> None:
     for folder, step in zip(saved, (5, 10), strict=True):
         assert sorted(files(folder)) == ["manifest.json", *SHARDS]
         model = toy_model(-1)
@@ -83,9 +83,7 @@ def test_a_loaded_checkpoint_equals_the_saved_state(saved: list[Path]) -> None:
         assert all(bool((parameter == step).all()) for parameter in model.parameters())
 
 
-def test_a_thousand_of_a_thousand_corruptions_are_refused_with_the_file(
-    saved: list[Path], victim: Path
-) -> None:
+def test_load_refuses_a_thousand_corruptions(saved: list[Path], victim: Path) -> None:
     good, other_step, draw, n_refused = files(victim), files(saved[0]), random.Random(1), 0
     while n_refused < 1000:
         name = draw.choice([*good])
@@ -111,7 +109,7 @@ def test_a_thousand_of_a_thousand_corruptions_are_refused_with_the_file(
     load_weights(victim, toy_model(-1).state_dict())
 
 
-def test_any_flipped_bit_in_the_manifest_is_found(victim: Path) -> None:
+def test_read_manifest_finds_any_flipped_bit(victim: Path) -> None:
     text = (victim / MANIFEST).read_bytes()
     for position in range(len(text)):
         changed = bytearray(text)
@@ -122,7 +120,7 @@ def test_any_flipped_bit_in_the_manifest_is_found(victim: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_another_format_is_refused_with_its_number(version: int, victim: Path) -> None:
+def test_read_manifest_refuses_another_format(version: int, victim: Path) -> None:
     forge_manifest(victim, format=version, another_key={})
     with pytest.raises(
         ConfigError, match=f"format {version}, .*format 2;"
@@ -131,24 +129,24 @@ def test_another_format_is_refused_with_its_number(version: int, victim: Path) -
 
 
 @pytest.mark.parametrize("name", SHARDS)
-def test_a_missing_file_is_named(name: str, victim: Path) -> None:
+def test_load_names_a_missing_file(name: str, victim: Path) -> None:
     (victim / name).unlink()
     assert refusal(victim).startswith(f"{victim / name}: ")
 
 
-def test_a_file_that_vanishes_before_it_is_verified_is_named(victim: Path) -> None:
+def test_verify_names_a_file_that_vanishes(victim: Path) -> None:
     manifest = read_manifest(victim)
     (victim / SHARDS[1]).unlink()
     with pytest.raises(CheckpointError, match=f"{SHARDS[1]}: No such file"):
         verify(victim, manifest)
 
 
-def test_a_directory_without_a_manifest_is_not_a_checkpoint(victim: Path) -> None:
+def test_load_refuses_a_directory_without_a_manifest(victim: Path) -> None:
     (victim / MANIFEST).unlink()
     assert refusal(victim).endswith(f"{MANIFEST}: No such file or directory")
 
 
-def test_the_checkpoint_written_last_is_found_and_skipped_ones_are_printed(
+def test_find_checkpoint_finds_the_newest_complete_one(
     saved: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
@@ -164,14 +162,14 @@ def test_the_checkpoint_written_last_is_found_and_skipped_ones_are_printed(
     assert capsys.readouterr().err == f"skipping {checkpoints}/2/{SHARDS[0]}: missing\n"
 
 
-def test_losses_of_other_validation_data_are_not_the_best() -> None:
+def test_expired_compares_losses_of_the_same_data_only() -> None:
     losses = [(1.0, "old"), (2.0, "new"), (1.5, "new"), (3.0, "new")]
     saved = [SavedCheckpoint(time, str(time), *entry) for time, entry in enumerate(losses)]
     assert [entry.name for entry in expired(saved, 1)] == ["0", "1"]
     assert [entry.name for entry in expired(saved[:1], 1)] == []
 
 
-def test_tokenizers_are_compared_by_content_and_not_by_path(victim: Path) -> None:
+def test_resume_compares_tokenizers_by_content(victim: Path) -> None:
     same = {"tokenizer": "9 tokens, sha256 0", "validation_loss": 1.0}
     forge_manifest(victim, hyperparameters={"tokenizer": "a/tokenizer.json"}, **same)
     plan = ResumePlan((str(victim),), may_be_complete=True)
@@ -194,7 +192,7 @@ class Payload:
         return os.mkdir, (str(self.path),)
 
 
-def test_the_payload_runs_where_it_is_trusted(tmp_path: Path) -> None:
+def test_payload_runs_where_it_is_trusted(tmp_path: Path) -> None:
     pickle.loads(pickle.dumps(Payload(tmp_path / "ran")))
     assert (tmp_path / "ran").exists()
 
@@ -211,7 +209,7 @@ def plant(folder: Path, payload: Payload, as_zip: bool | None = None) -> None:
 
 
 @pytest.mark.parametrize("as_zip", [None, True, False])
-def test_no_payload_runs_in_place_of_tensors(
+def test_load_runs_no_payload_in_place_of_tensors(
     as_zip: bool | None, victim: Path, tmp_path: Path
 ) -> None:
     plant(victim, Payload(tmp_path / "ran"), as_zip)
@@ -219,7 +217,7 @@ def test_no_payload_runs_in_place_of_tensors(
     assert not (tmp_path / "ran").exists()
 
 
-def test_files_that_the_manifest_does_not_list_are_not_opened(victim: Path, tmp_path: Path) -> None:
+def test_load_opens_only_files_of_the_manifest(victim: Path, tmp_path: Path) -> None:
     for name in (".metadata", "model-00002-00000.safetensors", "model.pt"):
         (victim / name).write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
     load_weights(victim, toy_model(-1).state_dict())
@@ -250,7 +248,7 @@ def test_no_product_code_unpickles() -> None:
     [({}, [2, 0]), ({}, [4, 0]), ({"dtype": "I32"}, [3, 0]), ({"shape": [12]}, [12])],
     ids=["overlap", "gap", "dtype", "dimensions"],
 )
-def test_slices_that_do_not_cover_a_tensor_exactly_once_are_refused(
+def test_load_refuses_slices_that_do_not_cover_a_tensor(
     changes: dict[str, Any], offsets: list[int], victim: Path
 ) -> None:
     def change(header: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +264,7 @@ def test_slices_that_do_not_cover_a_tensor_exactly_once_are_refused(
     assert "weight" in message
 
 
-def test_a_slice_in_two_files_is_refused(victim: Path) -> None:
+def test_load_refuses_a_slice_in_two_files(victim: Path) -> None:
     shutil.copy(victim / SHARDS[1], victim / "model-00002-00000.safetensors")
     entries = {
         name: record(victim / name).model_dump()
@@ -276,7 +274,7 @@ def test_a_slice_in_two_files_is_refused(victim: Path) -> None:
     assert "weight" in refusal(victim)
 
 
-def test_a_manifest_that_lists_too_few_files_is_refused(victim: Path) -> None:
+def test_load_refuses_a_manifest_with_too_few_files(victim: Path) -> None:
     forge_manifest(victim, files={SHARDS[0]: record(victim / SHARDS[0]).model_dump()})
     model = toy_model(-1)
     with pytest.raises(
@@ -301,7 +299,7 @@ def test_a_manifest_that_lists_too_few_files_is_refused(victim: Path) -> None:
         ".metadata",
     ],
 )
-def test_a_manifest_that_lists_other_files_is_refused(name: str, victim: Path) -> None:
+def test_load_refuses_a_manifest_with_other_files(name: str, victim: Path) -> None:
     entries = read_manifest(victim).files
     files = {key: entry.model_dump() for key, entry in entries.items()}
     forge_manifest(victim, files=files | {name: {"bytes": 1, "crc32c": 1}})
@@ -310,7 +308,7 @@ def test_a_manifest_that_lists_other_files_is_refused(name: str, victim: Path) -
     assert repr(name) in message
 
 
-def test_a_symbolic_link_is_not_a_checkpoint(victim: Path, tmp_path: Path) -> None:
+def test_load_refuses_a_symbolic_link(victim: Path, tmp_path: Path) -> None:
     victim.rename(tmp_path / "elsewhere")
     victim.symlink_to(tmp_path / "elsewhere")
     assert refusal(victim).startswith(f"{victim}: is a symbolic link")
@@ -331,7 +329,7 @@ def test_a_symbolic_link_is_not_a_checkpoint(victim: Path, tmp_path: Path) -> No
         b'{"format": NaN}',
     ],
 )
-def test_malformed_json_is_refused(text: bytes, victim: Path) -> None:
+def test_read_manifest_refuses_malformed_json(text: bytes, victim: Path) -> None:
     (victim / MANIFEST).write_bytes(text)
     assert refusal(victim).startswith(f"{victim}/manifest.json: damaged: ")
 
@@ -352,8 +350,6 @@ def test_malformed_json_is_refused(text: bytes, victim: Path) -> None:
         ("more", 1),
     ],
 )
-def test_a_manifest_with_impossible_values_is_refused_with_the_field(
-    field: str, value: Any, victim: Path
-) -> None:
+def test_read_manifest_names_the_impossible_field(field: str, value: Any, victim: Path) -> None:
     forge_manifest(victim, **{field: value})
     assert refusal(victim).startswith(f"{victim}/manifest.json: damaged: {field}")

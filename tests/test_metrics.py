@@ -94,7 +94,7 @@ def report_of_two_steps(world: World) -> dict[str, float]:
     return report | {"own_memory": own}
 
 
-def test_a_report_covers_all_ranks() -> None:
+def test_accumulator_reports_all_ranks() -> None:
     reports = run_ranks(3, report_of_two_steps)
     last = reports[-1]
     assert [{**report, "own_memory": 0} for report in reports] == [{**last, "own_memory": 0}] * 3
@@ -129,9 +129,7 @@ def test_skipped_steps_do_not_count_in_loss_and_norm(
     assert not {"loss", "grad_norm", "mfu"} & report.keys()
 
 
-def test_consecutive_skipped_steps_count_across_reports(
-    metrics: MetricsAccumulator, clock: Clock
-) -> None:
+def test_skip_nonfinite_counts_across_reports(metrics: MetricsAccumulator, clock: Clock) -> None:
     most = []
     for steps in ([0, 1, 1, 0, 1], [1, 1, 0, 0], [0, 1, 0]):
         for skipped in steps:
@@ -141,9 +139,7 @@ def test_consecutive_skipped_steps_count_across_reports(
     assert most == [2, 3, 1]
 
 
-def test_loading_nothing_and_reporting_reset_the_sums_and_the_clock(
-    metrics: MetricsAccumulator, clock: Clock
-) -> None:
+def test_accumulator_resets_sums_and_clock(metrics: MetricsAccumulator, clock: Clock) -> None:
     for start in (lambda: metrics.load_state_dict(None), metrics.report):
         add(metrics, loss_sum=100, n_tokens=1000)
         clock.now += 50
@@ -154,7 +150,9 @@ def test_loading_nothing_and_reporting_reset_the_sums_and_the_clock(
         assert (report["loss"], report["tokens_per_second"], report["step_seconds"]) == (0.5, 4, 2)
 
 
-def test_pauses_and_saves_are_not_training_time(metrics: MetricsAccumulator, clock: Clock) -> None:
+def test_accumulator_time_excludes_pauses_and_saves(
+    metrics: MetricsAccumulator, clock: Clock
+) -> None:
     seen = []
     for saves in ([3, 4], []):
         clock.now += 1
@@ -171,7 +169,7 @@ def test_pauses_and_saves_are_not_training_time(metrics: MetricsAccumulator, clo
     assert seen == [(100, 1, 7), (100, 1, None)]
 
 
-def test_the_peak_follows_from_the_name_of_the_gpu() -> None:
+def test_peak_flops_follow_from_the_name_of_the_gpu() -> None:
     tflops = {
         "NVIDIA B200": 2250,
         "NVIDIA H200": 989,
@@ -205,7 +203,7 @@ def test_the_peak_follows_from_the_name_of_the_gpu() -> None:
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", None)])
-def test_the_peak_of_cpus_and_of_float32_is_unknown(device: str, dtype: torch.dtype | None) -> None:
+def test_peak_flops_of_cpus_and_float32_are_unknown(device: str, dtype: torch.dtype | None) -> None:
     assert peak_flops(torch.device(device), dtype) is None
 
 
@@ -265,7 +263,7 @@ def scalars(run_dir: Path, group: str, key: str) -> dict[int, float]:
     }
 
 
-def test_reports_are_lines_written_at_once_and_scalars(tmp_path: Path) -> None:
+def test_logger_writes_lines_and_scalars_at_once(tmp_path: Path) -> None:
     logger = started(tmp_path)
     reports = {"training": TRAINING, "validation": VALIDATION}
     for number, (group, metrics) in enumerate(reports.items(), 1):
@@ -279,7 +277,7 @@ def test_reports_are_lines_written_at_once_and_scalars(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", [0, 20])
-def test_repeated_steps_are_logged_once(tmp_path: Path, start: int) -> None:
+def test_logger_logs_repeated_steps_once(tmp_path: Path, start: int) -> None:
     killed = started(tmp_path)
     for step in (10, 20, 30, 40):
         killed.log("training", step, {"loss": float(step)})
@@ -297,7 +295,7 @@ def test_repeated_steps_are_logged_once(tmp_path: Path, start: int) -> None:
     assert scalars(tmp_path, "training", "loss") == expected
 
 
-def test_files_that_cannot_be_written_end_the_run_with_one_line(tmp_path: Path) -> None:
+def test_logger_error_of_a_file_is_one_line(tmp_path: Path) -> None:
     logger = started(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
@@ -314,7 +312,7 @@ def test_files_that_cannot_be_written_end_the_run_with_one_line(tmp_path: Path) 
         started(tmp_path)
 
 
-def test_errors_of_tensorboards_thread_end_the_run_with_one_line(
+def test_logger_error_of_tensorboards_thread_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: Any) -> None:
@@ -334,7 +332,7 @@ def test_errors_of_tensorboards_thread_end_the_run_with_one_line(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_the_cluster_receives_metrics_progress_and_status(
+def test_logger_reports_metrics_progress_and_status(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     cluster = Cluster()
@@ -357,7 +355,7 @@ def test_the_cluster_receives_metrics_progress_and_status(
     assert len(capsys.readouterr().out.splitlines()) == 4
 
 
-def test_the_status_of_a_run_that_fails_before_training_is_reported() -> None:
+def test_logger_reports_the_status_of_an_early_failure() -> None:
     class SlowCluster(Cluster):
         def set_status(self, status: str) -> None:
             time.sleep(0.2)
@@ -369,7 +367,7 @@ def test_the_status_of_a_run_that_fails_before_training_is_reported() -> None:
     assert cluster.statuses.get_nowait() == "failed"
 
 
-def test_a_sample_is_a_line_of_its_file_a_text_in_tensorboard_and_harmless_on_a_terminal(
+def test_log_sample_writes_file_tensorboard_and_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cluster = Cluster(tmp_path / "cluster")
@@ -391,7 +389,9 @@ def test_a_sample_is_a_line_of_its_file_a_text_in_tensorboard_and_harmless_on_a_
         assert (text.step, text.tensor_proto.string_val[0]) == (10, b"    to be or\n    \x1b[2Jnot")
 
 
-def test_other_ranks_log_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logger_of_other_ranks_is_silent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cluster = Cluster()
     for run_dir in (tmp_path, None):
         logger = started(run_dir, rank=1, cluster=cluster)
@@ -406,7 +406,7 @@ def test_other_ranks_log_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr() == ("", "")
 
 
-def test_without_a_terminal_a_report_is_a_line(
+def test_console_without_a_terminal_prints_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logger = started(tmp_path, step=5)
@@ -424,7 +424,7 @@ def test_without_a_terminal_a_report_is_a_line(
 
 
 @pytest.mark.parametrize("no_color", ["", "1"])
-def test_on_a_terminal_colored_reports_are_above_a_progress_bar(
+def test_console_on_a_terminal_has_colors_and_a_progress_bar(
     no_color: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading, writing = os.openpty()

@@ -127,13 +127,13 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"mistral"}))  # a style without sizes
-def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
+def test_preset_has_the_published_number_of_parameters(name: str) -> None:
     config = ModelConfig.model_validate({"model": name})
     assert config.n_parameters == PUBLISHED[name]
     assert sum(p.numel() for p in on_meta(config).parameters()) == PUBLISHED[name]
 
 
-def test_explicit_keys_override_the_preset() -> None:
+def test_preset_is_overridden_by_explicit_keys() -> None:
     config = ModelConfig.model_validate({"model": "llama3-8b", "n_layers": 2, "vocab_size": 1000})
     assert (config.n_layers, config.vocab_size, config.d_model, config.norm) == (
         2,
@@ -143,7 +143,7 @@ def test_explicit_keys_override_the_preset() -> None:
     )
 
 
-def test_an_unknown_preset_is_refused_with_the_list() -> None:
+def test_preset_that_is_unknown_is_refused_with_the_list() -> None:
     with pytest.raises(ValidationError, match=r"model: .*'llama9'.*gpt2, gpt2-medium"):
         ModelConfig.model_validate({"model": "llama9"})
 
@@ -151,7 +151,7 @@ def test_an_unknown_preset_is_refused_with_the_list() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [8, 24])
 @every_style
-def test_flops_are_those_that_pytorch_counts(style: dict[str, Any], length: int) -> None:
+def test_flops_per_token_are_those_that_pytorch_counts(style: dict[str, Any], length: int) -> None:
     config = ModelConfig.model_validate(style)
     model = on_meta(config)
     tokens = torch.zeros(3, length, dtype=torch.int64, device="meta")
@@ -165,7 +165,7 @@ def test_flops_are_those_that_pytorch_counts(style: dict[str, Any], length: int)
     assert counter.get_total_flops() == (causal + not_causal) * tokens.numel()
 
 
-def test_causal_flops_count_the_positions_that_are_attended_to() -> None:
+def test_causal_flops_count_attended_positions() -> None:
     length, window = 4096, 100
     config = ModelConfig.model_validate({"model": "llama3.2-1b"})
     assert config.flops_per_token(length) == pytest.approx(8.2e9, rel=0.005)
@@ -194,7 +194,7 @@ def test_causal_flops_count_the_positions_that_are_attended_to() -> None:
         ),
     ],
 )
-def test_an_invalid_structure_is_refused_by_key(settings: dict[str, Any], key: str) -> None:
+def test_model_config_refuses_an_invalid_structure(settings: dict[str, Any], key: str) -> None:
     with pytest.raises(ValidationError, match=rf"Value error, {key}"):
         ModelConfig.model_validate(settings)
 
@@ -235,7 +235,7 @@ def original_logits(weights: dict[str, Tensor], tokens: Tensor, layers: int, hea
     return h @ w["head.output.weight"].T
 
 
-def test_the_default_is_the_original_examples_architecture() -> None:
+def test_default_is_the_original_examples_architecture() -> None:
     model = make(TINY)
     tokens = tokens_of(model)
     torch.testing.assert_close(
@@ -243,7 +243,7 @@ def test_the_default_is_the_original_examples_architecture() -> None:
     )
 
 
-def test_tied_embeddings_are_one_parameter_that_both_ends_train() -> None:
+def test_tie_embeddings_trains_one_parameter_from_both_ends() -> None:
     model = make(GPT2)
     assert not [name for name, _ in model.named_parameters() if name.startswith("head.output")]
     tokens = torch.zeros(1, 4, dtype=torch.int64)
@@ -254,7 +254,7 @@ def test_tied_embeddings_are_one_parameter_that_both_ends_train() -> None:
 
 
 @every_style
-def test_a_later_token_never_changes_earlier_logits(style: dict[str, Any]) -> None:
+def test_attention_is_causal(style: dict[str, Any]) -> None:
     model = make(style)
     tokens = tokens_of(model)
     changed = tokens.clone()
@@ -264,7 +264,7 @@ def test_a_later_token_never_changes_earlier_logits(style: dict[str, Any]) -> No
     assert not torch.allclose(before[:, 10], after[:, 10], atol=1e-3)
 
 
-def test_a_token_outside_the_sliding_window_is_not_attended_to() -> None:
+def test_sliding_window_hides_older_tokens() -> None:
     one_layer = make(LLAMA | {"n_layers": 1, "sliding_window": 5})
     tokens = tokens_of(one_layer)
     changed = tokens.clone()
@@ -281,7 +281,9 @@ def test_a_token_outside_the_sliding_window_is_not_attended_to() -> None:
     "pieces", [[1] * 24, [10] + [1] * 14, [7, 9, 8], [24], [2, 20, 1, 1]], ids=str
 )
 @every_style
-def test_reading_in_pieces_equals_reading_at_once(style: dict[str, Any], pieces: list[int]) -> None:
+def test_kv_cache_in_pieces_equals_reading_at_once(
+    style: dict[str, Any], pieces: list[int]
+) -> None:
     model = make(style)
     tokens = tokens_of(model)
     expected = model(tokens)
@@ -294,7 +296,7 @@ def test_reading_in_pieces_equals_reading_at_once(style: dict[str, Any], pieces:
 
 
 @pytest.mark.parametrize("cached", [0, 20])
-def test_more_tokens_than_max_seq_len_are_refused(cached: int) -> None:
+def test_max_seq_len_refuses_more_tokens(cached: int) -> None:
     model = make(TINY)
     cache = KVCache(24) if cached else None
     if cached:
@@ -308,7 +310,7 @@ def test_more_tokens_than_max_seq_len_are_refused(cached: int) -> None:
 
 
 @every_style
-def test_the_loss_is_the_sum_in_nats_over_targets_that_are_not_ignored(
+def test_loss_is_the_sum_in_nats_over_targets(
     style: dict[str, Any],
 ) -> None:
     model = make(style)
@@ -321,7 +323,7 @@ def test_the_loss_is_the_sum_in_nats_over_targets_that_are_not_ignored(
     torch.testing.assert_close(model(tokens, targets), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_targets_that_are_all_ignored_give_no_loss_and_no_gradient() -> None:
+def test_loss_of_ignored_targets_has_no_gradient() -> None:
     model = make(LLAMA)
     tokens = tokens_of(model)
     loss = model(tokens, torch.full_like(tokens, IGNORE_INDEX))
@@ -336,7 +338,7 @@ def test_targets_that_are_all_ignored_give_no_loss_and_no_gradient() -> None:
     ("size", "compiled"), [(1, False), (3, False), (10, False), (64, False), (3, True)]
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_the_loss_in_chunks_is_the_loss_with_its_gradients(
+def test_loss_in_chunks_equals_the_loss(
     dtype: torch.dtype, tolerance: float, size: int, compiled: bool
 ) -> None:
     torch.manual_seed(0)
@@ -376,7 +378,7 @@ def test_the_loss_in_chunks_is_the_loss_with_its_gradients(
         assert chunked(x, weight).item() == pytest.approx(results[1][0].item(), rel=1e-5)
 
 
-def test_the_chunked_loss_never_holds_all_logits() -> None:
+def test_loss_in_chunks_never_holds_all_logits() -> None:
     class Largest(TorchDispatchMode):
         size = 0
 
@@ -403,13 +405,11 @@ def test_the_chunked_loss_never_holds_all_logits() -> None:
     ("total", "limit", "size"),
     [(8192, 4185, 4096), (2048, 524, 512), (7, 100, 7), (13, 4, 4), (10, 3, 2), (1, 1, 1)],
 )
-def test_chunks_have_equal_sizes_if_a_divisor_is_near_the_limit(
-    total: int, limit: int, size: int
-) -> None:
+def test_loss_chunks_have_equal_sizes_near_the_limit(total: int, limit: int, size: int) -> None:
     assert even_chunk_size(total, limit) == size
 
 
-def test_dropout_acts_in_training_alone_and_follows_the_seed() -> None:
+def test_dropout_acts_in_training_and_follows_the_seed() -> None:
     model = make(GPT2 | {"dropout": 0.3})
     tokens = tokens_of(model)
     plain = make(GPT2)(tokens)
@@ -437,7 +437,7 @@ def initialized(settings: dict[str, Any]) -> Transformer:
 
 
 @every_style
-def test_norms_start_as_the_identity_and_biases_at_zero(style: dict[str, Any]) -> None:
+def test_init_of_norms_and_biases(style: dict[str, Any]) -> None:
     model = on_meta(ModelConfig.model_validate(style))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
@@ -447,7 +447,7 @@ def test_norms_start_as_the_identity_and_biases_at_zero(style: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("style", ["gpt2", "llama", "llama3.2", "qwen3", "olmo2"])
-def test_gpt2_and_llama_scale_down_matrices_that_write_to_the_residual_stream(style: str) -> None:
+def test_init_scales_down_residual_projections(style: str) -> None:
     model = on_meta(ModelConfig.model_validate(STYLES[style]))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
@@ -458,7 +458,7 @@ def test_gpt2_and_llama_scale_down_matrices_that_write_to_the_residual_stream(st
             ), name
 
 
-def test_the_original_examples_model_starts_with_the_variances_of_pytorchs_modules() -> None:
+def test_init_of_the_original_example_is_pytorchs() -> None:
     torch.manual_seed(0)
     model = Transformer(ModelConfig.model_validate(TINY))  # PyTorch has filled it
     for name, parameter in model.named_parameters():
@@ -472,7 +472,7 @@ def test_the_original_examples_model_starts_with_the_variances_of_pytorchs_modul
 
 
 @every_style
-def test_the_first_loss_is_that_of_guessing(style: dict[str, Any]) -> None:
+def test_init_gives_the_loss_of_guessing(style: dict[str, Any]) -> None:
     model = initialized(style)
     tokens = tokens_of(model, batch=8)
     loss = model(tokens, tokens.roll(-1, dims=1)).item() / tokens.numel()
@@ -480,7 +480,7 @@ def test_the_first_loss_is_that_of_guessing(style: dict[str, Any]) -> None:
 
 
 @every_style
-def test_fsdp_units_hold_every_parameter_except_tied_embeddings(style: dict[str, Any]) -> None:
+def test_fsdp_units_hold_every_parameter(style: dict[str, Any]) -> None:
     model = Transformer(ModelConfig.model_validate(style))
     held = {id(p) for unit in model.fsdp_units() for p in unit.parameters()}
     left = [name for name, p in model.named_parameters() if id(p) not in held]
@@ -493,7 +493,7 @@ def test_fsdp_units_hold_every_parameter_except_tied_embeddings(style: dict[str,
 
 
 @every_style
-def test_packed_documents_do_not_attend_to_each_other(style: dict[str, Any]) -> None:
+def test_document_ids_separate_packed_documents(style: dict[str, Any]) -> None:
     model = make(style)
     documents, sequence, ids = packed()
     found = model(sequence, document_ids=ids)[0]
@@ -548,7 +548,7 @@ def test_flex_attention_equals_attention_with_a_mask(
 
 
 @every_style
-def test_default_position_ids_are_consecutive_and_restart_in_each_document(
+def test_position_ids_restart_in_each_document(
     style: dict[str, Any],
 ) -> None:
     model = make(style)
@@ -561,7 +561,7 @@ def test_default_position_ids_are_consecutive_and_restart_in_each_document(
 
 
 @every_style
-def test_shifted_position_ids_compute_a_sequence_at_that_offset(style: dict[str, Any]) -> None:
+def test_position_ids_can_be_shifted(style: dict[str, Any]) -> None:
     model = make(style)
     tokens = tokens_of(model)
     document_ids = (torch.arange(24) >= 10).long().expand(2, -1)
@@ -580,7 +580,7 @@ def test_shifted_position_ids_compute_a_sequence_at_that_offset(style: dict[str,
     )  # RoPE is relative
 
 
-def test_rotary_angles_are_those_of_the_position_ids() -> None:
+def test_rope_angles_are_those_of_the_position_ids() -> None:
     model, tokens = make(LLAMA), torch.arange(24)[None]
     every_frequency_times_3 = LLAMA3_SCALING | {
         "factor": 1 / 3,

@@ -89,7 +89,7 @@ class Queue:
 
 @pytest.mark.slow
 @needs(MPICH, OPEN_MPI)
-def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_ends_with_the_same_losses(
+def test_pbs_job_stopped_at_the_walltime_resumes_exactly(
     tmp_path: Path,
 ) -> None:
     job = tmp_path / "job"
@@ -132,7 +132,7 @@ def test_a_run_stopped_before_the_limit_under_mpich_resumes_under_open_mpi_and_e
 
 @pytest.mark.slow
 @needs(MPICH)
-def test_a_signal_before_the_ranks_handle_it_stops_them_later(tmp_path: Path) -> None:
+def test_pbs_signal_during_startup_stops_the_ranks_later(tmp_path: Path) -> None:
     queue = Queue(tmp_path)
     queue.walltime("00:00:30")
     errors = "job 1.pbs: the run stops after its first step, because it stops 300 s (lead) before the walltime limit;"
@@ -143,7 +143,7 @@ def test_a_signal_before_the_ranks_handle_it_stops_them_later(tmp_path: Path) ->
 
 
 @needs(MPICH)
-def test_an_unknown_walltime_is_reported(tmp_path: Path) -> None:
+def test_pbs_unknown_walltime_is_reported(tmp_path: Path) -> None:
     queue = Queue(tmp_path)
     queue.script("qstat", "exit 1")
     errors = "job 1.pbs: qstat prints no walltime, so the run will not stop before the limit\n"
@@ -151,7 +151,7 @@ def test_an_unknown_walltime_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("node", "signaled"), [(os.uname().nodename, True), ("elsewhere", False)])
-def test_only_ranks_on_the_first_node_are_signaled(
+def test_pbs_signals_ranks_on_the_first_node_only(
     node: str, signaled: bool, tmp_path: Path
 ) -> None:
     """All nodes may share the directory of process IDs, which have no meaning on another node."""
@@ -163,7 +163,7 @@ def test_only_ranks_on_the_first_node_are_signaled(
 
 @pytest.mark.slow
 @needs(OPEN_MPI)
-def test_a_job_that_saves_no_checkpoint_submits_no_follow_up_job(tmp_path: Path) -> None:
+def test_pbs_job_without_a_checkpoint_submits_no_other(tmp_path: Path) -> None:
     queue = Queue(tmp_path)
     (tmp_path / "nodes").write_text("localhost\n")
     queue.script(
@@ -178,7 +178,7 @@ def test_a_job_that_saves_no_checkpoint_submits_no_follow_up_job(tmp_path: Path)
 
 @pytest.mark.slow
 @needs(OPEN_MPI)
-def test_a_job_that_diverges_submits_no_follow_up_job_although_it_saved_a_checkpoint(
+def test_pbs_job_that_diverges_submits_no_other(
     tmp_path: Path,
 ) -> None:
     queue = Queue(tmp_path)
@@ -192,7 +192,7 @@ def test_a_job_that_diverges_submits_no_follow_up_job_although_it_saved_a_checkp
 
 
 @needs(MPICH)
-def test_arguments_are_not_expanded_by_a_shell(tmp_path: Path) -> None:
+def test_pbs_arguments_are_not_expanded_by_a_shell(tmp_path: Path) -> None:
     queue = Queue(tmp_path)
     (tmp_path / "nodes").write_text("localhost\n")
     arguments = "a;touch x `touch x` $(touch x) * '$HOME\" total_batch_size=3"
@@ -209,7 +209,7 @@ def test_arguments_are_not_expanded_by_a_shell(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command", [pytest.param([m], marks=needs(m), id=m) for m in (MPICH, OPEN_MPI)]
 )
-def test_the_ranks_of_each_mpiexec_agree_on_a_different_port_even_in_one_job_and_inside_of_shells(
+def test_mpiexec_ports_agree_and_differ_by_run(
     command: list[str], job: dict[str, str], tmp_path: Path
 ) -> None:
     line = "f'{Launch.from_env(os.environ).port}\\n'.encode()"  # in one write, since two ranks share the output

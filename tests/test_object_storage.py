@@ -257,7 +257,7 @@ def test_machines_that_share_no_disk_save_load_and_refuse_damage_together(
         assert (plan.resume_candidates or plan.init_candidates) == (third,)
 
 
-def test_the_run_moves_to_an_empty_machine_with_its_metrics(
+def test_storage_moves_a_run_to_an_empty_machine(
     storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Save on one machine, continue on another, be killed in a save there, start anew on a third."""
@@ -310,9 +310,7 @@ def test_the_run_moves_to_an_empty_machine_with_its_metrics(
     in_world(third)
 
 
-def test_after_an_error_the_metrics_are_stored_and_any_machine_resumes_at_once(
-    s3: str, tmp_path: Path
-) -> None:
+def test_storage_has_the_metrics_after_an_error(s3: str, tmp_path: Path) -> None:
     def diverge(world: World) -> None:
         with machine(world, s3, tmp_path / "1"):
             Path("runs/test/metrics.jsonl").write_text("1\n")
@@ -335,7 +333,7 @@ def kill(place: BucketCheckpoints) -> None:
     place._lease._released.set()
 
 
-def test_one_run_at_a_time_writes_and_a_dead_one_is_replaced(
+def test_lease_of_a_dead_run_is_replaced(
     storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "LEASE_SECONDS", 1.2)
@@ -367,7 +365,7 @@ def test_one_run_at_a_time_writes_and_a_dead_one_is_replaced(
         c.acquire()
 
 
-def test_of_many_that_start_at_once_one_gets_the_lease(
+def test_lease_goes_to_one_of_many_that_start_at_once(
     s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "LEASE_SECONDS", 1.2)
@@ -461,7 +459,7 @@ def proxy(s3: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 @pytest.mark.parametrize(
     "fault", [(500, "InternalError"), (503, "SlowDown"), "stall"], ids=["500", "503", "stall"]
 )
-def test_a_server_that_fails_for_a_while_costs_nothing_but_time(
+def test_storage_that_fails_for_a_while_costs_only_time(
     fault: Any, s3: str, proxy: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = BucketCheckpoints(f"{s3}/test", tmp_path)
@@ -474,7 +472,7 @@ def test_a_server_that_fails_for_a_while_costs_nothing_but_time(
 
 
 @pytest.mark.slow
-def test_training_continues_while_storage_fails_in_the_middle_of_a_save(
+def test_storage_failure_during_a_save_stalls_no_training(
     s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:
     # Steps so long that those between two checkpoints take longer than it takes until an outage
@@ -509,7 +507,7 @@ def test_training_continues_while_storage_fails_in_the_middle_of_a_save(
     assert not kinds
 
 
-def test_a_download_that_fails_does_not_upload_older_metrics(
+def test_storage_download_failure_uploads_no_older_metrics(
     s3: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     def fail(path: Path, content: bytes) -> None:  # noqa: ARG001
@@ -531,7 +529,7 @@ def test_a_download_that_fails_does_not_upload_older_metrics(
 
 
 @pytest.mark.slow
-def test_a_server_away_for_too_long_ends_the_run_with_the_checkpoint_that_is_kept(
+def test_storage_away_for_too_long_names_the_kept_checkpoint(
     s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:
     def lose_server(world: World) -> None:
@@ -598,7 +596,7 @@ def test_storage_that_cannot_be_used_is_one_line(
     assert re.match(part, str(refused.value))
 
 
-def test_a_mistyped_url_is_a_configuration_error(
+def test_checkpoint_storage_url_that_is_mistyped(
     s3: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typo = f"{s3}/typo"
@@ -615,7 +613,7 @@ def test_a_mistyped_url_is_a_configuration_error(
     assert capsys.readouterr().err.startswith(f"{typo}/checkpoints: no checkpoints")
 
 
-def test_a_checkpoint_that_its_run_deletes_during_the_download_is_skipped(
+def test_init_from_skips_a_checkpoint_deleted_meanwhile(
     s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:
     def resume_meanwhile(world: World) -> None:
@@ -639,7 +637,7 @@ def test_a_checkpoint_that_its_run_deletes_during_the_download_is_skipped(
 
 
 @pytest.mark.slow
-def test_the_wait_for_a_dead_run_may_exceed_the_collective_timeout(s3: str, tmp_path: Path) -> None:
+def test_lease_wait_may_exceed_the_collective_timeout(s3: str, tmp_path: Path) -> None:
     dead = BucketCheckpoints(f"{s3}/test", tmp_path)
     dead.acquire()
     kill(dead)
@@ -649,7 +647,7 @@ def test_the_wait_for_a_dead_run_may_exceed_the_collective_timeout(s3: str, tmp_
 
 
 @pytest.mark.slow
-def test_google_denies_access_in_one_line(
+def test_gs_denied_access_is_one_line(
     gs: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     proxy = Proxy(os.environ["STORAGE_EMULATOR_HOST"])
@@ -665,7 +663,9 @@ def test_google_denies_access_in_one_line(
 
 
 @pytest.mark.slow
-def test_azure_says_what_is_wrong(az: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_az_errors_say_what_is_wrong(
+    az: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="create the bucket"):
         BucketCheckpoints("az://no-such-container/test", tmp_path).acquire()
     connection = os.environ["AZURE_STORAGE_CONNECTION_STRING"]
@@ -676,7 +676,7 @@ def test_azure_says_what_is_wrong(az: str, monkeypatch: pytest.MonkeyPatch, tmp_
             BucketCheckpoints(f"{az}/test", tmp_path).acquire()
 
 
-def test_on_a_cluster_the_platforms_storage_is_the_one() -> None:
+def test_checkpoint_storage_on_a_cluster_is_the_platforms() -> None:
     hp = config.read({"hyperparameters": TINY | {"checkpoint_storage": "s3://bucket"}}, [], "test")
     nothing: Any = None
     cluster: Any = object()
@@ -688,15 +688,13 @@ def test_on_a_cluster_the_platforms_storage_is_the_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("s3")
-def test_a_run_says_what_is_wrong_with_its_storage_and_ends_with_2(tmp_path: Path) -> None:
+def test_checkpoint_storage_errors_exit_with_2(tmp_path: Path) -> None:
     done = run_fsdp(tmp_path, "checkpoint_storage=s3://no-such-bucket", config=TINY)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
     assert "secret" not in (tmp_path / "test.yaml").read_text() + done.stdout + done.stderr
 
 
 @pytest.mark.slow
-def test_a_run_killed_three_times_on_changing_machines_equals_an_uninterrupted_one(
-    s3: str, tmp_path: Path
-) -> None:
+def test_soak_on_changing_machines(s3: str, tmp_path: Path) -> None:
     lost = soak(tmp_path, 3, seed=2, ranks=1, storage=s3)
     assert sum(map(len, lost.values())) == 3

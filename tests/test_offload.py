@@ -141,19 +141,17 @@ def check(world: World, settings: dict[str, Any], backend: Any) -> None:
 
 @pytest.mark.parametrize("backend", [torch.cpu, LateCopies()], ids=["at once", "late"])
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients_are_those_without_offloading_and_host_memory_is_reused(
-    mode: str, backend: Any
-) -> None:
+def test_activation_offload_gradients_and_host_memory(mode: str, backend: Any) -> None:
     in_world(lambda world: check(world, MODES[mode], backend))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs g++")
-def test_compiled_blocks_offload_what_they_save() -> None:
+def test_activation_offload_of_compiled_blocks() -> None:
     run_ranks(1, check, {"compile": True, "activation_checkpointing": "selective"}, LateCopies())
 
 
-def test_recomputed_blocks_offload_their_input_only() -> None:
+def test_activation_offload_of_recomputed_blocks() -> None:
     """Of all but the last two blocks: (2, 64, 32) float32 values each."""
     settings = {"activation_checkpointing": "full", "activation_offload": True}
     _, allocated = in_world(lambda world: gradients(world, settings))

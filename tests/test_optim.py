@@ -36,26 +36,24 @@ def rates(max_steps: int, **settings: Any) -> list[float]:
         ("wsd", [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.6]),
     ],
 )
-def test_the_schedule_of_a_short_run(schedule: str, expected: list[float]) -> None:
+def test_learning_rate_of_a_short_run(schedule: str, expected: list[float]) -> None:
     assert rates(10, lr=1, lr_schedule=schedule, warmup_steps=2, min_lr_ratio=0.2) == pytest.approx(
         expected
     )
 
 
-def test_cosine_is_half_a_period() -> None:
+def test_learning_rate_cosine_is_half_a_period() -> None:
     expected = [0.2 + 1.8 * (1 + math.cos(math.pi * step / 100)) / 2 for step in range(100)]
     assert rates(100, lr=2, lr_schedule="cosine", min_lr_ratio=0.1) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("warmup", "expected"), [(8, [1, 1, 0.5]), (9, [8 / 9, 1, 1])])
-def test_wsd_is_continuous_if_the_warmup_reaches_into_its_decay(
-    warmup: int, expected: list[float]
-) -> None:
+def test_learning_rate_wsd_is_continuous(warmup: int, expected: list[float]) -> None:
     assert rates(10, lr=1, lr_schedule="wsd", warmup_steps=warmup)[7:] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_warmup_below_1_is_a_fraction_of_the_run(schedule: str) -> None:
+def test_warmup_steps_below_1_are_a_fraction(schedule: str) -> None:
     assert rates(200, lr_schedule=schedule, warmup_steps=0.1) == rates(
         200, lr_schedule=schedule, warmup_steps=20
     )
@@ -69,7 +67,7 @@ def test_a_warmup_below_1_is_a_fraction_of_the_run(schedule: str) -> None:
     st.floats(0, 1),
     st.floats(1e-6, 1),
 )
-def test_every_schedule_rises_to_the_peak_and_decays_to_the_minimum(
+def test_learning_rate_rises_to_lr_and_decays_to_the_minimum(
     schedule: str, max_steps: int, warmup: float, floor: float, peak: float
 ) -> None:
     schedule_rates = rates(
@@ -131,9 +129,7 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 @each_dtype
 @pytest.mark.parametrize("clip", [None, 0.5, 1e6])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_a_step_equals_clip_grad_norm_and_pytorchs_optimizer(
-    dtype: str, clip: float | None, scale: float
-) -> None:
+def test_optimizer_step_equals_pytorchs(dtype: str, clip: float | None, scale: float) -> None:
     model, reference_model = network("2.weight"), network("2.weight")
     settings = config(weight_decay=0.1, beta1=0.8, beta2=0.95, grad_clip=clip, optim_dtype=dtype)
     optimizer = Optimizer(settings, model.named_parameters())
@@ -165,9 +161,7 @@ def test_a_step_equals_clip_grad_norm_and_pytorchs_optimizer(
 @each_dtype
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_a_gradient_that_is_not_finite_changes_nothing(
-    dtype: str, value: float, clip: float | None
-) -> None:
+def test_optimizer_skips_a_nonfinite_gradient(dtype: str, value: float, clip: float | None) -> None:
     model = network()
     optimizer = Optimizer(
         config(grad_clip=clip, beta2=0.95, optim_dtype=dtype), model.named_parameters()
@@ -187,7 +181,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(
 
 
 @each_dtype
-def test_skipped_steps_do_not_change_later_ones(dtype: str) -> None:
+def test_optimizer_skipped_steps_do_not_change_later_ones(dtype: str) -> None:
     states = []
     for gradients in ([0, 1, 2], [None, 0, None, 1, None, 2]):
         model = network()
@@ -201,7 +195,7 @@ def test_skipped_steps_do_not_change_later_ones(dtype: str) -> None:
 
 
 @each_dtype
-def test_an_optimizer_resumes_from_the_state_of_another(dtype: str) -> None:
+def test_optimizer_state_dict_resumes(dtype: str) -> None:
     keys = ("step", "exp_avg", "exp_avg_sq")
     first, second = network(), network()
     optimizer = Optimizer(config(beta2=0.95, optim_dtype=dtype), first.named_parameters())

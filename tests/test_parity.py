@@ -189,7 +189,7 @@ def test_lower_precision_trains_close_to_float32(
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiling for the CPU needs g++")
-def test_compiled_blocks_train_the_same(plain: list[float], tmp_path: Path) -> None:
+def test_compile_trains_the_same(plain: list[float], tmp_path: Path) -> None:
     runs: dict[str, dict[str, Any]] = {
         "compiled": {"compile": True, "activation_checkpointing": "full"}
     }
@@ -287,7 +287,7 @@ def test_float8_checkpoints_are_those_of_bfloat16(float8_runs: Float8Runs) -> No
     assert all(slices == float8_runs.slices[0] for slices in float8_runs.slices)
 
 
-def test_deterministic_kernels_are_used_if_asked_for() -> None:
+def test_deterministic_selects_deterministic_kernels() -> None:
     def build(world: World) -> bool:
         hp = config.read({"hyperparameters": PARITY_RUN | {"deterministic": True}}, [], "test")
         with torch.device("meta"):
@@ -323,7 +323,7 @@ def initial_weights(
 
 
 @pytest.mark.slow
-def test_initial_weights_depend_neither_on_world_size_nor_on_strategy() -> None:
+def test_initial_weights_depend_on_no_world_size_or_strategy() -> None:
     size = {"vocab_size": 2**17, "n_layers": 1}  # embedding and head are drawn in 4 chunks each
     plain = Transformer(config.read({"hyperparameters": PARITY_RUN | size}, [], "test"))
     parallelize.initialize_parameters(plain, 7)

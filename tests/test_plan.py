@@ -132,7 +132,7 @@ STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "changes"), STEPS, ids=str)
-def test_memory_is_that_of_a_step_on_fake_tensors(
+def test_required_memory_is_that_of_a_step_on_fake_tensors(
     model: dict[str, Any], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hp = Hyperparameters.model_validate(
@@ -152,7 +152,7 @@ def plan(hp: Hyperparameters, gpus: int = 8, card: str = "h100", gib: float = 80
     return make_plan(hp, ranks, speed.CARDS[card])
 
 
-def test_a_compiled_block_saves_what_the_partitioner_decides() -> None:
+def test_trace_of_a_compiled_block_is_the_partitioners() -> None:
     d, q, kv, f = 128, 128, 64, 512
     shape = LLAMA | {"d_model": d, "n_heads": 4, "n_kv_heads": 2, "d_ff": f}
     saved = {
@@ -168,7 +168,7 @@ def test_a_compiled_block_saves_what_the_partitioner_decides() -> None:
         )  # 5 kB: the RNG's state
 
 
-def test_a_plan_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_command_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(
             [
@@ -203,7 +203,7 @@ CODELLAMA = {
 }
 
 
-def test_the_largest_batch_size_fits_and_one_more_does_not() -> None:
+def test_largest_batch_size_fits_and_one_more_does_not() -> None:
     hp = Hyperparameters.model_validate(CODELLAMA)
     ranks = fit.Ranks(torch.bfloat16, "cuda", 8, 8, 80 * GIB)
     largest = fit.find_largest_batch_size(hp, ranks)
@@ -211,7 +211,7 @@ def test_the_largest_batch_size_fits_and_one_more_does_not() -> None:
     assert not plan(hp.model_copy(update={"batch_size": largest + 1})).fits
 
 
-def test_what_is_offloaded_is_in_host_memory_and_takes_time() -> None:
+def test_plan_of_offloading_uses_host_memory_and_time() -> None:
     hp = Hyperparameters.model_validate(CODELLAMA)
     kept = plan(hp)
     moved = plan(hp.model_copy(update={"cpu_offload": True, "activation_offload": True}))
@@ -223,7 +223,7 @@ def test_what_is_offloaded_is_in_host_memory_and_takes_time() -> None:
     assert moved.times.seconds.offload > 0
 
 
-def test_links_carry_gathered_parameters_and_reduced_gradients() -> None:
+def test_plan_links_carry_parameters_and_gradients() -> None:
     hp = Hyperparameters.model_validate(CODELLAMA)
     full = plan(hp, 64)
     grouped = plan(hp.model_copy(update={"sharding": "hybrid-full-shard"}), 64)
@@ -252,7 +252,7 @@ def test_links_carry_gathered_parameters_and_reduced_gradients() -> None:
     ],
     ids=str,
 )
-def test_wrong_arguments_are_refused(
+def test_plan_command_refuses_wrong_arguments(
     arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--config", str(REPOSITORY / "config.yaml"), *arguments]) == 2
@@ -260,7 +260,7 @@ def test_wrong_arguments_are_refused(
     assert re.match(part, problem)
 
 
-def test_gpus_that_no_mesh_takes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_command_refuses_gpus_that_no_mesh_takes(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["sharding=hybrid-full-shard", "shard_group_size=3"]
     assert main(["--config", str(REPOSITORY / "config.yaml"), "--gpus", "8", *sizes]) == 2
     assert re.match(r"shard_group_size: 8 ranks .*\[1, 2, 4, 8\]\n", capsys.readouterr().err)
@@ -279,7 +279,7 @@ fsdp.main = measured
 
 
 @pytest.mark.slow
-def test_a_run_that_cannot_fit_is_refused_at_once_with_what_fits(tmp_path: Path) -> None:
+def test_run_that_cannot_fit_is_refused_with_what_fits(tmp_path: Path) -> None:
     config = {"d_model": 32768, "n_layers": 80, "n_heads": 8}
     done = run_fsdp(
         tmp_path, config=config, script=REFUSAL, timeout=120, PYTHONPATH=str(REPOSITORY)
@@ -295,7 +295,7 @@ def test_a_run_that_cannot_fit_is_refused_at_once_with_what_fits(tmp_path: Path)
     assert "what needs at most" not in done.stdout
 
 
-def test_a_dry_run_says_what_a_run_needs_and_writes_nothing(tmp_path: Path) -> None:
+def test_dry_run_says_what_a_run_needs(tmp_path: Path) -> None:
     config = {"d_model": 64, "n_layers": 1, "vocab_size": 30000, "max_seq_len": 16, "max_steps": 1}
     done = run_fsdp(
         tmp_path, "--dry-run", config=config, TMPDIR=str(tmp_path), PYTHONPATH=str(REPOSITORY)
@@ -311,7 +311,7 @@ def test_a_dry_run_says_what_a_run_needs_and_writes_nothing(tmp_path: Path) -> N
     )
 
 
-def test_a_run_says_what_it_needs(tmp_path: Path) -> None:
+def test_run_says_what_memory_it_needs(tmp_path: Path) -> None:
     config = {
         "d_model": 256,
         "n_layers": 2,
@@ -335,7 +335,7 @@ SEARCHED = [
 ]
 
 
-def test_a_search_finds_the_fastest_settings_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_search_finds_the_fastest_settings(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["batch_size=2", "total_batch_size=12"]
     assert main([*SEARCHED, *sizes, "--gpu", "l4", "--gpus", "3", "--search", "--json"]) == 0
     plans = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -363,7 +363,7 @@ def test_a_search_finds_the_fastest_settings_that_fit(capsys: pytest.CaptureFixt
             assert slower.times.tokens_per_second <= best["tokens_per_second"] or not slower.fits
 
 
-def test_a_search_needs_no_more_host_memory_than_a_node_has(
+def test_plan_search_respects_host_memory(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = [*SEARCHED, "model=gpt2-xl", "batch_size=1", "--gpu", "l4", "--search", "--json"]
@@ -379,7 +379,7 @@ def test_a_search_needs_no_more_host_memory_than_a_node_has(
     }  # 1.6B trained parameters have 12 GB of weights and 16-bit moments
 
 
-def test_a_plot_needs_matplotlib(
+def test_plan_plot_needs_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picture = tmp_path / "plan.png"
@@ -391,7 +391,7 @@ def test_a_plot_needs_matplotlib(
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_float8_halves_the_bytes_of_the_blocks_matrices() -> None:
+def test_plan_of_float8_halves_the_bytes_of_matrices() -> None:
     shape = {"model": "llama2-7b", "compile": False, "activation_checkpointing": "full"}
     hp = Hyperparameters.model_validate(shape)
     tensorwise = {"float8": "tensorwise"}
@@ -421,7 +421,7 @@ def table_row(name: str, hp: Hyperparameters, places: list[tuple[int, float]]) -
 
 
 @pytest.mark.slow
-def test_the_documentation_shows_the_largest_batch_sizes() -> None:
+def test_planning_page_shows_the_largest_batch_sizes() -> None:
     text = (REPOSITORY / "docs" / "planning.md").read_text().splitlines()
     common = {"activation_checkpointing": "full", "init_from": "base"}
     for sharding in ("no-shard", "grad-shard", "full-shard"):

@@ -25,7 +25,7 @@ def scale_after(scaler: LossScaler, *skipped: int) -> float:
     return float(scaler.scale)
 
 
-def test_a_named_dtype_is_used() -> None:
+def test_amp_dtype_that_is_named_is_used() -> None:
     assert [dtype_of(amp_dtype=name) for name in ("bfloat16", "float16", None)] == [
         torch.bfloat16,
         torch.float16,
@@ -33,7 +33,7 @@ def test_a_named_dtype_is_used() -> None:
     ]
 
 
-def test_the_default_is_bfloat16_on_cpus_that_support_it_and_float32_on_others() -> None:
+def test_amp_dtype_default_on_cpus() -> None:
     capabilities = torch.cpu.get_capabilities()
     native = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     expected = torch.bfloat16 if native and torch.backends.mkldnn.is_available() else None
@@ -51,7 +51,7 @@ def test_float8_needs_bfloat16_and_torchao(monkeypatch: pytest.MonkeyPatch) -> N
         dtype_of(amp_dtype="bfloat16", float8="tensorwise")
 
 
-def test_the_scale_halves_after_a_skipped_step_and_doubles_after_an_interval() -> None:
+def test_scaler_halves_and_doubles() -> None:
     almost = [0] * (INTERVAL - 1)
     for skipped, exponent in (([1], 15), ([1, 1, 0, 1], 13), ([*almost, 1, *almost], 15)):
         assert scale_after(LossScaler(torch.float16, CPU), *skipped) == 2.0**exponent
@@ -66,13 +66,13 @@ def test_the_scale_halves_after_a_skipped_step_and_doubles_after_an_interval() -
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
-def test_other_dtypes_are_not_scaled(dtype: torch.dtype | None) -> None:
+def test_scaler_of_other_dtypes_is_1(dtype: torch.dtype | None) -> None:
     scaler = LossScaler(dtype, CPU)
     assert scale_after(scaler, 1, *[0] * INTERVAL) == 1
     assert not scaler.state_dict()
 
 
-def test_a_scaler_resumes_from_the_state_of_another() -> None:
+def test_scaler_state_dict_resumes() -> None:
     first, second = LossScaler(torch.float16, CPU), LossScaler(torch.float16, CPU)
     scale_after(first, 1, *[0] * (INTERVAL - 1))
     for name, tensor in second.state_dict().items():

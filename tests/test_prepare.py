@@ -140,13 +140,13 @@ def read(path: Path, field: str = "text") -> list[str]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_format_yields_the_same_documents(name: str, tmp_path: Path) -> None:
+def test_prepare_reads_every_format(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_bytes(FILES[name])
     assert read(path) == TEXTS
 
 
-def test_the_files_of_a_command_are_read_in_order(tmp_path: Path) -> None:
+def test_prepare_reads_files_in_order(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in FILES]
     for path in paths:
         path.write_bytes(FILES[path.name])
@@ -174,7 +174,7 @@ def test_the_files_of_a_command_are_read_in_order(tmp_path: Path) -> None:
     assert output.splitlines()[-1] in line
 
 
-def test_the_tokenizer_files_are_next_to_the_tokens(tmp_path: Path) -> None:
+def test_prepare_copies_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(byte_level_tokenizer())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     (tmp_path / "a.txt").write_text(TEXTS[1])
@@ -186,7 +186,7 @@ def test_the_tokenizer_files_are_next_to_the_tokens(tmp_path: Path) -> None:
     assert dataset(out) == [[*tokenizer.encode(TEXTS[1]), tokenizer.eos_id]]
 
 
-def test_the_tail_of_each_of_few_documents_is_held_out(tmp_path: Path) -> None:
+def test_validation_fraction_of_few_documents(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("To be, or not to be. " * 50)
     (tmp_path / "b.txt").write_text("x")
     out = tmp_path / "out"
@@ -209,7 +209,7 @@ def test_the_tail_of_each_of_few_documents_is_held_out(tmp_path: Path) -> None:
     assert (opened.train.samples_per_epoch, len(opened.validation)) == (59, 6)
 
 
-def test_a_vocabulary_that_exceeds_uint16_uses_uint32(tmp_path: Path) -> None:
+def test_prepare_dtype_follows_the_vocabulary(tmp_path: Path) -> None:
     vocabulary = {f"w{number}": number for number in range(70_000)} | {"</s>": 70_000}
     encoder = Encoder(models.WordLevel(vocabulary, unk_token="w0"))
     encoder.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -220,7 +220,7 @@ def test_a_vocabulary_that_exceeds_uint16_uses_uint32(tmp_path: Path) -> None:
     assert dataset(tmp_path / "out") == [[65_536, 69_999, 1, 70_000]]
 
 
-def test_a_tokenizer_is_trained_on_the_input(tmp_path: Path) -> None:
+def test_train_tokenizer_on_the_input(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"moves": f"e{n} d{n % 7}"}) + "\n" for n in range(3000))
     )
@@ -242,7 +242,7 @@ def test_a_tokenizer_is_trained_on_the_input(tmp_path: Path) -> None:
     assert output.endswith(" in 3,000 documents: already exists\n")
 
 
-def test_a_file_with_two_names_that_are_not_utf8_is_read_once(tmp_path: Path) -> None:
+def test_prepare_reads_a_file_of_two_names_once(tmp_path: Path) -> None:
     odd, link = (tmp_path / os.fsdecode(name) for name in (b"a\xe9.txt", b"b\xe9.txt"))
     odd.write_text("to be")
     link.symlink_to(odd)
@@ -261,7 +261,7 @@ def test_a_file_with_two_names_that_are_not_utf8_is_read_once(tmp_path: Path) ->
     assert source.name.endswith("b\\xe9.txt")
 
 
-def test_the_tokens_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+def test_prepare_tokens_do_not_depend_on_workers(tmp_path: Path) -> None:
     texts = [f"document {n}\n" * (n % 3000) for n in range(400)] + [
         "longer than a chunk\n" * readers.CHUNK
     ]
@@ -276,7 +276,7 @@ def test_the_tokens_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_documents_are_held_out_by_their_content_alone(tmp_path: Path) -> None:
+def test_validation_fraction_depends_on_content_alone(tmp_path: Path) -> None:
     numbered = [f"document {n}" for n in range(400)]
     texts = [*numbered, *reversed(numbered)]
     splits = []
@@ -331,7 +331,7 @@ def joined(chunks: Iterator[TokenChunk], held_out: bool = False) -> tuple[list[i
     return ids, ends
 
 
-def test_samples_are_joined_and_a_document_ends_at_an_end_of_text_id_and_at_the_end_of_the_file(
+def test_hdf5_samples_are_joined_up_to_end_of_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = hdf5(tmp_path / "a.h5", [[9, 9, 1, 2], [3, 4, 5, 9], [9, 9, 6, 9], [9, 7, 8, 1]])
@@ -345,7 +345,7 @@ def test_samples_are_joined_and_a_document_ends_at_an_end_of_text_id_and_at_the_
     assert joined(read_ids(path, 10, None, 0.0)) == (samples, [16])
 
 
-def test_samples_are_held_out_one_by_one_and_a_document_ends_where_the_split_changes(
+def test_hdf5_samples_are_held_out_one_by_one(
     tmp_path: Path,
 ) -> None:
     samples = np.random.default_rng(0).integers(0, 900, (60, 4))
@@ -407,7 +407,7 @@ def set_ids(values: Any, dtype: str, name: str = "input_ids") -> Callable[[h5py.
     ],
     ids=itertools.count(),
 )
-def test_an_hdf5_file_is_rejected_unless_it_contains_samples_of_ids(
+def test_hdf5_without_samples_of_ids_is_refused(
     write: Callable[[h5py.File], object] | None,
     found: str,
     tmp_path: Path,
@@ -473,7 +473,7 @@ NOISE = os.urandom(4000)
     ],
     ids=itertools.count(),
 )
-def test_an_invalid_document_is_named_with_its_place(
+def test_prepare_names_an_invalid_document(
     name: str, content: bytes, field: str, place: str, tmp_path: Path
 ) -> None:
     path = tmp_path / name
@@ -484,13 +484,13 @@ def test_an_invalid_document_is_named_with_its_place(
     assert problem.startswith(f"{path}{place}")
 
 
-def test_a_table_without_rows_has_no_documents(tmp_path: Path) -> None:
+def test_table_without_rows_has_no_documents(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(parquet_file({"text": pa.array([], pa.string())}))
     assert read(path) == []
 
 
-def test_a_small_zst_file_with_much_text_is_read_in_blocks(tmp_path: Path) -> None:
+def test_zst_file_is_read_in_blocks(tmp_path: Path) -> None:
     path, line = tmp_path / "a.txt.zst", b"to be, or not to be\n"
     path.write_bytes(zstandard.compress(line * 10_000_000))
     assert path.stat().st_size < 50_000
@@ -499,7 +499,7 @@ def test_a_small_zst_file_with_much_text_is_read_in_blocks(tmp_path: Path) -> No
     assert max(sizes) < 80_000_000
 
 
-def test_all_problems_of_the_input_are_reported_at_once(
+def test_prepare_reports_all_problems_of_the_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.pdf").touch()
@@ -524,7 +524,7 @@ def test_all_problems_of_the_input_are_reported_at_once(
     assert not (tmp_path / "out").exists()
 
 
-def test_all_problems_of_the_command_line_are_reported_at_once(
+def test_prepare_reports_all_problems_of_the_command_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     errors = rejected(
@@ -557,7 +557,7 @@ def test_all_problems_of_the_command_line_are_reported_at_once(
 
 
 @pytest.mark.parametrize("package", ["datasets", "h5py", "zstandard"])
-def test_a_missing_package_is_named(
+def test_prepare_names_a_missing_package(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -583,7 +583,7 @@ def test_a_missing_package_is_named(
     ],
     ids=["empty", "fraction", "invalid"],
 )
-def test_input_without_a_dataset_is_rejected_and_leaves_no_files(
+def test_prepare_refuses_input_without_documents(
     files: dict[str, str], options: tuple[object, ...], error: str, tmp_path: Path
 ) -> None:
     for name, text in files.items():
@@ -608,7 +608,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_an_existing_dataset_is_kept_unless_overwrite_is_given(tmp_path: Path) -> None:
+def test_prepare_overwrite_replaces_an_existing_dataset(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(50))
     )
@@ -642,7 +642,7 @@ def test_an_existing_dataset_is_kept_unless_overwrite_is_given(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["data", "."])
-def test_the_files_of_a_dataset_are_not_its_input(
+def test_prepare_input_excludes_the_output(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / FILE).write_bytes(byte_level_tokenizer())
@@ -663,7 +663,7 @@ class Killed(BaseException):
     pass
 
 
-def test_a_kill_during_the_installation_loses_no_file_and_the_next_run_finishes_it(
+def test_prepare_killed_while_installing_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = dict.fromkeys(token_writer.OUTPUT - {token_writer.LOCK}, b"old")
@@ -731,7 +731,7 @@ def long_run(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_no_dataset_and_the_next_run_succeeds(
+def test_prepare_killed_leaves_no_dataset(
     long_run: tuple[subprocess.Popen[str], Path],
 ) -> None:
     process, out = long_run
@@ -747,7 +747,7 @@ def test_a_killed_run_leaves_no_dataset_and_the_next_run_succeeds(
 
 
 @pytest.mark.slow
-def test_a_run_whose_input_changes_fails_and_leaves_no_files(
+def test_prepare_refuses_input_that_changes(
     long_run: tuple[subprocess.Popen[str], Path],
 ) -> None:
     process, out = long_run
@@ -759,7 +759,7 @@ def test_a_run_whose_input_changes_fails_and_leaves_no_files(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_run_at_once_while_a_long_document_is_encoded(tmp_path: Path) -> None:
+def test_prepare_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(byte_level_tokenizer())
     line = "To be, or not to be:\n"
     (tmp_path / "a.txt").write_text(line * (readers.CHUNK // 20))
@@ -779,7 +779,7 @@ def test_ctrl_c_ends_a_run_at_once_while_a_long_document_is_encoded(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_second_run_with_the_same_folder_is_rejected(
+def test_prepare_refuses_a_folder_in_use(
     long_run: tuple[subprocess.Popen[str], Path],
 ) -> None:
     process, out = long_run
@@ -792,7 +792,7 @@ def test_a_second_run_with_the_same_folder_is_rejected(
     assert (out / token_writer.DRAFTS / "train.bin").exists()
 
 
-def test_a_full_disk_is_an_error_and_leaves_no_files(tmp_path: Path) -> None:
+def test_prepare_on_a_full_disk_leaves_no_files(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(disk)]
@@ -811,7 +811,9 @@ def test_a_full_disk_is_an_error_and_leaves_no_files(tmp_path: Path) -> None:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_verify_finds_every_flipped_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_verify_finds_every_flipped_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.txt").write_text("to be")
     out = tmp_path / "out"
     assert run(tmp_path / "a.txt", "--tokenizer", "bytes", "--out", out)[0] == 0
@@ -836,7 +838,7 @@ def test_verify_finds_every_flipped_bit(tmp_path: Path, capsys: pytest.CaptureFi
         assert line.startswith(start)
 
 
-def test_progress_is_logged_if_stderr_is_not_a_terminal(
+def test_prepare_progress_without_a_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "LOG_SECONDS", 0.0)

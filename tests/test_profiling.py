@@ -98,7 +98,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_every_rank_writes_a_trace_with_shapes_memory_and_module_names(profiled: Path) -> None:
+def test_torch_profiler_traces_shapes_memory_and_modules(profiled: Path) -> None:
     assert [trace.name.partition(".")[0] for trace in traces(profiled)] == ["rank0", "rank1"]
     for trace in traces(profiled):
         assert trace.stat().st_size < 1e6  # so that real models stay below 50 MB
@@ -198,7 +198,7 @@ def test_tensorboard_serves_curves_hyperparameters_samples_and_the_traces_of_bot
 
 
 @pytest.mark.slow
-def test_the_console_shows_phases_samples_where_traces_are_and_the_report(profiled: Path) -> None:
+def test_console_shows_phases_samples_and_traces(profiled: Path) -> None:
     output = (profiled / "output").read_text()
     first = next(line for line in output.splitlines() if line)
     assert float(first.split()[0]) < 1, "something appears within a second"
@@ -224,7 +224,7 @@ def test_the_console_shows_phases_samples_where_traces_are_and_the_report(profil
 
 
 @pytest.mark.slow
-def test_a_run_too_short_for_a_trace_warns(tmp_path: Path) -> None:
+def test_torch_profiler_warns_of_a_run_that_is_too_short(tmp_path: Path) -> None:
     for steps, is_short in ((3, True), (8, False)):  # the second run resumes from step 3
         done = run_fsdp(
             tmp_path,
@@ -239,7 +239,7 @@ def test_a_run_too_short_for_a_trace_warns(tmp_path: Path) -> None:
         assert bool(traces(tmp_path)) != is_short
 
 
-def test_a_trace_contains_the_configured_steps(tmp_path: Path) -> None:
+def test_torch_profiler_steps_are_traced(tmp_path: Path) -> None:
     profile_steps(
         tmp_path / "traces", 12, rank=3, torch_profiler=True, torch_profiler_steps=[2, 1, 3]
     )
@@ -248,7 +248,7 @@ def test_a_trace_contains_the_configured_steps(tmp_path: Path) -> None:
     assert steps_in(trace) == [3, 4, 5]
 
 
-def test_a_run_that_fails_keeps_its_trace(tmp_path: Path) -> None:
+def test_torch_profiler_trace_of_a_run_that_fails(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="on purpose"):
         profile_steps(tmp_path, 4, fail=True, torch_profiler=True, torch_profiler_steps=[1, 1, 5])
     (trace,) = tmp_path.iterdir()
@@ -288,7 +288,7 @@ def gpu_memory(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("error", [None, torch.OutOfMemoryError("CUDA out of memory")])
-def test_memory_snapshot_is_written_also_after_out_of_memory(
+def test_memory_snapshot_after_out_of_memory(
     tmp_path: Path, gpu_memory: SimpleNamespace, error: Exception | None
 ) -> None:
     folder = tmp_path / "traces"
@@ -302,7 +302,7 @@ def test_memory_snapshot_is_written_also_after_out_of_memory(
     assert not gpu_memory.is_recording
 
 
-def test_a_memory_snapshot_without_a_gpu_is_refused(tmp_path: Path) -> None:
+def test_memory_snapshot_needs_a_gpu(tmp_path: Path) -> None:
     with (
         pytest.raises(ConfigError) as error,
         run_profilers(

@@ -79,7 +79,7 @@ def make_run(name: str, **hyperparameters: object) -> Path:
     return path
 
 
-def test_the_table_counts_every_session_and_names_the_best_validation() -> None:
+def test_report_counts_sessions_and_the_best_validation() -> None:
     facts = report.RunRecords(make_run("a")).summarize()
     assert facts["validation loss"] == "2.7000, best 2.5000 (step 10)"
     assert (facts["steps"], facts["tokens"], facts["skipped steps"]) == ("20 of 30", "20,000", "2")
@@ -89,7 +89,7 @@ def test_the_table_counts_every_session_and_names_the_best_validation() -> None:
     assert facts["training blocked by saving (s)"] == "3.0"
 
 
-def test_the_command_writes_the_report_of_a_run_again(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_command_writes_a_report_again(capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run("a")
     assert report.main([str(run)]) == 0
     text = (run / "report.md").read_text()
@@ -100,7 +100,7 @@ def test_the_command_writes_the_report_of_a_run_again(capsys: pytest.CaptureFixt
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_several_runs_are_side_by_side_with_the_hyperparameters_that_differ() -> None:
+def test_report_command_compares_runs() -> None:
     assert report.main([str(make_run("a")), str(make_run("b", lr=0.01, seed=1))]) == 0
     text = Path("runs/report.md").read_text()
     assert "| `lr` | 0.001 | 0.01 |\n" in text
@@ -113,7 +113,7 @@ def test_several_runs_are_side_by_side_with_the_hyperparameters_that_differ() ->
     )
 
 
-def test_the_report_of_a_run_without_reports_or_of_an_older_version_says_what_is_known() -> None:
+def test_report_of_an_older_version_says_what_is_known() -> None:
     run = make_run("a")
     for file in ("samples.jsonl", "sessions.jsonl", "config.yaml"):
         (run / file).unlink()
@@ -125,7 +125,7 @@ def test_the_report_of_a_run_without_reports_or_of_an_older_version_says_what_is
     assert report.write_report(run) == "runs/a/report.md"
 
 
-def test_lines_that_are_not_records_are_ignored() -> None:
+def test_report_ignores_lines_that_are_no_records() -> None:
     run = make_run("a")
     before = report.RunRecords(run).summarize()
     for file in ("metrics.jsonl", "samples.jsonl", "sessions.jsonl"):
@@ -134,7 +134,7 @@ def test_lines_that_are_not_records_are_ignored() -> None:
     assert report.RunRecords(run).summarize() == before
 
 
-def test_what_prevents_a_report_is_said_and_ends_no_run(
+def test_report_error_is_a_line_and_ends_no_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run("a")
@@ -154,7 +154,7 @@ def test_what_prevents_a_report_is_said_and_ends_no_run(
     assert report.write_report(run).startswith("runs/a/config.yaml:1: ")
 
 
-def test_a_session_knows_when_the_one_before_it_wrote_last() -> None:
+def test_session_records_the_last_write_before_it() -> None:
     run_dir = RunDir("x")
     run_dir.path.mkdir(parents=True)
     run_dir.start({}, {"step": 0})

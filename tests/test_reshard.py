@@ -93,7 +93,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_checkpoint_loads_under_any_world_size_and_strategy(
+def test_checkpoint_loads_under_any_world_size_and_strategy(
     ranks: int, written: tuple[Path, list[str]]
 ) -> None:
     folder, uuids = written
@@ -103,7 +103,9 @@ def test_a_checkpoint_loads_under_any_world_size_and_strategy(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_pytorch_reads_the_weights_alone(written: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_checkpoint_weights_are_read_by_pytorch(
+    written: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     folder, uuids = written
     expected = in_world(weights)
     for uuid in uuids:

@@ -49,7 +49,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_five_steps_and_five_more_equal_ten_bit_for_bit(reference: Path, tmp_path: Path) -> None:
+def test_resume_after_five_steps_equals_ten_bit_for_bit(reference: Path, tmp_path: Path) -> None:
     run_fsdp(tmp_path, "max_steps=5", ranks=2, config=RUN, code=0)
     second = run_fsdp(tmp_path, ranks=2, config=RUN, code=0)
     assert "resumed from checkpoint" in second.stdout
@@ -60,7 +60,7 @@ def test_five_steps_and_five_more_equal_ten_bit_for_bit(reference: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_another_world_size_resumes_with_the_same_weights_and_samples(tmp_path: Path) -> None:
+def test_resume_with_another_world_size(tmp_path: Path) -> None:
     quiet = RUN | {"dropout": 0.0}
     run_fsdp(tmp_path / "2", ranks=2, config=quiet, code=0)
     expected = read_reports(tmp_path / "2")
@@ -77,7 +77,7 @@ def test_another_world_size_resumes_with_the_same_weights_and_samples(tmp_path: 
 @pytest.mark.parametrize(
     ("before", "after"), [("bfloat16", "float16"), ("float16", "null"), ("float16", "float16")]
 )
-def test_a_resumed_run_may_change_its_precision(before: str, after: str, tmp_path: Path) -> None:
+def test_resume_may_change_amp_dtype(before: str, after: str, tmp_path: Path) -> None:
     first = (f"amp_dtype={before}", "max_steps=2", "warmup_steps=3", "resume=fresh")
     done = run_fsdp(tmp_path, *first, config=RUN, code=0)
     assert "warmup_steps 3 is more than max_steps 2" in done.stdout
@@ -89,7 +89,7 @@ def test_a_resumed_run_may_change_its_precision(before: str, after: str, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_signal_saves_a_checkpoint_and_the_resumed_run_has_the_same_losses(
+def test_sigterm_and_sigusr2_save_and_resume_exactly(
     signum: signal.Signals, reference: Path, tmp_path: Path
 ) -> None:
     process = start_fsdp(tmp_path, "checkpoint_rate=1000", ranks=2, config=RUN)
@@ -107,9 +107,7 @@ def test_a_signal_saves_a_checkpoint_and_the_resumed_run_has_the_same_losses(
     assert read_exact_metrics(tmp_path) == read_exact_metrics(reference)
 
 
-def test_a_signal_to_one_rank_stops_all_after_the_same_step(
-    reference: Path, tmp_path: Path
-) -> None:
+def test_sigterm_to_one_rank_stops_all_after_the_same_step(reference: Path, tmp_path: Path) -> None:
     process = start_fsdp(
         tmp_path, "max_steps=1000", "checkpoint_rate=1000", "resume=fresh", ranks=2, config=RUN
     )
@@ -237,7 +235,7 @@ def test_reports_and_samples_have_the_steps_of_their_rates(interrupted: Interrup
 
 
 @pytest.mark.slow
-def test_a_signal_at_any_moment_saves_that_step(interrupted: Interrupted) -> None:
+def test_sigterm_at_any_moment_saves_that_step(interrupted: Interrupted) -> None:
     assert all(step == newest for step, newest in interrupted.newest_after_stop)
 
 
@@ -254,7 +252,7 @@ def test_manifests_say_what_was_validated_and_sampled(interrupted: Interrupted) 
 
 
 @pytest.mark.slow
-def test_a_complete_run_reports_it_and_changes_nothing(reference: Path) -> None:
+def test_resume_of_a_complete_run_changes_nothing(reference: Path) -> None:
     def times() -> dict[Path, int]:
         return {
             path: path.stat().st_mtime_ns
@@ -335,7 +333,7 @@ datetime.date = Day
 
 
 @pytest.mark.slow
-def test_a_run_keeps_the_date_of_its_first_start_for_its_chat_template(tmp_path: Path) -> None:
+def test_chat_template_date_is_that_of_the_first_start(tmp_path: Path) -> None:
     template = (
         "{{ bos_token }}[date] {{ strftime_now('%Y-%m-%d') }}"
         "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -53,12 +53,12 @@ def started(name: str = "x") -> RunDir:
 @pytest.mark.parametrize(
     "name", ["", "..", "../x", "/tmp/x", "a/b", ".hidden", "-rf", "a b", "a\n", "a;b", "é", "~"]
 )
-def test_a_name_that_could_point_outside_of_runs_is_refused(name: str) -> None:
+def test_run_name_outside_of_runs_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^run_name: {re.escape(repr(name))} "):
         RunDir(name)
 
 
-def test_the_constructor_creates_nothing() -> None:
+def test_run_dir_constructor_creates_nothing() -> None:
     RunDir("x")
     assert not list(Path().iterdir())
 
@@ -67,9 +67,7 @@ def test_the_constructor_creates_nothing() -> None:
     ("umask", "directory", "file"),
     [(0o077, 0o700, 0o600), (0o002, 0o775, 0o664), (0, 0o775, 0o666)],
 )
-def test_the_modes_are_those_of_the_umask_but_never_writable_by_all(
-    umask: int, directory: int, file: int
-) -> None:
+def test_run_dir_modes_follow_the_umask(umask: int, directory: int, file: int) -> None:
     before = os.umask(umask)
     try:
         run_dir = started()
@@ -80,7 +78,7 @@ def test_the_modes_are_those_of_the_umask_but_never_writable_by_all(
     assert stat.S_IMODE((run_dir.path / "lock").stat().st_mode) == file
 
 
-def test_a_file_system_that_maps_users_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_dir_accepts_a_file_system_that_maps_users(monkeypatch: pytest.MonkeyPatch) -> None:
     """As NFS does for root, and an access point of EFS for all: new files belong to another user."""
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     assert started().path.is_dir()
@@ -88,7 +86,7 @@ def test_a_file_system_that_maps_users_is_accepted(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
-def test_a_run_whose_directory_is_in_use_is_refused_soon_and_the_holder_named(named: bool) -> None:
+def test_lock_names_the_process_that_holds_it(named: bool) -> None:
     Path("runs/x").mkdir(parents=True)
     flock = "import fcntl\nfile = open('runs/x/lock', 'w')\nfcntl.flock(file, fcntl.LOCK_EX)\n"
     lock = "lock_file(__import__('pathlib').Path('runs/x/lock'))\n" if named else flock
@@ -106,7 +104,7 @@ def test_a_run_whose_directory_is_in_use_is_refused_soon_and_the_holder_named(na
     assert (f"process {holder.pid} on " in str(refused.value)) == named
 
 
-def test_the_lock_is_free_once_its_holder_has_ended_whatever_processes_it_forked() -> None:
+def test_lock_is_not_inherited_by_forked_processes() -> None:
     fork = "if os.fork() == 0:\n    os.close(1)\n    input()\n"
     with start_python(
         f"lock_file(__import__('pathlib').Path('x'))\n{fork}os.kill(os.getpid(), 9)"
@@ -119,7 +117,7 @@ def test_the_lock_is_free_once_its_holder_has_ended_whatever_processes_it_forked
 @pytest.mark.skipif(
     platform.machine() != "x86_64", reason="uses the number of a system call of x86-64"
 )
-def test_the_lock_of_a_killed_process_is_waited_for() -> None:
+def test_lock_of_a_killed_process_is_waited_for() -> None:
     """After SIGKILL in the middle of a write, the process is a zombie with a live thread."""
     script = (
         "import ctypes, pathlib, threading\n"
@@ -142,14 +140,14 @@ def test_the_lock_of_a_killed_process_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("in_the_way", ["runs", "runs/x", "runs/x/traces"])
-def test_a_directory_that_cannot_be_created_is_named(in_the_way: str) -> None:
+def test_run_dir_that_cannot_be_created_is_named(in_the_way: str) -> None:
     Path(in_the_way).parent.mkdir(parents=True, exist_ok=True)
     Path(in_the_way).write_text("")
     with pytest.raises(ConfigError, match=f"^runs/x: .*File exists.* {Path('runs').absolute()} "):
         in_world(RunDir("x").lock)
 
 
-def test_fresh_moves_the_files_of_every_previous_run_aside() -> None:
+def test_move_aside_moves_the_files_of_every_previous_run() -> None:
     run_dir = started()
     checkpoints = LocalCheckpoints(run_dir.checkpoints)
     checkpoints.move_aside()
@@ -177,7 +175,7 @@ def test_fresh_moves_the_files_of_every_previous_run_aside() -> None:
         assert (path / "checkpoints" / f"of-{lr}").is_dir()
 
 
-def test_config_yaml_resumes_the_same_run() -> None:
+def test_run_dirs_config_yaml_resumes_the_run() -> None:
     run_dir = started()
     hp = config.read(
         {"hyperparameters": {"model": "llama3.2-1b", "lr": "1e-4", "prompt": "é: #"}}, [], "test"

@@ -10,7 +10,7 @@ from lm.data.sampler import BLOCK, Sampler
 from lm.errors import ConfigError
 
 
-def test_each_epoch_of_one_dataset_is_another_permutation() -> None:
+def test_sampler_epochs_are_different_permutations() -> None:
     order = Sampler([7], [1.0], seed=3, shuffle=True)
     epochs = [[order[i] for i in range(7 * epoch, 7 * epoch + 7)] for epoch in range(4)]
     assert all(sorted(epoch) == [(0, i) for i in range(7)] for epoch in epochs)
@@ -20,9 +20,7 @@ def test_each_epoch_of_one_dataset_is_another_permutation() -> None:
 
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=4), st.data())
-def test_each_block_holds_every_datasets_share_and_each_epoch_every_sample_once(
-    counts: list[int], data: st.DataObject
-) -> None:
+def test_mixture_shares_hold_in_every_block(counts: list[int], data: st.DataObject) -> None:
     weights = [data.draw(st.sampled_from([0.5, 1.0, 2.0, 10.0])) for _ in counts]
     order = Sampler(counts, weights, seed=1, shuffle=data.draw(st.booleans()))
     samples = [order[i] for i in range(2 * BLOCK)]
@@ -38,7 +36,7 @@ def test_each_block_holds_every_datasets_share_and_each_epoch_every_sample_once(
             assert sorted(joined[start : start + count]) == list(range(count))
 
 
-def test_the_sample_at_a_position_does_not_depend_on_earlier_reads() -> None:
+def test_sampler_position_does_not_depend_on_earlier_reads() -> None:
     order, other = (Sampler([11, 5, 300], [3, 1, 1], seed, shuffle=True) for seed in (5, 6))
     samples = [order[i] for i in range(3 * BLOCK)]
     for start in (0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 17):
@@ -46,11 +44,11 @@ def test_the_sample_at_a_position_does_not_depend_on_earlier_reads() -> None:
     assert samples != [other[i] for i in range(3 * BLOCK)]
 
 
-def test_datasets_alternate_within_a_block() -> None:
+def test_mixture_datasets_alternate_within_a_block() -> None:
     order = Sampler([100, 100], [1, 1], seed=0, shuffle=False)
     assert 8 < sum(order[position][0] for position in range(40)) < 32
 
 
-def test_a_weight_too_small_for_one_sample_in_a_block_is_an_error() -> None:
+def test_mixture_weight_too_small_for_a_block_is_refused() -> None:
     with pytest.raises(ConfigError, match=f"^train_data: .*1e-05 .*{BLOCK}"):
         Sampler([1, 1], [1, 1e-5], seed=0, shuffle=True)

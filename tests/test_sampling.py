@@ -52,7 +52,7 @@ def continued(
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-def test_tokens_are_as_frequent_as_their_probability(temperature: float) -> None:
+def test_sample_frequencies_equal_the_probabilities(temperature: float) -> None:
     expected = (LOGITS / temperature).softmax(dim=0)
     torch.testing.assert_close(draw(temperature=temperature), expected, atol=0.01, rtol=0)
 
@@ -97,7 +97,7 @@ def test_top_p_applies_after_top_k() -> None:
     assert (draw(top_k=2, top_p=0.74) > 0).sum() == 2
 
 
-def test_each_sequence_is_sampled_from_its_own_logits() -> None:
+def test_sample_uses_the_logits_of_each_sequence() -> None:
     logits = torch.full((3, 4), -torch.inf)
     logits[[0, 1, 2], [3, 0, 2]] = 0.0
     assert sample_tokens(logits, 1.0, None, 0.9, torch.Generator()).tolist() == [3, 0, 2]
@@ -110,7 +110,7 @@ def test_each_sequence_is_sampled_from_its_own_logits() -> None:
 @pytest.mark.parametrize(
     "changes", [{}, {"positions": "rope", "n_kv_heads": 1, "sliding_window": 4}], ids=str
 )
-def test_greedy_generation_is_the_argmax_loop_without_a_cache(changes: dict[str, Any]) -> None:
+def test_generate_greedily_equals_an_argmax_loop(changes: dict[str, Any]) -> None:
     model = tiny(**changes)
     tokens = [3, 1, 4]
     while len(tokens) < 16:
@@ -118,7 +118,7 @@ def test_greedy_generation_is_the_argmax_loop_without_a_cache(changes: dict[str,
     assert continued(model, [3, 1, 4], 13, temperature=0) == tokens[3:]
 
 
-def test_the_same_seed_draws_the_same_tokens() -> None:
+def test_generate_draws_the_same_tokens_from_a_seed() -> None:
     model = tiny()
     first = continued(model, [1], 12, seed=5, top_k=20, top_p=0.95)
     assert continued(model, [1], 12, seed=5, top_k=20, top_p=0.95) == first
@@ -126,7 +126,7 @@ def test_the_same_seed_draws_the_same_tokens() -> None:
 
 
 @pytest.mark.parametrize("context", [1, 2, 7, 8])
-def test_generation_continues_from_the_latest_half_of_a_full_context(context: int) -> None:
+def test_generate_continues_from_half_of_a_full_context(context: int) -> None:
     model = tiny(max_seq_len=context).eval()
     generator = torch.Generator().manual_seed(7)
     tokens, start = [9], 0
@@ -138,7 +138,7 @@ def test_generation_continues_from_the_latest_half_of_a_full_context(context: in
     assert continued(model, [9], 30, seed=7) == tokens[1:]
 
 
-def test_a_prompt_longer_than_the_context_is_truncated_to_its_end() -> None:
+def test_generate_truncates_a_long_prompt_to_its_end() -> None:
     model = tiny(max_seq_len=8)
     prompt = list(range(20))
     assert continued(model, prompt, 5, temperature=0) == continued(
@@ -146,19 +146,19 @@ def test_a_prompt_longer_than_the_context_is_truncated_to_its_end() -> None:
     )
 
 
-def test_an_empty_prompt_is_refused() -> None:
+def test_generate_refuses_an_empty_prompt() -> None:
     with pytest.raises(ValueError, match="at least one token"):
         continued(tiny(), [], 5)
 
 
-def test_tokens_are_generated_one_by_one_up_to_max_new_tokens() -> None:
+def test_generate_yields_up_to_max_new_tokens() -> None:
     model = tiny()
     assert continued(model, [1], 0) == []
     endless = generate(model, [1], 10**9, device=CPU, seed=0)
     assert len([next(endless) for _ in range(3)]) == 3
 
 
-def test_generation_ends_before_the_first_stop_id() -> None:
+def test_generate_ends_before_the_first_stop_id() -> None:
     model = tiny()
     tokens = continued(model, [3, 1], 40)
     for stop_ids in ({tokens[20]}, set(tokens[5:30]), {tokens[0]}):
@@ -169,7 +169,7 @@ def test_generation_ends_before_the_first_stop_id() -> None:
     )  # also a stop id in the prompt
 
 
-def test_generation_uses_neither_dropout_nor_gradients() -> None:
+def test_generate_uses_neither_dropout_nor_gradients() -> None:
     model = tiny(dropout=0.5).train()
     assert continued(model, [1], 8, temperature=0) == continued(tiny(), [1], 8, temperature=0)
     assert torch.is_grad_enabled()
@@ -188,7 +188,7 @@ SHAPES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("changes", SHAPES, ids=str)
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 20, "top_p": 0.95}], ids=str)
-def test_prompts_of_different_lengths_continue_as_each_does_alone(
+def test_generate_batch_continues_prompts_as_each_alone(
     changes: dict[str, Any], options: dict[str, Any]
 ) -> None:
     model = tiny(**changes)
@@ -205,7 +205,7 @@ def test_prompts_of_different_lengths_continue_as_each_does_alone(
         ]
 
 
-def test_generation_does_not_change_the_prompts() -> None:
+def test_generate_batch_does_not_change_the_prompts() -> None:
     prompts = [[1], [2, 3]]
     list(generate_batch(tiny(), prompts, 5, device=CPU, seeds=[0, 0]))
     assert prompts == [[1], [2, 3]]

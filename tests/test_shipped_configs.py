@@ -128,7 +128,7 @@ def test_shipped_log_policies(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_the_hyperparameters_of_a_shipped_file_are_valid(path: Path) -> None:
+def test_shipped_hyperparameters_are_valid(path: Path) -> None:
     experiment = yaml.safe_load(path.read_text())
     hyperparameters = one_trial(experiment["hyperparameters"])
     hp = config.read(experiment | {"hyperparameters": hyperparameters}, [], path.name)
@@ -143,7 +143,7 @@ def test_the_hyperparameters_of_a_shipped_file_are_valid(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
-def test_an_editor_finds_the_schema_of_a_shipped_file_and_accepts_it(path: Path) -> None:
+def test_shipped_file_names_its_schema(path: Path) -> None:
     first = path.read_text().partition("\n")[0]
     schema = path.parent / first.removeprefix("# yaml-language-server: $schema=")
     assert schema.resolve() == REPOSITORY / "docs" / "hyperparameters.schema.json"
@@ -155,7 +155,7 @@ def test_an_editor_finds_the_schema_of_a_shipped_file_and_accepts_it(path: Path)
 
 
 @pytest.mark.slow
-def test_the_recipe_for_own_text_runs_on_a_file(tmp_path: Path) -> None:
+def test_text_recipe_runs(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("To be, or not to be, that is the question.\n" * 100)
     recipe = [
         "--config",
@@ -170,7 +170,7 @@ def test_the_recipe_for_own_text_runs_on_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_chat_recipe_runs_on_a_model_and_chats_in_a_folder(tmp_path: Path) -> None:
+def test_chat_recipe_runs(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     shape = {
         "hidden_size": 32,
@@ -201,7 +201,7 @@ def test_the_chat_recipe_runs_on_a_model_and_chats_in_a_folder(tmp_path: Path) -
     assert read_reports(tmp_path, "validation", name="chat")[2]["bits_per_byte"] > 0
 
 
-def test_config_yaml_has_the_hyperparameters_and_defaults_of_the_original_example() -> None:
+def test_config_yaml_equals_the_original_example() -> None:
     hyperparameters = yaml.safe_load((REPOSITORY / "config.yaml").read_text())["hyperparameters"]
     assert hyperparameters.keys() == ORIGINAL
     assert config.load(REPOSITORY / "config.yaml", ["max_steps=1"]) == config.read(
@@ -213,5 +213,5 @@ def test_config_yaml_has_the_hyperparameters_and_defaults_of_the_original_exampl
     ("file", "text"),
     [("hyperparameters.md", config.page), ("hyperparameters.schema.json", config.schema)],
 )
-def test_the_generated_pages_match_the_code(file: str, text: Callable[[], str]) -> None:
+def test_generated_pages_match_the_code(file: str, text: Callable[[], str]) -> None:
     assert (REPOSITORY / "docs" / file).read_text() == text(), "`make docs` writes it"

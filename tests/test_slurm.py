@@ -216,9 +216,7 @@ PreemptionSignals._on_signal, Loader.training = record, wait
 
 
 @pytest.mark.slow
-def test_a_run_stopped_before_the_time_limit_is_requeued_and_ends_with_the_same_losses(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_slurm_job_stopped_at_the_limit_resumes_exactly(cluster: Cluster, tmp_path: Path) -> None:
     run_fsdp(
         tmp_path / "uninterrupted",
         "total_batch_size=4",
@@ -248,7 +246,7 @@ def test_a_run_stopped_before_the_time_limit_is_requeued_and_ends_with_the_same_
 
 
 @pytest.mark.slow
-def test_a_job_that_saves_no_new_checkpoint_is_not_requeued_again(
+def test_slurm_job_without_a_new_checkpoint_is_not_requeued(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """It saves after step 5 and fails in step 8 of every start."""
@@ -270,9 +268,7 @@ def test_a_job_that_saves_no_new_checkpoint_is_not_requeued_again(
     assert [line for line in log.splitlines() if line.startswith(f"job {job}: not requeued: ")]
 
 
-def test_a_job_with_invalid_hyperparameters_is_not_requeued(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_slurm_job_with_a_bad_config_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit(tmp_path, "batch_size=2", "n_heads=5", BATCH_SIZE="0")
     fields, log = cluster.finish(job, tmp_path)
     assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", "2:0", "0")
@@ -280,9 +276,7 @@ def test_a_job_with_invalid_hyperparameters_is_not_requeued(
 
 
 @pytest.mark.slow
-def test_a_job_that_diverges_is_not_requeued_although_it_saved_a_checkpoint(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_slurm_job_that_diverges_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
     saves = ("checkpoint_rate=1", "async_checkpoint=false", "validation_rate=100")
     job = cluster.submit(tmp_path, "lr=1e18", "skip_nonfinite=2", "report_rate=1", *saves)
     fields, log = cluster.finish(job, tmp_path)
@@ -294,9 +288,7 @@ def test_a_job_that_diverges_is_not_requeued_although_it_saved_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_cancelled_job_saves_a_checkpoint_and_is_not_requeued(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_slurm_scancel_saves_and_does_not_requeue(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit(tmp_path, "max_steps=100000")
     cluster.wait_for(job, "^0: training", tmp_path)
     cluster.command("scancel", job)

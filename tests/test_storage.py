@@ -142,7 +142,7 @@ def save_and_load(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_reported_once_complete_and_loads_on_every_machine(
+def test_cluster_checkpoint_is_reported_once_complete(
     on_two_machines: OnTwoMachines,
 ) -> None:
     first, second = on_two_machines(save_and_load)
@@ -175,7 +175,7 @@ def damage_each_download(
 
 
 @pytest.mark.slow
-def test_every_machine_verifies_its_download_and_all_ranks_refuse_together(
+def test_cluster_checkpoint_damage_is_refused_together(
     on_two_machines: OnTwoMachines, tmp_path: Path
 ) -> None:
     for errors in on_two_machines(damage_each_download):
@@ -202,7 +202,7 @@ def fail_on_one(
 
 
 @pytest.mark.slow
-def test_a_machine_without_write_access_fails_all_before_the_timeout(
+def test_cluster_checkpoint_without_write_access_fails_all(
     on_two_machines: OnTwoMachines,
 ) -> None:
     first, second = on_two_machines(fail_on_one)

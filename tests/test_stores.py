@@ -120,9 +120,7 @@ def flipped(content: bytes) -> bytes:
     return content[:-1] + bytes([content[-1] ^ 1])
 
 
-def test_a_checkpoint_loads_as_it_was_saved_and_nothing_else_is_left(
-    kind: str, place: Path
-) -> None:
+def test_store_loads_what_was_saved(kind: str, place: Path) -> None:
     def save_and_load(world: World) -> None:
         with opened(kind, place, world) as checkpointer:
             store = checkpointer.store
@@ -144,7 +142,7 @@ def test_a_checkpoint_loads_as_it_was_saved_and_nothing_else_is_left(
 @pytest.mark.parametrize(
     ("keep", "left"), [(1, [2, 5]), (2, [2, 4, 5]), (4, [2, 3, 4, 5]), (None, [1, 2, 3, 4, 5])]
 )
-def test_the_newest_and_the_best_are_kept(
+def test_store_keeps_the_newest_and_the_best(
     keep: int | None, left: list[int], kind: str, place: Path
 ) -> None:
     def save_five(world: World) -> None:
@@ -164,7 +162,7 @@ def test_the_newest_and_the_best_are_kept(
     in_world(save_five)
 
 
-def test_a_failed_save_names_the_checkpoint_that_is_kept(kind: str, place: Path) -> None:
+def test_store_names_the_kept_checkpoint_after_a_failed_save(kind: str, place: Path) -> None:
     def save_nan(world: World) -> None:
         with opened(kind, place, world) as checkpointer:
             with pytest.raises(RunError, match=r"lower lr.*no checkpoint exists yet"):
@@ -178,9 +176,7 @@ def test_a_failed_save_names_the_checkpoint_that_is_kept(kind: str, place: Path)
     in_world(save_nan)
 
 
-def test_a_checkpoint_of_another_run_loads_by_its_path(
-    kind: str, place: Path, tmp_path: Path
-) -> None:
+def test_store_loads_a_checkpoint_of_another_run(kind: str, place: Path, tmp_path: Path) -> None:
     """As with `init_from`."""
 
     def load_other(world: World) -> None:
@@ -200,9 +196,7 @@ def test_a_checkpoint_of_another_run_loads_by_its_path(
 # -------------------------
 
 
-def test_a_checkpoint_is_newer_than_those_of_a_clock_that_was_ahead(
-    kind_off_cluster: str, place: Path
-) -> None:
+def test_store_order_survives_a_clock_that_was_ahead(kind_off_cluster: str, place: Path) -> None:
     def set_clock_ahead(store: CheckpointStore, name: str, scratch: Path) -> None:
         def later(content: bytes) -> bytes:
             scratch.mkdir()
@@ -225,7 +219,7 @@ def test_a_checkpoint_is_newer_than_those_of_a_clock_that_was_ahead(
 
 
 @pytest.mark.parametrize("damage", ["flipped bit", "no manifest"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_resumed_and_kept(
+def test_store_resumes_the_one_before_a_damaged_one(
     damage: str, kind_off_cluster: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def resume_earlier(world: World) -> None:
@@ -257,9 +251,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_resumed_and_kept
     in_world(resume_earlier)
 
 
-def test_losing_all_checkpoints_is_an_error_and_having_none_is_not(
-    kind_off_cluster: str, place: Path
-) -> None:
+def test_store_that_lost_all_checkpoints_is_an_error(kind_off_cluster: str, place: Path) -> None:
     """A kill during the first save costs only that save."""
 
     def lose(world: World) -> None:
@@ -284,9 +276,7 @@ def test_losing_all_checkpoints_is_an_error_and_having_none_is_not(
     in_world(lose)
 
 
-def test_a_fresh_start_moves_aside_what_earlier_runs_wrote(
-    kind_off_cluster: str, place: Path
-) -> None:
+def test_store_move_aside(kind_off_cluster: str, place: Path) -> None:
     def start_anew(world: World) -> None:
         with opened(kind_off_cluster, place, world) as checkpointer:
             store = checkpointer.store

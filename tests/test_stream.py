@@ -78,7 +78,7 @@ def text(stream: list[Window]) -> str:
 
 
 @pytest.mark.parametrize("of", [1, 2, 3, 4])
-def test_each_epoch_of_all_streams_holds_every_document_once(of: int, tmp_path: Path) -> None:
+def test_stream_epoch_holds_every_document_once(of: int, tmp_path: Path) -> None:
     folder = write(tmp_path)
     seen: Counter[str] = Counter()
     for number in range(of):
@@ -89,7 +89,7 @@ def test_each_epoch_of_all_streams_holds_every_document_once(of: int, tmp_path: 
     assert seen == documents_in(folder)
 
 
-def test_documents_are_shuffled_within_blocks(tmp_path: Path) -> None:
+def test_stream_shuffles_within_blocks(tmp_path: Path) -> None:
     folder = write(tmp_path, files=1, documents=24)
     plain = text(windows(folder, 30, shuffle=0)).split("\n\n")[:24]
     mixed = text(windows(folder, 30)).split("\n\n")[:24]
@@ -109,7 +109,7 @@ def test_documents_are_shuffled_within_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [1, 3, 8, 100])
-def test_a_stream_resumes_at_the_exact_token_repeatedly(block: int, tmp_path: Path) -> None:
+def test_stream_resumes_at_the_exact_token(block: int, tmp_path: Path) -> None:
     folder = write(tmp_path)
     undisturbed = windows(folder, 90, block=block)
     expected = [window.ids.tolist() for window in undisturbed]
@@ -160,7 +160,7 @@ def by_two(folder: Path) -> Taken:
 
 
 @pytest.mark.slow
-def test_workers_take_turns_and_resume_where_they_stopped(folder: Path, by_two: Taken) -> None:
+def test_data_workers_resume_where_they_stopped(folder: Path, by_two: Taken) -> None:
     alone = [
         [window.ids[:-1].tolist() for window in windows(folder, 10, number=i, of=2)]
         for i in range(2)
@@ -173,7 +173,7 @@ def test_workers_take_turns_and_resume_where_they_stopped(folder: Path, by_two: 
 
 
 @pytest.mark.slow
-def test_prefetching_does_not_move_the_loaders_state(folder: Path, by_one: Taken) -> None:
+def test_loader_state_does_not_run_ahead_with_prefetching(folder: Path, by_one: Taken) -> None:
     data = Data(source(folder), TokenWindowDataset(np.arange(SEQ_LEN + 1), SEQ_LEN), BYTES)
     loader = Loader(
         DataConfig.model_validate({"batch_size": 2}), data, 2, 0, 1, torch.device("cpu")
@@ -185,9 +185,7 @@ def test_prefetching_does_not_move_the_loaders_state(folder: Path, by_one: Taken
 
 
 @pytest.mark.slow
-def test_with_another_number_of_workers_each_resumes_after_its_share(
-    folder: Path, by_one: Taken
-) -> None:
+def test_data_workers_resume_with_another_number(folder: Path, by_one: Taken) -> None:
     _, state = by_one[-1]
     read = state["streams"][0]["read"] + state["streams"][0]["document"]
     assert read > 10
@@ -205,7 +203,7 @@ def test_with_another_number_of_workers_each_resumes_after_its_share(
 
 
 @pytest.mark.slow
-def test_ranks_and_workers_may_be_swapped(folder: Path, by_two: Taken) -> None:
+def test_data_workers_and_ranks_may_be_swapped(folder: Path, by_two: Taken) -> None:
     _, state = by_two[2]
     assert state["turn"] == 1
     swapped = source(folder, dp_rank=1, dp_size=2)
@@ -217,7 +215,7 @@ def test_ranks_and_workers_may_be_swapped(folder: Path, by_two: Taken) -> None:
 # --------------------------------------------------------------------------------------------
 
 
-def test_every_format_is_read_and_a_parquet_file_without_rows_is_skipped(tmp_path: Path) -> None:
+def test_stream_reads_every_format(tmp_path: Path) -> None:
     table = pa.table({"text": ["one", "two"]})
     (tmp_path / "parquet").mkdir()
     for name, rows in (("a", []), ("b", ["one", "two"]), ("c", [])):
@@ -238,7 +236,7 @@ def test_every_format_is_read_and_a_parquet_file_without_rows_is_skipped(tmp_pat
         ), name
 
 
-def test_the_fingerprint_depends_on_names_sizes_and_ends(tmp_path: Path) -> None:
+def test_stream_fingerprint(tmp_path: Path) -> None:
     first = open_documents(str(write(tmp_path / "a")), "train_data", "train", None)[1]
     assert open_documents(str(write(tmp_path / "b")), "train_data", "train", None)[1] == first
     assert (
@@ -254,7 +252,7 @@ def test_the_fingerprint_depends_on_names_sizes_and_ends(tmp_path: Path) -> None
     assert first != last
 
 
-def test_json_is_read_line_by_line_or_as_one_array_and_never_crashes_the_process(
+def test_stream_reads_json_lines_or_one_array(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "a.json").write_text(
@@ -284,7 +282,7 @@ def test_json_is_read_line_by_line_or_as_one_array_and_never_crashes_the_process
         ("./train", "^val_data: "),
     ],
 )
-def test_a_dataset_that_cannot_be_opened_or_has_no_validation_data_is_an_error(
+def test_stream_that_cannot_be_opened_is_refused(
     where: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mixed").mkdir()
@@ -312,7 +310,7 @@ def test_a_dataset_that_cannot_be_opened_or_has_no_validation_data_is_an_error(
     ],
     ids=["json", "empty", "empty-csv", "utf8", "truncated"],
 )
-def test_validation_data_that_cannot_be_read_are_an_error_of_one_line(
+def test_stream_error_of_validation_data_is_one_line(
     files: dict[str, bytes], tmp_path: Path
 ) -> None:
     (tmp_path / "val").mkdir()
@@ -331,7 +329,7 @@ def test_validation_data_that_cannot_be_read_are_an_error_of_one_line(
     assert "\n" not in line
 
 
-def test_an_error_without_a_message_is_named_by_its_type() -> None:
+def test_stream_error_without_a_message_is_named() -> None:
     class Silent:
         def __iter__(self) -> Iterator[Any]:
             raise TimeoutError
@@ -350,7 +348,7 @@ def test_an_error_without_a_message_is_named_by_its_type() -> None:
     ],
     ids=["missing", "null", "json"],
 )
-def test_a_document_that_is_not_text_is_an_error(line: str, part: str, tmp_path: Path) -> None:
+def test_stream_document_that_is_no_text_is_refused(line: str, part: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(line + "\n")
     documents, _ = open_documents(str(tmp_path), "train_data", "train", None)
     (error,) = TokenStream(documents, "text", BYTES, SEQ_LEN, None)
@@ -359,14 +357,14 @@ def test_a_document_that_is_not_text_is_an_error(line: str, part: str, tmp_path:
 
 
 @pytest.mark.slow
-def test_an_error_of_a_worker_is_raised(tmp_path: Path) -> None:
+def test_data_worker_error_is_raised(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{\n")
     with pytest.raises(ConfigError, match=r"a\.jsonl"):
         next(source(tmp_path).batches(0))
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
+def test_data_worker_that_is_killed_is_an_error(tmp_path: Path) -> None:
     before = set(psutil.Process().children())
     batches = source(write(tmp_path, files=1, documents=3000)).batches(0)
     next(batches)
@@ -384,7 +382,7 @@ def test_a_killed_worker_is_an_error_and_not_a_hang(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_resumes_bit_for_bit_and_with_other_ranks(tmp_path: Path) -> None:
+def test_stream_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     write(tmp_path / "train", documents=40)
     write(tmp_path / "val")
     data = {

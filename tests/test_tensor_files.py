@@ -66,7 +66,7 @@ ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @ALONE
-def test_what_is_written_is_read_back_by_us_by_pytorch_and_by_safetensors(tmp_path: Path) -> None:
+def test_write_tensors_is_read_by_pytorch_and_safetensors(tmp_path: Path) -> None:
     write(tmp_path, STATE)
     check(tmp_path, STATE)
     (path,) = tmp_path.iterdir()
@@ -77,7 +77,7 @@ def test_what_is_written_is_read_back_by_us_by_pytorch_and_by_safetensors(tmp_pa
 
 
 @ALONE
-def test_pytorchs_own_sharded_files_are_read(tmp_path: Path) -> None:
+def test_read_headers_of_pytorchs_sharded_files(tmp_path: Path) -> None:
     writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True)
     dcp.save(dict(STATE), storage_writer=writer, no_dist=True)
     check(tmp_path, STATE)
@@ -103,7 +103,7 @@ def write_sharded(world: World, folder: Path, layout: tuple[int, int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_ranks_write_each_slice_once(layout: str, tmp_path: Path) -> None:
+def test_write_tensors_writes_each_slice_once(layout: str, tmp_path: Path) -> None:
     replicate, shard = LAYOUTS[layout]
     run_ranks(replicate * shard, write_sharded, tmp_path, LAYOUTS[layout])
     check(tmp_path, STATE)
@@ -113,7 +113,7 @@ def test_ranks_write_each_slice_once(layout: str, tmp_path: Path) -> None:
     assert values == sum(tensor.numel() for tensor in STATE.values())
 
 
-def test_rows_of_a_fused_and_of_a_transposed_tensor_are_read(tmp_path: Path) -> None:
+def test_read_rows_of_fused_and_transposed_tensors(tmp_path: Path) -> None:
     stored = torch.arange(60.0, dtype=torch.float16).view(6, 10)
     save_file({"fused": stored}, tmp_path / "model.safetensors")
     slices = read_headers([tmp_path / "model.safetensors"])["fused"]
@@ -125,7 +125,7 @@ def test_rows_of_a_fused_and_of_a_transposed_tensor_are_read(tmp_path: Path) -> 
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.data())
-def test_only_slices_that_cover_a_tensor_once_are_accepted(rows: list[int], data: Any) -> None:
+def test_full_shape_needs_slices_that_cover_once(rows: list[int], data: Any) -> None:
     slices = [
         TensorSlice(Path(), 0, torch.float32, (n, 5), sum(rows[:i])) for i, n in enumerate(rows)
     ]
@@ -180,7 +180,7 @@ HOSTILE: dict[str, bytes | dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", [*HOSTILE, 2**40, 2**64 - 1])
-def test_a_hostile_header_is_refused_in_one_short_line(case: str | int, tmp_path: Path) -> None:
+def test_read_headers_refuses_a_hostile_header(case: str | int, tmp_path: Path) -> None:
     content = HOSTILE[case] if isinstance(case, str) else b"{}"
     header = content if isinstance(content, bytes) else json.dumps(content).encode()
     path = with_header(
@@ -193,7 +193,7 @@ def test_a_hostile_header_is_refused_in_one_short_line(case: str | int, tmp_path
     assert len(str(refused.value)) < 500
 
 
-def test_a_header_of_100_mb_is_refused_at_once_and_in_little_memory(tmp_path: Path) -> None:
+def test_read_headers_refuses_100_mb_at_once(tmp_path: Path) -> None:
     path = with_header(tmp_path / "x.safetensors", b"[" + b"[]," * 33_000_000 + b"0]")
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     with pytest.raises(CheckpointError):
@@ -202,7 +202,7 @@ def test_a_header_of_100_mb_is_refused_at_once_and_in_little_memory(tmp_path: Pa
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 
 
-def test_links_and_fifos_are_not_opened(tmp_path: Path) -> None:
+def test_read_headers_opens_no_links_or_fifos(tmp_path: Path) -> None:
     write(tmp_path, STATE)
     (tmp_path / "link").symlink_to(next(tmp_path.glob("*.safetensors")))
     os.mkfifo(tmp_path / "fifo")
@@ -213,9 +213,7 @@ def test_links_and_fifos_are_not_opened(tmp_path: Path) -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 10**9))
-def test_random_damage_raises_nothing_else(
-    tmp_path_factory: pytest.TempPathFactory, seed: int
-) -> None:
+def test_read_headers_of_random_damage(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     folder = tmp_path_factory.mktemp("damaged")
     write(folder, STATE)
     (path,) = folder.iterdir()

@@ -31,7 +31,7 @@ def write(folder: Path, *names: str) -> list[Path]:
 # -------------------------------------------------------------------------------------------
 
 
-def test_a_file_a_glob_and_a_folder_without_its_hidden_files_are_found(
+def test_find_files_of_a_file_a_glob_and_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / ".root"
@@ -55,7 +55,7 @@ def test_a_file_a_glob_and_a_folder_without_its_hidden_files_are_found(
     assert find_files("~/.root/*.txt", "train_data") == [a, b]
 
 
-def test_links_to_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
+def test_find_files_follows_links_and_ends_loops(tmp_path: Path) -> None:
     root = tmp_path / "root"
     one, *_ = write(root, "a/one.txt")
     write(tmp_path, "else/two.txt", "else/.hidden.txt")
@@ -66,7 +66,7 @@ def test_links_to_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o444])
-def test_a_folder_without_permission_is_named(
+def test_find_files_names_a_folder_without_permission(
     mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, "root/a.txt", "root/b/c.txt")
@@ -85,7 +85,7 @@ def test_a_folder_without_permission_is_named(
         (tmp_path / "root" / "b").chmod(0o755)
 
 
-def test_null_is_the_standard_librarys_source_without_its_tests() -> None:
+def test_train_data_null_is_the_standard_librarys_source() -> None:
     files = find_files(None, "train_data")
     names = {path.name for path in files}
     assert {"argparse.py", "ast.py", "decoder.py"} <= names
@@ -96,7 +96,7 @@ def test_null_is_the_standard_librarys_source_without_its_tests() -> None:
 
 
 @pytest.mark.parametrize("name", ["none.txt", "*.txt", "empty"])
-def test_a_name_that_matches_no_file_is_an_error(tmp_path: Path, name: str) -> None:
+def test_find_files_refuses_a_name_without_files(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=f"^val_data: .*{re.escape(f'{tmp_path}/{name}')}"):
         find_files(f"{tmp_path}/{name}", "val_data")
@@ -106,7 +106,7 @@ def test_a_name_that_matches_no_file_is_an_error(tmp_path: Path, name: str) -> N
 # -------------------------------------------------------------------------------------------
 
 
-def test_files_ordered_by_their_names_each_end_with_an_end_of_text_token(tmp_path: Path) -> None:
+def test_text_files_end_with_end_of_text(tmp_path: Path) -> None:
     names = ["ü.txt", *(f"{letter}.txt" for letter in "abcdefghij")]
     one, two = (write(tmp_path / folder, *names) for folder in ("one", "two"))
     tokens = read_tokens(one, TOKENIZER)
@@ -116,7 +116,7 @@ def test_files_ordered_by_their_names_each_end_with_an_end_of_text_token(tmp_pat
     assert np.array_equal(read_tokens(two[::-1], TOKENIZER), tokens)
 
 
-def test_empty_files_are_skipped_and_all_problems_are_reported(tmp_path: Path) -> None:
+def test_text_files_that_are_empty_are_skipped(tmp_path: Path) -> None:
     good, latin, cut, empty, blank = (
         tmp_path / name for name in ("good", "latin", "cut", "empty", "blank")
     )

@@ -33,7 +33,7 @@ END = TOKENIZER.eos_id
 
 @settings(deadline=None)
 @given(st.text())
-def test_streamed_pieces_are_complete_characters_without_delay(text: str) -> None:
+def test_stream_decoding_yields_complete_characters(text: str) -> None:
     pieces = list(TOKENIZER.stream(TOKENIZER.encode(text)))
     assert "".join(pieces) == text
     ends = [i for character in text for i in [*[""] * (len(character.encode()) - 1), character]]
@@ -50,7 +50,7 @@ def test_streamed_pieces_are_complete_characters_without_delay(text: str) -> Non
         ([97, 263, 98], "a\ufffdb"),
     ],
 )
-def test_invalid_utf8_is_decoded_to_replacement_characters(ids: list[int], text: str) -> None:
+def test_byte_tokenizer_replaces_invalid_utf8(ids: list[int], text: str) -> None:
     assert TOKENIZER.decode(ids) == text
 
 
@@ -76,7 +76,7 @@ BYTE_0 = LLAMA2.vocab_size - 256
 @given(
     st.text().filter(lambda text: "<|" not in text and "</s>" not in text)
 )  # special tokens, which are not text
-def test_any_text_survives_encoding_and_decoding(tokenizer: Tokenizer, text: str) -> None:
+def test_tokenizer_round_trip_of_any_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.encode_batch([text])[0].tolist() == ids
@@ -86,9 +86,7 @@ def test_any_text_survives_encoding_and_decoding(tokenizer: Tokenizer, text: str
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, BYTE_LEVEL, LLAMA])
 @settings(deadline=None)
 @given(st.lists(st.text(), min_size=1, max_size=4))
-def test_the_ends_of_tokens_grow_to_the_length_of_the_text(
-    tokenizer: Tokenizer, texts: list[str]
-) -> None:
+def test_token_ends_grow_to_the_length_of_the_text(tokenizer: Tokenizer, texts: list[str]) -> None:
     for text, (ids, ends) in zip(
         texts, tokenizer.encode_with_ends(texts, add_special_tokens=True), strict=True
     ):
@@ -100,7 +98,7 @@ def test_the_ends_of_tokens_grow_to_the_length_of_the_text(
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, BYTE_LEVEL])
-def test_ends_count_characters(tokenizer: Tokenizer) -> None:
+def test_token_ends_count_characters(tokenizer: Tokenizer) -> None:
     ((ids, ends),) = tokenizer.encode_with_ends(["a\u65e5b"], add_special_tokens=False)
     assert tokenizer.decode(ids[ends <= 2]) == "a\u65e5"
 
@@ -108,14 +106,14 @@ def test_ends_count_characters(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, BYTE_LEVEL, LLAMA2])
 @settings(deadline=None)
 @given(st.text(min_size=1).filter(lambda text: "<" not in text))
-def test_the_bytes_of_tokens_add_up_to_those_of_the_text(tokenizer: Tokenizer, text: str) -> None:
+def test_token_bytes_add_up_to_those_of_the_text(tokenizer: Tokenizer, text: str) -> None:
     space = tokenizer is LLAMA2  # that it puts before a text
     assert tokenizer.text_bytes[tokenizer.encode(text)].sum() == space + len(text.encode())
     assert len(tokenizer.text_bytes) == tokenizer.vocab_size
     assert not tokenizer.text_bytes[[*tokenizer.stop_ids]].any()
 
 
-def test_the_start_of_a_text_is_kept_and_its_end_is_left_to_the_caller() -> None:
+def test_encode_keeps_the_start_and_adds_no_end() -> None:
     assert LLAMA.encode("to be")[0] == LLAMA.bos_id
     assert LLAMA.eos_id not in LLAMA.encode("to be")
     assert LLAMA.bos_id not in LLAMA.encode_with_ends(["to be"], add_special_tokens=False)[0][0]
@@ -123,7 +121,7 @@ def test_the_start_of_a_text_is_kept_and_its_end_is_left_to_the_caller() -> None
     assert BYTE_LEVEL.bos_id is LLAMA2.bos_id is TOKENIZER.bos_id is None
 
 
-def test_decoding_after_other_ids_keeps_the_space_between_them() -> None:
+def test_decode_after_other_ids_keeps_the_space() -> None:
     tokens = LLAMA.encode("to be or not to be")
     for cut in range(2, len(tokens)):
         before = LLAMA.decode(tokens[:cut])
@@ -135,12 +133,12 @@ def test_decoding_after_other_ids_keeps_the_space_between_them() -> None:
     *[st.lists(st.integers(0, LLAMA2.vocab_size - 1) | st.integers(BYTE_0, LLAMA2.vocab_size - 1))]
     * 2
 )
-def test_any_ids_decode_to_text(ids: list[int], before: list[int]) -> None:
+def test_decode_of_any_ids_is_text(ids: list[int], before: list[int]) -> None:
     for tokenizer in (TOKENIZER, LLAMA2):
         assert isinstance(tokenizer.decode(ids, after=before).encode(), bytes)
 
 
-def test_invalid_bytes_become_replacement_characters_and_the_text_around_them_stays() -> None:
+def test_decode_replaces_invalid_bytes() -> None:
     (a,) = LLAMA2.encode("a")[-1:]
     letter = BYTE_0 + 0x41
     assert LLAMA2.decode([letter, BYTE_0 + 0xFF, a, a]) == "A\ufffdaa"
@@ -150,21 +148,19 @@ def test_invalid_bytes_become_replacement_characters_and_the_text_around_them_st
     assert LLAMA2.decode([a, a], after=LLAMA2.encode("to \ufffd\ufffd")) == "aa"
 
 
-def test_an_end_of_text_token_becomes_a_blank_line_and_an_incomplete_character_a_replacement() -> (
-    None
-):
+def test_decode_of_end_of_text_is_a_blank_line() -> None:
     first, *_ = BYTE_LEVEL.encode("\u65e5")
     ids = [*BYTE_LEVEL.encode("a"), BYTE_LEVEL.eos_id, *BYTE_LEVEL.encode("b"), first]
     assert BYTE_LEVEL.decode(ids) == "a\n\nb\ufffd"
 
 
-def test_a_data_workers_copy_encodes_alike() -> None:
+def test_tokenizer_pickles() -> None:
     tokenizer = chat_files("")
     copy: FileTokenizer = pickle.loads(pickle.dumps(tokenizer))
     assert copy.encode("a b") == tokenizer.encode("a b") != []
 
 
-def test_truncation_and_padding_in_the_file_are_disabled() -> None:
+def test_tokenizer_file_truncation_and_padding_are_disabled() -> None:
     content = json.loads(byte_level_tokenizer())
     content["truncation"] = {
         "direction": "Right",
@@ -181,7 +177,7 @@ def test_truncation_and_padding_in_the_file_are_disabled() -> None:
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
 
-def test_a_chat_is_rendered_by_the_template_of_the_tokenizer(tmp_path: Path) -> None:
+def test_render_uses_the_template_of_the_tokenizer(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(llama_tokenizer())
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
@@ -204,12 +200,12 @@ def test_a_chat_is_rendered_by_the_template_of_the_tokenizer(tmp_path: Path) -> 
     ("tokenizer", "part"),
     [(TOKENIZER, "bytes: .*no chat template"), (LLAMA, "test: .*no chat template")],
 )
-def test_a_chat_without_a_template_is_rejected(tokenizer: Tokenizer, part: str) -> None:
+def test_render_needs_a_template(tokenizer: Tokenizer, part: str) -> None:
     with pytest.raises(ConfigError, match=f"^tokenizer: {part}"):
         tokenizer.render(CHAT, add_generation_prompt=False)
 
 
-def test_of_several_chat_templates_the_default_one_is_used() -> None:
+def test_render_uses_the_default_of_several_templates() -> None:
     templates = [
         {"name": "tool_use", "template": "t"},
         {"name": "default", "template": "{{ messages[0].content }}"},
@@ -253,7 +249,7 @@ UNK, BOS, EOS = 0, 1, 2
         ("{{ raise_exception('no user') }}", {}, {EOS}),
     ],
 )
-def test_generated_text_ends_at_end_of_text_and_at_the_end_of_a_turn(
+def test_stop_ids_are_end_of_text_and_end_of_turn(
     template: str, generation: dict[str, Any], stop_ids: set[int]
 ) -> None:
     assert chat_files(template, **generation).stop_ids == stop_ids
@@ -264,7 +260,7 @@ def test_generated_text_ends_at_end_of_text_and_at_the_end_of_a_turn(
 # ---------------------------------------------------------------------------------------------------
 
 
-def test_a_file_or_a_folder_is_loaded(tmp_path: Path) -> None:
+def test_load_tokenizer_of_a_file_or_a_folder(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(llama_tokenizer())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<s>"}))
     (tmp_path / "other.json").write_bytes(byte_level_tokenizer())
@@ -285,7 +281,7 @@ def test_a_file_or_a_folder_is_loaded(tmp_path: Path) -> None:
         ("a b", "OWNER"),
     ],
 )
-def test_a_tokenizer_that_does_not_exist_is_rejected(
+def test_load_tokenizer_that_does_not_exist(
     name: str, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -293,7 +289,7 @@ def test_a_tokenizer_that_does_not_exist_is_rejected(
         load_tokenizer(name)
 
 
-def test_files_that_cannot_be_used_are_rejected(tmp_path: Path) -> None:
+def test_load_tokenizer_refuses_files_it_cannot_use(tmp_path: Path) -> None:
     content = json.loads(byte_level_tokenizer())
     content["added_tokens"] = []
     del content["model"]["vocab"]["<|endoftext|>"]

@@ -48,7 +48,7 @@ def write(folder: Path, ids: Any, name: str = "train", **changes: Any) -> Path:
     st.integers(1, 9),
     st.sampled_from(["uint16", "uint32"]),
 )
-def test_windows_of_a_file_and_of_an_array_are_its_tokens(
+def test_token_windows_of_a_file_and_an_array(
     tmp_path_factory: pytest.TempPathFactory, ids: list[int], seq_len: int, dtype: str
 ) -> None:
     path = write(tmp_path_factory.mktemp("tokens"), ids, dtype=dtype)
@@ -77,14 +77,16 @@ def test_windows_of_a_file_and_of_an_array_are_its_tokens(
         ("json", '{"format": 2}', ".*format: .* 1"),
     ],
 )
-def test_a_damaged_file_is_an_error(name: str, content: str, part: str, tmp_path: Path) -> None:
+def test_token_file_that_is_damaged_is_refused(
+    name: str, content: str, part: str, tmp_path: Path
+) -> None:
     path = write(tmp_path, range(10))
     path.with_suffix(f".{name}").write_text(content)
     with pytest.raises(ConfigError, match=f"^{tmp_path}/train.{name}: {part}"):
         TokenFileDataset(path, 4, 300)
 
 
-def test_a_file_truncated_during_the_run_is_an_error_and_not_a_sigbus(tmp_path: Path) -> None:
+def test_token_file_truncated_during_the_run_is_an_error(tmp_path: Path) -> None:
     source = TokenFileDataset(write(tmp_path, range(100)), 4, 300)
     assert source[20].inputs.tolist() == [80, 81, 82, 83]
     os.truncate(tmp_path / "train.bin", 150)
@@ -93,7 +95,7 @@ def test_a_file_truncated_during_the_run_is_an_error_and_not_a_sigbus(tmp_path: 
         source[18]
 
 
-def test_an_id_outside_the_vocabulary_is_named_with_its_offset(tmp_path: Path) -> None:
+def test_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
     ids = [1] * 100
     ids[37] = 256
     source = TokenFileDataset(write(tmp_path, ids), 10, vocab_size=256)
@@ -118,7 +120,7 @@ def both(folder: Path, count: int = 50, **changes: Any) -> Path:
     return write(folder, range(count), **changes).parent
 
 
-def test_a_folder_holds_training_and_validation_data(
+def test_token_folder_holds_training_and_validation_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = opened(str(both(tmp_path)))
@@ -136,14 +138,14 @@ def test_a_folder_holds_training_and_validation_data(
     assert len(opened("~/train.json", val_data="~/other").validation) == 12
 
 
-def test_a_tokenizer_that_token_files_do_not_name_is_not_used(tmp_path: Path) -> None:
+def test_token_files_use_only_the_tokenizer_they_name(tmp_path: Path) -> None:
     data = opened(str(both(tmp_path)), tokenizer="bytes")
     assert data.tokenizer is None
     (note,) = data.notes
     assert note.startswith("tokenizer: bytes: not used")
 
 
-def test_several_folders_are_mixed_by_weight(tmp_path: Path) -> None:
+def test_token_folders_are_mixed_by_weight(tmp_path: Path) -> None:
     one, two = str(both(tmp_path / "one")), str(both(tmp_path / "two", 90))
     data = opened({one: 3, two: 1})
     assert data.train.samples_per_epoch == 12 + 22
@@ -152,7 +154,7 @@ def test_several_folders_are_mixed_by_weight(tmp_path: Path) -> None:
     assert opened({one: 1, two: 1}).fingerprints() != data.fingerprints()
 
 
-def test_the_tokenizer_must_be_the_one_that_made_the_files(tmp_path: Path) -> None:
+def test_token_files_refuse_another_tokenizer(tmp_path: Path) -> None:
     one, own = (
         str(both(tmp_path / "bytes", tokenizer="bytes")),
         str(both(tmp_path / "own", tokenizer="some other")),
@@ -182,7 +184,7 @@ def test_the_tokenizer_must_be_the_one_that_made_the_files(tmp_path: Path) -> No
     ],
     ids=["null", "missing", "few", "weights"],
 )
-def test_missing_or_too_few_token_files_are_an_error(
+def test_token_files_that_are_missing_are_refused(
     keys: dict[str, Any], part: str, tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"train_data": str(both(tmp_path))} | keys
@@ -213,7 +215,7 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", [flip, Path.unlink, lambda path: path.write_bytes(bytes(path.stat().st_size))]
 )
-def test_damaged_token_files_are_found_by_one_of_a_machines_ranks(
+def test_token_files_are_verified_by_one_rank_of_a_machine(
     damage: Callable[[Path], None],
     name: str,
     prepared: tuple[TokenFileDataset, ...],
@@ -230,7 +232,7 @@ def test_damaged_token_files_are_found_by_one_of_a_machines_ranks(
     assert problems[0].startswith(f"{tmp_path / name}: ")
 
 
-def test_an_intact_file_is_read_once_until_it_changes(
+def test_token_file_is_verified_once_until_it_changes(
     prepared: tuple[TokenFileDataset, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Path] = []
@@ -244,7 +246,7 @@ def test_an_intact_file_is_read_once_until_it_changes(
         check_files(prepared, 0, 1)
 
 
-def test_a_cache_directory_that_cannot_be_searched_is_not_used(
+def test_cache_directory_that_cannot_be_searched(
     prepared: tuple[TokenFileDataset, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lm.data.tokens.CHECKED", tmp_path / ("x" * 300))  # an error also for root

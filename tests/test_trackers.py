@@ -289,7 +289,7 @@ def story(mlflow_server: MLflowServer, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.mark.slow
-def test_the_resumed_run_replaces_reports(story: Story) -> None:
+def test_resumed_run_replaces_reports(story: Story) -> None:
     assert list(story.losses("training")) == list(range(1, 11))
     changed = {
         step
@@ -300,7 +300,7 @@ def test_the_resumed_run_replaces_reports(story: Story) -> None:
 
 
 @pytest.mark.slow
-def test_the_status_follows_the_run(story: Story) -> None:
+def test_tracker_status_follows_the_run(story: Story) -> None:
     killed, stopped, completed = story.statuses
     assert killed == ("RUNNING", "STATE_RUNNING")
     assert stopped == ("KILLED", "STATE_PAUSED")
@@ -308,7 +308,7 @@ def test_the_status_follows_the_run(story: Story) -> None:
 
 
 @pytest.mark.slow
-def test_no_secret_is_written(story: Story) -> None:
+def test_trackers_write_no_secret(story: Story) -> None:
     written = [path for path in story.run_dir.rglob("*") if path.is_file()]
     assert not any(b"secret" in path.read_bytes() for path in written)
     assert "secret" not in story.output
@@ -342,7 +342,7 @@ def test_wandb_has_samples_checkpoint_and_status(story: Story) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", LOSSES)
-def test_mlflow_has_each_report_once_or_its_later_value(story: Story, group: str) -> None:
+def test_mlflow_has_each_report_or_its_later_value(story: Story, group: str) -> None:
     points = story.mlflow.history(story.id, f"{group}/loss")
     losses = story.losses(group)
     assert dict(points) == losses
@@ -382,7 +382,7 @@ def test_determined_has_one_trial(story: Story) -> None:
 
 
 @pytest.mark.slow
-def test_determined_has_samples_and_the_checkpoints_that_exist(story: Story) -> None:
+def test_determined_has_samples_and_existing_checkpoints(story: Story) -> None:
     completed = [each for each in story.master.checkpoints if each["state"] == "STATE_COMPLETED"]
     shown = {each["metadata"]["steps_completed"]: each["uuid"] for each in completed}
     assert shown == {step: path.name for step, path in checkpoints_by_step(story.folder).items()}
@@ -397,7 +397,7 @@ def test_determined_has_samples_and_the_checkpoints_that_exist(story: Story) -> 
 @pytest.mark.parametrize(
     ("status", "state"), [("stopped", "PAUSED"), ("completed", "COMPLETED"), ("failed", "ERROR")]
 )
-def test_the_final_status_is_the_state_of_the_trial(
+def test_determined_trial_has_the_final_status(
     tmp_path: Path, master: Master, status: str, state: str
 ) -> None:
     opened = logger(tmp_path / "run", "determined")
@@ -415,14 +415,14 @@ def test_the_final_status_is_the_state_of_the_trial(
     assert len(master.trials) == 1
 
 
-def test_a_fresh_run_is_another_trial(tmp_path: Path, master: Master) -> None:
+def test_determined_trial_of_a_fresh_run_is_another(tmp_path: Path, master: Master) -> None:
     logger(tmp_path / "run", "determined").close()
     (tmp_path / "run" / "tracker_id").unlink()  # as a fresh start moves it
     logger(tmp_path / "run", "determined").close()
     assert len(master.trials) == 2
 
 
-def test_a_run_that_reports_nothing_sends_heartbeats(
+def test_determined_heartbeats_without_reports(
     tmp_path: Path, master: Master, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trackers, "HEARTBEAT", 0.05)
@@ -431,9 +431,7 @@ def test_a_run_that_reports_nothing_sends_heartbeats(
     opened.close()
 
 
-def test_determined_shows_the_checkpoints_of_a_run_in_object_storage(
-    tmp_path: Path, master: Master
-) -> None:
+def test_determined_shows_checkpoints_in_object_storage(tmp_path: Path, master: Master) -> None:
     storage = fsspec.filesystem("memory")
     first, second = str(uuid.uuid4()), str(uuid.uuid4())
     opened = logger(tmp_path / "run", "determined", checkpoint_storage="memory://bucket/")
@@ -452,7 +450,7 @@ def test_determined_shows_the_checkpoints_of_a_run_in_object_storage(
     assert shown[second] == ("STATE_COMPLETED", 8, {"manifest.json": "3"})
 
 
-def test_determined_is_not_a_tracker_of_its_own_trials() -> None:
+def test_determined_is_no_tracker_of_its_own_trials() -> None:
     trial = SimpleNamespace(trial_id=1, trial_seed=0)
     info: Any = SimpleNamespace(latest_checkpoint=None, trial=trial)
     hp = config.read({"hyperparameters": TINY | {"tracker": "determined"}}, [], "test")
@@ -488,7 +486,7 @@ def without_server(patch: pytest.MonkeyPatch) -> str:
         (without_server, "determined is off, .*MasterNotFoundException"),
     ],
 )
-def test_a_tracker_that_cannot_start_is_one_line(
+def test_tracker_that_cannot_start_is_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -517,7 +515,7 @@ def hang(master: Master) -> None:
 
 
 @pytest.mark.parametrize("break_master", [go_away, refuse, hang])
-def test_a_master_that_fails_during_a_run_is_one_line(
+def test_determined_failure_during_a_run_is_one_line(
     tmp_path: Path,
     master: Master,
     monkeypatch: pytest.MonkeyPatch,
@@ -542,7 +540,7 @@ def test_a_master_that_fails_during_a_run_is_one_line(
 
 
 @pytest.mark.parametrize(("limit", "part"), [(10_000, "no answer for 1 s"), (5, "5 records")])
-def test_a_server_that_never_answers_delays_neither_reports_nor_the_end(
+def test_determined_that_never_answers_delays_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -609,14 +607,14 @@ AWAY = {"MLFLOW_TRACKING_URI": "http://user:secret@127.0.0.1:1"}
 
 
 @pytest.mark.slow
-def test_a_missing_login_and_a_server_that_is_away_are_a_line_each(tmp_path: Path) -> None:
+def test_wandb_without_login_and_mlflow_away_are_a_line_each(tmp_path: Path) -> None:
     mlflow, wandb = sorted(log_in_another_process(tmp_path, "wandb", "mlflow", env=AWAY))
     assert re.match("tracker mlflow is off, .*MlflowException", mlflow)
     assert re.match("tracker wandb is off, .*no login: .*WANDB_API_KEY", wandb)
 
 
 @pytest.mark.slow
-def test_servers_that_never_answer_are_a_line_each_and_ten_seconds(tmp_path: Path) -> None:
+def test_wandb_and_mlflow_that_never_answer(tmp_path: Path) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -632,9 +630,7 @@ def test_servers_that_never_answer_are_a_line_each_and_ten_seconds(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_mlflow_receives_at_the_next_start_what_it_missed(
-    tmp_path: Path, mlflow_server: MLflowServer
-) -> None:
+def test_mlflow_receives_later_what_it_missed(tmp_path: Path, mlflow_server: MLflowServer) -> None:
     (line,) = log_in_another_process(tmp_path, "mlflow", env=AWAY)
     assert "off" in line
     for step in (2, 3):
@@ -646,7 +642,7 @@ def test_mlflow_receives_at_the_next_start_what_it_missed(
 
 
 @pytest.mark.slow
-def test_on_a_cluster_the_trial_identifies_the_run(tmp_path: Path) -> None:
+def test_wandb_run_on_a_cluster_is_named_by_the_trial(tmp_path: Path) -> None:
     trial = "SimpleNamespace(trial_id=7, _config={})"
     ids = "cluster_id='c-1', task_id='', allocation_id='', agent_id=''"
     info = f"SimpleNamespace(master_url='http://127.0.0.1:1', {ids}, trial={trial})"

@@ -21,7 +21,7 @@ from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp, trai
 from tests.support.tokenizer_files import byte_level_tokenizer
 
 
-def test_too_many_consecutive_inf_or_nan_gradients_end_the_run(tmp_path: Path) -> None:
+def test_skip_nonfinite_ends_the_run_after_too_many(tmp_path: Path) -> None:
     done = run_fsdp(
         tmp_path,
         "max_steps=50",
@@ -39,13 +39,13 @@ def test_too_many_consecutive_inf_or_nan_gradients_end_the_run(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("epochs", [0.5, 2])
-def test_the_length_follows_from_the_epochs(epochs: float, tmp_path: Path) -> None:
+def test_epochs_set_the_length(epochs: float, tmp_path: Path) -> None:
     done = run_fsdp(tmp_path, f"max_epochs={epochs}", "total_batch_size=2", "batch_size=2", code=0)
     assert f"step {int(10 * epochs)}/{int(10 * epochs)}" in done.stdout
 
 
 @pytest.mark.slow
-def test_a_prompt_without_a_token_is_refused_before_training(tmp_path: Path) -> None:
+def test_prompt_without_a_token_is_refused(tmp_path: Path) -> None:
     done = run_fsdp(tmp_path, config=TINY | {"prompt": "to be"}, code=2)
     assert done.stderr.startswith("prompt: 'to be' has no token")
 
@@ -74,9 +74,7 @@ def sample_by_sharding(world: World) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_samples_are_the_same_in_every_strategy_and_do_not_change_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sample_rate_changes_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
     monkeypatch.chdir(tmp_path)
     runs = list(map(RunRecords, run_ranks(2, sample_by_sharding)[0]))
@@ -93,7 +91,7 @@ def test_samples_are_the_same_in_every_strategy_and_do_not_change_the_training(
 
 
 @pytest.mark.slow
-def test_negative_epochs_only_validate_and_generate(tmp_path: Path) -> None:
+def test_epochs_below_0_only_validate_and_generate(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("to be or not to be, that is the question\n" * 50)
     text = TINY | {
@@ -113,7 +111,7 @@ def test_negative_epochs_only_validate_and_generate(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_own_text_needs_only_its_name_and_its_tokenizers(tmp_path: Path) -> None:
+def test_text_dataset_needs_only_file_and_tokenizer(tmp_path: Path) -> None:
     text = "To be, or not to be, that is the question.\n" * 40
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / FILE).write_bytes(byte_level_tokenizer(300))
@@ -140,7 +138,7 @@ def test_own_text_needs_only_its_name_and_its_tokenizers(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_original_example_memorises_random_samples_and_cannot_predict_others(
+def test_original_example_memorizes_random_samples(
     tmp_path: Path,
 ) -> None:
     """config.yaml with a smaller model and vocabulary, so that 100 steps take seconds."""

@@ -188,7 +188,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_hostile_checkpoint_with_right_checksums_is_refused(case: str, saved: Path) -> None:
+def test_hostile_checkpoint_is_refused(case: str, saved: Path) -> None:
     forge, part = HOSTILE[case]
     forge(saved)
     memory, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
@@ -217,7 +217,7 @@ def irregular(path: Path, kind: str, target: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "link"])
 @pytest.mark.parametrize("name", [MANIFEST, WEIGHTS_FILE, FILE])
-def test_only_regular_files_of_a_checkpoint_are_opened(
+def test_checkpoint_files_must_be_regular(
     kind: str, name: str, saved: Path, tmp_path: Path
 ) -> None:
     (saved / name).rename(tmp_path / "elsewhere")
@@ -229,7 +229,7 @@ def test_only_regular_files_of_a_checkpoint_are_opened(
             use(saved)
 
 
-def test_a_fifo_in_one_checkpoint_does_not_block_the_others(saved: Path, tmp_path: Path) -> None:
+def test_find_checkpoint_is_not_blocked_by_a_fifo(saved: Path, tmp_path: Path) -> None:
     checkpoints = tmp_path / "run" / "checkpoints"
     (checkpoints / "hung").mkdir(parents=True)
     os.mkfifo(checkpoints / "hung" / MANIFEST)
@@ -249,7 +249,7 @@ def private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link"])
-def test_a_run_neither_writes_through_links_nor_waits_for_fifos(kind: str, private: Path) -> None:
+def test_run_writes_through_no_links_and_waits_for_no_fifos(kind: str, private: Path) -> None:
     run_dir = RunDir("x")
     in_world(run_dir.lock)
     for path in (
@@ -272,7 +272,7 @@ def test_a_run_neither_writes_through_links_nor_waits_for_fifos(kind: str, priva
 @pytest.mark.parametrize(
     "name", ["runs/x", "runs/x/checkpoints", "runs/x/traces", "runs/x/training"]
 )
-def test_a_folder_of_a_run_is_not_a_link(name: str, private: Path) -> None:
+def test_run_dir_refuses_links(name: str, private: Path) -> None:
     Path(name).parent.mkdir(parents=True)
     Path(name).symlink_to(private.parent)
     with pytest.raises(ConfigError, match=f"^{name}: is a symbolic link"):
@@ -280,14 +280,14 @@ def test_a_folder_of_a_run_is_not_a_link(name: str, private: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["runs", "runs/x/traces", "runs/x/checkpoints"])
-def test_a_folder_that_all_users_can_write_is_refused(name: str, private: Path) -> None:  # noqa: ARG001
+def test_run_dir_writable_by_all_is_refused(name: str, private: Path) -> None:  # noqa: ARG001
     Path(name).mkdir(parents=True)
     Path(name).chmod(0o707)
     with pytest.raises(ConfigError, match=f"writable by all users.* chmod o-w {name}"):
         in_world(RunDir("x").lock)
 
 
-def test_checkpoints_behind_a_link_are_neither_listed_nor_used(private: Path, saved: Path) -> None:
+def test_checkpoints_through_a_link_are_not_used(private: Path, saved: Path) -> None:
     (private.parent / "others").mkdir()
     saved.rename(private.parent / "others" / "good")
     Path("run").mkdir()
@@ -298,7 +298,7 @@ def test_checkpoints_behind_a_link_are_neither_listed_nor_used(private: Path, sa
 
 
 @pytest.mark.parametrize("kind", ["private", "link", "writable"])
-def test_compiled_code_is_not_cached_where_other_users_can_write(
+def test_choose_cache_avoids_folders_of_other_users(
     kind: str, private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = Path(f"torchinductor_{os.getuid()}").absolute()
@@ -319,7 +319,7 @@ def test_compiled_code_is_not_cached_where_other_users_can_write(
     assert cache.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_command_removes_what_a_killed_one_left_and_nothing_that_is_in_use(
+def test_leftovers_of_killed_commands_are_removed(
     private: Path,  # noqa: ARG001
     saved: Path,
 ) -> None:
@@ -341,7 +341,7 @@ def test_a_command_removes_what_a_killed_one_left_and_nothing_that_is_in_use(
     assert sorted(path.name for path in checkpoints.iterdir()) == [COMMITTED, "damaged"]
 
 
-def test_a_tokenizer_that_makes_the_library_panic_is_an_error(saved: Path) -> None:
+def test_load_tokenizer_that_makes_the_library_panic(saved: Path) -> None:
     forge_tokenizer(saved, pre_tokenizer={"type": "FixedLength", "length": 0})
     with pytest.raises(
         ConfigError, match=r"tokenizer: .*: the tokenizers library panicked: "
@@ -352,7 +352,7 @@ def test_a_tokenizer_that_makes_the_library_panic_is_an_error(saved: Path) -> No
     )  # as from a worker process
 
 
-def test_metrics_survive_a_line_that_no_run_wrote(private: Path) -> None:  # noqa: ARG001
+def test_metrics_jsonl_survives_a_line_that_no_run_wrote(private: Path) -> None:  # noqa: ARG001
     good = '{"group": "training", "step": 1}\n'
     Path("metrics.jsonl").write_text(good + "[" * 200_000 + "\n")
     JSONL(Path(), 2, ()).close()
@@ -368,7 +368,7 @@ def test_prepare_does_not_write_through_a_link(
     assert "--out: out: is a symbolic link" in capsys.readouterr().err
 
 
-def test_only_listed_tokenizer_files_are_copied(saved: Path, private: Path) -> None:
+def test_export_copies_only_listed_tokenizer_files(saved: Path, private: Path) -> None:
     (saved / "chat_template.jinja").symlink_to(private)
     (saved / "tokenizer_config.json").write_text('{"chat_template": "unlisted"}')
     export_model(saved, Path("out"))
@@ -376,7 +376,7 @@ def test_only_listed_tokenizer_files_are_copied(saved: Path, private: Path) -> N
     assert "unlisted" not in Path("out/tokenizer_config.json").read_text()
 
 
-def test_links_of_a_hugging_face_folder_lead_to_the_cache(saved: Path, private: Path) -> None:
+def test_open_model_follows_links_only_to_the_cache(saved: Path, private: Path) -> None:
     """The Hub's cache consists of links; what another link leads to would be copied into checkpoints."""
     export_model(saved, Path("exported"))
     snapshot = Path("models--x/snapshots/1")
@@ -394,7 +394,7 @@ def test_links_of_a_hugging_face_folder_lead_to_the_cache(saved: Path, private: 
         load_tokenizer(str(snapshot))
 
 
-def test_aliases_of_aliases_are_refused_before_they_are_expanded() -> None:
+def test_yaml_aliases_of_aliases_are_refused() -> None:
     lines = ["a: &a [x, x, x, x, x, x, x, x, x, x]"]
     lines += [
         f"{name}: &{name} [{', '.join([f'*{last}'] * 10)}]" for last, name in pairwise("abcdefghi")
@@ -404,7 +404,7 @@ def test_aliases_of_aliases_are_refused_before_they_are_expanded() -> None:
 
 
 @pytest.mark.parametrize("stdout", ["/dev/full", "pipe"])
-def test_a_command_whose_output_is_not_read_ends_in_a_line(stdout: str, saved: Path) -> None:
+def test_command_whose_output_is_not_read_ends_in_a_line(stdout: str, saved: Path) -> None:
     reading, pipe = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "lm.checkpoint", "verify", saved]
@@ -416,7 +416,7 @@ def test_a_command_whose_output_is_not_read_ends_in_a_line(stdout: str, saved: P
     assert re.fullmatch(r"stdout: .*\n", done.stderr)
 
 
-def test_a_full_disk_under_the_log_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_announce_survives_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     full = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
     monkeypatch.setattr(sys, "stdout", full)
     Console(1, partial(print, flush=True)).info("training continues")
@@ -426,7 +426,7 @@ def test_a_full_disk_under_the_log_does_not_end_a_run(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-def test_failed_file_operations_lose_nothing_and_end_in_a_line() -> None:
+def test_sweep_of_resume_and_export() -> None:
     command = [sys.executable, "-m", "tests.sweep", "resume", "export", "--count", "1"]
     done = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False
@@ -435,7 +435,7 @@ def test_failed_file_operations_lose_nothing_and_end_in_a_line() -> None:
 
 
 @pytest.mark.slow
-def test_random_changes_with_right_checksums_are_refused_or_harmless() -> None:
+def test_fuzz_of_checkpoints() -> None:
     from tests import fuzz
 
     assert fuzz.main(["100"]) == 0

@@ -42,7 +42,7 @@ def launch(rank: int, size: int, port: int, nodes: int = 1) -> Launch:
 
 
 @pytest.mark.slow
-def test_a_host_of_rank_0_that_does_not_resolve_is_named_within_ten_seconds(
+def test_join_names_a_host_that_does_not_resolve(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     began = time.monotonic()
@@ -57,7 +57,7 @@ def test_a_host_of_rank_0_that_does_not_resolve_is_named_within_ten_seconds(
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rendezvous_that_times_out_names_rank_address_and_timeout(rank: int, nodes: int) -> None:
+def test_join_timeout_names_rank_and_address(rank: int, nodes: int) -> None:
     port = free_port()
     expected = rf"^rank {rank} of 2, .*127.0.0.1:{port}: timed out after 1 s \(collective_timeout\)"
     with (
@@ -69,7 +69,7 @@ def test_a_rendezvous_that_times_out_names_rank_address_and_timeout(rank: int, n
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-def test_a_port_in_use_is_named(address: str, nodes: int) -> None:
+def test_join_names_a_port_in_use(address: str, nodes: int) -> None:
     with socket.create_server((address, 0)) as other:
         port = other.getsockname()[1]
         expected = f"^rank 0 of 2, .*127.0.0.1:{port}: .*uses this port.*MASTER_PORT"
@@ -90,7 +90,7 @@ def cannot_join(launch: Launch) -> RunError:
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_port_that_is_not_allowed_is_named_at_once(nodes: int) -> None:
+def test_join_names_a_port_that_is_not_allowed(nodes: int) -> None:
     "localhost".encode("idna")  # a module that only root may be able to import
     user = os.geteuid()
     os.seteuid(user or 65534)  # root may use every port
@@ -101,7 +101,7 @@ def test_a_port_that_is_not_allowed_is_named_at_once(nodes: int) -> None:
     assert re.search(r"127.0.0.1:80: Permission denied.*MASTER_PORT", str(error))
 
 
-def test_too_many_open_files_are_named_at_once() -> None:
+def test_join_names_too_many_open_files() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
@@ -113,7 +113,7 @@ def test_too_many_open_files_are_named_at_once() -> None:
     assert "ulimit -n" in str(error)
 
 
-def test_an_unknown_network_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_join_names_an_unknown_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth99")
     error = cannot_join(Launch())
     assert error.exit_code == 2
@@ -129,7 +129,7 @@ def listeners(_: World) -> list[str]:
 
 
 @pytest.mark.slow
-def test_on_one_machine_all_ports_are_on_the_loopback_interface() -> None:
+def test_join_on_one_machine_uses_loopback_ports() -> None:
     assert {address for addresses in run_ranks(2, listeners) for address in addresses} == {
         "127.0.0.1"
     }
@@ -152,28 +152,26 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_each_rank_uses_the_gpu_of_its_local_rank() -> None:
+def test_choose_device_uses_the_local_rank() -> None:
     assert [choose_device(launch(rank, 2, 1)) for rank in range(2)] == [
         torch.device("cuda", rank) for rank in range(2)
     ]
 
 
 @pytest.mark.parametrize("launcher", ["srun", "Open MPI", "PALS", "Hydra"])
-def test_a_launcher_can_show_each_rank_only_its_own_gpu(
-    launcher: str, gpus: SimpleNamespace
-) -> None:
+def test_choose_device_with_one_visible_gpu_per_rank(launcher: str, gpus: SimpleNamespace) -> None:
     gpus.count = 1
     assert choose_device(Launch(3, 4, 1, 2, 1, "node0", 1, launcher)) == torch.device("cuda", 0)
 
 
-def test_more_ranks_than_gpus_are_refused(gpus: SimpleNamespace) -> None:
+def test_choose_device_refuses_more_ranks_than_gpus(gpus: SimpleNamespace) -> None:
     gpus.count = 1
     with pytest.raises(ConfigError, match=r"2 ranks .*1 visible GPUs.* 1 per node"):
         choose_device(launch(0, 2, 1))
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "NoDevFiles", "0", "0,1", "GPU-1a2b", "3"])
-def test_without_a_gpu_the_device_is_the_cpu_unless_a_gpu_is_named(
+def test_choose_device_without_a_gpu(
     visible: str, gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus.count = 0
@@ -187,7 +185,7 @@ def test_without_a_gpu_the_device_is_the_cpu_unless_a_gpu_is_named(
             choose_device(Launch())
 
 
-def test_a_gpu_has_a_dtype_that_it_supports_or_refuses_the_one_that_is_set(
+def test_amp_dtype_of_a_gpu(
     gpus: SimpleNamespace,
 ) -> None:
     def dtype(amp_dtype: str, float8: str | None = None) -> torch.dtype | None:
@@ -322,7 +320,7 @@ SILENT = r"rank 0 \(last completed step 3\), which does not respond"
     ],
     ids=["gloo", "store", "NCCL", "peer"],
 )
-def test_a_failed_collective_names_the_rank_it_waited_for(
+def test_watchdog_names_the_rank_that_was_waited_for(
     error: RuntimeError, store_ends: bool, part: str
 ) -> None:
     servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
@@ -358,7 +356,7 @@ def build_mesh(
         (MeshShape(4, 1), [[0], [1], [2], [3]], ("replicate", "shard")),
     ],
 )
-def test_a_mesh_has_replicas_of_shards_and_all_groups_have_the_timeout(
+def test_device_mesh_shape_and_timeouts(
     shape: MeshShape, ranks: list[Any], names: tuple[str, ...]
 ) -> None:
     assert run_ranks(4, build_mesh, shape) == [(ranks, names, {60})] * 4
@@ -385,7 +383,7 @@ with join_world(Launch.from_env(os.environ), 60):
         ("torch.distributed.run", True, "2"),
     ],
 )
-def test_the_ranks_of_a_node_divide_its_cores_unless_threads_are_given(
+def test_omp_num_threads_divide_the_cores(
     tmp_path: Path, launcher: str, bound: bool, given: str
 ) -> None:
     (tmp_path / "threads.py").write_text(THREADS)

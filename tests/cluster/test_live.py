@@ -150,7 +150,7 @@ def documented(group: str) -> set[str]:
     return set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE))
 
 
-def test_a_short_run_shows_the_documented_metrics_and_checkpoints(
+def test_live_run_shows_the_documented_metrics(
     cluster: Cluster, done: client.Trial, tell: Tell
 ) -> None:
     training, validation, checkpoints = curve(done), curve(done, "validation"), saved(done)
@@ -200,7 +200,7 @@ def test_a_short_run_shows_the_documented_metrics_and_checkpoints(
     )
 
 
-def test_both_profilers_have_data(cluster: Cluster, done: client.Trial, tell: Tell) -> None:
+def test_live_profilers_have_data(cluster: Cluster, done: client.Trial, tell: Tell) -> None:
     answers = bindings.get_GetTrialProfilerAvailableSeries(done._session, trialId=done.id)
     series = {label.name for answer in answers for label in answer.labels}
     assert {
@@ -227,7 +227,7 @@ def test_both_profilers_have_data(cluster: Cluster, done: client.Trial, tell: Te
 
 
 @pytest.mark.slow
-def test_a_paused_run_and_a_killed_one_equal_an_uninterrupted_one(
+def test_live_paused_and_killed_runs_resume_exactly(
     cluster: Cluster, done: client.Trial, tell: Tell, tmp_path: Path
 ) -> None:
     experiment = cluster.create(cluster.run(keep=2))
@@ -296,7 +296,7 @@ LENGTHS = {"max_steps": 200, "report_rate": 10, "validation_rate": 50, "checkpoi
 
 
 @pytest.mark.slow
-def test_a_search_stops_its_losers(cluster: Cluster, tell: Tell) -> None:
+def test_live_search_stops_its_losers(cluster: Cluster, tell: Tell) -> None:
     lr = {"type": "log", "base": 10, "minval": -4, "maxval": -1}
     runs = search(cluster, ASHA | {"max_trials": 4}, lr=lr, **LENGTHS)
     assert len(runs) == 4
@@ -323,7 +323,7 @@ def test_a_search_stops_its_losers(cluster: Cluster, tell: Tell) -> None:
     ],
     ids=lambda searcher: searcher["name"],
 )
-def test_a_search_runs_all_its_trials_although_points_are_refused(
+def test_live_search_survives_refused_points(
     cluster: Cluster, tell: Tell, searcher: dict[str, Any]
 ) -> None:
     dropout = {"type": "categorical", "vals": [0.0, 1.5]}  # the second is refused
@@ -348,7 +348,7 @@ def test_a_search_runs_all_its_trials_although_points_are_refused(
 
 
 @pytest.mark.slow
-def test_a_fork_starts_with_the_weights_and_its_checkpoints_are_collected(
+def test_live_fork_starts_with_the_weights(
     cluster: Cluster, done: client.Trial, tell: Tell
 ) -> None:
     source, rate = saved(done)[cluster.steps].uuid, cluster.steps // 20
@@ -371,7 +371,7 @@ def test_a_fork_starts_with_the_weights_and_its_checkpoints_are_collected(
 
 
 @pytest.mark.slow
-def test_a_bad_hyperparameter_ends_the_trial_with_exit_code_2(cluster: Cluster, tell: Tell) -> None:
+def test_live_bad_hyperparameter_exits_with_2(cluster: Cluster, tell: Tell) -> None:
     experiment = cluster.create(cluster.run(slots=1, ffn="relux"))
     refused = experiment.await_first_trial()
     assert experiment.wait(0.5) == client.ExperimentState.ERROR

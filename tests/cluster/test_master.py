@@ -25,7 +25,7 @@ _info._info = _info.ClusterInfo("http://127.0.0.1:9", "cluster", "agent", [0], "
 
 
 @pytest.mark.slow
-def test_in_a_shell_of_a_cluster_a_run_is_one_outside_of_it(tmp_path: Path) -> None:
+def test_run_in_a_shell_of_a_cluster(tmp_path: Path) -> None:
     overrides = ("max_steps=2", "core_api_profiler=true")
     run_fsdp(
         tmp_path, *overrides, script=SHELL, code=0, DET_SESSION_TOKEN="token", DET_USER="tester"
@@ -33,7 +33,7 @@ def test_in_a_shell_of_a_cluster_a_run_is_one_outside_of_it(tmp_path: Path) -> N
     assert list(checkpoints_by_step(tmp_path)) == [2]
 
 
-def test_calls_to_an_unreachable_master_are_retried_for_three_hours(
+def test_retrying_an_unreachable_master_for_three_hours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DET_RETRY_CONFIG", "")  # restored after the test
@@ -57,7 +57,7 @@ def test_calls_to_an_unreachable_master_are_retried_for_three_hours(
         assert util.get_max_retries_config().total == 3
 
 
-def test_a_refusal_by_the_master_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retrying_raises_a_refusal_as_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DET_RETRY_CONFIG", "{}")
     with pytest.raises(RunError) as caught, retrying():
         raise MasterNotFoundException("connection\n refused")
@@ -65,7 +65,7 @@ def test_a_refusal_by_the_master_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
     assert "connection refused" in str(caught.value)
 
 
-def test_background_reports_are_the_latest_values_and_ignore_refusals() -> None:
+def test_background_reporter_sends_the_latest_values() -> None:
     reported: list[float] = []
     started, reachable = threading.Event(), threading.Event()
 

@@ -26,7 +26,7 @@ def problems(max_steps: int, validation_rate: int, **searcher: Any) -> tuple[str
     return ()
 
 
-def test_the_shipped_search_works() -> None:
+def test_searcher_check_accepts_the_shipped_search() -> None:
     hyperparameters = SEARCH["hyperparameters"]
     assert problems(hyperparameters["max_steps"], hyperparameters["validation_rate"]) == ()
 
@@ -51,12 +51,14 @@ def test_the_shipped_search_works() -> None:
         ({"bracket_rungs": [2, 5]}, ["validation_rate", "step 1", "validation_rate 1"]),
     ],
 )
-def test_a_searcher_that_cannot_work_is_refused(searcher: dict[str, Any], parts: list[str]) -> None:
+def test_searcher_check_refuses_what_cannot_work(
+    searcher: dict[str, Any], parts: list[str]
+) -> None:
     (problem,) = problems(400, 25, **searcher)
     assert all(part in problem for part in parts), problem
 
 
-def test_all_problems_of_a_searcher_are_reported() -> None:
+def test_searcher_check_reports_all_problems() -> None:
     found = problems(400, 25, metric="accuracy", max_time=1000)
     assert [problem.partition(":")[0] for problem in found] == [
         "searcher.metric",
@@ -65,7 +67,7 @@ def test_all_problems_of_a_searcher_are_reported() -> None:
 
 
 @pytest.mark.parametrize("name", ["single", "random", "grid"])
-def test_only_the_metric_matters_where_no_trial_is_stopped(name: str) -> None:
+def test_searcher_check_without_stops_needs_only_the_metric(name: str) -> None:
     assert problems(10, 25, name=name) == ()
     (problem,) = problems(10, 25, name=name, metric="val_loss")
     assert "searcher.metric" in problem
@@ -81,7 +83,7 @@ def test_only_the_metric_matters_where_no_trial_is_stopped(name: str) -> None:
         (450, 300, {"max_rungs": 1}, ["400 at step 450"]),
     ],
 )
-def test_rungs_between_validations_are_noted(
+def test_searcher_note_of_rungs_between_validations(
     max_steps: int, validation_rate: int, searcher: dict[str, Any], late: list[str] | None
 ) -> None:
     assert problems(max_steps, validation_rate, **searcher) == ()
@@ -108,7 +110,7 @@ def test_rungs_between_validations_are_noted(
         ({"max_time": 100, "max_trials": 1}, [100]),
     ],
 )
-def test_rungs_are_those_of_the_bracket_with_the_most(
+def test_adaptive_asha_rungs_are_of_the_longest_bracket(
     searcher: dict[str, Any], rungs: list[int]
 ) -> None:
     assert adaptive_asha_rungs(searcher) == rungs
@@ -118,7 +120,7 @@ def test_rungs_are_those_of_the_bracket_with_the_most(
     )
 
 
-def test_a_search_without_a_policy_for_exit_code_2_is_warned_of_restarts() -> None:
+def test_retry_warning_of_a_search_without_a_policy() -> None:
     assert retry_warning(SEARCH) is None
     others = [policy for policy in SEARCH["log_policies"] if policy["name"] != "bad configuration"]
     for policies in (

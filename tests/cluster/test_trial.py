@@ -54,9 +54,7 @@ def losses(master: Master) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_the_uploaded_folder_is_small_and_contains_the_package(
-    master: Master, tmp_path: Path
-) -> None:
+def test_detignore_keeps_the_uploaded_folder_small(master: Master, tmp_path: Path) -> None:
     trial.submit(master, trial.experiment(), tmp_path / "cli")
     packed = base64.b64decode(master.context)
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
@@ -92,9 +90,7 @@ class S3Master(Master):
 
 
 @pytest.mark.slow
-def test_secrets_are_not_in_checkpoints_tensorboard_files_or_logs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trial_writes_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     server = pytest.importorskip("moto.server", reason="needs moto[server]").ThreadedMotoServer(
         "127.0.0.1", 0, verbose=False
@@ -154,9 +150,7 @@ SMALL_QUEUE = "from determined.core._metrics import _Shipper\n_Shipper.METRICS_Q
 
 
 @pytest.mark.slow
-def test_a_trial_trains_through_an_outage_of_the_master_and_prints_nothing_meanwhile(
-    master: Master, tmp_path: Path
-) -> None:
+def test_trial_trains_through_an_outage_of_the_master(master: Master, tmp_path: Path) -> None:
     """Determined's log shipper would end a container that prints, once the master has been away for 11 minutes.
 
     Core API's queue of reports would block rank 0 once it is full.
@@ -197,7 +191,7 @@ def test_a_trial_trains_through_an_outage_of_the_master_and_prints_nothing_meanw
 
 
 @pytest.mark.slow
-def test_a_refused_report_ends_the_run_with_one_line(master: Master, tmp_path: Path) -> None:
+def test_trial_ends_after_a_refused_report(master: Master, tmp_path: Path) -> None:
     trial.submit(
         master, trial.experiment(async_checkpoint=False, **HYPERPARAMETERS), tmp_path / "cli"
     )
@@ -225,7 +219,7 @@ fsdp.Checkpointer = fail
 
 
 @pytest.mark.slow
-def test_lines_logged_before_a_failure_are_in_the_log(master: Master, tmp_path: Path) -> None:
+def test_trial_log_has_the_lines_before_a_failure(master: Master, tmp_path: Path) -> None:
     trial.submit(master, trial.experiment(), tmp_path / "cli")
     run_script(master, tmp_path, FAIL_IN_BUILD)
     failed = trial.run(master, folder=tmp_path, PYTHONPATH=str(REPOSITORY))
@@ -263,9 +257,7 @@ def point(master: Master, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_trial_whose_state_is_refused_trains_to_its_end(
-    searching: Master, tmp_path: Path
-) -> None:
+def test_trial_whose_state_is_refused_trains_to_its_end(searching: Master, tmp_path: Path) -> None:
     route, statuses = (
         "/api/v1/trials/{trial}",
         [401, 403, 404, 500, 200],
@@ -296,7 +288,7 @@ def stop_at(master: Master, rung: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2])
-def test_a_trial_that_is_stopped_at_a_rung_trains_no_step_after_it(
+def test_trial_stopped_at_a_rung_trains_no_step_after_it(
     searching: Master, tmp_path: Path, slots: int
 ) -> None:
     searching.experiment["resources"]["slots_per_trial"] = slots
@@ -323,9 +315,7 @@ search.DECISION_TIMEOUT = 0.0
 
 
 @pytest.mark.slow
-def test_a_trial_whose_master_decides_late_trains_on_and_stops_then(
-    searching: Master, tmp_path: Path
-) -> None:
+def test_trial_stops_when_the_master_decides_late(searching: Master, tmp_path: Path) -> None:
     run_script(searching, tmp_path, DO_NOT_WAIT)
     searching.delay = 0.3
     stop_at(searching, 6)
@@ -341,9 +331,7 @@ def test_a_trial_whose_master_decides_late_trains_on_and_stops_then(
 
 
 @pytest.mark.slow
-def test_a_searcher_that_cannot_work_ends_the_trial_before_its_first_step(
-    searching: Master, tmp_path: Path
-) -> None:
+def test_trial_with_a_wrong_searcher_ends_before_step_1(searching: Master, tmp_path: Path) -> None:
     searching.experiment["searcher"] |= {"metric": "validation_loss", "max_time": 100}
     searching.experiment["log_policies"] = []
     refused = trial.run(searching, folder=tmp_path, hyperparameters=point(searching))
@@ -365,7 +353,7 @@ def test_a_searcher_that_cannot_work_ends_the_trial_before_its_first_step(
 
 
 @pytest.mark.slow
-def test_a_paused_trial_says_when_it_resumes(master: Master, tmp_path: Path) -> None:
+def test_trial_that_is_paused_says_when_it_resumes(master: Master, tmp_path: Path) -> None:
     trial.submit(master, trial.experiment(**HYPERPARAMETERS), tmp_path / "cli")
 
     def pause(_group: str, step: int) -> None:
@@ -385,7 +373,7 @@ def test_a_paused_trial_says_when_it_resumes(master: Master, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("lr", "why"), [(-1.0, "lr: -1.0"), (1.0e5, "lower lr")], ids=["refused", "diverged"]
 )
-def test_a_refused_or_diverged_point_ends_with_exit_code_2(
+def test_trial_of_a_refused_or_diverged_point_exits_with_2(
     searching: Master, tmp_path: Path, lr: float, why: str
 ) -> None:
     ended = trial.run(searching, folder=tmp_path, hyperparameters=point(searching, lr=lr))
@@ -414,7 +402,7 @@ Loader.training = allocate_too_much
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_trial_in_which_one_rank_runs_out_of_memory_fails(
+def test_trial_fails_if_one_rank_runs_out_of_memory(
     searching: Master, tmp_path: Path, victim: int
 ) -> None:
     searching.experiment["resources"]["slots_per_trial"] = 2
