@@ -1,4 +1,4 @@
-"""A run has one run in each tracker, which shows what its directory holds; no tracker delays or ends a run."""
+"""A run is one run in each tracker, with what its directory holds; none delays or ends it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ def tracker_lines(output: str) -> list[str]:
 
 
 # ---- servers and files of the trackers
-# ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class MLflowServer:
         )
 
     def history(self, run_id: str, metric: str) -> list[tuple[int, float]]:
-        """Return step and value of every point of a metric of the only run with the tag `run_id`."""
+        """Return step and value of a metric's points in the only run with the tag `run_id`."""
         (found,) = self.runs(run_id)
         query = {"run_id": found["info"]["run_id"], "metric_key": metric}
         answer = requests.get(
@@ -178,21 +177,26 @@ def wandb_summary(directory: Path) -> dict[str, Any]:
 
 
 def stored_losses(master: Master, group: str) -> dict[int, float]:
-    """What a Determined master shows: reports of a later start of the trial replace earlier ones."""
+    """What a Determined master shows: reports of a later start replace earlier ones."""
     return {m["step"]: m["metrics"]["loss"] for m in master.metrics if m["group"] == group}
 
 
-# ---- a run that is killed after 7 steps, resumed with another learning rate, stopped after 9, and
-# completed -------
+# ---- a run that is killed after 7 steps, resumed with another lr, stopped after 9 and completed
 
 DISTURBANCE = """
-report = fsdp.report
-def disturbed(t, step):
-    report(t, step)
-    if step == {step}:
+import os, time
+from lm.metrics.logger import MetricLogger
+
+log = MetricLogger.log
+
+def disturbed(self, group, step, *metrics, **options):
+    log(self, group, step, *metrics, **options)
+    if (group, step) == ("training", {step}):
         {action}
-fsdp.report = disturbed
+
+MetricLogger.log = disturbed
 """
+"""Acts after a training report."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +271,7 @@ def story(mlflow_server: MLflowServer, tmp_path_factory: pytest.TempPathFactory)
             and len(mlflow_server.history(story.id, "training/loss")) == 7
         )
 
-    hang = DISTURBANCE.format(step=7, action="__import__('time').sleep(999)")
+    hang = DISTURBANCE.format(step=7, action="time.sleep(999)")
     killed = start_fsdp(folder, config=hyperparameters, script=hang, **env)
     wait_until(is_reported)
     killed.kill()
@@ -276,9 +280,7 @@ def story(mlflow_server: MLflowServer, tmp_path_factory: pytest.TempPathFactory)
     story.killed_losses.update(stored_losses(master, "training"))
 
     stop = DISTURBANCE.format(step=8, action="os.kill(os.getpid(), 15)")
-    stopped = run_fsdp(
-        folder, "lr=0.05", config=hyperparameters, script="import os\n" + stop, **env
-    )
+    stopped = run_fsdp(folder, "lr=0.05", config=hyperparameters, script=stop, **env)
     note_statuses()
     completed = run_fsdp(folder, "lr=0.05", config=hyperparameters, code=0, **env)
     note_statuses()
@@ -391,7 +393,6 @@ def test_determined_has_samples_and_existing_checkpoints(story: Story) -> None:
 
 
 # ---- Determined
-# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -460,7 +461,6 @@ def test_determined_is_no_tracker_of_its_own_trials() -> None:
 
 
 # ---- failures
-# -----------------------------------------------------------------------------------------------------
 
 
 def without_package(patch: pytest.MonkeyPatch) -> str:
@@ -565,7 +565,6 @@ def test_determined_that_never_answers_delays_nothing(
 
 
 # ---- W&B and MLflow, which change the process they run in
-# ---------------------------------------------------------
 
 
 def log_in_another_process(
@@ -576,7 +575,7 @@ def log_in_another_process(
     info: str = "None",
     step: int = 1,
 ) -> list[str]:
-    """Log one report to the trackers `names` as a run of one step does; return the lines about them."""
+    """Log one report to the trackers `names` as a run of one step; return the lines about them."""
     script = f"""
 import os, sys
 from pathlib import Path
