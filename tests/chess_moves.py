@@ -39,7 +39,7 @@ def play(game: str) -> tuple[int, bool]:
 
 
 def count(games: Iterable[str]) -> tuple[int, int, int]:
-    """Return the number of legal moves, illegal moves and complete games; the last word of a game may be cut off."""
+    """Count legal moves, illegal moves and complete games, whose last word may be cut off."""
     legal = illegal = complete = 0
     for game in games:
         ended = game.split()[-1:] and game.split()[-1] in RESULTS
@@ -75,7 +75,8 @@ def main() -> None:
     legal, illegal, complete = count(games)
     share = legal / (legal + illegal)
     print(
-        f"{args.games} games, {complete} complete: {legal} of {legal + illegal} moves are legal, {share:.1%}"
+        f"{args.games} games, {complete} complete: "
+        f"{legal} of {legal + illegal} moves are legal, {share:.1%}"
     )
     print(
         f"moves up to the first illegal one: {legal / max(1, illegal):.1f} on average\n{games[0]}"

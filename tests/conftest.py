@@ -21,7 +21,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m deselect tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with many slow tests first, so that no worker has a long file left when the others end."""
+    """Run files with many slow tests first, so that no worker is left with one at the end."""
     n_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -n_slow[item.path])
 

@@ -136,7 +136,7 @@ def mutate(draw: random.Random, folder: Path) -> str:
 
 
 def use(folder: Path) -> None:
-    """Generate text from the checkpoint in `folder` and compare its weights with an independent reader's."""
+    """Generate text from the checkpoint in `folder`; compare its weights with another reader's."""
     model, tokenizer = generate.load_model(folder, torch.device("cpu"))
     prompt = tokenizer.encode("To be, or not") or [0]
     tokenizer.decode(

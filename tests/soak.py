@@ -207,7 +207,7 @@ class Interruption(NamedTuple):
 
 
 def interrupt(job: Job, draw: random.Random, length: float) -> Interruption | None:
-    """Interrupt the run in a random way at a random moment and wait for its end; None if it ends before.
+    """Interrupt the run in a random way at a random moment; None if it ends before.
 
     Args:
         length: seconds from the first step of a run to its last.
@@ -236,7 +236,7 @@ def interrupt(job: Job, draw: random.Random, length: float) -> Interruption | No
 def disturb(
     job: Job, draw: random.Random, length: float, saving: Callable[[], set[str]], known: set[str]
 ) -> str | None:
-    """Send signals of a random kind at a random moment; return the kind, or None if the run ends before."""
+    """Send signals of a random kind at a random moment; return the kind, or None after the end."""
     kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
     if draw.random() < AIMED:
         for _ in range(draw.randint(1, 2)):
@@ -267,7 +267,7 @@ def disturb(
 
 
 def compare(reference: Path, folder: Path, storage: str | None, complete: bool) -> None:
-    """Raise `SoakError` if a loss of `folder` differs from that of `reference`, or the last checkpoint of both."""
+    """Raise `SoakError` if a loss or the last checkpoint of `folder` differs from `reference`'s."""
     expected, found = lines(reference), lines(folder)
     differing = sorted(key for key in expected.keys() & found.keys() if expected[key] != found[key])
     if complete:  # a stopped run also validates after its last step
@@ -282,7 +282,7 @@ def compare(reference: Path, folder: Path, storage: str | None, complete: bool) 
 def soak(
     root: Path, count: int, seed: int, ranks: int, storage: str | None = None
 ) -> dict[tuple[str, str, str], list[int]]:
-    """Interrupt runs under `root` `count` times; return the steps lost by kind, moment and way of saving."""
+    """Interrupt runs `count` times; return the steps lost by kind, moment and way of saving."""
     draw = random.Random(seed)
     reference, faults = root / "reference", preload(root) | {"FAULT_WITH": "kill"}
     counter = Path(faults["FAULT_COUNTER"])

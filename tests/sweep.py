@@ -1,4 +1,4 @@
-"""Fail the n-th file operation of a run, of `lm.prepare` and of an export, then do the same again without a failure.
+"""Fail the n-th file operation of a run, of `lm.prepare` and of an export, then rerun each.
 
     python -m tests.sweep [run|resume|prepare|replace|export ...] [--count N] [--seed S] [--fault
     kill|ENOSPC|...]
@@ -39,7 +39,7 @@ TIMEOUT = 30
 
 
 def preload(folder: Path) -> dict[str, str]:
-    """Compile the library that fails operations below `folder`; return the environment variables that load it."""
+    """Compile the library that fails operations below `folder`; return the variables to load it."""
     library, counter = folder / "faults.so", folder / "counter"
     subprocess.run(["gcc", "-shared", "-fPIC", "-O2", "-o", library, SOURCE, "-ldl"], check=True)
     counter.write_bytes(bytes(8192))
@@ -51,7 +51,6 @@ def operations(counter: Path) -> int:
 
 
 # ---- what is disturbed: a command, run in a folder, and its result
-# -------------------------------------------------
 
 
 class Scenario(NamedTuple):
@@ -175,7 +174,6 @@ SCENARIOS = {
 
 
 # ---- one case
-# ------------------------------------------------------------------------------------------------------
 
 
 class Outcome(NamedTuple):
@@ -185,7 +183,7 @@ class Outcome(NamedTuple):
 
 
 def call(folder: Path, action: Callable[[], int], **variables: str) -> Outcome:
-    """Run `action` in `folder`, in a child process: a start of Python that imports PyTorch takes far longer."""
+    """Run `action` in `folder` in a forked process, which need not import PyTorch again."""
     from lm.launch.spawn import run_and_exit
 
     errors = folder.with_suffix(".stderr")

@@ -1,4 +1,4 @@
-"""The benchmarks compute shares and deviations correctly, and measure what their formulas predict."""
+"""The benchmarks compute shares and deviations, and measure what their formulas predict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever fails while saving or loading, the last good checkpoint survives and the run reports what happened."""
+"""Whatever fails while saving or loading, the last good checkpoint survives; the run says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration: the file's values are what runs; invalid values are refused, all at once, by key and line."""
+"""The file's values are what runs; invalid values are refused, all at once, by key and line."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ def accept(*overrides: str, **hyperparameters: Any) -> dict[str, Any]:
 
 
 # ---- one key at a time
-# ------------------------------------------------------------------------------------
 
 
 INVALID: list[tuple[str, list[Any], str]] = [
@@ -123,7 +122,8 @@ def test_unknown_key_error_names_the_nearest(key: str, advice: str, refusal: Ref
         ("n_heads: 7", r"n_heads: 7 .*d_model 512; .*\[1, 2, 4, 8\]"),
         ("n_kv_heads: 3", r"n_kv_heads: 3 .*n_heads 8; .*\[1, 2, 4, 8\]"),
         (
-            "rope_scaling: {factor: 1, low_freq_factor: 4, high_freq_factor: 1, original_max_position_embeddings: 8}",
+            "rope_scaling: {factor: 1, low_freq_factor: 4, high_freq_factor: 1, "
+            "original_max_position_embeddings: 8}",
             "rope_scaling: high_freq_factor 1 .*low_freq_factor 4",
         ),
         ("{float8: rowwise, max_seq_len: 1000}", "float8: batch_size x max_seq_len is 1000, .*16"),
@@ -176,7 +176,8 @@ hyperparameters:
 
 def test_read_reports_errors_of_every_part(refusal: Refusal) -> None:
     error = refusal(
-        "hyperparameters:\n  n_heads: 7\n  n_kv_heads: 2\n  warmup_steps: 1.5\n  lr_schedule: cosine\n"
+        "hyperparameters:\n  n_heads: 7\n  n_kv_heads: 2\n  warmup_steps: 1.5\n"
+        "  lr_schedule: cosine\n"
     )
     starts = [
         "exp.yaml:2: n_heads: 7",
@@ -189,7 +190,6 @@ def test_read_reports_errors_of_every_part(refusal: Refusal) -> None:
 
 
 # ---- numbers and text
-# -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spelling", ["1e-4", "1.0e-4", "1E-4", "0.0001", "'1e-4'", "+1e-04"])
@@ -263,7 +263,6 @@ def test_invalid_override_is_named(override: str, part: str, refusal: Refusal) -
 
 
 # ---- the file
-# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -405,7 +404,6 @@ def test_empty_hyperparameters_are_all_defaults() -> None:
 
 
 # ---- Determined's forms
-# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -446,7 +444,7 @@ def test_search_range_needs_a_cluster(refusal: Refusal) -> None:
     assert accept("lr=0.1", **yaml.safe_load(searched)["hyperparameters"]) == {"lr": 0.1}
 
 
-# ---- any input ----------------------------------------------------------------------------------
+# ---- any input
 
 NUMBERS = st.integers(-1_000_000, 1_000_000) | st.floats() | st.just(2**64)
 SCALARS = (
@@ -519,7 +517,6 @@ def test_any_file_gives_one_line_per_problem(
 
 
 # ---- the keys
-# ---------------------------------------------------------------------------------------------
 
 
 def test_hyperparameters_have_one_part_and_a_description() -> None:
@@ -536,7 +533,6 @@ def test_hyperparameters_say_what_a_change_means(key: str) -> None:
 
 
 # ---- complete runs
-# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The cost of a step, counted and not timed: bytes between ranks, synchronizations, operators, compilations.
+"""The counted cost of a step: bytes between ranks, synchronizations, operators, compilations.
 
 Dispatch modes count in `fsdp.execute` itself, including backward and FSDP's hooks. A step is
 everything between two calls of `on_step_start`, in steps without a report.

@@ -50,7 +50,7 @@ FORBIDDEN = (
     r"\bis an?other model's\b",
     r"\btold of\b",
 )
-"""Phrases that have a plain equivalent in PyTorch's or Slurm's documentation, as regular expressions."""
+"""Regular expressions of phrases for which PyTorch's or Slurm's documentation has a common word."""
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Errors: an invalid file name ends every command with one line and exit code 2, and merged errors keep their keys."""
+"""An invalid file name ends every command with one line and exit code 2."""
 
 from __future__ import annotations
 

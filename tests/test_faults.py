@@ -1,4 +1,4 @@
-"""Signals, killed and hung ranks, and inf or NaN in a run: it ends in time and names the cause, or continues."""
+"""After signals, killed or hung ranks, inf or NaN, a run names the cause and ends, or continues."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ class Job:
         raise AssertionError(f"ended before {text!r}:\n{''.join(lines)}\n{self.finish()[1]}")
 
     def finish(self, timeout: float = 60) -> tuple[int, str]:
-        """Wait for the end of the run, which leaves no process; return the exit code and the rest of stderr."""
+        """Wait for the end of the run; return the exit code and the rest of stderr.
+
+        No process is left.
+        """
         _, stderr = self.process.communicate(timeout=timeout)
         assert not self.remaining()
         return self.process.returncode, stderr
@@ -96,7 +99,6 @@ def verified(folder: Path) -> dict[int, Path]:
 
 
 # ---- signals
-# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -174,7 +176,6 @@ def test_sigterm_during_validation_saves_at_once(tmp_path: Path) -> None:
 
 
 # ---- killed, stopped and hung ranks
-# -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -251,12 +252,13 @@ def test_out_of_memory_names_keys_that_reduce_memory(tmp_path: Path) -> None:
 
 
 # ---- inf and NaN
-# --------------------------------------------------------------------------------------
 
 
 SKIPPED = {
     "loss": "lambda loss: loss * float('nan')",
-    "gradient": "lambda loss: loss.register_hook(lambda gradient: gradient * float('inf')) and loss",
+    "gradient": (
+        "lambda loss: loss.register_hook(lambda gradient: gradient * float('inf')) and loss"
+    ),
 }
 """What makes the loss or the gradient of a micro-step non-finite."""
 
@@ -301,7 +303,6 @@ Transformer.forward = forward_step
 
 
 # ---- under torchrun
-# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -352,7 +353,6 @@ def test_torchrun_restart_gives_the_same_losses(tmp_path: Path) -> None:
 
 
 # ---- random interruptions
-# -----------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -273,7 +273,6 @@ def test_generate_stdin_that_is_invalid_is_refused(
 
 
 # ---- chat
-# --------------------------------------------------------------------------------------------------
 
 SYSTEM, HI, HO = (
     {"role": role, "content": text}
@@ -347,7 +346,11 @@ def test_chat_ctrl_c_ends_the_answer(chat_run: Path, tmp_path: Path) -> None:
     write_manifest(
         folder, manifest.model_copy(update={"model": manifest.model | {"max_seq_len": 10**5}})
     )
-    endless = "from lm import generate; from lm.data.tokenizer import FileTokenizer as T; T.stop_ids = frozenset()"
+    endless = (
+        "from lm import generate\n"
+        "from lm.data.tokenizer import FileTokenizer\n"
+        "FileTokenizer.stop_ids = frozenset()"
+    )
     script = f"import sys; {endless}; sys.exit(generate.main())"
     command = [sys.executable, "-c", script, folder, "--chat", "--temperature", "100"]
     streams: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What users run on a GPU: kernels, bfloat16 and float8, recomputation, offloading, saves, and out of memory.
+"""What users run on a GPU: kernels, bfloat16, float8, recomputation, offloading, saves.
 
 Without a GPU, all tests are skipped. `-m gpu_quick` selects those that end within 60 seconds, in
 one process.
@@ -49,7 +49,6 @@ needs_float8 = pytest.mark.skipif(
 )
 
 # ---- gradients
-# ------------------------------------------------------------------------------------------
 
 SHAPE: dict[str, Any] = {
     "d_model": 128,
@@ -79,7 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "recompute-all-and-offload": {"activation_offload": True, "activation_checkpointing": "full"},
 }
 TOLERANCES = {"bfloat16": 0.15, "float8": 0.4}
-"""Norm of the difference over the norm, about twice that of a CPU; 0.01 in float32, where TF32 may be in use."""
+"""Norm of the difference over the norm, about twice a CPU's; 0.01 in float32, or TF32."""
 
 Gradients = dict[str, np.ndarray]
 
@@ -99,7 +98,7 @@ def release() -> None:
 
 
 def gradients(world: World | None, settings: dict[str, Any], has_documents: bool) -> Gradients:
-    """The loss of a batch and the gradients of all parameters, on the device of `world`, or of a plain model."""
+    """The loss of a batch and all gradients, on the device of `world`, or of a plain model."""
     hp = read(settings)
     plain = Transformer(hp)
     parallelize.initialize_parameters(plain, 7)
@@ -157,7 +156,6 @@ def test_gpu_loss_and_gradients_equal_those_of_the_cpu(option: str) -> None:
 
 
 # ---- runs
-# -----------------------------------------------------------------------------------------------
 
 RUN: dict[str, Any] = LLAMA_STYLE | {
     "d_model": 256,
@@ -182,7 +180,7 @@ EVENT_CATEGORIES = ("kernel", "gpu_memcpy")
 def execute(
     world: World, settings: dict[str, Any], folder: Path, on_step_start: Callable[[int], None]
 ) -> list[Any]:
-    """The metrics of every step of `fsdp.execute`, which `on_step_start` ends by raising StopIteration."""
+    """The metrics of every step of a run, which `on_step_start` ends by raising StopIteration."""
     import fsdp  # changes signals and garbage collection: not in the process of the tests
 
     reports: list[dict[str, float]] = []
@@ -241,7 +239,7 @@ def collectives(world: World) -> tuple[str, list[float]]:
 
 
 def saves(world: World, n_layers: int = 4, d_model: int = 1024) -> dict[int, dict[str, bool]]:
-    """By step of three checkpoints and tensor, whether it has the bytes that training had at that step."""
+    """By step of three checkpoints and tensor, whether its bytes are those of the training."""
     import fsdp
 
     build = fsdp.Trainer
@@ -290,7 +288,7 @@ def saves(world: World, n_layers: int = 4, d_model: int = 1024) -> dict[int, dic
 
 
 def copies(world: World) -> dict[str, float]:
-    """By direction, the share of the time of copies to and from the host in which kernels run, with offloading."""
+    """By direction, the share of the time of offloading's copies in which kernels run."""
     hp = read(RUN | {"activation_offload": True})
     with torch.device("meta"):
         model = Transformer(hp)

@@ -1,4 +1,4 @@
-"""Hugging Face weights are read and exported unchanged, and give the same results as in transformers.
+"""Hugging Face weights are read and exported unchanged, and give the results of transformers.
 
 transformers is the reference: it creates every model, and loads every export.
 """
@@ -56,7 +56,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-"""With theta 100 and heads of 8, the wavelengths are 6 (kept), 20 and 63 (interpolated) and 199 (scaled)."""
+"""With theta 100 and heads of 8, wavelengths are 6 (kept), 20, 63 (interpolated), 199 (scaled)."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama 1": LLAMA,
@@ -243,7 +243,7 @@ def test_export_of_read_weights_preserves_every_bit(name: str, tmp_path: Path) -
     assert loaded(tokens).logits.equal(reference(tokens).logits)
 
 
-# ---- files ---------------------------------------------------------------------------------
+# ---- files
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -324,7 +324,7 @@ def test_read_directory_accepts_bare_names_and_buffers(name: str, tmp_path: Path
     torch.testing.assert_close(load_folder(tmp_path / "bare")(tokens), reference(tokens).logits)
 
 
-# ---- errors --------------------------------------------------------------------------------------
+# ---- errors
 
 
 @pytest.mark.parametrize(
@@ -559,7 +559,7 @@ def test_export_of_gpt2_without_biases_writes_zeros(tmp_path: Path) -> None:
 
 
 def started(folder: Path, source: Path, **changes: Any) -> Path:
-    """Train a step that changes nothing from the weights in `source`, and return the run's directory."""
+    """Train a step without a change from the weights in `source`; return the run's directory."""
     (folder / "text").mkdir(parents=True, exist_ok=True)
     (folder / "text" / "a.txt").write_text("".join(TEXTS) * 100)
     training = {

@@ -28,7 +28,10 @@ COMMIT = "c" * 40
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Serves the folder `files` as someone/llama and someone/gated, which is gated; someone/broken gets no answer."""
+    """Serves the folder `files` as someone/llama and, gated, as someone/gated.
+
+    someone/broken gets no answer.
+    """
 
     files: ClassVar[Path]
     sent: ClassVar[list[str]] = []

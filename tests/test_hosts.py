@@ -132,7 +132,7 @@ class Hosts:
         return subprocess.Popen(inside, env=outside | env, text=True, stdout=pipe, stderr=pipe)
 
     def names(self, folder: Path, first: str) -> None:
-        """Make `first` the name of the first host, and resolve each host's own name as a pod does."""
+        """Make `first` the name of the first host; each host resolves its name as a pod does."""
         for host, address in enumerate(self.addresses):
             (folder / f"hosts{host}").write_text(
                 f"{self.addresses[0]} {first}\n{address} {os.uname().nodename}\n"
@@ -243,7 +243,6 @@ def test_host_that_sees_older_checkpoints_is_refused(hosts: Hosts, tmp_path: Pat
 
 
 # ---- Kubernetes and SkyPilot
-# ------------------------------------------------------------------------------
 
 PROGRAMS = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
 """What a container's image sets."""
@@ -273,7 +272,7 @@ def package(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_trainjob_eviction_and_sky_resume(hosts: Hosts, tmp_path: Path) -> None:
-    """With exactly the variables that Kubeflow Trainer 2.3 and SkyPilot 0.14 set; the machines share only S3."""
+    """With the variables of Kubeflow Trainer 2.3 and SkyPilot 0.14; machines share only S3."""
     env = PROGRAMS | {
         "PYTHONPATH": str(REPOSITORY),
         "AWS_ENDPOINT_URL": f"http://{hosts.addresses[0]}:5555",
@@ -351,9 +350,10 @@ def test_trainjob_eviction_and_sky_resume(hosts: Hosts, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pytorchjob_pods_are_ranks_of_one_run(hosts: Hosts, tmp_path: Path) -> None:
-    """With exactly the variables that version 1.9 of the training operator sets, also RANK and WORLD_SIZE of pods."""
+    """With the variables that the training operator 1.9 sets, also RANK and WORLD_SIZE of pods."""
     program = "import os\nfrom lm.launch.launch import Launch\n"
-    program += "os.write(1, f'{Launch.from_env(os.environ)}\\n'.encode())"  # one write: lines of two ranks do not mix
+    # One write, so that lines of two ranks do not mix.
+    program += "os.write(1, f'{Launch.from_env(os.environ)}\\n'.encode())"
     (tmp_path / "fsdp.py").write_text(program)
     (job,) = read_documents("pytorchjob.yaml")
     first = f"{job['metadata']['name']}-master-0"

@@ -1,4 +1,4 @@
-"""A run starts with the weights of another run or of Hugging Face, on any ranks, and resumes from its own checkpoints.
+"""A run starts with the weights of another run or of Hugging Face, on any ranks.
 
 transformers trains from the same weights on the same batches for comparison.
 """
@@ -69,7 +69,7 @@ def settings(source: Path, **changes: Any) -> dict[str, Any]:
 
 
 def transformers_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[float]:
-    """The loss of each step when transformers trains the model in `folder` with `hyperparameters`."""
+    """The loss of each step when transformers trains the model in `folder`."""
     hp = read_with_model_defaults(hyperparameters)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""JSON Lines: packing splits no sample, only the chosen tokens are targets, and errors name the line."""
+"""Packing splits no sample of JSON Lines, only chosen tokens are targets, errors name the line."""
 
 from __future__ import annotations
 
@@ -150,7 +150,10 @@ def test_chat_targets_are_the_assistants_messages(tmp_path: Path) -> None:
 
 
 def test_chat_tool_call_needs_no_content(tmp_path: Path) -> None:
-    calls = "<s>{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    calls = (
+        "<s>{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.name }}"
+        "{% endfor %}{% endfor %}"
+    )
     call = {
         "role": "assistant",
         "content": None,
@@ -251,7 +254,10 @@ def test_chat_template_gets_its_variables_and_the_date() -> None:
     def date(tokenizer: FileTokenizer) -> str:
         return tokenizer.render(messages, add_generation_prompt=False)[0].partition("<s>")[0]
 
-    prefix = "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    prefix = (
+        "{% if not date_string is defined %}"
+        "{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
+    )
     first = llama(prefix + "{{ date_string }}" + CHAT_TEMPLATE)
     second = llama(
         "{{ strftime_now( \"%Y\" ) }}, {{ strftime_now('%d') }}{{ mark }}" + CHAT_TEMPLATE
@@ -295,8 +301,10 @@ def test_generation_tags_mark_targets_as_transformers(
     tmp_path: Path,
 ) -> None:
     template = (
-        "<s>{% for m in messages %}[{{ m.role }}] {% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-        "{% if loop.last %}</s>{% endif %}{% endgeneration %}{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
+        "<s>{% for m in messages %}[{{ m.role }}] "
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% if loop.last %}</s>{% endif %}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
     )
     config = SPECIALS | {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
     files = {FILE: llama_tokenizer(), "tokenizer_config.json": json.dumps(config).encode()}

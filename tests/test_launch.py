@@ -1,4 +1,4 @@
-"""Launchers: their environment variables, and the launcher for one machine, which leaves no process running."""
+"""Launchers' environment variables, and the launcher for one machine, which leaves no process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ PALS = variables(
 PALS |= variables("PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2")
 ONE_NODE = {"MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "3"}  # for HYDRA
 ONE_TASK = variables(
-    "SLURM_STEP_TASKS_PER_NODE=1 SLURM_STEP_NUM_TASKS=1 SLURM_NODEID=0 SLURM_LOCALID=0 SLURM_PROCID=0"
+    "SLURM_STEP_TASKS_PER_NODE=1 SLURM_STEP_NUM_TASKS=1 "
+    "SLURM_NODEID=0 SLURM_LOCALID=0 SLURM_PROCID=0"
 )
 FOUR_TASKS = variables(
     "SLURM_STEP_TASKS_PER_NODE=4 SLURM_NODEID=0 SLURM_LOCALID=3"
@@ -74,7 +75,6 @@ FOUR_TASKS = variables(
 ALL = TORCHRUN | SRUN | OPEN_MPI | HYDRA | PALS
 
 # ---- environment variables
-# --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,6 @@ def test_torchrun_report_shows_every_line_of_the_error(
 
 
 # ---- PyTorch
-# ----------------------------------------------------------------------------------------------
 
 
 def install(folder: Path, version: str) -> None:
@@ -365,12 +364,12 @@ def test_has_gpu_looks_at_devices(
 
 
 # ---- several ranks on this machine
-# ------------------------------------------------------------------------
 
 PREAMBLE = """
 import os, signal, subprocess, sys, time
 rank = int(os.environ["RANK"])
-def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # lines of two ranks do not mix
+def say(*words):  # in one write, so that lines of two ranks do not mix
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
 READY = "say('ready', os.getpid())\n"
 
@@ -496,7 +495,7 @@ time.sleep(60)
 
 
 def ended(processes: list[psutil.Process], within: float = 5) -> bool:
-    """Wait until all processes have ended; zombies, which a container may never reap, count as ended."""
+    """Wait until all processes have ended, or are zombies, which a container may never reap."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
         if not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):

@@ -1,4 +1,4 @@
-"""launch/*.yaml against the schemas of Kubeflow and SkyPilot. tests/test_hosts.py starts what they describe."""
+"""launch/*.yaml and the schemas of Kubeflow and SkyPilot; test_hosts.py starts what they say."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_grace_period_is_longer_than_a_save() -> None:
 
 @pytest.mark.slow
 def test_trainjob_ends_after_a_bad_configuration(tmp_path: Path) -> None:
-    """Its container exits with the code that fails the Kubernetes Job, whose reason then fails the JobSet."""
+    """Its container exits with the code that fails the Kubernetes Job, and so the JobSet."""
     runtime, job = read_documents("trainjob.yaml")
     policy, trainer = runtime["spec"]["template"]["spec"]["failurePolicy"], job["spec"]["trainer"]
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]

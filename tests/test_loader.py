@@ -73,7 +73,6 @@ a_few = st.integers(1, 4)
 
 
 # ---- training
-# ------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -107,7 +106,6 @@ def test_shuffle_false_keeps_the_order() -> None:
 
 
 # ---- validation
-# ----------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -133,7 +131,6 @@ def test_validation_uses_each_sample_once(
 
 
 # ---- the size of a batch
-# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("total", "nearest"), [(13, "12 or 24"), (35, "24 or 36"), (5, "12")])
@@ -147,7 +144,6 @@ def test_total_batch_size_error_names_the_nearest_multiples(total: int, nearest:
 
 
 # ---- synthetic data
-# --------------------------------------------------------------------------------------------
 
 
 def ids_in(dataset: Dataset, index: int) -> list[int]:
@@ -188,7 +184,6 @@ def test_synthetic_samples_are_ten_fixed_batches() -> None:
 
 
 # ---- text
-# ------------------------------------------------------------------------------------------------------
 
 
 def open_text(
@@ -282,7 +277,6 @@ def test_bits_per_byte_counts_the_validated_text(tmp_path: Path) -> None:
 
 
 # ---- JSON lines
-# ------------------------------------------------------------------------------------------------
 
 
 def open_lines(

@@ -1,4 +1,4 @@
-"""LoRA trains adapters as PEFT does, on a frozen base, under every parallelism option, and resumes exactly."""
+"""LoRA trains adapters of a frozen base as PEFT does, with every option, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def adapters_of(checkpoint: Path) -> lora.Adapters:
     return hf_base.read_adapters(checkpoint, read_manifest(checkpoint))
 
 
-# ---- training ------------------------------------------------------------------------------
+# ---- training
 
 
 def initial_adapters(hp: config.Hyperparameters, seed: int) -> dict[str, torch.Tensor]:
@@ -123,7 +123,7 @@ def names_in_peft(family: str, hp: config.Hyperparameters) -> dict[str, str]:
 def train_with_peft(
     hp: config.Hyperparameters, base: Path
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses and the trained adapters of PEFT, from the same initial values on the same batches."""
+    """The losses and adapters of PEFT, from the same initial values on the same batches."""
     import peft  # imports torchao, which takes seconds: not in all ranks
 
     options = {
@@ -254,7 +254,7 @@ def test_lora_compiled_trains_the_same(
         assert found == pytest.approx(losses["one"], rel=1e-5), name
 
 
-# ---- what is frozen ---------------------------------------------------------------------------
+# ---- what is frozen
 
 
 def built(
@@ -270,7 +270,7 @@ def built(
 
 
 def sizes(world: World, hyperparameters: dict[str, Any]) -> dict[str, int]:
-    """Bytes on this rank of the base, the adapters, their gradients and their optimizer state, after a step."""
+    """Bytes on this rank of the base, the adapters, their gradients and moments, after a step."""
     model, optimizer = built(world, hyperparameters, torch.bfloat16)
     tokens = torch.arange(16)[None]
     model(tokens, tokens).backward()
@@ -382,7 +382,7 @@ def test_lora_initial_adapters_are_those_of_peft(
         assert tensor.std().item() == pytest.approx(reference.std().item(), rel=0.2)
 
 
-# ---- checkpoints ------------------------------------------------------------------------------
+# ---- checkpoints
 
 
 @pytest.fixture(scope="module")
@@ -512,7 +512,6 @@ def test_lora_base_can_be_a_checkpoint(tmp_path: Path) -> None:
 
 
 # ---- export and generation
-# -------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -581,7 +580,6 @@ def test_export_adapters_needs_adapters(tmp_path: Path) -> None:
 
 
 # ---- errors
-# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ Tree = Callable[..., None]
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tree:
-    """Make the cgroups of this process: its line in /proc/self/cgroup, and files under /sys/fs/cgroup."""
+    """Make cgroups of this process: its line in /proc/self/cgroup, and files in /sys/fs/cgroup."""
 
     def make(membership: str, **files: str) -> None:
         (tmp_path / "membership").write_text(membership)

@@ -1,4 +1,4 @@
-"""Metrics are true: sums over steps and ranks, training time without pauses, and every report in every sink once."""
+"""Metrics are sums over steps and ranks, time excludes pauses, and every sink has a report once."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ def add(
 
 
 # ---- accumulator
-# ---------------------------------------------------------------------------------------------
 
 
 def report_of_two_steps(world: World) -> dict[str, float]:
@@ -208,7 +207,6 @@ def test_peak_flops_of_cpus_and_float32_are_unknown(device: str, dtype: torch.dt
 
 
 # ---- logger and sinks
-# ----------------------------------------------------------------------------------------
 
 
 class Cluster(DummyTrainContext):

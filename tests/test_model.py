@@ -82,7 +82,7 @@ def on_meta(config: ModelConfig) -> Transformer:
 
 
 def make(settings: dict[str, Any], seed: int = 0, spread: float = 0.3) -> Transformer:
-    """Return a model in which every parameter, norms and biases included, differs from its initial value."""
+    """Return a model in which every parameter differs from its initial value."""
     torch.manual_seed(seed)
     model = Transformer(ModelConfig.model_validate(settings))
     with torch.no_grad():
@@ -98,7 +98,6 @@ def tokens_of(model: Transformer, batch: int = 2, length: int | None = None) -> 
 
 
 # ---- counts
-# -------------------------------------------------------------------------------------------
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -200,11 +199,10 @@ def test_model_config_refuses_an_invalid_structure(settings: dict[str, Any], key
 
 
 # ---- architecture; tests/test_hf.py compares the other families with transformers
-# --------------------------
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention by its definition on `(B, heads, T, K)`, with the mask and the softmax written out."""
+    """Attention by its definition on `(B, heads, T, K)`, with mask and softmax written out."""
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     weights = torch.tril(scores.exp())
     return weights / weights.sum(dim=-1, keepdim=True) @ v
@@ -215,7 +213,7 @@ def by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def original_logits(weights: dict[str, Tensor], tokens: Tensor, layers: int, heads: int) -> Tensor:
-    """Determined's FSDP example, written out: learned positions, LayerNorm, fused QKV, ReLU with biases."""
+    """Determined's FSDP example: learned positions, LayerNorm, fused QKV, ReLU with biases."""
     w = weights
     d = w["embedding.tokens.weight"].shape[1]
     x = w["embedding.tokens.weight"][tokens] + w["embedding.positions.weight"][: tokens.shape[1]]
@@ -274,7 +272,6 @@ def test_sliding_window_hides_older_tokens() -> None:
 
 
 # ---- the key-value cache
-# ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -306,7 +303,6 @@ def test_max_seq_len_refuses_more_tokens(cached: int) -> None:
 
 
 # ---- loss and initial state
-# --------------------------------------------------------------------------------
 
 
 @every_style
@@ -489,7 +485,6 @@ def test_fsdp_units_hold_every_parameter(style: dict[str, Any]) -> None:
 
 
 # ---- several documents in a sequence
-# --------------------------------------------------------------------------------
 
 
 @every_style
@@ -544,7 +539,6 @@ def test_flex_attention_equals_attention_with_a_mask(
 
 
 # ---- position ids
-# ------------------------------------------------------------------------------------------
 
 
 @every_style

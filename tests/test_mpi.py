@@ -1,4 +1,4 @@
-"""launch/pbs.sh with real implementations of mpiexec; scripts replace qsub and qstat, because PBS has no package."""
+"""launch/pbs.sh with real mpiexec; scripts replace qsub and qstat, because PBS has no package."""
 
 from __future__ import annotations
 
@@ -53,13 +53,16 @@ class Queue:
 
     def walltime(self, limit: str, after: str | None = None) -> None:
         """Make qstat print the walltime `limit`, once a line of the job's log matches `after`."""
-        wait = f"until grep --no-messages --quiet {after!r} pbs-*.log; do kill -0 $JOB || exit; sleep 0.1; done; "
-        self.script("qstat", f"{wait if after else ''}echo '    Resource_List.walltime = {limit}'")
+        script = f"echo '    Resource_List.walltime = {limit}'"
+        if after:
+            is_logged = f"grep --no-messages --quiet {after!r} pbs-*.log"
+            script = f"until {is_logged}; do kill -0 $JOB || exit; sleep 0.1; done; {script}"
+        self.script("qstat", script)
 
     def job(
         self, number: int, mpiexec: str, arguments: str, errors: str = "", **env: str
     ) -> tuple[int, str]:
-        """Run launch/pbs.sh as PBS does, which prints `errors`; return the exit code and the log."""
+        """Run launch/pbs.sh as PBS, which prints `errors`; return the exit code and the log."""
         pbs = {
             "PBS_JOBID": f"{number}.pbs",
             "PBS_NODEFILE": str(self.folder / "nodes"),
@@ -135,7 +138,10 @@ def test_pbs_job_stopped_at_the_walltime_resumes_exactly(
 def test_pbs_signal_during_startup_stops_the_ranks_later(tmp_path: Path) -> None:
     queue = Queue(tmp_path)
     queue.walltime("00:00:30")
-    errors = "job 1.pbs: the run stops after its first step, because it stops 300 s (lead) before the walltime limit;"
+    errors = (
+        "job 1.pbs: the run stops after its first step, because it stops 300 s (lead) before the "
+        "walltime limit;"
+    )
     code, log = queue.job(1, MPICH, ENDLESS, f"{errors} increase walltime\n")
     assert code == 0, log
     assert (tmp_path / "submitted").exists()
@@ -212,7 +218,8 @@ def test_pbs_arguments_are_not_expanded_by_a_shell(tmp_path: Path) -> None:
 def test_mpiexec_ports_agree_and_differ_by_run(
     command: list[str], job: dict[str, str], tmp_path: Path
 ) -> None:
-    line = "f'{Launch.from_env(os.environ).port}\\n'.encode()"  # in one write, since two ranks share the output
+    # In one write, since two ranks share the output.
+    line = "f'{Launch.from_env(os.environ).port}\\n'.encode()"
     code = f"import os; from lm.launch.launch import Launch; os.write(1, {line})"
     (tmp_path / "rank.sh").write_text(f'{sys.executable} -c "{code}"\nexit 0\n')
     env = os.environ | job | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -1,4 +1,4 @@
-"""A run in object storage is as safe as one on a disk, and needs nothing of the machines that made it.
+"""A run in object storage is as safe as one on a disk, and needs nothing of earlier machines.
 
 The servers are moto for S3, gcp-storage-emulator for Google's storage, Microsoft's Azurite for
 Azure's. A proxy in front of moto fails on request.
@@ -116,7 +116,10 @@ def az_server() -> Iterator[str]:
 
 @pytest.fixture
 def az(az_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    connection = f"DefaultEndpointsProtocol=http;AccountName=account;AccountKey=a2V5;BlobEndpoint={az_server}/account;"
+    connection = (
+        "DefaultEndpointsProtocol=http;AccountName=account;AccountKey=a2V5;"
+        f"BlobEndpoint={az_server}/account;"
+    )
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", connection)
     fresh_sessions()
     with suppress(FileExistsError):
@@ -162,7 +165,7 @@ def machine(
 
 
 def load(checkpointer: Checkpointer, world: World, checkpoint: str) -> tuple[int, bool]:
-    """The step of the checkpoint at a path or URL, and whether the loaded model is the one that was saved."""
+    """The step of the checkpoint at a path or URL, and whether its model is that step's."""
     model = toy_model(-1)
     fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
     step = load_state(checkpointer, checkpoint, {"model": model.state_dict()}).step
@@ -260,7 +263,7 @@ def test_machines_that_share_no_disk_save_load_and_refuse_damage_together(
 def test_storage_moves_a_run_to_an_empty_machine(
     storage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Save on one machine, continue on another, be killed in a save there, start anew on a third."""
+    """Save on a machine, continue on another, fail in a save there, start anew on a third."""
     metrics, tracker = Path("runs/test/metrics.jsonl"), Path("runs/test/tracker_id")
 
     def first(world: World) -> str:
@@ -391,7 +394,10 @@ def test_lease_goes_to_one_of_many_that_start_at_once(
 
 
 class Proxy(http.server.ThreadingHTTPServer):
-    """Forwards requests to `address`, or treats them as `fault` says: a status and a code, "stall", or "away"."""
+    """Forwards requests to `address`, or treats them as `fault` says.
+
+    A fault is a status and a code, "stall", or "away".
+    """
 
     daemon_threads = True
 

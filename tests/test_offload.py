@@ -1,4 +1,4 @@
-"""Offloaded activations give the same gradients, also where copies run as late as a GPU may run them."""
+"""Offloaded activations give the same gradients, also if copies run as late as on a GPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ class LateCopies(TorchFunctionMode):
         return args[0]
 
     # ---- the module
-    # ---------------------------------------------------------------------------------------
 
     def Stream(self) -> LateCopies:  # noqa: N802
         return self
@@ -75,7 +74,6 @@ class LateCopies(TorchFunctionMode):
             yield
 
     # ---- its streams
-    # --------------------------------------------------------------------------------------
 
     def wait_stream(self, _stream: LateCopies) -> None:
         pass  # what the current stream computes runs at once
@@ -95,7 +93,7 @@ class LateCopies(TorchFunctionMode):
 def gradients(
     world: World, settings: dict[str, Any], backend: Any = torch.cpu, steps: int = 1
 ) -> tuple[list[Tensor], list[int]]:
-    """The gradients of the last of several steps, and the bytes of host memory that each step allocates."""
+    """The gradients of the last of several steps, and the host memory that each step allocates."""
     hp, allocated = Hyperparameters.model_validate(BASE | settings), list[int]()
     with torch.device("meta"):
         model = lora.add_adapters(Transformer(hp), hp, None)

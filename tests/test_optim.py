@@ -1,4 +1,4 @@
-"""The learning rate is a function of the step; a step is AdamW's with clipping, or changes nothing."""
+"""The learning rate is a function of the step; a step is AdamW's with clipping, or nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ def rates(max_steps: int, **settings: Any) -> list[float]:
 
 
 # ---- learning rate
-# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -85,7 +84,6 @@ def test_learning_rate_rises_to_lr_and_decays_to_the_minimum(
 
 
 # ---- optimizer
-# -----------------------------------------------------------------------------------------------
 
 
 each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,4 +1,4 @@
-"""A plan's memory is that of FSDP's step on fake tensors; a run says what it needs before it starts."""
+"""A plan's memory is that of FSDP's step on fake tensors; a run says first what it needs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StorageBytes(LiveBytes):
 
 
 def step_on_fake_tensors(hp: Hyperparameters, ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Peak bytes of a step of rank 0, as `fsdp.train` makes it, with a process group that does not communicate."""
+    """Peak bytes of a step of rank 0, with a process group that does not communicate."""
     dtype, cpu = choose_gpu_dtype(hp), torch.device("cpu")
     shape = parallelize.mesh_shape(hp, ranks, 4)
     n_micro_batches = (hp.total_batch_size or hp.batch_size * ranks) // (hp.batch_size * ranks)
@@ -414,7 +414,7 @@ def test_plan_of_float8_halves_the_bytes_of_matrices() -> None:
 
 
 def table_row(name: str, hp: Hyperparameters, places: list[tuple[int, float]]) -> str:
-    """A row of docs/planning.md: the largest batch sizes by number of GPUs and memory of each in GiB."""
+    """A row of docs/planning.md: the largest batch sizes by number of GPUs and GiB of each."""
     ranks = [fit.Ranks(torch.bfloat16, "cuda", n, min(n, 8), gib * GIB) for n, gib in places]
     sizes = [fit.find_largest_batch_size(hp, each) for each in ranks]
     return f"| {name} | {' | '.join(str(size or '-') for size in sizes)} |"

@@ -1,4 +1,4 @@
-"""Every format becomes the same token files, completely or not at all; errors name the place in the input."""
+"""Every format becomes the same token files, or none; errors name the place in the input."""
 
 from __future__ import annotations
 
@@ -136,7 +136,6 @@ def read(path: Path, field: str = "text") -> list[str]:
 
 
 # ---- formats
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -309,7 +308,6 @@ def test_validation_fraction_depends_on_content_alone(tmp_path: Path) -> None:
 
 
 # ---- HDF5
-# ----------------------------------------------------------------------------------------------------
 
 
 def hdf5(
@@ -429,7 +427,6 @@ def test_hdf5_without_samples_of_ids_is_refused(
 
 
 # ---- invalid input
-# -------------------------------------------------------------------------------------------
 
 JSONL = b'{"text": "to be"}\n\n'
 TABLE = parquet_file({"text": ["to be", None], "n": [1, 2]})
@@ -596,7 +593,6 @@ def test_prepare_refuses_input_without_documents(
 
 
 # ---- completely or not at all
-# ----------------------------------------------------------------------------------
 
 
 def content(folder: Path) -> dict[str, bytes]:

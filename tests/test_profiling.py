@@ -76,7 +76,7 @@ def traces(folder: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of two ranks with traces and samples; what it printed is in `output`."""
+    """The directory of a run of two ranks with traces and samples; `output` is what it printed."""
     folder = tmp_path_factory.mktemp("profiled")
     (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
     text = TINY | {

@@ -1,4 +1,4 @@
-"""A checkpoint of any world size and strategy loads under any other: weights and moments are equal bit for bit."""
+"""A checkpoint of any world size and strategy loads under any other, equal bit for bit."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def weights(world: World) -> dict[str, Any]:
 
 
 def differences(world: World, folder: Path, uuids: list[str]) -> list[str]:
-    """Load each of `uuids` under every strategy into a model of another seed; return the tensors that differ."""
+    """Load each of `uuids` under every strategy into another model; return what differs."""
     expected = weights(world)
     wrong = []
     with open_checkpointer(world, folder) as reader:

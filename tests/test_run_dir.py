@@ -79,7 +79,7 @@ def test_run_dir_modes_follow_the_umask(umask: int, directory: int, file: int) -
 
 
 def test_run_dir_accepts_a_file_system_that_maps_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NFS does for root, and an access point of EFS for all: new files belong to another user."""
+    """As on NFS for root, and at an access point of EFS: new files belong to another user."""
     monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
     assert started().path.is_dir()
 

@@ -48,7 +48,6 @@ def continued(
 
 
 # ---- one token
-# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
@@ -104,7 +103,6 @@ def test_sample_uses_the_logits_of_each_sequence() -> None:
 
 
 # ---- one sequence
-# ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -177,7 +175,6 @@ def test_generate_uses_neither_dropout_nor_gradients() -> None:
 
 
 # ---- several sequences
-# -----------------------------------------------------------------------------------------
 
 SHAPES: list[dict[str, Any]] = [
     {},

@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch under Slurm: a controller and two nodes, 127.0.0.2 and 127.0.0.3, on this machine."""
+"""launch/slurm.sbatch under Slurm: a controller and two nodes, 127.0.0.2 and 127.0.0.3."""
 
 from __future__ import annotations
 

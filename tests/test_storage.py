@@ -1,4 +1,4 @@
-"""On object storage a checkpoint is reported once it is complete, and every machine verifies its own download.
+"""A checkpoint on a cluster's S3 is reported once complete; every machine verifies its download.
 
 The storage is moto's S3 server, through Determined's S3StorageManager.
 """
@@ -64,7 +64,7 @@ def objects(manager: storage.StorageManager, storage_id: str) -> list[str]:
 
 
 class Machine(storage.S3StorageManager):
-    """Storage access of one machine, which damages the last byte of the file `damages` on download."""
+    """Storage access of a machine, which damages the last byte of the file `damages` it reads."""
 
     damages: str | None = None
 
@@ -82,7 +82,7 @@ def create_bucket(manager: Machine) -> None:
 
 
 def use_storage(world: World, endpoint: str, folder: Path, action: Callable[..., Any]) -> Any:
-    """Call `action(world, checkpointer, context, local)` on a machine with the private directory `local`."""
+    """Call `action(world, checkpointer, context, local)` with the machine's directory `local`."""
     os.umask(0o077)
     local = folder / f"machine-{world.rank}"
     local.mkdir(parents=True)
@@ -188,7 +188,7 @@ def test_cluster_checkpoint_damage_is_refused_together(
 def fail_on_one(
     world: World, checkpointer: Checkpointer, context: Reporting, _local: Path
 ) -> tuple[str, float]:
-    """The error on each rank when one has no write access to the storage, and the seconds until then."""
+    """The error on each rank when one cannot write to the storage, and the seconds until then."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError("no write access to the bucket")

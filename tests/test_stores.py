@@ -1,4 +1,4 @@
-"""What every checkpoint store promises: a disk, a bucket (moto's S3), and a cluster's storage of both kinds."""
+"""What every checkpoint store promises: a disk, a bucket (moto's S3), a cluster's of both."""
 
 from __future__ import annotations
 
@@ -193,7 +193,6 @@ def test_store_loads_a_checkpoint_of_another_run(kind: str, place: Path, tmp_pat
 
 
 # ---- off the cluster, where the run itself chooses the checkpoint to resume from
-# -------------------------
 
 
 def test_store_order_survives_a_clock_that_was_ahead(kind_off_cluster: str, place: Path) -> None:

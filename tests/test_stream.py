@@ -1,4 +1,4 @@
-"""Streamed datasets: each document once an epoch over all workers, and resuming at the exact token."""
+"""Streams have each document once an epoch over all workers, and resume at the exact token."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ def text(stream: list[Window]) -> str:
 
 
 # ---- the order of documents
-# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("of", [1, 2, 3, 4])
@@ -105,7 +104,6 @@ def test_stream_shuffles_within_blocks(tmp_path: Path) -> None:
 
 
 # ---- resuming
-# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("block", [1, 3, 8, 100])
@@ -212,7 +210,6 @@ def test_data_workers_and_ranks_may_be_swapped(folder: Path, by_two: Taken) -> N
 
 
 # ---- what is read
-# --------------------------------------------------------------------------------------------
 
 
 def test_stream_reads_every_format(tmp_path: Path) -> None:
@@ -378,7 +375,6 @@ def test_data_worker_that_is_killed_is_an_error(tmp_path: Path) -> None:
 
 
 # ---- a run
-# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

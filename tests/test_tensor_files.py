@@ -1,4 +1,4 @@
-"""Sharded safetensors: what is written is read back on any layout, and what is hostile is refused in one line."""
+"""Sharded safetensors are read back on any layout, and refused in one line if hostile."""
 
 from __future__ import annotations
 

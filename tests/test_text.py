@@ -28,7 +28,6 @@ def write(folder: Path, *names: str) -> list[Path]:
 
 
 # ---- finding files
-# -------------------------------------------------------------------------------------------
 
 
 def test_find_files_of_a_file_a_glob_and_a_folder(
@@ -103,7 +102,6 @@ def test_find_files_refuses_a_name_without_files(tmp_path: Path, name: str) -> N
 
 
 # ---- reading files
-# -------------------------------------------------------------------------------------------
 
 
 def test_text_files_end_with_end_of_text(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ END = TOKENIZER.eos_id
 
 
 # ---- bytes
-# -------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -55,7 +54,6 @@ def test_byte_tokenizer_replaces_invalid_utf8(ids: list[int], text: str) -> None
 
 
 # ---- a tokenizer.json
-# ----------------------------------------------------------------------------------------
 
 
 def from_files(content: bytes, config: Mapping[str, Any] | None = None) -> FileTokenizer:
@@ -172,7 +170,6 @@ def test_tokenizer_file_truncation_and_padding_are_disabled() -> None:
 
 
 # ---- chats
-# ---------------------------------------------------------------------------------------------------
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
@@ -257,7 +254,6 @@ def test_stop_ids_are_end_of_text_and_end_of_turn(
 
 
 # ---- loading
-# ---------------------------------------------------------------------------------------------------
 
 
 def test_load_tokenizer_of_a_file_or_a_folder(tmp_path: Path) -> None:

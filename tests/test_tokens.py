@@ -107,7 +107,6 @@ def test_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
 
 
 # ---- as a dataset
-# --------------------------------------------------------------------------------------------
 
 
 def opened(train_data: Any, *, vocab_size: int = 300, total: int = 2, **keys: Any) -> Data:
@@ -196,7 +195,7 @@ def test_token_files_that_are_missing_are_refused(
 def prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[TokenFileDataset, TokenFileDataset]:
-    """Training and validation tokens with right checksums; that they are intact is remembered in a new folder."""
+    """Training and validation tokens with right checksums, and a new cache of what is intact."""
     monkeypatch.setattr("lm.data.tokens.CHECKED", tmp_path / "checked")
     ids = np.arange(100, dtype="<u2")
     for name in ("train", "validation"):

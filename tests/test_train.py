@@ -1,4 +1,4 @@
-"""A run trains as the original example, skips steps with inf or NaN gradients, and ends after its steps or epochs."""
+"""A run trains as the original example, skips nonfinite steps, ends after its steps or epochs."""
 
 from __future__ import annotations
 

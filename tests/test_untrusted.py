@@ -1,4 +1,4 @@
-"""Whatever a stranger wrote: refused in one short line, soon, in little memory, without following links."""
+"""What a stranger wrote is refused in a short line, soon, in little memory, following no links."""
 
 from __future__ import annotations
 
@@ -377,7 +377,7 @@ def test_export_copies_only_listed_tokenizer_files(saved: Path, private: Path) -
 
 
 def test_open_model_follows_links_only_to_the_cache(saved: Path, private: Path) -> None:
-    """The Hub's cache consists of links; what another link leads to would be copied into checkpoints."""
+    """The Hub's cache consists of links; files of other links would be copied into checkpoints."""
     export_model(saved, Path("exported"))
     snapshot = Path("models--x/snapshots/1")
     (snapshot.parent.parent / "blobs").mkdir(parents=True)

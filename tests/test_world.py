@@ -38,7 +38,6 @@ def launch(rank: int, size: int, port: int, nodes: int = 1) -> Launch:
 
 
 # ---- rendezvous
-# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -137,7 +136,6 @@ def test_join_on_one_machine_uses_loopback_ports() -> None:
 
 
 # ---- devices
-# ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -203,7 +201,6 @@ def test_amp_dtype_of_a_gpu(
 
 
 # ---- collectives of Python objects
-# ------------------------------------------------------------------------
 
 
 def outcome(action: Any) -> Any:
@@ -294,7 +291,6 @@ def test_on_rank0_returns_or_raises_on_every_rank(outcomes: Outcomes) -> None:
 
 
 # ---- watchdog
-# ---------------------------------------------------------------------------------------------
 
 
 GLOO_TIMEOUT = "Timed out waiting 8000ms for recv operation to complete"
@@ -334,7 +330,6 @@ def test_watchdog_names_the_rank_that_was_waited_for(
 
 
 # ---- mesh
-# -------------------------------------------------------------------------------------------------
 
 
 def build_mesh(

@@ -31,7 +31,7 @@ UNAVAILABLE = None if MASTER else trial.unavailable_reason()
 pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 
 SOMETIMES = {"mfu", "save_stall_seconds"}
-"""Reported only if the device's peak is known, or if a checkpoint was saved since the last report."""
+"""Reported only if the device's peak is known, or after a save since the last report."""
 
 Tell = Callable[[str], None]
 
@@ -47,7 +47,7 @@ class Cluster:
     slots: int = int(os.environ.get("DET_SLOTS", "1"))
 
     def create(self, config: dict[str, Any], latest: int = 100) -> client.Experiment:
-        """Create an experiment that keeps each trial's best and `latest` last checkpoints after its end."""
+        """Create an experiment that keeps each trial's best and `latest` last checkpoints."""
         config |= {"name": "fsdp: make test-cluster", "reproducibility": {"experiment_seed": 14}}
         config["checkpoint_storage"] = self.location | {"save_trial_latest": latest}
         config["searcher"].pop("max_length", None)  # which `det experiment continue` refuses
@@ -196,7 +196,8 @@ def test_live_run_shows_the_documented_metrics(
     assert shown_trial(done).runnerState == "completed"
     before, after = training[rate]["loss"], training[last]["loss"]
     tell(
-        f"run: {last} steps, training loss {before:.2f} to {after:.2f}, {len(checkpoints)} checkpoints"
+        f"run: {last} steps, training loss {before:.2f} to {after:.2f}, "
+        f"{len(checkpoints)} checkpoints"
     )
 
 
@@ -265,9 +266,10 @@ def test_live_paused_and_killed_runs_resume_exactly(
         )
     assert checksums[0] == checksums[1] == checksums[2]
     assert len(saved(paused)) <= 3  # the last two and the best, also of those before the pause
-    interruptions = f"paused after step {stop} and killed with the checkpoint of step {left}, of {cluster.steps}"
+    stops = f"paused after step {stop} and killed with the checkpoint of step {left}"
     tell(
-        f"twins: {interruptions}; reports and the last checkpoint's {len(checksums[0])} files equal bit for bit"
+        f"twins: {stops}, of {cluster.steps}; reports and the last checkpoint's "
+        f"{len(checksums[0])} files equal bit for bit"
     )
 
 
@@ -360,13 +362,15 @@ def test_live_fork_starts_with_the_weights(
     before, after = (curve(run)[rate]["loss"] for run in (done, fork))
     assert after < before
     tell(
-        f"fork: training loss {after:.2f} at step {rate}, {before:.2f} without the weights; equal to init_from"
+        f"fork: training loss {after:.2f} at step {rate}, {before:.2f} without the weights; "
+        "equal to init_from"
     )
     losses = {step: metrics["loss"] for step, metrics in curve(fork, "validation").items()}
     kept = {min(losses, key=losses.__getitem__), max(losses)}
     wait_until(lambda: saved(fork).keys() == kept)
     tell(
-        f"collection: of {len(losses)} checkpoints, those of steps {sorted(kept)} are left: the best and the latest"
+        f"collection: of {len(losses)} checkpoints, those of steps {sorted(kept)} are left: "
+        "the best and the latest"
     )
 
 

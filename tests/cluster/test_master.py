@@ -20,7 +20,8 @@ from tests.support.runs import checkpoints_by_step, run_fsdp
 SHELL = """
 from determined import _info
 kind = "SHELL"
-_info._info = _info.ClusterInfo("http://127.0.0.1:9", "cluster", "agent", [0], "task", "allocation", "token", kind)
+ids = ("cluster", "agent", [0], "task", "allocation")
+_info._info = _info.ClusterInfo("http://127.0.0.1:9", *ids, "token", kind)
 """
 
 

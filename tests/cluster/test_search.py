@@ -1,4 +1,4 @@
-"""Searchers that cannot work with a trial, the rungs of adaptive ASHA, and log policies that do not cancel retries."""
+"""Searchers that cannot work with a trial, the rungs of adaptive ASHA, and log policies."""
 
 from __future__ import annotations
 

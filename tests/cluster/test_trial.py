@@ -1,4 +1,4 @@
-"""A trial whose storage, master or search fails, from `det experiment create` to the last checkpoint.
+"""A trial whose storage, master or search fails, from its creation to its last checkpoint.
 
 Only the master is a stand-in; the CLI, the container's entrypoint, the launcher and Core API are
 Determined's. What a real cluster can show as well is in test_live.py.
@@ -138,7 +138,10 @@ def saved(master: Master) -> set[int]:
 
 
 def run_script(master: Master, folder: Path, script: str) -> None:
-    """Make `fsdp.py` after the lines `script` the program of the newest experiment; `PYTHONPATH` has to be `ROOT`."""
+    """Make `fsdp.py` after the lines `script` the program of the newest experiment.
+
+    The trial's PYTHONPATH has to be the repository.
+    """
     program = write_script(folder, script)
     master.experiment["entrypoint"] = (
         f"python3 -m determined.launch.torch_distributed -- python3 {program}"
@@ -151,7 +154,7 @@ SMALL_QUEUE = "from determined.core._metrics import _Shipper\n_Shipper.METRICS_Q
 
 @pytest.mark.slow
 def test_trial_trains_through_an_outage_of_the_master(master: Master, tmp_path: Path) -> None:
-    """Determined's log shipper would end a container that prints, once the master has been away for 11 minutes.
+    """A container that prints while the master is away ends after 11 minutes, by the log shipper.
 
     Core API's queue of reports would block rank 0 once it is full.
     """
@@ -230,7 +233,6 @@ def test_trial_log_has_the_lines_before_a_failure(master: Master, tmp_path: Path
 
 
 # ---- search
-# -----------------------------------------------------------------------------------------------
 
 POINT = {"lr": 1.0e-2, "n_layers": 2, "weight_decay": 0.1}
 

@@ -51,7 +51,7 @@ RUN_INFO = RunInfo(
 )
 
 
-# ---- saved by the checkpointer -------------------------------------------------------------------
+# ---- saved by the checkpointer
 
 
 def progress_at(step: int, loss: float | None = None) -> TrainingProgress:
@@ -113,7 +113,7 @@ def save_toy(
     return save_state(checkpointer, {"model": model.state_dict()}, step, loss)
 
 
-# ---- written without a run, and forged -----------------------------------------------------------
+# ---- written without a run, and forged
 
 
 def write_checkpoint(folder: Path) -> Path:

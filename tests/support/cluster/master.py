@@ -51,7 +51,7 @@ def require(holds: Any, message: str) -> None:
 
 @dataclass
 class Call:
-    """One call: `route` is its path with ids replaced by their names, e.g. `/api/v1/trials/{trial}/progress`."""
+    """One call; `route` is its path with names for ids, e.g. `/api/v1/trials/{trial}/progress`."""
 
     method: str
     route: str
@@ -142,7 +142,6 @@ class Master:
         self._server = self._start()
 
     # ---- start and stop
-    # -------------------------------------------------------------------------------
 
     @property
     def url(self) -> str:
@@ -182,7 +181,6 @@ class Master:
         self._server.server_close()
 
     # ---- trials
-    # ---------------------------------------------------------------------------------------
 
     def create_trial(self, experiment: Experiment) -> None:
         """Create the next trial that the experiment's searcher wants."""
@@ -194,7 +192,7 @@ class Master:
         self.trials[record.id] = record
 
     def allocate(self, trial: int, latest: str | None = None) -> Allocation:
-        """Return a new start of the trial `trial`, from its newest checkpoint; a fork starts from `latest`."""
+        """Return a new start of a trial from its newest checkpoint; a fork starts from `latest`."""
         self._runs += 1
         record = self.trials.setdefault(
             trial, TrialRecord(trial, len(self.experiments), forked_from=latest)
@@ -215,7 +213,7 @@ class Master:
         return sorted(mine, key=lambda c: c["metadata"]["steps_completed"])
 
     def collect(self, experiment: Experiment) -> None:
-        """Delete the checkpoints that `checkpoint_storage` does not keep after the experiment's end."""
+        """Delete what `checkpoint_storage` does not keep after the experiment's end."""
         n_latest = experiment.config["checkpoint_storage"].get("save_trial_latest", 1)
         for trial in (t.id for t in self.trials.values() if t.experiment == experiment.id):
             validations = [
@@ -241,7 +239,6 @@ class Master:
         }
 
     # ---- answering
-    # ------------------------------------------------------------------------------------
 
     def _answer(self, handler: BaseHTTPRequestHandler) -> None:
         length = int(handler.headers.get("Content-Length", 0))
@@ -308,7 +305,6 @@ class Master:
 
 
 # ---- calls
-# ----------------------------------------------------------------------------------------------
 
 Body = Mapping[str, Any]
 
@@ -492,7 +488,7 @@ def show_checkpoints(master: Master, _body: None, query: Body, trial: str) -> di
 
 
 def stream_metrics(master: Master, _body: None, query: Body) -> bytes:
-    """Answer with a trial's reports; a report is archived once another run of the trial repeats it."""
+    """Answer with a trial's reports; another run of the trial replaces those that it repeats."""
     group, trial = query["group"], int(query["trialIds"])
     mine = {m["step"]: m for m in master.metrics if (m["trial"], m["group"]) == (trial, group)}
     name = "validation_metrics" if group == "validation" else "avg_metrics"
@@ -643,7 +639,10 @@ def accept_metrics(master: Master, body: Body, _query: Body, trial: str) -> None
 
 
 def decide(master: Master, allocation: Allocation, values: Mapping[str, float]) -> None:
-    """Let the searcher decide about a trial after its validation; fail the experiment if a metric is missing."""
+    """Let the searcher decide about a trial after a validation.
+
+    The experiment fails if a metric is missing.
+    """
     trial = master.trials[allocation.trial]
     experiment = master.experiments[trial.experiment - 1]
     config = experiment.config["searcher"]

@@ -1,4 +1,4 @@
-"""Determined's searchers as version 0.38.1 runs them: which trials they create, and which they stop.
+"""Determined's searchers in version 0.38.1: which trials they create, and which they stop.
 
 Asynchronous successive halving is that of adaptive ASHA in `mode: aggressive`, which has one
 bracket.
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Searcher:
-    """A searcher that stops no trial: single, random or grid. A trial that has ended, in whatever state, is replaced.
+    """A searcher that stops no trial: single, random or grid. It replaces every trial that ends.
 
     Attributes:
         points: hyperparameters of the trials that were created.
@@ -60,7 +60,7 @@ class Searcher:
 
 
 class Halving(Searcher):
-    """Asynchronous successive halving. It creates a trial when it stops one, or when one ends in an error.
+    """Asynchronous successive halving: creates a trial when it stops one, or when one fails.
 
     A trial that completes by itself is not replaced, also if it has reported invalid
     hyperparameters: that report is lost. The state of a stopped trial changes, and nothing is
@@ -89,7 +89,7 @@ class Halving(Searcher):
         return min(int(concurrent), self.n_trials)
 
     def stops(self, trial: int, steps: int, loss: float) -> bool:
-        """Return whether the trial is stopped: at the last rung, or outside of the best 1/divisor."""
+        """Return whether the trial is stopped: at the last rung, or not in the best 1/divisor."""
         for rung in range(self._reached[trial], len(self.rungs)):
             self._reached[trial] = rung
             if steps < self.rungs[rung]:

@@ -85,7 +85,10 @@ def unavailable_reason() -> str | None:
 def experiment(
     file: str = "config.yaml", *, slots: int = 1, **hyperparameters: Any
 ) -> dict[str, Any]:
-    """Return the experiment of a shipped file, shortened by `SHORT` and `hyperparameters`; `None` removes a key."""
+    """Return the experiment of a shipped file, shortened by `SHORT` and `hyperparameters`.
+
+    `None` removes a key.
+    """
     config = yaml.safe_load((REPOSITORY / file).read_text())
     config["checkpoint_storage"] = {"type": "directory", "container_path": STORAGE}
     config["resources"] = config.get("resources", {}) | {"slots_per_trial": slots}
@@ -187,7 +190,7 @@ def run(
 
 
 def run_experiment(master: Master, experiment: Experiment, folder: Path) -> None:
-    """Run the trials of an experiment, new or continued, one after another; then collect its checkpoints."""
+    """Run the trials of a new or continued experiment in turn, then collect its checkpoints."""
     searcher = experiment.searcher
     assert searcher is not None
     if not searcher.points:
@@ -221,7 +224,7 @@ def run_experiment(master: Master, experiment: Experiment, folder: Path) -> None
 
 
 def run_once(master: Master, experiment: Experiment, record: TrialRecord, folder: Path) -> bool:
-    """Start a trial and wait for its exit. Return whether it has ended: completed, or failed for good."""
+    """Start a trial and wait for its exit; return whether it has completed or failed for good."""
     finished = run(master, record.id, folder=folder, hyperparameters=record.hparams)
     if finished.allocation.acknowledged:
         return False
