@@ -220,7 +220,7 @@ class World:
             self.wait_for(future)
 
     def for_saver(self) -> World:
-        """Return the world for the thread that writes checkpoints, with a group of its own."""
+        """Return the world for the thread that writes checkpoints, with another group."""
         return replace(self, control=self.saver)
 
     def require_equal(self, what: str, facts: Mapping[str, Any]) -> None:
