@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.data.sampler import BLOCK, Sampler
+from lm.data.sampler import MIXTURE_BLOCK, Sampler
 from lm.errors import ConfigError
 
 
@@ -23,14 +23,14 @@ def test_sampler_epochs_are_different_permutations() -> None:
 def test_mixture_shares_hold_in_every_block(counts: list[int], data: st.DataObject) -> None:
     weights = [data.draw(st.sampled_from([0.5, 1.0, 2.0, 10.0])) for _ in counts]
     order = Sampler(counts, weights, seed=1, shuffle=data.draw(st.booleans()))
-    samples = [order[i] for i in range(2 * BLOCK)]
+    samples = [order[i] for i in range(2 * MIXTURE_BLOCK)]
     for dataset, (count, weight) in enumerate(zip(counts, weights, strict=True)):
         mine = [
             [index for number, index in block if number == dataset]
-            for block in (samples[:BLOCK], samples[BLOCK:])
+            for block in (samples[:MIXTURE_BLOCK], samples[MIXTURE_BLOCK:])
         ]
         assert len(mine[0]) == len(mine[1]), dataset
-        assert abs(len(mine[0]) - BLOCK * weight / sum(weights)) < 1
+        assert abs(len(mine[0]) - MIXTURE_BLOCK * weight / sum(weights)) < 1
         joined = mine[0] + mine[1]
         for start in range(0, len(joined) - count + 1, count):
             assert sorted(joined[start : start + count]) == list(range(count))
@@ -38,10 +38,10 @@ def test_mixture_shares_hold_in_every_block(counts: list[int], data: st.DataObje
 
 def test_sampler_position_does_not_depend_on_earlier_reads() -> None:
     order, other = (Sampler([11, 5, 300], [3, 1, 1], seed, shuffle=True) for seed in (5, 6))
-    samples = [order[i] for i in range(3 * BLOCK)]
-    for start in (0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 17):
+    samples = [order[i] for i in range(3 * MIXTURE_BLOCK)]
+    for start in (0, 1, MIXTURE_BLOCK - 1, MIXTURE_BLOCK, 2 * MIXTURE_BLOCK + 17):
         assert Sampler([11, 5, 300], [3, 1, 1], seed=5, shuffle=True)[start] == samples[start]
-    assert samples != [other[i] for i in range(3 * BLOCK)]
+    assert samples != [other[i] for i in range(3 * MIXTURE_BLOCK)]
 
 
 def test_mixture_datasets_alternate_within_a_block() -> None:
@@ -50,5 +50,5 @@ def test_mixture_datasets_alternate_within_a_block() -> None:
 
 
 def test_mixture_weight_too_small_for_a_block_is_refused() -> None:
-    with pytest.raises(ConfigError, match=f"^train_data: .*1e-05 .*{BLOCK}"):
+    with pytest.raises(ConfigError, match=f"^train_data: .*1e-05 .*{MIXTURE_BLOCK}"):
         Sampler([1, 1], [1, 1e-5], seed=0, shuffle=True)

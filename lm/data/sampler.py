@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,15 +14,31 @@ from lm.data.dataset import Dataset, SampleBatch
 from lm.errors import ConfigError
 from lm.seeds import derive_seed
 
-BLOCK = 1024
-"""Samples in which each dataset of a mixture has exactly its share; so 1 / 1024 is the smallest share."""
+MIXTURE_BLOCK = 1024
+"""Samples in which each dataset of a mixture has exactly its share: 1 / 1024 is the smallest."""
+
+
+class _Order(NamedTuple):
+    """The order of one epoch of a dataset, or of one block of a mixture."""
+
+    number: int
+    """of the epoch or block; -1 = none has been drawn"""
+    indices: NDArray[np.int64]
+    """of samples in the dataset, or of datasets in the mixture"""
+
+
+_NOT_DRAWN = _Order(-1, np.empty(0, np.int64))
 
 
 class Sampler:
-    """An endless sequence of samples, each a dataset and an index in it: epoch after epoch, each in another order.
+    """An endless sequence of samples, each a dataset and an index in it.
 
-    Several datasets are mixed in blocks of `BLOCK` samples: each block holds every dataset's share,
-    in an order drawn for the block. Each dataset has its own epochs.
+    The positions of one dataset are those of its epochs, one after the other: position p is sample
+    p mod size of epoch p // size, in an order that is drawn for this epoch.
+
+    Several datasets are mixed in blocks of `MIXTURE_BLOCK` positions. A block holds each dataset's
+    quota, in an order that is drawn for this block. The k-th position of a mixture that belongs to
+    a dataset is position k of this dataset: datasets have their own epochs.
 
     Args:
         sizes: samples of each dataset.
@@ -35,59 +52,81 @@ class Sampler:
         self._sizes = sizes
         self._seed = seed
         self._shuffle = shuffle
-        self._quotas = _quotas(weights)
-        self._epochs = [(-1, np.empty(0, np.int64)) for _ in sizes]
-        self._mixed = (-1, np.empty(0, np.int64))
+        self._quotas = block_quotas(weights)
+        # Consecutive positions are in the same block and epochs, so the orders drawn last are kept.
+        self._epochs = [_NOT_DRAWN for _ in sizes]
+        self._block = _NOT_DRAWN
 
     def __getitem__(self, position: int) -> tuple[int, int]:
+        """Return the number of a dataset, and the index of the sample in it."""
         dataset = 0
         if len(self._sizes) > 1:
-            block, i = divmod(position, BLOCK)
-            mixed = self._mix(block)
-            dataset = int(mixed[i])
-            position = block * self._quotas[dataset] + int((mixed[:i] == dataset).sum())
-        epoch, i = divmod(position, self._sizes[dataset])
-        return dataset, int(self._permutation(dataset, epoch)[i])
+            dataset, position = self._position_in_dataset(position)
+        epoch, position_in_epoch = divmod(position, self._sizes[dataset])
+        return dataset, int(self._epoch_order(dataset, epoch)[position_in_epoch])
 
-    def _mix(self, block: int) -> NDArray[np.int64]:
-        """Return the dataset of each position in `block`."""
-        if self._mixed[0] != block:
+    def _position_in_dataset(self, position: int) -> tuple[int, int]:
+        """Return the dataset at `position` of the mixture, and how many samples of it come before.
+
+        Each block before this one holds the dataset's quota; this one holds what is counted.
+        """
+        block, position_in_block = divmod(position, MIXTURE_BLOCK)
+        datasets = self._block_order(block)
+        dataset = int(datasets[position_in_block])
+        n_in_earlier_blocks = block * self._quotas[dataset]
+        n_in_this_block = int((datasets[:position_in_block] == dataset).sum())
+        return dataset, n_in_earlier_blocks + n_in_this_block
+
+    def _block_order(self, block: int) -> NDArray[np.int64]:
+        """Return the dataset of each position in `block`: a permutation of the quotas."""
+        if self._block.number != block:
             datasets = np.repeat(np.arange(len(self._quotas)), self._quotas)
             rng = np.random.default_rng(derive_seed("mixture", self._seed, block))
-            self._mixed = block, rng.permutation(datasets)
-        return self._mixed[1]
+            self._block = _Order(block, rng.permutation(datasets))
+        return self._block.indices
 
-    def _permutation(self, dataset: int, epoch: int) -> NDArray[np.int64]:
-        if self._epochs[dataset][0] != epoch:
+    def _epoch_order(self, dataset: int, epoch: int) -> NDArray[np.int64]:
+        """Return the index of each sample of `epoch`: a permutation of the dataset's indices."""
+        if self._epochs[dataset].number != epoch:
             size = self._sizes[dataset]
-            rng = np.random.default_rng(
-                derive_seed("order", self._seed, epoch, *([dataset] if dataset else []))
-            )
-            self._epochs[dataset] = (
-                epoch,
-                rng.permutation(size) if self._shuffle else np.arange(size),
-            )
-        return self._epochs[dataset][1]
+            if self._shuffle:
+                purpose = ["order", self._seed, epoch]
+                if dataset > 0:  # the first has the order that it has without the others
+                    purpose.append(dataset)
+                rng = np.random.default_rng(derive_seed(*purpose))
+                indices = rng.permutation(size)
+            else:
+                indices = np.arange(size)
+            self._epochs[dataset] = _Order(epoch, indices)
+        return self._epochs[dataset].indices
 
 
-def _quotas(weights: Sequence[float]) -> list[int]:
-    """Return the samples of each dataset in a block, by the largest remainder method."""
-    exact = [BLOCK * weight / sum(weights) for weight in weights]
-    quotas = [int(part) for part in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: quotas[i] - exact[i])
-    for i in by_remainder[: BLOCK - sum(quotas)]:
+def block_quotas(weights: Sequence[float]) -> list[int]:
+    """Return the samples of each dataset in a block, by the largest remainder method.
+
+    Each dataset has the whole part of its exact share. The samples that are left go one each to the
+    datasets with the largest remainders.
+    """
+    total_weight = sum(weights)
+    shares = [MIXTURE_BLOCK * weight / total_weight for weight in weights]
+    quotas = [math.floor(share) for share in shares]
+    n_left = MIXTURE_BLOCK - sum(quotas)
+    remainders = [share - quota for share, quota in zip(shares, quotas, strict=True)]
+    by_remainder = sorted(range(len(weights)), key=lambda i: remainders[i], reverse=True)
+    for i in by_remainder[:n_left]:
         quotas[i] += 1
     if not all(quotas):
-        problem = f"a share of {min(weights) / sum(weights):.2g} is less than one sample in {BLOCK}"
+        smallest = min(weights) / total_weight
+        problem = f"a share of {smallest:.2g} is less than one sample in {MIXTURE_BLOCK}"
         raise ConfigError(f"train_data: {problem}; raise the smallest weight")
     return quotas
 
 
 class SampledSource:
-    """Training source of map-style datasets: global batch k holds samples `order[k * B : (k + 1) * B]`.
+    """Training source of map-style datasets.
 
-    The order is that of `Sampler` and does not depend on the number of ranks; each rank trains on
-    its slice. B is `global_batch_size`.
+    Global batch k holds samples k * B to (k + 1) * B - 1 in the order of `Sampler`, where B is
+    `global_batch_size`. It does not depend on the number of ranks; each rank trains on its slice.
     """
 
     def __init__(
@@ -100,37 +139,38 @@ class SampledSource:
         seed: int,
         shuffle: bool,
     ) -> None:
-        sizes = list(map(len, datasets))
-        self.samples_per_epoch = sum(sizes)
-        """over all ranks; None in a streamed source, whose size is unknown"""
-        self._datasets, self._weights = datasets, weights
+        sizes = [len(dataset) for dataset in datasets]
+        self.samples_per_epoch: int | None = sum(sizes)
+        self._datasets = datasets
+        self._weights = weights
         self._global_batch_size = global_batch_size
-        share = global_batch_size // dp_size
-        self._slice = slice(dp_rank * share, (dp_rank + 1) * share)
-        self._order = Sampler(sizes, weights, seed, shuffle)
+        samples_per_rank = global_batch_size // dp_size
+        self._rank_slice = slice(dp_rank * samples_per_rank, (dp_rank + 1) * samples_per_rank)
+        self._sampler = Sampler(sizes, weights, seed, shuffle)
 
     def global_batch(self, step: int) -> list[tuple[Dataset, int]]:
-        """Return the dataset and the index of each sample in global batch `step`, over all ranks."""
-        size = self._global_batch_size
-        order = (self._order[position] for position in range(step * size, (step + 1) * size))
-        return [(self._datasets[dataset], index) for dataset, index in order]
+        """Return the dataset and the index of each sample in global batch `step`."""
+        first = step * self._global_batch_size
+        batch: list[tuple[Dataset, int]] = []
+        for position in range(first, first + self._global_batch_size):
+            dataset, index = self._sampler[position]
+            batch.append((self._datasets[dataset], index))
+        return batch
 
     def batches(self, start_step: int) -> Generator[SampleBatch]:
         for step in itertools.count(start_step):
             batch = self.global_batch(step)
-            samples = [dataset[index] for dataset, index in batch[self._slice]]
-            yield SampleBatch(
-                samples, sum(dataset.n_target_tokens(index) for dataset, index in batch)
-            )
+            samples = [dataset[index] for dataset, index in batch[self._rank_slice]]
+            n_target_tokens = sum(dataset.n_target_tokens(index) for dataset, index in batch)
+            yield SampleBatch(samples, n_target_tokens)
 
     def fingerprint(self) -> str:
-        parts = [dataset.fingerprint() for dataset in self._datasets]
-        if len(parts) > 1:
-            total = sum(self._weights)
-            parts = [
-                f"{weight / total:.6g} of {part}"
-                for weight, part in zip(self._weights, parts, strict=True)
-            ]
+        if len(self._datasets) == 1:
+            return self._datasets[0].fingerprint()
+        total_weight = sum(self._weights)
+        parts: list[str] = []
+        for dataset, weight in zip(self._datasets, self._weights, strict=True):
+            parts.append(f"{weight / total_weight:.6g} of {dataset.fingerprint()}")
         return "; ".join(parts)
 
     def state_dict(self) -> None:
