@@ -23,7 +23,7 @@ from lm.checkpoint.store import CheckpointStore
 from lm.config import DEFAULT_SEED, Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.data.run_data import Data, open_data
-from lm.data.tokens import check_files
+from lm.data.tokens import check_token_files
 from lm.determined import master
 from lm.determined.search import Searcher
 from lm.errors import ConfigError, oserror_as_config_error
@@ -312,7 +312,7 @@ def _resolve(
     mesh = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
     batch_size = derive_global_batch_size(hp, world.size)
     data = open_data(hp, hp.vocab_size, hp.max_seq_len, batch_size, hp.seed, world.rank, world.size)
-    check_files(data.datasets, world.launch.local_rank, world.launch.local_size)
+    check_token_files(data.datasets, world.launch.local_rank, world.launch.local_size)
     steps_per_epoch = None
     if data.train.samples_per_epoch is not None:
         steps_per_epoch = data.train.samples_per_epoch / batch_size

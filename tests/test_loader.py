@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.data.dataset import Dataset
+from lm.data.dataset import Dataset, Position
 from lm.data.loader import Batch, Loader, derive_global_batch_size
 from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.sampler import SampledSource
@@ -329,7 +329,7 @@ def test_batch_counts_the_target_tokens_of_all_ranks(tmp_path: Path) -> None:
         SampledSource([train_dataset(data)], [1.0], 4, rank, 2, 0, shuffle=True)
         for rank in range(2)
     ]
-    batches = [next(source.batches(0)) for source in sources]
+    batches = [next(source.batches(Position(0, None))) for source in sources]
     counts = [
         int((sample.targets != IGNORE_INDEX).sum()) for batch in batches for sample in batch.samples
     ]

@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,17 @@ import pytest
 import torch
 import zstandard
 
+from lm.data.dataset import Position, StreamState
 from lm.data.loader import Loader
 from lm.data.run_data import Data, DataConfig, open_data
-from lm.data.stream import StreamingDataset, TokenStream, Window, first_tokens, open_documents
+from lm.data.stream import (
+    StreamedSource,
+    TokenStream,
+    Window,
+    first_tokens,
+    open_documents,
+    resume_streams,
+)
 from lm.data.tokenizer import ByteTokenizer
 from lm.data.tokens import TokenWindowDataset
 from lm.errors import ConfigError, RunError
@@ -119,24 +128,23 @@ def test_stream_resumes_at_the_exact_token(block: int, tmp_path: Path) -> None:
             at, state = at + 16, json.loads(json.dumps(resumed[15].state))
 
 
-def source(
-    folder: Path, *, dp_rank: int = 0, dp_size: int = 1, workers: int = 1
-) -> StreamingDataset:
+def source(folder: Path, *, dp_rank: int = 0, dp_size: int = 1, workers: int = 1) -> StreamedSource:
     """A source whose batches are one micro-batch of 2 sequences on each rank."""
     documents, fingerprint = open_documents(str(folder), "train_data", "train", None)
-    stream = TokenStream(documents, "text", BYTES, SEQ_LEN, 1, block=8)
-    return StreamingDataset(stream, fingerprint, 2, 2 * dp_size, dp_rank, dp_size, workers)
+    stream = TokenStream(documents, "text", BYTES, SEQ_LEN, 1, block_size=8)
+    return StreamedSource(stream, fingerprint, 2, 2 * dp_size, dp_rank, dp_size, workers)
 
 
-Taken = list[tuple[list[list[int]], dict[str, Any]]]
+Taken = list[tuple[list[list[int]], StreamState]]
 
 
-def take(source: StreamingDataset, count: int) -> Taken:
-    """The inputs and states of the next batches."""
+def take(source: StreamedSource, count: int, state: StreamState | None = None) -> Taken:
+    """The inputs and states of the next batches after `state`."""
+    start = Position(0, state or source.initial_stream_state)
     taken = []
-    for batch in itertools.islice(source.batches(0), count):
-        assert batch.state is not None
-        taken.append(([sample.inputs.tolist() for sample in batch.samples], batch.state))
+    for batch in itertools.islice(source.batches(start), count):
+        assert batch.stream_state is not None
+        taken.append(([sample.inputs.tolist() for sample in batch.samples], batch.stream_state))
     return taken
 
 
@@ -165,9 +173,10 @@ def test_data_workers_resume_where_they_stopped(folder: Path, by_two: Taken) -> 
     ]
     assert by_two[0][0] == alone[0][:2]
     assert by_two[3][0] == alone[1][2:4]
-    resumed = source(folder, workers=2)
-    assert resumed.load_state_dict([json.loads(json.dumps(by_two[4][1]))]) is None
-    assert take(resumed, 4) == by_two[5:]
+    saved = StreamState(**json.loads(json.dumps(asdict(by_two[4][1]))))
+    state, note = resume_streams([saved], dp_rank=0, dp_size=1, workers=2)
+    assert note is None
+    assert take(source(folder, workers=2), 4, state) == by_two[5:]
 
 
 @pytest.mark.slow
@@ -179,34 +188,33 @@ def test_loader_state_does_not_run_ahead_with_prefetching(folder: Path, by_one: 
     assert loader.state_dict() == {"streams": [{}], "turn": 0}
     for batch, (inputs, state) in zip(loader.training(0), by_one[:3], strict=False):
         assert batch.micro_batches[0].inputs.tolist() == inputs
-        assert loader.state_dict() == state
+        assert loader.state_dict() == asdict(state)
 
 
 @pytest.mark.slow
 def test_data_workers_resume_with_another_number(folder: Path, by_one: Taken) -> None:
     _, state = by_one[-1]
-    read = state["streams"][0]["read"] + state["streams"][0]["document"]
+    read = state.streams[0]["read"] + state.streams[0]["document"]
     assert read > 10
-    other = source(folder, dp_rank=1, dp_size=2)
-    note = other.load_state_dict([state])
+    other, note = resume_streams([state], dp_rank=1, dp_size=2, workers=1)
     assert note is not None
     assert re.match(rf"data_workers: 1 .*, 2 now: .* {read // 2} documents", note)
-    ((_, after),) = take(other, 1)
-    assert after["streams"][0]["read"] == read // 2
+    ((_, after),) = take(source(folder, dp_rank=1, dp_size=2), 1, other)
+    assert after.streams[0]["read"] == read // 2
     for workers in (2, 1, 3):  # none of them reads anything
-        between = source(folder, workers=workers)
-        assert between.load_state_dict([state]) is not None
-        state = between.state_dict()
-        assert read - 3 < state["streams"][0]["skip"] * workers <= read
+        state, note = resume_streams([state], dp_rank=0, dp_size=1, workers=workers)
+        assert note is not None
+        assert read - 3 < state.streams[0]["skip"] * workers <= read
 
 
 @pytest.mark.slow
 def test_data_workers_and_ranks_may_be_swapped(folder: Path, by_two: Taken) -> None:
     _, state = by_two[2]
-    assert state["turn"] == 1
-    swapped = source(folder, dp_rank=1, dp_size=2)
-    assert swapped.load_state_dict([state]) is None
-    assert [len(inputs) for inputs, _ in take(swapped, 2)] == [2, 2]
+    assert state.turn == 1
+    swapped, note = resume_streams([state], dp_rank=1, dp_size=2, workers=1)
+    assert note is None
+    taken = take(source(folder, dp_rank=1, dp_size=2), 2, swapped)
+    assert [len(inputs) for inputs, _ in taken] == [2, 2]
 
 
 # ---- what is read
@@ -357,13 +365,14 @@ def test_stream_document_that_is_no_text_is_refused(line: str, part: str, tmp_pa
 def test_data_worker_error_is_raised(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{\n")
     with pytest.raises(ConfigError, match=r"a\.jsonl"):
-        next(source(tmp_path).batches(0))
+        take(source(tmp_path), 1)
 
 
 @pytest.mark.slow
 def test_data_worker_that_is_killed_is_an_error(tmp_path: Path) -> None:
     before = set(psutil.Process().children())
-    batches = source(write(tmp_path, files=1, documents=3000)).batches(0)
+    train = source(write(tmp_path, files=1, documents=3000))
+    batches = train.batches(Position(0, train.initial_stream_state))
     next(batches)
     for child in set(psutil.Process().children()) - before:
         if "resource_tracker" not in " ".join(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.tokenizer import FILE, ByteTokenizer
-from lm.data.tokens import TokenFileDataset, TokenIndex, TokenWindowDataset, check_files
+from lm.data.tokens import TokenFileDataset, TokenIndex, TokenWindowDataset, check_token_files
 from lm.errors import ConfigError
 from lm.fileio import crc32c
 from tests.support.tokenizer_files import byte_level_tokenizer
@@ -63,7 +63,7 @@ def test_token_windows_of_a_file_and_an_array(
             assert sample.inputs.tolist() == ids[start : start + seq_len]
             assert sample.targets.tolist() == ids[start + 1 : start + seq_len + 1]
             assert sample.inputs.dtype == sample.targets.dtype == np.int64
-            assert source.n_target_tokens(index) == seq_len
+            assert source.count_targets(index) == seq_len
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_token_files_are_verified_by_one_rank_of_a_machine(
     problems = []
     for rank in range(3):
         try:
-            check_files(prepared, rank, 3)
+            check_token_files(prepared, rank, 3)
         except ConfigError as error:
             problems.append(str(error))
     assert len(problems) == 1
@@ -236,20 +236,20 @@ def test_token_file_is_verified_once_until_it_changes(
 ) -> None:
     read: list[Path] = []
     monkeypatch.setattr("lm.data.tokens.crc32c", lambda path: read.append(path) or crc32c(path))
-    check_files(prepared, 0, 1)
+    check_token_files(prepared, 0, 1)
     assert len(read) == 2
-    check_files(prepared, 0, 1)
+    check_token_files(prepared, 0, 1)
     assert len(read) == 2
     flip(tmp_path / "train.bin")
     with pytest.raises(ConfigError, match=r"train.bin: damaged"):
-        check_files(prepared, 0, 1)
+        check_token_files(prepared, 0, 1)
 
 
 def test_cache_directory_that_cannot_be_searched(
     prepared: tuple[TokenFileDataset, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lm.data.tokens.CHECKED", tmp_path / ("x" * 300))  # an error also for root
-    check_files(prepared, 0, 1)
+    check_token_files(prepared, 0, 1)
     flip(tmp_path / "train.bin")
     with pytest.raises(ConfigError, match=r"train.bin: damaged"):
-        check_files(prepared, 0, 1)
+        check_token_files(prepared, 0, 1)

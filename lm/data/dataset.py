@@ -1,9 +1,21 @@
-"""Interface of map-style datasets, and what the training sources yield."""
+"""Interfaces of datasets and of training sources, and the records that they hand on.
+
+    record        made by                         holds
+    Sample        a `Dataset`, a stream           one sequence, as NumPy arrays
+    SampleBatch   a `TrainSource`                 one rank's samples in one global batch
+    MicroBatch    `Loader` (lm.data.loader)       samples of one forward pass: tensors on the device
+    Batch         `Loader`                        one rank's micro-batches in one global batch
+
+The targets that are not ignored are counted over all ranks, in `SampleBatch` and `Batch`: a step
+divides its loss by their number. Both records also carry the state of streams after the batch.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +28,7 @@ class Sample(NamedTuple):
     targets: NDArray[np.int64]
     """the next token at each position, or `model.IGNORE_INDEX`"""
     document_ids: NDArray[np.int64] | None = None
-    """document of each position, numbered from 0: attention does not cross documents; None = one document"""
+    """document of each position, numbered from 0; attention does not cross documents; None = one"""
 
 
 class Dataset(ABC):
@@ -36,9 +48,28 @@ class Dataset(ABC):
     def fingerprint(self) -> str:
         """Return a string that changes when the samples change."""
 
-    def n_target_tokens(self, _index: int, /) -> int:
-        """Return how many targets of a sample are not ignored."""
+    def count_targets(self, _index: int, /) -> int:
+        """Return how many targets of a sample are not ignored: by default all."""
         return self.seq_len
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """Where the streams of one rank are. Checkpoints hold it as JSON."""
+
+    streams: Sequence[dict[str, Any]]
+    """of each stream, `Window.state` of the window that was read last; {} = the start"""
+    turn: int = 0
+    """index of the stream that the next micro-batch is read from"""
+
+
+class Position(NamedTuple):
+    """Where a training source starts. Each kind of source finds its start in one of the fields."""
+
+    step: int
+    """of the next batch; it determines the batches of sampled datasets"""
+    stream_state: StreamState | None
+    """where the streams of this rank are; None = the datasets are sampled, not streamed"""
 
 
 class SampleBatch(NamedTuple):
@@ -47,5 +78,22 @@ class SampleBatch(NamedTuple):
     samples: list[Sample]
     n_target_tokens: int
     """targets of all ranks that are not ignored"""
-    state: dict[str, Any] | None = None
-    """`state_dict` of the source after this batch"""
+    stream_state: StreamState | None = None
+    """where the streams of this rank are after this batch; None = sampled datasets"""
+
+
+class TrainSource(Protocol):
+    """One rank's source of training batches: `SampledSource`, or `StreamedSource` for streams."""
+
+    samples_per_epoch: int | None
+    """over all ranks; None = unknown, as the dataset is streamed"""
+    initial_stream_state: StreamState | None
+    """where the streams of this rank start; None = sampled datasets"""
+
+    def fingerprint(self) -> str:
+        """Return a string that changes when the data change."""
+        ...
+
+    def batches(self, start: Position) -> Generator[SampleBatch]:
+        """Yield batches from `start` on, endlessly."""
+        ...

@@ -1,7 +1,11 @@
-"""Batches of the training and validation data on the device."""
+"""Batches of the training and validation data on the device.
+
+`lm.data.dataset` says which records they are made from.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lm.data.dataset import Sample
+from lm.data.dataset import Position, Sample, SampleBatch, StreamState
 from lm.data.run_data import Data, DataConfig
+from lm.data.stream import resume_streams
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
 
@@ -24,19 +29,21 @@ def derive_global_batch_size(config: DataConfig, dp_size: int) -> int:
     Raises:
         ConfigError: it is not a multiple of batch_size * dp_size; names the nearest ones.
     """
-    micro = config.batch_size * dp_size
-    total = config.total_batch_size or micro
-    if total % micro:
-        nearest = " or ".join(
-            str(value) for value in (total // micro * micro, (total // micro + 1) * micro) if value
-        )
-        problem = f"total_batch_size: {total} is not a multiple of batch_size {config.batch_size} x {dp_size} ranks"
-        raise ConfigError(f"{problem}; use {nearest}")
+    n_per_micro_step = config.batch_size * dp_size
+    total = config.total_batch_size or n_per_micro_step
+    if total % n_per_micro_step != 0:
+        below = total // n_per_micro_step * n_per_micro_step
+        nearest = f"{below + n_per_micro_step}"
+        if below > 0:
+            nearest = f"{below} or {nearest}"
+        unit = f"batch_size {config.batch_size} x {dp_size} ranks"
+        problem = f"{total} is not a multiple of {unit}"
+        raise ConfigError(f"total_batch_size: {problem}; use {nearest}")
     return total
 
 
 class MicroBatch(NamedTuple):
-    """Arguments of one forward pass: int64 tensors of shape (batch_size, seq_len), on the device."""
+    """Arguments of one forward pass: int64 tensors of shape (batch_size, seq_len) on the device."""
 
     inputs: Tensor
     targets: Tensor
@@ -44,11 +51,13 @@ class MicroBatch(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One rank's part of a global batch."""
+    """One rank's part of a global batch: `SampleBatch` on the device."""
 
     micro_batches: list[MicroBatch]
     n_target_tokens: int
     """targets of all ranks that are not ignored"""
+    stream_state: StreamState | None
+    """where the streams of this rank are after this batch; None = sampled datasets"""
 
 
 class Loader:
@@ -64,78 +73,111 @@ class Loader:
         device: torch.device,
     ) -> None:
         self._batch_size = config.batch_size
+        self._data_workers = config.data_workers
         self._data = data
-        self._n_validation = min(
-            len(data.validation), config.validation_batches * global_batch_size
-        )
-        self._validation_bytes = 0
-        if data.tokenizer:
-            targets = (data.validation[i].targets for i in range(self._n_validation))
-            self._validation_bytes = sum(
-                int(data.tokenizer.text_bytes[ids[ids >= 0]].sum()) for ids in targets
-            )
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._device = device
-        self._state = data.train.state_dict()
+        n_samples = config.validation_batches * global_batch_size
+        self._n_validation = min(len(data.validation), n_samples)
+        self._validation_bytes = self._count_validation_bytes()
+        self._stream_state = data.train.initial_stream_state
+
+    def _count_validation_bytes(self) -> int:
+        """Return the bytes of text that the validation targets stand for; 0 = no tokenizer."""
+        if self._data.tokenizer is None:
+            return 0
+        n_bytes = 0
+        for i in range(self._n_validation):
+            targets = self._data.validation[i].targets
+            ids = targets[targets != IGNORE_INDEX]
+            n_bytes += int(self._data.tokenizer.text_bytes[ids].sum())
+        return n_bytes
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the position after the training batch that was yielded last; None = it follows from the step."""
-        return self._state
+        """Return where the streams are after the training batch that was yielded last.
+
+        None = the datasets are sampled, and the position follows from the step.
+        """
+        if self._stream_state is None:
+            return None
+        return dataclasses.asdict(self._stream_state)
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]] | None) -> str | None:
-        """Set the position from the state dicts of all ranks that saved; return a note for the log."""
-        note = self._data.train.load_state_dict(states) if states else None
-        self._state = self._data.train.state_dict()
+        """Set the position of streams; return a note for the log.
+
+        Args:
+            states: the state dicts of all ranks that saved.
+        """
+        if not states or self._stream_state is None:
+            return None
+        saved = [StreamState(state["streams"], state["turn"]) for state in states]
+        self._stream_state, note = resume_streams(
+            saved, self._dp_rank, self._dp_size, self._data_workers
+        )
         return note
 
     def training(self, start_step: int) -> Iterator[Batch]:
         """Yield batches from step `start_step` on, endlessly."""
-        batches = self._data.train.batches(start_step)
+        sample_batches = self._data.train.batches(Position(start_step, self._stream_state))
 
-        def assemble() -> tuple[Batch, dict[str, Any] | None]:
-            samples, n_target_tokens, state = next(batches)
-            starts = range(0, len(samples), self._batch_size)
-            micro_batches = [self._collate(samples[i : i + self._batch_size]) for i in starts]
-            return Batch(micro_batches, n_target_tokens), state
+        def assemble_next() -> Batch:
+            return self._assemble(next(sample_batches))
 
-        pool = ThreadPoolExecutor(1, "loader")
-        ahead = pool.submit(assemble)
+        thread = ThreadPoolExecutor(1, "loader")
+        upcoming = thread.submit(assemble_next)
         try:
             while True:
-                batch, state = ahead.result()
-                ahead = pool.submit(assemble)
-                self._state = state
+                batch = upcoming.result()
+                upcoming = thread.submit(assemble_next)
+                self._stream_state = batch.stream_state
                 yield batch
         finally:
-            ahead.cancel()
-            pool.submit(
-                batches.close
-            )  # stops data workers, which are killed when the thread that started them ends
-            pool.shutdown(wait=False)
+            upcoming.cancel()
+            # Closing stops data workers, which are killed when the thread that started them ends.
+            thread.submit(sample_batches.close)
+            thread.shutdown(wait=False)
 
     def bits_per_byte(self, loss_sum: float) -> dict[str, float]:
-        """Return the metric of text for the loss of all validation targets (nats); {} if their text is unknown."""
-        n_bytes = self._validation_bytes
-        return {"bits_per_byte": loss_sum / math.log(2) / n_bytes} if n_bytes else {}
+        """Return the metric of text, or {} if the text of the validation targets is unknown.
+
+        Args:
+            loss_sum: of all validation targets (nats).
+        """
+        if self._validation_bytes == 0:
+            return {}
+        return {"bits_per_byte": loss_sum / math.log(2) / self._validation_bytes}
 
     def validation(self) -> Iterator[MicroBatch]:
         """Yield this rank's validation micro-batches, equally many on every rank.
 
         The last ones are padded with sequences of token 0 whose targets are all ignored.
         """
-        dataset, size = self._data.validation, self._batch_size
-        indices = range(self._dp_rank, self._n_validation, self._dp_size)
+        dataset = self._data.validation
         inputs, targets, document_ids = dataset[0]
         padding = Sample(np.zeros_like(inputs), np.full_like(targets, IGNORE_INDEX), document_ids)
-        for start in range(0, math.ceil(self._n_validation / self._dp_size), size):
-            samples = [dataset[i] for i in indices[start : start + size]]
-            yield self._collate(samples + [padding] * (size - len(samples)))
+        indices = range(self._dp_rank, self._n_validation, self._dp_size)
+        most_of_a_rank = math.ceil(self._n_validation / self._dp_size)
+        for start in range(0, most_of_a_rank, self._batch_size):
+            samples = [dataset[i] for i in indices[start : start + self._batch_size]]
+            while len(samples) < self._batch_size:
+                samples.append(padding)
+            yield self._collate(samples)
+
+    def _assemble(self, sample_batch: SampleBatch) -> Batch:
+        """Return a batch on the device."""
+        samples, n_target_tokens, stream_state = sample_batch
+        size = self._batch_size
+        starts = range(0, len(samples), size)
+        micro_batches = [self._collate(samples[start : start + size]) for start in starts]
+        return Batch(micro_batches, n_target_tokens, stream_state)
 
     def _collate(self, samples: Sequence[Sample]) -> MicroBatch:
         inputs, targets, document_ids = zip(*samples, strict=True)
-        documents = self._stack(document_ids) if document_ids[0] is not None else None
-        return MicroBatch(self._stack(inputs), self._stack(targets), documents)
+        micro_batch = MicroBatch(self._stack(inputs), self._stack(targets))
+        if document_ids[0] is not None:
+            micro_batch = micro_batch._replace(document_ids=self._stack(document_ids))
+        return micro_batch
 
     def _stack(self, arrays: Sequence[NDArray[np.int64]]) -> Tensor:
         stacked = torch.from_numpy(np.stack(arrays))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
 from lm.data import files, stream
-from lm.data.dataset import Dataset
+from lm.data.dataset import Dataset, TrainSource
 from lm.data.jsonl import JsonlDataset
 from lm.data.sampler import SampledSource
 from lm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -108,7 +108,7 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
 class Data:
     """One rank's training source, the validation dataset, and their tokenizer (None: synthetic or unknown)."""
 
-    train: SampledSource | stream.StreamingDataset
+    train: TrainSource
     validation: Dataset
     tokenizer: Tokenizer | None
     notes: Sequence[str] = ()
@@ -336,5 +336,5 @@ def _open_stream(
     shuffle_seed = seed if config.shuffle else None
     tokens = stream.TokenStream(documents, config.text_field, tokenizer, seq_len, shuffle_seed)
     sizes = config.batch_size, global_batch_size, dp_rank, dp_size, config.data_workers
-    train = stream.StreamingDataset(tokens, fingerprint, *sizes)
+    train = stream.StreamedSource(tokens, fingerprint, *sizes)
     return Data(train, validation, tokenizer, [train.note] if train.note else [])

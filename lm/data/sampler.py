@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.dataset import Dataset, SampleBatch
+from lm.data.dataset import Dataset, Position, SampleBatch, StreamState
 from lm.errors import ConfigError
 from lm.seeds import derive_seed
 
@@ -129,6 +129,8 @@ class SampledSource:
     `global_batch_size`. It does not depend on the number of ranks; each rank trains on its slice.
     """
 
+    initial_stream_state: StreamState | None = None
+
     def __init__(
         self,
         datasets: Sequence[Dataset],
@@ -157,11 +159,11 @@ class SampledSource:
             batch.append((self._datasets[dataset], index))
         return batch
 
-    def batches(self, start_step: int) -> Generator[SampleBatch]:
-        for step in itertools.count(start_step):
+    def batches(self, start: Position) -> Generator[SampleBatch]:
+        for step in itertools.count(start.step):
             batch = self.global_batch(step)
             samples = [dataset[index] for dataset, index in batch[self._rank_slice]]
-            n_target_tokens = sum(dataset.n_target_tokens(index) for dataset, index in batch)
+            n_target_tokens = sum(dataset.count_targets(index) for dataset, index in batch)
             yield SampleBatch(samples, n_target_tokens)
 
     def fingerprint(self) -> str:
@@ -172,9 +174,3 @@ class SampledSource:
         for dataset, weight in zip(self._datasets, self._weights, strict=True):
             parts.append(f"{weight / total_weight:.6g} of {dataset.fingerprint()}")
         return "; ".join(parts)
-
-    def state_dict(self) -> None:
-        return None
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: the position follows from the step."""

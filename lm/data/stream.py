@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 
-from lm.data.dataset import SampleBatch
+from lm.data.dataset import Position, Sample, SampleBatch, StreamState
 from lm.data.files import error_text, find_files, get_text, open_table
 from lm.data.tokenizer import Tokenizer, encode_documents
-from lm.data.tokens import window
+from lm.data.tokens import next_token_sample
 from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.launch.spawn import die_with_parent
 from lm.seeds import derive_seed
@@ -36,14 +36,16 @@ from lm.seeds import derive_seed
 if TYPE_CHECKING:
     from datasets import IterableDataset as Documents
 
-BLOCK = 8192
-"""Documents that are shuffled together."""
-_BATCH = 64
-"""Documents tokenized in one call."""
-_TAIL = 1 << 16
-"""Bytes at the end of a file that identify it: there, Parquet has statistics of all columns, and gzip a checksum."""
-_GRACE = 30
-"""Seconds that a worker runs after SIGTERM."""
+SHUFFLED_TOGETHER = 8192
+"""Documents in a block."""
+_TOKENIZED_TOGETHER = 64
+"""Documents in one call of the tokenizer."""
+_END_BYTES = 1 << 16
+"""At the end of a file, these identify it: Parquet has statistics there, and gzip a checksum."""
+_GRACE_SECONDS = 30
+"""How long a worker runs after SIGTERM."""
+_PREFETCHED = 4
+"""Micro-batches that a worker prepares ahead."""
 
 BUILDERS = {
     ".json": "json",
@@ -53,25 +55,26 @@ BUILDERS = {
     ".csv": "csv",
     ".txt": "text",
 }
+"""formats of the `datasets` library, by suffix"""
 
 
 def is_local(where: str) -> bool:
     """Return whether `where` names local files and not a dataset on the hub."""
-    return (
-        Path(where).exists()
-        or any(sign in where for sign in "*?[")
-        or where.startswith((".", "/", "~"))
-    )
+    is_glob = any(sign in where for sign in "*?[")
+    return Path(where).exists() or is_glob or where.startswith((".", "/", "~"))
 
 
 @oserror_as_config_error
 def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[Documents, str]:
-    """Open local files or a dataset on the hub for streaming. Return the documents and their fingerprint.
+    """Open local files or a dataset on the hub for streaming.
 
     Args:
         where: value of the hyperparameter `key`.
         split: split of a dataset on the hub.
         name: its configuration, e.g. "en" for C4.
+
+    Returns:
+        The documents and their fingerprint.
     """
     try:
         import datasets
@@ -80,43 +83,58 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
     datasets.disable_progress_bars()
     local = is_local(where)
     try:
-        if not local:
-            return datasets.load_dataset(
-                where, name, split=split, streaming=True
-            ), f"{where} {name} {split}"
-        files = find_files(where, key)
-        formats = {
-            Path(file.name.removesuffix(".gz").removesuffix(".zst")).suffix for file in files
-        }
-        if len(formats) > 1 or not formats <= BUILDERS.keys():
-            problem = f"{key}: {where}: files must have one format of {', '.join(BUILDERS)}"
-            raise ConfigError(f"{problem}; found {', '.join(sorted(formats))}")
-        digest = hashlib.sha256()
-        for file in files:
-            with file.open("rb") as content:
-                size = content.seek(0, os.SEEK_END)
-                content.seek(max(0, size - _TAIL))
-                digest.update(json.dumps([file.name, size]).encode() + content.read())
-        fingerprint = f"{len(files)} files, sha256 of names, sizes and ends {digest.hexdigest()}"
-        return open_table(BUILDERS[formats.pop()], files), fingerprint
+        if local:
+            return _open_local_documents(where, key)
+        documents = datasets.load_dataset(where, name, split=split, streaming=True)
+        return documents, f"{where} {name} {split}"
     except ConfigError:
         raise
     except Exception as error:  # each format and each file system raises its own
         problem = f"{key}: {where}: cannot be opened"
         if local:
             raise ConfigError(f"{problem}: {error_text(error)}") from None
+        if os.environ.get("HF_HUB_OFFLINE"):
+            problem += " (HF_HUB_OFFLINE is set)"
         download = f"hf download {where} --repo-type dataset --local-dir DIRECTORY"
         advice = f"run on a machine with network access: {download}, then set {key}=DIRECTORY/..."
-        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        raise ConfigError(f"{problem}{offline}: {error_text(error)}; {advice}") from None
+        raise ConfigError(f"{problem}: {error_text(error)}; {advice}") from None
+
+
+def _open_local_documents(where: str, key: str) -> tuple[Documents, str]:
+    files = find_files(where, key)
+    formats = {_uncompressed_suffix(file) for file in files}
+    if len(formats) > 1 or not formats <= BUILDERS.keys():
+        problem = f"{key}: {where}: files must have one format of {', '.join(BUILDERS)}"
+        raise ConfigError(f"{problem}; found {', '.join(sorted(formats))}")
+    (suffix,) = formats
+    return open_table(BUILDERS[suffix], files), _files_fingerprint(files)
+
+
+def _uncompressed_suffix(file: Path) -> str:
+    return Path(file.name.removesuffix(".gz").removesuffix(".zst")).suffix
+
+
+def _files_fingerprint(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _END_BYTES))
+            digest.update(json.dumps([path.name, size]).encode())
+            digest.update(file.read())
+    return f"{len(files)} files, sha256 of names, sizes and ends {digest.hexdigest()}"
 
 
 def first_tokens(
     documents: Documents, text_field: str, tokenizer: Tokenizer, count: int
 ) -> NDArray[np.int64]:
-    """Return at most `count` tokens of validation documents, each document with an end-of-text token."""
-    texts = (_get_text(record, text_field, number) for number, record in enumerate(documents))
-    tokens = itertools.chain.from_iterable(ids.tolist() for ids in _encode(texts, tokenizer))
+    """Return the first tokens of validation documents, at most `count`: shape (tokens,).
+
+    Each document ends with an end-of-text token.
+    """
+    texts = (_document_text(record, text_field, i) for i, record in enumerate(documents))
+    tokenized = _tokenize_documents(texts, tokenizer)
+    tokens = itertools.chain.from_iterable(ids.tolist() for ids in tokenized)
     try:
         return np.fromiter(itertools.islice(tokens, count), np.int64)
     except ConfigError as error:
@@ -125,25 +143,62 @@ def first_tokens(
         raise ConfigError(f"val_data: cannot be read: {error_text(error)}") from None
 
 
-def _get_text(record: Mapping[str, Any], key: str, number: int) -> str:
+def _document_text(record: Mapping[str, Any], text_field: str, number: int) -> str:
     try:
-        return get_text(record, key)
+        return get_text(record, text_field)
     except ConfigError as error:
         raise ConfigError(f"text_field: document {number}: {error}") from None
 
 
-def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.uint32]]:
+def _tokenize_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.uint32]]:
     """Yield the tokens of each text, with an end-of-text token."""
-    texts = iter(texts)
-    while batch := list(itertools.islice(texts, _BATCH)):
+    remaining = iter(texts)
+    while batch := list(itertools.islice(remaining, _TOKENIZED_TOGETHER)):
         yield from encode_documents(tokenizer, batch)
 
 
 class Window(NamedTuple):
-    """Consecutive tokens of a stream, (seq_len + 1,), and the position of the next window as JSON."""
+    """Consecutive tokens of a stream."""
 
     ids: NDArray[np.int64]
+    """shape (seq_len + 1,)"""
     state: dict[str, Any]
+    """of the stream, as JSON: where the next window starts"""
+
+
+class _BlockStart(NamedTuple):
+    """Where a block of documents starts."""
+
+    number: int
+    """of the block, counted over all epochs"""
+    n_read: int
+    """documents before the block, over all epochs"""
+    dataset_state: dict[str, Any] | None
+    """of the `datasets` library; None = the start of an epoch"""
+
+
+class _TokenPosition(NamedTuple):
+    block: _BlockStart
+    document: int
+    """number of the document in the shuffled block"""
+    token: int
+    """number of the token in the document"""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "block": self.block.number,
+            "read": self.block.n_read,
+            "dataset": self.block.dataset_state,
+            "document": self.document,
+            "token": self.token,
+        }
+
+
+class _PendingDocument(NamedTuple):
+    """The rest of a document, which no window holds yet."""
+
+    start: _TokenPosition
+    n_tokens: int
 
 
 @dataclass(eq=False)
@@ -154,7 +209,7 @@ class TokenStream(IterableDataset["Window | ConfigError"]):
         documents: the share, from its start.
         seed: of the order of documents; None = the order of the dataset.
         number: of the stream, over all ranks; each has another order.
-        block: documents that are shuffled together.
+        block_size: documents that are shuffled together.
         state: of a window; {} = the start; {"skip": n} = after n documents.
     """
 
@@ -164,103 +219,134 @@ class TokenStream(IterableDataset["Window | ConfigError"]):
     seq_len: int
     seed: int | None
     number: int = 0
-    block: int = BLOCK
+    block_size: int = SHUFFLED_TOGETHER
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Window | ConfigError]:
-        """Yield windows, or the error that ends them: raised in a worker, it would arrive as a traceback."""
+        """Yield windows, or the error that ends them: raised, it would arrive as a traceback."""
         try:
             yield from self.windows()
         except ConfigError as error:
             yield ConfigError(f"train_data: {error}", rank_local=True)
         except Exception as error:  # each format and each file system raises its own
-            yield ConfigError(f"train_data: cannot be read: {error_text(error)}", rank_local=True)
+            problem = f"train_data: cannot be read: {error_text(error)}"
+            yield ConfigError(problem, rank_local=True)
 
     def windows(self) -> Iterator[Window]:
         """Yield windows from `state` on."""
-        ids = np.empty(0, np.int64)
-        parts: deque[tuple[dict[str, Any], int]] = (
-            deque()
-        )  # state at the start of each part of `ids`, and its length
-        for state, document in self._tokenized():
-            rest = document[state["token"] :]
-            parts.append((state, len(rest)))
+        pending: deque[_PendingDocument] = deque()
+        ids = np.empty(0, np.int64)  # of the pending documents
+        for start, document in self._tokenized_documents():
+            rest = document[start.token :]
             ids = np.concatenate([ids, rest], dtype=np.int64)
+            pending.append(_PendingDocument(start, len(rest)))
             while len(ids) > self.seq_len:
-                window_ids, ids = ids[: self.seq_len + 1], ids[self.seq_len :]
-                used = self.seq_len
-                while parts[0][1] <= used:
-                    used -= parts.popleft()[1]
-                state, length = parts[0]
-                parts[0] = state | {"token": state["token"] + used}, length - used
-                yield Window(window_ids, parts[0][0])
+                window_ids = ids[: self.seq_len + 1]
+                ids = ids[self.seq_len :]
+                _drop_tokens(pending, self.seq_len)
+                yield Window(window_ids, pending[0].start.state_dict())
 
-    def _tokenized(self) -> Iterator[tuple[dict[str, Any], NDArray[np.uint32]]]:
-        """Yield documents' tokens, each with the state at its start (the first one's may be inside it)."""
-        for state, texts in self._blocks():
+    def _tokenized_documents(self) -> Iterator[tuple[_TokenPosition, NDArray[np.uint32]]]:
+        """Yield where to start in each document, and all of its tokens.
+
+        The start is inside the first document if the stream was resumed there.
+        """
+        first_document = self.state.get("document", 0)
+        first_token = self.state.get("token", 0)
+        for block, texts in self._blocks():
             if self.seed is not None:
-                rng = np.random.default_rng(
-                    derive_seed("stream", self.seed, self.number, state["block"])
-                )
-                texts = [texts[i] for i in rng.permutation(len(texts))]
-            token, first = state["token"], state["document"]
-            for document, ids in enumerate(_encode(texts[first:], self.tokenizer), first):
-                yield state | {"document": document, "token": token}, ids
-                token = 0
+                seed = derive_seed("stream", self.seed, self.number, block.number)
+                permutation = np.random.default_rng(seed).permutation(len(texts))
+                texts = [texts[i] for i in permutation]
+            tokenized = _tokenize_documents(texts[first_document:], self.tokenizer)
+            for document, ids in enumerate(tokenized, first_document):
+                yield _TokenPosition(block, document, first_token), ids
+                first_token = 0
+            first_document = 0
 
-    def _blocks(self) -> Iterator[tuple[dict[str, Any], list[str]]]:
-        """Yield blocks of documents, epoch after epoch, each with the state at its start."""
-        start = {"block": 0, "read": 0, "dataset": None, "document": 0, "token": 0}
-        state = start | dict(self.state)
-        skip = state.pop("skip", 0)
+    def _blocks(self) -> Iterator[tuple[_BlockStart, list[str]]]:
+        """Yield the start of each block, and its documents, epoch after epoch."""
+        block = _BlockStart(
+            self.state.get("block", 0), self.state.get("read", 0), self.state.get("dataset")
+        )
+        n_to_skip = self.state.get("skip", 0)
         while True:
-            documents = copy.deepcopy(
-                self.documents
-            )  # a dataset that loaded a state would start each epoch there
-            if state["dataset"] is not None:
-                documents.load_state_dict(copy.deepcopy(state["dataset"]))
-            records, read_before = iter(documents), state["read"]
-            if n_skipped := sum(1 for _ in itertools.islice(records, skip)):
-                skip -= n_skipped
-                state |= {"read": read_before + n_skipped, "dataset": documents.state_dict()}
+            n_read_before = block.n_read
+            # A dataset that loaded a state would start each epoch there: each epoch has a copy.
+            documents = copy.deepcopy(self.documents)
+            if block.dataset_state is not None:
+                documents.load_state_dict(copy.deepcopy(block.dataset_state))
+            records = iter(documents)
+            n_skipped = sum(1 for _ in itertools.islice(records, n_to_skip))
+            if n_skipped > 0:
+                n_to_skip -= n_skipped
+                n_read = block.n_read + n_skipped
+                block = _BlockStart(block.number, n_read, documents.state_dict())
             texts: list[str] = []
             for record in records:
-                texts.append(_get_text(record, self.text_field, state["read"] + len(texts)))
-                if len(texts) == self.block:
-                    position = {
-                        "read": state["read"] + self.block,
-                        "dataset": documents.state_dict(),
-                    }
-                    yield state, texts
-                    state, texts = start | {"block": state["block"] + 1} | position, []
+                number = block.n_read + len(texts)
+                texts.append(_document_text(record, self.text_field, number))
+                if len(texts) == self.block_size:
+                    n_read = block.n_read + len(texts)
+                    next_block = _BlockStart(block.number + 1, n_read, documents.state_dict())
+                    yield block, texts
+                    block = next_block
+                    texts = []
             if texts:
-                yield state, texts
-            read = state["read"] + len(texts)
-            if read == read_before and state["dataset"] is None:
-                problem = "data_workers: a worker's share of the dataset is empty; lower data_workers, or add files"
-                raise ConfigError(problem)
-            state = start | {"block": state["block"] + 1, "read": read}
+                yield block, texts
+            n_read = block.n_read + len(texts)
+            if n_read == n_read_before and block.dataset_state is None:
+                problem = "a worker's share of the dataset is empty"
+                raise ConfigError(f"data_workers: {problem}; lower data_workers, or add files")
+            block = _BlockStart(block.number + 1, n_read, dataset_state=None)
 
 
-def _init_worker(_worker: int) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker has one core
-    # A scheduler signals every process of a job, but the rank may need one more batch before it
-    # saves and exits.
-    for signum in (signal.SIGINT, signal.SIGUSR2):
-        signal.signal(signum, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_GRACE))
-    die_with_parent(signal.SIGKILL)
+def _drop_tokens(pending: deque[_PendingDocument], count: int) -> None:
+    """Drop the first `count` tokens, of more."""
+    while pending[0].n_tokens <= count:
+        count -= pending.popleft().n_tokens
+    (block, document, token), n_tokens = pending[0]
+    start = _TokenPosition(block, document, token + count)
+    pending[0] = _PendingDocument(start, n_tokens - count)
 
 
-class StreamingDataset:
-    """Training source of a streamed dataset: one rank's streams take turns, a micro-batch each.
+def resume_streams(
+    saved: Sequence[StreamState], dp_rank: int, dp_size: int, workers: int
+) -> tuple[StreamState, str | None]:
+    """Return where the streams of a rank resume, and a note for the log.
+
+    If the number of streams differs, each resumes after its share of the documents that were read,
+    not at the exact token, and the note says so.
+
+    Args:
+        saved: states of all ranks that saved.
+        workers: streams of each rank.
+    """
+    streams: list[dict[str, Any]] = []
+    for state in saved:
+        streams.extend(state.streams)
+    n_streams = dp_size * workers
+    if len(streams) == n_streams:
+        first = dp_rank * workers
+        return StreamState(streams[first : first + workers], saved[0].turn % workers), None
+    n_read = 0
+    for stream in streams:
+        n_read += stream.get("skip", 0) + stream.get("read", 0) + stream.get("document", 0)
+    skip = n_read // n_streams
+    change = f"{len(streams)} over all ranks in the checkpoint, {n_streams} now"
+    note = f"data_workers: {change}: each worker resumes after {skip} documents of its share"
+    return StreamState([{"skip": skip} for _ in range(workers)]), note
+
+
+class StreamedSource:
+    """Training source of a streamed dataset: a rank's streams take turns, a micro-batch each.
 
     Args:
         stream: of all documents; it is split among the streams of all ranks.
         workers: processes of this rank, with one stream each.
     """
 
-    samples_per_epoch = None
+    samples_per_epoch: int | None = None
 
     def __init__(
         self,
@@ -278,73 +364,77 @@ class StreamingDataset:
         self._batch_size = batch_size
         self._n_micro_batches = global_batch_size // (batch_size * dp_size)
         self._n_target_tokens = global_batch_size * stream.seq_len
-        self._n_streams = n = dp_size * workers
-        numbers = range(dp_rank * workers, (dp_rank + 1) * workers)
-        shares = (split_dataset_by_node(stream.documents, number, n) for number in numbers)
-        self._streams = [
-            replace(stream, documents=s, number=i) for s, i in zip(shares, numbers, strict=True)
-        ]
-        self._states: list[dict[str, Any]] = [{} for _ in self._streams]
-        self._turn = 0
-        self.note = None
-        if (n_files := stream.documents.num_shards) % n:
-            advice = f"each worker reads all files; a multiple of {n} files is faster"
-            self.note = (
-                f"train_data: {n_files} file(s) for {n} data workers over all ranks: {advice}"
-            )
+        n_streams = dp_size * workers
+        self._streams: list[TokenStream] = []
+        for number in range(dp_rank * workers, (dp_rank + 1) * workers):
+            share = split_dataset_by_node(stream.documents, number, n_streams)
+            self._streams.append(replace(stream, documents=share, number=number))
+        self.initial_stream_state: StreamState | None = StreamState([{} for _ in self._streams])
+        self.note: str | None = None
+        n_files = stream.documents.num_shards
+        if n_files % n_streams != 0:
+            problem = f"{n_files} file(s) for {n_streams} data workers over all ranks"
+            advice = f"each worker reads all files; a multiple of {n_streams} files is faster"
+            self.note = f"train_data: {problem}: {advice}"
 
     def fingerprint(self) -> str:
         return self._fingerprint
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of this rank's streams, and which of them is next."""
-        return {"streams": [dict(state) for state in self._states], "turn": self._turn}
-
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> str | None:
-        """Set the position from the state dicts of all ranks that saved.
-
-        If the number of streams differs, each resumes after its share of the documents that were
-        read, not at the exact token, and a note says so.
-        """
-        saved = [state for rank in states for state in rank["streams"]]
-        if len(saved) == self._n_streams:
-            self._states = [dict(saved[stream.number]) for stream in self._streams]
-            self._turn = states[0]["turn"] % len(self._streams)
-            return None
-        n_read = sum(state.get(key, 0) for state in saved for key in ("skip", "read", "document"))
-        skip = n_read // self._n_streams
-        self._states = [{"skip": skip} for _ in self._streams]
-        change = f"{len(saved)} over all ranks in the checkpoint, {self._n_streams} now"
-        return f"data_workers: {change}: each worker resumes after {skip} documents of its share"
-
-    def batches(self, start_step: int) -> Generator[SampleBatch]:  # noqa: ARG002 - the position is in the state
-        """Yield batches from the current position."""
-        streams = zip(self._streams, self._states, strict=True)
-        readers = [self._read(replace(stream, state=state)) for stream, state in streams]
+    def batches(self, start: Position) -> Generator[SampleBatch]:
+        assert start.stream_state is not None
+        states = list(start.stream_state.streams)
+        turn = start.stream_state.turn
+        workers: list[Iterator[list[Window | ConfigError]]] = []
+        for stream, state in zip(self._streams, states, strict=True):
+            workers.append(_start_worker(replace(stream, state=state), self._batch_size))
         while True:
-            samples = []
+            samples: list[Sample] = []
             for _ in range(self._n_micro_batches):
-                try:
-                    windows = next(readers[self._turn])
-                except RuntimeError as error:
-                    if "exited unexpectedly" not in str(error):
-                        raise
-                    problem = f"data_workers: a data worker was killed ({error}); if memory ran out, lower data_workers"
-                    raise RunError(problem, rank_local=True) from None
-                for item in windows:
-                    if isinstance(item, ConfigError):
-                        raise item
-                    samples.append(window(item.ids))
-                    self._states[self._turn] = item.state
-                self._turn = (self._turn + 1) % len(readers)
-            yield SampleBatch(samples, self._n_target_tokens, self.state_dict())
+                windows = _next_windows(workers[turn])
+                samples += [next_token_sample(window.ids) for window in windows]
+                states[turn] = windows[-1].state
+                turn = (turn + 1) % len(workers)
+            stream_state = StreamState(list(states), turn)
+            yield SampleBatch(samples, self._n_target_tokens, stream_state)
 
-    def _read(self, stream: TokenStream) -> Iterator[list[Window | ConfigError]]:
-        process: Any = {
-            "num_workers": 1,
-            "multiprocessing_context": "spawn",
-            "worker_init_fn": _init_worker,
-        }
-        return iter(
-            DataLoader(stream, self._batch_size, collate_fn=list, prefetch_factor=4, **process)
-        )
+
+def _start_worker(stream: TokenStream, batch_size: int) -> Iterator[list[Window | ConfigError]]:
+    """Start a process that prepares micro-batches of windows."""
+    loader = DataLoader(
+        stream,
+        batch_size,
+        num_workers=1,
+        collate_fn=list,
+        prefetch_factor=_PREFETCHED,
+        multiprocessing_context="spawn",
+        worker_init_fn=_init_worker,
+    )
+    return iter(loader)
+
+
+def _init_worker(_worker: int) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker has one core
+    # A scheduler signals every process of a job, but the rank may need one more batch before it
+    # saves and exits.
+    for signum in (signal.SIGINT, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_GRACE_SECONDS))
+    die_with_parent(signal.SIGKILL)
+
+
+def _next_windows(worker: Iterator[list[Window | ConfigError]]) -> list[Window]:
+    """Return the windows of the worker's next micro-batch, or raise the error that ended it."""
+    try:
+        batch = next(worker)
+    except RuntimeError as error:
+        if "exited unexpectedly" not in str(error):
+            raise
+        problem = f"a data worker was killed ({error})"
+        advice = "if memory ran out, lower data_workers"
+        raise RunError(f"data_workers: {problem}; {advice}", rank_local=True) from None
+    windows: list[Window] = []
+    for item in batch:
+        if isinstance(item, ConfigError):
+            raise item
+        windows.append(item)
+    return windows

@@ -1,4 +1,4 @@
-"""Datasets of token ids: random ones, windows of an array, e.g. of the tokens of text files, and token files.
+"""Datasets of token ids: random ones, windows of an array, and token files.
 
 `python -m lm.prepare` writes a token file as three files: NAME.bin is a flat array of ids,
 NAME.ends holds the end of each document in it, and NAME.json, written last, describes both.
@@ -32,14 +32,14 @@ CHECKED = Path(_CACHE) / "lm" / "checked"
 """Directory with an empty file for each token file that was intact on this machine."""
 
 
-def window(ids: NDArray[np.int64]) -> Sample:
+def next_token_sample(ids: NDArray[np.int64]) -> Sample:
     """Return the sample of `ids`, (seq_len + 1,): each target is the token after its input."""
-    return Sample(ids[:-1], ids[1:])
+    return Sample(inputs=ids[:-1], targets=ids[1:])
 
 
 @dataclass(frozen=True)
 class SyntheticDataset(Dataset):
-    """Uniformly random tokens. Each sample has its own seed, so that memorizing samples is all a model can learn.
+    """Uniformly random tokens, each sample with its own seed: a model can only memorize samples.
 
     Args:
         key: parts of the seed, e.g. the run's seed and "training".
@@ -55,7 +55,8 @@ class SyntheticDataset(Dataset):
 
     def __getitem__(self, index: int) -> Sample:
         rng = np.random.default_rng(derive_seed("synthetic", *self.key, index))
-        return window(rng.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.int64))
+        ids = rng.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.int64)
+        return next_token_sample(ids)
 
     def fingerprint(self) -> str:
         return f"synthetic {self.n_samples} x {self.seq_len} of {self.vocab_size}"
@@ -63,7 +64,7 @@ class SyntheticDataset(Dataset):
 
 @dataclass(frozen=True, eq=False)
 class TokenWindowDataset(Dataset):
-    """An array of tokens cut into windows of `seq_len`; a window's last target is the next window's first input."""
+    """An array of tokens cut into windows: a window's last target is the next one's first input."""
 
     tokens: NDArray[np.integer[Any]]
     seq_len: int
@@ -73,7 +74,8 @@ class TokenWindowDataset(Dataset):
 
     def __getitem__(self, index: int) -> Sample:
         start = index * self.seq_len
-        return window(self.tokens[start : start + self.seq_len + 1].astype(np.int64))
+        ids = self.tokens[start : start + self.seq_len + 1]
+        return next_token_sample(ids.astype(np.int64))
 
     def fingerprint(self) -> str:
         return f"{len(self.tokens)} tokens, sha256 {sha256(self.tokens.tobytes()).hexdigest()}"
@@ -133,24 +135,23 @@ class TokenIndex(BaseModel, frozen=True, extra="forbid"):
 
 def read_index(path: Path) -> TokenIndex:
     """Read NAME.json and check the size of NAME.bin."""
-    tokens = path.with_suffix(".bin")
+    tokens_path = path.with_suffix(".bin")
     try:
         index = TokenIndex.model_validate_json(read_bytes(path, MAX_INDEX_BYTES))
-        size = tokens.stat().st_size
+        size = tokens_path.stat().st_size
     except OSError as error:
-        raise ConfigError(
-            f"{error.filename}: {error.strerror}; write token files with python -m lm.prepare"
-        ) from None
+        advice = "write token files with python -m lm.prepare"
+        raise ConfigError(f"{error.filename}: {error.strerror}; {advice}") from None
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "contents"
-        raise ConfigError(
-            f"{path}: not the index of a token file: {field}: {first['msg']}"
-        ) from None
-    if size != (expected := index.tokens * np.dtype(index.dtype).itemsize):
+        problem = f"not the index of a token file: {field}: {first['msg']}"
+        raise ConfigError(f"{path}: {problem}") from None
+    expected = index.tokens * np.dtype(index.dtype).itemsize
+    if size != expected:
         problem = f"{size} bytes, but {index.tokens} tokens of {index.dtype} are {expected} bytes"
         advice = "the file is damaged or truncated; write it again with python -m lm.prepare"
-        raise ConfigError(f"{tokens}: {problem}: {advice}")
+        raise ConfigError(f"{tokens_path}: {problem}: {advice}")
     return index
 
 
@@ -178,62 +179,65 @@ class TokenFileDataset(Dataset):
         return (self.index.tokens - 1) // self.seq_len
 
     def __getitem__(self, index: int) -> Sample:
-        offset = index * self.seq_len * self._dtype.itemsize
-        n_bytes = (self.seq_len + 1) * self._dtype.itemsize
-        raw = os.pread(self._file, n_bytes, offset)
-        if len(raw) < n_bytes:
-            raise ConfigError(
-                f"{self.path}: ends at byte {offset + len(raw)}: it was truncated during the run",
-                rank_local=True,
-            )
-        ids = np.frombuffer(raw, self._dtype).astype(np.int64)
+        token_bytes = self._dtype.itemsize
+        offset = index * self.seq_len * token_bytes
+        n_bytes = (self.seq_len + 1) * token_bytes
+        content = os.pread(self._file, n_bytes, offset)
+        if len(content) < n_bytes:
+            problem = f"ends at byte {offset + len(content)}: it was truncated during the run"
+            raise ConfigError(f"{self.path}: {problem}", rank_local=True)
+        ids = np.frombuffer(content, self._dtype).astype(np.int64)
         if ids.max() >= self._vocab_size:
             at = int(ids.argmax())
-            raise ConfigError(
-                f"{self.path}: byte {offset + at * self._dtype.itemsize}: id {ids[at]} is not less than vocab_size"
-                f" {self._vocab_size}; set vocab_size to {self.index.vocab_size}",
-                rank_local=True,
-            )
-        return window(ids)
+            place = f"{self.path}: byte {offset + at * token_bytes}"
+            problem = f"id {ids[at]} is not less than vocab_size {self._vocab_size}"
+            advice = f"set vocab_size to {self.index.vocab_size}"
+            raise ConfigError(f"{place}: {problem}; {advice}", rank_local=True)
+        return next_token_sample(ids)
 
     def fingerprint(self) -> str:
         return f"{self.index.tokens} tokens, crc32c {self.index.crc32c:08x}"
 
 
-def check_files(datasets: Iterable[Dataset], rank: int, n_ranks: int) -> None:
-    """Compare NAME.bin of each token file in `datasets` with its checksum, on each of a machine's ranks a share.
+def check_token_files(datasets: Iterable[Dataset], local_rank: int, local_size: int) -> None:
+    """Compare NAME.bin of each token file in `datasets` with its checksum.
 
-    A file is read once: what was intact is remembered in `CHECKED` by name, size, time of change
-    and inode.
+    The ranks of a machine check a share of the files each. A file is read once: what was intact is
+    remembered in `CHECKED` by name, size, time of change and inode.
 
     Raises:
         ConfigError: a file is damaged or cannot be read.
     """
-    files = [
-        (dataset.path, dataset.index.crc32c)
-        for dataset in datasets
-        if isinstance(dataset, TokenFileDataset)
-    ]
+    token_files = [dataset for dataset in datasets if isinstance(dataset, TokenFileDataset)]
+    for dataset in token_files[local_rank::local_size]:
+        _check_token_file(dataset.path, dataset.index.crc32c)
+
+
+def _check_token_file(path: Path, checksum: int) -> None:
     advice = "write it again with python -m lm.prepare"
-    for path, checksum in files[rank::n_ranks]:
-        try:
-            status = path.lstat()
-            facts = (
-                socket.gethostname(),
-                path.absolute(),
-                status.st_size,
-                status.st_mtime_ns,
-                status.st_ino,
-                checksum,
-            )
-            marker = CHECKED / sha256(repr(facts).encode()).hexdigest()
-            if not os.path.exists(marker) and crc32c(path) != checksum:  # noqa: PTH110 - Path.exists may raise
-                raise ConfigError(
-                    f"{path}: damaged: differs from {path.stem}.json; {advice}", rank_local=True
-                )
-        except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}; {advice}", rank_local=True) from None
-        if CHECKED.is_absolute():  # otherwise this user has no home directory
-            with suppress(OSError):  # or it is read-only
-                CHECKED.mkdir(parents=True, exist_ok=True)
-                marker.touch()
+    try:
+        marker = _intact_marker(path, checksum)
+        is_known = os.path.exists(marker)  # noqa: PTH110 - Path.exists may raise
+        if not is_known and crc32c(path) != checksum:
+            problem = f"damaged: differs from {path.stem}.json"
+            raise ConfigError(f"{path}: {problem}; {advice}", rank_local=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; {advice}", rank_local=True) from None
+    if CHECKED.is_absolute():  # otherwise this user has no home directory
+        with suppress(OSError):  # or it is read-only
+            CHECKED.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+
+
+def _intact_marker(path: Path, checksum: int) -> Path:
+    """Return the file that exists once `path`, as it is now, was found to have `checksum`."""
+    status = path.lstat()
+    facts = (
+        socket.gethostname(),
+        path.absolute(),
+        status.st_size,
+        status.st_mtime_ns,
+        status.st_ino,
+        checksum,
+    )
+    return CHECKED / sha256(repr(facts).encode()).hexdigest()
