@@ -1,4 +1,4 @@
-"""Open the data of a run, files or a streamed dataset: a training source, a validation dataset and their tokenizer."""
+"""The data of a run: a training source, a validation dataset and their tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,22 +43,24 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
 
     dataset: Fixed[Literal["synthetic", "text", "tokens", "jsonl", "hf"]] = Field(
         "synthetic",
-        description="random tokens, UTF-8 text, token files (`python -m lm.prepare`), JSON Lines or a streamed dataset",
+        description="random tokens, UTF-8 text, token files (`python -m lm.prepare`), JSON Lines or"
+        " a streamed dataset",
     )
     train_data: Fixed[str | dict[str, Annotated[float, Field(gt=0)]] | None] = Field(
         None,
-        description="a file, directory or glob; text: null = the Python standard library's source; tokens: a"
-        " directory, or several with weights; hf: also a dataset on the hub",
+        description="a file, directory or glob; text: null = the Python standard library's source;"
+        " tokens: a directory, or several with weights; hf: also a dataset on the hub",
     )
     val_data: Logged[str | None] = Field(
         None,
-        description="a file, directory or glob; null = held out of train_data: the last 5 % (text), every 20th line"
-        " (jsonl), the directory's validation part (tokens); hf: also a split, null = `validation`",
+        description="a file, directory or glob; null = held out of train_data: the last 5 % (text),"
+        " every 20th line (jsonl), the directory's validation part (tokens); hf: also a split,"
+        " null = `validation`",
     )
     tokenizer: Fixed[str | None] = Field(
         None,
-        description="`bytes` (257 ids), a tokenizer.json, its directory, or a Hugging Face name; null = that of the"
-        " token files (tokens), else bytes",
+        description="`bytes` (257 ids), a tokenizer.json, its directory, or a Hugging Face name;"
+        " null = that of the token files (tokens), else bytes",
     )
     text_field: Logged[str] = Field("text", description="field that holds the text (jsonl, hf)")
     loss_on: Logged[Literal["all", "completion"]] = Field(
@@ -66,13 +68,13 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     )
     chat_template_kwargs: Logged[dict[str, Any] | None] = Field(
         None,
-        description="variables of the chat template, e.g. {enable_thinking: false}; date_string replaces today's date"
-        " (jsonl)",
+        description="variables of the chat template, e.g. {enable_thinking: false}; date_string"
+        " replaces today's date (jsonl)",
     )
     chat_template_date: Logged[datetime.date | None] = Field(
         None,
-        description="today's date (YYYY-MM-DD) for the chat template; null = the day on which the run first starts"
-        " (jsonl)",
+        description="today's date (YYYY-MM-DD) for the chat template; null = the day on which the"
+        " run first starts (jsonl)",
     )
     packing: Logged[bool] = Field(
         True,
@@ -106,29 +108,37 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
 
 @dataclass(frozen=True)
 class Data:
-    """One rank's training source, the validation dataset, and their tokenizer (None: synthetic or unknown)."""
+    """One rank's training source, the validation dataset, and their tokenizer."""
 
     train: TrainSource
     validation: Dataset
     tokenizer: Tokenizer | None
+    """None = the tokens are synthetic, or those of an unknown tokenizer"""
     notes: Sequence[str] = ()
     """for the log"""
     datasets: Sequence[Dataset] = ()
     """all, unless they are streamed"""
 
     def prompt(self) -> list[int]:
-        """Return the start of the validation data: all before its first completion, or at most `PROMPT_TOKENS`."""
+        """Return the start of the validation data.
+
+        It is all before the first completion, or at most `PROMPT_TOKENS` if there is no prompt.
+        """
         inputs, targets, _ = self.validation[0]
         is_target = targets != IGNORE_INDEX
+        # The target of position i is token i + 1.
         n_tokens = int(is_target.argmax()) + 1
-        return inputs[
-            : n_tokens if n_tokens > 1 else max(1, min(is_target.sum(), PROMPT_TOKENS))
-        ].tolist()
+        if n_tokens == 1:
+            n_tokens = max(1, min(is_target.sum(), PROMPT_TOKENS))
+        return inputs[:n_tokens].tolist()
 
     def fingerprints(self) -> dict[str, Any]:
-        """Return what a resumed run compares with its checkpoint: identities of tokenizer and data."""
+        """Return the identities of tokenizer and data, which a resumed run compares."""
+        identity = None
+        if self.tokenizer is not None:
+            identity = self.tokenizer.identity
         data = {"train": self.train.fingerprint(), "validation": self.validation.fingerprint()}
-        return {"tokenizer": self.tokenizer and self.tokenizer.identity, "data": data}
+        return {"tokenizer": identity, "data": data}
 
 
 def open_data(
@@ -147,109 +157,132 @@ def open_data(
             too few samples.
     """
     if isinstance(config.train_data, dict) and config.dataset != "tokens":
-        problem = f"train_data: weights require dataset: tokens, not {config.dataset}; use one file, directory or glob"
-        raise ConfigError(problem)
+        problem = f"weights require dataset: tokens, not {config.dataset}"
+        raise ConfigError(f"train_data: {problem}; use one file, directory or glob")
     if config.dataset == "hf":
         data = _open_stream(config, seq_len, global_batch_size, seed, dp_rank, dp_size)
     else:
-        match config.dataset:
-            case "synthetic":
-                train, validation, tokenizer = _open_synthetic(
-                    config, vocab_size, seq_len, global_batch_size, seed
-                )
-            case "text":
-                train, validation, tokenizer = _open_text(config, seq_len)
-            case "tokens":
-                train, validation, tokenizer = _open_tokens(config, vocab_size, seq_len)
-            case "jsonl":
-                train, validation, tokenizer = _open_jsonl(config, seq_len)
-        weights = list(config.train_data.values()) if isinstance(config.train_data, dict) else [1.0]
+        opened = _open_datasets(config, vocab_size, seq_len, global_batch_size, seed)
+        weights = [1.0]
+        if isinstance(config.train_data, dict):
+            weights = list(config.train_data.values())
         source = SampledSource(
-            train, weights, global_batch_size, dp_rank, dp_size, seed, config.shuffle
+            opened.train, weights, global_batch_size, dp_rank, dp_size, seed, config.shuffle
         )
-        datasets = [*(("train_data", dataset) for dataset in train), ("val_data", validation)]
-        notes = [f"{key}: {dataset.note}" for key, dataset in datasets if dataset.note]
-        if config.val_data is None and config.dataset in ("text", "jsonl"):
-            counts = f"{len(validation):,} of {len(validation) + len(train[0]):,} sequences"
-            notes.append(f"val_data: null: {counts} of train_data are held out for validation")
-        if config.tokenizer is not None and tokenizer is None:
-            notes.append(
-                f"tokenizer: {config.tokenizer}: not used, as the token files name no tokenizer"
-            )
-        data = Data(source, validation, tokenizer, notes, [*train, validation])
-    tokenizer, n_samples = data.tokenizer, data.train.samples_per_epoch
-    if tokenizer and tokenizer.vocab_size > vocab_size:
-        problem = (
-            f"vocab_size: {vocab_size} is less than the {tokenizer.vocab_size} ids of tokenizer"
+        data = Data(
+            source,
+            opened.validation,
+            opened.tokenizer,
+            _notes(config, opened),
+            [*opened.train, opened.validation],
         )
-        raise ConfigError(
-            f"{problem} {tokenizer.identity}; use {tokenizer.vocab_size} or more, or null"
-        )
+    if data.tokenizer is not None and data.tokenizer.vocab_size > vocab_size:
+        needed = data.tokenizer.vocab_size
+        problem = f"{vocab_size} is less than the {needed} ids of tokenizer"
+        identity = data.tokenizer.identity
+        raise ConfigError(f"vocab_size: {problem} {identity}; use {needed} or more, or null")
+    n_samples = data.train.samples_per_epoch
     if n_samples is not None and n_samples < global_batch_size:
         raise _too_few("train_data", n_samples, seq_len, global_batch_size)
-    if not len(data.validation):
+    if len(data.validation) == 0:
         raise _too_few("val_data", 0, seq_len, 1)
     return data
 
 
 def _too_few(what: str, n_samples: int, seq_len: int, needed: int) -> ConfigError:
-    problem = f"{what}: {n_samples} sequences of max_seq_len {seq_len}, but the run needs at least {needed}"
+    found = f"{n_samples} sequences of max_seq_len {seq_len}"
+    problem = f"{what}: {found}, but the run needs at least {needed}"
     return ConfigError(f"{problem}; add data, or lower max_seq_len or the batch size")
 
 
-Opened = tuple[Sequence[Dataset], Dataset, Tokenizer | None]
-"""Training datasets, validation dataset, and their tokenizer."""
+class _OpenedDatasets(NamedTuple):
+    train: Sequence[Dataset]
+    validation: Dataset
+    tokenizer: Tokenizer | None
+
+
+def _open_datasets(
+    config: DataConfig, vocab_size: int, seq_len: int, global_batch_size: int, seed: int
+) -> _OpenedDatasets:
+    match config.dataset:
+        case "synthetic":
+            return _open_synthetic(config, vocab_size, seq_len, global_batch_size, seed)
+        case "text":
+            return _open_text(config, seq_len)
+        case "tokens":
+            return _open_tokens(config, vocab_size, seq_len)
+        case _:  # "jsonl"; "hf" is streamed
+            return _open_jsonl(config, seq_len)
+
+
+def _notes(config: DataConfig, opened: _OpenedDatasets) -> list[str]:
+    notes = [f"train_data: {dataset.note}" for dataset in opened.train if dataset.note]
+    if opened.validation.note:
+        notes.append(f"val_data: {opened.validation.note}")
+    if config.val_data is None and config.dataset in ("text", "jsonl"):
+        n_held_out = len(opened.validation)
+        n_all = n_held_out + len(opened.train[0])
+        counts = f"{n_held_out:,} of {n_all:,} sequences"
+        notes.append(f"val_data: null: {counts} of train_data are held out for validation")
+    if config.tokenizer is not None and opened.tokenizer is None:
+        problem = "not used, as the token files name no tokenizer"
+        notes.append(f"tokenizer: {config.tokenizer}: {problem}")
+    return notes
 
 
 def _open_synthetic(
     config: DataConfig, vocab_size: int, seq_len: int, global_batch_size: int, seed: int
-) -> Opened:
+) -> _OpenedDatasets:
     for key in ("train_data", "val_data", "tokenizer"):
         if getattr(config, key) is not None:
-            problem = f"{key}: dataset: synthetic reads no data; remove it, or choose text, tokens, jsonl or hf"
-            raise ConfigError(problem)
-    n_samples, parts = SYNTHETIC_BATCHES * global_batch_size, ("training", "validation")
-    train, validation = (
-        SyntheticDataset(vocab_size, seq_len, n_samples, (seed, part)) for part in parts
-    )
-    return [train], validation, None
+            problem = f"{key}: dataset: synthetic reads no data"
+            raise ConfigError(f"{problem}; remove it, or choose text, tokens, jsonl or hf")
+    n_samples = SYNTHETIC_BATCHES * global_batch_size
+    train = SyntheticDataset(vocab_size, seq_len, n_samples, (seed, "training"))
+    validation = SyntheticDataset(vocab_size, seq_len, n_samples, (seed, "validation"))
+    return _OpenedDatasets([train], validation, None)
 
 
-def _open_text(config: DataConfig, seq_len: int) -> Opened:
+def _open_text(config: DataConfig, seq_len: int) -> _OpenedDatasets:
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
-
-    def read(key: str) -> NDArray[np.uint32]:
-        found = files.find_files(getattr(config, key), key)
-        with error_prefix(key):
-            return read_tokens(found, tokenizer)
-
-    train = read("train_data")
+    train = _read_text("train_data", config.train_data, tokenizer)
     if config.val_data is None:
-        train, validation = np.split(
-            train, [-max(seq_len + 1, round(len(train) * VALIDATION_SHARE))]
-        )
+        n_held_out = max(seq_len + 1, round(len(train) * VALIDATION_SHARE))
+        train, validation = np.split(train, [-n_held_out])
     else:
-        validation = read("val_data")
-    return [TokenWindowDataset(train, seq_len)], TokenWindowDataset(validation, seq_len), tokenizer
+        validation = _read_text("val_data", config.val_data, tokenizer)
+    train_dataset = TokenWindowDataset(train, seq_len)
+    return _OpenedDatasets([train_dataset], TokenWindowDataset(validation, seq_len), tokenizer)
 
 
-def _train_indexes(config: DataConfig) -> list[Path]:
+def _read_text(key: str, where: Any, tokenizer: Tokenizer) -> NDArray[np.uint32]:
+    found = files.find_files(where, key)
+    with error_prefix(key):
+        return read_tokens(found, tokenizer)
+
+
+def _train_index_paths(config: DataConfig) -> list[Path]:
     if not config.train_data:
-        raise ConfigError(
-            "train_data: dataset: tokens requires a directory written by python -m lm.prepare"
-        )
-    directories = config.train_data if isinstance(config.train_data, dict) else [config.train_data]
-    return [
-        path / "train.json" if path.is_dir() else path
-        for path in map(Path.expanduser, map(Path, directories))
-    ]
+        problem = "dataset: tokens requires a directory written by python -m lm.prepare"
+        raise ConfigError(f"train_data: {problem}")
+    if isinstance(config.train_data, str):
+        directories = [config.train_data]
+    else:
+        directories = list(config.train_data)
+    paths: list[Path] = []
+    for directory in directories:
+        path = Path(directory).expanduser()
+        if path.is_dir():
+            path /= "train.json"
+        paths.append(path)
+    return paths
 
 
 @oserror_as_config_error
 def default_vocab_size(config: DataConfig) -> int:
-    """Return the number of ids of the tokenizer, or of the token files, rounded up to a multiple of 64."""
+    """Return the number of ids of the tokenizer, or of the token files, as a multiple of 64."""
     if config.dataset == "tokens":
-        paths = _train_indexes(config)
+        paths = _train_index_paths(config)
         with error_prefix("train_data"):
             n_ids = max(read_index(path).vocab_size for path in paths)
     else:
@@ -258,83 +291,131 @@ def default_vocab_size(config: DataConfig) -> int:
 
 
 @oserror_as_config_error
-def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> Opened:
-    paths = _train_indexes(config)
+def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDatasets:
+    train_paths = _train_index_paths(config)
     with error_prefix("train_data"):
-        train = [TokenFileDataset(path, seq_len, vocab_size) for path in paths]
-    directory = str(paths[0].parent)
-    held_out = Path(config.val_data or directory).expanduser()
-    if held_out.is_dir():
-        held_out /= "validation.json" if (held_out / "validation.json").exists() else "train.json"
-    if config.val_data is None and held_out.stem == "train":
-        problem = f"val_data: {directory} has no validation part"
-        raise ConfigError(f"{problem}; prepare it with --validation-fraction, or set val_data")
+        train = [TokenFileDataset(path, seq_len, vocab_size) for path in train_paths]
+    directory = train_paths[0].parent
+    validation_path = _validation_index_path(config, directory)
     with error_prefix("val_data"):
-        validation = TokenFileDataset(held_out, seq_len, vocab_size)
-    identity = train[0].index.tokenizer
-    for part in (*train, validation):
-        key = "val_data" if part is validation else "train_data"
-        if not len(part):
-            raise _too_few(f"{key}: {part.path}", 0, seq_len, 1)
-        if part.index.tokenizer != identity:
-            problem = f"{key}: {part.path} was made with another tokenizer than {train[0].path}"
-            raise ConfigError(f"{problem}; prepare them with one")
-    name = config.tokenizer or ("bytes" if identity == ByteTokenizer.identity else directory)
-    tokenizer = load_tokenizer(name) if identity is not None else None
-    if tokenizer and tokenizer.identity != identity:
-        problem = f"tokenizer: {name} is not the tokenizer that the token files were made with ({identity})"
-        raise ConfigError(f"{problem}; use that one")
-    return train, validation, tokenizer
+        validation = TokenFileDataset(validation_path, seq_len, vocab_size)
+    for dataset in train:
+        _check_token_dataset("train_data", dataset, train[0])
+    _check_token_dataset("val_data", validation, train[0])
+    return _OpenedDatasets(train, validation, _load_token_files_tokenizer(config, train[0]))
 
 
-def _open_jsonl(config: DataConfig, seq_len: int) -> Opened:
+def _validation_index_path(config: DataConfig, train_directory: Path) -> Path:
+    path = Path(config.val_data or str(train_directory)).expanduser()
+    if path.is_dir():
+        directory = path
+        path = directory / "validation.json"
+        if not path.exists():
+            path = directory / "train.json"
+    if config.val_data is None and path.stem == "train":
+        problem = f"val_data: {train_directory} has no validation part"
+        raise ConfigError(f"{problem}; prepare it with --validation-fraction, or set val_data")
+    return path
+
+
+def _check_token_dataset(key: str, dataset: TokenFileDataset, first: TokenFileDataset) -> None:
+    if len(dataset) == 0:
+        raise _too_few(f"{key}: {dataset.path}", 0, dataset.seq_len, 1)
+    if dataset.index.tokenizer != first.index.tokenizer:
+        problem = f"{key}: {dataset.path} was made with another tokenizer than {first.path}"
+        raise ConfigError(f"{problem}; prepare them with one")
+
+
+def _load_token_files_tokenizer(config: DataConfig, train: TokenFileDataset) -> Tokenizer | None:
+    """Load the tokenizer that token files were made with; None = they do not name it."""
+    identity = train.index.tokenizer
+    if identity is None:
+        return None
+    if config.tokenizer:
+        name = config.tokenizer
+    elif identity == ByteTokenizer.identity:
+        name = "bytes"
+    else:
+        name = str(train.path.parent)
+    tokenizer = load_tokenizer(name)
+    if tokenizer.identity != identity:
+        problem = f"{name} is not the tokenizer that the token files were made with ({identity})"
+        raise ConfigError(f"tokenizer: {problem}; use that one")
+    return tokenizer
+
+
+def _open_jsonl(config: DataConfig, seq_len: int) -> _OpenedDatasets:
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
-    tokenizer.template_kwargs, tokenizer.date = (
-        config.chat_template_kwargs or {},
-        config.chat_template_date,
-    )
+    tokenizer.template_kwargs = config.chat_template_kwargs or {}
+    tokenizer.date = config.chat_template_date
+    if config.val_data is None:
+        validation = _read_jsonl(config, "train_data", tokenizer, seq_len, held_out=True)
+        train = _read_jsonl(config, "train_data", tokenizer, seq_len, held_out=False)
+    else:
+        validation = _read_jsonl(config, "val_data", tokenizer, seq_len, held_out=None)
+        train = _read_jsonl(config, "train_data", tokenizer, seq_len, held_out=None)
+    return _OpenedDatasets([train], validation, tokenizer)
 
-    def read(key: str, held_out: bool) -> JsonlDataset:
-        if (where := getattr(config, key)) is None:
-            raise ConfigError(
-                f"{key}: dataset: jsonl requires it; set it to a file, a directory or a glob"
-            )
-        found = files.find_files(where, key)
-        completion_only = config.loss_on == "completion"
-        part = held_out if config.val_data is None else None
-        with error_prefix(key):
-            return JsonlDataset(
-                found, tokenizer, seq_len, config.text_field, completion_only, config.packing, part
-            )
 
-    validation = read("train_data" if config.val_data is None else "val_data", held_out=True)
-    return [read("train_data", held_out=False)], validation, tokenizer
+def _read_jsonl(
+    config: DataConfig, key: str, tokenizer: Tokenizer, seq_len: int, *, held_out: bool | None
+) -> JsonlDataset:
+    where = getattr(config, key)
+    if where is None:
+        advice = "set it to a file, a directory or a glob"
+        raise ConfigError(f"{key}: dataset: jsonl requires it; {advice}")
+    found = files.find_files(where, key)
+    completion_only = config.loss_on == "completion"
+    with error_prefix(key):
+        return JsonlDataset(
+            found, tokenizer, seq_len, config.text_field, completion_only, config.packing, held_out
+        )
 
 
 def _open_stream(
     config: DataConfig, seq_len: int, global_batch_size: int, seed: int, dp_rank: int, dp_size: int
 ) -> Data:
-    where, val_data = config.train_data, config.val_data
+    where = config.train_data
     if not isinstance(where, str):
-        raise ConfigError("train_data: dataset: hf requires a dataset on the hub, or local files")
+        problem = "dataset: hf requires a dataset on the hub, or local files"
+        raise ConfigError(f"train_data: {problem}")
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
     documents, fingerprint = stream.open_documents(where, "train_data", "train", config.hf_config)
-    if val_data is not None and stream.is_local(val_data):
-        held_out, _ = stream.open_documents(val_data, "val_data", "train", None)
-    elif stream.is_local(where):
-        raise ConfigError(
-            "val_data: local files of dataset: hf have no validation split; set it to a file, directory or glob"
-        )
-    else:
-        held_out, _ = stream.open_documents(
-            where, "val_data", val_data or "validation", config.hf_config
-        )
+    held_out = _open_held_out_documents(config, where)
+    # One token more than the inputs, as the target of the last.
     n_tokens = config.validation_batches * global_batch_size * seq_len + 1
-    validation = TokenWindowDataset(
-        stream.first_tokens(held_out, config.text_field, tokenizer, n_tokens), seq_len
+    tokens = stream.first_tokens(held_out, config.text_field, tokenizer, n_tokens)
+    validation = TokenWindowDataset(tokens, seq_len)
+    shuffle_seed = None
+    if config.shuffle:
+        shuffle_seed = seed
+    token_stream = stream.TokenStream(
+        documents, config.text_field, tokenizer, seq_len, shuffle_seed
     )
-    shuffle_seed = seed if config.shuffle else None
-    tokens = stream.TokenStream(documents, config.text_field, tokenizer, seq_len, shuffle_seed)
-    sizes = config.batch_size, global_batch_size, dp_rank, dp_size, config.data_workers
-    train = stream.StreamedSource(tokens, fingerprint, *sizes)
-    return Data(train, validation, tokenizer, [train.note] if train.note else [])
+    train = stream.StreamedSource(
+        token_stream,
+        fingerprint,
+        config.batch_size,
+        global_batch_size,
+        dp_rank,
+        dp_size,
+        config.data_workers,
+    )
+    notes: list[str] = []
+    if train.note is not None:
+        notes.append(train.note)
+    return Data(train, validation, tokenizer, notes)
+
+
+def _open_held_out_documents(config: DataConfig, train_data: str) -> stream.Documents:
+    """Open the validation data of a streamed dataset: local files, or one of its splits."""
+    val_data = config.val_data
+    if val_data is not None and stream.is_local(val_data):
+        documents, _ = stream.open_documents(val_data, "val_data", "train", None)
+        return documents
+    if stream.is_local(train_data):
+        problem = "local files of dataset: hf have no validation split"
+        raise ConfigError(f"val_data: {problem}; set it to a file, directory or glob")
+    split = val_data or "validation"
+    documents, _ = stream.open_documents(train_data, "val_data", split, config.hf_config)
+    return documents
