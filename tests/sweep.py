@@ -139,10 +139,10 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def dataset(folder: Path) -> bool:
     from lm.errors import RunError
-    from lm.prepare.token_writer import verify
+    from lm.prepare.token_writer import verify_dataset
 
     with suppress(RunError):
-        return bool(verify(folder / "out"))
+        return bool(verify_dataset(folder / "out"))
     return not (folder / "out" / "train.json").exists()
 
 

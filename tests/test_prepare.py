@@ -169,7 +169,7 @@ def test_prepare_reads_files_in_order(tmp_path: Path) -> None:
         *sorted(content(tmp_path / "out")),
     ]
     assert sorted(content(tmp_path / "out")) == ["train.bin", "train.ends", "train.json"]
-    (line,) = token_writer.verify(tmp_path / "out")
+    (line,) = token_writer.verify_dataset(tmp_path / "out")
     assert output.splitlines()[-1] in line
 
 
@@ -262,7 +262,7 @@ def test_prepare_reads_a_file_of_two_names_once(tmp_path: Path) -> None:
 
 def test_prepare_tokens_do_not_depend_on_workers(tmp_path: Path) -> None:
     texts = [f"document {n}\n" * (n % 3000) for n in range(400)] + [
-        "longer than a chunk\n" * readers.CHUNK
+        "longer than a chunk\n" * readers.CHUNK_SIZE
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts[1:]))
     common = (tmp_path / "a.jsonl", "--tokenizer", "bytes", "--workers")
@@ -334,7 +334,7 @@ def test_hdf5_samples_are_joined_up_to_end_of_text(
 ) -> None:
     path = hdf5(tmp_path / "a.h5", [[9, 9, 1, 2], [3, 4, 5, 9], [9, 9, 6, 9], [9, 7, 8, 1]])
     for chunk in (1 << 20, 1, 4, 8):
-        monkeypatch.setattr(readers, "CHUNK", chunk)
+        monkeypatch.setattr(readers, "CHUNK_SIZE", chunk)
         assert joined(read_ids(path, 10, 9, 0.0)) == (
             [1, 2, 3, 4, 5, 9, 6, 9, 7, 8, 1, 9],
             [6, 8, 12],
@@ -411,7 +411,7 @@ def test_hdf5_without_samples_of_ids_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(readers, "CHUNK", 4)
+    monkeypatch.setattr(readers, "CHUNK_SIZE", 4)
     monkeypatch.chdir(tmp_path)
     hdf5(tmp_path / "secret.h5", [[1, 2]])
     path = tmp_path / "a.h5"
@@ -662,7 +662,7 @@ class Killed(BaseException):
 def test_prepare_killed_while_installing_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = dict.fromkeys(token_writer.OUTPUT - {token_writer.LOCK}, b"old")
+    old = dict.fromkeys(token_writer.OUTPUT_FILES - {token_writer.LOCK}, b"old")
     new = dict.fromkeys((FILE, "train.bin", "train.ends", "train.json"), b"new")
     steps = 0
 
@@ -685,7 +685,7 @@ def test_prepare_killed_while_installing_loses_nothing(
                 (folder / name).write_bytes(each)
         steps = kills
         try:
-            token_writer.install(out)
+            token_writer.install_dataset(out)
             break
         except Killed:
             pass
@@ -696,7 +696,7 @@ def test_prepare_killed_while_installing_loses_nothing(
         if "train.json" in left:
             assert left in (old, new)
         steps = 100
-        token_writer.install(out)
+        token_writer.install_dataset(out)
         assert content(out) == new
         assert not (out / token_writer.READY).exists()
     assert kills == len(old) + len(new) + 1
@@ -735,7 +735,7 @@ def test_prepare_killed_leaves_no_dataset(
     process.wait()
     assert sorted(path.name for path in out.iterdir()) == [token_writer.DRAFTS, "lock"]
     with pytest.raises(ConfigError, match=r"train\.json"):
-        token_writer.verify(out)
+        token_writer.verify_dataset(out)
     (out.parent / "b.txt").write_text("to be")
     assert run(out.parent / "b.txt", "--tokenizer", "bytes", "--out", out)[0] == 0
     assert dataset(out) == as_bytes("to be")
@@ -758,7 +758,7 @@ def test_prepare_refuses_input_that_changes(
 def test_prepare_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(byte_level_tokenizer())
     line = "To be, or not to be:\n"
-    (tmp_path / "a.txt").write_text(line * (readers.CHUNK // 20))
+    (tmp_path / "a.txt").write_text(line * (readers.CHUNK_SIZE // 20))
     (tmp_path / "b.txt").write_text(line * 2_000_000)
     out = tmp_path / "out"
     process = start(tmp_path / "a.txt", tmp_path / "b.txt", "--tokenizer", tmp_path, "--out", out)
@@ -824,7 +824,7 @@ def test_prepare_verify_finds_every_flipped_bit(
             flipped[bit // 8] ^= 1 << bit % 8
             (out / name).write_bytes(flipped)
             with pytest.raises(RunError, match=f"^{out}/{name}: "):
-                token_writer.verify(out)
+                token_writer.verify_dataset(out)
         (out / name).write_bytes(before)
     (out / "train.bin").write_bytes(bytes(12))
     (out / "train.ends").unlink()

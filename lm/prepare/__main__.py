@@ -38,7 +38,7 @@ from lm.fileio import write_durably
 from lm.launch.machine import usable_cores
 from lm.launch.spawn import run_and_exit
 from lm.prepare import token_writer
-from lm.prepare.encoder import encode
+from lm.prepare.encoder import encode_in_threads
 from lm.prepare.readers import (
     FORMATS,
     Document,
@@ -49,27 +49,27 @@ from lm.prepare.readers import (
     read_documents,
     read_ids,
 )
-from lm.prepare.token_writer import DRAFTS, LOCK, OUTPUT, READY, TRAIN, SplitWriter, verify
+from lm.prepare.token_writer import DRAFTS, LOCK, OUTPUT_FILES, READY, TRAIN, SplitWriter
 from lm.runtime.run_dir import lock_file
 
 LOG_SECONDS = 30.0
 """Time between progress lines if stderr is not a terminal."""
 
 
-def prepare(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
+def write_dataset(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
     """Write the dataset, unless DIR already holds it. Return the lines to print."""
     tokenizer = None
     if args.tokenizer not in (None, "none"):
         tokenizer = load_tokenizer(args.tokenizer)
-    _lock(args.out)
+    _lock_directory(args.out)
     index = args.out / f"{TRAIN}.json"
     drafts = args.out / DRAFTS
     try:
-        token_writer.install(args.out)
+        token_writer.install_dataset(args.out)
         modified = [path.stat().st_mtime_ns for path in files]
-        sources = [token_writer.source_record(path) for path in files]
+        sources = [token_writer.make_source_record(path) for path in files]
         if index.exists() and not args.overwrite:
-            return [_check_existing(index, _description(args, tokenizer, sources))]
+            return [_check_existing(index, _expected_contents(args, tokenizer, sources))]
         shutil.rmtree(drafts, ignore_errors=True)
         drafts.mkdir()
         lines = _write_drafts(args, files, sources, tokenizer)
@@ -77,7 +77,7 @@ def prepare(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
             if path.stat().st_mtime_ns != before:
                 raise RunError(f"{path}: changed while it was read; run the command again")
         drafts.rename(args.out / READY)
-        token_writer.install(args.out)
+        token_writer.install_dataset(args.out)
         return lines
     except OSError as error:
         problem = f"{error.filename or args.out}: {error.strerror}"
@@ -88,7 +88,7 @@ def prepare(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
         shutil.rmtree(drafts, ignore_errors=True)
 
 
-def _lock(out: Path) -> None:
+def _lock_directory(out: Path) -> None:
     """Make the directory `out`, and hold it until this process ends."""
     if out.is_symlink():
         problem = "is a symbolic link; pass the directory that it leads to"
@@ -104,28 +104,28 @@ def _lock(out: Path) -> None:
         raise RunError(f"--out: {out}: in use by {holder}; {remedy}")
 
 
-def _options(args: argparse.Namespace) -> dict[str, Any]:
+def _index_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments that the tokens depend on."""
     names = ("format", "text_field", "validation_fraction", "train_tokenizer")
     return {name: getattr(args, name) for name in names}
 
 
-def _description(
+def _expected_contents(
     args: argparse.Namespace, tokenizer: Tokenizer | None, sources: Sequence[SourceRecord]
 ) -> dict[str, object]:
-    """Return what the dataset of this command is known by before it is written."""
-    description: dict[str, object] = {**_options(args), "input": list(sources)}
+    """Return what is known of the index of this command's dataset before it is written."""
+    expected: dict[str, object] = {**_index_options(args), "input": list(sources)}
     if tokenizer is not None:
-        description["tokenizer"] = tokenizer.identity
-        description["vocab_size"] = tokenizer.vocab_size
+        expected["tokenizer"] = tokenizer.identity
+        expected["vocab_size"] = tokenizer.vocab_size
     elif args.train_tokenizer is None:
-        description["tokenizer"] = None
-        description["vocab_size"] = args.vocab_size
-    return description
+        expected["tokenizer"] = None
+        expected["vocab_size"] = args.vocab_size
+    return expected
 
 
-def _check_existing(path: Path, wanted: Mapping[str, object]) -> str:
-    """Return a line about the dataset with the index `path`, if it is the wanted one."""
+def _check_existing(path: Path, expected: Mapping[str, object]) -> str:
+    """Return a line about the dataset with the index `path`, if it is the expected one."""
     try:
         index = read_index(path)
     except ConfigError as error:
@@ -136,12 +136,12 @@ def _check_existing(path: Path, wanted: Mapping[str, object]) -> str:
         "tokenizer": index.tokenizer,
         "vocab_size": index.vocab_size,
     }
-    different = [key for key, value in wanted.items() if found.get(key) != value]
+    different = [key for key, value in expected.items() if found.get(key) != value]
     if different:
         problem = f"contains another dataset (different: {', '.join(different)})"
         remedy = "choose another directory, or replace it with --overwrite"
         raise ConfigError(f"--out: {path.parent}: {problem}; {remedy}")
-    return f"{token_writer.describe(path, index)}: already exists"
+    return f"{token_writer.describe_split(path, index)}: already exists"
 
 
 def _write_drafts(
@@ -153,13 +153,13 @@ def _write_drafts(
     """Write all files of the dataset. Return the lines to print."""
     fraction = args.validation_fraction
     notes: list[str] = []
-    texts = [path for path in files if format_of(path, args.format) != "hdf5"]
-    documents = read_documents(texts, args.format, args.text_field)
+    text_files = [path for path in files if format_of(path, args.format) != "hdf5"]
+    documents = read_documents(text_files, args.format, args.text_field)
     from_tail = must_split(documents, fraction)
     if from_tail:
         notes.append(f"too few documents: the last {100 * fraction:g} % of each is held out")
     if args.train_tokenizer is not None:
-        tokenizer = _train_tokenizer(args, files, from_tail)
+        tokenizer = _train_file_tokenizer(args, files, from_tail)
         if tokenizer.vocab_size != args.train_tokenizer:
             size = f"{tokenizer.vocab_size} tokens"
             notes.append(f"the trained tokenizer has {size}: the text contains no more")
@@ -175,8 +175,8 @@ def _write_drafts(
     n_tokens = 0
     n_bytes = 0
     started = time.monotonic()
-    with _progress("encoding", args, files) as progress:
-        for chunk in _encode(args, files, tokenizer, from_tail):
+    with _progress_bar("encoding", args, files) as progress:
+        for chunk in _read_tokens(args, files, tokenizer, from_tail):
             writers[chunk.held_out].add(chunk)
             n_tokens += len(chunk.ids)
             n_bytes += chunk.size
@@ -184,7 +184,7 @@ def _write_drafts(
             progress.set_postfix_str(f"{speed:,.0f} tokens/s", refresh=False)
             progress.update(chunk.size)
     _check_not_empty(files, writers, fraction)
-    lines = [writer.finish(identity, sources, _options(args)) for writer in writers]
+    lines = [writer.finish(identity, sources, _index_options(args)) for writer in writers]
     seconds = time.monotonic() - started
     megabytes = n_bytes / 1e6
     speed = f"{megabytes / seconds:,.2f} MB/s, {n_tokens / seconds:,.0f} tokens/s"
@@ -200,64 +200,59 @@ def _check_not_empty(
     for writer in writers:
         if writer.n_documents == 0:
             problem = f"{fraction:g} of {n_documents} document(s) leaves none for {writer.name}"
-            remedy = "choose another fraction, or prepare separate files for validation in another directory"
+            separate = "prepare separate files for validation in another directory"
+            remedy = f"choose another fraction, or {separate}"
             raise ConfigError(f"--validation-fraction: {problem}; {remedy}")
 
 
-def _documents(
+def _read_split_documents(
     args: argparse.Namespace, files: Sequence[Path], from_tail: bool
 ) -> Iterator[Document]:
     documents = read_documents(files, args.format, args.text_field)
     return hold_out(documents, args.validation_fraction, from_tail)
 
 
-def _train_tokenizer(
+def _train_file_tokenizer(
     args: argparse.Namespace, files: Sequence[Path], from_tail: bool
 ) -> FileTokenizer:
-    texts = _training_texts(args, files, from_tail)
+    texts = _read_training_texts(args, files, from_tail)
     return FileTokenizer({FILE: train_tokenizer(texts, args.train_tokenizer)}, FILE)
 
 
-def _training_texts(
+def _read_training_texts(
     args: argparse.Namespace, files: Sequence[Path], from_tail: bool
 ) -> Iterator[str]:
-    with _progress("reading for the tokenizer", args, files) as progress:
-        for document in _documents(args, files, from_tail):
+    with _progress_bar("reading for the tokenizer", args, files) as progress:
+        for document in _read_split_documents(args, files, from_tail):
             if not document.held_out:
                 yield document.text
             progress.update(document.size)
 
 
-def _encode(
+def _read_tokens(
     args: argparse.Namespace, files: Sequence[Path], tokenizer: Tokenizer | None, from_tail: bool
 ) -> Iterator[TokenChunk]:
     """Yield the tokens of all files in order."""
+    vocab_size = tokenizer.vocab_size if tokenizer else args.vocab_size
+    eos_id = tokenizer.eos_id if tokenizer else None
     by_kind = itertools.groupby(files, lambda path: format_of(path, args.format) == "hdf5")
     for has_ids, group in by_kind:
         paths = list(group)
-        if not has_ids:
+        if has_ids:
+            for path in paths:
+                yield from read_ids(path, vocab_size, eos_id, args.validation_fraction)
+        else:
             assert tokenizer is not None  # find_inputs
-            documents = _documents(args, paths, from_tail)
-            yield from encode(documents, tokenizer, args.workers)
-            continue
-        vocab_size = tokenizer.vocab_size if tokenizer else args.vocab_size
-        eos_id = tokenizer.eos_id if tokenizer else None
-        for path in paths:
-            yield from read_ids(path, vocab_size, eos_id, args.validation_fraction)
+            documents = _read_split_documents(args, paths, from_tail)
+            yield from encode_in_threads(documents, tokenizer, args.workers)
 
 
-def _progress(what: str, args: argparse.Namespace, files: Sequence[Path]) -> tqdm[Any]:
+def _progress_bar(what: str, args: argparse.Namespace, files: Sequence[Path]) -> tqdm[Any]:
     """Return a bar on a terminal, or a line every `LOG_SECONDS`, on stderr."""
-    total = 0
-    for path in files:
-        if format_of(path, args.format) not in ("text", "jsonl") or is_compressed(path):
-            total = None  # the size of the text is unknown
-            break
-        total += path.stat().st_size
     seconds = 0.1 if sys.stderr.isatty() else LOG_SECONDS
     return tqdm(
         desc=what,
-        total=total,
+        total=_text_bytes(args, files),
         delay=seconds,
         mininterval=seconds,
         unit="B",
@@ -266,7 +261,17 @@ def _progress(what: str, args: argparse.Namespace, files: Sequence[Path]) -> tqd
     )
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _text_bytes(args: argparse.Namespace, files: Sequence[Path]) -> int | None:
+    """Return the size of the text in `files`; None = unknown until they are read."""
+    total = 0
+    for path in files:
+        if format_of(path, args.format) not in ("text", "jsonl") or is_compressed(path):
+            return None
+        total += path.stat().st_size
+    return total
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line, or raise ConfigError with all problems."""
     description = "Convert text to token files."
     parser = argparse.ArgumentParser(prog="python -m lm.prepare", description=description)
@@ -367,37 +372,42 @@ def find_inputs(args: argparse.Namespace) -> list[Path]:
     out = args.out.resolve()
     files: list[Path] = []
     for target, path in targets.items():
-        if target.parent != out or target.name not in OUTPUT:
+        if target.parent != out or target.name not in OUTPUT_FILES:
             files.append(path)
     if targets and not files:
         remedy = "pass the files to encode"
         problems.append(f"INPUT: contains only the files of --out, {args.out}; {remedy}")
-    known = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes)
     for path in files:
-        name = format_of(path, args.format)
-        if name is None:
-            problem = f"has no suffix of a known format ({known}); choose one with --format"
-        elif name != "hdf5" and args.tokenizer == "none":
-            problem = "is text, but --tokenizer none is for HDF5 only; pass a tokenizer"
-        elif name == "hdf5" and args.train_tokenizer is not None:
-            problem = "contains ids, no text to train a tokenizer on; pass --tokenizer"
-        else:
-            continue
-        problems.append(f"{path}: {problem}")
+        problem = _format_problem(args, format_of(path, args.format))
+        if problem is not None:
+            problems.append(f"{path}: {problem}")
     if problems:
         raise ConfigError(*problems[:20])
     return files
 
 
+def _format_problem(args: argparse.Namespace, name: str | None) -> str | None:
+    """Return why a file of the format `name` cannot be encoded as `args` say, if it cannot."""
+    if name is None:
+        known = ", ".join(itertools.chain.from_iterable(FORMATS.values()))
+        return f"has no suffix of a known format ({known}); choose one with --format"
+    if name != "hdf5" and args.tokenizer == "none":
+        return "is text, but --tokenizer none is for HDF5 only; pass a tokenizer"
+    if name == "hdf5" and args.train_tokenizer is not None:
+        return "contains ids, no text to train a tokenizer on; pass --tokenizer"
+    return None
+
+
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
-    args = parse(arguments)
+    args = parse_arguments(arguments)
     if args.verify:
-        print(*verify(args.verify), sep="\n")
-        return 0
-    files = find_inputs(args)
-    print(*prepare(args, files), sep="\n")
+        lines = token_writer.verify_dataset(args.verify)
+    else:
+        files = find_inputs(args)
+        lines = write_dataset(args, files)
+    print(*lines, sep="\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Encoding of documents by threads: the `tokenizers` library encodes without holding Python's global lock."""
+"""Encoding of documents by threads: the `tokenizers` library releases Python's global lock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lm.data.tokenizer import Tokenizer, encode_documents
-from lm.prepare.readers import CHUNK, Document, TokenChunk
+from lm.prepare.readers import CHUNK_SIZE, Document, TokenChunk
 
 CHUNKS_PER_THREAD = 3
 """Chunks that are encoded or wait to be written, for each thread."""
@@ -25,10 +25,10 @@ class _TextChunk:
     """bytes of input"""
 
 
-def encode(
+def encode_in_threads(
     documents: Iterable[Document], tokenizer: Tokenizer, n_threads: int
 ) -> Iterator[TokenChunk]:
-    """Yield the tokens of `documents`, each with an end-of-text token. Each split keeps their order.
+    """Yield the tokens of `documents`, each with an end-of-text token, in order for each split.
 
     Encoding a chunk per thread, and not the documents of one chunk in parallel, keeps all threads
     busy where a chunk is a single long document.
@@ -37,7 +37,7 @@ def encode(
     pool = ThreadPoolExecutor(n_threads)
     pending: deque[Future[TokenChunk]] = deque()
     try:
-        for chunk in _chunks(documents):
+        for chunk in _group_documents(documents):
             pending.append(pool.submit(_encode_chunk, chunk, tokenizer))
             if len(pending) > CHUNKS_PER_THREAD * n_threads:
                 yield pending.popleft().result()
@@ -47,14 +47,14 @@ def encode(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _chunks(documents: Iterable[Document]) -> Iterator[_TextChunk]:
-    """Yield chunks of at least `CHUNK` bytes of input, and what remains at the end."""
-    chunks = {held_out: _TextChunk(held_out) for held_out in (False, True)}
+def _group_documents(documents: Iterable[Document]) -> Iterator[_TextChunk]:
+    """Yield chunks of at least `CHUNK_SIZE` bytes of input, and what remains at the end."""
+    chunks = {False: _TextChunk(held_out=False), True: _TextChunk(held_out=True)}
     for document in documents:
         chunk = chunks[document.held_out]
         chunk.texts.append(document.text)
         chunk.size += document.size
-        if chunk.size >= CHUNK:
+        if chunk.size >= CHUNK_SIZE:
             yield chunk
             chunks[document.held_out] = _TextChunk(document.held_out)
     for chunk in chunks.values():
@@ -64,5 +64,6 @@ def _chunks(documents: Iterable[Document]) -> Iterator[_TextChunk]:
 
 def _encode_chunk(chunk: _TextChunk, tokenizer: Tokenizer) -> TokenChunk:
     documents = encode_documents(tokenizer, chunk.texts)
-    lengths = [len(document) for document in documents]
-    return TokenChunk(np.concatenate(documents), np.cumsum(lengths), chunk.held_out, chunk.size)
+    ids = np.concatenate(documents)
+    ends = np.cumsum([len(document) for document in documents])
+    return TokenChunk(ids, ends, chunk.held_out, chunk.size)

@@ -27,12 +27,13 @@ from lm.data.files import (
 )
 from lm.errors import ConfigError
 
-CHUNK = 1 << 20
-"""Minimum size of the chunks that threads encode, each of complete documents (bytes of input)."""
+CHUNK_SIZE = 1 << 20
+"""Bytes of input after which a chunk of complete documents is encoded; HDF5: ids read at once."""
 
 MAX_COMPRESSION = 1100
 """By which factor HDF5's filters can compress. Deflate, the strongest, has 1032."""
 MAX_SAMPLE_BYTES = 1 << 30
+"""Of one row of an HDF5 file, which is read at once."""
 
 FORMATS = {
     "text": (".txt", ".md", ".py"),
@@ -42,6 +43,9 @@ FORMATS = {
     "arrow": (".arrow",),
     "hdf5": (".h5", ".hdf5"),
 }
+"""suffixes of files by format"""
+_READ_COMPRESSED = ("text", "jsonl", "csv")
+"""formats that are also read from .gz and .zst files"""
 
 
 @dataclass(slots=True)
@@ -82,22 +86,22 @@ def hold_out(documents: Iterable[Document], fraction: float, from_tail: bool) ->
     """Yield the documents, with `fraction` of them held out, or the last `fraction` of each."""
     for document in documents:
         if from_tail:
-            yield from _split(document, fraction)
+            yield from _split_document(document, fraction)
         elif fraction > 0:
             yield replace(document, held_out=is_held_out(document.text.encode(), fraction))
         else:
             yield document
 
 
-def _split(document: Document, fraction: float) -> Iterator[Document]:
+def _split_document(document: Document, fraction: float) -> Iterator[Document]:
+    """Yield a document without its last `fraction`, then that; each has its share of the bytes."""
     n_characters = len(document.text)
-    cut = n_characters - round(n_characters * fraction)
-    kept = document.size * cut // n_characters
-    head, tail = document.text[:cut], document.text[cut:]
-    if head:
-        yield Document(head, kept)
-    if tail:
-        yield Document(tail, document.size - kept, held_out=True)
+    n_kept = n_characters - round(n_characters * fraction)
+    kept_size = document.size * n_kept // n_characters
+    if n_kept > 0:
+        yield Document(document.text[:n_kept], kept_size)
+    if n_kept < n_characters:
+        yield Document(document.text[n_kept:], document.size - kept_size, held_out=True)
 
 
 def must_split(documents: Iterable[Document], fraction: float) -> bool:
@@ -123,11 +127,17 @@ def format_of(path: Path, override: str | None) -> str | None:
     name = override
     if name is None:
         uncompressed = Path(path.stem) if is_compressed(path) else path
-        suffix = uncompressed.suffix.lower()
-        name = next((name for name, suffixes in FORMATS.items() if suffix in suffixes), None)
-    if is_compressed(path) and name not in ("text", "jsonl", "csv"):
+        name = _format_by_suffix(uncompressed.suffix.lower())
+    if is_compressed(path) and name not in _READ_COMPRESSED:
         return None
     return name
+
+
+def _format_by_suffix(suffix: str) -> str | None:
+    for name, suffixes in FORMATS.items():
+        if suffix in suffixes:
+            return name
+    return None
 
 
 def read_documents(paths: Iterable[Path], override: str | None, field: str) -> Iterator[Document]:
@@ -138,41 +148,41 @@ def read_documents(paths: Iterable[Path], override: str | None, field: str) -> I
         field: column or key of the text.
     """
     for path in paths:
-        documents = _read(path, format_of(path, override), field)
-        yield from (document for document in documents if document.text)
+        for document in _read_file(path, format_of(path, override), field):
+            if document.text:
+                yield document
 
 
-def _read(path: Path, name: str | None, field: str) -> Iterator[Document]:
+def _read_file(path: Path, name: str | None, field: str) -> Iterator[Document]:
     match name:
         case "text":
-            data = b"".join(read_blocks(path))
-            yield Document(decode_utf8(path, data), len(data))
+            content = b"".join(read_blocks(path))
+            yield Document(decode_utf8(path, content), len(content))
         case "jsonl":
-            for place, record, size in read_json_lines(path):
-                yield _document(record, field, place, size)
+            for line in read_json_lines(path):
+                yield Document(_get_text(line.record, field, line.place), line.size)
         case "csv":
             yield from _read_csv(path, field)
         case _:
             yield from _read_table(str(name), path, field)
 
 
-def _document(record: Mapping[str, Any], field: str, place: str, size: int = 0) -> Document:
+def _get_text(record: Mapping[str, Any], field: str, place: str) -> str:
     try:
-        text = get_text(record, field, "--text-field")
+        return get_text(record, field, "--text-field")
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
-    return Document(text, size or len(text))
 
 
 def _read_csv(path: Path, field: str) -> Iterator[Document]:
     """Read with the standard library: it knows line numbers, limits no field, guesses no types."""
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(_read_lines(path), strict=True)
+    reader = csv.reader(_read_text_lines(path), strict=True)
     try:
         header = next(reader, None)
         if header is None:
             return
-        _document(dict.fromkeys(header, ""), field, f"{path}:1")
+        _check_column(header, field, f"{path}:1")
         column = header.index(field)
         for row in reader:
             if not row:
@@ -186,11 +196,16 @@ def _read_csv(path: Path, field: str) -> Iterator[Document]:
         raise ConfigError(f"{path}:{reader.line_num}: is not valid CSV: {error}") from None
 
 
-def _read_lines(path: Path) -> Iterator[str]:
+def _read_text_lines(path: Path) -> Iterator[str]:
     offset = 0
     for block in read_line_blocks(path):
         yield from io.StringIO(decode_utf8(path, block, offset))
         offset += len(block)
+
+
+def _check_column(columns: Iterable[str], field: str, place: str) -> None:
+    """Raise ConfigError if there is no column `field`."""
+    _get_text(dict.fromkeys(columns, ""), field, place)
 
 
 def _read_table(name: str, path: Path, field: str) -> Iterator[Document]:
@@ -201,9 +216,10 @@ def _read_table(name: str, path: Path, field: str) -> Iterator[Document]:
     logging.set_verbosity(logging.CRITICAL)  # the errors below report the problem
     try:
         table: Any = open_table(name, [path])
-        _document(dict.fromkeys(table.features, ""), field, str(path))
+        _check_column(table.features, field, str(path))
         for row, record in enumerate(table.select_columns([field]), 1):
-            yield _document(record, field, f"{path}: row {row}")
+            text = _get_text(record, field, f"{path}: row {row}")
+            yield Document(text, len(text))
     except (OSError, ValueError) as error:  # pyarrow's errors are subclasses of these
         raise ConfigError(f"{path}: cannot be read as {name}: {error_text(error)}") from None
 
@@ -257,9 +273,10 @@ def _read_samples(
     path: Path, data: Any, vocab_size: int, *, by_sample: bool
 ) -> Iterator[NDArray[np.integer[Any]]]:
     """Yield the ids of one sample, or of several consecutive ones, as one array."""
-    step = max(1, CHUNK // max(1, data.shape[1]))
-    for first in range(0, data.shape[0], step):
-        samples = data[first : first + step]
+    n_samples, sample_length = data.shape
+    n_at_once = max(1, CHUNK_SIZE // max(1, sample_length))
+    for first in range(0, n_samples, n_at_once):
+        samples = data[first : first + n_at_once]
         is_wrong = (samples < 0) | (samples >= vocab_size)
         if is_wrong.any():
             row, column = np.argwhere(is_wrong)[0]
@@ -276,20 +293,31 @@ def _read_samples(
 def _join_samples(
     samples: Iterable[NDArray[np.integer[Any]]], eos_id: int | None, fraction: float
 ) -> Iterator[TokenChunk]:
-    end = np.array([] if eos_id is None else [eos_id], np.uint32)
-    by_split = itertools.groupby(
-        samples, lambda ids: is_held_out(ids.astype("<u4").tobytes(), fraction)
-    )
-    for held_out, run in by_split:
-        last = eos_id  # the id before the current one, or eos_id between documents
+    """Yield the ids of samples; consecutive ones of the same split are parts of one sequence."""
+    for held_out, run in itertools.groupby(samples, lambda ids: _is_held_out_ids(ids, fraction)):
+        previous_id = eos_id  # as between documents
         for ids in run:
             if eos_id is not None:
-                is_end = ids == eos_id
-                follows_end = np.concatenate([[last == eos_id], is_end[:-1]])
-                ids = ids[~(is_end & follows_end)]
-            if len(ids):
+                ids = _without_repeated(ids, eos_id, previous_id)
+            if len(ids) > 0:
                 ends = np.flatnonzero(ids == eos_id) + 1
                 yield TokenChunk(ids, ends, held_out, ids.nbytes)
-                last = int(ids[-1])
-        if last != eos_id:
-            yield TokenChunk(end, np.array([len(end)]), held_out, 0)
+                previous_id = int(ids[-1])
+        if previous_id != eos_id:
+            # The last document of the run has no end yet; without `eos_id`, no token marks it.
+            end_ids = [] if eos_id is None else [eos_id]
+            ends = np.array([len(end_ids)])
+            yield TokenChunk(np.array(end_ids, np.uint32), ends, held_out, 0)
+
+
+def _is_held_out_ids(ids: NDArray[np.integer[Any]], fraction: float) -> bool:
+    return is_held_out(ids.astype("<u4").tobytes(), fraction)
+
+
+def _without_repeated(
+    ids: NDArray[np.integer[Any]], eos_id: int, previous_id: int | None
+) -> NDArray[np.integer[Any]]:
+    """Return `ids`, which follow `previous_id`, without each `eos_id` that follows another."""
+    is_end = ids == eos_id
+    follows_end = np.concatenate([[previous_id == eos_id], is_end[:-1]])
+    return ids[~(is_end & follows_end)]

@@ -34,8 +34,9 @@ LOCK = "lock"
 TRAIN = "train"
 VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
-_SPLIT_FILES = {f"{split}.{suffix}" for split in SPLITS for suffix in ("bin", "ends", "json")}
-OUTPUT = {LOCK, *FILES, *_SPLIT_FILES}
+_SPLIT_FILES = ("train.bin", "train.ends", "train.json")
+_SPLIT_FILES += ("validation.bin", "validation.ends", "validation.json")
+OUTPUT_FILES = {LOCK, *FILES, *_SPLIT_FILES}
 _REWRITE = "write the dataset again: python -m lm.prepare --overwrite"
 
 
@@ -98,10 +99,10 @@ class SplitWriter:
         name = f"{self.name}.json"
         content = index.model_dump_json(indent=1).encode()
         write_durably(self._directory / DRAFTS / name, content)
-        return describe(self._directory / name, index)
+        return describe_split(self._directory / name, index)
 
 
-def install(directory: Path) -> None:
+def install_dataset(directory: Path) -> None:
     """Replace the dataset in `directory` by the one in `READY`, if any.
 
     Finishes what a killed process has started.
@@ -109,32 +110,35 @@ def install(directory: Path) -> None:
     ready = directory / READY
     if ready.is_symlink() or not ready.is_dir():
         return
+    # The index of the training data says that a dataset is complete: deleted first, moved last.
     first = f"{TRAIN}.bin"
     last = [f"{VALIDATION}.json", f"{TRAIN}.json"]
-    names = {path.name for path in ready.iterdir()}
-    if first in names:  # nothing has been moved yet, so the directory holds the old dataset
-        for name in (*reversed(last), *sorted(OUTPUT - {LOCK, *last})):
+    new = {path.name for path in ready.iterdir()}
+    if first in new:  # nothing has been moved yet, so the directory holds the old dataset
+        others = OUTPUT_FILES - {LOCK, *last}
+        for name in [*reversed(last), *sorted(others)]:
             (directory / name).unlink(missing_ok=True)
-    for name in (first, *sorted(names - {first, *last}), *last):
-        if name in names:
+    others = new - {first, *last}
+    for name in [first, *sorted(others), *last]:
+        if name in new:
             (ready / name).rename(directory / name)
     ready.rmdir()
     sync_directory(directory)
 
 
-def describe(path: Path, index: TokenIndex) -> str:
+def describe_split(path: Path, index: TokenIndex) -> str:
     """Return a line about a token file; `path` is its index."""
     tokens = f"{index.tokens:,} tokens ({index.dtype})"
     return f"{path.with_suffix('.bin')}: {tokens} in {index.documents:,} documents"
 
 
-def source_record(path: Path) -> SourceRecord:
+def make_source_record(path: Path) -> SourceRecord:
     """Return what identifies the input file `path`."""
     name = os.fsencode(path).decode(errors="backslashreplace")  # file names need not be UTF-8
     return SourceRecord(name=name, bytes=path.stat().st_size, crc32c=crc32c(path.resolve()))
 
 
-def verify(directory: Path) -> list[str]:
+def verify_dataset(directory: Path) -> list[str]:
     """Compare the token files in `directory` with their checksums. Return a line for each split."""
     lines: list[str] = []
     problems: list[str] = []
@@ -143,7 +147,7 @@ def verify(directory: Path) -> list[str]:
         if split == VALIDATION and not path.exists():
             continue
         index = read_index(path)
-        lines.append(f"{describe(path, index)}: verified")
+        lines.append(f"{describe_split(path, index)}: verified")
         for suffix, checksum in ((".bin", index.crc32c), (".ends", index.ends_crc32c)):
             file = path.with_suffix(suffix)
             if not file.exists():
