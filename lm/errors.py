@@ -1,4 +1,4 @@
-"""Errors caused by configuration or environment: they end a run with one line per problem and no traceback."""
+"""Errors caused by configuration or environment: one line per problem, and no traceback."""
 
 from __future__ import annotations
 
@@ -15,15 +15,29 @@ T = TypeVar("T")
 
 MAX_LINE = 1000
 """characters of a problem; longer ones contain what others wrote"""
+_END = 295
+"""characters of the end of a longer one"""
+_MAX_PROBLEMS = 20
+"""of one kind"""
 
 
-def printable(text: str) -> str:
-    """Return `text` cut to `MAX_LINE` characters, without what would change a terminal or cannot be encoded."""
+def make_printable(text: str) -> str:
+    """Return `text` cut to `MAX_LINE` characters, with escapes for those that are not printable.
+
+    These could change the terminal, or have no encoding there.
+    """
     if len(text) > MAX_LINE:
-        text = f"{text[: MAX_LINE - 300]} ... {text[-295:]}"
-    return re.sub(
-        r"[^\n ]", lambda match: match[0] if match[0].isprintable() else ascii(match[0])[1:-1], text
-    )
+        gap = " ... "
+        start = text[: MAX_LINE - len(gap) - _END]
+        text = f"{start}{gap}{text[-_END:]}"
+    return re.sub(r"[^\n ]", _escape_unprintable, text)
+
+
+def _escape_unprintable(match: re.Match[str]) -> str:
+    character = match[0]
+    if character.isprintable():
+        return character
+    return ascii(character)[1:-1]
 
 
 def escape_control(text: str) -> str:
@@ -31,13 +45,18 @@ def escape_control(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
 
 
-def first_20(problems: Sequence[str]) -> list[str]:
-    """Return the first 20 of `problems`, and how many more there are."""
-    return [*problems[:20], *([f"... and {len(problems) - 20} more"] if len(problems) > 20 else [])]
+def limit_problems(problems: Sequence[str]) -> list[str]:
+    """Return the first 20 of `problems`, and a line on how many more there are."""
+    limited = list(problems[:_MAX_PROBLEMS])
+    if len(problems) > _MAX_PROBLEMS:
+        limited.append(f"... and {len(problems) - _MAX_PROBLEMS} more")
+    return limited
 
 
 class RunError(Exception):
-    """The run cannot continue for a reason outside the program. Says what is wrong, why, and what to do.
+    """The run cannot continue for a reason outside the program.
+
+    Says what is wrong, why, and what to do.
 
     Args:
         problems: one line each. The line starts with what is wrong: a hyperparameter, a file or a
@@ -49,7 +68,7 @@ class RunError(Exception):
     exit_code = 1
 
     def __init__(self, *problems: str, rank_local: bool = False) -> None:
-        self.problems = tuple(printable(problem) for problem in problems)
+        self.problems = tuple(make_printable(problem) for problem in problems)
         self.rank_local = rank_local
         super().__init__(*self.problems)
 
@@ -65,20 +84,27 @@ class ConfigError(RunError):
     @classmethod
     def merge(cls, errors: Iterable[RunError]) -> ConfigError:
         """Return one error that lists the problems of all `errors`."""
-        return cls(*(problem for error in errors for problem in error.problems))
+        problems: list[str] = []
+        for error in errors:
+            problems += error.problems
+        return cls(*problems)
 
 
 @contextmanager
 def error_prefix(prefix: str) -> Iterator[None]:
-    """Let each problem of a ConfigError start with `prefix`, e.g. the hyperparameter that names the file."""
+    """Let each problem of a ConfigError start with `prefix`, e.g. the key that names the file."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(*(f"{prefix}: {problem}" for problem in error.problems)) from None
+        problems = [f"{prefix}: {problem}" for problem in error.problems]
+        raise ConfigError(*problems) from None
 
 
 def command(main: Callable[P, int]) -> Callable[P, int]:
-    """Make the `main` of a command print a RunError or OSError and return its exit code, or 130 after Ctrl-C."""
+    """Make the `main` of a command print a RunError or OSError, and return its exit code.
+
+    That is 130 after Ctrl-C.
+    """
 
     @functools.wraps(main)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -90,9 +116,8 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
             print(error, file=sys.stderr)
             return error.exit_code
         except OSError as error:  # most likely of stdout: a full disk, or head has closed the pipe
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # which Python flushes when it exits
+            # Python flushes stdout when it exits, which would fail, too.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             print(f"{error.filename or 'stdout'}: {error.strerror}", file=sys.stderr)
             return RunError.exit_code
         except KeyboardInterrupt:
@@ -102,15 +127,16 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
 
 
 def oserror_as_config_error(function: Callable[P, T]) -> Callable[P, T]:
-    """Make `function` raise ConfigError instead of OSError, for a file it cannot open or an invalid file name."""
+    """Make `function` raise ConfigError instead of OSError, e.g. for a file that is missing."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
         except OSError as error:
-            raise ConfigError(
-                f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            ) from None
+            problem = str(error)
+            if error.filename:
+                problem = f"{error.filename}: {error.strerror}"
+            raise ConfigError(problem) from None
 
     return wrapper

@@ -33,7 +33,7 @@ from lm.checkpoint.manifest import (
 )
 from lm.checkpoint.store import CheckpointStore
 from lm.config import Hyperparameters
-from lm.errors import ConfigError, error_prefix, oserror_as_config_error, printable
+from lm.errors import ConfigError, error_prefix, make_printable, oserror_as_config_error
 from lm.fields import keys_that_are
 from lm.metrics.device import peak_memory_gib
 from lm.runtime.world import World
@@ -232,7 +232,7 @@ def _resume_from(
 ) -> Manifest:
     manifest = saved.manifest
     for change in require_same_run(manifest, run_info):
-        log(f"changed: {printable(change)}")
+        log(f"changed: {make_printable(change)}")
     parts = dict(state)
     if not manifest.loss_scaled:
         del parts["scaler"]
@@ -249,7 +249,7 @@ def _load_weights(
     saved: SavedState, state: State, run_info: RunInfo, log: Callable[[str], None]
 ) -> None:
     for change in require_same_model(saved.manifest, run_info):
-        log(f"changed: {printable(change)}")
+        log(f"changed: {make_printable(change)}")
     saved.read_into({"model": state["model"]})
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
-from lm.errors import ConfigError, first_20
+from lm.errors import ConfigError, limit_problems
 from lm.fileio import MAX_JSON_BYTES, MAX_SLICES, open_regular, sync
 from lm.shards import local_rows
 
@@ -395,7 +395,9 @@ def find_tensors(
                 problems.append(f"{part}.{name}: {list(shape)} {dtype} in the checkpoint, {now}")
             found[f"{part}.{name}"] = tensor, Source(slices)
     if problems:
-        raise ConfigError(f"{directory}: the tensors differ from the model's:", *first_20(problems))
+        raise ConfigError(
+            f"{directory}: the tensors differ from the model's:", *limit_problems(problems)
+        )
     return found
 
 

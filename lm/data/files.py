@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lm.errors import ConfigError, first_20
+from lm.errors import ConfigError, limit_problems
 from lm.fileio import parse_json
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def raise_together(errors: Sequence[ConfigError]) -> None:
     """Raise one error with the problems of all `errors`, up to 20 of them in full, if any."""
     if errors:
         problems = ConfigError.merge(errors).problems
-        raise ConfigError(*first_20(problems))
+        raise ConfigError(*limit_problems(problems))
 
 
 def read_line_blocks(path: Path) -> Iterator[bytes]:

@@ -26,7 +26,7 @@ from lm.checkpoint.tensor_files import (
 )
 from lm.data import tokenizer
 from lm.data.files import download_from_hub
-from lm.errors import ConfigError, first_20, oserror_as_config_error
+from lm.errors import ConfigError, limit_problems, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 from lm.hf import families
 from lm.hf.families import Family
@@ -109,7 +109,7 @@ def open_model(directory: Path) -> HuggingFaceModel:
     problems = _compare_tensors(tensors, shapes)
     if problems:
         problem = f"{directory}: the tensors do not match {CONFIG}:"
-        raise ConfigError(problem, *first_20(problems))
+        raise ConfigError(problem, *limit_problems(problems))
     sources: dict[str, Source] = {}
     for name, place in places.items():
         sources[name] = Source(tensors[place.name], place.start, place.transposed)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import determined as det
 
-from lm.errors import RunError, printable
+from lm.errors import RunError, make_printable
 from lm.fileio import read_bytes, replace_durably
 from lm.metrics.sinks import Record, Sink
 from lm.runtime.run_dir import RunDir
@@ -378,7 +378,7 @@ class Tracker(Sink):
     def _turn_off(self, reason: str) -> None:
         if not self._is_off:
             self._is_off = True
-            reason = textwrap.shorten(_without_login(printable(reason)), 300)
+            reason = textwrap.shorten(_without_login(make_printable(reason)), 300)
             self._info(f"tracker {self._name} is off, the run continues: {reason}")
 
     def set_status(self, status: str) -> None:
