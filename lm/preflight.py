@@ -54,6 +54,8 @@ class ResolvedRun:
     """tokens that samples continue"""
     global_batch_size: int
     """sequences per step"""
+    validation_rate: int
+    """steps between validations"""
     info: RunInfo
     """what a checkpoint says of the run"""
     resume_plan: ResumePlan
@@ -61,6 +63,8 @@ class ResolvedRun:
     """weights to load before the checkpoint: a Hugging Face model's, or those under adapters"""
     trial: det.ClusterInfo | None
     """on a cluster"""
+    searcher: Searcher | None
+    """of the trial's experiment"""
     run_dir: RunDir | None
     """off the cluster"""
     memory: str | None
@@ -79,19 +83,6 @@ class ResolvedRun:
     @property
     def trains(self) -> bool:
         return self.max_steps > 0
-
-    @property
-    def validation_rate(self) -> int:
-        """Steps between validations."""
-        return self.hp.validation_rate or self.hp.report_rate
-
-    @property
-    def searcher(self) -> Searcher | None:
-        """The searcher of the trial's experiment."""
-        if self.trial is None:
-            return None
-        experiment = master.experiment_config(self.trial)
-        return Searcher.from_config(experiment, self.max_steps, self.validation_rate)
 
     @property
     def sample_rate(self) -> int | None:
@@ -318,6 +309,7 @@ def _resolve(
         steps_per_epoch = data.train.samples_per_epoch / batch_size
     max_steps = hp.run_length(steps_per_epoch)
     hp = hp.model_copy(update={"max_steps": max_steps or None})
+    validation_rate = hp.validation_rate or hp.report_rate
     run = ResolvedRun(
         hp=hp,
         amp_dtype=amp_dtype,
@@ -325,10 +317,12 @@ def _resolve(
         data=data,
         prompt=_prompt(hp, data),
         global_batch_size=batch_size,
+        validation_rate=validation_rate,
         info=_run_info(hp, amp_dtype, batch_size, data, trial, base),
         resume_plan=resume_plan,
         pretrained=_pretrained(hp, resume_plan, base),
         trial=trial,
+        searcher=_read_searcher(trial, max_steps, validation_rate),
         run_dir=run_dir,
         memory=memory,
     )
@@ -382,3 +376,11 @@ def _pretrained(hp: Hyperparameters, plan: ResumePlan, base: Base | None) -> str
     if plan.resume_candidates or plan.init_candidates:
         return None  # which hold all weights
     return hp.init_from
+
+
+def _read_searcher(
+    trial: det.ClusterInfo | None, max_steps: int, validation_rate: int
+) -> Searcher | None:
+    if trial is None:
+        return None
+    return Searcher.from_config(master.experiment_config(trial), max_steps, validation_rate)
