@@ -41,9 +41,9 @@ class LauncherVariables(NamedTuple):
     node_rank: str | None = None
     """None = follows from the other numbers"""
     others: tuple[str, ...] = ()
-    """required, too"""
+    """further required ones"""
     job_id: str | None = None
-    """of this start, where two of them can run on one machine at the same time"""
+    """ID of this start of the launcher; None = it sets none"""
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -132,14 +132,14 @@ class Launch:
         with error_prefix("environment"):
             torchrun_is_complete = not _TORCHRUN.missing_from(env)
             if torchrun_is_complete and "TORCHELASTIC_RUN_ID" in env:
-                return _read_torchrun(env)
+                return _read_torchrun(env)  # whatever has started torchrun
             launch = _read_mpiexec_or_srun(env)
             if launch is None:
                 if env.keys() & {_TORCHRUN.rank, _TORCHRUN.world_size, _TORCHRUN.local_rank}:
                     return _read_torchrun(env)
                 return cls()
             if launch.world_size == 1 and torchrun_is_complete:
-                # In this single task runs a launcher that sets the same variables as torchrun.
+                # The task started a launcher that sets torchrun's variables, e.g. `lm.launch`.
                 return _read_torchrun(env)
             _require_agreement(launch, env)
             return _with_rendezvous(launch, env)
@@ -218,7 +218,7 @@ def is_rank0() -> bool:
 
 def _read_mpiexec_or_srun(env: Mapping[str, str]) -> Launch | None:
     """Return what the innermost launcher other than torchrun says; None = there is none."""
-    found = [name for name in ("Open MPI", "PALS", "Hydra", "srun") if _is_set(name, env)]
+    found = [name for name in ("Open MPI", "PALS", "Hydra", "srun") if _is_started_by(name, env)]
     launches = [_read_ranks(name, env) for name in found]
     # srun may have started mpiexec's daemons, and then counts other ranks.
     by_mpiexec = [launch for launch in launches if launch.launcher != "srun"]
@@ -233,15 +233,15 @@ def _read_mpiexec_or_srun(env: Mapping[str, str]) -> Launch | None:
     return launches[0]
 
 
-def _is_set(launcher: str, env: Mapping[str, str]) -> bool:
-    """Return whether this launcher, and no shell or other launcher, has set its variables."""
+def _is_started_by(launcher: str, env: Mapping[str, str]) -> bool:
+    """Return whether `launcher` started this process: others set some of its variables, too."""
     if launcher == "srun":
         return _is_in_srun_task(env)
     names = _LAUNCHERS[launcher]
     present = env.keys() & {names.rank, names.local_rank, names.local_size}
     if launcher == "Hydra" and present == {names.rank}:
         # PALS and srun set PMI_RANK, too.
-        return not _is_set("PALS", env) and not _is_in_srun_task(env)
+        return not _is_started_by("PALS", env) and not _is_in_srun_task(env)
     return bool(present)
 
 
