@@ -43,13 +43,6 @@ def s3_server() -> Iterator[str]:
 @pytest.fixture
 def s3(s3_server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """URL below which nothing is stored yet."""
-    pytest.importorskip("s3fs", reason="needs s3fs")
-    import boto3
+    from tests.support.servers import use_s3
 
-    from tests.support.servers import CREDENTIALS, ISOLATED, fresh_sessions
-
-    for name, value in (CREDENTIALS | ISOLATED | {"AWS_ENDPOINT_URL": s3_server}).items():
-        monkeypatch.setenv(name, value)
-    fresh_sessions()
-    boto3.client("s3").create_bucket(Bucket="bucket")
-    return f"s3://bucket/{tmp_path.name}"
+    return use_s3(monkeypatch, s3_server, tmp_path.name)

@@ -80,32 +80,49 @@ def test_grace_period_is_longer_than_a_save() -> None:
         assert 30 < int(timeout) < pod["spec"]["terminationGracePeriodSeconds"]
 
 
-@pytest.mark.slow
-def test_trainjob_ends_after_a_bad_configuration(tmp_path: Path) -> None:
-    """Its container exits with the code that fails the Kubernetes Job, and so the JobSet."""
-    runtime, job = read_documents("trainjob.yaml")
-    policy, trainer = runtime["spec"]["template"]["spec"]["failurePolicy"], job["spec"]["trainer"]
+def trainjob_failure_rule() -> Document:
+    """The rule of the TrainJob's pods for a failure that no restart repairs."""
+    runtime, _ = read_documents("trainjob.yaml")
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     (rule,) = node["template"]["spec"]["podFailurePolicy"]["rules"]
+    return rule
+
+
+def test_trainjob_fails_with_its_pods() -> None:
+    """The exit code fails the Kubernetes Job, whose reason then fails the JobSet."""
+    runtime, _ = read_documents("trainjob.yaml")
+    rule = trainjob_failure_rule()
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     pod = node["template"]["spec"]["template"]
     assert (rule["action"], rule["onExitCodes"]["operator"]) == ("FailJob", "In")
     assert rule["onExitCodes"]["containerName"] == only_container(pod)["name"]
     assert pod["spec"]["restartPolicy"] == "Never", "or Kubernetes refuses a podFailurePolicy"
-    assert [(r["action"], r["onJobFailureReasons"]) for r in policy["rules"]] == [
-        ("FailJobSet", ["PodFailurePolicy"])
-    ]
+    (policy,) = runtime["spec"]["template"]["spec"]["failurePolicy"]["rules"]
+    assert policy["action"] == "FailJobSet"
+    assert policy["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
+@pytest.mark.slow
+def test_trainjob_exit_code_after_a_bad_configuration(tmp_path: Path) -> None:
+    _, job = read_documents("trainjob.yaml")
+    trainer = job["spec"]["trainer"]
     (tmp_path / "fsdp.py").symlink_to(REPOSITORY / "fsdp.py")
     (tmp_path / "config.yaml").write_text(json.dumps({"hyperparameters": TINY | {"lr": -1}}))
     env = {
         "PYTHONPATH": str(REPOSITORY),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PET_NNODES": "1",
+        "PET_NPROC_PER_NODE": "1",
     }
-    env |= {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}
-    command = [*trainer["command"], *trainer["args"]]
     refused = subprocess.run(
-        command, env=os.environ | env, cwd=tmp_path, capture_output=True, text=True, timeout=100
+        [*trainer["command"], *trainer["args"]],
+        env=os.environ | env,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
-    assert [refused.returncode] == rule["onExitCodes"]["values"]
+    assert [refused.returncode] == trainjob_failure_rule()["onExitCodes"]["values"]
     assert "lr: -1" in refused.stderr
     assert "Traceback" not in refused.stderr
 

@@ -478,37 +478,57 @@ def test_lora_refuses_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
     assert named_keys(refused.value) >= {"lora_rank"}
 
 
+ON_A_CHECKPOINT = ["init_from=runs/base", "lora_rank=2", "max_steps=2", "lr=0.01"]
+SMALL = TINY | {"validation_batches": 1}
+
+
+@pytest.fixture(scope="module")
+def on_a_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the run "base" of two steps, and of adapters of its checkpoint."""
+    folder = tmp_path_factory.mktemp("on_a_checkpoint")
+    run_fsdp(folder, "max_steps=2", "run_name=base", config=SMALL, code=0)
+    run_fsdp(folder, *ON_A_CHECKPOINT, config=SMALL, code=0)
+    return folder
+
+
 @pytest.mark.slow
-def test_lora_base_can_be_a_checkpoint(tmp_path: Path) -> None:
-    shape = TINY | {"validation_batches": 1}
-    run_fsdp(tmp_path, "max_steps=2", "run_name=base", config=shape, code=0)
-    how = ["init_from=runs/base", "lora_rank=2", "max_steps=2", "lr=0.01"]
-    run_fsdp(tmp_path, *how, config=shape, code=0)
-    source = checkpoints_by_step(tmp_path, "base")[2]
-    manifest = read_manifest(checkpoints_by_step(tmp_path)[2])
+def test_lora_base_can_be_a_checkpoint(on_a_checkpoint: Path) -> None:
+    source = checkpoints_by_step(on_a_checkpoint, "base")[2]
+    adapted = checkpoints_by_step(on_a_checkpoint)[2]
+    manifest = read_manifest(adapted)
     assert manifest.base is not None
     assert manifest.base.source == str(source)
-    model = hf_base.load_merged_model(checkpoints_by_step(tmp_path)[2], torch.device("cpu"))
+    model = hf_base.load_merged_model(adapted, torch.device("cpu"))
     base = Transformer(model.config)
     load_weights(source, base.state_dict())
-    changed = {
-        name
-        for name, p in model.named_parameters()
-        if not p.equal(dict(base.named_parameters())[name])
-    }
-    assert changed == {
-        name for name, p in base.named_parameters() if name.startswith("blocks") and p.ndim == 2
-    }
+    merged = dict(model.named_parameters())
+    matrices, changed = set(), set()
+    for name, parameter in base.named_parameters():
+        if name.startswith("blocks") and parameter.ndim == 2:
+            matrices.add(name)
+        if not parameter.equal(merged[name]):
+            changed.add(name)
+    assert changed == matrices
 
-    run_fsdp(tmp_path, "max_steps=3", "run_name=base", config=shape, code=0)
-    done = run_fsdp(tmp_path, *how, "max_steps=4", config=shape, code=2)
-    assert re.match(
-        f"init_from: {checkpoints_by_step(tmp_path, 'base')[3]} .*{source}", done.stderr
-    )
-    done = run_fsdp(tmp_path, *how, "run_name=wide", "n_heads=2", config=shape, code=2)
-    assert re.match(
-        "n_heads: 4 .*now 2\nn_kv_heads: 4 .*now 2\nhead_dim: 8 .*now 16\n", done.stderr
-    )
+
+@pytest.mark.slow
+def test_lora_resume_refuses_a_newer_checkpoint_as_base(
+    on_a_checkpoint: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(on_a_checkpoint / "runs", tmp_path / "runs")
+    run_fsdp(tmp_path, "max_steps=3", "run_name=base", config=SMALL, code=0)
+    done = run_fsdp(tmp_path, *ON_A_CHECKPOINT, "max_steps=4", config=SMALL, code=2)
+    source = checkpoints_by_step(on_a_checkpoint, "base")[2]
+    newer = checkpoints_by_step(tmp_path, "base")[3]
+    assert re.match(f"init_from: {newer} .*{source}", done.stderr)
+
+
+@pytest.mark.slow
+def test_lora_refuses_another_shape_than_its_bases(on_a_checkpoint: Path) -> None:
+    overrides = [*ON_A_CHECKPOINT, "run_name=wide", "n_heads=2"]
+    done = run_fsdp(on_a_checkpoint, *overrides, config=SMALL, code=2)
+    problems = "n_heads: 4 .*now 2\nn_kv_heads: 4 .*now 2\nhead_dim: 8 .*now 16\n"
+    assert re.match(problems, done.stderr)
 
 
 # ---- export and generation

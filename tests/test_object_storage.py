@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import chdir, closing, contextmanager, suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ from tests.support.checkpoints import (
 from tests.support.hyperparameters import EXACT_RUN, TINY
 from tests.support.ranks import in_world, run_ranks
 from tests.support.runs import checkpoints_by_step, read_exact_metrics, read_reports, run_fsdp
-from tests.support.servers import fresh_sessions, serving
+from tests.support.servers import fresh_sessions, serving, use_s3
 
 pytest.importorskip("s3fs", reason="needs s3fs")
 pytest.importorskip("moto.server", reason="needs moto's server")
@@ -224,40 +225,84 @@ def use_two_machines(world: World, url: str, root: Path) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class TwoMachines:
+    """A run of two machines that share no disk, which saved four checkpoints.
+
+    The files that the newest needs are damaged in the storage; the one before it is intact there.
+    """
+
+    url: str
+    by_rank: list[dict[str, Any]]
+
+    @property
+    def uuids(self) -> list[str]:
+        return self.by_rank[0]["uuids"]
+
+
+@pytest.fixture(scope="module")
+def two_machines(s3_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoMachines]:
+    folder = tmp_path_factory.mktemp("two_machines")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        root = use_s3(patch, s3_server, folder.name)
+        by_rank = run_ranks(2, use_two_machines, root, folder, nodes=2)
+        yield TwoMachines(f"{root}/test", by_rank)
+
+
 @pytest.mark.slow
-def test_machines_that_share_no_disk_save_load_and_refuse_damage_together(
-    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    url = f"{s3}/test"
-    first, second = run_ranks(2, use_two_machines, s3, tmp_path, nodes=2)
-    for rank in (first, second):
-        assert rank["uuids"] == first["uuids"]
+def test_machines_without_a_shared_disk_save_and_load(two_machines: TwoMachines) -> None:
+    for rank in two_machines.by_rank:
+        assert rank["uuids"] == two_machines.uuids
         assert rank["left"] == []
         assert rank["saved"] == rank["uuids"][1:]  # the newest two and the best
         assert rank["loaded"] == [(4, True), (3, True)]
-        for error, uuid, name in zip(
-            rank["errors"], (rank["uuids"][3], rank["uuids"][2]), SHARDS[::-1], strict=True
-        ):
-            assert error.startswith(f"{url}/checkpoints/{uuid}/{name}: damaged")
-    # From elsewhere, without a lease.
-    assert command.main(["list", url]) == 0
+
+
+@pytest.mark.slow
+def test_machines_refuse_damage_together(two_machines: TwoMachines) -> None:
+    uuids = two_machines.uuids
+    damaged = [f"{uuids[3]}/{SHARDS[1]}", f"{uuids[2]}/{SHARDS[0]}"]
+    for rank in two_machines.by_rank:
+        for error, name in zip(rank["errors"], damaged, strict=True):
+            assert error.startswith(f"{two_machines.url}/checkpoints/{name}: damaged")
+
+
+@pytest.mark.slow
+def test_checkpoint_list_of_a_url(
+    two_machines: TwoMachines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["list", two_machines.url]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == first["uuids"][1:]
+    assert [line.split()[0] for line in lines] == two_machines.uuids[1:]
     assert lines[0].endswith("best")
-    third = f"{url}/checkpoints/{first['uuids'][2]}"
-    assert command.main(["verify", third]) == 0
-    assert command.main(["verify", url]) == CheckpointError.exit_code  # the newest is damaged
-    assert capsys.readouterr().err.startswith(
-        f"{url}/checkpoints/{first['uuids'][3]}/{SHARDS[1]}: damaged"
-    )
-    folder = find_checkpoint(third)
+
+
+@pytest.mark.slow
+def test_checkpoint_verify_of_a_url(
+    two_machines: TwoMachines, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = f"{two_machines.url}/checkpoints"
+    newest, intact = two_machines.uuids[3], two_machines.uuids[2]
+    assert command.main(["verify", f"{checkpoints}/{intact}"]) == 0
+    assert command.main(["verify", two_machines.url]) == CheckpointError.exit_code
+    damaged = f"{checkpoints}/{newest}/{SHARDS[1]}: damaged"
+    assert capsys.readouterr().err.startswith(damaged)
+
+
+@pytest.mark.slow
+def test_find_checkpoint_downloads_a_url(two_machines: TwoMachines) -> None:
+    folder = find_checkpoint(f"{two_machines.url}/checkpoints/{two_machines.uuids[2]}")
     verify(folder, read_manifest(folder))
-    for key in ("resume", "init_from"):
-        plan = plan_resume(
-            CheckpointConfig.model_validate({key: third}), NO_CHECKPOINTS, restarted=False
-        )
-        assert (plan.resume_candidates or plan.init_candidates) == (third,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", ["resume", "init_from"])
+def test_plan_resume_accepts_a_url(two_machines: TwoMachines, key: str) -> None:
+    url = f"{two_machines.url}/checkpoints/{two_machines.uuids[2]}"
+    config = CheckpointConfig.model_validate({key: url})
+    plan = plan_resume(config, NO_CHECKPOINTS, restarted=False)
+    assert (plan.resume_candidates or plan.init_candidates) == (url,)
 
 
 def test_storage_moves_a_run_to_an_empty_machine(

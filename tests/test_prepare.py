@@ -603,36 +603,54 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.fixture
+def prepared(tmp_path: Path) -> tuple[str | Path, ...]:
+    """Arguments of a command whose dataset exists, in `tmp_path / "out"`."""
+    lines = [json.dumps({"text": f"document {n}"}) + "\n" for n in range(50)]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    arguments = (tmp_path / "a.jsonl", "--tokenizer", "bytes", "--out", tmp_path / "out")
+    assert run(*arguments, "--validation-fraction", 0.3)[0] == 0
+    return arguments
+
+
 @pytest.mark.slow
-def test_prepare_overwrite_replaces_an_existing_dataset(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(
-        "".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(50))
-    )
+def test_prepare_keeps_an_existing_dataset(
+    prepared: tuple[str | Path, ...], tmp_path: Path
+) -> None:
     out = tmp_path / "out"
-    common = (tmp_path / "a.jsonl", "--tokenizer", "bytes", "--out", out)
-    assert run(*common, "--validation-fraction", 0.3)[0] == 0
     before = content(out)
     (out / token_writer.READY).mkdir()
-    for name in (
-        "train.ends",
-        "train.json",
-    ):  # as if the run had been killed during the installation
+    for name in ("train.ends", "train.json"):  # as if it had been killed during the installation
         (out / name).rename(out / token_writer.READY / name)
-    code, output, _ = run(*common, "--validation-fraction", 0.3)
+    code, output, _ = run(*prepared, "--validation-fraction", 0.3)
     assert (code, content(out)) == (0, before)
     assert output == f"{out}/train.bin: 447 tokens (uint16) in 38 documents: already exists\n"
+
+
+@pytest.mark.slow
+def test_prepare_refuses_a_different_dataset(
+    prepared: tuple[str | Path, ...], tmp_path: Path
+) -> None:
+    before = content(tmp_path / "out")
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write('{"text": "one more"}\n')
-    code, output, errors = run(*common)
-    assert (code, output, content(out)) == (2, "", before)
+    code, output, errors = run(*prepared)
+    assert (code, output, content(tmp_path / "out")) == (2, "", before)
     assert "(different: validation_fraction, input)" in errors
-    (out / "train.bin").write_bytes(before["train.bin"][:-1])
-    code, _, errors = run(*common)
+
+
+@pytest.mark.slow
+def test_prepare_overwrite_replaces_a_damaged_dataset(
+    prepared: tuple[str | Path, ...], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    (out / "train.bin").write_bytes((out / "train.bin").read_bytes()[:-1])
+    code, _, errors = run(*prepared)
     assert code == 2
     assert errors.startswith(f"{out}/train.bin: ")
     assert errors.endswith("; --overwrite replaces it\n")
-    assert run(*common, "--overwrite")[0] == 0
-    assert len(dataset(out)) == 51
+    assert run(*prepared, "--overwrite")[0] == 0
+    assert len(dataset(out)) == 50
     assert sorted(content(out)) == ["train.bin", "train.ends", "train.json"]
 
 

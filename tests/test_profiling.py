@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -112,24 +113,30 @@ def test_torch_profiler_traces_shapes_memory_and_modules(profiled: Path) -> None
         assert any([16, 32] in product["Input Dims"] for product in products)  # tokens x d_model
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("torch_tb_profiler") is None, reason="torch-tb-profiler is missing"
-)
-def test_tensorboard_serves_curves_hyperparameters_samples_and_the_traces_of_both_ranks(
-    profiled: Path,
-) -> None:
-    """As `make board` starts it; the answers are those that the pages in a browser draw."""
-    url = f"http://127.0.0.1:{free_port()}/data/plugin"
-    command = ["--logdir", "runs", "--host", "127.0.0.1", "--port"]
-    assert " ".join(command) in (REPOSITORY / "Makefile").read_text()
+class Board:
+    """TensorBoard as `make board` starts it; its answers are what the pages in a browser draw."""
 
-    def get(path: str, ready: str) -> Any:
+    OPTIONS = ("--logdir", "runs", "--host", "127.0.0.1", "--port")
+
+    def __init__(self, folder: Path) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}/data/plugin"
+        program = Path(sys.executable).parent / "tensorboard"
+        with (folder / "tensorboard.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [program, *self.OPTIONS, str(port)],
+                cwd=folder,
+                stdout=log,
+                stderr=log,
+                env=os.environ | {"NO_PROXY": "*"},
+            )
+
+    def get(self, path: str, ready: str) -> Any:
         """Return the answer as soon as it contains `ready`."""
         deadline = time.monotonic() + 60
         while True:
             try:
-                with urllib.request.urlopen(f"{url}/{path}") as answer:
+                with urllib.request.urlopen(f"{self.url}/{path}") as answer:
                     text = answer.read().decode()
             except OSError as error:
                 text = str(error)
@@ -138,63 +145,63 @@ def test_tensorboard_serves_curves_hyperparameters_samples_and_the_traces_of_bot
             assert time.monotonic() < deadline, text
             time.sleep(0.1)
 
-    with (profiled / "tensorboard.log").open("wb") as log:
-        process = subprocess.Popen(
-            [
-                Path(sys.executable).parent / "tensorboard",
-                *command,
-                url.split("/")[2].partition(":")[2],
-            ],
-            cwd=profiled,
-            stdout=log,
-            stderr=log,
-            env=os.environ | {"NO_PROXY": "*"},
-        )
-    try:
-        assert get("scalars/tags", "validation/perplexity").keys() == {
-            "test/training",
-            "test/validation",
-        }
-        for group in (
-            "training",
-            "validation",
-        ):  # two lines in the chart of one tag, which is the first
-            assert min(get("scalars/tags", "validation/perplexity")[f"test/{group}"]) == "loss"
-            drawn = {
-                step: loss
-                for _, step, loss in get(f"scalars/scalars?run=test/{group}&tag=loss", "20,")
-            }
-            reported = {step: line["loss"] for step, line in read_reports(profiled, group).items()}
-            assert drawn == pytest.approx(reported)
-        samples = [
-            json.loads(line)
-            for line in (profiled / "runs/test/samples.jsonl").read_text().splitlines()
-        ]
-        assert [sample["step"] for sample in samples] == [10, 20]
-        texts = get("text/text?run=test/validation&tag=sample/text_summary", '"step": 20')
-        assert "to be" in texts[0]["text"]
-        asked = {
-            "allowedStatuses": ["STATUS_SUCCESS"],
-            "colParams": [{"metric": {"tag": "loss"}}],
-            "sliceSize": 9,
-        }
-        (row,) = get(f"hparams/session_groups?request={quote(json.dumps(asked))}", "d_model")[
-            "sessionGroups"
-        ]
-        assert (
-            row["hparams"].items()
-            >= {"d_model": 32, "sharding": "full-shard", "prompt": "to be"}.items()
-        )
-        (metric,) = row["metricValues"]
-        assert metric["value"] == pytest.approx(read_reports(profiled, "validation")[20]["loss"])
-        (run,) = get("pytorch_profiler/runs", "test")["runs"]
-        assert {"Overview", "Operator", "Trace"} <= set(
-            get(f"pytorch_profiler/views?run={run}", "Trace")
-        )
-        assert get(f"pytorch_profiler/workers?run={run}&view=Trace", "rank1") == ["rank0", "rank1"]
-    finally:
-        process.terminate()
-        process.wait(30)
+
+@pytest.fixture(scope="module")
+def board(profiled: Path) -> Iterator[Board]:
+    if importlib.util.find_spec("torch_tb_profiler") is None:
+        pytest.skip("torch-tb-profiler is missing")
+    board = Board(profiled)
+    yield board
+    board.process.terminate()
+    board.process.wait(30)
+
+
+@pytest.mark.slow
+def test_make_board_starts_tensorboard() -> None:
+    assert " ".join(Board.OPTIONS) in (REPOSITORY / "Makefile").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["training", "validation"])
+def test_tensorboard_draws_the_curves(board: Board, profiled: Path, group: str) -> None:
+    tags = board.get("scalars/tags", "validation/perplexity")
+    assert tags.keys() == {"test/training", "test/validation"}
+    assert min(tags[f"test/{group}"]) == "loss", "both lines are in the first chart"
+    points = board.get(f"scalars/scalars?run=test/{group}&tag=loss", "20,")
+    reported = {step: line["loss"] for step, line in read_reports(profiled, group).items()}
+    assert {step: loss for _, step, loss in points} == pytest.approx(reported)
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_the_samples(board: Board, profiled: Path) -> None:
+    lines = (profiled / "runs/test/samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [10, 20]
+    texts = board.get("text/text?run=test/validation&tag=sample/text_summary", '"step": 20')
+    assert "to be" in texts[0]["text"]
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_the_hyperparameters(board: Board, profiled: Path) -> None:
+    request = {
+        "allowedStatuses": ["STATUS_SUCCESS"],
+        "colParams": [{"metric": {"tag": "loss"}}],
+        "sliceSize": 9,
+    }
+    path = f"hparams/session_groups?request={quote(json.dumps(request))}"
+    (row,) = board.get(path, "d_model")["sessionGroups"]
+    expected = {"d_model": 32, "sharding": "full-shard", "prompt": "to be"}
+    assert row["hparams"].items() >= expected.items()
+    (metric,) = row["metricValues"]
+    assert metric["value"] == pytest.approx(read_reports(profiled, "validation")[20]["loss"])
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_the_traces_of_both_ranks(board: Board) -> None:
+    (run,) = board.get("pytorch_profiler/runs", "test")["runs"]
+    views = board.get(f"pytorch_profiler/views?run={run}", "Trace")
+    assert {"Overview", "Operator", "Trace"} <= set(views)
+    workers = board.get(f"pytorch_profiler/workers?run={run}&view=Trace", "rank1")
+    assert workers == ["rank0", "rank1"]
 
 
 @pytest.mark.slow

@@ -30,28 +30,26 @@ def write(folder: Path, *names: str) -> list[Path]:
 # ---- finding files
 
 
-def test_find_files_of_a_file_a_glob_and_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (".root/a.txt", ["a.txt"]),
+        (".root", ["a.txt", "b.txt", "d.md", "deep/er/c.txt"]),
+        (".root/*.txt", ["a.txt", "b.txt"]),
+        (".root/**/*.txt", ["a.txt", "b.txt", "deep/er/c.txt"]),
+    ],
+    ids=["file", "folder", "glob", "recursive glob"],
+)
+def test_find_files_without_hidden_ones(
+    name: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / ".root"
-    b, a, deep, other, *_ = write(
-        root,
-        "b.txt",
-        "a.txt",
-        "deep/er/c.txt",
-        "d.md",
-        ".b.txt",
-        ".git/config",
-        "c/.d/e",
-        "c/__pycache__/f",
-    )
-    assert find_files(str(a), "train_data") == [a]
-    assert find_files(str(root), "train_data") == [a, b, other, deep]
-    assert find_files(f"{root}/*.txt", "train_data") == [a, b]
-    assert find_files(f"{root}/**/*.txt", "train_data") == [a, b, deep]
+    write(root, "b.txt", "a.txt", "deep/er/c.txt", "d.md")
+    write(root, ".b.txt", ".git/config", "c/.d/e", "c/__pycache__/f")
+    found = [root / each for each in expected]
+    assert find_files(str(tmp_path / name), "train_data") == found
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert find_files("~/.root", "train_data") == [a, b, other, deep]
-    assert find_files("~/.root/*.txt", "train_data") == [a, b]
+    assert find_files(f"~/{name}", "train_data") == found
 
 
 def test_find_files_follows_links_and_ends_loops(tmp_path: Path) -> None:
