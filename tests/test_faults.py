@@ -90,6 +90,12 @@ def started(folder: Path, *overrides: str, **how: Any) -> Iterator[Job]:
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
+def require_saved_where_stopped(folder: Path) -> None:
+    """One checkpoint, of the last reported step or of the next: a stop prevents its report."""
+    (step,) = verified(folder)
+    assert step - max(read_reports(folder)) in (0, 1)
+
+
 def verified(folder: Path) -> dict[int, Path]:
     """The checkpoints of a run by step, after verifying each."""
     found = checkpoints_by_step(folder)
@@ -112,11 +118,7 @@ def test_sigterm_during_the_save_keeps_the_checkpoint(tmp_path: Path) -> None:
         job.process.terminate()
         code, stderr = job.finish()
     assert code == 0, stderr
-    (step,) = verified(tmp_path)
-    assert max(read_reports(tmp_path)) in (
-        step - 1,
-        step,
-    )  # a stop in a step comes before its report
+    require_saved_where_stopped(tmp_path)
 
 
 @pytest.mark.slow
@@ -312,7 +314,7 @@ def test_torchrun_forwards_sigterm_and_the_run_saves(tmp_path: Path) -> None:
         job.ranks()
         job.process.terminate()
         job.finish()
-    assert list(verified(tmp_path)) == [max(read_reports(tmp_path))]
+    require_saved_where_stopped(tmp_path)
 
 
 @pytest.mark.slow
@@ -334,7 +336,7 @@ def test_torchrun_killed_makes_its_ranks_save(tmp_path: Path) -> None:
         job.process.kill()
         assert not psutil.wait_procs(ranks, timeout=15)[1]
         job.finish()
-    assert list(verified(tmp_path)) == [max(read_reports(tmp_path))]
+    require_saved_where_stopped(tmp_path)
 
 
 @pytest.mark.slow
