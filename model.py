@@ -33,7 +33,7 @@ IGNORE_INDEX = -100
 
 
 class RopeScaling(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """Llama 3's scaling of the rotary frequencies for contexts longer than the one in pre-training."""
+    """Llama 3's scaling of rotary frequencies, for contexts longer than in pre-training."""
 
     factor: float = Field(gt=0, description="divisor of the low frequencies (a ratio)")
     low_freq_factor: float = Field(
@@ -49,10 +49,9 @@ class RopeScaling(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     @model_validator(mode="after")
     def _check_factors(self) -> RopeScaling:
         if self.high_freq_factor <= self.low_freq_factor:
-            low, high = self.low_freq_factor, self.high_freq_factor
-            raise ValueError(
-                f"high_freq_factor {high:g} must be greater than low_freq_factor {low:g}"
-            )
+            high = f"high_freq_factor {self.high_freq_factor:g}"
+            low = f"low_freq_factor {self.low_freq_factor:g}"
+            raise ValueError(f"{high} must be greater than {low}")
         return self
 
 
@@ -140,7 +139,7 @@ VocabSize = Annotated[int, Field(gt=1, le=2**24)]
 
 
 class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """Hyperparameters of the architecture. `model` names a preset that supplies the keys that are not set."""
+    """Hyperparameters of the architecture. `model` names a preset for the keys that are not set."""
 
     model: Logged[str | None] = Field(
         None, description="preset that supplies the keys below that are not set"
@@ -171,7 +170,8 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     vocab_size: Fixed[VocabSize] = Field(
         None,
         validate_default=True,
-        description="token ids; null = the tokenizer's, rounded up to a multiple of 64; 32000 for synthetic data",
+        description="token ids; null = the tokenizer's, rounded up to a multiple of 64; 32000 for"
+        " synthetic data",
     )
     max_seq_len: Fixed[int] = Field(
         2048,
@@ -198,11 +198,13 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     norm_eps: Fixed[float] = Field(1e-5, gt=0, description="added to the variance in each norm")
     norm_placement: Fixed[Literal["pre", "post"]] = Field(
         "pre",
-        description="normalize a sublayer's input (GPT, Llama), or its output before it is added (OLMo 2)",
+        description="normalize a sublayer's input (GPT, Llama), or its output before it is added"
+        " (OLMo 2)",
     )
     qk_norm: Fixed[Literal["none", "head", "projection"]] = Field(
         "none",
-        description="RMSNorm of queries and keys: of each head (Qwen3), or of all heads together (OLMo 2)",
+        description="RMSNorm of queries and keys: of each head (Qwen3), or of all heads together"
+        " (OLMo 2)",
     )
     positions: Fixed[Literal["learned", "rope"]] = Field(
         "learned", description="learned table, or rotary embedding"
@@ -216,7 +218,8 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     )
     bias: Fixed[Literal["ffn", "none", "qkv", "all"]] = Field(
         "ffn",
-        description="linear layers with a bias (the head has none); qkv = query, key and value (Qwen2)",
+        description="linear layers with a bias (the head has none); qkv = query, key and value"
+        " (Qwen2)",
     )
     tie_embeddings: Fixed[bool] = Field(
         False, description="use the token embedding as the output matrix"
@@ -234,9 +237,8 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         if not isinstance(values, dict) or not isinstance(values.get("model"), str):
             return values  # no preset, or a value that pydantic rejects
         if values["model"] not in PRESETS:
-            raise ValueError(
-                f"model: unknown preset {values['model']!r}; available: {', '.join(PRESETS)}"
-            )
+            available = ", ".join(PRESETS)
+            raise ValueError(f"model: unknown preset {values['model']!r}; available: {available}")
         return PRESETS[values["model"]] | values
 
     @field_validator("vocab_size", mode="before", json_schema_input_type=VocabSize | None)
@@ -246,23 +248,21 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 
     @model_validator(mode="after")
     def _check_structure(self) -> ModelConfig:
-        problems = []
+        problems: list[str] = []
+        width = self.head_width
         if self.head_dim is None and self.d_model % self.n_heads:
-            fits = [n for n in range(1, min(self.d_model, 1024) + 1) if self.d_model % n == 0]
-            near = sorted(sorted(fits, key=lambda n: abs(n - self.n_heads))[:4])
-            problems.append(
-                f"n_heads: {self.n_heads} does not divide d_model {self.d_model}; nearest: {near}"
-            )
-        elif self.positions == "rope" and self.head_width % 2:
-            key, what = (
-                ("head_dim", "head_dim") if self.head_dim else ("n_heads", "d_model / n_heads")
-            )
-            problems.append(f"{key}: positions: rope needs an even {what}, not {self.head_width}")
+            fits = sorted(_divisors(self.d_model), key=lambda n: abs(n - self.n_heads))
+            problem = f"{self.n_heads} does not divide d_model {self.d_model}"
+            problems.append(f"n_heads: {problem}; nearest: {sorted(fits[:4])}")
+        elif self.positions == "rope" and width % 2:
+            needs = "positions: rope needs an even"
+            if self.head_dim is not None:
+                problems.append(f"head_dim: {needs} head_dim, not {width}")
+            else:
+                problems.append(f"n_heads: {needs} d_model / n_heads, not {width}")
         if self.n_heads % self.kv_heads:
-            fits = [n for n in range(1, min(self.n_heads, 1024) + 1) if self.n_heads % n == 0]
-            problems.append(
-                f"n_kv_heads: {self.n_kv_heads} does not divide n_heads {self.n_heads}; choose from {fits}"
-            )
+            problem = f"{self.n_kv_heads} does not divide n_heads {self.n_heads}"
+            problems.append(f"n_kv_heads: {problem}; choose from {_divisors(self.n_heads)}")
         if self.rope_scaling and self.positions != "rope":
             problems.append("rope_scaling: needs positions: rope")
         if problems:
@@ -272,26 +272,37 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     @property
     def head_width(self) -> int:
         """`head_dim`, else d_model / n_heads."""
-        return self.head_dim or self.d_model // self.n_heads
+        if self.head_dim is not None:
+            return self.head_dim
+        return self.d_model // self.n_heads
 
     @property
     def kv_heads(self) -> int:
-        return self.n_kv_heads or self.n_heads
+        """`n_kv_heads`, else n_heads."""
+        if self.n_kv_heads is not None:
+            return self.n_kv_heads
+        return self.n_heads
 
     @property
     def ffn_width(self) -> int:
-        """Inner width: `d_ff`, else 4 d_model, else two thirds of that rounded up to 256 (Llama, swiglu)."""
-        if self.d_ff:
+        """Inner width of the feed-forward network: `d_ff`, else 4 d_model.
+
+        For swiglu Llama takes two thirds of it, rounded up to a multiple of 256: three matrices
+        then have as many weights as two of the full width.
+        """
+        if self.d_ff is not None:
             return self.d_ff
-        return (
-            256 * math.ceil(8 * self.d_model / 3 / 256)
-            if self.ffn == "swiglu"
-            else 4 * self.d_model
-        )
+        if self.ffn == "swiglu":
+            return 256 * math.ceil(8 * self.d_model / 3 / 256)
+        return 4 * self.d_model
 
     def can_use_flex(self, device: torch.device, training: bool) -> bool:
-        """Return whether masked attention can use FlexAttention, which needs CUDA, head_width >= 16 and no dropout."""
-        return device.type == "cuda" and self.head_width >= 16 and not (training and self.dropout)
+        """Return whether masked attention can use FlexAttention on `device`.
+
+        It needs CUDA, head_width >= 16 and no dropout.
+        """
+        has_dropout = training and self.dropout > 0
+        return device.type == "cuda" and self.head_width >= 16 and not has_dropout
 
     def needs_kv_repeat(self, device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
         """Return whether the fused kernel needs key-value heads repeated for each query head.
@@ -301,14 +312,18 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         """
         if device.type != "cuda" or self.kv_heads == self.n_heads:
             return False
-        return masked or dtype == torch.float32 or torch.cuda.get_device_capability(device) < (8, 0)
+        if masked or dtype == torch.float32:
+            return True
+        return torch.cuda.get_device_capability(device) < (8, 0)
 
     def structure(self) -> dict[str, Any]:
         """Return the hyperparameters that weights depend on, with defaults filled in.
 
         Excludes `model`, `dropout` and, with rotary positions, `max_seq_len`.
         """
-        excluded = {"model", "dropout"} | ({"max_seq_len"} if self.positions == "rope" else set())
+        excluded = {"model", "dropout"}
+        if self.positions == "rope":
+            excluded.add("max_seq_len")
         derived = {"d_ff": self.ffn_width, "n_kv_heads": self.kv_heads, "head_dim": self.head_width}
         return self.model_dump(mode="json", exclude=excluded) | derived
 
@@ -317,29 +332,47 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         """Number of parameters, from a model with one block, which is like all others."""
         with torch.device("meta"):
             model = Transformer(self.model_copy(update={"n_layers": 1}))
-        total, block = (sum(p.numel() for p in part.parameters()) for part in (model, model.blocks))
-        return total + (self.n_layers - 1) * block
+        n_total = sum(p.numel() for p in model.parameters())
+        n_block = sum(p.numel() for p in model.blocks.parameters())
+        return n_total + (self.n_layers - 1) * n_block
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Return the FLOPs per token of one forward and backward pass over sequences of `seq_len` tokens.
+        """Return the FLOPs per token of forward and backward over sequences of `seq_len` tokens.
 
-        Counts six FLOPs per weight of a matrix product (two forward, four backward), the head
-        included and the embedding lookup not, plus 12 S H K per layer for causal attention, where S
-        is half of `seq_len` on average, and at most the sliding window. Recomputation is not
-        counted. Source: Chowdhery et al., PaLM (2022), appendix B.
+        A product of an activation and a weight is two FLOPs in forward (multiply and add) and twice
+        that in backward (for the gradients of both): six FLOPs per weight. The head is a product,
+        the embedding a lookup. Attention has two more products per key that a query attends to, for
+        its score and for its value, with K numbers in each of H heads: 12 H K FLOPs per key.
+        Recomputation is not counted. Source: Chowdhery et al., PaLM (2022), appendix B.
         """
-        d, q, kv = self.d_model, self.n_heads * self.head_width, self.kv_heads * self.head_width
-        weights = self.n_layers * (
-            d * (2 * q + 2 * kv) + (3 if self.ffn == "swiglu" else 2) * d * self.ffn_width
-        )
-        weights += self.vocab_size * d
-        window = min(self.sliding_window or seq_len, seq_len)
-        attended = window - window**2 / (2 * seq_len)
-        return 6 * weights + 12 * self.n_layers * q * attended
+        d = self.d_model
+        q = self.n_heads * self.head_width
+        kv = self.kv_heads * self.head_width
+        attention_weights = d * (2 * q + 2 * kv)  # q_proj and o_proj, k_proj and v_proj
+        n_matrices = 3 if self.ffn == "swiglu" else 2
+        ffn_weights = n_matrices * d * self.ffn_width
+        weights = self.n_layers * (attention_weights + ffn_weights) + self.vocab_size * d
+
+        # Query t attends to min(t, window) keys. Over a sequence these are the triangle of the
+        # first `window` queries, window^2 / 2, and a rectangle of (seq_len - window) x window; the
+        # mean per query is their sum / seq_len.
+        window = seq_len
+        if self.sliding_window is not None:
+            window = min(self.sliding_window, seq_len)
+        keys = window - window**2 / (2 * seq_len)
+        return 6 * weights + 12 * self.n_layers * q * keys
+
+
+def _divisors(number: int) -> list[int]:
+    """Return the divisors of `number` up to 1024."""
+    return [n for n in range(1, min(number, 1024) + 1) if number % n == 0]
 
 
 class KVCache:
-    """Keys and values of the tokens processed so far, for generation: `(B, G, capacity, K)` per layer."""
+    """Keys and values of the tokens processed so far, for generation.
+
+    They are `(B, G, capacity, K)` per layer, of which the first `length` positions are in use.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -347,9 +380,12 @@ class KVCache:
         self.layers: list[tuple[Tensor, Tensor]] = []
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append `k` and `v` `(B, G, T, K)` to `layer` and return all its keys and values `(B, G, length + T, K)`.
+        """Append `k` and `v` `(B, G, T, K)` to `layer`.
 
         `Transformer.forward` advances `length` after the last layer.
+
+        Returns:
+            All keys and values of the layer, `(B, G, length + T, K)`.
         """
         if layer == len(self.layers):
             shape = (*k.shape[:2], self.capacity, k.shape[3])
@@ -364,12 +400,14 @@ class KVCache:
 class AttentionInputs(NamedTuple):
     """Inputs of attention that all layers share."""
 
-    rope: tuple[Tensor, Tensor] | None  # cos and sin, (T, 1, K/2) or (B, T, 1, K/2) float32
-    mask: (
-        Tensor | BlockMask | None
-    )  # (T, S) or (B, 1, T, T), true = attend; None = every key, or causal
-    causal: bool
-    repeat_kv: bool  # see `ModelConfig.needs_kv_repeat`
+    rope: tuple[Tensor, Tensor] | None
+    """cosine and sine of each position's angles, `(T, 1, K/2)` or `(B, T, 1, K/2)`, float32"""
+    mask: Tensor | BlockMask | None
+    """`(T, S)` or `(B, 1, T, T)`, true = attend; None = as `is_causal` says"""
+    is_causal: bool
+    """without a mask: attend to the keys up to the query's position, else to all"""
+    repeat_kv: bool
+    """see `ModelConfig.needs_kv_repeat`"""
 
 
 def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
@@ -379,14 +417,12 @@ def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
     than the original context / low_freq_factor are multiplied by `factor`, those shorter than the
     original context / high_freq_factor are kept, and those in between are interpolated.
     """
-    exponents = (
-        torch.arange(0, config.head_width, 2, dtype=torch.float32, device=device)
-        / config.head_width
-    )
-    frequencies = 1.0 / config.rope_theta**exponents
+    dims = torch.arange(0, config.head_width, 2, dtype=torch.float32, device=device)
+    frequencies = 1.0 / config.rope_theta ** (dims / config.head_width)
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
+    # Turns within the original context: few mean a long wavelength.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0, 1)
@@ -394,7 +430,12 @@ def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair (x[i], x[i + K/2]) of `x` `(B, T, heads, K)` by its position's angle, in float32."""
+    """Rotate each pair (x[i], x[i + K/2]) of `x` by its position's angle, in float32.
+
+    Args:
+        x: `(B, T, heads, K)`.
+        rope: see `AttentionInputs`.
+    """
     cos, sin = rope
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
@@ -408,66 +449,84 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 @functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, compiled once. Uncompiled, FlexAttention materializes the scores of all pairs."""
+def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, compiled; else FlexAttention would materialize the scores of all pairs."""
     return torch.compile(function)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with grouped queries (Ainslie et al., 2023) on PyTorch's fused kernels."""
+    """Causal self-attention with grouped queries (Ainslie et al., 2023), with fused kernels."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.config = config
         self.layer = layer
-        d, q, kv = (
-            config.d_model,
-            config.n_heads * config.head_width,
-            config.kv_heads * config.head_width,
-        )
+        d = config.d_model
+        q = config.n_heads * config.head_width
+        kv = config.kv_heads * config.head_width
         bias = config.bias in ("qkv", "all")
         self.q_proj = nn.Linear(d, q, bias=bias)
         self.k_proj = nn.Linear(d, kv, bias=bias)
         self.v_proj = nn.Linear(d, kv, bias=bias)
         self.o_proj = nn.Linear(q, d, bias=config.bias == "all")
-        if config.qk_norm != "none":
-            widths = (q, kv) if config.qk_norm == "projection" else (config.head_width,) * 2
-            self.q_norm, self.k_norm = (nn.RMSNorm(width, eps=config.norm_eps) for width in widths)
+        if config.qk_norm == "projection":
+            self.q_norm = nn.RMSNorm(q, eps=config.norm_eps)
+            self.k_norm = nn.RMSNorm(kv, eps=config.norm_eps)
+        elif config.qk_norm == "head":
+            self.q_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
 
     def forward(
         self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None
     ) -> Tensor:  # (B, T, D) -> (B, T, D)
         c = self.config
         batch, length, _ = x.shape
-        q, k = self.q_proj(x), self.k_proj(x)
+        q = self.q_proj(x)
+        k = self.k_proj(x)
         if c.qk_norm == "projection":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         q = q.view(batch, length, c.n_heads, c.head_width)  # B T H K
         k = k.view(batch, length, c.kv_heads, c.head_width)  # B T G K
         v = self.v_proj(x).view(batch, length, c.kv_heads, c.head_width)
         if c.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        if (
-            inputs.rope is not None
-        ):  # before the transposition: attention returns the layout of q, and needs no copy
-            q, k = rotate(q, inputs.rope), rotate(k, inputs.rope)
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # B H T K and B G T K
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        # Rotated before the transposition: the kernel's output has the layout of q, and in this one
+        # it needs no copy.
+        if inputs.rope is not None:
+            q = rotate(q, inputs.rope)
+            k = rotate(k, inputs.rope)
+        q = q.transpose(1, 2)  # B H T K
+        k = k.transpose(1, 2)  # B G T K
+        v = v.transpose(1, 2)
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)  # B G S K
-        grouped = c.kv_heads != c.n_heads
-        if isinstance(inputs.mask, BlockMask):
-            in_graph = torch.compiler.is_compiling() or not x.is_cuda
-            attend = flex_attention if in_graph else compiled(flex_attention)
-            y = attend(q, k, v, block_mask=inputs.mask, enable_gqa=grouped)
-        else:
-            if inputs.repeat_kv:
-                k, v = (heads.repeat_interleave(c.n_heads // c.kv_heads, dim=1) for heads in (k, v))
-            dropout = c.dropout if self.training else 0.0
-            gqa = grouped and not inputs.repeat_kv
-            y = F.scaled_dot_product_attention(
-                q, k, v, inputs.mask, dropout, inputs.causal, enable_gqa=gqa
-            )
+        y = self._attend(q, k, v, inputs)
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, c.n_heads * c.head_width))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Return the mean of the values, weighted by each query's attention, `(B, H, T, K)`."""
+        c = self.config
+        is_grouped = c.kv_heads != c.n_heads
+        if isinstance(inputs.mask, BlockMask):
+            # A compiled block compiles it, too; on a CPU only tests use it, on few tokens.
+            in_graph = torch.compiler.is_compiling() or not q.is_cuda
+            attend = flex_attention if in_graph else compile_once(flex_attention)
+            return attend(q, k, v, block_mask=inputs.mask, enable_gqa=is_grouped)
+        if inputs.repeat_kv:
+            n_repeats = c.n_heads // c.kv_heads
+            k = k.repeat_interleave(n_repeats, dim=1)
+            v = v.repeat_interleave(n_repeats, dim=1)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=inputs.mask,
+            dropout_p=c.dropout if self.training else 0.0,
+            is_causal=inputs.is_causal,
+            enable_gqa=is_grouped and not inputs.repeat_kv,
+        )
 
 
 class FeedForward(nn.Module):
@@ -476,7 +535,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.kind = config.ffn
-        d, f, bias = config.d_model, config.ffn_width, config.bias in ("ffn", "all")
+        d = config.d_model
+        f = config.ffn_width
+        bias = config.bias in ("ffn", "all")
         if config.ffn == "swiglu":
             self.gate_proj = nn.Linear(d, f, bias=bias)
         self.up_proj = nn.Linear(d, f, bias=bias)
@@ -485,12 +546,17 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
         if self.kind == "swiglu":
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        x = self.up_proj(x)
-        return self.down_proj(F.relu(x) if self.kind == "relu" else F.gelu(x, approximate="tanh"))
+        x = self.up_proj(x)  # B T F
+        if self.kind == "relu":
+            return self.down_proj(F.relu(x))
+        return self.down_proj(F.gelu(x, approximate="tanh"))
 
 
 class Block(nn.Module):
-    """Transformer block: attention and a feed-forward network, each with a norm and a residual connection."""
+    """Transformer block: attention, then a feed-forward network.
+
+    Each has a norm, of its input or of its output, and is added to the residual stream.
+    """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -503,13 +569,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None = None) -> Tensor:
         if self.post_norm:
-            x = x + F.dropout(
-                self.attention_norm(self.attention(x, inputs, cache)), self.dropout, self.training
-            )
-            return x + F.dropout(self.ffn_norm(self.ffn(x)), self.dropout, self.training)
-        attended = self.attention(self.attention_norm(x), inputs, cache)
+            attended = self.attention_norm(self.attention(x, inputs, cache))
+        else:
+            attended = self.attention(self.attention_norm(x), inputs, cache)
         x = x + F.dropout(attended, self.dropout, self.training)
-        return x + F.dropout(self.ffn(self.ffn_norm(x)), self.dropout, self.training)
+        if self.post_norm:
+            fed = self.ffn_norm(self.ffn(x))
+        else:
+            fed = self.ffn(self.ffn_norm(x))
+        return x + F.dropout(fed, self.dropout, self.training)
 
 
 class Embedding(nn.Module):
@@ -519,8 +587,9 @@ class Embedding(nn.Module):
         super().__init__()
         self.dropout = config.dropout
         self.tokens = nn.Embedding(config.vocab_size, config.d_model)
-        learned = config.positions == "learned"
-        self.positions = nn.Embedding(config.max_seq_len, config.d_model) if learned else None
+        self.positions = None
+        if config.positions == "learned":
+            self.positions = nn.Embedding(config.max_seq_len, config.d_model)
 
     def forward(
         self, tokens: Tensor, position_ids: Tensor
@@ -532,16 +601,25 @@ class Embedding(nn.Module):
 
 
 LOSS_CHUNK = {"cpu": 2**24, "cuda": 2**31 - 1}
-"""Most logits in memory at once by device type: few enough for a CPU's cache, or for 32-bit indices on a GPU."""
+"""Most logits in memory at once by device type.
+
+Few enough for a CPU's cache, or for 32-bit indices on a GPU.
+"""
 
 
 def loss_chunk(device: torch.device, memory: int | None = None) -> int:
-    """Return the most logits in memory at once; with their gradients, at most a sixteenth of a GPU's `memory`."""
+    """Return the most logits in memory at once.
+
+    On a GPU they take, with their gradients, up to 4 bytes each, and at most a sixteenth of its
+    memory.
+
+    Args:
+        memory: of the GPU (bytes); None = of `device`.
+    """
     if device.type != "cuda":
         return LOSS_CHUNK["cpu"]
-    return min(
-        LOSS_CHUNK["cuda"], (memory or torch.cuda.get_device_properties(device).total_memory) // 64
-    )
+    total: int = memory or torch.cuda.get_device_properties(device).total_memory
+    return min(LOSS_CHUNK["cuda"], total // (16 * 4))
 
 
 ChunkCrossEntropy = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
@@ -550,34 +628,49 @@ ChunkCrossEntropy = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tenso
 def chunk_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sum of -log p(target) (nats, float32) for the logits `x @ weight.T`, and its gradients.
+    """Return the sum of -log p(target) for the logits `x @ weight.T`, and its gradients.
+
+    With z the logits, -log p(target) = logsumexp(z) - z[target]; its gradient with respect to z is
+    p - one_hot(target), where p = exp(z - logsumexp(z)).
 
     Args:
-        x, weight, targets: `(N, D)`, `(V, D)`, `(N,)`.
+        x: `(N, D)`.
+        weight: `(V, D)`.
+        targets: `(N,)`.
         needs_grad: if false, the gradients are empty tensors; the one for `weight` also is if
             `weight` is frozen.
+
+    Returns:
+        The sum in nats, a float32 scalar, and the gradients of `x` and `weight`.
     """
     logits = F.linear(x, weight).float()
     counts = targets != IGNORE_INDEX
     target = torch.where(counts, targets, 0)[:, None]
     log_sum = logits.logsumexp(dim=-1, keepdim=True)
-    loss_sum = torch.where(counts, (log_sum - logits.gather(-1, target)).squeeze(-1), 0).sum()
+    losses = (log_sum - logits.gather(-1, target)).squeeze(-1)
+    loss_sum = torch.where(counts, losses, 0).sum()
     if not needs_grad:
         return loss_sum, x.new_empty(0), x.new_empty(0)
     one_hot = torch.arange(len(weight), device=x.device) == target
-    grad = torch.where(counts[:, None], (logits - log_sum).exp() - one_hot.float(), 0).to(x.dtype)
-    return loss_sum, grad @ weight, grad.T @ x if weight.requires_grad else x.new_empty(0)
+    grad = (logits - log_sum).exp() - one_hot.float()
+    grad = torch.where(counts[:, None], grad, 0).to(x.dtype)
+    x_grad = grad @ weight
+    if not weight.requires_grad:
+        return loss_sum, x_grad, x.new_empty(0)
+    return loss_sum, x_grad, grad.T @ x
 
 
 def even_chunk_size(total: int, limit: int) -> int:
-    """Return a chunk size of at most `limit` that divides `total` evenly, if one near `limit` does."""
+    """Return a chunk size of at most `limit` that divides `total` evenly, if one near it does."""
     least = math.ceil(total / limit)
-    count = next((count for count in range(least, 2 * least) if total % count == 0), least)
-    return math.ceil(total / count)
+    for n_chunks in range(least, 2 * least):
+        if total % n_chunks == 0:
+            return total // n_chunks
+    return math.ceil(total / least)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Sum of -log p(target) for the logits `x @ weight.T`, computed in chunks so that few logits are in memory.
+    """Sum of -log p(target) for the logits `x @ weight.T`, in chunks, to hold few logits at once.
 
     The gradients of a chunk are computed in the forward pass, while its logits exist; the backward
     pass scales them by the gradient of the sum. Source: Hsu et al., Liger Kernel (2024), section
@@ -594,16 +687,25 @@ class LinearCrossEntropy(torch.autograd.Function):
         needs_grad: bool,
         function: ChunkCrossEntropy,
     ) -> Tensor:
-        """Return the sum in nats, a float32 scalar, of chunks of `size` targets; see `chunk_cross_entropy`."""
-        loss_sum, x_grads, weight_grad = torch.zeros((), device=x.device), [], None
+        """Return the sum in nats, a float32 scalar, over chunks of `size` targets.
+
+        Args:
+            x, weight, targets, needs_grad: see `chunk_cross_entropy`.
+            function: `chunk_cross_entropy`, or its compiled form.
+        """
+        loss_sum = torch.zeros((), device=x.device)
+        x_grads: list[Tensor] = []
+        weight_grad: Tensor | None = None
         for x_chunk, target_chunk in zip(x.split(size), targets.split(size), strict=True):
             chunk_sum, x_grad, weight_term = function(x_chunk, weight, target_chunk, needs_grad)
             loss_sum += chunk_sum
             x_grads.append(x_grad)
-            if weight_grad is None:
-                weight_grad = weight_term if size >= len(x) else weight_term.float()
-            else:
+            if weight_grad is not None:
                 weight_grad += weight_term
+            elif size >= len(x):  # the only chunk
+                weight_grad = weight_term
+            else:  # a sum of many terms, in float32
+                weight_grad = weight_term.float()
         if needs_grad:
             ctx.save_for_backward(torch.cat(x_grads), weight_grad)
         return loss_sum
@@ -615,42 +717,43 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class Head(nn.Module):
-    """Final norm and output matrix; with targets also the loss, so that the logits never leave this module."""
+    """Final norm and output matrix, and the loss, so that the logits never leave this module."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = make_norm(config)
-        self.output = (
-            None
-            if config.tie_embeddings
-            else nn.Linear(config.d_model, config.vocab_size, bias=False)
-        )
+        self.output = None
+        if not config.tie_embeddings:
+            self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.chunk_cross_entropy: ChunkCrossEntropy = chunk_cross_entropy
         """Can be replaced by its compiled form."""
         self.loss_chunk: Callable[[torch.device], int] = loss_chunk
 
     def forward(self, x: Tensor, targets: Tensor | None, tied: Tensor | None) -> Tensor:
-        """Return the logits, or with `targets` the loss; `tied` is the output matrix if embeddings are tied."""
+        """Return the logits, or with `targets` the loss.
+
+        Args:
+            x: `(B, T, D)`, or `(B, D)` without targets.
+            targets: `(B, T)`.
+            tied: the output matrix `(V, D)` if embeddings are tied.
+        """
         weight = tied if self.output is None else self.output.weight
         assert weight is not None
         x = self.norm(x)
         if targets is None:
             return F.linear(x, weight)
-        x, targets = x.flatten(0, 1), targets.flatten()
+        x = x.flatten(0, 1)
+        targets = targets.flatten()
+        in_chunks = x.is_cuda or self.chunk_cross_entropy is not chunk_cross_entropy
         # float16 cannot hold a chunk's gradients before the loss scale is applied to them.
-        if (
-            x.is_cuda or self.chunk_cross_entropy is not chunk_cross_entropy
-        ) and x.dtype != torch.float16:
-            size = even_chunk_size(len(x), max(1, self.loss_chunk(x.device) // len(weight)))
-            arguments = (
-                x,
-                weight,
-                targets,
-                size,
-                torch.is_grad_enabled(),
-                self.chunk_cross_entropy,
+        if in_chunks and x.dtype != torch.float16:
+            most_rows = max(1, self.loss_chunk(x.device) // len(weight))
+            size = even_chunk_size(len(x), most_rows)
+            needs_grad = torch.is_grad_enabled()
+            loss_sum = LinearCrossEntropy.apply(
+                x, weight, targets, size, needs_grad, self.chunk_cross_entropy
             )
-            return cast(Tensor, LinearCrossEntropy.apply(*arguments))
+            return cast(Tensor, loss_sum)
         logits = F.linear(x, weight).float()
         return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
@@ -703,25 +806,30 @@ class Transformer(nn.Module):
             ValueError: the tokens, with those cached, are longer than `max_seq_len`.
         """
         c = self.config
-        start = cache.length if cache is not None else 0
+        start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
         if end > c.max_seq_len:
             raise ValueError(f"max_seq_len: {end} tokens exceed {c.max_seq_len}")
         indices = torch.arange(start, end, device=tokens.device)  # T, in the sequence
+
         use_flex = cache is None and c.can_use_flex(tokens.device, self.training)
-        if document_ids is None and use_flex and end > (c.sliding_window or end):
-            document_ids = torch.zeros_like(
-                tokens
-            )  # FlexAttention skips the blocks outside the window
+        if document_ids is None and use_flex and self._is_windowed(end):
+            # FlexAttention skips the blocks outside the window; other kernels only mask them.
+            document_ids = torch.zeros_like(tokens)
         if document_ids is None:
-            mask, default_position_ids = self._sequence_mask(indices, end), indices
+            mask = self._sequence_mask(indices, end)
+            default_position_ids = indices
         else:
             mask, default_position_ids = self._document_mask(document_ids, indices, use_flex)
-        position_ids = default_position_ids if position_ids is None else position_ids
+        if position_ids is None:
+            position_ids = default_position_ids
+
         x = self.embedding(tokens, position_ids)  # B T D
-        repeat_kv = c.needs_kv_repeat(x.device, x.dtype, mask is not None)
         inputs = AttentionInputs(
-            self._rope(position_ids), mask, mask is None and len(indices) > 1, repeat_kv
+            rope=self._rope(position_ids),
+            mask=mask,
+            is_causal=mask is None and len(indices) > 1,
+            repeat_kv=c.needs_kv_repeat(x.device, x.dtype, mask is not None),
         )
         for block in self.blocks:
             x = block(x, inputs, cache)
@@ -730,26 +838,39 @@ class Transformer(nn.Module):
             x = x[:, -1]  # B D
         return self.head(x, targets, self.embedding.tokens.weight if c.tie_embeddings else None)
 
-    def _sequence_mask(self, queries: Tensor, end: int) -> Tensor | None:
-        """Return the mask `(T, S)` of sequences that are one document; None if causal attention needs no mask."""
+    def _is_windowed(self, length: int) -> bool:
+        """Return whether the sliding window hides some of `length` tokens from the last one."""
         window = self.config.sliding_window
-        has_window = window is not None and end > window
-        if not has_window and len(queries) in (1, end):  # one token, or no cached ones
+        return window is not None and length > window
+
+    def _sequence_mask(self, queries: Tensor, end: int) -> Tensor | None:
+        """Return the mask `(T, S)` of sequences that are one document.
+
+        None if causal attention needs no mask.
+
+        Args:
+            queries: their indices in the sequence `(T,)`.
+            end: S, the length of the sequence.
+        """
+        window = self.config.sliding_window
+        is_windowed = self._is_windowed(end)
+        is_one_token = len(queries) == 1
+        has_no_cache = len(queries) == end
+        if not is_windowed and (is_one_token or has_no_cache):
             return None
         distance = queries[:, None] - torch.arange(end, device=queries.device)
-        return (
-            (distance >= 0) & (distance < window)
-            if window is not None and has_window
-            else distance >= 0
-        )
+        mask = distance >= 0
+        if window is not None and is_windowed:
+            mask = mask & (distance < window)
+        return mask
 
     def _document_mask(
         self, document_ids: Tensor, indices: Tensor, use_flex: bool
     ) -> tuple[Tensor | BlockMask, Tensor]:
-        """Return the mask of sequences of several documents, and each token's position in its document `(B, T)`.
+        """Return the mask of sequences of several documents, and the default `position_ids`.
 
         With `use_flex` the mask is FlexAttention's, which skips masked blocks, otherwise `(B, 1, T,
-        T)`.
+        T)`. The positions `(B, T)` are those in the documents.
         """
         is_first = torch.ones_like(document_ids, dtype=torch.bool)
         is_first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
@@ -761,26 +882,26 @@ class Transformer(nn.Module):
         def mask_mod(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (key >= oldest_key[b, query])
 
+        batch = len(document_ids)
+        length = len(indices)
         if use_flex:
-            make = compiled(create_block_mask) if indices.is_cuda else create_block_mask
-            mask = make(
-                mask_mod, len(document_ids), None, len(indices), len(indices), device=indices.device
-            )
+            create = compile_once(create_block_mask) if indices.is_cuda else create_block_mask
+            mask = create(mask_mod, batch, None, length, length, device=indices.device)
         else:
-            b = torch.arange(len(document_ids), device=indices.device)[:, None, None, None]
+            b = torch.arange(batch, device=indices.device)[:, None, None, None]
             mask = mask_mod(b, b, indices[:, None], indices)
         return mask, indices - document_start
 
-    def _rope(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:  # (T,) or (B, T)
+    def _rope(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the cosine and sine of the angles, which all heads share."""
         if self.config.positions != "rope":
             return None
-        angles = position_ids.float()[..., None, None] * rope_frequencies(
-            self.config, position_ids.device
-        )
-        return angles.cos(), angles.sin()  # the same for all heads
+        frequencies = rope_frequencies(self.config, position_ids.device)
+        angles = position_ids.float()[..., None, None] * frequencies
+        return angles.cos(), angles.sin()
 
     def fsdp_units(self) -> list[nn.Module]:
-        """Return the modules to shard separately, in forward order; the root holds all other parameters.
+        """Return the modules to shard separately, in forward order; the root holds the rest.
 
         A tied output matrix is used at both ends of the model, so embedding and head belong to the
         root.
@@ -812,7 +933,7 @@ class Transformer(nn.Module):
     def _pytorch_init_rule(self, module: str) -> InitRule:
         """Return the rule of a matrix with the variance that PyTorch's modules start with.
 
-        `nn.Linear` draws uniformly in -b .. b, b = 1 / sqrt(inputs); the variance of that is b^2 / 3.
+        `nn.Linear` draws uniformly in -b .. b with b = 1 / sqrt(inputs), whose variance is b^2 / 3.
         """
         c = self.config
         if module == "positions":
