@@ -79,7 +79,7 @@ class Job:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the configuration, join the other ranks, and train with them. Return the exit code."""
-    args = config.parse(arguments)
+    args = config.parse_arguments(arguments)
     launch = Launch()
     try:
         launch = Launch.from_env(os.environ)
@@ -102,7 +102,9 @@ def read_job(args: Namespace) -> Job:
         warning = retry_warning(experiment)
         if warning is not None:
             announce(warning)
-    hp = config.load(args.config, args.overrides, weights.model_defaults, experiment)
+    hp = config.load_hyperparameters(
+        args.config, args.overrides, weights.model_defaults, experiment
+    )
     run_dir = None
     if trial is None:
         run_dir = RunDir(hp.run_name or args.config.stem, hp.checkpoint_storage)

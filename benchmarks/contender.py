@@ -268,7 +268,7 @@ CONTENDERS: dict[str, Callable[[World, config.Hyperparameters, Pacer], None]] = 
 def main() -> None:
     name, file, *overrides = sys.argv[1:]
     launch = Launch.from_env(os.environ)
-    hp = config.load(Path(file), overrides)
+    hp = config.load_hyperparameters(Path(file), overrides)
     week = 604800.0  # a contender waits while others train
     with join_world(launch, week) as world:
         CONTENDERS[name](world, hp.model_copy(update={"collective_timeout": week}), Pacer(world))

@@ -52,7 +52,7 @@ def measure(
         transient: peak bytes in addition to parameters and moments, of each of `steps` steps on
         rank 0. Bytes are those of the rank that has most, unless stated.
     """
-    hp = config.read(
+    hp = config.read_hyperparameters(
         {"hyperparameters": point | {"max_steps": 10**6, "report_rate": 10**6}}, [], "point"
     )
     found: dict[str, Any] = {}

@@ -179,7 +179,7 @@ def compare(
         except EndedError as error:
             drop(name, error)
             continue
-        hp = config.load(args.config, [*overrides, *name.split("+")[1:]])
+        hp = config.load_hyperparameters(args.config, [*overrides, *name.split("+")[1:]])
         if name == "torchtitan":
             hp = as_llama(hp)
         tokens = derive_global_batch_size(hp, args.nproc) * hp.max_seq_len

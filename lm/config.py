@@ -5,8 +5,8 @@
 Lists all hyperparameters, describes each KEY, or lists the presets. `--write` writes
 docs/hyperparameters.md and its JSON Schema for editors.
 
-Reading order: `Hyperparameters`, then `read`, whose steps follow in its order; then how errors of
-pydantic become sentences, the pages, and the command.
+Reading order: `Hyperparameters`, then `read_hyperparameters`, whose steps follow in its order; then
+how errors of pydantic become sentences, the pages, and the command.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lm.training.precision import PrecisionConfig
 from lm.training.profiling import ProfilingConfig
 from model import PRESETS, ModelConfig
 
-ROOT = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parent.parent
 DEFAULT_STEPS = 100
 DEFAULT_SEED = 42
 
@@ -133,7 +133,7 @@ class Hyperparameters(
         return lora.training_flops_per_token(self, self)
 
 
-PARTS: tuple[type[BaseModel], ...] = Hyperparameters.__bases__[::-1]
+PART_CONFIGS: tuple[type[BaseModel], ...] = Hyperparameters.__bases__[::-1]
 
 
 def _json_schema() -> dict[str, Any]:
@@ -168,7 +168,7 @@ def as_overrides(arguments: Sequence[str]) -> list[str]:
 HELP = "python -m lm.config lists all hyperparameters, python -m lm.config KEY describes one."
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line of fsdp.py: `config`, `overrides`, `dry_run`.
 
     Args:
@@ -202,7 +202,7 @@ An empty mapping if it is a checkpoint, which has no defaults.
 """
 
 
-def load(
+def load_hyperparameters(
     path: Path,
     overrides: Sequence[str],
     defaults: ModelDefaults | None = None,
@@ -210,14 +210,14 @@ def load(
 ) -> Hyperparameters:
     """Read the config of a Determined trial, or without one the experiment file at `path`.
 
-    See `read`.
+    See `read_hyperparameters`.
     """
     if trial is not None:
-        return read(trial, overrides, "trial", defaults=defaults)
+        return read_hyperparameters(trial, overrides, "trial", defaults=defaults)
     from lm import strict_yaml  # benchmarks.gpu runs without PyYAML
 
     contents, lines = strict_yaml.load_experiment(path)
-    return read(contents, overrides, str(path), lines, defaults)
+    return read_hyperparameters(contents, overrides, str(path), lines, defaults)
 
 
 @dataclass
@@ -250,7 +250,7 @@ class _Draft:
         return PRESETS.get(str(self.values.get("model")), {})
 
 
-def read(
+def read_hyperparameters(
     contents: Mapping[str, Any],
     overrides: Sequence[str],
     name: str,
@@ -467,7 +467,7 @@ class _Strict(BaseModel, allow_inf_nan=False, str_min_length=1):
         return parsed
 
 
-_STRICT_PARTS = [create_model(part.__name__, __base__=(_Strict, part)) for part in PARTS]
+_STRICT_CONFIGS = [create_model(part.__name__, __base__=(_Strict, part)) for part in PART_CONFIGS]
 
 
 def _validate(draft: _Draft) -> Hyperparameters:
@@ -479,7 +479,7 @@ def _validate(draft: _Draft) -> Hyperparameters:
     for key in draft.values.keys() - Hyperparameters.model_fields.keys():
         nearest = _nearest(key, Hyperparameters.model_fields)
         draft.refuse(key, f"no such hyperparameter{nearest}")
-    for part in _STRICT_PARTS:
+    for part in _STRICT_CONFIGS:
         its_values = {key: draft.values[key] for key in part.model_fields if key in draft.values}
         try:
             part.model_validate(its_values)
@@ -683,7 +683,7 @@ def _preset_rows() -> Iterator[_PresetRow]:
         yield _PresetRow(name, f"{millions:,.0f}M", keys)
 
 
-def page() -> str:
+def markdown_page() -> str:
     """Return docs/hyperparameters.md: the keys of every part, and the presets."""
     lines = [
         "# Hyperparameters",
@@ -692,8 +692,8 @@ def page() -> str:
         "`make docs` writes this page, and the [JSON Schema](hyperparameters.schema.json) for"
         " editors.",
     ]
-    for part in PARTS:
-        path = Path(inspect.getfile(part)).relative_to(ROOT)
+    for part in PART_CONFIGS:
+        path = Path(inspect.getfile(part)).relative_to(REPOSITORY)
         summary = (part.__doc__ or "").partition("\n")[0]
         lines += ["", f"## {path}", "", summary, ""]
         lines += ["| key | default | accepted values | meaning |", "|---|---|---|---|"]
@@ -706,7 +706,7 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def schema() -> str:
+def editor_schema() -> str:
     """Return docs/hyperparameters.schema.json, for editors.
 
     A key accepts a value or a search range; Determined's own sections are free.
@@ -756,8 +756,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(arguments)
     if args.write:
-        (ROOT / "docs" / "hyperparameters.md").write_text(page())
-        (ROOT / "docs" / "hyperparameters.schema.json").write_text(schema())
+        (REPOSITORY / "docs" / "hyperparameters.md").write_text(markdown_page())
+        (REPOSITORY / "docs" / "hyperparameters.schema.json").write_text(editor_schema())
         return 0
     known = Hyperparameters.model_fields
     unknown = [key for key in args.keys if key not in known]
@@ -769,7 +769,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.presets:
         rows.extend(_preset_rows())
     else:
-        for part in PARTS:
+        for part in PART_CONFIGS:
             for row in _key_rows(part):
                 if not args.keys and row.default != "required":
                     rows.append((row.key, row.default, row.meaning))

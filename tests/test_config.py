@@ -34,7 +34,7 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refusal:
     def load(source: str, *overrides: str) -> ConfigError:
         Path("exp.yaml").write_text(source)
         with pytest.raises(ConfigError) as refused:
-            config.load(Path("exp.yaml"), overrides)
+            config.load_hyperparameters(Path("exp.yaml"), overrides)
         assert refused.value.exit_code == 2
         return refused.value
 
@@ -43,9 +43,9 @@ def refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refusal:
 
 def accept(*overrides: str, **hyperparameters: Any) -> dict[str, Any]:
     """The hyperparameters that are set, without defaults."""
-    return config.read({"hyperparameters": hyperparameters}, overrides, "test").model_dump(
-        exclude_unset=True
-    )
+    return config.read_hyperparameters(
+        {"hyperparameters": hyperparameters}, overrides, "test"
+    ).model_dump(exclude_unset=True)
 
 
 # ---- one key at a time
@@ -197,7 +197,7 @@ def test_number_formats(spelling: str, tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text(
         f"hyperparameters: {{lr: {spelling}, n_layers: '4', d_model: 1e3}}"
     )
-    hp = config.load(tmp_path / "exp.yaml", [])
+    hp = config.load_hyperparameters(tmp_path / "exp.yaml", [])
     assert (hp.lr, hp.n_layers, hp.d_model) == (1e-4, 4, 1000)
 
 
@@ -209,13 +209,13 @@ def test_boolean_formats(spelling: str, value: bool, tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text(
         f"hyperparameters:\n  tie_embeddings: {spelling}\n  compile: {spelling}\n"
     )
-    hp = config.load(tmp_path / "exp.yaml", [])
+    hp = config.load_hyperparameters(tmp_path / "exp.yaml", [])
     assert (hp.tie_embeddings, hp.compile) == (value, value)
 
 
 def test_octal_integers_are_those_of_determined(tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text("hyperparameters:\n  max_steps: 010\n")
-    assert config.load(tmp_path / "exp.yaml", []).max_steps == 8
+    assert config.load_hyperparameters(tmp_path / "exp.yaml", []).max_steps == 8
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_experiment_sections_are_not_hyperparameters(tmp_path: Path) -> None:
     (tmp_path / "exp.yaml").write_text(
         "checkpoint_storage:\n  type: shared_fs\nhyperparameters:\n  lr: 1\n"
     )
-    assert config.load(tmp_path / "exp.yaml", []).checkpoint_storage is None
+    assert config.load_hyperparameters(tmp_path / "exp.yaml", []).checkpoint_storage is None
 
 
 def test_keys_outside_of_hyperparameters_are_named(refusal: Refusal) -> None:
@@ -394,11 +394,11 @@ def test_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (Path("/dev/zero"), "has more than 524,288 bytes"),
     ):
         with pytest.raises(ConfigError, match=f"^{path}: {part}"):
-            config.load(path, [])
+            config.load_hyperparameters(path, [])
 
 
 def test_empty_hyperparameters_are_all_defaults() -> None:
-    assert config.read(
+    assert config.read_hyperparameters(
         {"hyperparameters": None}, [], "test"
     ) == config.Hyperparameters.model_validate({})
 
@@ -422,7 +422,7 @@ def test_max_length_is_the_default_length_of_a_run(
     searcher: Any, hyperparameters: dict[str, Any], steps: int | None
 ) -> None:
     assert (
-        config.read(
+        config.read_hyperparameters(
             {"searcher": searcher, "hyperparameters": hyperparameters}, [], "test"
         ).max_steps
         == steps
@@ -485,7 +485,8 @@ def test_any_experiment_gives_one_line_per_problem(
     contents: dict[str, Any], overrides: list[str]
 ) -> None:
     assert not any(
-        "\n" in line for line in problems(lambda: config.read(contents, overrides, "test"))
+        "\n" in line
+        for line in problems(lambda: config.read_hyperparameters(contents, overrides, "test"))
     )
 
 
@@ -513,14 +514,16 @@ def test_any_file_gives_one_line_per_problem(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text(f"hyperparameters:\n  {source}", encoding="utf-8", errors="replace")
-    assert not any("\n" in line for line in problems(lambda: config.load(path, [])))
+    assert not any("\n" in line for line in problems(lambda: config.load_hyperparameters(path, [])))
 
 
 # ---- the keys
 
 
 def test_hyperparameters_have_one_part_and_a_description() -> None:
-    fields = [(key, field) for part in config.PARTS for key, field in part.model_fields.items()]
+    fields = [
+        (key, field) for part in config.PART_CONFIGS for key, field in part.model_fields.items()
+    ]
     assert sorted(key for key, _ in fields) == sorted(config.Hyperparameters.model_fields)
     assert all(field.description for _, field in fields)
 
@@ -542,7 +545,7 @@ def test_invalid_config_exits_with_2_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_shard_group_size_must_divide_the_ranks() -> None:
-    hp = config.read(
+    hp = config.read_hyperparameters(
         {"hyperparameters": {"sharding": "hybrid-full-shard", "shard_group_size": 4}}, [], "test"
     )
     with pytest.raises(ConfigError, match=r"^shard_group_size: 6 ranks .*\[1, 2, 3, 6\]"):
@@ -688,7 +691,7 @@ def test_model_override_replaces_the_shape_in_the_file(
 ) -> None:
     def read(*overrides: str) -> config.Hyperparameters:
         shape = {"d_model": 64, "n_kv_heads": 2, "dropout": 0.1, "lr": 1e-3}
-        return config.read({"hyperparameters": shape}, overrides, "exp.yaml")
+        return config.read_hyperparameters({"hyperparameters": shape}, overrides, "exp.yaml")
 
     small = read("model=gpt2", "n_layers=2")
     assert (
@@ -719,14 +722,14 @@ def test_lora_rank_override_turns_adapters_off(
             "lora_dropout": 0.1,
         }
     }
-    hp = config.read(file, ["lora_rank=null"], "exp.yaml")
+    hp = config.read_hyperparameters(file, ["lora_rank=null"], "exp.yaml")
     assert (hp.lora_rank, hp.lora_alpha, hp.lora_dropout) == (None, 16.0, 0.0)
     assert (
         "lora_rank=null overrides lora_alpha: 32, lora_dropout: 0.1 of exp.yaml\n"
         in capsys.readouterr().out
     )
     with pytest.raises(ConfigError) as refused:
-        config.read(file, ["lora_rank=null", "lora_alpha=8"], "exp.yaml")
+        config.read_hyperparameters(file, ["lora_rank=null", "lora_alpha=8"], "exp.yaml")
     assert named_keys(refused.value) >= {"lora_alpha", "lora_rank"}
 
 
@@ -749,6 +752,6 @@ def test_names_of_other_trainers_are_translated() -> None:
     with pytest.raises(
         ConfigError, match=r"learning_rate: .* lr\?\n.*train_batch_size: .* batch_size\?$"
     ):
-        config.read(
+        config.read_hyperparameters(
             {"hyperparameters": {}}, ["learning_rate=1", "per_device_train_batch_size=2"], "test"
         )

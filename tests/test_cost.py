@@ -65,7 +65,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[StepCount
 
 def expected(ranks: int, changes: dict[str, Any]) -> Counter[Collective]:
     """The collectives of a step, from the parameter counts."""
-    hp = config.read({"hyperparameters": COUNTED_RUN | changes}, [], "test")
+    hp = config.read_hyperparameters({"hyperparameters": COUNTED_RUN | changes}, [], "test")
     *blocks, embedding, head = unit_sizes(hp)
     blocks, ends = blocks if hp.layer_wrap else [], [embedding, head]
     units = (

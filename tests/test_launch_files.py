@@ -133,7 +133,10 @@ def test_restart_when_stopped_needs_resume_auto(
 ) -> None:
     """Every restart would start over."""
     monkeypatch.setenv("RESTART_WHEN_STOPPED", "1")
-    hp, nothing = config.read({"hyperparameters": TINY | {"resume": resume}}, [], "test"), None
+    hp, nothing = (
+        config.read_hyperparameters({"hyperparameters": TINY | {"resume": resume}}, [], "test"),
+        None,
+    )
     with pytest.raises(ConfigError, match=f"^resume: {resume} .*RESTART_WHEN_STOPPED.* auto "):
         preflight(hp, nothing, cast(Any, nothing), nothing, nothing, cast(Any, nothing))
 

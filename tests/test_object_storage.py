@@ -728,7 +728,9 @@ def test_az_errors_say_what_is_wrong(
 
 
 def test_checkpoint_storage_on_a_cluster_is_the_platforms() -> None:
-    hp = config.read({"hyperparameters": TINY | {"checkpoint_storage": "s3://bucket"}}, [], "test")
+    hp = config.read_hyperparameters(
+        {"hyperparameters": TINY | {"checkpoint_storage": "s3://bucket"}}, [], "test"
+    )
     nothing: Any = None
     cluster: Any = object()
     with pytest.raises(

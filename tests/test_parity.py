@@ -39,7 +39,7 @@ from tests.support.step_counts import Collective, count_steps_of_each
 
 def setup(changes: dict[str, Any]) -> tuple[config.Hyperparameters, SampledSource, Transformer]:
     """The hyperparameters, samples and initial model of a run in one process."""
-    hp = config.read({"hyperparameters": PARITY_RUN | changes}, [], "test")
+    hp = config.read_hyperparameters({"hyperparameters": PARITY_RUN | changes}, [], "test")
     data = open_data(hp, hp.vocab_size, hp.max_seq_len, 8, 7)
     assert isinstance(data.train, SampledSource)
     model = Transformer(hp)
@@ -289,7 +289,9 @@ def test_float8_checkpoints_are_those_of_bfloat16(float8_runs: Float8Runs) -> No
 
 def test_deterministic_selects_deterministic_kernels() -> None:
     def build(world: World) -> bool:
-        hp = config.read({"hyperparameters": PARITY_RUN | {"deterministic": True}}, [], "test")
+        hp = config.read_hyperparameters(
+            {"hyperparameters": PARITY_RUN | {"deterministic": True}}, [], "test"
+        )
         with torch.device("meta"):
             model = Transformer(hp)
         parallelize.parallelize(model, hp, world.device_mesh(MeshShape(1, 1)), None, 7)
@@ -308,7 +310,7 @@ def initial_weights(
     """The initial weights for each of `shardings`."""
     found = []
     for sharding in shardings:
-        hp = config.read(
+        hp = config.read_hyperparameters(
             {"hyperparameters": PARITY_RUN | changes | {"sharding": sharding}}, [], "test"
         )
         with torch.device("meta"):
@@ -325,7 +327,9 @@ def initial_weights(
 @pytest.mark.slow
 def test_initial_weights_depend_on_no_world_size_or_strategy() -> None:
     size = {"vocab_size": 2**17, "n_layers": 1}  # embedding and head are drawn in 4 chunks each
-    plain = Transformer(config.read({"hyperparameters": PARITY_RUN | size}, [], "test"))
+    plain = Transformer(
+        config.read_hyperparameters({"hyperparameters": PARITY_RUN | size}, [], "test")
+    )
     parallelize.initialize_parameters(plain, 7)
     for weights in run_ranks(3, initial_weights, ["full-shard", "no-shard"], size)[-1]:
         for name, parameter in plain.named_parameters():

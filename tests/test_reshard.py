@@ -29,7 +29,7 @@ def build(world: World, sharding: str, seed: int) -> tuple[Transformer, optim.Op
     """A sharded model initialized from `seed`, with moments twice its weights."""
     group = 2 if world.size == 4 else None
     settings = TINY | WIDTH | {"sharding": sharding, "shard_group_size": group}
-    hp = config.read({"hyperparameters": settings}, [], "test")
+    hp = config.read_hyperparameters({"hyperparameters": settings}, [], "test")
     with torch.device("meta"):
         model = Transformer(hp)
     shape = parallelize.mesh_shape(hp, world.size, world.launch.local_size)

@@ -177,9 +177,11 @@ def test_move_aside_moves_the_files_of_every_previous_run() -> None:
 
 def test_run_dirs_config_yaml_resumes_the_run() -> None:
     run_dir = started()
-    hp = config.read(
+    hp = config.read_hyperparameters(
         {"hyperparameters": {"model": "llama3.2-1b", "lr": "1e-4", "prompt": "é: #"}}, [], "test"
     )
     run_dir.start(hp.model_dump(mode="json") | {"resume": "fresh"}, {"step": 0})
-    assert config.load(run_dir.config, []) == hp.model_copy(update={"run_name": "x"})
+    assert config.load_hyperparameters(run_dir.config, []) == hp.model_copy(
+        update={"run_name": "x"}
+    )
     assert yaml.safe_load(run_dir.config.read_text())["hyperparameters"]["d_model"] == 2048

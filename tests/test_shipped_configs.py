@@ -131,9 +131,11 @@ def test_shipped_log_policies(path: Path) -> None:
 def test_shipped_hyperparameters_are_valid(path: Path) -> None:
     experiment = yaml.safe_load(path.read_text())
     hyperparameters = one_trial(experiment["hyperparameters"])
-    hp = config.read(experiment | {"hyperparameters": hyperparameters}, [], path.name)
+    hp = config.read_hyperparameters(
+        experiment | {"hyperparameters": hyperparameters}, [], path.name
+    )
     if hyperparameters == experiment["hyperparameters"]:
-        assert config.load(path, []) == hp
+        assert config.load_hyperparameters(path, []) == hp
     else:
         assert experiment["searcher"]["metric"] == "loss"
         assert experiment["searcher"]["time_metric"] == "batches"
@@ -204,14 +206,17 @@ def test_chat_recipe_runs(tmp_path: Path) -> None:
 def test_config_yaml_equals_the_original_example() -> None:
     hyperparameters = yaml.safe_load((REPOSITORY / "config.yaml").read_text())["hyperparameters"]
     assert hyperparameters.keys() == ORIGINAL
-    assert config.load(REPOSITORY / "config.yaml", ["max_steps=1"]) == config.read(
-        {}, ["max_steps=1"], "defaults"
-    )
+    assert config.load_hyperparameters(
+        REPOSITORY / "config.yaml", ["max_steps=1"]
+    ) == config.read_hyperparameters({}, ["max_steps=1"], "defaults")
 
 
 @pytest.mark.parametrize(
     ("file", "text"),
-    [("hyperparameters.md", config.page), ("hyperparameters.schema.json", config.schema)],
+    [
+        ("hyperparameters.md", config.markdown_page),
+        ("hyperparameters.schema.json", config.editor_schema),
+    ],
 )
 def test_generated_pages_match_the_code(file: str, text: Callable[[], str]) -> None:
     assert (REPOSITORY / "docs" / file).read_text() == text(), "`make docs` writes it"

@@ -107,7 +107,9 @@ def test_epochs_below_0_only_validate_and_generate(tmp_path: Path) -> None:
     assert "training" not in again.stdout
     assert "sample      step 3\nto be" in again.stdout
     run_fsdp(tmp_path, "sample_rate=1", "run_name=other", config=TINY, code=2)  # no text
-    assert config.load(tmp_path / "runs" / "test" / "config.yaml", []).max_epochs == -1
+    assert (
+        config.load_hyperparameters(tmp_path / "runs" / "test" / "config.yaml", []).max_epochs == -1
+    )
 
 
 @pytest.mark.slow

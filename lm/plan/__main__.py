@@ -253,11 +253,11 @@ def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
     """Read the experiment file. Weights that are not here are not needed if `model` is given."""
-    hp = config.load(args.config, args.overrides)
+    hp = config.load_hyperparameters(args.config, args.overrides)
     if hp.init_from is None:
         return hp
     if Path(hp.init_from).exists():
-        return config.load(args.config, args.overrides, weights.model_defaults)
+        return config.load_hyperparameters(args.config, args.overrides, weights.model_defaults)
     if hp.model is None:
         raise ConfigError(
             f"init_from: {hp.init_from} does not exist; set model to the preset with its shape"

@@ -83,7 +83,7 @@ def read_with_model_defaults(
     hyperparameters: dict[str, Any], *overrides: str
 ) -> config.Hyperparameters:
     """Return a run's hyperparameters, in which `init_from` sets what is not set of the model."""
-    return config.read(
+    return config.read_hyperparameters(
         {"hyperparameters": hyperparameters}, overrides, "test", defaults=weights.model_defaults
     )
 

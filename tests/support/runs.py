@@ -33,7 +33,7 @@ def train_in_world(
     """Call `fsdp.execute` off the cluster on the ranks of `world`; return the run's directory."""
     import fsdp  # changes signals and garbage collection: not in the processes of all tests
 
-    hp = config.read({"hyperparameters": hyperparameters}, [], "test")
+    hp = config.read_hyperparameters({"hyperparameters": hyperparameters}, [], "test")
     run_dir = RunDir(hp.run_name or "test")
     distributed = TorchDistributedContext(world.launch, world.saver, world.node)
     with core.init(
