@@ -135,8 +135,8 @@ def parallelize(
     """Transform `model`, on the meta device, in place, and initialize this rank's shard.
 
     Each transform wraps the one before: FSDP (outermost) > offloading > compilation > recomputation
-    > float8 products. All but the last replace `forward` and not the module, so that parameters
-    keep the names of model.py.
+    > float8 products. Those in the middle replace the `forward` of a block and not the block, so
+    that parameters keep the names of model.py.
 
     Args:
         mesh: with the dimension "shard" and, if there are several replicas, "replicate"; see
@@ -162,7 +162,8 @@ def parallelize(
             _emulate_precision_casts()
         apply_compile(model)
 
-    # Outside the compiled region, to see the tensors that it saves.
+    # Replaces the blocks' `forward`, too, outside the compiled region to see the tensors that it
+    # saves.
     if config.activation_offload:
         ActivationOffload(list(model.blocks), mesh.device_type)
 
