@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from benchmarks.common import spread
-from lm.data.tokenizer import FILE, train_tokenizer
+from lm.data.tokenizer import TOKENIZER_JSON, train_tokenizer
 
 LIBRARY = """
 import json, resource, sys, time
@@ -99,7 +99,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        corpus, tokenizer = directory / "corpus.jsonl", directory / FILE
+        corpus, tokenizer = directory / "corpus.jsonl", directory / TOKENIZER_JSON
         texts = write_corpus(corpus, args.megabytes * 1_000_000)
         tokenizer.write_bytes(train_tokenizer(iter(texts), 8192))
         size = sum(len(json.loads(line)["text"].encode()) for line in corpus.open()) / 1e6

@@ -35,7 +35,7 @@ from safetensors.torch import load_file
 
 from lm import generate, sampling
 from lm.checkpoint.manifest import MANIFEST
-from lm.data.tokenizer import FILE
+from lm.data.tokenizer import TOKENIZER_JSON
 from lm.errors import RunError
 from tests.support.checkpoints import WEIGHTS_FILE, forge_manifest, rewrite_header, write_checkpoint
 
@@ -115,8 +115,8 @@ def mutate(draw: random.Random, folder: Path) -> str:
         )
         return what
     if what == "tokenizer":
-        text = json.dumps(change(draw, json.loads((folder / FILE).read_text()))).encode()
-        (folder / FILE).write_bytes(text)
+        text = json.dumps(change(draw, json.loads((folder / TOKENIZER_JSON).read_text()))).encode()
+        (folder / TOKENIZER_JSON).write_bytes(text)
         size = fields["tokenizer"].partition(" ")[0]
         forge_manifest(
             folder, tokenizer=f"{size} tokens, sha256 {hashlib.sha256(text).hexdigest()}"

@@ -19,7 +19,7 @@ import torch
 from lm import generate
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import read_manifest, write_manifest
-from lm.data.tokenizer import FILE
+from lm.data.tokenizer import TOKENIZER_JSON
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import TINY
 from tests.support.runs import run_fsdp
@@ -110,12 +110,12 @@ def test_generate_prints_complete_characters_as_they_come(checkpoint: Path) -> N
 
 @pytest.mark.slow
 def test_generate_survives_invalid_utf8_from_the_model(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(llama2_tokenizer())
+    (tmp_path / TOKENIZER_JSON).write_bytes(llama2_tokenizer())
     (tmp_path / "a.txt").write_text(TEXT * 40)
     how = {
         "dataset": "text",
         "train_data": "a.txt",
-        "tokenizer": FILE,
+        "tokenizer": TOKENIZER_JSON,
         "vocab_size": 384,
         "prompt": "to be",
     }
@@ -289,7 +289,7 @@ CHATS = [
 def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the directory of a run that has learned `CHATS`."""
     folder = tmp_path_factory.mktemp("chat")
-    (folder / FILE).write_bytes(llama_tokenizer())
+    (folder / TOKENIZER_JSON).write_bytes(llama_tokenizer())
     template = CHAT_TEMPLATE.replace(
         "] ", "]"
     )  # a space would be a part of the first token of the reply
@@ -302,7 +302,7 @@ def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dataset": "jsonl",
         "train_data": "chats.jsonl",
         "val_data": "chats.jsonl",
-        "tokenizer": FILE,
+        "tokenizer": TOKENIZER_JSON,
     }
     shape = {
         "vocab_size": 200,

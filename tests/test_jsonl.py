@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.data.jsonl import JsonlDataset
-from lm.data.tokenizer import FILE, ByteTokenizer, FileTokenizer
+from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
 from tests.support.hyperparameters import named_keys
@@ -32,7 +32,7 @@ LLAMA_FILE = llama_tokenizer()
 
 def llama(template: str) -> FileTokenizer:
     config = json.dumps(SPECIALS | {"chat_template": template}).encode()
-    return FileTokenizer({FILE: LLAMA_FILE, "tokenizer_config.json": config}, "llama")
+    return FileTokenizer({TOKENIZER_JSON: LLAMA_FILE, "tokenizer_config.json": config}, "llama")
 
 
 LLAMA = llama(CHAT_TEMPLATE)
@@ -307,7 +307,10 @@ def test_generation_tags_mark_targets_as_transformers(
         "{% else %}{{ m.content }}{% endif %}</s>{% endfor %}"
     )
     config = SPECIALS | {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"}
-    files = {FILE: llama_tokenizer(), "tokenizer_config.json": json.dumps(config).encode()}
+    files = {
+        TOKENIZER_JSON: llama_tokenizer(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+    }
     contents = ["to be", "or not", "that is", "the question"]
     chat: list[dict[str, Any]] = [
         {"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(contents)
@@ -339,7 +342,7 @@ def test_trl_templates_mark_targets_as_transformers(tmp_path: Path) -> None:
         ):  # which needs images
             continue
         settings = json.dumps(config | {"chat_template": template}).encode()
-        files = {FILE: byte_level_tokenizer(), "tokenizer_config.json": settings}
+        files = {TOKENIZER_JSON: byte_level_tokenizer(), "tokenizer_config.json": settings}
         found = targets(
             JsonlDataset([file], FileTokenizer(files, path.name), 8192, completion_only=True)
         )

@@ -28,7 +28,7 @@ from tokenizers import models, pre_tokenizers
 
 from lm.data.files import read_blocks
 from lm.data.run_data import DataConfig, open_data
-from lm.data.tokenizer import FILE, ByteTokenizer, load_tokenizer
+from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, load_tokenizer
 from lm.data.tokens import read_index
 from lm.errors import ConfigError, RunError
 from lm.prepare import __main__ as command
@@ -212,7 +212,7 @@ def test_prepare_dtype_follows_the_vocabulary(tmp_path: Path) -> None:
     vocabulary = {f"w{number}": number for number in range(70_000)} | {"</s>": 70_000}
     encoder = Encoder(models.WordLevel(vocabulary, unk_token="w0"))
     encoder.pre_tokenizer = pre_tokenizers.Whitespace()
-    encoder.save(str(tmp_path / FILE))
+    encoder.save(str(tmp_path / TOKENIZER_JSON))
     (tmp_path / "a.txt").write_text("w65536 w69999 w1")
     assert run(tmp_path / "a.txt", "--tokenizer", tmp_path, "--out", tmp_path / "out")[0] == 0
     assert read_index(tmp_path / "out/train.json").dtype == "uint32"
@@ -659,11 +659,11 @@ def test_prepare_overwrite_replaces_a_damaged_dataset(
 def test_prepare_input_excludes_the_output(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / FILE).write_bytes(byte_level_tokenizer())
+    (tmp_path / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.txt").write_text("to be")
     out = tmp_path / "in" / name
-    common = (tmp_path / "in", "--tokenizer", tmp_path / FILE, "--out", out)
+    common = (tmp_path / "in", "--tokenizer", tmp_path / TOKENIZER_JSON, "--out", out)
     assert run(*common)[0] == 0
     before = content(out)
     code, _, errors = run(*common)
@@ -681,7 +681,7 @@ def test_prepare_killed_while_installing_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = dict.fromkeys(token_writer.OUTPUT_FILES - {token_writer.LOCK}, b"old")
-    new = dict.fromkeys((FILE, "train.bin", "train.ends", "train.json"), b"new")
+    new = dict.fromkeys((TOKENIZER_JSON, "train.bin", "train.ends", "train.json"), b"new")
     steps = 0
 
     def step(act: Callable[..., None], *args: Any, **how: Any) -> None:
@@ -774,7 +774,7 @@ def test_prepare_refuses_input_that_changes(
 
 @pytest.mark.slow
 def test_prepare_ctrl_c_ends_at_once(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(byte_level_tokenizer())
+    (tmp_path / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
     line = "To be, or not to be:\n"
     (tmp_path / "a.txt").write_text(line * (readers.CHUNK_SIZE // 20))
     (tmp_path / "b.txt").write_text(line * 2_000_000)

@@ -20,7 +20,7 @@ from torch.multiprocessing import ProcessExitedException
 from lm import generate, sampling
 from lm.checkpoint.manifest import Manifest, read_manifest
 from lm.data.loader import Loader, MicroBatch
-from lm.data.tokenizer import FILE
+from lm.data.tokenizer import TOKENIZER_JSON
 from lm.resume import extension
 from lm.runtime.world import World
 from lm.training.optim import OptimConfig, learning_rate
@@ -338,7 +338,7 @@ def test_chat_template_date_is_that_of_the_first_start(tmp_path: Path) -> None:
         "{{ bos_token }}[date] {{ strftime_now('%Y-%m-%d') }}"
         "{% for m in messages %}{{ m.content }}{% endfor %}"
     )
-    (tmp_path / FILE).write_bytes(llama_tokenizer())
+    (tmp_path / TOKENIZER_JSON).write_bytes(llama_tokenizer())
     specials = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(specials))
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -347,7 +347,7 @@ def test_chat_template_date_is_that_of_the_first_start(tmp_path: Path) -> None:
         "dataset": "jsonl",
         "train_data": "chat.jsonl",
         "val_data": "chat.jsonl",
-        "tokenizer": FILE,
+        "tokenizer": TOKENIZER_JSON,
     }
     how = {"vocab_size": 200, "max_seq_len": 32, "validation_batches": 1, "report_rate": 1}
     found = []

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from lm import config
-from lm.data.tokenizer import FILE
+from lm.data.tokenizer import TOKENIZER_JSON
 from tests.support import REPOSITORY
 from tests.support.runs import read_reports, run_fsdp
 from tests.support.tokenizer_files import CHAT_TEMPLATE, llama_tokenizer
@@ -182,7 +182,7 @@ def test_chat_recipe_runs(tmp_path: Path) -> None:
     }
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, vocab_size=256))
     model.save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / FILE).write_bytes(llama_tokenizer())
+    (tmp_path / "model" / TOKENIZER_JSON).write_bytes(llama_tokenizer())
     specials = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(specials))
     chat = {

@@ -13,7 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.data.tokenizer import FILE, ByteTokenizer, FileTokenizer, Tokenizer, load_tokenizer
+from lm.data.tokenizer import (
+    TOKENIZER_JSON,
+    ByteTokenizer,
+    FileTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 from lm.errors import ConfigError
 from tests.support.hyperparameters import named_keys
 from tests.support.tokenizer_files import (
@@ -57,7 +63,7 @@ def test_byte_tokenizer_replaces_invalid_utf8(ids: list[int], text: str) -> None
 
 
 def from_files(content: bytes, config: Mapping[str, Any] | None = None) -> FileTokenizer:
-    files = {FILE: content}
+    files = {TOKENIZER_JSON: content}
     if config is not None:
         files["tokenizer_config.json"] = json.dumps(config).encode()
     return FileTokenizer(files, "test")
@@ -175,7 +181,7 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"
 
 
 def test_render_uses_the_template_of_the_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(llama_tokenizer())
+    (tmp_path / TOKENIZER_JSON).write_bytes(llama_tokenizer())
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": "<s>", "eos_token": "</s>"})
     )
@@ -221,7 +227,7 @@ def chat_files(template: str, **generation: Any) -> FileTokenizer:
     config = json.dumps(
         {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
     ).encode()
-    files = {FILE: llama_tokenizer(), "tokenizer_config.json": config}
+    files = {TOKENIZER_JSON: llama_tokenizer(), "tokenizer_config.json": config}
     return FileTokenizer(
         files | {"generation_config.json": json.dumps(generation).encode()}, "test"
     )
@@ -257,14 +263,17 @@ def test_stop_ids_are_end_of_text_and_end_of_turn(
 
 
 def test_load_tokenizer_of_a_file_or_a_folder(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(llama_tokenizer())
+    (tmp_path / TOKENIZER_JSON).write_bytes(llama_tokenizer())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<s>"}))
     (tmp_path / "other.json").write_bytes(byte_level_tokenizer())
     assert load_tokenizer("bytes").identity == "bytes"
-    for tokenizer in (load_tokenizer(str(tmp_path)), load_tokenizer(str(tmp_path / FILE))):
+    for tokenizer in (
+        load_tokenizer(str(tmp_path)),
+        load_tokenizer(str(tmp_path / TOKENIZER_JSON)),
+    ):
         assert tokenizer.identity == LLAMA.identity
         assert tokenizer.eos_id == LLAMA.bos_id
-        assert set(tokenizer.files) == {FILE, "tokenizer_config.json"}
+        assert set(tokenizer.files) == {TOKENIZER_JSON, "tokenizer_config.json"}
     assert load_tokenizer(str(tmp_path / "other.json")).identity == BYTE_LEVEL.identity
 
 
@@ -291,18 +300,18 @@ def test_load_tokenizer_refuses_files_it_cannot_use(tmp_path: Path) -> None:
     del content["model"]["vocab"]["<|endoftext|>"]
     good, no_eos = byte_level_tokenizer(), json.dumps(content).encode()
     for load, part in (
-        (lambda: load_tokenizer(str(tmp_path)), f"{tmp_path}: .*{FILE}"),
+        (lambda: load_tokenizer(str(tmp_path)), f"{tmp_path}: .*{TOKENIZER_JSON}"),
         (lambda: from_files(b"{}"), "test: cannot be read: "),
         (
             lambda: from_files(good, {"eos_token": "<end>"}),
             "test: eos_token '<end>' .*tokenizer_config.json",
         ),
         (
-            lambda: FileTokenizer({FILE: good, "tokenizer_config.json": b"[1]"}, "test"),
+            lambda: FileTokenizer({TOKENIZER_JSON: good, "tokenizer_config.json": b"[1]"}, "test"),
             "test: cannot be read: ",
         ),
         (
-            lambda: FileTokenizer({FILE: good, "generation_config.json": b"{"}, "test"),
+            lambda: FileTokenizer({TOKENIZER_JSON: good, "generation_config.json": b"{"}, "test"),
             "test: cannot be read: ",
         ),
         (lambda: from_files(no_eos), "test: .*no end-of-text token; .*tokenizer_config.json"),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.data.run_data import Data, DataConfig, open_data
-from lm.data.tokenizer import FILE, ByteTokenizer
+from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer
 from lm.data.tokens import TokenFileDataset, TokenIndex, TokenWindowDataset, check_token_files
 from lm.errors import ConfigError
 from lm.fileio import crc32c
@@ -158,7 +158,7 @@ def test_token_files_refuse_another_tokenizer(tmp_path: Path) -> None:
         str(both(tmp_path / "bytes", tokenizer="bytes")),
         str(both(tmp_path / "own", tokenizer="some other")),
     )
-    (tmp_path / "own" / FILE).write_bytes(byte_level_tokenizer())
+    (tmp_path / "own" / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
     data = opened(one)
     assert data.tokenizer is not None
     assert data.fingerprints()["tokenizer"] == ByteTokenizer.identity

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from lm import config
-from lm.data.tokenizer import FILE, load_tokenizer
+from lm.data.tokenizer import TOKENIZER_JSON, load_tokenizer
 from lm.report import RunRecords
 from lm.runtime.world import World
 from tests.support import REPOSITORY
@@ -116,8 +116,8 @@ def test_epochs_below_0_only_validate_and_generate(tmp_path: Path) -> None:
 def test_text_dataset_needs_only_file_and_tokenizer(tmp_path: Path) -> None:
     text = "To be, or not to be, that is the question.\n" * 40
     (tmp_path / "a.txt").write_text(text)
-    (tmp_path / FILE).write_bytes(byte_level_tokenizer(300))
-    own = {"dataset": "text", "train_data": "a.txt", "tokenizer": FILE}
+    (tmp_path / TOKENIZER_JSON).write_bytes(byte_level_tokenizer(300))
+    own = {"dataset": "text", "train_data": "a.txt", "tokenizer": TOKENIZER_JSON}
     small = {"d_model": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 16, "report_rate": 2}
     done = run_fsdp(tmp_path, "max_steps=2", config=own | small, code=0)
     assert "val_data: null: 2 of 59 sequences" in done.stdout

@@ -28,7 +28,7 @@ from lm.checkpoint.__main__ import list_run
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import DRAFT, MANIFEST, read_manifest
 from lm.checkpoint.store import COMMITTED, LocalCheckpoints
-from lm.data.tokenizer import FILE, load_tokenizer
+from lm.data.tokenizer import TOKENIZER_JSON, load_tokenizer
 from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.hf.export import export_model, lock_directory
@@ -55,8 +55,8 @@ def saved(tmp_path: Path) -> Path:
 
 
 def forge_tokenizer(folder: Path, size: int = 300, **changes: Any) -> None:
-    content = json.dumps(json.loads((folder / FILE).read_text()) | changes).encode()
-    (folder / FILE).write_bytes(content)
+    content = json.dumps(json.loads((folder / TOKENIZER_JSON).read_text()) | changes).encode()
+    (folder / TOKENIZER_JSON).write_bytes(content)
     forge_manifest(folder, tokenizer=f"{size} tokens, sha256 {hashlib.sha256(content).hexdigest()}")
 
 
@@ -88,7 +88,7 @@ def set_nan(folder: Path) -> None:
 
 def add_token(folder: Path) -> None:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-    added = json.loads((folder / FILE).read_text())["added_tokens"]
+    added = json.loads((folder / TOKENIZER_JSON).read_text())["added_tokens"]
     forge_tokenizer(folder, 301, added_tokens=[*added, {"id": 300, "content": "To be", **flags}])
 
 
@@ -216,7 +216,7 @@ def irregular(path: Path, kind: str, target: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "link"])
-@pytest.mark.parametrize("name", [MANIFEST, WEIGHTS_FILE, FILE])
+@pytest.mark.parametrize("name", [MANIFEST, WEIGHTS_FILE, TOKENIZER_JSON])
 def test_checkpoint_files_must_be_regular(
     kind: str, name: str, saved: Path, tmp_path: Path
 ) -> None:

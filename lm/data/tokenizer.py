@@ -33,9 +33,14 @@ from lm.fileio import (
     read_bytes,
 )
 
-FILE = "tokenizer.json"
-GENERATION = "generation_config.json"
-FILES = (FILE, "tokenizer_config.json", "chat_template.jinja", GENERATION)
+TOKENIZER_JSON = "tokenizer.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_FILES = (
+    TOKENIZER_JSON,
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    GENERATION_CONFIG,
+)
 """of a tokenizer; only the first is required"""
 END_OF_TEXT = "<|endoftext|>"
 _EOS_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
@@ -138,7 +143,7 @@ class FileTokenizer:
     """A tokenizer of the `tokenizers` library.
 
     Args:
-        files: contents of `tokenizer.json` and of the optional `FILES`, by name.
+        files: contents of `tokenizer.json` and of the optional `TOKENIZER_FILES`, by name.
         name: name of the tokenizer in errors.
     """
 
@@ -146,9 +151,9 @@ class FileTokenizer:
         self.files = dict(files)
         self._name = name
         try:
-            self._encoder: Any = _CheckedEncoder(_parse_tokenizer(files[FILE]), name)
+            self._encoder: Any = _CheckedEncoder(_parse_tokenizer(files[TOKENIZER_JSON]), name)
             config = parse_json(files.get("tokenizer_config.json", b"{}"))
-            generation = parse_json(files.get(GENERATION, b"{}"))
+            generation = parse_json(files.get(GENERATION_CONFIG, b"{}"))
             self._config: dict[str, Any] = dict(config)
             self._generation: dict[str, Any] = dict(generation)
         except Exception as error:  # the library raises nothing narrower
@@ -162,7 +167,7 @@ class FileTokenizer:
         """the day that the chat template reads as today's; None = today"""
         vocabulary = self._encoder.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=0) + 1
-        digest = hashlib.sha256(files[FILE]).hexdigest()
+        digest = hashlib.sha256(files[TOKENIZER_JSON]).hexdigest()
         self.identity = f"{self.vocab_size} tokens, sha256 {digest}"
         self.eos_id: int = self._find_eos_id(vocabulary)
         self.bos_id: int | None = vocabulary.get(self._special_token("bos_token") or "")
@@ -509,8 +514,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
-    if path.is_file() and path.name != FILE:
-        return FileTokenizer({FILE: _read_tokenizer_file(path.resolve(), FILE)}, name)
+    if path.is_file() and path.name != TOKENIZER_JSON:
+        content = _read_tokenizer_file(path.resolve(), TOKENIZER_JSON)
+        return FileTokenizer({TOKENIZER_JSON: content}, name)
     if path.is_file():
         directory = path.parent
     elif path.exists():
@@ -518,10 +524,10 @@ def load_tokenizer(name: str) -> Tokenizer:
     elif name.startswith((".", "/", "~")) or name.endswith(".json"):
         raise ConfigError(f"tokenizer: {name}: no such file or directory in {Path.cwd()}")
     else:
-        directory = download_from_hub(name, FILES, "tokenizer")
+        directory = download_from_hub(name, TOKENIZER_FILES, "tokenizer")
     files = read_tokenizer_files(directory)
-    if FILE not in files:
-        raise ConfigError(f"tokenizer: {name}: has no {FILE}")
+    if TOKENIZER_JSON not in files:
+        raise ConfigError(f"tokenizer: {name}: has no {TOKENIZER_JSON}")
     return FileTokenizer(files, name)
 
 
@@ -536,14 +542,16 @@ def load_saved_tokenizer(
     """
     if identity == ByteTokenizer.identity:
         return ByteTokenizer()
-    if FILE not in names:
-        raise ConfigError(f"tokenizer: {directory}: the checkpoint lists no {FILE}")
-    listed = [name for name in FILES if name in names]
+    if TOKENIZER_JSON not in names:
+        raise ConfigError(f"tokenizer: {directory}: the checkpoint lists no {TOKENIZER_JSON}")
+    listed = [name for name in TOKENIZER_FILES if name in names]
     files = {name: _read_tokenizer_file(directory / name, name) for name in listed}
     tokenizer = FileTokenizer(files, str(directory))
     if tokenizer.identity != identity:
-        problem = f"{FILE} has {tokenizer.identity}, the checkpoint was written with {identity}"
-        raise ConfigError(f"tokenizer: {directory}: {problem}")
+        problem = f"{TOKENIZER_JSON} has {tokenizer.identity}"
+        raise ConfigError(
+            f"tokenizer: {directory}: {problem}, the checkpoint was written with {identity}"
+        )
     date = hyperparameters.get("chat_template_date")
     try:
         tokenizer.template_kwargs = dict(hyperparameters.get("chat_template_kwargs") or {})
@@ -566,7 +574,7 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
     root = directory.resolve()
     blobs_of_hub = root.parent.parent / "blobs"
     files: dict[str, bytes] = {}
-    for name in FILES:
+    for name in TOKENIZER_FILES:
         path = directory / name
         if not path.is_file():
             continue
@@ -579,6 +587,6 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
 
 def _read_tokenizer_file(path: Path, name: str) -> bytes:
     limit = MAX_JSON_BYTES
-    if name == FILE:
+    if name == TOKENIZER_JSON:
         limit = MAX_TOKENIZER_BYTES
     return read_bytes(path, limit)

@@ -28,8 +28,8 @@ from lm.checkpoint.manifest import Base, Manifest, model_of, read_manifest, veri
 from lm.checkpoint.tensor_files import Rows, Source, group_by_size, read_into, write_tensors
 from lm.data.tokenizer import (
     END_OF_TEXT,
-    FILE,
-    GENERATION,
+    GENERATION_CONFIG,
+    TOKENIZER_JSON,
     ByteTokenizer,
     Tokenizer,
     load_saved_tokenizer,
@@ -92,10 +92,10 @@ def export_model(
     for key in ("bos_token_id", "eos_token_id"):
         if model_settings[key] is not None:
             generation_settings[key] = model_settings[key]
-    if GENERATION in files:
-        generation_settings |= json.loads(files[GENERATION])
+    if GENERATION_CONFIG in files:
+        generation_settings |= json.loads(files[GENERATION_CONFIG])
     files[CONFIG] = _to_json(model_settings)
-    files[GENERATION] = _to_json(generation_settings)
+    files[GENERATION_CONFIG] = _to_json(generation_settings)
 
     weights_dir = directory
     adapters: Adapters | None = None
@@ -323,8 +323,8 @@ def _convert_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Return the files that `AutoTokenizer` reads, by name."""
     files = dict(tokenizer.files)
     if isinstance(tokenizer, ByteTokenizer):
-        files[FILE] = _write_byte_level_bpe()
-    encoder = tokenizers.Tokenizer.from_buffer(files[FILE])
+        files[TOKENIZER_JSON] = _write_byte_level_bpe()
+    encoder = tokenizers.Tokenizer.from_buffer(files[TOKENIZER_JSON])
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": encoder.id_to_token(tokenizer.eos_id),

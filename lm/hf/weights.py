@@ -38,7 +38,7 @@ from model import ModelConfig, Transformer
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
-DOWNLOADED = (CONFIG, "model*.safetensors", INDEX, *tokenizer.FILES)
+DOWNLOADED = (CONFIG, "model*.safetensors", INDEX, *tokenizer.TOKENIZER_FILES)
 WEIGHT_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -130,7 +130,7 @@ def model_defaults(source: str) -> dict[str, Any]:
     if config.model is None:
         del values["model"]
     values["tokenizer"] = None
-    if (directory / tokenizer.FILE).is_file():
+    if (directory / tokenizer.TOKENIZER_JSON).is_file():
         values["tokenizer"] = str(directory)
         n_tokens = tokenizer.load_tokenizer(str(directory)).vocab_size
         if n_tokens > config.vocab_size:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from lm.data.files import find_files, is_compressed, name_files
 from lm.data.tokenizer import (
     END_OF_TEXT,
-    FILE,
+    TOKENIZER_JSON,
     FileTokenizer,
     Tokenizer,
     load_tokenizer,
@@ -216,7 +216,8 @@ def _train_file_tokenizer(
     args: argparse.Namespace, files: Sequence[Path], from_tail: bool
 ) -> FileTokenizer:
     texts = _read_training_texts(args, files, from_tail)
-    return FileTokenizer({FILE: train_tokenizer(texts, args.train_tokenizer)}, FILE)
+    content = train_tokenizer(texts, args.train_tokenizer)
+    return FileTokenizer({TOKENIZER_JSON: content}, TOKENIZER_JSON)
 
 
 def _read_training_texts(

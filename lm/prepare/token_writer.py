@@ -20,7 +20,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.tokenizer import FILES
+from lm.data.tokenizer import TOKENIZER_FILES
 from lm.data.tokens import SourceRecord, TokenIndex, read_index
 from lm.errors import RunError
 from lm.fileio import crc32c, sync, sync_directory, write_durably
@@ -36,7 +36,7 @@ VALIDATION = "validation"
 SPLITS = (TRAIN, VALIDATION)
 _SPLIT_FILES = ("train.bin", "train.ends", "train.json")
 _SPLIT_FILES += ("validation.bin", "validation.ends", "validation.json")
-OUTPUT_FILES = {LOCK, *FILES, *_SPLIT_FILES}
+OUTPUT_FILES = {LOCK, *TOKENIZER_FILES, *_SPLIT_FILES}
 _REWRITE = "write the dataset again: python -m lm.prepare --overwrite"
 
 

@@ -26,7 +26,7 @@ from lm.checkpoint.manifest import (
 )
 from lm.checkpoint.store import LocalCheckpoints
 from lm.checkpoint.tensor_files import Rows, State, write_tensors
-from lm.data.tokenizer import FILE, FileTokenizer
+from lm.data.tokenizer import TOKENIZER_JSON, FileTokenizer
 from lm.determined.context import TorchDistributedContext
 from lm.runtime.world import MeshShape, World
 from model import ModelConfig, Transformer
@@ -124,8 +124,8 @@ def write_checkpoint(folder: Path) -> Path:
     tensors = Transformer(config).state_dict()
     rows = {name: Rows(tensor, 0) for name, tensor in tensors.items()}
     write_tensors(folder / WEIGHTS_FILE, rows)
-    (folder / FILE).write_bytes(byte_level_tokenizer())
-    tokenizer = FileTokenizer({FILE: (folder / FILE).read_bytes()}, "")
+    (folder / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
+    tokenizer = FileTokenizer({TOKENIZER_JSON: (folder / TOKENIZER_JSON).read_bytes()}, "")
     manifest = Manifest(
         sharding="full-shard",
         total_batch_size=1,
@@ -138,7 +138,7 @@ def write_checkpoint(folder: Path) -> Path:
         format=2,
         time=1.0,
         world_size=1,
-        files={name: record(folder / name) for name in (WEIGHTS_FILE, FILE)},
+        files={name: record(folder / name) for name in (WEIGHTS_FILE, TOKENIZER_JSON)},
     )
     write_manifest(folder, manifest)
     return folder
