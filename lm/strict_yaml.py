@@ -101,14 +101,14 @@ class _StrictLoader(yaml.SafeLoader):
             except (ValueError, LookupError, TypeError, AttributeError):  # for 2024-99-99, !!int x
                 raise _node_error(f"{node.value[:60]!r} is not a valid {tag[2:]}", node) from None
         elif isinstance(node, yaml.MappingNode):
-            self._check_keys(node)
+            self._check_mapping(node)
             children = [value for _, value in node.value]
         elif isinstance(node, yaml.SequenceNode):
             children = node.value
         known[id(node)] = 1 + sum(self.count_values(child, known) for child in children)
         return known[id(node)]
 
-    def _check_keys(self, node: yaml.MappingNode) -> None:
+    def _check_mapping(self, node: yaml.MappingNode) -> None:
         """Make each key a string; refuse those that are not names, and duplicates."""
         lines: dict[str, int] = {}
         for key, _ in node.value:

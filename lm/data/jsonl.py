@@ -26,7 +26,7 @@ from model import IGNORE_INDEX
 
 _HOLD_OUT_EVERY = 20
 """One of so many lines is for validation, unless there is a file for it."""
-_TOKENIZED_TOGETHER = 1024
+_SAMPLES_PER_CALL = 1024
 """Samples in one call of the tokenizer."""
 
 
@@ -89,7 +89,7 @@ class JsonlDataset(Dataset):
         self.note = self._describe(samples, dropped)
 
     def _lay_out(self, samples: Sequence[_TokenizedSample]) -> None:
-        """Concatenate the samples, sequence by sequence, and index where each of both starts."""
+        """Concatenate the samples, sequence by sequence, and index both."""
         lengths = np.array([len(sample.inputs) for sample in samples], np.int64)
         if self._packing:
             sequence_numbers = pack_best_fit(lengths, self.seq_len)
@@ -99,12 +99,13 @@ class JsonlDataset(Dataset):
         ordered = [samples[i] for i in order.tolist()]
         self._inputs = np.concatenate([sample.inputs for sample in ordered])
         self._targets = np.concatenate([sample.targets for sample in ordered])
-        # Positions in these arrays, with their end: samples + 1 and sequences + 1.
+        # Where the samples and the sequences start in these arrays, and their end. The shapes are
+        # (samples + 1,) and (sequences + 1,).
         self._document_starts = np.cumsum(np.append(0, lengths[order]))
-        starts_sequence = np.diff(sequence_numbers[order], prepend=-1) > 0
-        self._starts = self._document_starts[np.append(starts_sequence, True)]
+        is_first_of_sequence = np.diff(sequence_numbers[order], prepend=-1) > 0
+        self._sequence_starts = self._document_starts[np.append(is_first_of_sequence, True)]
         self._target_counts = np.add.reduceat(
-            self._targets != IGNORE_INDEX, self._starts[:-1], dtype=np.int64
+            self._targets != IGNORE_INDEX, self._sequence_starts[:-1], dtype=np.int64
         )
 
     def _describe(self, samples: Sequence[_TokenizedSample], dropped: Sequence[int]) -> str:
@@ -123,11 +124,11 @@ class JsonlDataset(Dataset):
         return note
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self._sequence_starts) - 1
 
     def __getitem__(self, index: int) -> Sample:
-        start = self._starts[index]
-        stop = self._starts[index + 1]
+        start = self._sequence_starts[index]
+        stop = self._sequence_starts[index + 1]
         n_tokens = stop - start
         inputs = np.zeros(self.seq_len, np.int64)
         targets = np.full(self.seq_len, IGNORE_INDEX, np.int64)
@@ -145,7 +146,7 @@ class JsonlDataset(Dataset):
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
-        for array in (self._inputs, self._targets, self._document_starts, self._starts):
+        for array in (self._inputs, self._targets, self._document_starts, self._sequence_starts):
             digest.update(array.tobytes())
         n_samples = len(self._document_starts) - 1
         return f"{n_samples} samples in {len(self)} sequences, sha256 {digest.hexdigest()}"
@@ -189,7 +190,7 @@ def _tokenize_records(
 ) -> Iterator[_TokenizedRecord]:
     """Yield the tokens of records. Of the records tokenized together, chats are last."""
     end = np.array([tokenizer.eos_id], np.uint32)
-    while batch := list(itertools.islice(records, _TOKENIZED_TOGETHER)):
+    while batch := list(itertools.islice(records, _SAMPLES_PER_CALL)):
         texts = [record for record in batch if not record.is_chat]
         for ids, is_target in _tokenize_batch(texts, tokenizer, add_special_tokens=True):
             # The end of the text is a target, too.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 SHUFFLED_TOGETHER = 8192
 """Documents in a block."""
-_TOKENIZED_TOGETHER = 64
+_DOCUMENTS_PER_CALL = 64
 """Documents in one call of the tokenizer."""
 _END_BYTES = 1 << 16
 """At the end of a file, these identify it: Parquet has statistics there, and gzip a checksum."""
@@ -153,7 +153,7 @@ def _document_text(record: Mapping[str, Any], text_field: str, number: int) -> s
 def _tokenize_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.uint32]]:
     """Yield the tokens of each text, with an end-of-text token."""
     remaining = iter(texts)
-    while batch := list(itertools.islice(remaining, _TOKENIZED_TOGETHER)):
+    while batch := list(itertools.islice(remaining, _DOCUMENTS_PER_CALL)):
         yield from encode_documents(tokenizer, batch)
 
 
