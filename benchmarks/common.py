@@ -9,110 +9,160 @@ import statistics
 import sys
 from bisect import bisect
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parent.parent
-
-Interval = tuple[float, float]
+REPOSITORY = Path(__file__).parent.parent
 
 STEP = "benchmark step"
-"""Annotation of the step that `shares` divides."""
-NAMES = {
+"""Annotation of the step that `compute_shares` divides."""
+KERNEL_NAMES = {
     "attention": r"attention|sdpa|fmha|flash|flex",
-    "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|splitk|scaled_mm|triton_tem|aten::(mm|addmm|bmm)$",
+    "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|splitk|scaled_mm|triton_tem"
+    r"|aten::(mm|addmm|bmm)$",
     "FSDP": r"nccl|^gloo:",
 }
-SHARES = ("optimizer", *NAMES, "other", "idle")
+"""Patterns of the names of kernels and operators, by part of a step."""
+SHARES = ("optimizer", "attention", "matrix products", "FSDP", "other", "idle")
+"""Parts of a step; of those that run at the same time, the first counts."""
+
+Event = dict[str, Any]
+"""Of a profiler trace in Chrome's format; times are in microseconds."""
 
 
-def launched(processes: int, script: str, *arguments: str) -> list[str]:
-    """Return the command that runs the project's file `script` on `processes` ranks, in `environment`."""
-    return [
-        sys.executable,
-        "-m",
-        "lm.launch",
-        "--nproc",
-        str(processes),
-        str(ROOT / script),
-        *arguments,
-    ]
+class Interval(NamedTuple):
+    """Microseconds."""
+
+    start: float
+    end: float
 
 
-def environment(**more: str) -> dict[str, str]:
+@dataclass
+class TensorBytes:
+    """Bytes of tensors on a rank; `benchmarks/tensors.py` measures them."""
+
+    parameters: int = 0
+    """of the shards when the optimizer step starts, as those of gradients and moments"""
+    gradients: int = 0
+    moments: int = 0
+    gathered: int = 0
+    """peak of unsharded parameters and all-gather buffers"""
+    transient: list[int] = field(default_factory=list)
+    """peak of each step, in addition to parameters and moments"""
+
+
+def launch_command(processes: int, script: str, *arguments: str) -> list[str]:
+    """Return the command that runs the project's file `script` on `processes` ranks.
+
+    It needs the environment of `make_environment`.
+    """
+    launcher = [sys.executable, "-m", "lm.launch", "--nproc", str(processes)]
+    return [*launcher, str(REPOSITORY / script), *arguments]
+
+
+def make_environment(**more: str) -> dict[str, str]:
     """Return the environment of a benchmark's processes."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), **more}
 
 
-def spread(values: Sequence[float], digits: int) -> str:
+def format_spread(values: Sequence[float], digits: int) -> str:
     """Format median, minimum and maximum."""
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    median, least, most = statistics.median(values), min(values), max(values)
+    return f"{median:.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
 
 
-def shares(events: Iterable[dict[str, Any]], seconds: float) -> dict[str, float]:
-    """Return the parts `SHARES` of `seconds`; what runs at the same time counts once, for the first of them.
+def compute_shares(events: Iterable[Event], seconds: float) -> dict[str, float]:
+    """Return the parts `SHARES` of `seconds`.
 
-    FSDP's are its collectives and copies.
+    FSDP's part are its collectives and copies.
 
     Args:
         events: of a profiler trace. If it has GPU kernels they count, else the CPU operators. What
             lies outside of the annotation `STEP`, if any, does not count.
     """
     spans = [event for event in events if event.get("ph") == "X" and event.get("dur")]
-    on_gpu = any(event["cat"] == "kernel" for event in spans)
-    work = {"kernel", "gpu_memcpy", "gpu_memset"} if on_gpu else {"cpu_op"}
-    marks = "gpu_user_annotation" if on_gpu else "user_annotation"
-    steps = [
-        event for event in spans if event["name"] == STEP and event["cat"] == "user_annotation"
-    ]
-    first, last = (
-        (steps[0]["ts"], steps[0]["ts"] + steps[0]["dur"]) if steps else (-math.inf, math.inf)
-    )
-    marked: dict[tuple[str, Any], list[Interval]] = {}  # by kind, and stream or thread
-    for event in spans:
-        if event["cat"] == marks and event["name"].startswith(("Optimizer.step", "FSDP::")):
-            kind = "FSDP" if event["name"].startswith("FSDP") else "optimizer"
-            marked.setdefault((kind, event.get("tid")), []).append(
-                (event["ts"], event["ts"] + event["dur"])
-            )
-    marked = {key: _union(own) for key, own in marked.items()}
-    intervals: dict[str, list[Interval]] = {kind: [] for kind in SHARES[:-1]}
-    for event in spans:
-        name, start, end = event["name"], event["ts"], event["ts"] + event["dur"]
-        counts = (
-            event["cat"] in work and "c10d" not in name
-        )  # c10d's operators wait for the collective
-        if not on_gpu:
-            counts |= name.startswith(("gloo:", "## Call Compiled"))
-        if counts and first < end and start < last:
-            kinds = [
-                kind
-                for kind in ("optimizer", "FSDP")
-                if _contain(marked.get((kind, event.get("tid")), []), start)
-            ]
-            kinds += [
-                kind for kind, pattern in NAMES.items() if re.search(pattern, name, re.IGNORECASE)
-            ]
-            intervals[[*kinds, "other"][0]].append((max(start, first), min(end, last)))
-    found, everything, busy = {}, [], 0.0
-    for kind, own in intervals.items():
-        everything = _union([*everything, *own])
-        total = sum(end - start for start, end in everything) / 1e6
-        found[kind], busy = (total - busy) / seconds, total
-    return found | {"idle": max(0.0, 1 - busy / seconds)}
+    on_gpu = any(span["cat"] == "kernel" for span in spans)
+    step = _find_step(spans)
+    annotated = _find_annotated(spans, on_gpu)
+    intervals: dict[str, list[Interval]] = {part: [] for part in SHARES if part != "idle"}
+    for span in spans:
+        start, end = _interval_of(span)
+        in_step = Interval(max(start, step.start), min(end, step.end))
+        if _is_work(span, on_gpu) and in_step.start < in_step.end:
+            intervals[_classify(span, annotated)].append(in_step)
+
+    # The share of a part is what it adds to the time of the parts before it.
+    shares: dict[str, float] = {}
+    united: list[Interval] = []
+    busy = 0.0  # seconds
+    for part, own in intervals.items():
+        united = _unite([*united, *own])
+        total = sum(interval.end - interval.start for interval in united) / 1e6
+        shares[part] = (total - busy) / seconds
+        busy = total
+    shares["idle"] = max(0.0, 1 - busy / seconds)
+    return shares
+
+
+def _interval_of(span: Event) -> Interval:
+    return Interval(span["ts"], span["ts"] + span["dur"])
+
+
+def _find_step(spans: Iterable[Event]) -> Interval:
+    for span in spans:
+        if span["name"] == STEP and span["cat"] == "user_annotation":
+            return _interval_of(span)
+    return Interval(-math.inf, math.inf)
+
+
+def _find_annotated(spans: Iterable[Event], on_gpu: bool) -> dict[tuple[str, Any], list[Interval]]:
+    """Return when the optimizer and FSDP run, by part and stream or thread."""
+    category = "user_annotation"
+    if on_gpu:
+        category = "gpu_user_annotation"
+    annotated: dict[tuple[str, Any], list[Interval]] = {}
+    for span in spans:
+        for part, prefix in (("optimizer", "Optimizer.step"), ("FSDP", "FSDP::")):
+            if span["cat"] == category and span["name"].startswith(prefix):
+                annotated.setdefault((part, span.get("tid")), []).append(_interval_of(span))
+    return {key: _unite(intervals) for key, intervals in annotated.items()}
+
+
+def _is_work(span: Event, on_gpu: bool) -> bool:
+    """Return whether `span` is a kernel or a copy, or on a CPU an operator."""
+    if "c10d" in span["name"]:  # waits for the collective
+        return False
+    if on_gpu:
+        return span["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")
+    is_compiled_or_gloo = span["name"].startswith(("gloo:", "## Call Compiled"))
+    return span["cat"] == "cpu_op" or is_compiled_or_gloo
+
+
+def _classify(span: Event, annotated: dict[tuple[str, Any], list[Interval]]) -> str:
+    """Return the part of a step that `span` belongs to."""
+    for part in ("optimizer", "FSDP"):
+        intervals = annotated.get((part, span.get("tid")), [])
+        if _contain(intervals, span["ts"]):
+            return part
+    for part, pattern in KERNEL_NAMES.items():
+        if re.search(pattern, span["name"], re.IGNORECASE):
+            return part
+    return "other"
 
 
 def _contain(disjoint: Sequence[Interval], time: float) -> bool:
-    number = bisect(disjoint, (time, math.inf)) - 1
-    return number >= 0 and time < disjoint[number][1]
+    """Return whether one of the sorted intervals contains `time`."""
+    number = bisect(disjoint, (time, math.inf)) - 1  # of the last one that starts before
+    return number >= 0 and time < disjoint[number].end
 
 
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
+def _unite(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of intervals as sorted, disjoint ones."""
     disjoint: list[Interval] = []
-    for start, end in sorted(intervals):
-        if disjoint and start <= disjoint[-1][1]:
-            disjoint[-1] = disjoint[-1][0], max(end, disjoint[-1][1])
-        else:
-            disjoint.append((start, end))
+    for interval in sorted(intervals):
+        if disjoint and interval.start <= disjoint[-1].end:
+            last = disjoint.pop()
+            interval = Interval(last.start, max(interval.end, last.end))
+        disjoint.append(interval)
     return disjoint

@@ -1,4 +1,4 @@
-"""One rank of a contender of `benchmarks.throughput`, which trains on command and measures the time.
+"""One rank of a contender of `benchmarks.throughput`: trains on command, measures the time.
 
     python -m lm.launch benchmarks/contender.py NAME FILE [key=value ...]
 
@@ -43,7 +43,8 @@ class Pacer:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._steps = self._left = 1
+        self._steps = 1  # of the command
+        self._left = 1  # of these, not started
         self._start_time = time.perf_counter()
         self._profiler: torch.profiler.profile | None = None
         self._trace = ""
@@ -53,14 +54,30 @@ class Pacer:
         if self._left:
             self._left -= 1
             return
+        self._answer()
+        command = self._receive_command()
+        if not command:
+            sys.stdout.flush()
+            os._exit(0)
+        self._steps = int(command[1])
+        self._left = self._steps - 1
+        if command[0] == "profile":
+            self._trace = command[2]
+            self._peak_flops = _find_peak_flops(self._world)
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+        self._start_time = time.perf_counter()
+
+    def _answer(self) -> None:
+        """Print what was measured since the last command."""
         device = self._world.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         answer: dict[str, Any] = {
             "seconds": time.perf_counter() - self._start_time,
             "steps": self._steps,
+            "peak_flops": self._peak_flops,
         }
-        answer["peak_flops"] = self._peak_flops
         if self._profiler is not None:
             self._profiler.stop()
             if self._world.rank == 0:
@@ -69,39 +86,36 @@ class Pacer:
         answer["peak_gib"] = max(self._world.all_gather_object(peak_memory_gib(device)))
         if self._world.rank == 0:
             print(MARK + json.dumps(answer), flush=True)
-        command = self._world.all_gather_object(
-            sys.stdin.readline().split() if self._world.rank == 0 else []
-        )[0]
-        if not command:
-            sys.stdout.flush()
-            os._exit(0)
-        self._steps = int(command[1])
-        self._left = self._steps - 1
-        if command[0] == "profile":
-            self._trace = command[2]
-            self._peak_flops = _peak_flops(self._world)
-            self._profiler = torch.profiler.profile()
-            self._profiler.start()
-        self._start_time = time.perf_counter()
+
+    def _receive_command(self) -> list[str]:
+        """Return the words of the line that rank 0 reads; none at the end of its input."""
+        words: list[str] = []
+        if self._world.rank == 0:
+            words = sys.stdin.readline().split()
+        return self._world.all_gather_object(words)[0]
 
 
-def _peak_flops(world: World) -> float | None:
+def _find_peak_flops(world: World) -> float | None:
     """Return the bfloat16 peak of all ranks: from data sheets (GPUs), or measured (CPU)."""
     if world.device.type == "cuda":
         peak = peak_flops(world.device, torch.bfloat16)
-        return peak and peak * world.size
+        if peak is None:
+            return None
+        return peak * world.size
     size = 2048
-    a, b = (torch.randn(size, size).bfloat16() for _ in range(2))
-    seconds = []
+    a = torch.randn(size, size).bfloat16()
+    b = torch.randn(size, size).bfloat16()
+    seconds: list[float] = []
     for _ in range(20):
         world.all_gather_object(None)
         start = time.perf_counter()
         torch.mm(a, b)
         seconds.append(time.perf_counter() - start)
-    return sum(world.all_gather_object(2 * size**3 / min(seconds)))
+    flops = 2 * size**3  # a multiplication and an addition of each
+    return sum(world.all_gather_object(flops / min(seconds)))
 
 
-def ours(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
+def train_ours(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
     """Train with `fsdp.execute`, including data and reports."""
     from determined import core
 
@@ -112,15 +126,14 @@ def ours(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
 
     run_dir = RunDir("bench")
     distributed = TorchDistributedContext(world.launch, world.saver, world.node)
-    with core.init(
-        distributed=distributed, checkpoint_storage=str(run_dir.checkpoints.absolute())
-    ) as context:
+    storage = str(run_dir.checkpoints.absolute())
+    with core.init(distributed=distributed, checkpoint_storage=storage) as context:
         job = fsdp.Job(hp, None, run_dir)
         store = fsdp.open_store(job, world, context)
         fsdp.execute(job, world, context, store, StepObserver(world, pacer))
 
 
-def fsdp1(
+def train_fsdp1(
     world: World, hp: config.Hyperparameters, pacer: Pacer, dtype: torch.dtype | None
 ) -> None:
     """Train our model with FSDP1, transformer_auto_wrap_policy, autocast and AdamW."""
@@ -144,20 +157,18 @@ def fsdp1(
         optimizer.zero_grad()
 
 
-def transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
+def train_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
     """Train Hugging Face's model of the same shape with FSDP2 and bfloat16."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from lm.hf import families
 
-    # Without positions: rope, the closest family is GPT-2.
-    near = (
-        hp
-        if hp.positions == "rope"
-        else hp.model_copy(update={"norm": "layernorm", "ffn": "gelu", "bias": "all"})
-    )
-    shape: dict[str, Any] = families.write_config(near, "float32", None) | {"use_cache": False}
+    near = hp
+    if hp.positions != "rope":  # the closest family is GPT-2
+        near = hp.model_copy(update={"norm": "layernorm", "ffn": "gelu", "bias": "all"})
+    shape = families.write_config(near, "float32", None)
+    shape["use_cache"] = False
     if hp.ffn == "relu":
         shape["activation_function"] = "relu"
     torch.manual_seed(0)
@@ -177,16 +188,15 @@ def transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None
         optimizer.zero_grad()
 
 
-def as_llama(hp: config.Hyperparameters) -> config.Hyperparameters:
+def convert_to_llama(hp: config.Hyperparameters) -> config.Hyperparameters:
     """Return Llama's architecture with the width, depth and vocabulary of `hp`."""
     if hp.positions == "rope":
         return hp
-    return hp.model_copy(
-        update={"positions": "rope", "norm": "rmsnorm", "ffn": "swiglu", "bias": "none"}
-    )
+    llama = {"positions": "rope", "norm": "rmsnorm", "ffn": "swiglu", "bias": "none"}
+    return hp.model_copy(update=llama)
 
 
-def torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
+def train_torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
     """Train torchtitan's Llama in bfloat16, compiled, sharded and clipped by torchtitan."""
     from torch.distributed.fsdp import FSDPModule
     from torchtitan.components.loss import build_cross_entropy_loss
@@ -199,16 +209,18 @@ def torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> None:
         sys.exit(
             "torchtitan's Llama supports neither tie_embeddings nor sliding_window nor dropout"
         )
-    width = as_llama(hp).ffn_width
-    sizes = {key: getattr(hp, key) for key in ("n_layers", "n_heads", "vocab_size", "max_seq_len")}
-    sizes |= {
-        "dim": hp.d_model,
-        "n_kv_heads": hp.kv_heads,
-        "ffn_dim_multiplier": width / (4 * hp.d_model),
-    }
+    # torchtitan's width is 2/3 of ffn_dim_multiplier x 4 dim, rounded up to multiple_of.
+    width = convert_to_llama(hp).ffn_width
     shape = TransformerModelArgs(
-        **sizes, multiple_of=width
-    )  # 2/3 of ffn_dim_multiplier x 4 dim is rounded up to this
+        dim=hp.d_model,
+        n_layers=hp.n_layers,
+        n_heads=hp.n_heads,
+        n_kv_heads=hp.kv_heads,
+        vocab_size=hp.vocab_size,
+        max_seq_len=hp.max_seq_len,
+        ffn_dim_multiplier=width / (4 * hp.d_model),
+        multiple_of=width,
+    )
     job = JobConfig()
     job.compile.enable = True
     job.activation_checkpoint.mode = "none"
@@ -245,33 +257,32 @@ def _batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield this rank's inputs and targets of every step, random tokens."""
     batch_size = derive_global_batch_size(hp, world.size) // world.size
+    shape = (batch_size, hp.max_seq_len + 1)
     generator = torch.Generator().manual_seed(world.rank)
     step = 0
     while True:
         pacer(step)
-        tokens = torch.randint(
-            hp.vocab_size, (batch_size, hp.max_seq_len + 1), generator=generator
-        ).to(world.device)
+        tokens = torch.randint(hp.vocab_size, shape, generator=generator).to(world.device)
         yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         step += 1
 
 
-CONTENDERS: dict[str, Callable[[World, config.Hyperparameters, Pacer], None]] = {
-    "ours": ours,
-    "fsdp1-float32": partial(fsdp1, dtype=None),
-    "fsdp1-bfloat16": partial(fsdp1, dtype=torch.bfloat16),
-    "transformers": transformers,
-    "torchtitan": torchtitan,
+TRAINERS: dict[str, Callable[[World, config.Hyperparameters, Pacer], None]] = {
+    "ours": train_ours,
+    "fsdp1-float32": partial(train_fsdp1, dtype=None),
+    "fsdp1-bfloat16": partial(train_fsdp1, dtype=torch.bfloat16),
+    "transformers": train_transformers,
+    "torchtitan": train_torchtitan,
 }
 
 
 def main() -> None:
     name, file, *overrides = sys.argv[1:]
     launch = Launch.from_env(os.environ)
-    hp = config.load_hyperparameters(Path(file), overrides)
-    week = 604800.0  # a contender waits while others train
+    week = 604800.0  # seconds, as a contender waits while others train
+    hp = config.load_hyperparameters(Path(file), overrides).model_copy(update={"collective_timeout": week})
     with join_world(launch, week) as world:
-        CONTENDERS[name](world, hp.model_copy(update={"collective_timeout": week}), Pacer(world))
+        TRAINERS[name](world, hp, Pacer(world))
 
 
 if __name__ == "__main__":

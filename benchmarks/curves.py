@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import ROOT, environment, launched
+from benchmarks.common import REPOSITORY, launch_command, make_environment
 from lm.launch.spawn import default_n_ranks
 from lm.report import RunRecords
 
@@ -27,60 +27,64 @@ VARIANTS = {
 }
 
 
-def losses(config: Path, settings: Sequence[str], steps: int, processes: int) -> list[float]:
+def run_losses(config: Path, settings: Sequence[str], steps: int, processes: int) -> list[float]:
     """Return the training loss of every step of a run."""
-    length = [
+    overrides = [
         f"max_steps={steps}",
         f"checkpoint_rate={steps}",
         f"validation_rate={steps}",
         "report_rate=1",
+        "prompt=null",
+        *settings,
     ]
+    config_path = str(config.absolute())
+    command = launch_command(processes, "fsdp.py", "--config", config_path, *overrides)
     with tempfile.TemporaryDirectory() as directory:
         subprocess.run(
-            launched(
-                processes,
-                "fsdp.py",
-                "--config",
-                str(config.absolute()),
-                *length,
-                "prompt=null",
-                *settings,
-            ),
+            command,
             cwd=directory,
-            env=environment(),
+            env=make_environment(),
             check=True,
             stdout=subprocess.DEVNULL,
         )
         (run,) = Path(directory).glob("runs/*")
-        return RunRecords(run).curve("training", "loss")[1]
+        _, losses = RunRecords(run).curve("training", "loss")
+        return losses
 
 
-def deviations(curve: Sequence[float], reference: Sequence[float]) -> list[float]:
+def compute_deviations(curve: Sequence[float], reference: Sequence[float]) -> list[float]:
     """Return the relative deviation of the mean over each tenth of the run."""
     tenth = max(1, len(curve) // 10)
-    parts = [slice(start, start + tenth) for start in range(0, len(curve), tenth)]
-    return [
-        abs(statistics.fmean(curve[part]) / statistics.fmean(reference[part]) - 1) for part in parts
-    ]
+    deviations: list[float] = []
+    for start in range(0, len(curve), tenth):
+        mean = statistics.fmean(curve[start : start + tenth])
+        reference_mean = statistics.fmean(reference[start : start + tenth])
+        deviations.append(abs(mean / reference_mean - 1))
+    return deviations
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__)
-    parser.add_argument("--config", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
+    parser.add_argument("--config", type=Path, default=REPOSITORY / "recipes" / "quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--nproc", type=int, default=default_n_ranks())
     args = parser.parse_args()
-    reference = losses(args.config, [*args.overrides, *REFERENCE], args.steps, args.nproc)
+
+    def run(settings: Sequence[str]) -> list[float]:
+        return run_losses(args.config, [*args.overrides, *settings], args.steps, args.nproc)
+
+    def print_row(name: str, curve: Sequence[float], reference: Sequence[float]) -> None:
+        tenth = max(1, args.steps // 10)
+        last = statistics.fmean(curve[-tenth:])
+        largest = max(compute_deviations(curve, reference))
+        print(f"| {name} | {curve[0]:.4f} | {last:.4f} | {largest:.2%} |", flush=True)
+
+    reference = run(REFERENCE)
     print("| dtype | first loss | last tenth | largest deviation |\n|---|---|---|---|")
-    for name, settings in {"float32": None, **VARIANTS}.items():
-        changes = [*args.overrides, *(settings or [])]
-        curve = losses(args.config, changes, args.steps, args.nproc) if settings else reference
-        last = statistics.fmean(curve[-max(1, args.steps // 10) :])
-        print(
-            f"| {name} | {curve[0]:.4f} | {last:.4f} | {max(deviations(curve, reference)):.2%} |",
-            flush=True,
-        )
+    print_row("float32", reference, reference)
+    for name, settings in VARIANTS.items():
+        print_row(name, run(settings), reference)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ memory.
 
 Step times are those of three rounds after three steps of warm-up. MFU is causal (half of the
 attention square), without embeddings, relative to the dense 16-bit peak, also in float8. The shares
-of a profiled step are defined in `benchmarks.common.shares`.
+of a profiled step are defined in `benchmarks.common.compute_shares`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import SHARES, spread
+from benchmarks.common import SHARES, format_spread
 from lm.launch.spawn import die_with_parent
 
 Row = dict[str, Any]
-"""A line of results: `point`, and what was measured, or `error`; or `started`, before the point runs."""
+"""A line of results: `point`, and what was measured, or `error`, or `started` before it runs."""
 
 HEAD = [
     "point",
@@ -51,13 +51,17 @@ HEAD = [
 ]
 
 
-def read(path: Path) -> dict[str, Row]:
+def read_rows(path: Path) -> dict[str, Row]:
     """Return the last row of every point in the file `path`."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {row["point"]: row for row in map(json.loads, lines)}
+    rows: dict[str, Row] = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            rows[row["point"]] = row
+    return rows
 
 
-def write(path: Path, row: Row) -> None:
+def append_row(path: Path, row: Row) -> None:
     """Append `row` to the file `path` and print it."""
     line = json.dumps(row)
     with path.open("a") as file:
@@ -66,68 +70,78 @@ def write(path: Path, row: Row) -> None:
         print(line, file=sys.__stdout__, flush=True)
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Run the points that have no result until the time limit."""
+def measure_points(args: argparse.Namespace) -> None:
+    """Run the points that have no result until the time limit.
+
+    A process measures them one after another. If it crashes, another measures the rest.
+    """
     deadline = time.monotonic() + args.limit
-    command = [sys.executable, "-m", "benchmarks.gpu_points", str(args.out)]
-    command += [json.dumps({"pairs": args.pairs, "tiny": args.tiny, "names": args.points})]
+    options = {"pairs": args.pairs, "tiny": args.tiny, "names": args.points}
+    command = [sys.executable, "-m", "benchmarks.gpu_points", str(args.out), json.dumps(options)]
+    kill_with_parent = partial(die_with_parent, signal.SIGKILL)
     with args.out.with_suffix(".log").open("a") as log:
-        code: int | None = 1
-        while code:
+        while True:
             start = time.time()
-            worker = subprocess.Popen(
-                command, stderr=log, preexec_fn=partial(die_with_parent, signal.SIGKILL)
-            )
+            worker = subprocess.Popen(command, stderr=log, preexec_fn=kill_with_parent)
             try:
                 code = worker.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 worker.kill()
                 worker.wait()
-                print(
-                    f"stopped after {args.limit:g} s; run the same command again for the rest",
-                    file=sys.stderr,
-                )
+                advice = "run the same command again for the rest"
+                print(f"stopped after {args.limit:g} s; {advice}", file=sys.stderr)
                 return
-            crashed = [row for row in read(args.out).values() if row.get("started", 0.0) >= start]
-            if code and not crashed:
+            rows = read_rows(args.out).values()
+            crashed = [row["point"] for row in rows if row.get("started", 0.0) >= start]
+            for point in crashed:
+                error = f"crashed with exit code {code}"
+                append_row(args.out, {"point": point, "error": error})
+            if code == 0:
+                return
+            if not crashed:
                 sys.exit(f"exit code {code} before the first point: see {log.name}")
-            for row in crashed:
-                write(args.out, {"point": row["point"], "error": f"crashed with exit code {code}"})
 
 
-def table(rows: Iterable[Row]) -> str:
+def format_rows(rows: Iterable[Row]) -> str:
     """Return the steps as a Markdown table, and a line per other result."""
-    steps, lines = [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)], []
+    steps = [f"| {' | '.join(HEAD)} |", "|" + "---|" * len(HEAD)]
+    others: list[str] = []
     for row in rows:
         if "step_seconds" in row:
-            seconds, parts = row["step_seconds"], [f"{row['shares'][part]:.1%}" for part in SHARES]
-            tokens, mfu = (
-                row["tokens"] / statistics.median(seconds),
-                f"{row['mfu']:.1%}" if row["mfu"] else "",
-            )
-            cells = [
-                row["point"],
-                f"{tokens:,.0f}",
-                spread(seconds, 4),
-                mfu,
-                f"{row['peak_gib']:.1f}",
-            ]
-            steps.append(
-                f"| {' | '.join([*cells, format(row['first_step'], '.1f'), *parts, row['clocks']])} |"
-            )
+            steps.append(_format_step(row))
         elif "error" in row:
-            lines.append(f"- {row['point']}: failed: {row['error']}")
+            others.append(f"- {row['point']}: failed: {row['error']}")
         elif "started" not in row:
-            lines.append(
-                f"- {row['point']}: {', '.join(f'{k} {_shown(v)}' for k, v in row.items() if k != 'point')}"
-            )
-    return "\n".join([*steps, "", *lines])
+            values = [f"{key} {_format_value(row[key])}" for key in row if key != "point"]
+            others.append(f"- {row['point']}: {', '.join(values)}")
+    return "\n".join([*steps, "", *others])
 
 
-def _shown(value: Any) -> str:
+def _format_step(row: Row) -> str:
+    """Return the row of the table with the columns `HEAD`."""
+    seconds = row["step_seconds"]
+    mfu = ""
+    if row["mfu"]:
+        mfu = f"{row['mfu']:.1%}"
+    cells = [
+        row["point"],
+        f"{row['tokens'] / statistics.median(seconds):,.0f}",
+        format_spread(seconds, 4),
+        mfu,
+        f"{row['peak_gib']:.1f}",
+        f"{row['first_step']:.1f}",
+        *(f"{row['shares'][part]:.1%}" for part in SHARES),
+        row["clocks"],
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _format_value(value: Any) -> str:
     if isinstance(value, list):
-        return " ".join(map(_shown, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        return " ".join(_format_value(item) for item in value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -136,20 +150,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "points", nargs="*", metavar="POINT", help="names of the points to measure (default: all)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("gpu.jsonl"), help="file of results (%(default)s)"
-    )
-    parser.add_argument("--limit", type=float, default=480, help="seconds (%(default)s)")
-    parser.add_argument("--pairs", action="store_true", help="measure settings A and B in turns")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, also on a CPU")
-    parser.add_argument("--table", action="store_true", help="print the results, measure nothing")
+    add = parser.add_argument
+    points_help = "names of the points to measure (default: all)"
+    add("points", nargs="*", metavar="POINT", help=points_help)
+    add("--out", type=Path, default=Path("gpu.jsonl"), help="file of results (%(default)s)")
+    add("--limit", type=float, default=480, help="seconds (%(default)s)")
+    add("--pairs", action="store_true", help="measure settings A and B in turns")
+    add("--tiny", action="store_true", help="tiny sizes, also on a CPU")
+    add("--table", action="store_true", help="print the results, measure nothing")
     args = parser.parse_args(arguments)
     if not args.table:
-        measure(args)
-    print(table(read(args.out).values()))
+        measure_points(args)
+    print(format_rows(read_rows(args.out).values()))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Speed of `python -m lm.prepare` next to the `tokenizers` library's own `encode_batch_fast`, in turns on one machine.
+"""Speed of `python -m lm.prepare` next to that of the `tokenizers` library, in turns.
 
     python -m benchmarks.prepare [--megabytes 50] [--rounds 3] [--workers 1 2]
     python -m benchmarks.prepare --document [--megabytes 50]
 
 The text is the source of the Python standard library, tests included, as JSONL; the tokenizer is a
-byte-level BPE of 8,192 tokens trained on it. The library encodes texts in memory and discards the
-ids; the command is timed from start to end, with its reading and writing. MB/s are of elapsed time,
-and of processor time over all threads and cores. --document writes the text as one document instead
-and reports the peak memory of the command.
+byte-level BPE of 8,192 tokens trained on it. The library's `encode_batch_fast` encodes texts in
+memory and discards the ids; the command is timed from start to end, with its reading and writing.
+MB/s are of elapsed time, and of processor time over all threads and cores. --document writes the
+text as one document instead and reports the peak memory of the command.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import sys
 import sysconfig
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import spread
+from benchmarks.common import format_spread
 from lm.data.tokenizer import TOKENIZER_JSON, train_tokenizer
 
 LIBRARY = """
@@ -38,15 +39,26 @@ print(time.perf_counter() - start, time.process_time() - used)
 """
 
 
+@dataclass(frozen=True)
+class Seconds:
+    """Time that a process took."""
+
+    elapsed: float
+    processor: float
+    """over all threads and cores"""
+
+
 def write_corpus(path: Path, size: int) -> list[str]:
     """Write about `size` bytes of text to `path`. Return the distinct documents."""
-    texts = []
-    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
-        if "site-packages" not in file.parts:
-            try:
-                texts.append(file.read_text("utf-8"))
-            except UnicodeDecodeError:
-                continue  # tests of the standard library include invalid files
+    standard_library = Path(sysconfig.get_paths()["stdlib"])
+    texts: list[str] = []
+    for file in sorted(standard_library.rglob("*.py")):
+        if "site-packages" in file.parts:
+            continue
+        try:
+            texts.append(file.read_text("utf-8"))
+        except UnicodeDecodeError:
+            continue  # tests of the standard library include invalid files
     written = 0
     with path.open("w") as out:
         while written < size:
@@ -58,8 +70,8 @@ def write_corpus(path: Path, size: int) -> list[str]:
     return texts
 
 
-def library(tokenizer: Path, corpus: Path, threads: int) -> tuple[float, float]:
-    """Return elapsed and processor seconds."""
+def time_library(tokenizer: Path, corpus: Path, threads: int) -> Seconds:
+    """Return the seconds that the library takes to encode."""
     variables = {
         "TOKENIZERS_PARALLELISM": "true" if threads > 1 else "false",
         "RAYON_NUM_THREADS": str(threads),
@@ -68,26 +80,43 @@ def library(tokenizer: Path, corpus: Path, threads: int) -> tuple[float, float]:
     done = subprocess.run(
         command, env=os.environ | variables, check=True, capture_output=True, text=True
     )
-    elapsed, used = map(float, done.stdout.split())
-    return elapsed, used
+    elapsed, processor = done.stdout.split()
+    return Seconds(float(elapsed), float(processor))
 
 
-def command(tokenizer: Path, corpus: Path, workers: int, out: Path) -> tuple[float, float]:
-    """Return elapsed and processor seconds."""
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    arguments = [
-        sys.executable,
-        "-m",
-        "lm.prepare",
-        str(corpus),
-        "--tokenizer",
-        str(tokenizer),
-        "--out",
-        str(out),
-    ]
-    subprocess.run([*arguments, "--workers", str(workers)], check=True, stdout=subprocess.DEVNULL)
-    elapsed, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    return elapsed, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def time_prepare(tokenizer: Path, corpus: Path, workers: int, out: Path) -> Seconds:
+    """Return the seconds of the command."""
+    command = [sys.executable, "-m", "lm.prepare", str(corpus), "--tokenizer", str(tokenizer)]
+    command += ["--out", str(out), "--workers", str(workers)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    elapsed = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    user = after.ru_utime - before.ru_utime
+    system = after.ru_stime - before.ru_stime
+    return Seconds(elapsed, user + system)
+
+
+def measure_document(tokenizer: Path, documents: list[str], directory: Path, size: float) -> None:
+    """Print the seconds and the peak memory of the command for one document of `size` MB."""
+    document = directory / "document.txt"
+    document.write_text("".join(documents))
+    seconds = time_prepare(tokenizer, document, 1, directory / "document")
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    took = f"{seconds.elapsed:,.1f} s, peak memory {peak:,.2f} GiB"
+    print(f"one document of {size:,.1f} MB: {took}")
+
+
+def print_rows(workers: int, size: float, theirs: list[Seconds], ours: list[Seconds]) -> None:
+    """Print MB/s of the rounds of the library and of the command, for a text of `size` MB."""
+    for kind in ("elapsed", "processor"):
+        their_rates = [size / getattr(seconds, kind) for seconds in theirs]
+        our_rates = [size / getattr(seconds, kind) for seconds in ours]
+        ratios = [our / their for our, their in zip(our_rates, their_rates, strict=True)]
+        columns = (their_rates, our_rates, ratios)
+        cells = " | ".join(format_spread(values, 2) for values in columns)
+        print(f"| {workers} | {kind} | {cells} |", flush=True)
 
 
 def main() -> None:
@@ -99,33 +128,25 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        corpus, tokenizer = directory / "corpus.jsonl", directory / TOKENIZER_JSON
+        corpus = directory / "corpus.jsonl"
+        tokenizer = directory / TOKENIZER_JSON
         texts = write_corpus(corpus, args.megabytes * 1_000_000)
         tokenizer.write_bytes(train_tokenizer(iter(texts), 8192))
-        size = sum(len(json.loads(line)["text"].encode()) for line in corpus.open()) / 1e6
+        documents = [json.loads(line)["text"] for line in corpus.open()]
+        size = sum(len(document.encode()) for document in documents) / 1e6
         if args.document:
-            document = directory / "document.txt"
-            document.write_text("".join(json.loads(line)["text"] for line in corpus.open()))
-            elapsed, _ = command(tokenizer, document, 1, directory / "document")
-            peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-            print(f"one document of {size:,.1f} MB: {elapsed:,.1f} s, peak memory {peak:,.2f} GiB")
+            measure_document(tokenizer, documents, directory, size)
             return
-        print(
-            "| workers | of time | library MB/s | lm.prepare MB/s | ratio |\n|---|---|---|---|---|"
-        )
+        header = "| workers | of time | library MB/s | lm.prepare MB/s | ratio |"
+        print(f"{header}\n|---|---|---|---|---|")
         for workers in args.workers:
-            pairs = [
-                (
-                    library(tokenizer, corpus, workers),
-                    command(tokenizer, corpus, workers, directory / f"{workers}-{turn}"),
-                )
-                for turn in range(args.rounds)
-            ]
-            for index, name in enumerate(("elapsed", "processor")):
-                theirs, mine = ([size / run[side][index] for run in pairs] for side in (0, 1))
-                ratios = [b / a for a, b in zip(theirs, mine, strict=True)]
-                cells = " | ".join(spread(values, 2) for values in (theirs, mine, ratios))
-                print(f"| {workers} | {name} | {cells} |", flush=True)
+            theirs: list[Seconds] = []
+            ours: list[Seconds] = []
+            for turn in range(args.rounds):
+                out = directory / f"{workers}-{turn}"
+                theirs.append(time_library(tokenizer, corpus, workers))
+                ours.append(time_prepare(tokenizer, corpus, workers, out))
+            print_rows(workers, size, theirs, ours)
 
 
 if __name__ == "__main__":

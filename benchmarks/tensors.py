@@ -2,8 +2,7 @@
 
     python -m lm.launch benchmarks/tensors.py STEPS POINTS FOUND
 
-POINTS is a JSON list of hyperparameters; rank 0 writes the list of what `measure` returned to the
-file FOUND.
+POINTS is a JSON list of hyperparameters; rank 0 writes to the file FOUND a list of `TensorBytes`.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.common import TensorBytes
 from benchmarks.observer import StepObserver
 from lm import config
 from lm.determined.context import TorchDistributedContext
@@ -41,22 +42,17 @@ from lm.runtime.world import World
 from model import Transformer
 
 
-def measure(
+def measure_run(
     world: World, context: core.Context, point: dict[str, Any], steps: int, name: str
-) -> dict[str, Any]:
-    """Measure a run with the hyperparameters `point`.
+) -> TensorBytes:
+    """Measure a run with the hyperparameters `point`, of the rank that has most bytes.
 
-    Returns:
-        parameters, gradients, moments: bytes of the shards of a rank when the optimizer step
-        starts. gathered: peak bytes of unsharded parameters and all-gather buffers.
-        transient: peak bytes in addition to parameters and moments, of each of `steps` steps on
-        rank 0. Bytes are those of the rank that has most, unless stated.
+    The transient bytes are those of `steps` steps on rank 0.
     """
-    hp = config.read_hyperparameters(
-        {"hyperparameters": point | {"max_steps": 10**6, "report_rate": 10**6}}, [], "point"
-    )
-    found: dict[str, Any] = {}
-    stages = _watch(steps, found)
+    endless = {"max_steps": 10**6, "report_rate": 10**6}
+    hp = config.read_hyperparameters({"hyperparameters": point | endless}, [], "point")
+    found = TensorBytes()
+    stages = _observe_steps(steps, found)
     with suppress(StopIteration):
         run_dir = RunDir(name)
         job = fsdp.Job(hp, None, run_dir)
@@ -65,14 +61,17 @@ def measure(
         fsdp.execute(job, world, context, store, observer)
     gc.unfreeze()
     gc.collect()  # the model, before the next one is made
-    everyone = world.all_gather_object(found)
-    return {
-        key: value if isinstance(value, list) else max(o[key] for o in everyone)
-        for key, value in found.items()
-    }
+    everyone: list[TensorBytes] = world.all_gather_object(found)
+    return TensorBytes(
+        parameters=max(rank.parameters for rank in everyone),
+        gradients=max(rank.gradients for rank in everyone),
+        moments=max(rank.moments for rank in everyone),
+        gathered=max(rank.gathered for rank in everyone),
+        transient=found.transient,
+    )
 
 
-def _watch(steps: int, found: dict[str, Any]) -> Iterator[None]:
+def _observe_steps(steps: int, found: TensorBytes) -> Iterator[None]:
     """Fill `found`; to be resumed at the start of every step."""
     models: list[torch.nn.Module] = []
 
@@ -81,39 +80,43 @@ def _watch(steps: int, found: dict[str, Any]) -> Iterator[None]:
             models.append(module)
 
     def see_state(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        found["parameters"] = _bytes(parameters)
-        found["gradients"] = _bytes(p.grad for p in parameters)
-        found["moments"] = _bytes(
-            optimizer.state[p][key] for p in parameters for key in ("exp_avg", "exp_avg_sq")
-        )
+        found.parameters = found.gradients = found.moments = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                found.parameters += _count_bytes(parameter)
+                found.gradients += _count_bytes(parameter.grad)
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    found.moments += _count_bytes(optimizer.state[parameter][moment])
 
     with register_module_forward_pre_hook(see_model), register_optimizer_step_pre_hook(see_state):
         yield
         yield  # one more step for warm-up
     # gloo's threads free buffers late and unseen by the profiler, which only increases a peak: use
     # the minimum.
-    gathered: list[int] = []
+    peaks: list[int] = []
     for _ in range(2):
-        with _Gathered(models[0]) as mode:
+        with _GatheredBytes(models[0]) as gathered:
             yield
-        gathered.append(mode.peak)
-    found |= {"gathered": min(gathered), "transient": []}
+        peaks.append(gathered.peak)
+    found.gathered = min(peaks)
     for _ in range(steps):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             yield
         kineto: Any = profiler.profiler
         events = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
         events.sort(key=lambda event: event.start_ns())
-        found["transient"].append(max(accumulate(event.nbytes() for event in events)))
+        live_bytes = accumulate(event.nbytes() for event in events)
+        found.transient.append(max(live_bytes))
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+def _count_bytes(tensor: torch.Tensor) -> int:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return tensor.nbytes
 
 
-class _Gathered(TorchDispatchMode):
-    """Records after every operator the bytes of unsharded parameters of `model` and of live all-gather buffers."""
+class _GatheredBytes(TorchDispatchMode):
+    """Records the peak bytes of unsharded parameters of `model` and of live all-gather buffers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -126,26 +129,29 @@ class _Gathered(TorchDispatchMode):
             storage = args[0].untyped_storage()
             self._buffers.append((StorageWeakRef(storage), storage.nbytes()))
         result = func(*args, **(kwargs or {}))
-        unsharded = [
-            p.untyped_storage() for p in self._model.parameters() if not isinstance(p, DTensor)
-        ]
-        n_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in unsharded}.values())
+
+        unsharded: dict[int, int] = {}  # bytes by address, as parameters can share storage
+        for parameter in self._model.parameters():
+            if not isinstance(parameter, DTensor):
+                storage = parameter.untyped_storage()
+                unsharded[storage.data_ptr()] = storage.nbytes()
         self._buffers = [(buffer, size) for buffer, size in self._buffers if not buffer.expired()]
-        self.peak = max(self.peak, n_bytes + sum(size for _, size in self._buffers))
+        n_buffered = sum(size for _, size in self._buffers)
+        self.peak = max(self.peak, sum(unsharded.values()) + n_buffered)
         return result
 
 
 def main() -> int:
     steps, points_file, out = sys.argv[1:]
+    points = json.loads(Path(points_file).read_text())
     with join_world(Launch.from_env(os.environ), timeout=300) as world:
         distributed = TorchDistributedContext(world.launch, world.saver, world.node)
+        found: list[TensorBytes] = []
         with core.init(distributed=distributed, checkpoint_storage=str(Path.cwd())) as context:
-            points = enumerate(json.loads(Path(points_file).read_text()))
-            found = [
-                measure(world, context, point, int(steps), str(number)) for number, point in points
-            ]
+            for number, point in enumerate(points):
+                found.append(measure_run(world, context, point, int(steps), str(number)))
         if world.rank == 0:
-            Path(out).write_text(json.dumps(found))
+            Path(out).write_text(json.dumps([asdict(each) for each in found]))
     return 0
 
 

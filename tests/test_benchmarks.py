@@ -16,9 +16,9 @@ import psutil
 import pytest
 import torch
 
-from benchmarks.common import SHARES, STEP, shares
-from benchmarks.curves import deviations
-from benchmarks.sharding import PARTS, STRATEGIES, gathered_bytes, run_ranks
+from benchmarks.common import SHARES, STEP, compute_shares
+from benchmarks.curves import compute_deviations
+from benchmarks.sharding import PARTS, STRATEGIES, count_gathered_bytes, run_ranks
 from lm.config import Hyperparameters
 from lm.metrics.device import GIB
 from lm.plan import fit
@@ -49,7 +49,7 @@ def test_shares_of_a_cpu_step_do_not_overlap() -> None:
         "other": 0,
         "idle": 0.3,
     }
-    assert shares(events, 1.0) == pytest.approx(expected)
+    assert compute_shares(events, 1.0) == pytest.approx(expected)
 
 
 def test_shares_of_a_gpu_step_are_those_of_its_kernels() -> None:
@@ -74,11 +74,11 @@ def test_shares_of_a_gpu_step_are_those_of_its_kernels() -> None:
         "other": 0.05,
         "idle": 0.2,
     }
-    assert shares(events, 1.0) == pytest.approx(expected)
+    assert compute_shares(events, 1.0) == pytest.approx(expected)
 
 
 def test_curves_deviation_is_of_the_mean_of_each_tenth() -> None:
-    assert deviations([2.0] * 10 + [1.1] * 10, [2.0] * 10 + [1.0] * 10) == pytest.approx(
+    assert compute_deviations([2.0] * 10 + [1.1] * 10, [2.0] * 10 + [1.0] * 10) == pytest.approx(
         [0.0] * 5 + [0.1] * 5
     )
 
@@ -126,14 +126,14 @@ def test_sharding_memory_equals_the_formulas() -> None:
     for point, found in zip(points, run_ranks(2, points, 1), strict=True):
         hp = Hyperparameters.model_validate(point)
         shards = mesh_shape(hp, 2, 2).shard
-        assert [found[part] for part in PARTS] == [
+        assert [getattr(found, part) for part in PARTS] == [
             4 * hp.n_parameters // shards * times for times in (1, 1, 2)
         ]
-        assert sum(found[part] for part in PARTS) == fit.count_state_bytes(
+        assert sum(getattr(found, part) for part in PARTS) == fit.count_state_bytes(
             hp, torch.bfloat16, shards
         )
-        assert found["gathered"] == gathered_bytes(hp, shards), hp.sharding
-        peak = found["parameters"] + found["moments"] + min(found["transient"])
+        assert found.gathered == count_gathered_bytes(hp, shards), hp.sharding
+        peak = found.parameters + found.moments + min(found.transient)
         ranks = fit.Ranks(torch.bfloat16, "cpu", 2, 2, GIB)
         assert peak == pytest.approx(fit.predict_memory(hp, ranks).total, rel=0.05), hp.sharding
 

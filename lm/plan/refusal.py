@@ -100,7 +100,7 @@ def check_memory(
     """
     on_gpu = world.device.type == "cuda"
     per_node = world.launch.local_size
-    node_memory, _available = host_memory()
+    node_memory = host_memory().total
     rank_memory = node_memory // per_node
     if on_gpu:
         rank_memory = torch.cuda.get_device_properties(world.device).total_memory
