@@ -289,44 +289,20 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     mode.add_argument("--prompt", help="text to continue; - = standard input, one prompt per line")
     mode.add_argument("--chat", action="store_true", help="answer each line of standard input")
     add("--system", metavar="TEXT", help="system message of the chat (none)")
-    add(
-        "--samples",
-        type=int,
-        default=1,
-        metavar="N",
-        help="continuations of each prompt (%(default)s)",
-    )
-    add(
-        "--batch-size",
-        type=int,
-        default=16,
-        metavar="B",
-        help="continuations per batch (%(default)s)",
-    )
-    length = f"tokens to generate at most ({MAX_NEW_TOKENS}; chat: up to max_seq_len)"
-    add("--max-new-tokens", type=int, metavar="N", help=length)
+    samples_help = "continuations of each prompt (%(default)s)"
+    add("--samples", type=int, default=1, metavar="N", help=samples_help)
+    batch_help = "continuations per batch (%(default)s)"
+    add("--batch-size", type=int, default=16, metavar="B", help=batch_help)
+    length_help = f"tokens to generate at most ({MAX_NEW_TOKENS}; chat: up to max_seq_len)"
+    add("--max-new-tokens", type=int, metavar="N", help=length_help)
     add("--temperature", type=float, default=0.8, metavar="T", help="0 = greedy (%(default)s)")
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (all)")
-    add(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="sample from the fewest tokens of probability P (all)",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="S",
-        help="random seed; S + n for the n-th sample (%(default)s)",
-    )
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end before TEXT; can be repeated",
-    )
+    top_p_help = "sample from the fewest tokens of probability P (all)"
+    add("--top-p", type=float, metavar="P", help=top_p_help)
+    seed_help = "random seed; S + n for the n-th sample (%(default)s)"
+    add("--seed", type=int, default=0, metavar="S", help=seed_help)
+    stop_help = "end before TEXT; can be repeated"
+    add("--stop", action="append", default=[], metavar="TEXT", help=stop_help)
     add("--base", type=Path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
     args = parser.parse_args(arguments)
 

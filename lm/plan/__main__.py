@@ -39,6 +39,8 @@ from lm.plan.predict import (
     search_settings,
 )
 
+GPUS_PER_NODE = 8
+
 
 def format_search(plans: Sequence[Plan]) -> str:
     """Return a row for each of `plans`, and the cheapest, for a person to read."""
@@ -86,7 +88,7 @@ def plot_plans(
 
     def plan_on(n_gpus: int, sharding: str, card: speed.Card | None) -> Plan:
         changes = {"sharding": sharding, "total_batch_size": None, "shard_group_size": None}
-        some = replace(ranks, size=n_gpus, per_node=min(n_gpus, 8))
+        some = replace(ranks, size=n_gpus, per_node=min(n_gpus, GPUS_PER_NODE))
         return make_plan(hp.model_copy(update=changes), some, card, network)
 
     counts = [*(2**power for power in range(14)), 10000]
@@ -96,7 +98,8 @@ def plot_plans(
     bars: list[str] = []
     for count in counts:
         for sharding in SHARDINGS:
-            is_same_as_other = count <= 8 and sharding.startswith("hybrid")  # without "hybrid-"
+            is_on_one_node = count <= GPUS_PER_NODE
+            is_same_as_other = is_on_one_node and sharding.startswith("hybrid")  # without "hybrid-"
             if count > ranks.size or is_same_as_other:
                 continue
             bottom = 0.0
@@ -185,49 +188,30 @@ def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--config", type=Path, default=Path("config.yaml"), help="experiment file (%(default)s)")
     add("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
-    add(
-        "--gpu",
-        metavar="NAME",
-        default="h100",
-        help=f"one of {', '.join(speed.CARDS)} (%(default)s)",
-    )
+    gpu_help = f"one of {', '.join(speed.CARDS)} (%(default)s)"
+    add("--gpu", metavar="NAME", default="h100", help=gpu_help)
     add("--memory", type=float, metavar="GIB", help="memory of an unknown GPU, without times")
-    add(
-        "--host-memory",
-        type=float,
-        metavar="GIB",
-        help="memory of a node (this machine's if it has such a GPU)",
-    )
+    host_help = "memory of a node (this machine's if it has such a GPU)"
+    add("--host-memory", type=float, metavar="GIB", help=host_help)
     add("--gpus", type=int, default=1, metavar="N", help="number of GPUs (%(default)s)")
-    add("--nodes", type=int, metavar="M", help="number of nodes (8 GPUs per node)")
-    add(
-        "--network",
-        type=float,
-        default=50.0,
-        metavar="GBPS",
-        help="GB/s per GPU to other nodes (%(default)s)",
-    )
-    add(
-        "--search",
-        action="store_true",
-        help="find the fastest settings on 1, 2, 4, ... N GPUs, and the cheapest",
-    )
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE.png",
-        help="draw memory by strategy and the speed of up to 10,000 GPUs",
-    )
+    nodes_help = f"number of nodes ({GPUS_PER_NODE} GPUs per node)"
+    add("--nodes", type=int, metavar="M", help=nodes_help)
+    network_help = "GB/s per GPU to other nodes (%(default)s)"
+    add("--network", type=float, default=50.0, metavar="GBPS", help=network_help)
+    search_help = "find the fastest settings on 1, 2, 4, ... N GPUs, and the cheapest"
+    add("--search", action="store_true", help=search_help)
+    plot_help = "draw memory by strategy and the speed of up to 10,000 GPUs"
+    add("--plot", type=Path, metavar="FILE.png", help=plot_help)
     add("--json", action="store_true", help="print JSON")
     args = parser.parse_intermixed_args(arguments)
     if args.nodes is None:
-        args.nodes = max(1, -(-args.gpus // 8))
-    problems = []
+        args.nodes = max(1, math.ceil(args.gpus / GPUS_PER_NODE))
+
+    problems: list[str] = []
     if args.gpu not in speed.CARDS:
-        near = difflib.get_close_matches(args.gpu, speed.CARDS, n=3, cutoff=0.3) or speed.CARDS
-        problems.append(
-            f"--gpu: {args.gpu} is unknown; did you mean {', '.join(near)}? Or use --memory GIB"
-        )
+        near = difflib.get_close_matches(args.gpu, speed.CARDS, n=3, cutoff=0.3)
+        names = ", ".join(near or speed.CARDS)
+        problems.append(f"--gpu: {args.gpu} is unknown; did you mean {names}? Or use --memory GIB")
     if args.gpus < 1:
         problems.append(f"--gpus: {args.gpus} must be 1 or more")
     if args.nodes < 1:

@@ -117,22 +117,28 @@ def count_units(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> 
     n_head = n_norm
     if not hp.tie_embeddings:
         n_head += n_matrix
-    width = itemsize(dtype)
-    if hp.lora_rank:
+    n_adapters = 0  # parameters of those of a block
+    if hp.lora_rank is not None:
         n_adapters = hp.n_trained_parameters // hp.n_layers
-        embedding = Unit(n_embedding, 0, width * n_embedding)
-        block = Unit(n_block + n_adapters, n_adapters, width * (n_block + n_adapters))
-        head = Unit(n_head, 0, width * n_head)
-    else:
-        embedding = Unit(n_embedding, n_embedding, width * n_embedding)
-        block = Unit(n_block, n_block, width * n_block)
-        head = Unit(n_head, n_head, width * n_head)
+    width = itemsize(dtype)
+
+    def make_unit(n_base: int, n_adapters: int = 0) -> Unit:
+        n = n_base + n_adapters
+        n_trained = n
+        if hp.lora_rank is not None:
+            n_trained = n_adapters
+        return Unit(n, n_trained, width * n)
+
+    embedding = make_unit(n_embedding)
+    block = make_unit(n_block, n_adapters)
+    head = make_unit(n_head)
     gathering_shards = shards
     if hp.cpu_offload:
         gathering_shards = 1
     if gathers_in_float8(hp.float8, lora.layer_shapes(hp).values(), gathering_shards):
         n_in_float8 = sum(out * inner for out, inner in list_float8_layers(hp))
-        block += Unit(gathered=(1 - width) * n_in_float8)  # one byte each
+        saved_bytes = (width - 1) * n_in_float8
+        block += Unit(gathered=-saved_bytes)
     none = Unit()
     if not hp.layer_wrap:
         return Units(none, none, none, embedding + block * hp.n_layers + head, 0)

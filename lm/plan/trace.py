@@ -199,7 +199,7 @@ def _measure(
             phases.start_next()
             model(tokens, tokens).backward()
             phases.end()
-    return phases.measured()
+    return phases.list_activations()
 
 
 @dataclass
@@ -257,7 +257,7 @@ class _Phases:
         self._model.zero_grad()
         self._phases.clear()
 
-    def measured(self) -> list[PartActivations]:
+    def list_activations(self) -> list[PartActivations]:
         """Return what each part allocates."""
         n_parts = len(self._parts)
         measured: list[PartActivations] = []
