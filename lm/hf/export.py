@@ -38,7 +38,13 @@ from lm.errors import ConfigError, RunError, oserror_as_config_error
 from lm.hf import families
 from lm.hf.base import open_base, read_adapters
 from lm.hf.families import Family, Place
-from lm.hf.weights import CONFIG, INDEX, WEIGHT_DTYPES, WEIGHTS, find_weights
+from lm.hf.weights import (
+    CONFIG_FILE,
+    SAFETENSORS_FILE,
+    SAFETENSORS_INDEX,
+    WEIGHT_DTYPES,
+    find_weights,
+)
 from lm.training.lora import Adapters, LoraConfig
 from model import ModelConfig, Transformer
 
@@ -94,7 +100,7 @@ def export_model(
             generation_settings[key] = model_settings[key]
     if GENERATION_CONFIG in files:
         generation_settings |= json.loads(files[GENERATION_CONFIG])
-    files[CONFIG] = _to_json(model_settings)
+    files[CONFIG_FILE] = _to_json(model_settings)
     files[GENERATION_CONFIG] = _to_json(generation_settings)
 
     weights_dir = directory
@@ -109,7 +115,7 @@ def export_model(
         is_one_file = len(set(weight_map.values())) == 1
         if not is_one_file:
             index = {"metadata": {"total_size": weights.n_bytes}, "weight_map": weight_map}
-            files[INDEX] = _to_json(index)
+            files[SAFETENSORS_INDEX] = _to_json(index)
         for name, content in files.items():
             (draft / name).write_bytes(content)
     return weights.n_bytes
@@ -145,7 +151,7 @@ class _Weights:
         weight_map: dict[str, str] = {}
         progress = tqdm(total=len(parameters), unit="tensor", disable=None)
         for number, group in enumerate(groups, 1):
-            file = WEIGHTS
+            file = SAFETENSORS_FILE
             if len(groups) > 1:
                 file = f"model-{number:05}-of-{len(groups):05}.safetensors"
             tensors = {name: torch.zeros(self.shapes[name], dtype=self.dtype) for name in group}

@@ -35,10 +35,10 @@ from lm.runtime.world import World
 from lm.shards import local_rows
 from model import ModelConfig, Transformer
 
-CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
-WEIGHTS = "model.safetensors"
-DOWNLOADED = (CONFIG, "model*.safetensors", INDEX, *tokenizer.TOKENIZER_FILES)
+CONFIG_FILE = "config.json"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+SAFETENSORS_FILE = "model.safetensors"
+HUB_FILES = (CONFIG_FILE, "model*.safetensors", SAFETENSORS_INDEX, *tokenizer.TOKENIZER_FILES)
 WEIGHT_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -58,7 +58,7 @@ def is_model(source: str) -> bool:
     if directory.is_dir():
         is_checkpoint = (directory / MANIFEST).exists()
         is_run = (directory / "checkpoints").exists()
-        return (directory / CONFIG).is_file() and not is_checkpoint and not is_run
+        return (directory / CONFIG_FILE).is_file() and not is_checkpoint and not is_run
     could_be_path = directory.exists() or directory.parent.is_dir()
     return _HUB_NAME.fullmatch(source) is not None and not could_be_path
 
@@ -77,7 +77,7 @@ def find_source(source: str) -> Path:
             f"init_from: {source}: not a directory, and not a name on the Hugging Face Hub"
             " (OWNER/MODEL)"
         )
-    return download_from_hub(source, DOWNLOADED, "init_from")
+    return download_from_hub(source, HUB_FILES, "init_from")
 
 
 class HuggingFaceModel(NamedTuple):
@@ -99,7 +99,7 @@ def open_model(directory: Path) -> HuggingFaceModel:
             structure; lists them.
         RunError: a file is damaged.
     """
-    config_path = directory / CONFIG
+    config_path = directory / CONFIG_FILE
     family, config = families.read_config(_read_object(config_path), str(config_path))
     places, shapes = families.map_parameters(family, config)
     tensors = _find_tensors(directory, family)
@@ -108,7 +108,7 @@ def open_model(directory: Path) -> HuggingFaceModel:
         tied_head = Source(tensors.pop("lm_head.weight"))
     problems = _compare_tensors(tensors, shapes)
     if problems:
-        problem = f"{directory}: the tensors do not match {CONFIG}:"
+        problem = f"{directory}: the tensors do not match {CONFIG_FILE}:"
         raise ConfigError(problem, *limit_problems(problems))
     sources: dict[str, Source] = {}
     for name, place in places.items():
@@ -173,8 +173,8 @@ def read_directory(directory: Path, model: Transformer) -> None:
         read_into(parameters[name], source)
     if tied_head and not _is_equal(parameters["embedding.tokens.weight"], tied_head):
         raise ConfigError(
-            f"{directory}: {CONFIG} ties lm_head.weight to the embedding, but the files have a"
-            f" different one; set tie_word_embeddings: false in {CONFIG} to use it"
+            f"{directory}: {CONFIG_FILE} ties lm_head.weight to the embedding, but the files have a"
+            f" different one; set tie_word_embeddings: false in {CONFIG_FILE} to use it"
         )
 
 
@@ -253,7 +253,9 @@ def _compare_tensors(
         elif shape is None:
             problems.append(f"{name}: in several files")
         elif shape != shapes[name]:
-            problems.append(f"{name}: {list(shape)} in the file, {list(shapes[name])} in {CONFIG}")
+            problems.append(
+                f"{name}: {list(shape)} in the file, {list(shapes[name])} in {CONFIG_FILE}"
+            )
     return problems
 
 
@@ -263,7 +265,7 @@ def list_weight_files(directory: Path) -> list[Path]:
     Raises:
         ConfigError: it has no safetensors files, or its index is damaged.
     """
-    index = directory / INDEX
+    index = directory / SAFETENSORS_INDEX
     if index.is_file():
         weight_map = _read_object(index).get("weight_map")
         names: list[str] = []
@@ -273,15 +275,15 @@ def list_weight_files(directory: Path) -> list[Path]:
         if not names or is_outside:
             raise ConfigError(f"{index}: weight_map must contain file names in this directory")
         return [directory / name for name in names]
-    if (directory / WEIGHTS).is_file():
-        return [directory / WEIGHTS]
+    if (directory / SAFETENSORS_FILE).is_file():
+        return [directory / SAFETENSORS_FILE]
     found = "neither exists"
     pickles = [*directory.glob("*.bin"), *directory.glob("*.pth")]
     if pickles:
         found = f"{pickles[0].name} is a pickle, which can execute code, and is not read"
     raise ConfigError(
-        f"{directory}: needs {WEIGHTS} or {INDEX}; {found}. To convert, load it with transformers"
-        " and save_pretrained(DIRECTORY, safe_serialization=True)"
+        f"{directory}: needs {SAFETENSORS_FILE} or {SAFETENSORS_INDEX}; {found}. To convert, load"
+        " it with transformers and save_pretrained(DIRECTORY, safe_serialization=True)"
     )
 
 
