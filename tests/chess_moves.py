@@ -42,13 +42,14 @@ def count(games: Iterable[str]) -> tuple[int, int, int]:
     """Count legal moves, illegal moves and complete games, whose last word may be cut off."""
     legal = illegal = complete = 0
     for game in games:
-        ended = game.split()[-1:] and game.split()[-1] in RESULTS
-        moves, is_illegal = play(game if ended else game.rpartition(" ")[0])
-        legal, illegal, complete = (
-            legal + moves,
-            illegal + is_illegal,
-            complete + bool(ended and not is_illegal),
-        )
+        words = game.split()
+        ended = bool(words) and words[-1] in RESULTS
+        if not ended:
+            game = game.rpartition(" ")[0]
+        moves, is_illegal = play(game)
+        legal += moves
+        illegal += is_illegal
+        complete += ended and not is_illegal
     return legal, illegal, complete
 
 

@@ -9,9 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ["OMP_NUM_THREADS"] = (
-    "1"  # the models are too small for more threads, and the cores belong to many ranks
-)
+# The models are too small for more threads, and the cores belong to many ranks.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 

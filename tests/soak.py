@@ -100,7 +100,8 @@ def place(folder: Path, storage: str | None) -> CheckpointStore:
 
 def checkpoints(folder: Path, storage: str | None) -> dict[int, Manifest]:
     """Verify the complete checkpoints of a run and return their manifests by step."""
-    found, where = {}, place(folder, storage)
+    found = {}
+    where = place(folder, storage)
     for entry in where.list_saved()[0]:
         with tempfile.TemporaryDirectory() as copy:
             path = Path(where.locate(entry.name))
@@ -138,14 +139,13 @@ class Job:
     def __init__(
         self, folder: Path, ranks: int, storage: str | None, *overrides: str, **env: str
     ) -> None:
-        self.folder, self.storage, self.at_operation = (
-            folder,
-            storage,
-            env.get("FAULT_AT", "0") != "0",
-        )
+        self.folder = folder
+        self.storage = storage
+        self.at_operation = env.get("FAULT_AT", "0") != "0"
+        script = ""
         if storage:
             overrides = (*overrides, f"checkpoint_storage={storage}/{folder.name}")
-        script = SHORT_LEASE if storage else ""
+            script = SHORT_LEASE
         self.launcher = start_fsdp(
             folder, *overrides, ranks=ranks, config=RUN, script=script, **env
         )
@@ -217,15 +217,19 @@ def interrupt(job: Job, draw: random.Random, length: float) -> Interruption | No
     def saving() -> set[str]:
         return unfinished(job.folder, job.storage) - known
 
-    kind = AT_OPERATION if job.at_operation else disturb(job, draw, length, saving, known)
-    code = job.finish() if kind else 0
-    if kind is None or (kind == AT_OPERATION and code == 0):
+    if job.at_operation:
+        kind = AT_OPERATION
+    else:
+        kind = disturb(job, draw, length, saving, known)
+    if kind is None:
         return None
-    saved = max(
-        checkpoints(job.folder, job.storage), default=0
-    )  # a stop saves a step before it is reported
-    lost = max(0, last_step(job.folder) - saved)
-    if kind == STOP and (code or lost) and code != 128 + signal.SIGTERM:  # before its first step
+    code = job.finish()
+    if kind == AT_OPERATION and code == 0:
+        return None
+    saved = max(checkpoints(job.folder, job.storage), default=0)
+    lost = max(0, last_step(job.folder) - saved)  # a stop saves a step before it is reported
+    stopped_before_first_step = code == 128 + signal.SIGTERM
+    if kind == STOP and (code or lost) and not stopped_before_first_step:
         raise SoakError(f"SIGTERM ended the run with {code} and lost {lost} steps:\n{job.output}")
     if kind == AT_OPERATION and code not in (-signal.SIGKILL, 128 + signal.SIGKILL):
         raise SoakError(f"a killed rank ended the run with {code}:\n{job.output}")
@@ -268,12 +272,14 @@ def disturb(
 
 def compare(reference: Path, folder: Path, storage: str | None, complete: bool) -> None:
     """Raise `SoakError` if a loss or the last checkpoint of `folder` differs from `reference`'s."""
-    expected, found = lines(reference), lines(folder)
-    differing = sorted(key for key in expected.keys() & found.keys() if expected[key] != found[key])
+    expected = lines(reference)
+    found = lines(folder)
+    both = expected.keys() & found.keys()
+    differing = sorted(key for key in both if expected[key] != found[key])
     if complete:  # a stopped run also validates after its last step
         differing += sorted(expected.keys() - found.keys())
-        last, other = (checkpoints(path, storage)[STEPS].files for path in (reference, folder))
-        if last != other:
+        last = checkpoints(reference, storage)[STEPS]
+        if last.files != checkpoints(folder, storage)[STEPS].files:
             raise SoakError("the last checkpoint's files differ")
     if differing:
         raise SoakError(f"missing or different: {differing[:20]}")
@@ -284,20 +290,25 @@ def soak(
 ) -> dict[tuple[str, str, str], list[int]]:
     """Interrupt runs `count` times; return the steps lost by kind, moment and way of saving."""
     draw = random.Random(seed)
-    reference, faults = root / "reference", preload(root) | {"FAULT_WITH": "kill"}
+    reference = root / "reference"
+    faults = preload(root) | {"FAULT_WITH": "kill"}
     counter = Path(faults["FAULT_COUNTER"])
-    with started(
-        reference, ranks, storage, FAULT_BELOW=f"{reference}/runs/", FAULT_AT="0", **faults
-    ) as job:
+    env = faults | {"FAULT_BELOW": f"{reference}/runs/", "FAULT_AT": "0"}
+    with started(reference, ranks, storage, **env) as job:
         job.wait_until(lambda: last_step(reference))
         started_at = time.monotonic()
         if job.finish():
             raise SoakError(job.output)
-    length, n_operations = time.monotonic() - started_at, operations(counter)
-    made, number = 0, 0
+    length = time.monotonic() - started_at
+    n_operations = operations(counter)
+    made = 0
+    number = 0
     lost: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
     while made < count:
-        folder, saves, complete = root / f"run-{number}", ("sync", "async")[number % 2], False
+        folder = root / f"run-{number}"
+        saves = ("sync", "async")[number % 2]
+        override = f"async_checkpoint={str(saves == 'async').lower()}"
+        complete = False
         while not complete:
             if storage and draw.random() < 0.5:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -306,10 +317,10 @@ def soak(
                 counter.write_bytes(bytes(8192))
                 at = str(draw.randint(1, n_operations))
                 env = faults | {"FAULT_AT": at, "FAULT_BELOW": f"{folder}/runs/"}
-            with started(
-                folder, ranks, storage, f"async_checkpoint={str(saves == 'async').lower()}", **env
-            ) as job:
-                found = interrupt(job, draw, length) if made < count else None
+            with started(folder, ranks, storage, override, **env) as job:
+                found = None
+                if made < count:
+                    found = interrupt(job, draw, length)
                 if found:
                     made += 1
                     lost[found.kind, found.moment, saves].append(found.lost)

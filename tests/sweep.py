@@ -47,7 +47,13 @@ def preload(folder: Path) -> dict[str, str]:
 
 
 def operations(counter: Path) -> int:
+    """Return the number of operations so far."""
     return struct.unpack("<q", counter.read_bytes()[:8])[0]
+
+
+def failed_operation(counter: Path) -> str:
+    """Return the name and the path of the operation that failed."""
+    return counter.read_bytes()[8:].rstrip(b"\0").decode()
 
 
 # ---- what is disturbed: a command, run in a folder, and its result
@@ -180,90 +186,102 @@ class Outcome(NamedTuple):
     code: int
     """minus the signal that killed it"""
     stderr: str
+    timed_out: bool
 
 
 def call(folder: Path, action: Callable[[], int], **variables: str) -> Outcome:
     """Run `action` in `folder` in a forked process, which need not import PyTorch again."""
     from lm.launch.spawn import run_and_exit
 
+    output = folder.with_suffix(".stdout")
     errors = folder.with_suffix(".stderr")
     pid = os.fork()
-    if not pid:
+    if pid == 0:
         os.setsid()
         os.chdir(folder)
         os.environ.update(variables)
-        for number, path in ((1, folder.with_suffix(".stdout")), (2, errors)):
+        for number, path in ((1, output), (2, errors)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         run_and_exit(action)
     deadline = time.monotonic() + TIMEOUT
-    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+    timed_out = False
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            break
         time.sleep(0.01)
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline and not timed_out:
             os.killpg(pid, signal.SIGKILL)
-            deadline = float("inf")
-    return Outcome(
-        os.waitstatus_to_exitcode(ended[1]),
-        errors.read_text() + "TIMEOUT" * (deadline == float("inf")),
-    )
+            timed_out = True
+    return Outcome(os.waitstatus_to_exitcode(status), errors.read_text(), timed_out)
 
 
 def problem(scenario: Scenario, expected: Any, folder: Path, fault: str, outcome: Outcome) -> str:
     """Return what is wrong after a fault, or "", and run the command again."""
-    code, stderr = outcome
-    if code not in ((-signal.SIGKILL, 0, 1, 2) if fault == "kill" else (0, 1, 2)):
-        return f"exit code {code}"
-    if (
-        "Traceback" in stderr
-        or "TIMEOUT" in stderr
-        or (code > 0 and not 1 <= stderr.count("\n") <= 3)
-    ):
-        return "a traceback, a timeout, or not one to three lines on stderr"
+    codes = [0, 1, 2]
+    if fault == "kill":
+        codes.append(-signal.SIGKILL)
+    if outcome.code not in codes:
+        return f"exit code {outcome.code}"
+    if outcome.timed_out:
+        return "a timeout"
+    if "Traceback" in outcome.stderr:
+        return "a traceback"
+    if outcome.code > 0 and not 1 <= outcome.stderr.count("\n") <= 3:
+        return "not one to three lines on stderr"
     if not scenario.intact(folder):
         return "the last complete result was lost"
-    if code == 0 and scenario.result(folder) != expected:
+    if outcome.code == 0 and scenario.result(folder) != expected:
         return "exit code 0, but another result"
     again = call(folder, scenario.command)
-    if again.code and not (code == 0 and "already exists" in again.stderr):
+    is_complete = outcome.code == 0 and "already exists" in again.stderr
+    if again.code and not is_complete:
         return f"the rerun ended with {again.code}: {again.stderr}"
-    return "" if scenario.result(folder) == expected else "the rerun has another result"
+    if scenario.result(folder) != expected:
+        return "the rerun has another result"
+    return ""
 
 
 def sweep(
     name: str, root: Path, faults: Sequence[str], count: int | None, draw: random.Random
 ) -> Counter[str]:
     """Disturb a scenario; return the outcomes."""
-    scenario, outcomes = SCENARIOS[name], Counter[str]()
-    base, folder = root / f"{name}-base", root / name
-    variables = {"FAULT_BELOW": f"{folder}/", "FAULT_COUNTER": str(root / "counter")}
+    scenario = SCENARIOS[name]
+    outcomes = Counter[str]()
+    base = root / f"{name}-base"
+    folder = root / name
+    counter = root / "counter"
+    variables = {"FAULT_BELOW": f"{folder}/", "FAULT_COUNTER": str(counter)}
     base.mkdir()
     assert call(base, scenario.prepare).code == 0, base.with_suffix(".stderr").read_text()
 
     def disturb(at: str, fault: str) -> Outcome:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(base, folder)
-        (root / "counter").write_bytes(bytes(8192))
+        counter.write_bytes(bytes(8192))
         return call(folder, scenario.command, FAULT_AT=at, FAULT_WITH=FAULTS[fault], **variables)
 
     outcome = disturb("0", faults[0])
     assert outcome.code == 0, outcome.stderr
-    expected, total = scenario.result(folder), operations(root / "counter")
+    expected = scenario.result(folder)
+    total = operations(counter)
     for fault in faults:
-        chosen = [
-            (n, last)
-            for n in range(1, total + 1)
-            for last in (("", "+") if fault != "kill" else ("",))
-        ]
-        for n, last in draw.sample(chosen, min(count or len(chosen), len(chosen))):
-            outcome = disturb(f"{n}{last}", fault)
-            what = (
-                (root / "counter").read_bytes()[8:].rstrip(b"\0").decode().replace(f"{folder}/", "")
-            )
-            if found := problem(scenario, expected, folder, fault, outcome):
-                print(
-                    f"{name}, {fault} at {n}{last} of {total} ({what}): {found}\n{outcome.stderr}",
-                    flush=True,
-                )
-            outcomes[f"{fault}: {'failed' if found else f'exit code {outcome.code}'}"] += 1
+        moments = []
+        for n in range(1, total + 1):
+            moments.append(f"{n}")
+            if fault != "kill":
+                moments.append(f"{n}+")  # this operation and all after it
+        n_chosen = len(moments) if count is None else min(count, len(moments))
+        for at in draw.sample(moments, n_chosen):
+            outcome = disturb(at, fault)
+            what = failed_operation(counter).replace(f"{folder}/", "")
+            found = problem(scenario, expected, folder, fault, outcome)
+            result = f"exit code {outcome.code}"
+            if found:
+                result = "failed"
+                print(f"{name}, {fault} at {at} of {total} ({what}): {found}", flush=True)
+                print(outcome.stderr, flush=True)
+            outcomes[f"{fault}: {result}"] += 1
     return outcomes
 
 
@@ -287,16 +305,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
     import fsdp  # noqa: F401 - once, for all children
 
-    root, draw, failed = Path(os.environ["FAULT_COUNTER"]).parent, random.Random(args.seed), 0
+    root = Path(os.environ["FAULT_COUNTER"]).parent
+    draw = random.Random(args.seed)
+    failed = False
     for name in args.scenarios or SCENARIOS:
         outcomes = sweep(name, root, args.fault or list(FAULTS), args.count, draw)
-        failed += sum(number for what, number in outcomes.items() if "failed" in what)
-        print(
-            f"{name}: "
-            + ", ".join(f"{number} {what}" for what, number in sorted(outcomes.items())),
-            flush=True,
-        )
-    return int(failed > 0)
+        failed |= any("failed" in what for what in outcomes)
+        counts = [f"{number} {what}" for what, number in sorted(outcomes.items())]
+        print(f"{name}: {', '.join(counts)}", flush=True)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -73,19 +73,17 @@ class Halving(Searcher):
         length = searcher["max_time"]
         self._divisor = searcher.get("divisor", 4)
         largest = min(length, searcher["max_trials"])
-        n_rungs = min(
-            searcher.get("max_rungs", 5), int(math.log(largest) / math.log(self._divisor)) + 1
-        )
-        self.rungs = [
-            max(int(length / self._divisor**rung), 1) for rung in reversed(range(n_rungs))
-        ]
+        most = int(math.log(largest) / math.log(self._divisor)) + 1
+        n_rungs = min(searcher.get("max_rungs", 5), most)
+        lengths = [int(length / self._divisor**rung) for rung in range(n_rungs)]
+        self.rungs = [max(each, 1) for each in reversed(lengths)]
         self._losses: list[list[float]] = [[] for _ in self.rungs]
         self._reached: Counter[int] = Counter()
 
     def n_at_start(self) -> int:
-        concurrent = self._searcher.get("max_concurrent_trials") or self._divisor ** (
-            len(self.rungs) - 1
-        )
+        concurrent = self._searcher.get("max_concurrent_trials")
+        if not concurrent:
+            concurrent = self._divisor ** (len(self.rungs) - 1)
         return min(int(concurrent), self.n_trials)
 
     def stops(self, trial: int, steps: int, loss: float) -> bool:
@@ -95,9 +93,9 @@ class Halving(Searcher):
             if steps < self.rungs[rung]:
                 return False
             place = self._insert(rung, loss)
-            if rung == len(self.rungs) - 1 or place >= max(
-                int(len(self._losses[rung]) / self._divisor), 1
-            ):
+            n_kept = max(int(len(self._losses[rung]) / self._divisor), 1)
+            is_last = rung == len(self.rungs) - 1
+            if is_last or place >= n_kept:
                 return True
         return False
 
