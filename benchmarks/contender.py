@@ -280,7 +280,9 @@ def main() -> None:
     name, file, *overrides = sys.argv[1:]
     launch = Launch.from_env(os.environ)
     week = 604800.0  # seconds, as a contender waits while others train
-    hp = config.load_hyperparameters(Path(file), overrides).model_copy(update={"collective_timeout": week})
+    hp = config.load_hyperparameters(Path(file), overrides).model_copy(
+        update={"collective_timeout": week}
+    )
     with join_world(launch, week) as world:
         TRAINERS[name](world, hp, Pacer(world))
 
