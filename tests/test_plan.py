@@ -62,7 +62,7 @@ def step_on_fake_tensors(hp: Hyperparameters, ranks: int, monkeypatch: pytest.Mo
     dtype, cpu = choose_gpu_dtype(hp), torch.device("cpu")
     shape = parallelize.mesh_shape(hp, ranks, 4)
     n_micro_batches = (hp.total_batch_size or hp.batch_size * ranks) // (hp.batch_size * ranks)
-    monkeypatch.setattr(parallelize, "initialize", lambda *_: None)  # reads values
+    monkeypatch.setattr(parallelize, "initialize_parameters", lambda *_: None)  # reads values
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=shape._fields)
