@@ -167,7 +167,8 @@ def execute(
     with world.all_or_none():
         amp_dtype = precision.compute_dtype(job.hp, world.device)  # from hp.amp_dtype
     run = preflight(job.hp, amp_dtype, world, job.trial, job.run_dir, store, dry_run=job.dry_run)
-    if job.dry_run or run.is_complete(store, world):  # which says how to extend the run
+    # Also in a dry run: it says how to extend a complete run, and refuses what is another run.
+    if run.is_complete(store, world) or job.dry_run:
         return 0
     with MetricLogger(world.rank, run.directory, context.train, run.max_steps, run.trial) as logger:
         trainer = Trainer(run, world, context, store, watchdog, logger)
@@ -260,11 +261,11 @@ class Trainer:
         note = self.loader.load_state_dict(progress.dataset_state)
         if note is not None:
             self.logger.info(note)
-        self.accumulator.load_state_dict(progress.metric_sums)
         if run.run_dir is not None:
             session = run.session(self.world, self.step)
             self.world.on_rank0(run.run_dir.start, run.info.hyperparameters, session)
         self.logger.start(self.step, progress.missing_reports(), run.info.hyperparameters)
+        self.accumulator.load_state_dict(progress.metric_sums)  # last, as it starts the clock
 
     def train(self) -> None:
         """Train to the last step, or until asked to stop.

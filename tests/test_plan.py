@@ -295,6 +295,15 @@ def test_run_that_cannot_fit_is_refused_with_what_fits(tmp_path: Path) -> None:
     assert "what needs at most" not in done.stdout
 
 
+@pytest.mark.slow
+def test_dry_run_compares_the_run_with_its_checkpoints(tmp_path: Path) -> None:
+    run_fsdp(tmp_path, code=0)
+    complete = run_fsdp(tmp_path, "--dry-run", code=0)
+    assert "is complete" in complete.stdout
+    other = run_fsdp(tmp_path, "--dry-run", "seed=43", code=2)
+    assert "seed: 42 in the checkpoint, now 43" in other.stderr
+
+
 def test_dry_run_says_what_a_run_needs(tmp_path: Path) -> None:
     config = {"d_model": 64, "n_layers": 1, "vocab_size": 30000, "max_seq_len": 16, "max_steps": 1}
     done = run_fsdp(

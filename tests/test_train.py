@@ -160,3 +160,22 @@ def test_original_example_memorizes_random_samples(
     assert abs(training[10]["loss"] - uniform) < 0.3
     assert training[100]["loss"] < uniform - 1.0
     assert all(abs(line["loss"] - uniform) < 0.5 for line in validation.values())
+
+
+SLOW_START_OF_FILES = """
+import time
+from lm.runtime.run_dir import RunDir
+start = RunDir.start
+
+def start_slowly(self, *arguments):
+    start(self, *arguments)
+    time.sleep(3)
+
+RunDir.start = start_slowly
+"""
+
+
+@pytest.mark.slow
+def test_step_seconds_of_the_first_report_are_of_steps_only(tmp_path: Path) -> None:
+    run_fsdp(tmp_path, "max_steps=1", "report_rate=1", script=SLOW_START_OF_FILES, code=0)
+    assert read_reports(tmp_path)[1]["step_seconds"] < 3

@@ -231,7 +231,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
             raise ValueError(f"{sizes}; at most {MAX_JSON_BYTES} are read")
         header = json.loads(file.read(length), object_pairs_hook=_unique_names)
     metadata = header.pop("__metadata__", {})
-    sharding = None
+    sharding: dict[str, Any] = {}  # of no tensor: a file without offsets
     if "DCP_SHARDING_INFO" in metadata:
         sharding = json.loads(metadata["DCP_SHARDING_INFO"], object_pairs_hook=_unique_names)
     values_start = 8 + length
@@ -244,7 +244,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
             code = str(entry["dtype"])[:20]
             raise ValueError(f"{name[:80]}: dtype {code} is not one of {', '.join(TORCH_DTYPES)}")
         offsets = (0,) * len(shape)
-        if sharding is not None:
+        if sharding:
             offsets = _sizes(sharding[name]["saved_offsets"], name)
         is_in_file = begin < end and values_start + end <= file_size
         has_size = end - begin == math.prod(shape) * dtype.itemsize

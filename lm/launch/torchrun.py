@@ -21,9 +21,9 @@ def main() -> int:
     except ChildFailedError as error:
         print(error, file=sys.stderr)
         _, failure = error.get_first_failure()
-        if failure.exitcode < 0:  # a signal killed the rank
-            return 128 - failure.exitcode
-        return failure.exitcode
+        if failure.exitcode > 0:
+            return failure.exitcode
+        return 128 - failure.exitcode  # a signal killed the rank
     return 0
 
 

@@ -65,7 +65,7 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Wor
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     try:
         return _join(launch, device, timedelta(seconds=timeout), cpu_offload)
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         if dist.is_initialized() and device.type == "cpu":
             dist.destroy_process_group()
         failure = as_run_error(error, launch.rank)
