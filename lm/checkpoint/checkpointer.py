@@ -408,7 +408,7 @@ class Checkpointer:
 
 
 def _require_host_memory(needed: int) -> None:
-    _, available = host_memory()
+    available = host_memory().available
     if needed > available:
         problem = (
             f"a copy of the state needs {needed / 2**30:.2f} GiB of memory on"

@@ -104,7 +104,8 @@ class World:
         sizes: tuple[int, ...] = shape
         names: tuple[str, ...] = shape._fields
         if shape.replicate == 1:
-            sizes, names = sizes[1:], names[1:]
+            sizes = (shape.shard,)
+            names = ("shard",)
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         for group in mesh.get_all_groups():
             # init_device_mesh sets PyTorch's default timeout of 30 minutes.
@@ -216,7 +217,10 @@ class World:
         self, here: bool, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
         with futures.ThreadPoolExecutor(1) as pool:
-            future = pool.submit(function, *args, **kwargs) if here else pool.submit(_do_nothing)
+            if here:
+                future = pool.submit(function, *args, **kwargs)
+            else:
+                future = pool.submit(_do_nothing)
             self.wait_for(future)
 
     def for_saver(self) -> World:
