@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from lm.checkpoint.manifest import read_manifest, verify
+from lm.launch.spawn import free_port
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import EXACT_RUN
 from tests.support.runs import (
@@ -204,10 +205,33 @@ def test_stopped_rank_is_named_after_collective_timeout(victim: int, tmp_path: P
         code, stderr = job.finish()
     assert time.monotonic() - suspended < 8 + 5
     assert code == 1
-    (line,) = [line for line in stderr.splitlines() if line.startswith(f"rank {1 - victim} ")]
+    line = next(line for line in stderr.splitlines() if line.startswith(f"rank {1 - victim} "))
     assert re.search(rf"timed out after 8 s .*waiting for rank {victim}\b.*does not respond", line)
     assert "Traceback" not in stderr
     assert verified(tmp_path)
+
+
+HANGING_LOADER = """
+import ctypes, threading, time
+import torch
+import torch.distributed as dist
+from lm.data.loader import Loader
+
+training = Loader.training
+
+def hang():
+    {hang}
+
+def hanging_loader(self, start):
+    for step, batch in enumerate(training(self, start), start):
+        if rank == 1 and step == 3:
+            {call}
+        elif step == 3:
+            {other}
+        yield batch
+
+Loader.training = hanging_loader
+"""
 
 
 @pytest.mark.slow
@@ -216,20 +240,40 @@ def test_stopped_rank_is_named_after_collective_timeout(victim: int, tmp_path: P
     [("time.sleep(1000)", "did not join"), ("ctypes.PyDLL(None).sleep(1000)", "does not respond")],
     ids=["sleep", "hold the GIL"],
 )
-def test_hung_rank_is_named_and_prints_its_stack(hang: str, part: str, tmp_path: Path) -> None:
-    script = f"""
-import ctypes, time
-from lm.data.loader import Loader
+def test_hung_rank_is_named_and_prints_its_stacks(hang: str, part: str, tmp_path: Path) -> None:
+    script = HANGING_LOADER.format(hang=hang, call="hang()", other="pass")
+    with started(tmp_path, "collective_timeout=8", script=script) as job:
+        job.wait_for("validation  step    3")
+        job.ranks()
+        hung = time.monotonic()
+        code, stderr = job.finish()
+    assert time.monotonic() - hung < 8 + 5
+    assert code == 1
+    assert "in hang\n" in stderr
+    line = next(line for line in stderr.splitlines() if line.startswith("rank 0 "))
+    assert re.search(rf"timed out after 8 s .*waiting for rank 1\b.*{part}", line)
+    assert re.search(r"^rank 0 .*last collectives: .*gloo:all_", stderr, re.MULTILINE)
 
-training = Loader.training
 
-def hanging_loader(self, start):
-    for step, batch in enumerate(training(self, start), start):
-        if rank == 1 and step == 3:
-            {hang}
-        yield batch
+@pytest.mark.slow
+def test_hung_rank_is_named_where_collectives_do_not_fail(tmp_path: Path) -> None:
+    wait = "dist.all_reduce(torch.ones(2), group=group, async_op=True)"
+    wait += "; threading.Timer(30, os.abort).start(); ctypes.CDLL(None).sleep(1000)"
+    call = "thread = threading.Thread(target=hang, name='loader'); thread.start(); thread.join()"
+    script = HANGING_LOADER.format(hang="time.sleep(1000)", call=call, other=wait)
+    # As NCCL waits: the timeout of its group is longer, the main thread waits in C without Python's
+    # lock and without an exception, and PyTorch aborts the process in the end.
+    script += """
+import datetime
+join_world = fsdp.join_world
 
-Loader.training = hanging_loader
+def join_world_and_group(*args):
+    global group
+    world = join_world(*args)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=100))
+    return world
+
+fsdp.join_world = join_world_and_group
 """
     with started(tmp_path, "collective_timeout=8", script=script) as job:
         job.wait_for("validation  step    3")
@@ -238,9 +282,54 @@ Loader.training = hanging_loader
         code, stderr = job.finish()
     assert time.monotonic() - hung < 8 + 5
     assert code == 1
-    assert "in hanging_loader" in stderr
-    line = next(line for line in stderr.splitlines() if line.startswith("rank 0 "))
-    assert re.search(rf"timed out after 8 s .*waiting for rank 1\b.*{part}", line)
+    assert "in hang\n" in stderr
+    assert re.search(r"^rank 0 .*waiting for rank 1\b.*did not join", stderr, re.MULTILINE)
+    assert re.search(
+        r"^rank 0 .*last collectives: .*gloo:all_reduce.*scheduled", stderr, re.MULTILINE
+    )
+
+
+@contextmanager
+def started_alone(folder: Path, **how: Any) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two ranks that no launcher ends."""
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    env["MASTER_PORT"] = str(free_port())
+    ranks: list[subprocess.Popen[str]] = []
+    try:
+        for rank in ("0", "1"):
+            how |= env | {"RANK": rank, "LOCAL_RANK": rank}
+            ranks.append(start_fsdp(folder, "collective_timeout=8", config=RUN, **how))
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_continued_rank_names_itself(victim: int, tmp_path: Path) -> None:
+    with started_alone(tmp_path) as ranks:
+        assert ranks[0].stdout is not None
+        assert any(line.startswith("checkpoint") for line in ranks[0].stdout)
+        ranks[victim].send_signal(signal.SIGSTOP)
+        _, stderr = ranks[1 - victim].communicate(timeout=60)
+        assert f"waiting for rank {victim}" in stderr
+        ranks[victim].send_signal(signal.SIGCONT)
+        _, stderr = ranks[victim].communicate(timeout=60)
+        assert ranks[victim].returncode == 1
+    assert re.search(rf"^rank {victim} .*: did not run for \d+ s", stderr, re.MULTILINE)
+    assert f"rank {1 - victim}" not in stderr
+
+
+@pytest.mark.slow
+def test_late_rank_names_itself(tmp_path: Path) -> None:
+    script = HANGING_LOADER.format(hang="time.sleep(14)", call="hang()", other="pass")
+    with started_alone(tmp_path, script=script) as ranks:
+        _, stderr = ranks[1].communicate(timeout=60)
+        assert ranks[1].returncode == 1
+    assert "in hang\n" in stderr
+    assert re.search(r"^rank 1 .*: other ranks waited for it longer than 8 s", stderr, re.MULTILINE)
 
 
 @pytest.mark.slow

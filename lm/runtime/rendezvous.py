@@ -20,6 +20,10 @@ from lm.launch.machine import cpu_affinity, cpu_quota
 from lm.runtime.failures import as_run_error
 from lm.runtime.world import World
 
+NCCL_MARGIN = timedelta(seconds=60)
+"""by which collectives of NCCL may take longer: when they exceed their timeout, PyTorch ends the
+process without naming a rank, so the watchdog comes first"""
+
 
 def choose_device(launch: Launch) -> torch.device:
     """Return the GPU of this rank, or the CPU on a machine without GPUs.
@@ -82,7 +86,10 @@ class _Placement(NamedTuple):
 
 
 def _join(launch: Launch, device: torch.device, timeout: timedelta, cpu_offload: bool) -> World:
-    store = _init_process_group(launch, device, timeout, cpu_offload)
+    tensor_timeout = timeout
+    if device.type == "cuda":
+        tensor_timeout += NCCL_MARGIN
+    store = _init_process_group(launch, device, timeout, tensor_timeout, cpu_offload)
     control: Any = dist.new_group(backend="gloo", timeout=timeout)
     saver: Any = dist.new_group(backend="gloo", timeout=timeout)
 
@@ -102,7 +109,7 @@ def _join(launch: Launch, device: torch.device, timeout: timedelta, cpu_offload:
             placement.cores for placement in placements if placement.node_rank == launch.node_rank
         ]
         torch.set_num_threads(choose_n_threads(cores, cores_of_neighbors))
-    return World(launch, device, control, saver, node, store, timeout)
+    return World(launch, device, control, saver, node, store, tensor_timeout)
 
 
 def choose_n_threads(cores: set[int], cores_of_neighbors: list[set[int]]) -> int:
@@ -124,7 +131,11 @@ def choose_n_threads(cores: set[int], cores_of_neighbors: list[set[int]]) -> int
 
 
 def _init_process_group(
-    launch: Launch, device: torch.device, timeout: timedelta, cpu_offload: bool
+    launch: Launch,
+    device: torch.device,
+    timeout: timedelta,
+    tensor_timeout: timedelta,
+    cpu_offload: bool,
 ) -> dist.Store:
     where = (
         f"rank {launch.rank} of {launch.world_size}, rendezvous at {launch.address}:{launch.port}"
@@ -144,7 +155,7 @@ def _init_process_group(
             store=store,
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=timeout,
+            timeout=tensor_timeout,
             # Groups of a mesh are then split from this one, which PyTorch 2.11 cannot do with two
             # backends.
             device_id=device if backend == "nccl" else None,

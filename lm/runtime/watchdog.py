@@ -1,21 +1,24 @@
-"""Watchdog that names the rank for which a failed collective was waiting.
+"""Watchdog that names the rank for which a collective was waiting.
 
 A collective that exceeds its timeout fails on the ranks that joined it and does not know which rank
-did not. So the ranks tell each other, by keys of the store:
+did not. Of NCCL, it does not even fail there in time: the main thread waits for the GPU. So a
+thread on every rank looks at the collectives that are pending there, and the ranks tell each other,
+by keys of the store:
 
-watchdog/RANK         heartbeat of each rank: its step, and whether a collective failed there
+watchdog/RANK         heartbeat of each rank: its step, and whether it waits in a collective
 watchdog/failed_step  step of a rank on which a collective timed out; a rank that has completed no
-                      more steps, and on which none failed, prints its stack
+                      more steps, and does not wait in a collective, prints its stacks
 watchdog/error        error that ended a rank, for the ranks that lose the connection to it
 
 A rank on which a collective failed then reads the heartbeats twice. A rank whose heartbeats do not
-increase is dead; of the live ones, those without a failed collective did not join it.
+increase is dead; of the live ones, those that do not wait did not join the collective.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import sys
 import threading
 import time
@@ -28,9 +31,13 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 
 from lm.errors import ConfigError, RunError
+from lm.launch.console import record_error
+from lm.runtime.flight_recorder import PendingCollectives, describe_last_collectives
 
 HEARTBEAT_INTERVAL = 0.25
 """seconds"""
+MARGIN = 2.0
+"""Seconds after the timeout in which the collective can raise its own error."""
 
 _FAILED_STEP_KEY = "watchdog/failed_step"
 _ERROR_KEY = "watchdog/error"
@@ -56,8 +63,9 @@ class Heartbeat(NamedTuple):
     step: int
     beats: int
     """increases as long as the rank is alive"""
-    collective_failed: bool
-    stack_printed: bool
+    waiting: bool
+    """a collective is pending on the rank, or has failed there"""
+    stacks_printed: bool
     """this is the last heartbeat of the rank, which is alive"""
 
 
@@ -69,6 +77,15 @@ class Cause:
     """one line each"""
     exit_code: int = RunError.exit_code
     """of the rank that caused it"""
+
+
+@dataclass
+class _Pause:
+    """A time in which the watchdog's thread did not run."""
+
+    seconds: float
+    end: float
+    """by time.monotonic()"""
 
 
 class Watchdog:
@@ -85,52 +102,82 @@ class Watchdog:
         self._timeout = timeout
         self._step = 0
         self._collective_failed = False
+        self._stacks_printed = False
+        self._is_watching = False
+        self._last_beat = 0.0
+        self._last_long_pause: _Pause | None = None
         self._stopped = threading.Event()
 
-    # While the run goes well, and when another rank asks for the stack.
+    # While the run goes well, and when another rank waits for this one.
 
     def __enter__(self) -> Watchdog:
         if self._size > 1:
-            threading.Thread(target=self._publish_heartbeats, name="watchdog", daemon=True).start()
+            self._is_watching = True
+            self._last_beat = time.monotonic()
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
     def on_step_start(self, step: int) -> None:
         """Record that this rank has completed `step` steps and starts the next one."""
         self._step = step
 
-    def _publish_heartbeats(self) -> None:
-        """Publish heartbeats until the run ends on this rank, or its stack is printed."""
+    def _watch(self) -> None:
+        """Publish heartbeats until the run ends on this rank, or its stacks are printed."""
         store = cast(Any, self._store).clone()  # a connection to the store serves one thread
+        pending = PendingCollectives()
+        seconds_running = 0.0  # without those in which this process was stopped
         beats = 0
-        stack_printed = False
         with suppress(RuntimeError):  # rank 0 has exited, and its store with it
-            while not self._stopped.is_set() and not stack_printed:
-                beats += 1
+            while not self._stopped.is_set() and not self._stacks_printed:
+                seconds_running += self._measure_pause()
+                seconds_pending = pending.longest(seconds_running)
+                waiting = self._collective_failed or seconds_pending > 0
                 if not self._collective_failed:
                     # Takes effect if this thread stops running because a thread that hangs holds
                     # the GIL.
                     faulthandler.dump_traceback_later(self._timeout + HEARTBEAT_INTERVAL)
-                    if self._is_asked_for_stack(store):
-                        self._print_stack()
-                        stack_printed = True
-                heartbeat = Heartbeat(self._step, beats, self._collective_failed, stack_printed)
+                    if seconds_pending > self._timeout + MARGIN:
+                        self._collective_failed = True
+                        threading.Thread(target=self._end_process, daemon=True).start()
+                    elif not waiting and self._is_waited_for(store):
+                        self._print_stacks()
+                        self._stacks_printed = True
+                beats += 1
+                heartbeat = Heartbeat(self._step, beats, waiting, self._stacks_printed)
                 store.set(_heartbeat_key(self._rank), json.dumps(heartbeat))
-                if not stack_printed:
+                if not self._stacks_printed:
                     self._stopped.wait(HEARTBEAT_INTERVAL)
+        self._is_watching = False
         faulthandler.cancel_dump_traceback_later()
 
-    def _is_asked_for_stack(self, store: dist.Store) -> bool:
+    def _measure_pause(self) -> float:
+        """Return the seconds since the last beat; of a pause, only those of a late beat."""
+        now = time.monotonic()
+        seconds = now - self._last_beat
+        self._last_beat = now
+        if seconds >= self._timeout:
+            self._last_long_pause = _Pause(seconds, now)
+        return min(seconds, 4 * HEARTBEAT_INTERVAL)
+
+    def _is_waited_for(self, store: dist.Store) -> bool:
         if not store.check([_FAILED_STEP_KEY]):
             return False
         failed_step = int(store.get(_FAILED_STEP_KEY))
         return self._step <= failed_step
 
-    def _print_stack(self) -> None:
-        main_thread = cast(int, threading.main_thread().ident)
-        stack = traceback.format_stack(sys._current_frames()[main_thread])
-        where = f"rank {self._rank} (last completed step {self._step})"
-        sys.stderr.write(f"{where}, stack:\n{''.join(stack)}")
+    def _print_stacks(self) -> None:
+        """Print the stack of every thread but this one, the main thread's last."""
+        frames = sys._current_frames()
+        lines = [f"{self._where()}, stacks of its threads:\n"]
+        for thread in reversed(threading.enumerate()):  # the main thread was the first to start
+            if thread.ident in frames and thread is not threading.current_thread():
+                lines.append(f"thread {thread.name}:\n")
+                lines += traceback.format_stack(frames[thread.ident])
+        sys.stderr.write("".join(lines))
         sys.stderr.flush()
+
+    def _where(self) -> str:
+        return f"rank {self._rank} (last completed step {self._step})"
 
     # When this rank fails.
 
@@ -153,16 +200,60 @@ class Watchdog:
             self._stopped.set()
             return
         self._collective_failed = True  # the next heartbeats say so
-        cause = self._find_cause(timed_out)
+        explained = self._explain_failure(timed_out)
         self._stopped.set()
+        raise explained from error
+
+    def _end_process(self) -> None:
+        """Print for what a collective waits that raises no error, and exit.
+
+        In a thread: the main thread waits for the GPU.
+        """
+        error = self._explain_failure(timed_out=True)
+        record_error(str(error))
+        print(error, file=sys.stderr, flush=True)
+        os._exit(error.exit_code)
+
+    def _explain_failure(self, timed_out: bool) -> RunError:
+        """Return the error that names what a collective waited for, or lost."""
+        where = self._where()
+        pause = self._recent_long_pause()
+        if pause is not None:
+            return RunError(
+                f"{where}: did not run for {pause.seconds:.0f} s, longer than other ranks wait for"
+                f" it (collective_timeout: {self._timeout:g} s): stopped, swapped out, or held by"
+                " one of its threads",
+                rank_local=True,
+            )
+        if self._stacks_printed:
+            return RunError(
+                f"{where}: other ranks waited for it longer than {self._timeout:g} s"
+                " (collective_timeout) and ended; its stacks are printed above",
+                rank_local=True,
+            )
+        cause = self._find_cause(timed_out)
         what = "lost the connection to"
         if timed_out:
             what = f"timed out after {self._timeout:g} s (collective_timeout) waiting for"
-        where = f"rank {self._rank} (last completed step {self._step})"
         problems = [f"{where}: {what} {problem}" for problem in cause.problems]
         if cause.exit_code == ConfigError.exit_code:
-            raise ConfigError(*problems, rank_local=True) from error
-        raise RunError(*problems, rank_local=True) from error
+            return ConfigError(*problems, rank_local=True)
+        if timed_out:
+            problems.append(f"{where}: its last collectives: {describe_last_collectives()}")
+        return RunError(*problems, rank_local=True)
+
+    def _recent_long_pause(self) -> _Pause | None:
+        """Return the last time in which this process did not run, if long and recent enough.
+
+        Then the other ranks have timed out, and a collective has failed here because they ended.
+        """
+        now = time.monotonic()
+        pause = self._last_long_pause
+        if self._is_watching and now - self._last_beat >= self._timeout:
+            pause = _Pause(now - self._last_beat, now)  # the thread has not run again yet
+        if pause is not None and now - pause.end < self._timeout:
+            return pause
+        return None
 
     def _find_cause(self, timed_out: bool) -> Cause:
         """Return the ranks that the collective waited for, or the error that ended another rank."""
@@ -177,30 +268,32 @@ class Watchdog:
     def _ask_store(self, timed_out: bool, cause: Cause) -> None:
         """Update `cause` after every answer of the store, which can end at any time."""
         with suppress(RuntimeError):
-            self._store.set_timeout(timedelta(seconds=2 * HEARTBEAT_INTERVAL))
+            store = cast(Any, self._store).clone()  # the main thread may use the other connection
+            store.set_timeout(timedelta(seconds=2 * HEARTBEAT_INTERVAL))
             if timed_out:
-                self._store.set(_FAILED_STEP_KEY, str(self._step))
-            before = self._read_heartbeats()
+                store.set(_FAILED_STEP_KEY, str(self._step))
+            before = self._read_heartbeats(store)
             cause.problems = [_UNKNOWN]
-            if self._read_published_error(cause):
+            if _read_published_error(store, cause):
                 return  # the store may end now, with the rank that published it
             time.sleep(3 * HEARTBEAT_INTERVAL)  # the heartbeats of a live rank increase
-            cause.problems = [find_straggler(before, self._read_heartbeats())]
-            self._read_published_error(cause)
+            cause.problems = [find_straggler(before, self._read_heartbeats(store))]
+            _read_published_error(store, cause)
 
-    def _read_heartbeats(self) -> list[Heartbeat]:
+    def _read_heartbeats(self, store: dist.Store) -> list[Heartbeat]:
         # In one request: hundreds of ranks read hundreds of keys at once.
-        texts = self._store.multi_get([_heartbeat_key(rank) for rank in range(self._size)])
+        texts = store.multi_get([_heartbeat_key(rank) for rank in range(self._size)])
         return [Heartbeat(*json.loads(text)) for text in texts]
 
-    def _read_published_error(self, cause: Cause) -> bool:
-        """Make `cause` the error that ended another rank, if there is one."""
-        if not self._store.check([_ERROR_KEY]):
-            return False
-        published = json.loads(self._store.get(_ERROR_KEY))
-        cause.problems = published["problems"]
-        cause.exit_code = published["exit_code"]
-        return True
+
+def _read_published_error(store: dist.Store, cause: Cause) -> bool:
+    """Make `cause` the error that ended another rank, if there is one."""
+    if not store.check([_ERROR_KEY]):
+        return False
+    published = json.loads(store.get(_ERROR_KEY))
+    cause.problems = published["problems"]
+    cause.exit_code = published["exit_code"]
+    return True
 
 
 def _heartbeat_key(rank: int) -> str:
@@ -232,15 +325,15 @@ def find_straggler(before: list[Heartbeat], now: list[Heartbeat]) -> str:
     silent = []
     missing = []
     for rank, last in enumerate(now):
-        if last.beats == before[rank].beats and not last.stack_printed:
+        if last.beats == before[rank].beats and not last.stacks_printed:
             silent.append(rank)
-        if not last.collective_failed:
+        if not last.waiting:
             missing.append(rank)
     if silent:
         return f"{_describe_ranks(silent, now)}, {_SILENT}"
     if missing:
-        return f"{_describe_ranks(missing, now)}, which did not join; its stack is printed"
-    return "another rank: every rank waits in a collective"
+        return f"{_describe_ranks(missing, now)}, which did not join; its stacks are printed"
+    return "another rank: every rank waits in a collective, or for its GPU"
 
 
 def _describe_ranks(ranks: list[int], now: list[Heartbeat]) -> str:

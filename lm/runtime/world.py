@@ -65,8 +65,8 @@ class World:
     """gloo group of the ranks on this node"""
     store: dist.Store
     """key-value store of all ranks"""
-    timeout: timedelta
-    """of every collective"""
+    tensor_timeout: timedelta
+    """of every collective of tensors"""
     memory_notes: list[Callable[[], str]] = field(default_factory=list)
     """return what an out-of-memory error says about the run's need"""
 
@@ -109,7 +109,7 @@ class World:
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
         for group in mesh.get_all_groups():
             # init_device_mesh sets PyTorch's default timeout of 30 minutes.
-            _set_timeout(self.timeout, group)
+            _set_timeout(self.tensor_timeout, group)
         return mesh
 
     def all_gather(self, values: Tensor) -> Tensor:
