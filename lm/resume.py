@@ -302,6 +302,9 @@ def compare_learning_rates(saved: Manifest, run_info: RunInfo) -> str | None:
 
 
 def optim_config(hyperparameters: Mapping[str, Any]) -> OptimConfig:
-    """Return the hyperparameters of the optimizer among those of a manifest."""
-    values = {key: hyperparameters[key] for key in OptimConfig.model_fields}
-    return OptimConfig.model_validate(values)
+    """Return the hyperparameters of the optimizer among those of a manifest.
+
+    A manifest of an earlier version lacks keys, which have their defaults.
+    """
+    keys = OptimConfig.model_fields.keys() & hyperparameters.keys()
+    return OptimConfig.model_validate({key: hyperparameters[key] for key in keys})

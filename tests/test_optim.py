@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from lm.training.optim import OptimConfig, Optimizer, learning_rate
@@ -49,6 +50,18 @@ def test_learning_rate_cosine_is_half_a_period() -> None:
 @pytest.mark.parametrize(("warmup", "expected"), [(8, [1, 1, 0.5]), (9, [8 / 9, 1, 1])])
 def test_learning_rate_wsd_is_continuous(warmup: int, expected: list[float]) -> None:
     assert rates(10, lr=1, lr_schedule="wsd", warmup_steps=warmup)[7:] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("decay_steps", [4, 0.4])
+def test_learning_rate_wsd_decays_in_decay_steps(decay_steps: float) -> None:
+    expected = [1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]
+    assert rates(10, lr=1, lr_schedule="wsd", decay_steps=decay_steps) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("key", ["warmup_steps", "decay_steps"])
+def test_steps_above_1_are_integers(key: str) -> None:
+    with pytest.raises(ValidationError, match=f"{key}: 1.5 is neither"):
+        config(**{key: 1.5})
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -21,7 +21,7 @@ from lm import generate, sampling
 from lm.checkpoint.manifest import Manifest, read_manifest
 from lm.data.loader import Loader, MicroBatch
 from lm.data.tokenizer import TOKENIZER_JSON
-from lm.resume import extension
+from lm.resume import extension, optim_config
 from lm.runtime.world import World
 from lm.training.optim import OptimConfig, learning_rate
 from tests.support.hyperparameters import EXACT_RUN, TINY
@@ -365,6 +365,28 @@ def test_chat_template_date_is_that_of_the_first_start(tmp_path: Path) -> None:
     assert "chat_template_date: '2026-01-01'\n" in config_yaml
     _, tokenizer = generate.load_model(checkpoints_by_step(tmp_path)[2], torch.device("cpu"))
     assert tokenizer.render(chat, add_generation_prompt=True)[0] == "<s>[date] 2026-01-01hiho"
+
+
+@pytest.mark.slow
+def test_decays_that_branch_equal_complete_runs(tmp_path: Path) -> None:
+    stable = tmp_path / "stable"
+    every_step = "keep_checkpoints=null"
+    run_fsdp(stable, "max_steps=8", "checkpoint_rate=4", every_step, config=RUN, code=0)
+    for start, checkpoint in checkpoints_by_step(stable).items():
+        decay = ["lr_schedule=wsd", "decay_steps=3", f"max_steps={start + 3}"]
+        branch = tmp_path / f"branch-{start}"
+        complete = tmp_path / f"complete-{start}"
+        run_fsdp(branch, *decay, f"resume={checkpoint}", config=RUN, code=0)
+        run_fsdp(complete, *decay, config=RUN, code=0)
+        metrics = read_exact_metrics(complete)
+        assert metrics[start + 3]["lr"] < metrics[start]["lr"]
+        assert read_exact_metrics(branch) == {k: v for k, v in metrics.items() if k > start}
+        last = [checkpoints_by_step(folder)[start + 3] for folder in (branch, complete)]
+        assert read_manifest(last[0]).files == read_manifest(last[1]).files  # with checksums
+
+
+def test_optim_config_of_an_earlier_version_has_defaults() -> None:
+    assert optim_config({"lr": 0.5, "d_model": 8}) == OptimConfig(lr=0.5)
 
 
 COSINE = {"lr_schedule": "cosine", "min_lr_ratio": 0.1}

@@ -27,12 +27,14 @@ class OptimConfig(BaseModel, frozen=True, extra="forbid"):
     )
     lr_schedule: Logged[Literal["constant", "linear", "cosine", "wsd"]] = Field(
         "constant",
-        description="decay after warm-up; wsd = constant, then linear over the last fifth of the"
-        " run",
+        description="decay after warm-up; wsd = constant, then linear over the last decay_steps",
         json_schema_extra={"aliases": ["lr_scheduler_type"]},
     )
     warmup_steps: Logged[float] = Field(
         0, ge=0, description="linear warm-up (steps; below 1 a fraction of the run)"
+    )
+    decay_steps: Logged[float] = Field(
+        0.2, gt=0, description="length of wsd's decay (steps; below 1 a fraction of the run)"
     )
     min_lr_ratio: Logged[float] = Field(
         0.0, ge=0, le=1, description="final learning rate as a fraction of lr"
@@ -63,20 +65,18 @@ class OptimConfig(BaseModel, frozen=True, extra="forbid"):
     )
 
     @model_validator(mode="after")
-    def _check_warmup(self) -> OptimConfig:
-        if self.warmup_steps >= 1 and self.warmup_steps != int(self.warmup_steps):
-            problem = f"{self.warmup_steps} is neither an integer nor a fraction below 1"
-            raise ValueError(f"warmup_steps: {problem}")
+    def _check(self) -> OptimConfig:
+        for key in ("warmup_steps", "decay_steps"):
+            steps = getattr(self, key)
+            if steps >= 1 and steps != int(steps):
+                problem = f"{steps} is neither an integer nor a fraction below 1"
+                raise ValueError(f"{key}: {problem}")
         # A step lowers the mean of squares by at most 1 - beta2 of it, and bfloat16, with 8
         # significant bits, rounds away changes below 1/512 to 1/256: the mean could never fall.
         if self.optim_dtype == "bfloat16" and self.beta2 > 0.99:
             problem = f"bfloat16 cannot hold changes as small as those of beta2 {self.beta2:g}"
             raise ValueError(f"optim_dtype: {problem}; use beta2 up to 0.99, e.g. 0.95, or float32")
         return self
-
-
-WSD_DECAY = 0.2
-"""Fraction of the run over which wsd decays."""
 
 
 def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
@@ -94,7 +94,10 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
 
     decay_start = warmup
     if config.lr_schedule == "wsd":
-        decay_start = max(warmup, (1 - WSD_DECAY) * max_steps)
+        decay_steps = config.decay_steps
+        if decay_steps < 1:
+            decay_steps *= max_steps
+        decay_start = max(warmup, max_steps - decay_steps)
     progress = max(0.0, (step - decay_start) / (max_steps - decay_start))  # 0 .. 1
     match config.lr_schedule:
         case "constant":
