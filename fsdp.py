@@ -9,9 +9,10 @@ train_together  open the Core API context; print an error once
 execute         the order of a run: preflight, build, resume, train, finish
 Trainer         the parts of a run, and what is done with them; `train_steps` is the training loop
 
-Words: a Job is what was asked for, a ResolvedRun what that means here, a World all ranks. A
-checkpoint is pending from `save`, which starts a thread on every rank, to `commit`, by which all
-ranks know that it is complete; meanwhile a rank may still be writing.
+Words: a Job is what was asked for, a ResolvedRun what that means here, a World all ranks. A run
+that only validates and samples does not train. A checkpoint is pending from `save`, which starts a
+thread on every rank, to `commit`, by which all ranks know that it is complete; meanwhile a rank may
+still be writing.
 """
 
 from __future__ import annotations
@@ -115,12 +116,13 @@ def train_together(job: Job, world: World) -> int:
     """Open the Core API context and the run's checkpoints, and run. Return the exit code.
 
     Errors of PyTorch, e.g. out of memory or a lost rank, arrive here as RunErrors that say what to
-    do: `world` and `watchdog` replace them.
+    do: `world` and `watchdog` replace them. Any other exception is a bug, and ends the process with
+    a traceback.
     """
     watchdog = Watchdog(world.store, world.rank, world.size, job.hp.collective_timeout)
-    storage = None
+    checkpoint_storage = None
     if job.run_dir is not None:
-        storage = str(job.run_dir.checkpoints.absolute())
+        checkpoint_storage = str(job.run_dir.checkpoints.absolute())
     store: CheckpointStore | None = None
     try:
         with (
@@ -128,7 +130,7 @@ def train_together(job: Job, world: World) -> int:
             master.retrying(),
             core.init(
                 distributed=TorchDistributedContext(world.launch, world.saver, world.node),
-                checkpoint_storage=storage,
+                checkpoint_storage=checkpoint_storage,
                 preempt_mode=core.PreemptMode.ChiefOnly,
             ) as context,
             watchdog,
@@ -139,7 +141,7 @@ def train_together(job: Job, world: World) -> int:
             return code
     except RunError as error:
         record_error(str(error))
-        if error.rank_local or world.rank == 0:  # only this rank knows it, or all do
+        if error.rank_local or world.rank == 0:  # what all ranks know, rank 0 prints
             print(error, file=sys.stderr)
             watchdog.publish_error(error)  # for ranks that lose the connection to this one
         if store is not None:
@@ -167,7 +169,7 @@ def execute(
     with world.all_or_none():
         amp_dtype = precision.compute_dtype(job.hp, world.device)  # from hp.amp_dtype
     run = preflight(job.hp, amp_dtype, world, job.trial, job.run_dir, store, dry_run=job.dry_run)
-    # Also in a dry run: it says how to extend a complete run, and refuses what is another run.
+    # Also in a dry run: `is_complete` says how to extend a complete run, and refuses another run.
     if run.is_complete(store, world) or job.dry_run:
         return 0
     with MetricLogger(world.rank, run.directory, context.train, run.max_steps, run.trial) as logger:
@@ -298,8 +300,10 @@ class Trainer:
             loss_sum = self.forward_backward(batch)
             agreement = self.world.start_any(self.asked_to_stop(), self.checkpointer.is_writing)
             grad_norm, skipped = self.optimizer.clip_grad_norm(self.scaler.scale)
-            self.checkpointer.protect_copy()  # of what the optimizer changes
-            # On the device, changes nothing if a gradient is inf or NaN, which `skipped` says.
+            # A checkpoint's copy must be complete before the optimizer changes what it copies.
+            self.checkpointer.protect_copy()
+            # On the device, changes nothing if a gradient is inf or NaN: `clip_grad_norm` has told
+            # the optimizer's kernel.
             self.optimizer.step(optim.learning_rate(self.hp, self.step, self.run.max_steps))
             self.optimizer.zero_grad()
             self.scaler.update(skipped)
@@ -345,7 +349,7 @@ class Trainer:
     def is_due(self, rate: int | None) -> bool:
         """Return whether what is done every `rate` steps, and after the last one, is done now.
 
-        Nothing is, once the run is stopping: it only saves.
+        Once the run is stopping, nothing is due: it only saves. None = never.
         """
         if rate is None or self.stopping:
             return False
@@ -358,14 +362,15 @@ class Trainer:
 
         And save what is new, or else the same evaluation would be due at the next start.
         """
-        was_shortened = self.step > self.run.max_steps
+        was_shortened = self.step > self.run.max_steps  # max_steps is less than at the last start
         has_unreported_steps = self.accumulator.n_steps > 0
         if has_unreported_steps and not was_shortened and self.is_due(self.hp.report_rate):
             self.report()
         saved = self.validation_loss, self.sampled
         self.evaluate()
         is_new = (self.validation_loss, self.sampled) != saved
-        if is_new and self.run.trains and self.is_due(self.hp.checkpoint_rate):
+        is_due = self.stopping or self.is_due(self.hp.checkpoint_rate)
+        if is_new and self.run.trains and is_due:
             self.save(wait=True)
 
     def report(self) -> None:
@@ -388,7 +393,7 @@ class Trainer:
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, targets
         with self.accumulator.paused(), self.logger.status("validating"), torch.no_grad():
             self.model.eval()
-            for batch in self.loader.validation():
+            for batch in self.loader.validation():  # as many on every rank
                 n_targets = (batch.targets != IGNORE_INDEX).sum()
                 sums += torch.stack([self.model(*batch).double(), n_targets])
                 self.stopping = self.world.any_rank(self.asked_to_stop())
@@ -409,7 +414,7 @@ class Trainer:
         metrics |= self.loader.bits_per_byte(loss_sum)
         self.logger.log("validation", self.step, metrics)
         self.validation_loss = loss
-        if self.search_stop.decides_after(self.step):
+        if self.search_stop.decides_after(self.step):  # waits until the search has decided
             self.stopping = self.world.any_rank(self.asked_to_stop())
 
     def sample(self) -> None:
@@ -420,7 +425,7 @@ class Trainer:
         with self.accumulator.paused(), self.logger.status("sampling"):
             # Past the end of the text, which is cut below: the ranks gather shards together, so
             # all sample as many tokens.
-            for token in sampling.generate(
+            for token in sampling.generate(  # in eval mode, without gradients
                 self.model,
                 self.run.prompt,
                 self.hp.num_tokens,
@@ -444,22 +449,23 @@ class Trainer:
     def save(self, wait: bool) -> None:
         """Start to save a checkpoint once the last one is committed; `wait` commits this one too.
 
-        The checkpointer then deletes those that keep_checkpoints does not keep.
+        When its files are complete, rank 0 deletes the checkpoints that keep_checkpoints does not
+        keep.
         """
         metric_sums = self.accumulator.state_dict()  # without the time of this save
         with self.accumulator.saving(), self.logger.status("saving"):
             if self.checkpointer.is_pending:
                 self.commit()
-            dataset_states = None  # the position follows from the step
-            dataset_state = self.loader.state_dict()
-            if dataset_state is not None:  # the dataset is streamed
-                dataset_states = self.world.all_gather_object(dataset_state)
+            dataset_state = None  # the position follows from the step
+            state_of_rank = self.loader.state_dict()
+            if state_of_rank is not None:  # the dataset is streamed
+                dataset_state = self.world.all_gather_object(state_of_rank)
             progress = TrainingProgress(
                 step=self.step,
                 tokens=self.step * self.run.tokens_per_step,
                 validation_loss=self.validation_loss,
                 sampled=self.sampled,
-                dataset_state=dataset_states,
+                dataset_state=dataset_state,
                 metric_sums=self.world.all_gather_object(metric_sums),
             )
             self.checkpointer.save(self.state(), self.run.info, progress)
@@ -467,7 +473,7 @@ class Trainer:
                 self.commit()
 
     def commit(self) -> None:
-        """Wait for the pending checkpoint, on all ranks."""
+        """Wait until the pending checkpoint is complete on all ranks, and log it."""
         step, uuid = self.checkpointer.commit()
         self.logger.log_checkpoint(step, uuid)
 
@@ -475,14 +481,14 @@ class Trainer:
         """Acknowledge a preemption, and write the report. Return the exit code."""
         code = 0
         if self.stopping:
-            code = exit_code_of_stop(os.environ)
+            code = exit_code_of_stop(os.environ)  # 0, or 75 with RESTART_WHEN_STOPPED
             # After an acknowledgement, exit code 0 means that the trial resumes; else, as after the
             # search has stopped it, that it is complete. Off the cluster, this does nothing.
             if self.world.rank == 0 and self.search_stop.reason is None:
                 self.context.preempt.acknowledge_preemption_signal()
             step = f"step {self.step}/{self.run.max_steps}"
             self.logger.info(f"stopped after {step} {self.why_stopped()}")
-        if self.run.directory is not None:
+        if self.run.directory is not None:  # off the cluster
             # The others wait: when a rank has ended, Slurm may kill rank 0 meanwhile.
             report = self.world.on_rank0(write_report, self.run.directory)
             # Its files are closed, so that the report is complete; it still prints.

@@ -196,7 +196,13 @@ class Interrupted:
     found: Curve
     newest_after_stop: list[tuple[int, int]]
     """for every stop by a signal, its step and that of the newest checkpoint"""
+    before_last_start: list[Manifest]
     manifests: list[Manifest]
+
+
+def read_manifests(folder: Path) -> list[Manifest]:
+    complete = (folder / "runs" / "test" / "checkpoints").glob("*-*/manifest.json")
+    return [read_manifest(path.parent) for path in complete]
 
 
 @pytest.fixture(scope="module")
@@ -219,10 +225,11 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
             else:
                 run_ranks(1, interrupt, step, how)
                 newest.append((step, max(checkpoints_by_step(folder))))
+        before_last_start = read_manifests(folder)
         run_ranks(1, interrupt, 100, "signal")
-    complete = (folder / "runs" / "test" / "checkpoints").glob("*-*/manifest.json")
-    manifests = [read_manifest(path.parent) for path in complete]
-    return Interrupted(read_curve(root / "reference"), read_curve(folder), newest, manifests)
+    expected = read_curve(root / "reference")
+    found = read_curve(folder)
+    return Interrupted(expected, found, newest, before_last_start, read_manifests(folder))
 
 
 @pytest.mark.slow
@@ -249,6 +256,13 @@ def test_manifests_say_what_was_validated_and_sampled(interrupted: Interrupted) 
     validated = {each.step for each in interrupted.manifests if each.validation_loss is not None}
     assert validated == {4, 8, 12}
     assert {each.step for each in interrupted.manifests if each.sampled} == {12}
+
+
+@pytest.mark.slow
+def test_stop_in_the_last_sample_keeps_the_validation(interrupted: Interrupted) -> None:
+    last = [manifest for manifest in interrupted.before_last_start if manifest.step == 12]
+    assert any(manifest.validation_loss is not None for manifest in last)
+    assert not any(manifest.sampled for manifest in last)
 
 
 @pytest.mark.slow
@@ -386,7 +400,7 @@ def test_decays_that_branch_equal_complete_runs(tmp_path: Path) -> None:
 
 
 def test_optim_config_of_an_earlier_version_has_defaults() -> None:
-    assert optim_config({"lr": 0.5, "d_model": 8}) == OptimConfig(lr=0.5)
+    assert optim_config({"lr": 0.5, "d_model": 8}) == OptimConfig.model_validate({"lr": 0.5})
 
 
 COSINE = {"lr_schedule": "cosine", "min_lr_ratio": 0.1}
