@@ -13,11 +13,13 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-re
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-cluster check soak fuzz sweep bench board docs clean
+.PHONY: help install train test test-all test-cluster check soak fuzz sweep bench board docs clean
 
 help: ## List the targets.
 	@echo "usage: make TARGET [VARIABLE=VALUE ...]"
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+install: .venv/run ## Install .venv, which train and test do, too: for a login node.
 
 train: .venv/run ## Train. CONFIG=recipes/quickstart.yaml NPROC=processes ARGS="key=value ..."
 	@$(BIN)/python -m lm.launch $(if $(NPROC),--nproc $(NPROC)) fsdp.py --config $(CONFIG) $(ARGS)

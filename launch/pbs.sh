@@ -8,6 +8,12 @@
 # Change nodes, walltime, project and queue in the #PBS lines below: options of qsub do not apply to the follow-up jobs. A
 # run longer than the walltime resumes by itself: it is signaled before the limit, saves a checkpoint, and the job submits
 # a follow-up job. It also submits one after a failure, as long as each job saves a new checkpoint.
+#
+# PYTHON is the command that runs fsdp.py, split into words at spaces. By default it is .venv/bin/python, which
+# `make install` makes. With conda; in a container (not tried):
+#
+#   qsub -v ARGS="--config config.yaml",PYTHON="$HOME/miniconda3/envs/NAME/bin/python" launch/pbs.sh
+#   qsub -v ARGS="--config config.yaml",PYTHON="apptainer exec --nv image.sif python3" launch/pbs.sh
 
 #PBS -N fsdp
 #PBS -l select=1:ncpus=64:ngpus=4:mpiprocs=4:ompthreads=16
@@ -15,6 +21,10 @@
 ##PBS -A project
 ##PBS -q queue
 #PBS -j oe
+
+# What a job needs besides PYTHON, on every node:
+# module load cuda
+# source "$HOME/miniconda3/bin/activate" NAME
 
 set -u
 lead=300 # seconds before the walltime limit, enough for one step, one validation and one checkpoint
@@ -41,9 +51,18 @@ for key in total_batch_size batch_size; do # from the environment, unless passed
   variable="${key^^}"
   [[ -z "${!variable:-}" || " ${arguments[*]} " == *" $key="* ]] || arguments+=("$key=${!variable}")
 done
-python="${PYTHON:-.venv/bin/python}"
+read -r -a python <<<"${PYTHON:-.venv/bin/python}"
 mpiexec="${MPIEXEC:-mpiexec}"
 log="pbs-${PBS_JOBID%%.*}.log" # one log per job; each line starts with the rank
+if [[ ! -f fsdp.py ]]; then
+  echo "fsdp.py: not in $PWD; submit from the directory of fsdp.py" >"$log"
+  exit 2
+fi
+if ! command -v "${python[0]}" >/dev/null; then
+  echo "PYTHON: ${python[0]} does not exist on $(uname --nodename); run \`make install\` in $PWD, or set PYTHON, e.g." \
+    "qsub -v PYTHON=\$HOME/miniconda3/envs/NAME/bin/python,ARGS=..." >"$log"
+  exit 2
+fi
 
 size="$(wc --lines <"$PBS_NODEFILE")"
 per_node=$((size / $(sort --unique "$PBS_NODEFILE" | wc --lines)))
@@ -63,7 +82,7 @@ trap 'cancelled=1' TERM
 # shellcheck disable=SC2086 # MPIEXEC_OPTIONS may hold several options
 "$mpiexec" -n "$size" "${placement[@]}" ${MPIEXEC_OPTIONS:-} bash "$PBS_O_WORKDIR/launch/pbs.sh" \
   rank "$PBS_O_WORKDIR" "$ranks" "$(uname --nodename)" "$PBS_JOBID" "$(head --lines=1 "$PBS_NODEFILE")" \
-  "$((threads > 0 ? threads : 1))" "$python" fsdp.py "${arguments[@]}" >"$log" 2>&1 &
+  "$((threads > 0 ? threads : 1))" "${python[@]}" fsdp.py "${arguments[@]}" >"$log" 2>&1 &
 step=$!
 ( # signals this shell before the walltime limit
   trap 'kill $!; exit' TERM

@@ -237,3 +237,18 @@ def test_mpiexec_ports_agree_and_differ_by_run(
     assert [len(both) for both in ports] == [2, 2], ports
     assert [len(set(both)) for both in ports] == [1, 1]
     assert ports[0] != ports[1]
+
+
+@needs(MPICH)
+def test_pbs_python_can_have_several_words(tmp_path: Path) -> None:
+    queue = Queue(tmp_path)
+    (tmp_path / "nodes").write_text("localhost\n")
+    assert queue.job(1, MPICH, "", PYTHON="env echo") == (0, "0: fsdp.py --config test.yaml\n")
+
+
+def test_pbs_python_that_is_missing_names_the_remedy(tmp_path: Path) -> None:
+    code, log = Queue(tmp_path).job(1, MPICH, "", PYTHON="missing/python")
+    assert code == 2
+    assert "missing/python" in log
+    assert "make install" in log
+    assert not (tmp_path / "submitted").exists()

@@ -1,10 +1,14 @@
-"""launch/slurm.sbatch under Slurm: a controller and two nodes, 127.0.0.2 and 127.0.0.3."""
+"""launch/slurm.sbatch under Slurm: a controller and two nodes, 127.0.0.2 and 127.0.0.3.
+
+Slurm takes eight links to /dev/null for the GPUs of each node.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -59,8 +63,9 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1
 KillWait=20
-NodeName=127.0.0.2 NodeAddr=127.0.0.2 NodeHostname={host} Port={ports[1]} CPUs=8
-NodeName=127.0.0.3 NodeAddr=127.0.0.3 NodeHostname={host} Port={ports[2]} CPUs=8
+GresTypes=gpu
+NodeName=127.0.0.2 NodeAddr=127.0.0.2 NodeHostname={host} Port={ports[1]} CPUs=64 Gres=gpu:8
+NodeName=127.0.0.3 NodeAddr=127.0.0.3 NodeHostname={host} Port={ports[2]} CPUs=64 Gres=gpu:8
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -97,13 +102,12 @@ class Cluster:
             "--gpus-per-node=0",
             "--time=10",
         )
-        script = str(REPOSITORY / "launch" / "slurm.sbatch")
         words = (
             "sbatch",
             "--parsable",
             *small,
             *options,
-            script,
+            str(SCRIPT),
             "--config",
             "test.yaml",
             *arguments,
@@ -142,6 +146,9 @@ def cluster() -> Iterator[Cluster]:
     (folder / "slurm.conf").write_text(
         CONFIG.format(host=host, folder=folder, ports=[free_port() for _ in range(3)])
     )
+    for gpu in range(8):
+        (folder / f"gpu{gpu}").symlink_to(os.devnull)
+    (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
     (folder / "key").write_bytes(os.urandom(1024))
     (folder / "key").chmod(0o400)
     cluster = Cluster(folder)
@@ -180,6 +187,27 @@ def cluster() -> Iterator[Cluster]:
             daemon.terminate()
             daemon.wait()
         shutil.rmtree(folder)
+
+
+SCRIPT = REPOSITORY / "launch" / "slurm.sbatch"
+
+
+def list_commands() -> list[str]:
+    """Return the sbatch commands that the script, README.md and docs/launching.md print."""
+    commands: list[str] = []
+    for page in (SCRIPT, REPOSITORY / "README.md", REPOSITORY / "docs" / "launching.md"):
+        commands += re.findall(
+            r"^(?:#   )?((?:\w+=.*|module .*; )?sbatch .*)$", page.read_text(), re.M
+        )
+    return commands
+
+
+def test_slurm_commands_as_printed_can_start(cluster: Cluster) -> None:
+    commands = list_commands()
+    assert len(commands) > 8
+    for command in commands:
+        words = shlex.split(command.partition("sbatch ")[2], comments=True)
+        cluster.command("sbatch", "--test-only", *words, folder=REPOSITORY)
 
 
 def python(folder: Path, script: str) -> str:
@@ -226,7 +254,11 @@ def test_slurm_job_stopped_at_the_limit_resumes_exactly(cluster: Cluster, tmp_pa
         code=0,
     )
     folder = tmp_path / "job"
-    env = {"TOTAL_BATCH_SIZE": "4", "BATCH_SIZE": "2", "PYTHON": python(tmp_path, WAIT_FOR_SIGNAL)}
+    env = {
+        "TOTAL_BATCH_SIZE": "4",
+        "BATCH_SIZE": "2",
+        "PYTHON": f"env {python(tmp_path, WAIT_FOR_SIGNAL)}",
+    }
     job = cluster.submit(folder, "lr=1e-2", options=("--job-name", NAME), **env)
     cluster.wait_for(job, "^0: training", folder)
     cluster.command("scancel", "--batch", "--signal=USR2", job)  # as --signal=B:USR2@... does
@@ -266,6 +298,42 @@ def test_slurm_job_without_a_new_checkpoint_is_not_requeued(
         line for line in log.splitlines() if line.startswith(f"job {job}: requeue 1 (exit code 1)")
     ]
     assert [line for line in log.splitlines() if line.startswith(f"job {job}: not requeued: ")]
+
+
+def test_slurm_python_can_have_several_words(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit(tmp_path, PYTHON="env echo one")
+    fields, log = cluster.finish(job, tmp_path)
+    assert fields["ExitCode"] == "0:0", log
+    assert sorted(log.splitlines()) == [f"{rank}: one fsdp.py --config test.yaml" for rank in "01"]
+
+
+def test_slurm_python_that_is_missing_names_the_remedy(cluster: Cluster, tmp_path: Path) -> None:
+    job = cluster.submit(tmp_path, PYTHON="missing/python")
+    fields, log = cluster.finish(job, tmp_path)
+    assert (fields["JobState"], fields["ExitCode"]) == ("FAILED", "2:0")
+    (line,) = log.splitlines()
+    assert "missing/python" in line
+    assert "make install" in line
+
+
+def test_slurm_gpus_without_a_task_are_reported(cluster: Cluster, tmp_path: Path) -> None:
+    options = ("--nodes=1", "--gpus-per-node=4", "--ntasks-per-node=2")
+    job = cluster.submit(tmp_path, options=options, PYTHON="echo")
+    fields, log = cluster.finish(job, tmp_path)
+    assert fields["ExitCode"] == "0:0", log
+    assert re.match("--ntasks-per-node: 2 of 4 GPUs .*=4", log)
+
+
+def test_slurm_log_has_no_line_of_its_label_alone(cluster: Cluster, tmp_path: Path) -> None:
+    """A print without a buffer is two writes, of a line and of its end."""
+    script = tmp_path / "script.py"
+    script.write_text("for number in range(1000): print(number)\n")
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f"#!/bin/sh\nexec {sys.executable} {script}\n")
+    wrapper.chmod(0o755)
+    job = cluster.submit(tmp_path, options=("--nodes=1",), PYTHON=str(wrapper))
+    _, log = cluster.finish(job, tmp_path)
+    assert log.splitlines() == [f"0: {number}" for number in range(1000)]
 
 
 def test_slurm_job_with_a_bad_config_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
