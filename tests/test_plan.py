@@ -22,7 +22,7 @@ from lm.config import Hyperparameters
 from lm.metrics.device import GIB
 from lm.plan import fit, memory, speed
 from lm.plan.__main__ import main
-from lm.plan.predict import Plan, choose_gpu_dtype, make_plan
+from lm.plan.predict import Plan, make_plan
 from lm.plan.trace import LiveBytes, measure_activations
 from lm.training import lora, optim, parallelize, precision
 from model import Transformer
@@ -59,7 +59,7 @@ class StorageBytes(LiveBytes):
 
 def step_on_fake_tensors(hp: Hyperparameters, ranks: int, monkeypatch: pytest.MonkeyPatch) -> int:
     """Peak bytes of a step of rank 0, with a process group that does not communicate."""
-    dtype, cpu = choose_gpu_dtype(hp), torch.device("cpu")
+    dtype, cpu = precision.choose_dtype(hp, torch.bfloat16), torch.device("cpu")
     shape = parallelize.mesh_shape(hp, ranks, 4)
     n_micro_batches = (hp.total_batch_size or hp.batch_size * ranks) // (hp.batch_size * ranks)
     monkeypatch.setattr(parallelize, "initialize_parameters", lambda *_: None)  # reads values
@@ -138,7 +138,7 @@ def test_required_memory_is_that_of_a_step_on_fake_tensors(
     hp = Hyperparameters.model_validate(
         {"amp_dtype": "bfloat16", "compile": False} | model | changes
     )
-    ranks = fit.Ranks(choose_gpu_dtype(hp), "cpu", 8, 4, 0)
+    ranks = fit.Ranks(precision.choose_dtype(hp, torch.bfloat16), "cpu", 8, 4, 0)
     predicted = fit.predict_memory(hp, ranks).total
     assert predicted == pytest.approx(step_on_fake_tensors(hp, 8, monkeypatch), rel=0.02)
     assert (
@@ -148,7 +148,9 @@ def test_required_memory_is_that_of_a_step_on_fake_tensors(
 
 def plan(hp: Hyperparameters, gpus: int = 8, card: str = "h100", gib: float = 80) -> Plan:
     """Plan a run on GPUs of `gib` GiB in nodes of 8."""
-    ranks = fit.Ranks(choose_gpu_dtype(hp), "cuda", gpus, min(gpus, 8), gib * GIB)
+    ranks = fit.Ranks(
+        precision.choose_dtype(hp, torch.bfloat16), "cuda", gpus, min(gpus, 8), gib * GIB
+    )
     return make_plan(hp, ranks, speed.CARDS[card])
 
 

@@ -34,10 +34,10 @@ from lm.plan.predict import (
     SHARDINGS,
     Plan,
     Times,
-    choose_gpu_dtype,
     make_plan,
     search_settings,
 )
+from lm.training.precision import choose_dtype
 
 GPUS_PER_NODE = 8
 
@@ -257,7 +257,7 @@ def describe_ranks(args: argparse.Namespace, hp: Hyperparameters, card: speed.Ca
     elif torch.cuda.is_available() and card.name in torch.cuda.get_device_name():
         host_bytes = host_memory().total
     return fit.Ranks(
-        dtype=choose_gpu_dtype(hp),
+        dtype=choose_dtype(hp, torch.bfloat16),
         device_type="cuda",
         size=args.gpus,
         per_node=args.gpus // args.nodes,

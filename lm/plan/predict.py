@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-import torch
-
 from lm.config import Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.errors import ConfigError
 from lm.plan import fit
 from lm.plan.memory import Memory, count_units
 from lm.plan.speed import Card, Links, Seconds, Topology, predict_step_time
+from lm.runtime.world import MeshShape
 from lm.training import parallelize
 
 SHARDINGS = ("full-shard", "grad-shard", "no-shard", "hybrid-full-shard", "hybrid-grad-shard")
@@ -41,14 +40,6 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Mesh:
-    """Numbers of shard groups and of ranks in each."""
-
-    replicate: int
-    shard: int
-
-
-@dataclass(frozen=True)
 class Plan:
     """What a run needs and how fast it is; bytes are those of a GPU, unless stated."""
 
@@ -56,7 +47,7 @@ class Plan:
     trained: int
     gpus: int
     nodes: int
-    mesh: Mesh
+    mesh: MeshShape
     sharding: str
     activation_checkpointing: str
     batch_size: int
@@ -78,20 +69,11 @@ class Plan:
 
     def flatten(self) -> dict[str, Any]:
         """Return the fields by name, those of `times` among them."""
-        values = asdict(self)
+        values = asdict(self) | {"mesh": self.mesh._asdict()}
         times = values.pop("times")
         if times is None:
             times = dict.fromkeys(each.name for each in fields(Times))
         return values | times
-
-
-def choose_gpu_dtype(hp: Hyperparameters) -> torch.dtype | None:
-    """Return what `compute_dtype` does on a GPU with bfloat16, which need not be here."""
-    if hp.amp_dtype is None:
-        return None
-    if hp.amp_dtype == "float16":
-        return torch.float16
-    return torch.bfloat16
 
 
 def make_plan(
@@ -127,7 +109,7 @@ def make_plan(
         trained=total.trained,
         gpus=ranks.size,
         nodes=ranks.size // ranks.per_node,
-        mesh=Mesh(mesh.replicate, mesh.shard),
+        mesh=mesh,
         sharding=hp.sharding,
         activation_checkpointing=hp.activation_checkpointing,
         batch_size=hp.batch_size,

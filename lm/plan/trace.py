@@ -280,8 +280,9 @@ class _Phases:
 def _compile(model: Transformer, live: LiveBytes) -> None:
     """Compile the blocks and the loss of `model` to code that counts in `live`."""
     torch.compiler.reset()  # it would refuse to compile more than eight models
-    # It warns that selective checkpointing is experimental.
-    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    # They warn that selective checkpointing is experimental.
+    for name in ("torch._dynamo", "torch._higher_order_ops.wrap"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     backend = partial(_compile_graph, live)  # one for all blocks, so that they share a graph
     for block in model.blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)

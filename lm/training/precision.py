@@ -39,30 +39,36 @@ def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype 
     Raises:
         ConfigError: `device` does not support `amp_dtype` or `float8`.
     """
-    if config.amp_dtype is None:
-        dtype = None
-    elif config.amp_dtype == "float16":
-        dtype = torch.float16
-    elif device.type == "cuda":
-        dtype = _gpu_dtype(config, device)
-    elif config.amp_dtype == "bfloat16" or _cpu_has_bfloat16():
-        dtype = torch.bfloat16
-    else:
-        dtype = None
+    best_dtype = _best_dtype(device)
+    dtype = choose_dtype(config, best_dtype)
+    if device.type == "cuda" and dtype == torch.bfloat16 and best_dtype != dtype:
+        gpu = torch.cuda.get_device_name(device)
+        problem = f"{gpu} does not support bfloat16; use amp_dtype: float16 or auto"
+        raise ConfigError(f"amp_dtype: {problem}")
     if config.float8:
         _check_float8(dtype, device)
     return dtype
 
 
-def _gpu_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
-    """Return bfloat16, which GPUs have tensor cores for since Ampere, or else float16."""
-    if torch.cuda.get_device_capability(device) >= (8, 0):
+def choose_dtype(config: PrecisionConfig, best_dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype that `amp_dtype` names: for auto, the best one of the device."""
+    if config.amp_dtype is None:
+        return None
+    if config.amp_dtype == "auto":
+        return best_dtype
+    return getattr(torch, config.amp_dtype)
+
+
+def _best_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the fastest dtype of `device` for training; None = float32."""
+    if device.type == "cuda":
+        # Tensor cores have bfloat16 since Ampere.
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            return torch.bfloat16
+        return torch.float16
+    if _cpu_has_bfloat16():
         return torch.bfloat16
-    if config.amp_dtype == "bfloat16":
-        gpu = torch.cuda.get_device_name(device)
-        problem = f"{gpu} does not support bfloat16; use amp_dtype: float16 or auto"
-        raise ConfigError(f"amp_dtype: {problem}")
-    return torch.float16
+    return None
 
 
 def _cpu_has_bfloat16() -> bool:
