@@ -13,17 +13,20 @@ import datetime
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import Field, ValidationError
 
 from lm.checkpoint.bucket import is_url
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer, SavedState, State
 from lm.checkpoint.compare import find_changes, require_same_base, require_same_model
 from lm.checkpoint.locate import locate_checkpoint
 from lm.checkpoint.manifest import (
+    MANIFEST,
     CheckpointError,
     Manifest,
     RunInfo,
@@ -135,7 +138,7 @@ def is_complete(
         run, _, _ = newest.rpartition("/checkpoints/")
         if not is_url(run):
             run = os.path.relpath(run)
-        longer = extension(optim_config(run_info.hyperparameters), step)
+        longer = extension(_Schedule.model_validate(run_info.hyperparameters), step)
         print(f"{run} is complete: {step} steps; extend: {longer}; restart: resume=fresh")
     return True
 
@@ -233,13 +236,13 @@ def _resume_from(
     manifest = saved.manifest
     for change in require_same_run(manifest, run_info):
         log(f"changed: {make_printable(change)}")
+    jump = compare_learning_rates(location, manifest, run_info)
     parts = dict(state)
     if not manifest.loss_scaled:
         del parts["scaler"]
     saved.read_into(parts)
     checkpointer.add_saved(location, manifest)
     log(f"resumed from checkpoint {Path(location).name}, step {manifest.step}")
-    jump = compare_learning_rates(manifest, run_info)
     if jump is not None:
         log(jump)
     return manifest
@@ -284,27 +287,34 @@ def _what_is_compared(info: RunInfo) -> dict[str, Any]:
     return info.hyperparameters | by_content
 
 
-def compare_learning_rates(saved: Manifest, run_info: RunInfo) -> str | None:
-    """Return a line if the next step's learning rate is not what the saved run would have."""
+class _Schedule(OptimConfig, frozen=True, extra="ignore", allow_inf_nan=False):
+    """What the learning rate depends on, among the hyperparameters of a manifest."""
+
+    max_steps: int | None = Field(None, ge=0, lt=2**63)
+
+
+def compare_learning_rates(location: str, saved: Manifest, run_info: RunInfo) -> str | None:
+    """Return a line if the next step's learning rate is not what the saved run would have.
+
+    Raises:
+        CheckpointError: the hyperparameters of the checkpoint at `location` are not a run's.
+    """
     step = saved.step
-    old_length = saved.hyperparameters.get("max_steps") or 0
-    new_length = run_info.hyperparameters.get("max_steps") or 0
+    try:
+        old = _Schedule.model_validate(saved.hyperparameters)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, ("hyperparameters", *first["loc"])))
+        problem = first["msg"].removeprefix("Value error, ")
+        raise CheckpointError(f"{location}/{MANIFEST}: damaged: {field}: {problem}") from None
+    new = _Schedule.model_validate(run_info.hyperparameters)
+    old_length = old.max_steps or 0
+    new_length = new.max_steps or 0
     if step == 0 or old_length == 0 or step >= new_length:
         return None
-    old = optim_config(saved.hyperparameters)
-    new = optim_config(run_info.hyperparameters)
     expected = learning_rate(old, min(step, old_length - 1), old_length)
     now = learning_rate(new, step, new_length)
     if math.isclose(expected, now, rel_tol=0.01):
         return None
     last = learning_rate(old, min(step - 1, old_length - 1), old_length)
     return f"learning rate: {last:.2e} in step {step}, now {now:.2e} in step {step + 1}"
-
-
-def optim_config(hyperparameters: Mapping[str, Any]) -> OptimConfig:
-    """Return the hyperparameters of the optimizer among those of a manifest.
-
-    A manifest of an earlier version lacks keys, which have their defaults.
-    """
-    keys = OptimConfig.model_fields.keys() & hyperparameters.keys()
-    return OptimConfig.model_validate({key: hyperparameters[key] for key in keys})

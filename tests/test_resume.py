@@ -21,9 +21,10 @@ from lm import generate, sampling
 from lm.checkpoint.manifest import Manifest, read_manifest
 from lm.data.loader import Loader, MicroBatch
 from lm.data.tokenizer import TOKENIZER_JSON
-from lm.resume import extension, optim_config
+from lm.resume import extension
 from lm.runtime.world import World
 from lm.training.optim import OptimConfig, learning_rate
+from tests.support.checkpoints import forge_manifest
 from tests.support.hyperparameters import EXACT_RUN, TINY
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
@@ -333,6 +334,29 @@ def test_resume_from_another_run_moves_the_earlier_one_aside(
     before.rename(tmp_path / "runs" / "before")
     assert read_reports(tmp_path, name="before") == earlier, "step 4 is not made again"
     assert sorted(checkpoints_by_step(tmp_path, "before")) == [3, 4]
+
+
+@pytest.mark.parametrize(("key", "value"), [("lr", [1]), ("max_steps", "x"), ("beta1", 1e999)])
+def test_resume_refuses_hyperparameters_of_wrong_types(
+    key: str, value: object, two_steps: Path, tmp_path: Path
+) -> None:
+    forged = tmp_path / "forged"
+    shutil.copytree(checkpoints_by_step(two_steps)[2], forged)
+    known = read_manifest(forged).hyperparameters
+    forge_manifest(forged, hyperparameters=known | {key: value})
+    refused = run_fsdp(tmp_path, "max_steps=3", f"resume={forged}", code=1)
+    problem, remedy = refused.stderr.splitlines()
+    assert f"{forged}/manifest.json: damaged: hyperparameters.{key}: " in problem
+    assert "set resume to another one" in remedy
+
+
+def test_resume_of_an_earlier_version_has_defaults(two_steps: Path, tmp_path: Path) -> None:
+    older = tmp_path / "older"
+    shutil.copytree(checkpoints_by_step(two_steps)[2], older)
+    known = dict(read_manifest(older).hyperparameters)
+    del known["decay_steps"]
+    forge_manifest(older, hyperparameters=known)
+    run_fsdp(tmp_path, "max_steps=3", f"resume={older}", code=0)
 
 
 TODAY = """
