@@ -164,6 +164,8 @@ HOSTILE: dict[str, bytes | dict[str, Any]] = {
     "true as a size": {"a": ENTRY | {"shape": [True]}},
     "no shape": {"a": {}},
     "a list": b"[]",
+    "a number": b"1.5",
+    "null": b"null",
     "no JSON": b"\xff{",
     "deep nesting": b"[" * 100_000,
     "sharding that is no mapping": {"__metadata__": {"DCP_SHARDING_INFO": "[1]"}, "a": ENTRY},

@@ -230,6 +230,8 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
             sizes = f"{length} bytes of header in {file_size} bytes"
             raise ValueError(f"{sizes}; at most {MAX_JSON_BYTES} are read")
         header = json.loads(file.read(length), object_pairs_hook=_unique_names)
+    if not isinstance(header, dict):
+        raise ValueError("not a JSON object")
     metadata = header.pop("__metadata__", {})
     sharding: dict[str, Any] = {}  # of no tensor: a file without offsets
     if "DCP_SHARDING_INFO" in metadata:
