@@ -466,6 +466,9 @@ def test_hf_inspect_prints_what_a_model_is(
     assert capsys.readouterr().err.startswith(
         f"{source / 'config.json'}: No such file or directory"
     )
+    (source / "config.json").symlink_to("config.json")
+    assert hf_main.main(["inspect", str(source)]) == 2
+    assert capsys.readouterr().err.startswith(f"{source / 'config.json'}: a symbolic link")
 
 
 def exported(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 1) -> str:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from lm import config, generate
-from lm.checkpoint.manifest import Base, read_manifest
+from lm.checkpoint.manifest import MANIFEST, Base, read_manifest
 from lm.checkpoint.tensor_files import load_weights, read_headers
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
@@ -28,7 +28,13 @@ from lm.runtime.world import World
 from lm.training import lora, optim, parallelize
 from model import Transformer
 from tests.support import REPOSITORY
-from tests.support.checkpoints import RUN_INFO, open_checkpointer, save_state, toy_model
+from tests.support.checkpoints import (
+    RUN_INFO,
+    forge_manifest,
+    open_checkpointer,
+    save_state,
+    toy_model,
+)
 from tests.support.hf import (
     GPT2,
     LLAMA,
@@ -509,6 +515,21 @@ def test_lora_base_can_be_a_checkpoint(on_a_checkpoint: Path) -> None:
         if not parameter.equal(merged[name]):
             changed.add(name)
     assert changed == matrices
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("key", "value"), [("lora_targets", ["x"]), ("lora_rank", 99), ("lora_alpha", 1e999)]
+)
+def test_read_adapters_refuses_what_the_model_lacks(
+    key: str, value: object, on_a_checkpoint: Path, tmp_path: Path
+) -> None:
+    forged = tmp_path / "forged"
+    shutil.copytree(checkpoints_by_step(on_a_checkpoint)[2], forged)
+    known = read_manifest(forged).hyperparameters
+    forge_manifest(forged, hyperparameters=known | {key: value})
+    with pytest.raises(ConfigError, match=f"^{forged / MANIFEST}: damaged: "):
+        adapters_of(forged)
 
 
 @pytest.mark.slow

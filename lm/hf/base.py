@@ -26,7 +26,7 @@ from lm.checkpoint.tensor_files import load_weights
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
 from lm.runtime.world import World
-from lm.training.lora import Adapters, LoraConfig, n_trained_parameters
+from lm.training.lora import Adapters, LoraConfig, adapter_problems, n_trained_parameters
 from model import Transformer
 
 
@@ -77,7 +77,7 @@ def compute_checksums(directory: Path, rank: int = 0, n_ranks: int = 1) -> dict[
         verify(directory, manifest, rank, n_ranks)
         return _weight_records(manifest)
     paths = weights.list_weight_files(directory)[rank::n_ranks]
-    return {path.name: record(path.resolve()) for path in paths}
+    return {path.name: record(weights.follow_links(path)) for path in paths}
 
 
 def _weight_records(manifest: Manifest) -> dict[str, FileRecord]:
@@ -121,6 +121,9 @@ def read_adapters(directory: Path, manifest: Manifest) -> Adapters:
         problem = "damaged: no adapters in its hyperparameters"
         raise ConfigError(f"{directory / MANIFEST}: {problem}") from None
     model = model_of(directory, manifest)
+    problems = [f"{key}: {problem}" for key, problem in adapter_problems(config, model)]
+    if problems:
+        raise ConfigError(f"{directory / MANIFEST}: damaged: {problems[0]}")
     # Before memory is allocated: of the float32 values of all adapters, and of the files.
     needed = torch.float32.itemsize * n_trained_parameters(config, model)
     found = sum(entry.bytes for entry in _weight_records(manifest).values())

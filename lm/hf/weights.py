@@ -5,6 +5,7 @@ Only safetensors files are read: weights in pickles (`.bin`) are refused.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -224,7 +225,7 @@ def _find_tensors(directory: Path, family: Family) -> dict[str, list[TensorSlice
         if not path.is_file():
             raise ConfigError(f"{path}: missing; download the directory again")
     # The Hub's cache consists of links, of which several can be to the same file.
-    found = read_headers({path.resolve(): None for path in paths})
+    found = read_headers({follow_links(path): None for path in paths})
     bare_model, _, _ = family.modules["embedding.tokens"].partition(".")
     prefixes = (f"{bare_model}.", "lm_head.")
     tensors: dict[str, list[TensorSlice]] = {}
@@ -287,10 +288,15 @@ def list_weight_files(directory: Path) -> list[Path]:
     )
 
 
+def follow_links(path: Path) -> Path:
+    """Return where the links at `path` lead; to open a link to itself is an OSError."""
+    return Path(os.path.realpath(path))
+
+
 def _read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file `path`."""
     try:
-        content = parse_json(read_bytes(path.resolve(), MAX_JSON_BYTES))
+        content = parse_json(read_bytes(follow_links(path), MAX_JSON_BYTES))
     except OSError as error:
         problem = f"{error.strerror}; a model directory needs one"
     except ValueError as error:

@@ -25,7 +25,7 @@ BLOCK_KEYS = ModelConfig.model_fields.keys() - {"model", "n_layers"}
 """hyperparameters that a block depends on"""
 
 
-class LoraConfig(BaseModel, frozen=True, extra="forbid"):
+class LoraConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Low-rank adapters, trained instead of the weights of `init_from`."""
 
     lora_rank: Fixed[int | None] = Field(
