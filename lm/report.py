@@ -15,9 +15,12 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
+
+from pydantic import BaseModel, Field, ValidationError
 
 from lm.errors import ConfigError, command, escape_control, oserror_as_config_error
 from lm.fileio import read_records
@@ -42,21 +45,56 @@ _SUMMARIES = {
     "training blocked by saving (s)": _Summary("save_stall_seconds", sum, ".1f"),
     "skipped steps": _Summary("skipped_steps", sum, ".0f"),
 }
-_METRICS_KEYS = {"group", "step", "time"}
-_SAMPLES_KEYS = {"step", "time", "prompt", "text"}
-_SESSIONS_KEYS = {
-    "step",
-    "time",
-    "last_write",
-    "tokens_per_step",
-    "ranks",
-    "gpus",
-    "device",
-    "host",
-    "versions",
-    "command",
-}
-"""What every line of a file has."""
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Seconds = Annotated[float, Field(ge=0, lt=2**36)]
+_Metric = Annotated[float, Field(gt=-1e50, lt=1e50)]
+"""In a wider range than that of float32; Matplotlib fails near the limits of float64."""
+
+
+class _Line(BaseModel, frozen=True):
+    """A line of a file of the run. Versions of this program may add keys."""
+
+    step: _Count
+    time: _Seconds
+
+
+class _Report(_Line, extra="allow"):
+    """A line of metrics.jsonl; the other keys are metrics."""
+
+    __pydantic_extra__: dict[str, _Metric]
+    group: str
+
+
+class _Sample(_Line):
+    """A line of samples.jsonl."""
+
+    prompt: str
+    text: str
+
+
+class _Session(_Line):
+    """A line of sessions.jsonl."""
+
+    last_write: _Seconds | None
+    tokens_per_step: _Count
+    ranks: _Count
+    gpus: _Count
+    device: str
+    host: str
+    versions: str
+    command: str
+
+
+_T = TypeVar("_T", bound=_Line)
+
+
+def _read_lines(path: Path, kind: type[_T]) -> list[_T]:
+    """Return the lines of a file that are of the given kind."""
+    lines: list[_T] = []
+    for record in read_records(path, set()):
+        with suppress(ValidationError):
+            lines.append(kind.model_validate(record))
+    return lines
 
 
 class RunRecords:
@@ -76,18 +114,22 @@ class RunRecords:
         config = path / "config.yaml"
         if config.is_file():
             self.hyperparameters = strict_yaml.load_experiment(config)[0]["hyperparameters"]
-        self.metrics = read_records(path / "metrics.jsonl", _METRICS_KEYS)
-        self.samples = read_records(path / "samples.jsonl", _SAMPLES_KEYS)
-        self.sessions = read_records(path / "sessions.jsonl", _SESSIONS_KEYS)
+            if not isinstance(self.hyperparameters, dict):
+                problem = "is not a mapping of keys to values"
+                raise ConfigError(f"{config}: hyperparameters: {problem}; delete the file")
+        self.reports = _read_lines(path / "metrics.jsonl", _Report)
+        self.samples = _read_lines(path / "samples.jsonl", _Sample)
+        self.sessions = _read_lines(path / "sessions.jsonl", _Session)
 
     def curve(self, group: str, metric: str) -> tuple[list[int], list[float]]:
         """Return the steps and values of a metric."""
         steps: list[int] = []
         values: list[float] = []
-        for record in self.metrics:
-            if record["group"] == group and metric in record:
-                steps.append(record["step"])
-                values.append(record[metric])
+        for report in self.reports:
+            metrics = report.__pydantic_extra__
+            if report.group == group and metric in metrics:
+                steps.append(report.step)
+                values.append(metrics[metric])
         return steps, values
 
     def summarize(self) -> dict[str, str]:
@@ -111,30 +153,30 @@ class RunRecords:
 
     def _summarize_sessions(self) -> dict[str, str]:
         last = self.sessions[-1]
-        step = max((record["step"] for record in self.metrics), default=0)
+        step = max((report.step for report in self.reports), default=0)
         seconds = self._session_seconds()
         gpu_seconds = 0.0
         for session, duration in zip(self.sessions, seconds, strict=True):
-            gpu_seconds += session["gpus"] * duration
+            gpu_seconds += session.gpus * duration
 
         rows: dict[str, str] = {}
         rows["steps"] = f"{step} of {self.hyperparameters.get('max_steps') or step}"
-        rows["tokens"] = f"{step * last['tokens_per_step']:,}"
+        rows["tokens"] = f"{step * last.tokens_per_step:,}"
         rows["wall time"] = f"{timedelta(seconds=int(sum(seconds)))}, {len(seconds)} start(s)"
         if gpu_seconds:
             rows["GPU-hours"] = f"{gpu_seconds / 3600:.2f}"
-        rows["hardware"] = f"{last['ranks']} x {last['device']}, {last['host']}"
-        rows["versions"] = last["versions"]
-        rows["command"] = f"`{last['command']}`"
+        rows["hardware"] = f"{last.ranks} x {last.device}, {last.host}"
+        rows["versions"] = last.versions
+        rows["command"] = f"`{last.command}`"
         return rows
 
     def _session_seconds(self) -> list[float]:
         """Return how long each session was, as far as its files say."""
         # A session notes when the one before it last wrote: None if it wrote nothing.
-        ends = [session["last_write"] or 0 for session in self.sessions[1:]]
-        records = self.metrics + self.samples
-        ends.append(max((record["time"] for record in records), default=0))
-        starts = [session["time"] for session in self.sessions]
+        ends = [session.last_write or 0 for session in self.sessions[1:]]
+        lines = [*self.reports, *self.samples]
+        ends.append(max((line.time for line in lines), default=0))
+        starts = [session.time for session in self.sessions]
         return [max(0.0, end - start) for start, end in zip(starts, ends, strict=True)]
 
 
@@ -152,8 +194,8 @@ def format_report(runs: Sequence[RunRecords], picture: Path | None = None) -> st
     for run in runs:
         if run.samples:
             sample = run.samples[-1]
-            text = escape_control(sample["prompt"] + sample["text"])
-            lines += ["", f"Sample of {run.name} after step {sample['step']}:", ""]
+            text = escape_control(sample.prompt + sample.text)
+            lines += ["", f"Sample of {run.name} after step {sample.step}:", ""]
             lines += [f"    {line}" for line in text.splitlines()]
     return "\n".join(lines) + "\n"
 
@@ -184,7 +226,7 @@ def _format_table(names: Sequence[str], columns: Sequence[Mapping[str, str]]) ->
 
 
 def _format_row(label: str, cells: Sequence[str]) -> str:
-    escaped = [cell.replace("|", "\\|") for cell in (label, *cells)]
+    escaped = [escape_control(cell).replace("|", "\\|") for cell in (label, *cells)]
     return f"| {' | '.join(escaped)} |"
 
 

@@ -134,6 +134,33 @@ def test_report_ignores_lines_that_are_no_records() -> None:
     assert report.RunRecords(run).summarize() == before
 
 
+WRONG_VALUES: list[dict[str, object]] = [
+    {"loss": "text"},
+    {"loss": 1e308},
+    {"lr": None},
+    {"lr": 10**400},
+    {"step": 2**70},
+    {"time": "now"},
+    {"time": 1e300},
+    {"group": [1]},
+    {"text": 5},
+    {"gpus": "eight"},
+    {"last_write": {}},
+]
+
+
+def test_report_ignores_lines_with_values_of_other_kinds() -> None:
+    run = make_run("a")
+    before = report.RunRecords(run).summarize()
+    for file in ("metrics.jsonl", "samples.jsonl", "sessions.jsonl"):
+        path = run / file
+        record = json.loads(path.read_text().splitlines()[0])
+        lines = [json.dumps(record | wrong) for wrong in WRONG_VALUES if wrong.keys() <= {*record}]
+        path.write_text("\n".join([*lines, path.read_text()]))
+    assert report.RunRecords(run).summarize() == before
+    assert report.write_report(run) == "runs/a/report.md and report.png"
+
+
 def test_report_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run("a")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -159,6 +186,8 @@ def test_report_of_an_invalid_config_names_the_line() -> None:
     run = make_run("a")
     (run / "config.yaml").write_text("[")
     assert report.write_report(run).startswith("runs/a/config.yaml:1: ")
+    (run / "config.yaml").write_text("hyperparameters: [lr]")
+    assert report.write_report(run).startswith("runs/a/config.yaml: hyperparameters: ")
 
 
 def test_session_records_the_last_write_before_it() -> None:

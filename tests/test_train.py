@@ -79,14 +79,14 @@ def test_sample_rate_changes_no_training(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     runs = list(map(RunRecords, run_ranks(2, sample_by_sharding)[0]))
     first, *others, silent, offloaded = (
-        [(s["step"], s["prompt"], s["text"]) for s in each.samples] for each in runs
+        [(s.step, s.prompt, s.text) for s in each.samples] for each in runs
     )
     assert [step for step, *_ in first] == [2, 4]
     assert all(prompt.isprintable() and len(prompt) == 16 and text for _, prompt, text in first)
     assert others == [first] * 4
     assert silent == []
     assert [step for step, *_ in offloaded] == [3, 4]
-    losses = [[report.get("loss") for report in each.metrics] for each in runs]
+    losses = [each.curve("training", "loss") for each in runs]
     assert losses[5] == losses[0]
 
 
