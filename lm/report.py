@@ -58,21 +58,22 @@ class _Line(BaseModel, frozen=True):
     time: _Seconds
 
 
-class _Report(_Line, extra="allow"):
+class _Report(_Line, frozen=True, extra="allow"):
     """A line of metrics.jsonl; the other keys are metrics."""
 
-    __pydantic_extra__: dict[str, _Metric]
+    # How pydantic is told the type of other keys.
+    __pydantic_extra__: dict[str, _Metric]  # pyright: ignore[reportIncompatibleVariableOverride]
     group: str
 
 
-class _Sample(_Line):
+class _Sample(_Line, frozen=True):
     """A line of samples.jsonl."""
 
     prompt: str
     text: str
 
 
-class _Session(_Line):
+class _Session(_Line, frozen=True):
     """A line of sessions.jsonl."""
 
     last_write: _Seconds | None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import http.client
 import http.server
+import json
 import os
 import re
 import shutil
@@ -411,6 +412,38 @@ def test_lease_of_a_dead_run_is_replaced(
     ).touch()  # a run on this disk, which would seem to be lost
     with pytest.raises(ConfigError, match=f"^{folders[2]}: .*run_name, with resume={folders[2]} "):
         c.acquire()
+
+
+def test_lease_that_is_none_is_replaced_at_once(s3: str, tmp_path: Path) -> None:
+    no_leases = [
+        b"5",
+        b"[]",
+        b'{"holder": 5, "token": "a"}',
+        b'{"holder": "x", "token": {}}',
+        b'{"holder": "x", "time": "now"}',
+        b"[" * 100_000,
+        b"\xff",
+        b'{"holder": "%b", "token": "a"}' % (b"x" * 5_000_000),
+    ]
+    started = time.monotonic()
+    for number, content in enumerate(no_leases):
+        place = BucketCheckpoints(f"{s3}/{number}", tmp_path)
+        place.bucket.write("lease/000007", content)
+        place.acquire()
+        assert list(place.bucket.sizes("lease")) == ["000008"]
+        place.release()
+    assert time.monotonic() - started < 20
+
+
+def test_lease_holder_is_printed_escaped(
+    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lease, "LEASE_SECONDS", 0.6)
+    place = BucketCheckpoints(f"{s3}/test", tmp_path)
+    place.bucket.write("lease/000001", json.dumps({"holder": "\x1b[2J", "token": "a"}).encode())
+    place.acquire()
+    assert "the last run was \\x1b[2J; " in capsys.readouterr().err
+    place.release()
 
 
 def test_lease_goes_to_one_of_many_that_start_at_once(

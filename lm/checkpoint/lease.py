@@ -11,20 +11,22 @@ import threading
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from lm.checkpoint.bucket import Bucket
-from lm.errors import RunError
-from lm.fileio import write_durably
+from lm.errors import RunError, make_printable
+from lm.fileio import parse_json, read_bytes, write_durably
 from lm.runtime.run_dir import describe_this_process, in_use_error
 
 LEASE_SECONDS = 60.0
 """After this time without a renewal, the holder of a lease counts as dead."""
+MAX_BYTES = 4096
+"""Of a lease; ours have some 200."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(BaseModel, frozen=True):
     """What was last written of a lease; a released one has no holder."""
 
     number: int = 0
@@ -51,7 +53,7 @@ class Lease:
         self._released = threading.Event()
         former = None
         if token_file.is_file():
-            former = token_file.read_text()
+            former = read_bytes(token_file, MAX_BYTES).decode(errors="replace")
         last = self._wait_for_holder(former)
         write_durably(token_file, self._token.encode())
         self._path = f"lease/{last.number + 1:06}"
@@ -65,7 +67,7 @@ class Lease:
         first = self._last()
         if not first.holder or first.token == former:
             return first
-        last_run = f"{self._bucket.url}: the last run was {first.holder}"
+        last_run = f"{self._bucket.url}: the last run was {make_printable(first.holder)}"
         wait = f"waiting up to {LEASE_SECONDS:g} s to see whether it still runs"
         print(f"{last_run}; {wait}", file=sys.stderr, flush=True)
         last = first
@@ -78,18 +80,17 @@ class Lease:
         return last
 
     def _last(self) -> Entry:
-        numbers = [int(name) for name in self._bucket.sizes("lease") if name.isdecimal()]
-        number = max(numbers, default=0)
-        # It may be replaced meanwhile, or never have been complete.
-        with suppress(FileNotFoundError, ValueError, AttributeError):
-            found = json.loads(self._bucket.read(f"lease/{number:06}"))
-            return Entry(
-                number,
-                holder=found.get("holder", ""),
-                token=found.get("token", ""),
-                time=found.get("time", 0.0),
-            )
-        return Entry(number)
+        sizes = self._bucket.sizes("lease")
+        numbers = [int(name) for name in sizes if name.isdecimal()]
+        last = Entry(number=max(numbers, default=0))
+        name = f"{last.number:06}"
+        if sizes.get(name, 0) > MAX_BYTES:
+            return last
+        # It may be replaced meanwhile, or not be a lease.
+        with suppress(FileNotFoundError, ValueError, TypeError):
+            fields = parse_json(self._bucket.read(f"lease/{name}"))
+            return Entry.model_validate({**fields, "number": last.number})
+        return last
 
     def _content(self) -> bytes:
         fields = {"holder": self._holder, "token": self._token, "time": time.time()}
