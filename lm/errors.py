@@ -100,6 +100,18 @@ def error_prefix(prefix: str) -> Iterator[None]:
         raise ConfigError(*problems) from None
 
 
+def open_standard_streams() -> None:
+    """Open the null device in place of each standard stream that is closed, e.g. by `>&-`.
+
+    Python has None for it, and the next file that is opened gets its number, and what C prints.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number: the stream's
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, mode))
+
+
 def command(main: Callable[P, int]) -> Callable[P, int]:
     """Make the `main` of a command print a RunError or OSError, and return its exit code.
 
@@ -108,6 +120,7 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
 
     @functools.wraps(main)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> int:
+        open_standard_streams()
         try:
             code = main(*args, **kwargs)
             sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -30,7 +31,8 @@ from lm.launch.launch import Launch, is_restart, launcher_pid
 from lm.launch.machine import has_gpu
 from lm.launch.startup import require_torch
 from tests.support import REPOSITORY
-from tests.support.runs import run_fsdp
+from tests.support.hyperparameters import TINY
+from tests.support.runs import checkpoints_by_step, run_fsdp
 
 
 def variables(text: str) -> dict[str, str]:
@@ -431,6 +433,31 @@ def test_local_launch_sets_variables_and_arguments(tmp_path: Path) -> None:
         f"{rank} {rank} 3 3 0 127.0.0.1 ['a b', '--flag']" for rank in range(3)
     )
     assert len(set(ports)) == 1
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_local_launch_with_closed_streams(closed: str, tmp_path: Path) -> None:
+    """A file that a rank opens never gets the number of a standard stream."""
+    (tmp_path / "script.py").write_text(
+        "import os, sys\n"
+        "print('out'); print('err', file=sys.stderr)\n"
+        "with open('numbers', 'a') as file:\n"
+        "    file.write(f'{file.fileno() > 2}\\n')\n"
+    )
+    command = f"exec {sys.executable} -m lm.launch --nproc 2 script.py {closed}"
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=variables, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "numbers").read_text() == "True\nTrue\n"
+
+
+@pytest.mark.slow
+def test_run_starts_with_closed_streams(tmp_path: Path) -> None:
+    (tmp_path / "test.yaml").write_text(json.dumps({"hyperparameters": TINY | {"max_steps": 1}}))
+    command = f"exec {sys.executable} {REPOSITORY}/fsdp.py --config test.yaml <&- >&- 2>&-"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, check=False)
+    assert done.returncode == 0
+    assert list(checkpoints_by_step(tmp_path)) == [1]
 
 
 def test_local_launch_keeps_master_port(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from lm.errors import ConfigError
+from lm.errors import ConfigError, open_standard_streams
 from lm.launch.console import announce
 from lm.launch.machine import has_gpu
 from lm.launch.startup import require_torch
@@ -164,6 +164,7 @@ def _wait_for(ranks: list[subprocess.Popen[bytes]], forwarded: list[int]) -> int
 
 def main() -> int:
     """Run the command. Return its exit code."""
+    open_standard_streams()
     parser = argparse.ArgumentParser(
         prog="python -m lm.launch", description="Run a script on several ranks."
     )

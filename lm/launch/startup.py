@@ -12,7 +12,7 @@ import signal
 import sys
 from contextlib import suppress
 
-from lm.errors import ConfigError
+from lm.errors import ConfigError, open_standard_streams
 from lm.launch.console import announce
 from lm.launch.launch import is_rank0
 from lm.launch.machine import keep_freed_memory, share_cores
@@ -58,6 +58,7 @@ def setup_environment() -> None:
 
     These are the allocators, logging, limits of the process and signals.
     """
+    open_standard_streams()
     gc.disable()  # training collects garbage at its reports, on all ranks at once
     require_torch()
     announce("importing PyTorch")
