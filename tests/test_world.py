@@ -25,12 +25,14 @@ import torch.distributed as dist
 from lm.errors import ConfigError, RunError
 from lm.launch.launch import Launch
 from lm.launch.spawn import free_port
+from lm.runtime.failures import as_run_error
 from lm.runtime.rendezvous import choose_device, join_world
 from lm.runtime.watchdog import Heartbeat, Watchdog
 from lm.runtime.world import MeshShape, World
 from lm.training import precision
 from tests.support import REPOSITORY
 from tests.support.ranks import in_world, run_ranks
+from tests.support.runs import run_fsdp
 
 
 def launch(rank: int, size: int, port: int, nodes: int = 1) -> Launch:
@@ -110,6 +112,23 @@ def test_join_names_too_many_open_files() -> None:
                 stack.enter_context(Path(os.devnull).open())
         error = cannot_join(launch(0, 2, 29500))
     assert "ulimit -n" in str(error)
+
+
+def test_as_run_error_of_a_memory_error_without_text() -> None:
+    error = as_run_error(MemoryError(), 3)
+    assert str(error).startswith("rank 3: out of memory (MemoryError); ")
+
+
+LEAVE_WHILE_JOINING = """
+import torch.distributed
+if rank == 1:
+    torch.distributed.all_gather_object = lambda *_, **__: os._exit(1)
+"""
+
+
+def test_join_whose_other_rank_leaves_is_one_line(tmp_path: Path) -> None:
+    done = run_fsdp(tmp_path, ranks=2, script=LEAVE_WHILE_JOINING, code=1)
+    assert re.fullmatch(r"rank 0: lost the connection .*\n", done.stderr)
 
 
 def test_join_names_an_unknown_interface(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,11 +8,20 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
+import torch.distributed as dist
 
 from lm.errors import ConfigError, RunError
 
 _NO_HOST_MEMORY = ("can't allocate memory", "CUDA error: out of memory")
 """parts of PyTorch's messages: in memory that is not pinned, and in pinned memory"""
+_DISCONNECTED = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Socket closed",
+)
+"""parts of gloo's messages"""
 
 
 def as_run_error(
@@ -37,7 +46,8 @@ def as_run_error(
     if isinstance(error, OSError):
         return RunError(f"rank {rank}: {error}; the last checkpoint is kept", rank_local=True)
     if _is_out_of_memory(error):
-        causes = [str(error).splitlines()[0]]
+        first_line, _, _ = str(error).partition("\n")
+        causes = [first_line or type(error).__name__]  # Python's own has no text
         with suppress(RuntimeError, MemoryError):  # where even that is too much
             causes += [note() for note in memory_notes]
         return RunError(
@@ -48,6 +58,15 @@ def as_run_error(
             rank_local=True,
         )
     return None
+
+
+def is_disconnection(error: BaseException | None) -> bool:
+    """Return whether `error` says that gloo, or the store, lost another rank."""
+    if isinstance(error, dist.DistNetworkError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    return any(part in str(error) for part in _DISCONNECTED)
 
 
 def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lm.errors import ConfigError, RunError
 from lm.launch.launch import Launch, is_thread_count_set
 from lm.launch.machine import cpu_affinity, cpu_quota
-from lm.runtime.failures import as_run_error
+from lm.runtime.failures import as_run_error, is_disconnection
 from lm.runtime.world import World
 
 NCCL_MARGIN = timedelta(seconds=60)
@@ -73,6 +73,9 @@ def join_world(launch: Launch, timeout: float, cpu_offload: bool = False) -> Wor
         if dist.is_initialized() and device.type == "cpu":
             dist.destroy_process_group()
         failure = as_run_error(error, launch.rank)
+        if failure is None and is_disconnection(error):
+            problem = f"rank {launch.rank}: lost the connection to another rank in the rendezvous"
+            failure = RunError(f"{problem}; see the error of that rank", rank_local=True)
         if failure is None:
             raise
         raise failure from error

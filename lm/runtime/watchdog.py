@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from lm.errors import ConfigError, RunError
 from lm.launch.console import record_error
+from lm.runtime.failures import is_disconnection
 from lm.runtime.flight_recorder import PendingCollectives, describe_last_collectives
 
 HEARTBEAT_INTERVAL = 0.25
@@ -44,14 +45,6 @@ _ERROR_KEY = "watchdog/error"
 
 _TIMED_OUT = "Timed out waiting"
 """part of gloo's message"""
-_DISCONNECTED = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Connection refused",
-    "Broken pipe",
-    "Socket closed",
-)
-"""parts of gloo's messages"""
 
 _SILENT = "which does not respond: stopped, killed or disconnected"
 _UNKNOWN = "an unknown rank, as the store of rank 0 does not respond; see the errors of other ranks"
@@ -311,9 +304,7 @@ def _is_lost_connection(error: BaseException | None) -> bool:
     """Return whether `error` says that gloo or NCCL lost another rank."""
     if isinstance(error, dist.DistBackendError):  # NCCL has no other errors than this and timeouts
         return True
-    if not isinstance(error, RuntimeError):
-        return False
-    return any(part in str(error) for part in _DISCONNECTED)
+    return is_disconnection(error)
 
 
 def find_straggler(before: list[Heartbeat], now: list[Heartbeat]) -> str:
