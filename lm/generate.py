@@ -27,8 +27,9 @@ from typing import NamedTuple
 import torch
 
 from lm import sampling
+from lm.checkpoint.contents import model_of
 from lm.checkpoint.locate import find_checkpoint
-from lm.checkpoint.manifest import model_of, read_manifest
+from lm.checkpoint.manifest import read_manifest
 from lm.data.tokenizer import Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, command, escape_control
 from lm.hf import base

@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError
 from lm.checkpoint.bucket import is_url
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer, SavedState, State
 from lm.checkpoint.compare import find_changes, require_same_base, require_same_model
+from lm.checkpoint.contents import verify
 from lm.checkpoint.locate import locate_checkpoint
 from lm.checkpoint.manifest import (
     MANIFEST,
@@ -31,8 +32,8 @@ from lm.checkpoint.manifest import (
     Manifest,
     RunInfo,
     TrainingProgress,
+    describe_invalid,
     read_manifest,
-    verify,
 )
 from lm.checkpoint.store import CheckpointStore
 from lm.config import Hyperparameters
@@ -303,10 +304,8 @@ def compare_learning_rates(location: str, saved: Manifest, run_info: RunInfo) ->
     try:
         old = _Schedule.model_validate(saved.hyperparameters)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, ("hyperparameters", *first["loc"])))
-        problem = first["msg"].removeprefix("Value error, ")
-        raise CheckpointError(f"{location}/{MANIFEST}: damaged: {field}: {problem}") from None
+        problem = describe_invalid(error, "hyperparameters")
+        raise CheckpointError(f"{location}/{MANIFEST}: damaged: {problem}") from None
     new = _Schedule.model_validate(run_info.hyperparameters)
     old_length = old.max_steps or 0
     new_length = new.max_steps or 0

@@ -34,7 +34,8 @@ from typing import Any, NamedTuple
 import psutil
 
 from lm.checkpoint import remote
-from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest, verify
+from lm.checkpoint.contents import verify
+from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_manifest
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
 from lm.fileio import read_records

@@ -101,7 +101,8 @@ def trained(folder: Path) -> Any:
 
 def verified(folder: Path) -> bool:
     """Whether there is an intact checkpoint."""
-    from lm.checkpoint.manifest import CheckpointError, read_manifest, verify
+    from lm.checkpoint.contents import verify
+    from lm.checkpoint.manifest import CheckpointError, read_manifest
     from tests.support.runs import checkpoints_by_step
 
     for path in checkpoints_by_step(folder).values():

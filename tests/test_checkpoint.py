@@ -17,13 +17,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lm.checkpoint.__main__ import main
 from lm.checkpoint.checkpointer import CheckpointConfig
-from lm.checkpoint.manifest import MANIFEST, read_manifest, verify
+from lm.checkpoint.contents import load_weights, verify
+from lm.checkpoint.manifest import MANIFEST, read_manifest
 from lm.checkpoint.store import LocalCheckpoints
-from lm.checkpoint.tensor_files import load_weights
 from lm.errors import ConfigError, RunError
 from lm.resume import plan_resume
 from lm.runtime.run_dir import RunDir
@@ -31,10 +30,13 @@ from lm.runtime.world import World
 from tests.support.checkpoints import (
     RUN_INFO,
     SHARDS,
+    TOY,
     load_state,
     open_checkpointer,
     progress_at,
     save_toy,
+    state_of,
+    toy_model,
 )
 from tests.support.hyperparameters import EXACT_RUN
 from tests.support.ranks import in_world, run_ranks
@@ -185,33 +187,30 @@ def test_async_checkpoint_files_equal_synchronous_ones(reference: Path, tmp_path
         assert found == expected
 
 
-def large(value: float) -> nn.ParameterDict:
-    state = nn.ParameterDict(
-        {"weight": torch.full((30_000_000,), value), "scalar": torch.tensor(value)}
-    )
-    state["odd"] = torch.full((3, 7), value, dtype=torch.bfloat16)
-    return state
+LARGE = TOY.model_copy(update={"vocab_size": 1_000_000})
 
 
 def test_async_checkpoint_copies_the_state(tmp_path: Path) -> None:
+    info = RUN_INFO.model_copy(update={"model": LARGE.model_dump()})
+
     def change_meanwhile(world: World) -> list[tuple[bool, str]]:
         saved = []
         with open_checkpointer(world, tmp_path, keep_checkpoints=None) as checkpointer:
-            state = large(1.0)
-            checkpointer.allocate({"model": state.state_dict()})
+            state = state_of(toy_model(1.0, LARGE))
+            checkpointer.allocate(state)
             for step in (1, 2, 3):
-                checkpointer.save({"model": state.state_dict()}, RUN_INFO, progress_at(step))
+                checkpointer.save(state, info, progress_at(step))
                 checkpointer.protect_copy()
-                for tensor in state.values():
-                    tensor.data.fill_(step + 1)
+                for tensor in state["model"].values():
+                    tensor.fill_(step + 1)
                 saved.append((checkpointer.is_writing, checkpointer.commit()[1]))
         return saved
 
     saved = in_world(change_meanwhile)
     assert any(was_writing for was_writing, _ in saved)
     for step, (_, name) in enumerate(saved, start=1):
-        loaded = large(0.0)
-        load_weights(tmp_path / name, loaded.state_dict())
+        loaded = toy_model(0.0, LARGE).state_dict()
+        load_weights(tmp_path / name, loaded)
         assert all(bool((tensor == step).all()) for tensor in loaded.values())
 
 
@@ -271,7 +270,7 @@ def save_nan_on_one_rank(world: World, folder: Path) -> tuple[str, RunError]:
 @pytest.mark.slow
 def test_save_refuses_nonfinite_weights(tmp_path: Path) -> None:
     for good, error in run_ranks(2, save_nan_on_one_rank, tmp_path):
-        assert re.match("model.weight holds inf or NaN.* lr", str(error))
+        assert re.match(r"model\.\S+ holds inf or NaN.* lr", str(error))
         assert names(tmp_path) == [good]
 
 
@@ -359,26 +358,23 @@ def test_keep_checkpoints_ignores_partial_checkpoints(
 
 
 def test_load_lists_every_tensor_that_differs(tmp_path: Path) -> None:
-    other = nn.ParameterDict({"weight": torch.full((6, 5), -1.0), "scale": torch.full((3,), -1.0)})
-    other["bias"] = torch.full((6,), -1.0, dtype=torch.bfloat16)
-    fewer = nn.ParameterDict({"weight": torch.full((6, 4), -1.0)})
-    of_other = [
-        "model.scale: not in the checkpoint",
-        "model.weight: [6, 4] torch.float32 in the checkpoint, now [6, 5] torch.float32",
-        "model.bias: [6] torch.float32 in the checkpoint, now [6] torch.bfloat16",
-    ]
+    other = toy_model(-1.0).state_dict()
+    other["embedding.tokens.weight"] = torch.full((6, 5), -1.0)
+    other["head.norm.weight"] = other["head.norm.weight"].bfloat16()
+    other["scale"] = torch.full((3,), -1.0)
+    of_other = ["model.embedding.tokens.weight", "model.head.norm.weight", "model.scale"]
+    fewer = toy_model(-1.0).state_dict()
+    del fewer["head.norm.weight"]
 
     def load_others(world: World) -> None:
         with open_checkpointer(world, tmp_path) as checkpointer:
             name = save_toy(checkpointer, world, 1)
-            for model, differences in (
-                (other, of_other),
-                (fewer, ["model.bias: only in the checkpoint"]),
-            ):
+            for tensors, expected in ((other, of_other), (fewer, ["model.head.norm.weight"])):
                 with pytest.raises(ConfigError) as refused:
-                    load_state(checkpointer, str(tmp_path / name), {"model": model.state_dict()})
-                assert list(refused.value.problems[1:]) == differences
-                assert all(bool((parameter == -1).all()) for parameter in model.parameters())
+                    load_state(checkpointer, str(tmp_path / name), {"model": tensors})
+                differ = [re.split("[ :]", line)[0] for line in refused.value.problems[1:]]
+                assert differ == expected
+                assert all(bool((tensor == -1).all()) for tensor in tensors.values())
 
     in_world(load_others)
 

@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from lm.checkpoint.manifest import read_manifest, verify
+from lm.checkpoint.contents import verify
+from lm.checkpoint.manifest import read_manifest
 from lm.launch.spawn import free_port
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import EXACT_RUN

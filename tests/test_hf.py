@@ -29,7 +29,7 @@ from lm.hf import __main__ as hf_main
 from lm.hf import export, families, weights
 from lm.runtime.world import World
 from model import PRESETS, ModelConfig, Transformer
-from tests.support.checkpoints import RUN_INFO, open_checkpointer, save_state
+from tests.support.checkpoints import RUN_INFO, open_checkpointer, save_state, state_of
 from tests.support.hf import (
     GPT2,
     LLAMA,
@@ -100,7 +100,7 @@ def save_checkpoint(model: Transformer, folder: Path) -> Path:
 
     def save(world: World) -> Path:
         with open_checkpointer(world, folder) as checkpointer:
-            return folder / save_state(checkpointer, {"model": model.state_dict()}, 1, info=info)
+            return folder / save_state(checkpointer, state_of(model), 1, info=info)
 
     return in_world(save)
 

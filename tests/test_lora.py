@@ -16,8 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from lm import config, generate
-from lm.checkpoint.manifest import MANIFEST, Base, read_manifest
-from lm.checkpoint.tensor_files import load_weights, read_headers
+from lm.checkpoint.contents import load_weights
+from lm.checkpoint.manifest import MANIFEST, Base, CheckpointError, read_manifest
+from lm.checkpoint.tensor_files import read_headers
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import base as hf_base
@@ -33,6 +34,7 @@ from tests.support.checkpoints import (
     forge_manifest,
     open_checkpointer,
     save_state,
+    state_of,
     toy_model,
 )
 from tests.support.hf import (
@@ -473,7 +475,7 @@ def test_lora_refuses_a_checkpoint_of_all_weights(tmp_path: Path) -> None:
 
     def fork(world: World) -> None:
         with open_checkpointer(world, tmp_path) as saver:
-            state = {"model": toy_model(1.0).state_dict()}
+            state = state_of(toy_model(1.0))
             saved = tmp_path / save_state(saver, state, 1)
             plan = ResumePlan(init_candidates=(str(saved),))
             info = RUN_INFO.model_copy(update={"base": Base(source="base", files={})})
@@ -528,7 +530,7 @@ def test_read_adapters_refuses_what_the_model_lacks(
     shutil.copytree(checkpoints_by_step(on_a_checkpoint)[2], forged)
     known = read_manifest(forged).hyperparameters
     forge_manifest(forged, hyperparameters=known | {key: value})
-    with pytest.raises(ConfigError, match=f"^{forged / MANIFEST}: damaged: "):
+    with pytest.raises(CheckpointError, match=f"^{forged / MANIFEST}: damaged: hyperparam.*{key}"):
         adapters_of(forged)
 
 

@@ -33,8 +33,9 @@ from lm import config
 from lm.checkpoint import __main__ as command
 from lm.checkpoint import bucket, lease, remote
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from lm.checkpoint.contents import verify
 from lm.checkpoint.locate import find_checkpoint
-from lm.checkpoint.manifest import CheckpointError, read_manifest, verify
+from lm.checkpoint.manifest import CheckpointError, read_manifest
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import COMMITTED, LocalCheckpoints
 from lm.errors import ConfigError, RunError

@@ -16,7 +16,7 @@ from lm import config
 from lm.runtime.world import World
 from lm.training import optim, parallelize
 from model import Transformer
-from tests.support.checkpoints import load_state, open_checkpointer, save_state
+from tests.support.checkpoints import RUN_INFO, load_state, open_checkpointer, save_state
 from tests.support.hyperparameters import TINY
 from tests.support.parallelism import STRATEGIES
 from tests.support.ranks import in_world, run_ranks
@@ -48,7 +48,8 @@ def write(world: World, folder: Path) -> list[str]:
         with open_checkpointer(world, folder, keep_checkpoints=None) as saver:
             model, optimizer = build(world, sharding, seed=7)
             state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-            uuids.append(save_state(saver, state, 1))
+            info = RUN_INFO.model_copy(update={"model": model.config.model_dump()})
+            uuids.append(save_state(saver, state, 1, info=info))
     return uuids
 
 

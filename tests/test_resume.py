@@ -423,10 +423,6 @@ def test_decays_that_branch_equal_complete_runs(tmp_path: Path) -> None:
         assert read_manifest(last[0]).files == read_manifest(last[1]).files  # with checksums
 
 
-def test_optim_config_of_an_earlier_version_has_defaults() -> None:
-    assert optim_config({"lr": 0.5, "d_model": 8}) == OptimConfig.model_validate({"lr": 0.5})
-
-
 COSINE = {"lr_schedule": "cosine", "min_lr_ratio": 0.1}
 
 

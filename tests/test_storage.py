@@ -23,13 +23,13 @@ from lm.checkpoint.store import ClusterCheckpoints
 from lm.determined.context import TorchDistributedContext
 from lm.resume import ResumePlan, start_date
 from lm.runtime.world import MeshShape, World
-from tests.support.checkpoints import SHARDS, load_state, save_toy, toy_model
+from tests.support.checkpoints import OPTIM_SHARDS, SHARDS, load_state, save_toy, toy_model
 from tests.support.ranks import run_ranks
 
 moto_server = pytest.importorskip("moto.server", reason="needs moto[server]")
 
 BUCKET = "checkpoints"
-FILES = ["manifest.json", "metadata.json", *SHARDS]
+FILES = ["manifest.json", "metadata.json", *SHARDS, *OPTIM_SHARDS]
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_cluster_checkpoint_is_reported_once_complete(
     for rank in (first, second):
         assert rank["uuids"] == first["uuids"]
         assert rank["kept"] == [False, True, True, True]  # the newest two and the best
-        assert (rank["step"], rank["sizes"], rank["equal"]) == (4, [3, 3], True)
+        assert (rank["step"], rank["sizes"], rank["equal"]) == (4, [3, *[2] * 9, 3], True)
         assert rank["left"] == [[], []]
         assert rank["date"].isoformat() == "1996-02-29"
 

@@ -136,7 +136,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
             },
             model=json.loads((folder / MANIFEST).read_text())["model"] | {"n_layers": 2**12},
         ),
-        "its weights differ from the base",
+        "hyperparameters.lora_rank: null",
     ),
     "control characters in sharding": (
         lambda folder: forge_manifest(folder, sharding=EVIL),
@@ -148,7 +148,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "control characters in a tensor's name": (
         lambda folder: forge_header(folder, {EVIL: BYTE | {"data_offsets": [0, 1]}}),
-        "the tensors differ from the model's",
+        "damaged: model.",
     ),
     "no fingerprint of the data": (
         lambda folder: forge_manifest(folder, data={}),

@@ -3,8 +3,9 @@
     python -m lm.checkpoint list RUN
     python -m lm.checkpoint verify CHECKPOINT
 
-RUN and CHECKPOINT are directories or URLs. Of a run in object storage, `list` compares the sizes of
-the files only. Exit code 1 if a checkpoint is incomplete or damaged.
+RUN and CHECKPOINT are directories or URLs. Both check what loading a checkpoint checks; of a run in
+object storage, `list` compares the sizes of the files only. Exit code 1 if a checkpoint is
+incomplete or damaged.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lm.checkpoint.bucket import is_url
+from lm.checkpoint.contents import require_sizes_of_model, verify
 from lm.checkpoint.locate import find_checkpoint, locate_checkpoint, store_at
-from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
+from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from lm.checkpoint.retention import SavedCheckpoint, find_best
 from lm.errors import ConfigError, command, oserror_as_config_error
 
 
-def describe(name: str, manifest: Manifest) -> str:
-    """Return a line about the complete checkpoint `name`."""
+def describe(name: str, manifest: Manifest, checked: str) -> str:
+    """Return a line about the checkpoint `name`, which ends with how far it was checked."""
     size = sum(entry.bytes for entry in manifest.files.values())
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
     loss = ""
     if manifest.validation_loss is not None:
         loss = f"  validation loss {manifest.validation_loss:.4f}"
     world = f"{manifest.sharding} x {manifest.world_size}"
-    return f"{name}  step {manifest.step}  {when}  {size / 1e6:,.1f} MB  {world}{loss}  complete"
+    return f"{name}  step {manifest.step}  {when}  {size / 1e6:,.1f} MB  {world}{loss}  {checked}"
 
 
 @oserror_as_config_error
@@ -50,9 +52,13 @@ def list_run(run: str) -> bool:
         location = store.locate(entry.name)
         try:
             manifest = store.read_manifest(location)
-            if not is_url(run):
+            checked = "complete"
+            if is_url(run):
+                require_sizes_of_model(location, manifest)
+                checked = "all files present"
+            else:
                 verify(Path(location), manifest)
-            lines[entry] = describe(entry.name, manifest)
+            lines[entry] = describe(entry.name, manifest, checked)
         except CheckpointError as error:
             errors[location] = error
     best = find_best(list(lines))
@@ -73,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="list a run's checkpoints").add_argument("path", metavar="RUN")
-    commands.add_parser("verify", help="verify all checksums").add_argument(
+    commands.add_parser("verify", help="check all that loading checks").add_argument(
         "path", metavar="CHECKPOINT"
     )
     args = parser.parse_args(arguments)
@@ -85,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             verify(path, manifest)
         except CheckpointError as error:
             raise CheckpointError(str(error).replace(str(path), location)) from None
-        print(describe(path.name, manifest))
+        print(describe(path.name, manifest, "complete"))
         return 0
     all_complete = list_run(args.path)
     return 0 if all_complete else CheckpointError.exit_code

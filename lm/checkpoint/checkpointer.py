@@ -29,6 +29,7 @@ from torch import Tensor
 
 from lm.checkpoint import staging, tensor_files
 from lm.checkpoint.bucket import is_url
+from lm.checkpoint.contents import find_tensors, match_tensors, read_tensors, verify_files
 from lm.checkpoint.manifest import (
     DRAFT,
     FORMAT,
@@ -40,7 +41,6 @@ from lm.checkpoint.manifest import (
     TrainingProgress,
     read_manifest,
     record,
-    verify,
     write_manifest,
 )
 from lm.checkpoint.store import CheckpointStore
@@ -101,25 +101,31 @@ class CheckpointConfig(BaseModel, frozen=True, extra="forbid"):
 
 @dataclass(frozen=True)
 class SavedState:
-    """A verified checkpoint that is open on all ranks."""
+    """A checkpoint that is open on all ranks; of its files, only the manifest has been read."""
 
     path: Path
     manifest: Manifest
     world: World
+    share: int
+    """of the files that this rank verifies; on a disk of one machine, its ranks share all files"""
+    n_shares: int
 
     def read_into(self, state: State) -> None:
-        """Fill this rank's slices of the tensors of `state`, on all ranks together.
+        """Verify the checkpoint and fill this rank's slices of `state`, on all ranks together.
 
         Raises:
-            CheckpointError: the checkpoint is damaged; no state changed, unless it holds inf or
-                NaN, or a file was changed while it was read.
+            CheckpointError: the checkpoint is damaged; no state changed, unless a file was changed
+                while it was read.
             ConfigError: its tensors differ from the state's; lists every difference, no state
                 changed.
         """
         with self.world.all_or_none():
-            sources = tensor_files.find_tensors(self.path, self.manifest, state)
+            verify_files(self.path, self.manifest, self.share, self.n_shares)
         with self.world.all_or_none():
-            tensor_files.read_tensors(sources)
+            found = find_tensors(self.path, self.manifest)
+            matched = match_tensors(self.path, found, state)
+        with self.world.all_or_none():
+            read_tensors(matched)
 
 
 class PendingSave(NamedTuple):
@@ -366,7 +372,7 @@ class Checkpointer:
 
     @contextmanager
     def open(self, location: str) -> Iterator[SavedState]:
-        """Verify the checkpoint at `location`, and yield it on all ranks together.
+        """Yield the checkpoint at `location` on all ranks together, to compare and then read it.
 
         Args:
             location: see `lm.checkpoint.store`.
@@ -383,8 +389,7 @@ class Checkpointer:
             try:
                 with self.world.all_or_none():
                     manifest = read_manifest(path)
-                    self._verify_share(path, manifest, is_downloaded=is_url(location))
-                yield SavedState(path, manifest, self.world)
+                yield self._saved_state(path, manifest, is_downloaded=is_url(location))
             except CheckpointError as error:
                 self._damaged.add(path.name)
                 if not is_url(location):
@@ -393,13 +398,15 @@ class Checkpointer:
                 problems = [re.sub(copy, location, problem) for problem in error.problems]
                 raise CheckpointError(*problems) from None
 
-    def _verify_share(self, path: Path, manifest: Manifest, *, is_downloaded: bool) -> None:
-        """Compare the checksums of a share of the files; the ranks that see them verify all."""
+    def _saved_state(self, path: Path, manifest: Manifest, *, is_downloaded: bool) -> SavedState:
+        """Return an open checkpoint; the ranks that see the same files verify a share of them."""
         launch = self.world.launch
-        if self.store.writes_in_place and not is_downloaded:
-            verify(path, manifest, launch.rank, launch.world_size)
-        else:  # every machine has downloaded the files
-            verify(path, manifest, launch.local_rank, launch.local_size)
+        share = launch.rank
+        n_shares = launch.world_size
+        if is_downloaded or not self.store.writes_in_place:  # every machine has its own copy
+            share = launch.local_rank
+            n_shares = launch.local_size
+        return SavedState(path, manifest, self.world, share, n_shares)
 
     def add_saved(self, location: str, manifest: Manifest) -> None:
         """Count the complete checkpoint that this run resumed from."""

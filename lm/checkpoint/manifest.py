@@ -133,29 +133,6 @@ class Manifest(RunInfo, TrainingProgress, frozen=True):
     files: dict[str, FileRecord]
 
 
-def model_of(directory: Path, manifest: Manifest) -> ModelConfig:
-    """Return the model of the checkpoint in `directory`, before it is built.
-
-    Raises:
-        CheckpointError: the weights in the files, or in the base of adapters, are fewer than the
-            model's.
-    """
-    config = ModelConfig.model_validate(manifest.model)
-    if manifest.base:
-        found = sum(entry.bytes for entry in manifest.base.files.values())
-        needed = 2 * config.n_parameters  # bfloat16 or more
-    else:
-        weights = [file for name, file in manifest.files.items() if name.startswith("model-")]
-        found = sum(file.bytes for file in weights)
-        needed = 4 * config.n_parameters  # float32
-    if found < needed:
-        problem = f"a model of {config.n_parameters:,} parameters, which are {needed:,} bytes"
-        raise CheckpointError(
-            f"{directory / MANIFEST}: damaged: {problem}; the files have {found:,}"
-        )
-    return config
-
-
 def record(path: Path) -> FileRecord:
     """Return the size and checksum of the file at `path`."""
     return FileRecord(bytes=path.stat().st_size, crc32c=crc32c(path))
@@ -255,27 +232,14 @@ def parse_manifest(path: Path | str, text: bytes) -> Manifest:
         ModelConfig.model_validate(manifest.model)
         return manifest
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "model"
-        raise CheckpointError(
-            f"{path}: damaged: {field[:80]}: {first['msg'].removeprefix('Value error, ')}"
-        ) from None
+        raise CheckpointError(f"{path}: damaged: {describe_invalid(error)}") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
 
 
-def verify(directory: Path, manifest: Manifest, rank: int = 0, n_ranks: int = 1) -> None:
-    """Compare checksums with the manifest: of every file, or on each of `n_ranks` of its share.
-
-    Raises:
-        CheckpointError: a file is damaged or cannot be read; names the file.
-    """
-    for name, entry in sorted(manifest.files.items())[rank::n_ranks]:
-        try:
-            is_intact = crc32c(directory / name) == entry.crc32c
-        except OSError as error:
-            raise CheckpointError(f"{directory / name}: {error.strerror}") from None
-        if not is_intact:
-            raise CheckpointError(
-                f"{directory / name}: damaged: its checksum does not match the manifest"
-            )
+def describe_invalid(error: ValidationError, *outer: str) -> str:
+    """Return the first field that is invalid, after the names of the `outer` ones, and why."""
+    first = error.errors()[0]
+    field = ".".join(map(str, (*outer, *first["loc"]))) or "model"
+    reason = first["msg"].removeprefix("Value error, ").splitlines()[0]
+    return f"{field[:80]}: {reason}"

@@ -18,6 +18,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest, verify
-from lm.errors import ConfigError, limit_problems
+from lm.checkpoint.manifest import CheckpointError
 from lm.fileio import MAX_JSON_BYTES, MAX_SLICES, open_regular, sync
 from lm.shards import local_rows
 
@@ -53,6 +53,8 @@ READ_BYTES = 64 << 20
 """Read at a time, so that memory stays near the size of the tensors."""
 WRITE_BYTES = 4 << 20
 """Written, and added to the checksum, at a time."""
+SCAN_BYTES = 256 << 10
+"""Read at a time to compare checksums: what fits into the cache of a core."""
 MAX_DIMENSIONS = 8
 """of a tensor in a file; PyTorch's own have at most four"""
 MAX_SIZE = 2**48
@@ -334,11 +336,18 @@ def read_into(tensor: Tensor, source: Source) -> None:
 
 
 def _require_finite(values: Tensor, path: Path) -> None:
-    if values.dtype.itemsize == 1:  # integers, or float8, for which PyTorch has no minimum
-        return
-    if not torch.isfinite(torch.stack(torch.aminmax(values))).all():
+    if not _is_finite(values):
         remedy = "use other weights, or download them again"
         raise CheckpointError(f"{path}: contains inf or NaN; {remedy}")
+
+
+def _is_finite(values: Tensor) -> bool:
+    if values.dtype.itemsize == 1:  # integers, or float8, for which PyTorch has no minimum
+        return True
+    # The sum is fast, and finite only if all values are; that of large values can overflow.
+    if torch.isfinite(values.sum(dtype=torch.float32)):
+        return True
+    return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())
 
 
 def _read_rows(piece: TensorSlice, first: int, end: int) -> Iterator[tuple[int, Tensor]]:
@@ -360,62 +369,43 @@ def _read_rows(piece: TensorSlice, first: int, end: int) -> Iterator[tuple[int, 
         raise CheckpointError(f"{piece.path}: cannot be read: {error.strerror}") from None
 
 
-def find_tensors(
-    directory: Path, manifest: Manifest, state: State
-) -> dict[str, tuple[Tensor, Source]]:
-    """Return each tensor of `state` and where it is in the checkpoint, by "object.tensor".
+class FileContent(NamedTuple):
+    """What is in a file."""
 
-    No values are read.
-
-    Raises:
-        CheckpointError: a file's header is damaged, or slices do not cover their tensor exactly
-            once.
-        ConfigError: lists up to 20 of the tensors that are missing, unexpected, or of another shape
-            or dtype.
-    """
-    found: dict[str, tuple[Tensor, Source]] = {}
-    problems: list[str] = []
-    for part, wanted in state.items():
-        if not wanted:
-            continue
-        files = [directory / name for name in sorted(manifest.files) if name.startswith(f"{part}-")]
-        saved = read_headers(files)
-        unexpected = [name for name in saved if name not in wanted]
-        problems += [f"{part}.{name}: only in the checkpoint" for name in unexpected]
-        for name, tensor in wanted.items():
-            if name not in saved:
-                problems.append(f"{part}.{name}: not in the checkpoint")
-                continue
-            slices = saved[name]
-            shape = full_shape(slices)
-            dtype = slices[0].dtype
-            if shape is None:
-                problem = f"{part}.{name} is not covered exactly once by its slices"
-                raise CheckpointError(f"{directory}: damaged: {problem}")
-            if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
-                now = f"now {list(tensor.shape)} {tensor.dtype}"
-                problems.append(f"{part}.{name}: {list(shape)} {dtype} in the checkpoint, {now}")
-            found[f"{part}.{name}"] = tensor, Source(slices)
-    if problems:
-        raise ConfigError(
-            f"{directory}: the tensors differ from the model's:", *limit_problems(problems)
-        )
-    return found
+    crc32c: int
+    is_finite: bool
+    """whether no value is inf or NaN"""
 
 
-def read_tensors(sources: Mapping[str, tuple[Tensor, Source]]) -> None:
-    """Fill this rank's slices of the tensors that `find_tensors` returned; see `read_into`."""
-    for tensor, source in sources.values():
-        read_into(tensor, source)
-
-
-def load_weights(directory: Path, weights: Mapping[str, Tensor]) -> None:
-    """Load the trained weights of the checkpoint in `directory` into `weights` in a single process.
+def scan_file(path: Path, slices: Iterable[TensorSlice]) -> FileContent:
+    """Read a file once, which holds `slices`, in little memory.
 
     Raises:
-        CheckpointError: a file is damaged.
-        ConfigError: the tensors differ from the model's.
+        CheckpointError: the file cannot be read.
     """
-    manifest = read_manifest(directory)
-    verify(directory, manifest)
-    read_tensors(find_tensors(directory, manifest, {"model": weights}))
+    checksum = 0
+    is_finite = True
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            for piece in sorted(slices, key=lambda piece: piece.begin):
+                for block in _read_blocks(file, piece.begin - file.tell()):
+                    checksum = google_crc32c.extend(checksum, bytes(block))
+                for block in _read_blocks(file, piece.n_rows * piece.row_bytes):
+                    checksum = google_crc32c.extend(checksum, bytes(block))
+                    if not _is_finite(torch.frombuffer(block, dtype=piece.dtype)):
+                        is_finite = False
+            for block in _read_blocks(file, os.fstat(file.fileno()).st_size - file.tell()):
+                checksum = google_crc32c.extend(checksum, bytes(block))
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    return FileContent(checksum, is_finite)
+
+
+def _read_blocks(file: BufferedReader, n_bytes: int) -> Iterator[bytearray]:
+    """Yield the next `n_bytes` of `file` in blocks, of whole values; fewer if the file ends."""
+    while n_bytes > 0:
+        block = bytearray(min(n_bytes, SCAN_BYTES))
+        if file.readinto(block) < len(block):
+            return
+        yield block
+        n_bytes -= len(block)

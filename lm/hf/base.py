@@ -11,22 +11,20 @@ import torch
 
 from lm.checkpoint.bucket import is_url
 from lm.checkpoint.compare import refuse_adapters
+from lm.checkpoint.contents import load_weights, lora_config, model_of, verify
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import (
     MANIFEST,
     Base,
     FileRecord,
     Manifest,
-    model_of,
     read_manifest,
     record,
-    verify,
 )
-from lm.checkpoint.tensor_files import load_weights
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
 from lm.runtime.world import World
-from lm.training.lora import Adapters, LoraConfig, adapter_problems, n_trained_parameters
+from lm.training.lora import Adapters
 from model import Transformer
 
 
@@ -112,24 +110,10 @@ def read_adapters(directory: Path, manifest: Manifest) -> Adapters:
     """Return the adapters in a checkpoint, in a single process.
 
     Raises:
-        ConfigError: its manifest does not describe adapters that its files can hold.
+        CheckpointError: it is damaged.
     """
-    try:
-        values = {key: manifest.hyperparameters[key] for key in LoraConfig.model_fields}
-        config = LoraConfig.model_validate(values)
-    except (KeyError, ValueError):
-        problem = "damaged: no adapters in its hyperparameters"
-        raise ConfigError(f"{directory / MANIFEST}: {problem}") from None
     model = model_of(directory, manifest)
-    problems = [f"{key}: {problem}" for key, problem in adapter_problems(config, model)]
-    if problems:
-        raise ConfigError(f"{directory / MANIFEST}: damaged: {problems[0]}")
-    # Before memory is allocated: of the float32 values of all adapters, and of the files.
-    needed = torch.float32.itemsize * n_trained_parameters(config, model)
-    found = sum(entry.bytes for entry in _weight_records(manifest).values())
-    if found < needed:
-        problem = f"damaged: adapters of {needed:,} bytes; the files have {found:,}"
-        raise ConfigError(f"{directory / MANIFEST}: {problem}")
+    config = lora_config(directory, manifest, model)
     adapters = Adapters(config, model)
     load_weights(directory, adapters)
     return adapters
@@ -149,11 +133,12 @@ def load_merged_model(
         ConfigError: the tensors differ from the model's, or the base of adapters is not found.
     """
     manifest = read_manifest(directory)
+    config = model_of(directory, manifest)
     opened: Path | None = None
     if manifest.base is not None:
         opened = open_base(manifest.base, base_dir)  # its files are as large as the manifest says
     with torch.device("meta"):
-        model = Transformer(model_of(directory, manifest))
+        model = Transformer(config)
     model.to_empty(device=device)
     if opened is None:
         load_weights(directory, model.state_dict())

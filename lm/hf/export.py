@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from lm.checkpoint.contents import model_of, verify
 from lm.checkpoint.locate import find_checkpoint
-from lm.checkpoint.manifest import Base, Manifest, model_of, read_manifest, verify
+from lm.checkpoint.manifest import Base, Manifest, read_manifest
 from lm.checkpoint.tensor_files import Rows, Source, group_by_size, read_into, write_tensors
 from lm.data.tokenizer import (
     END_OF_TEXT,

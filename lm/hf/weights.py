@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from lm.checkpoint.compare import require_same_structure
-from lm.checkpoint.manifest import MANIFEST, model_of, read_manifest
+from lm.checkpoint.contents import find_tensors, match_tensors, model_of
+from lm.checkpoint.manifest import MANIFEST, read_manifest
 from lm.checkpoint.tensor_files import (
     Source,
     TensorSlice,
-    find_tensors,
     full_shape,
     read_headers,
     read_into,
@@ -196,10 +196,9 @@ def find_weights(directory: Path, config: ModelConfig) -> tuple[dict[str, Source
     require_same_structure(model_of(directory, manifest), config)
     with torch.device("meta"):
         state = Transformer(config).state_dict()
-    sources: dict[str, Source] = {}
-    for name, (_, source) in find_tensors(directory, manifest, {"model": state}).items():
-        sources[name.removeprefix("model.")] = source
-    return sources, None
+    found = find_tensors(directory, manifest)
+    matched = match_tensors(directory, found, {"model": state})
+    return {entry.name: entry.source for entry in matched}, None
 
 
 def _is_equal(embedding: Tensor, head: Source) -> bool:

@@ -29,6 +29,8 @@ from lm.checkpoint.tensor_files import Rows, State, write_tensors
 from lm.data.tokenizer import TOKENIZER_JSON, FileTokenizer
 from lm.determined.context import TorchDistributedContext
 from lm.runtime.world import MeshShape, World
+from lm.training.lora import trained_parameters
+from lm.training.optim import OptimConfig, Optimizer
 from model import ModelConfig, Transformer
 from tests.support.hyperparameters import TINY
 from tests.support.tokenizer_files import byte_level_tokenizer
@@ -36,14 +38,31 @@ from tests.support.tokenizer_files import byte_level_tokenizer
 SHARDS = ["model-00000-00000.safetensors", "model-00001-00000.safetensors"]
 """Files of a model that two ranks saved."""
 
+OPTIM_SHARDS = ["optim-00000-00000.safetensors", "optim-00001-00000.safetensors"]
+"""Files of an optimizer that two ranks saved."""
+
 WEIGHTS_FILE = SHARDS[0]
 """File of a model that one rank saved."""
+
+TOY = ModelConfig.model_validate(
+    {
+        "d_model": 4,
+        "n_heads": 1,
+        "n_layers": 1,
+        "vocab_size": 6,
+        "d_ff": 4,
+        "norm": "rmsnorm",
+        "positions": "rope",
+        "bias": "none",
+    }
+)
+"""A model of 11 tensors and 156 parameters."""
 
 RUN_INFO = RunInfo(
     sharding="full-shard",
     total_batch_size=2,
     hyperparameters={"lr": 1e-4, "chat_template_date": "1996-02-29"},
-    model={},
+    model=TOY.model_dump(),
     tokenizer=None,
     data={"train": "x", "validation": "y"},
     loss_scaled=False,
@@ -58,12 +77,19 @@ def progress_at(step: int, loss: float | None = None) -> TrainingProgress:
     return TrainingProgress(step=step, tokens=0, validation_loss=loss)
 
 
-def toy_model(value: float) -> nn.Module:
-    """Two tensors, of (6, 4) and (6,) float32."""
-    model = nn.Linear(4, 6)
+def toy_model(value: float, config: ModelConfig = TOY) -> Transformer:
+    """A model all of whose parameters are `value`."""
+    model = Transformer(config)
     for parameter in model.parameters():
         nn.init.constant_(parameter, value)
     return model
+
+
+def state_of(model: nn.Module, **settings: Any) -> State:
+    """The state of a run that trains `model`, of which no step was done."""
+    config = OptimConfig.model_validate(settings)
+    optimizer = Optimizer(config, model.named_parameters())
+    return {"model": trained_parameters(model), "optim": optimizer.state_dict(), "scaler": {}}
 
 
 @contextmanager
@@ -110,7 +136,7 @@ def save_toy(
     """
     model = toy_model(step if value is None else value)
     fully_shard(model, mesh=world.device_mesh(MeshShape(1, world.size)))
-    return save_state(checkpointer, {"model": model.state_dict()}, step, loss)
+    return save_state(checkpointer, state_of(model), step, loss)
 
 
 # ---- written without a run, and forged
@@ -121,9 +147,10 @@ def write_checkpoint(folder: Path) -> Path:
     folder.mkdir()
     llama = {"norm": "rmsnorm", "positions": "rope", "ffn": "swiglu", "bias": "none"}
     config = ModelConfig.model_validate(TINY | llama | {"vocab_size": 300})
-    tensors = Transformer(config).state_dict()
-    rows = {name: Rows(tensor, 0) for name, tensor in tensors.items()}
-    write_tensors(folder / WEIGHTS_FILE, rows)
+    state = state_of(Transformer(config))
+    for part, file in (("model", WEIGHTS_FILE), ("optim", OPTIM_SHARDS[0])):
+        rows = {name: Rows(tensor, 0) for name, tensor in state[part].items()}
+        write_tensors(folder / file, rows)
     (folder / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
     tokenizer = FileTokenizer({TOKENIZER_JSON: (folder / TOKENIZER_JSON).read_bytes()}, "")
     manifest = Manifest(
@@ -138,7 +165,7 @@ def write_checkpoint(folder: Path) -> Path:
         format=2,
         time=1.0,
         world_size=1,
-        files={name: record(folder / name) for name in (WEIGHTS_FILE, TOKENIZER_JSON)},
+        files={path.name: record(path) for path in folder.iterdir()},
     )
     write_manifest(folder, manifest)
     return folder

@@ -1,0 +1,249 @@
+"""A checkpoint that loading refuses is not called complete, and costs little."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lm.checkpoint.__main__ import main
+from lm.checkpoint.contents import load_weights
+from lm.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, record
+from lm.checkpoint.tensor_files import Rows, write_tensors
+from model import ModelConfig, Transformer
+from tests.support.checkpoints import (
+    OPTIM_SHARDS,
+    SHARDS,
+    WEIGHTS_FILE,
+    forge_manifest,
+    rewrite_header,
+    write_checkpoint,
+)
+
+TENSOR = "embedding.tokens.weight"
+"""Of shape (300, 32)."""
+MOMENT = f"{TENSOR}.exp_avg"
+SCALER_FILE = "scaler-00000-00000.safetensors"
+
+Forge = Callable[[Path], None]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A complete checkpoint of a run."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    folder = write_checkpoint(tmp_path / "run" / "checkpoints" / "saved")
+    assert main(["verify", str(folder)]) == 0
+    load(folder)
+    return folder
+
+
+def load(folder: Path) -> None:
+    model = Transformer(ModelConfig.model_validate(read_manifest(folder).model))
+    load_weights(folder, model.state_dict())
+
+
+def seal(folder: Path, **changes: Any) -> None:
+    """Write a manifest that lists all files of tensors, with matching checksums."""
+    names = [path.name for path in folder.glob("*.safetensors")]
+    files = {name: record(folder / name).model_dump() for name in names}
+    forge_manifest(folder, **{"files": files} | changes)
+
+
+def entry(file: str, name: str, **changes: Any) -> Forge:
+    """Change what a header says of a tensor; None = it no longer lists the tensor."""
+
+    def change(header: dict[str, Any]) -> dict[str, Any]:
+        header[name] |= changes
+        return header
+
+    def forge(folder: Path) -> None:
+        rewrite_header(folder / file, change)
+        seal(folder)
+
+    return forge
+
+
+def rename(file: str, old: str, new: str | None) -> Forge:
+    """Give a tensor another name in a header, or none."""
+
+    def change(header: dict[str, Any]) -> dict[str, Any]:
+        sharding = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+        tensor = header.pop(old)
+        if new is not None:
+            header[new] = tensor
+            sharding[new] = sharding[old]
+        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(sharding)
+        return header
+
+    def forge(folder: Path) -> None:
+        rewrite_header(folder / file, change)
+        seal(folder)
+
+    return forge
+
+
+def moved(file: str, name: str, offsets: list[int]) -> Forge:
+    """Let a slice start elsewhere in its tensor."""
+
+    def change(header: dict[str, Any]) -> dict[str, Any]:
+        sharding = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+        sharding[name]["saved_offsets"] = offsets
+        header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(sharding)
+        return header
+
+    def forge(folder: Path) -> None:
+        rewrite_header(folder / file, change)
+        seal(folder)
+
+    return forge
+
+
+def added(file: str, name: str, tensor: torch.Tensor, start: int) -> Forge:
+    """Add a file with a slice."""
+
+    def forge(folder: Path) -> None:
+        write_tensors(folder / file, {name: Rows(tensor, start)})
+        seal(folder)
+
+    return forge
+
+
+def without(*names: str) -> Forge:
+    def forge(folder: Path) -> None:
+        for name in names:
+            (folder / name).unlink()
+        seal(folder)
+
+    return forge
+
+
+def copied(folder: Path) -> None:
+    shutil.copy(folder / SHARDS[0], folder / SHARDS[1])
+    seal(folder)
+
+
+def replaced(file: str, content: bytes) -> Forge:
+    def forge(folder: Path) -> None:
+        size = (folder / file).stat().st_size
+        (folder / file).write_bytes(content.ljust(size, b" "))
+        seal(folder)
+
+    return forge
+
+
+def ends_with(file: str, value: float) -> Forge:
+    def forge(folder: Path) -> None:
+        content = (folder / file).read_bytes()
+        (folder / file).write_bytes(content[:-4] + struct.pack("<f", value))
+        seal(folder)
+
+    return forge
+
+
+def promised(**changes: Any) -> Forge:
+    return lambda folder: seal(folder, **changes)
+
+
+def of_model(**changes: Any) -> Forge:
+    def forge(folder: Path) -> None:
+        seal(folder, model=json.loads((folder / MANIFEST).read_text())["model"] | changes)
+
+    return forge
+
+
+BASE = {"source": "base", "files": {"model.safetensors": {"bytes": 1 << 30, "crc32c": 1}}}
+ADAPTERS = {"lora_rank": 2, "lora_alpha": 4.0, "lora_dropout": 0.0, "lora_targets": None}
+HALF = 150 * 32 * 4
+DAMAGED: dict[str, tuple[Forge, str]] = {
+    "a gap": (moved(WEIGHTS_FILE, TENSOR, [1, 0]), f"model.{TENSOR} is not covered exactly once"),
+    "an overlap": (
+        added(SHARDS[1], TENSOR, torch.ones(1, 32), 299),
+        f"model.{TENSOR} is not covered exactly once",
+    ),
+    "a slice after the end": (
+        added(SHARDS[1], TENSOR, torch.ones(1, 32), 300),
+        rf"model.{TENSOR} is \[301, 32\]",
+    ),
+    "all slices twice": (copied, "is not covered exactly once"),
+    "columns": (moved(WEIGHTS_FILE, TENSOR, [0, 1]), "damaged header: embedding"),
+    "fewer rows": (
+        entry(WEIGHTS_FILE, TENSOR, shape=[150, 32], data_offsets=[0, HALF]),
+        rf"model.{TENSOR} is \[150, 32\]",
+    ),
+    "another shape": (
+        entry(WEIGHTS_FILE, TENSOR, shape=[150, 64]),
+        rf"model.{TENSOR} is \[150, 64\]",
+    ),
+    "another dtype": (entry(WEIGHTS_FILE, TENSOR, dtype="I32"), f"model.{TENSOR} is .*int32"),
+    "a missing tensor": (rename(WEIGHTS_FILE, TENSOR, None), f"model.{TENSOR} is missing"),
+    "another name": (rename(WEIGHTS_FILE, TENSOR, "x"), f"model.{TENSOR} is missing, and 1 more"),
+    "an unknown tensor": (
+        added(SHARDS[1], "x", torch.ones(1, 32), 0),
+        "model.x is not a tensor of its model",
+    ),
+    "no weights": (without(SHARDS[0]), "whose model files need .* have 0"),
+    "no files": (promised(files={}), "whose model files need .* have 0"),
+    "a header that is no JSON": (
+        replaced(WEIGHTS_FILE, struct.pack("<Q", 8) + b"no JSON!"),
+        f"{WEIGHTS_FILE}: damaged header",
+    ),
+    "a tensor beyond its file": (
+        entry(WEIGHTS_FILE, TENSOR, data_offsets=[1 << 30, (1 << 30) + 2 * HALF]),
+        f"{WEIGHTS_FILE}: damaged header",
+    ),
+    "no optimizer state": (without(OPTIM_SHARDS[0]), "whose optim files need .* have 0"),
+    "no moment of a tensor": (rename(OPTIM_SHARDS[0], MOMENT, None), f"optim.{MOMENT} is missing"),
+    "a moment of another dtype": (
+        entry(OPTIM_SHARDS[0], MOMENT, dtype="I32"),
+        f"optim.{MOMENT} is .*int32",
+    ),
+    "moments in bfloat16": (
+        promised(hyperparameters={"optim_dtype": "bfloat16", "beta2": 0.9}),
+        "optim.*float32 in the files, .*bfloat16",
+    ),
+    "no loss scale": (promised(loss_scaled=True), "whose scaler files need 8 bytes"),
+    "a loss scale of bfloat16": (
+        added(SCALER_FILE, "scale", torch.ones(()), 0),
+        "scaler.scale is not a tensor of its model",
+    ),
+    "more layers": (of_model(n_layers=3), "whose model files need"),
+    "fewer layers": (of_model(n_layers=1), "model.blocks.1.* is not a tensor of its model"),
+    "another optimizer": (
+        promised(hyperparameters={"optim_dtype": "int8"}),
+        f"{MANIFEST}: damaged: optim_dtype: ",
+    ),
+    "adapters without a rank": (promised(base=BASE), "hyperparameters.lora_rank: null"),
+    "adapters of an unknown layer": (
+        promised(base=BASE, hyperparameters=ADAPTERS | {"lora_targets": ["x"]}),
+        "hyperparameters.lora_targets: .*no layer x",
+    ),
+    "adapters that are all weights": (
+        promised(base=BASE, hyperparameters=ADAPTERS),
+        "is not a tensor of its model|is missing",
+    ),
+    "NaN in the weights": (ends_with(WEIGHTS_FILE, float("nan")), f"{WEIGHTS_FILE}: .*NaN"),
+    "inf in a moment": (ends_with(OPTIM_SHARDS[0], float("inf")), f"{OPTIM_SHARDS[0]}: .*inf"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_verify_refuses_what_loading_refuses(
+    case: str, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forge, expected = DAMAGED[case]
+    forge(saved)
+    with pytest.raises(CheckpointError, match=expected) as refused:
+        load(saved)
+    (line,) = refused.value.problems
+    capsys.readouterr()
+    assert main(["verify", str(saved)]) == 1
+    assert capsys.readouterr().err == f"{line}\n"
+    assert main(["list", str(saved.parent.parent)]) == 1
+    assert capsys.readouterr().out == f"saved  not complete: {line}\n"
