@@ -439,7 +439,10 @@ class Trainer:
                     return
                 tokens.append(token)
             self.model.train()
-        stops = [i for i, token in enumerate(tokens) if token in tokenizer.stop_ids]
+        stop_ids = tokenizer.stop_ids
+        if self.hp.dataset == "jsonl":  # whose chats the template has rendered
+            stop_ids = tokenizer.chat_stop_ids
+        stops = [i for i, token in enumerate(tokens) if token in stop_ids]
         if stops:
             del tokens[stops[0] :]
         text = tokenizer.decode(tokens, after=self.run.prompt)

@@ -1,7 +1,8 @@
 """Reading of files that are not trusted, up to a limit; checksums; crash-safe writing.
 
 The limits keep what a stranger's checkpoint, model or dataset can cost below 1 GB of memory and 10
-s beyond its real tensors. Parsed JSON takes up to 25 times its size.
+s beyond its real tensors; what its tokenizer and chat template compute has none. Parsed JSON takes
+up to 25 times its size.
 """
 
 from __future__ import annotations
@@ -28,10 +29,6 @@ MAX_TOKENIZER_BYTES = 40 << 20
 """Of a tokenizer.json. The largest in use has 33 MB."""
 MAX_INDEX_BYTES = 512 << 20
 """Of the index of a token file, which lists its sources: some 3 million."""
-MAX_VOCABULARY = 1 << 20
-"""Tokens of a tokenizer. The largest in use has 262,144."""
-MAX_TOKENIZER_GROWTH = 256
-"""By which factor the stages of a tokenizer can lengthen a text. Byte-level BPE has 4 or 8."""
 MAX_SLICES = 1 << 16
 """Entries in the headers of a checkpoint or a model, in addition to one per KiB of its files."""
 _CHECKSUM_BLOCK_BYTES = 1 << 22

@@ -9,7 +9,8 @@ Both accept [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] [--se
 If --prompt is -, prompts are read from standard input, one per line, and continued in batches with
 the same results as one by one. --chat answers each line of standard input with the tokenizer's chat
 template: Ctrl-C ends an answer, the end of the input ends the chat. A text ends at the tokenizer's
-`stop_ids` or before the TEXT of --stop. CHECKPOINT is the directory or URL of a checkpoint, written
+end of text, at a token of generation_config.json or before the TEXT of --stop, an answer also at
+the template's end of turn. CHECKPOINT is the directory or URL of a checkpoint, written
 by any number of ranks, or of a run, which means its newest. It is loaded into one process, on a GPU
 if one is available. LoRA adapters are merged into their base, which is read from where it was in
 training, or from DIRECTORY.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,6 +71,7 @@ def generate_texts(
     prompts: Sequence[list[int]],
     seeds: Sequence[int],
     max_new_tokens: int,
+    stop_ids: Collection[int],
     args: argparse.Namespace,
 ) -> Iterator[Iterator[str]]:
     """Yield for each of `prompts`, one batch, the pieces of its text while they are generated."""
@@ -82,7 +84,7 @@ def generate_texts(
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
-        stop_ids=tokenizer.stop_ids,
+        stop_ids=stop_ids,
     )
     # The steps of the batch are read once per prompt, each time for its own tokens.
     copies = itertools.tee(steps, len(prompts))
@@ -160,7 +162,9 @@ def generate_continuations(
         batch = continuations[start : start + args.batch_size]
         ids = [continuation.prompt_ids for continuation in batch]
         seeds = [continuation.seed for continuation in batch]
-        texts = generate_texts(model, tokenizer, ids, seeds, max_new_tokens, args)
+        texts = generate_texts(
+            model, tokenizer, ids, seeds, max_new_tokens, tokenizer.stop_ids, args
+        )
         for continuation, text in zip(batch, texts, strict=True):
             yield continuation.prompt
             yield from text
@@ -200,7 +204,9 @@ def chat(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> 
         max_new_tokens = context - len(prompt)
         if args.max_new_tokens is not None:
             max_new_tokens = min(max_new_tokens, args.max_new_tokens)
-        (pieces,) = generate_texts(model, tokenizer, [prompt], [args.seed], max_new_tokens, args)
+        (pieces,) = generate_texts(
+            model, tokenizer, [prompt], [args.seed], max_new_tokens, tokenizer.chat_stop_ids, args
+        )
         answer = ""
         try:
             for piece in pieces:

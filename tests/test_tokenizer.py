@@ -237,26 +237,73 @@ UNK, BOS, EOS = 0, 1, 2
 
 
 @pytest.mark.parametrize(
-    ("template", "generation", "stop_ids"),
+    ("generation", "stop_ids"),
     [
-        (CHAT_TEMPLATE, {}, {EOS}),
-        (CHAT_TEMPLATE, {"eos_token_id": None}, {EOS}),
-        (CHAT_TEMPLATE, {"eos_token_id": 7}, {EOS, 7}),
-        (CHAT_TEMPLATE, {"eos_token_id": [7, EOS, 9]}, {EOS, 7, 9}),
-        (
-            "{% for message in messages %}{{ message.content }} be<unk>\n<s>{% endfor %}",
-            {},
-            {EOS, UNK},
-        ),
-        ("{% for message in messages %}{{ message.content }} be{% endfor %}", {}, {EOS}),
-        ("{{ raise_exception('no user') }}", {}, {EOS}),
+        ({}, {EOS}),
+        ({"eos_token_id": None}, {EOS}),
+        ({"eos_token_id": 7}, {EOS, 7}),
+        ({"eos_token_id": [7, EOS, 9]}, {EOS, 7, 9}),
     ],
 )
-def test_stop_ids_are_end_of_text_and_end_of_turn(
-    template: str, generation: dict[str, Any], stop_ids: set[int]
+def test_stop_ids_are_end_of_text_and_the_models(
+    generation: dict[str, Any], stop_ids: set[int]
 ) -> None:
-    assert chat_files(template, **generation).stop_ids == stop_ids
+    assert chat_files("", **generation).stop_ids == stop_ids
     assert TOKENIZER.stop_ids == {END}
+
+
+@pytest.mark.parametrize(
+    ("template", "stop_ids"),
+    [
+        (CHAT_TEMPLATE, {EOS, 7}),
+        (
+            "{% for message in messages %}{{ message.content }} be<unk>\n<s>{% endfor %}",
+            {EOS, 7, UNK},
+        ),
+        ("{% for message in messages %}{{ message.content }} be{% endfor %}", {EOS, 7}),
+        ("{{ raise_exception('no user') }}", {EOS, 7}),
+    ],
+)
+def test_chat_stop_ids_have_the_end_of_turn(template: str, stop_ids: set[int]) -> None:
+    tokenizer = chat_files(template, eos_token_id=7)
+    assert tokenizer.chat_stop_ids == stop_ids
+    assert tokenizer.stop_ids == {EOS, 7}
+    assert TOKENIZER.chat_stop_ids == {END}
+
+
+WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
+    "config": ({"tokenizer_config.json": [1]}, "tokenizer_config.json: is not"),
+    "pairs": ({"tokenizer_config.json": [["eos_token", 1]]}, "tokenizer_config.json: is not"),
+    "generation": ({"generation_config.json": 3}, "generation_config.json: is not"),
+    "eos": ({"generation_config.json": {"eos_token_id": {}}}, ".*eos_token_id is {}"),
+    "eos-list": ({"generation_config.json": {"eos_token_id": [[]]}}, r".*eos_token_id is \[\[\]\]"),
+    "eos-text": ({"generation_config.json": {"eos_token_id": "x"}}, '.*eos_token_id is "x"'),
+    "template": ({"tokenizer_config.json": {"chat_template": [1]}}, "has no chat template"),
+    "nested": (
+        {"tokenizer_config.json": {"chat_template": [{"name": "default", "template": 1}]}},
+        "has no chat template",
+    ),
+}
+
+
+@pytest.mark.parametrize(("contents", "part"), WRONG_TYPES.values(), ids=WRONG_TYPES)
+def test_tokenizer_files_of_wrong_types_are_named(contents: dict[str, Any], part: str) -> None:
+    files = {TOKENIZER_JSON: llama_tokenizer()}
+    files["tokenizer_config.json"] = b'{"eos_token": "</s>"}'
+    files |= {name: json.dumps(content).encode() for name, content in contents.items()}
+    with pytest.raises(ConfigError, match=f"^tokenizer: test: {part}"):
+        use_for_chat(FileTokenizer(files, "test"))
+
+
+def test_chat_template_that_is_not_utf8_is_named() -> None:
+    files = {TOKENIZER_JSON: byte_level_tokenizer(), "chat_template.jinja": b"\xff"}
+    with pytest.raises(ConfigError, match=r"^tokenizer: test: chat_template\.jinja: byte 0 "):
+        use_for_chat(FileTokenizer(files, "test"))
+
+
+def use_for_chat(tokenizer: FileTokenizer) -> None:
+    assert tokenizer.stop_ids
+    tokenizer.render(CHAT, add_generation_prompt=False)
 
 
 # ---- loading
@@ -301,18 +348,14 @@ def test_load_tokenizer_refuses_files_it_cannot_use(tmp_path: Path) -> None:
     good, no_eos = byte_level_tokenizer(), json.dumps(content).encode()
     for load, part in (
         (lambda: load_tokenizer(str(tmp_path)), f"{tmp_path}: .*{TOKENIZER_JSON}"),
-        (lambda: from_files(b"{}"), "test: cannot be read: "),
+        (lambda: from_files(b"{}"), "test: fails in the tokenizers library: "),
         (
             lambda: from_files(good, {"eos_token": "<end>"}),
             "test: eos_token '<end>' .*tokenizer_config.json",
         ),
         (
-            lambda: FileTokenizer({TOKENIZER_JSON: good, "tokenizer_config.json": b"[1]"}, "test"),
-            "test: cannot be read: ",
-        ),
-        (
             lambda: FileTokenizer({TOKENIZER_JSON: good, "generation_config.json": b"{"}, "test"),
-            "test: cannot be read: ",
+            "test: generation_config.json: ",
         ),
         (lambda: from_files(no_eos), "test: .*no end-of-text token; .*tokenizer_config.json"),
     ):

@@ -140,7 +140,7 @@ def download_from_hub(source: str, files: Sequence[str], key: str) -> Path:
         raise refusal(f"{problem}; rerun the same command to resume it") from None
 
 
-def error_text(error: Exception) -> str:
+def error_text(error: BaseException) -> str:
     """Return what a library's error, or its cause, says in one line, or else its type."""
     cause = error.__cause__ or error
     return " ".join(str(cause).split())[:300] or type(cause).__name__

@@ -13,7 +13,6 @@ import datetime
 import functools
 import hashlib
 import json
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,13 +21,11 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.files import download_from_hub
+from lm.data.files import download_from_hub, error_text
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import (
     MAX_JSON_BYTES,
     MAX_TOKENIZER_BYTES,
-    MAX_TOKENIZER_GROWTH,
-    MAX_VOCABULARY,
     parse_json,
     read_bytes,
 )
@@ -84,6 +81,7 @@ class ByteTokenizer:
     vocab_size = 257
     eos_id = 256
     stop_ids = frozenset((eos_id,))
+    chat_stop_ids = stop_ids
     bos_id: int | None = None
     template_kwargs: Mapping[str, Any] = {}
     date: datetime.date | None = None
@@ -150,15 +148,10 @@ class FileTokenizer:
     def __init__(self, files: Mapping[str, bytes], name: str) -> None:
         self.files = dict(files)
         self._name = name
-        try:
-            self._encoder: Any = _CheckedEncoder(_parse_tokenizer(files[TOKENIZER_JSON]), name)
-            config = parse_json(files.get("tokenizer_config.json", b"{}"))
-            generation = parse_json(files.get(GENERATION_CONFIG, b"{}"))
-            self._config: dict[str, Any] = dict(config)
-            self._generation: dict[str, Any] = dict(generation)
-        except Exception as error:  # the library raises nothing narrower
-            raise self._error(f"cannot be read: {error}") from None
-        self._check_size()
+        with self._library_errors():
+            self._encoder: Any = _parse_tokenizer(files[TOKENIZER_JSON])
+        self._config = self._read_object("tokenizer_config.json")
+        self._generation = self._read_object(GENERATION_CONFIG)
         self._encoder.no_truncation()
         self._encoder.no_padding()
         self.template_kwargs: Mapping[str, Any] = {}
@@ -175,19 +168,27 @@ class FileTokenizer:
     def _error(self, problem: str) -> ConfigError:
         return ConfigError(f"tokenizer: {self._name}: {problem}")
 
-    def _check_size(self) -> None:
-        """Raise ConfigError if the tokenizer could take too much memory."""
-        size = self._encoder.get_vocab_size()
-        if size > MAX_VOCABULARY:
-            raise self._error(f"has {size:,} tokens, but at most {MAX_VOCABULARY:,} are read")
-        encoder = self._encoder
-        growth = 1
-        for stage in (encoder.normalizer, encoder.pre_tokenizer, encoder.post_processor):
-            if stage:
-                growth *= _stage_growth(json.loads(stage.__getstate__()))
-        if growth > MAX_TOKENIZER_GROWTH:
-            limit = f"more than {MAX_TOKENIZER_GROWTH} times"
-            raise self._error(f"its stages can lengthen a text {limit}")
+    @contextlib.contextmanager
+    def _library_errors(self) -> Iterator[None]:
+        """Raise ConfigError where the library raises, or panics in Rust."""
+        try:
+            yield
+        except BaseException as error:  # the library raises nothing narrower than Exception
+            is_panic = type(error).__name__ == "PanicException"  # which is no Exception
+            if not isinstance(error, Exception) and not is_panic:
+                raise
+            problem = f"fails in the tokenizers library: {error_text(error)}"
+            raise self._error(f"{problem}; use another tokenizer") from None
+
+    def _read_object(self, name: str) -> dict[str, Any]:
+        """Return the content of a JSON file, {} if there is none."""
+        try:
+            content = parse_json(self.files.get(name, b"{}"))
+        except ValueError as error:
+            raise self._error(f"{name}: not valid JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise self._error(f"{name}: is not a JSON object")
+        return content
 
     def _find_eos_id(self, vocabulary: Mapping[str, int]) -> int:
         eos = self._special_token("eos_token")
@@ -211,39 +212,45 @@ class FileTokenizer:
 
     @functools.cached_property
     def stop_ids(self) -> frozenset[int]:
-        """Ids that end a generated text.
-
-        They are end of text, those of generation_config.json, and the chat template's end of turn.
-        """
-        ids = {self.eos_id}
+        """Ids that end a generated text: end of text, and those of generation_config.json."""
         generation_eos = self._generation.get("eos_token_id")
-        if isinstance(generation_eos, list):
-            ids.update(generation_eos)
-        elif generation_eos is not None:
-            ids.add(generation_eos)
-        with contextlib.suppress(
-            ConfigError
-        ):  # without a template for such a chat, turns do not end
-            ids.update(self._end_of_turn_ids())
-        return frozenset(ids)
+        if generation_eos is None:
+            generation_eos = []
+        elif isinstance(generation_eos, int):
+            generation_eos = [generation_eos]
+        if not isinstance(generation_eos, list) or not all(
+            type(each) is int for each in generation_eos
+        ):
+            shown = json.dumps(generation_eos)[:60]
+            problem = f"{GENERATION_CONFIG}: eos_token_id is {shown}"
+            raise self._error(f"{problem}, not an integer or a list of integers")
+        return frozenset([self.eos_id, *generation_eos])
 
-    def _end_of_turn_ids(self) -> list[int]:
+    @functools.cached_property
+    def chat_stop_ids(self) -> frozenset[int]:
+        """Ids that end a reply: `stop_ids`, and the chat template's end of turn."""
+        with contextlib.suppress(ConfigError):  # a template that rejects such a chat
+            return self.stop_ids | self._end_of_turn_ids()
+        return self.stop_ids
+
+    def _end_of_turn_ids(self) -> set[int]:
         """Return the first special token that the chat template writes after a reply, if any."""
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKED_REPLY}]
         rendered = self.render(chat, add_generation_prompt=False)
         _, _, after_reply = rendered.text.rpartition(_MARKED_REPLY)
         added_tokens = self._encoder.get_added_tokens_decoder()
-        for token in self._encoder.encode(after_reply, add_special_tokens=False).ids:
+        for token in self._encode(after_reply, add_special_tokens=False):
             if token in added_tokens and added_tokens[token].special:
-                return [token]
-        return []
+                return {token}
+        return set()
 
     @functools.cached_property
     def text_bytes(self) -> NDArray[np.int64]:
         """Bytes of UTF-8 that each id adds to a text, (vocab_size,); 0 for special tokens."""
-        before = self._encoder.encode("a", add_special_tokens=False).ids
-        n_bytes_before = len(self._encoder.decode(before).encode())
-        texts = self._encoder.decode_batch([[*before, i] for i in range(self.vocab_size)])
+        before = self._encode("a", add_special_tokens=False)
+        n_bytes_before = len(self._decode(before).encode())
+        with self._library_errors():
+            texts = self._encoder.decode_batch([[*before, i] for i in range(self.vocab_size)])
         sizes = np.array([len(text.encode()) for text in texts]) - n_bytes_before
         for i, text in enumerate(texts):
             if "\ufffd" not in text:
@@ -258,6 +265,14 @@ class FileTokenizer:
                 sizes[i] = len(token)
         return sizes
 
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        with self._library_errors():
+            return self._encoder.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        with self._library_errors():
+            return self._encoder.decode(ids)
+
     def _without_eos(self, ids: list[int]) -> list[int]:
         if ids[-1:] == [self.eos_id]:  # some tokenizers append it to every text
             return ids[:-1]
@@ -265,14 +280,15 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`, with the tokenizer's own start of text, without end of text."""
-        return self._without_eos(self._encoder.encode(text).ids)
+        return self._without_eos(self._encode(text, add_special_tokens=True))
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Return the ids of each text as `encode` does.
 
         The library uses all cores unless TOKENIZERS_PARALLELISM is false.
         """
-        encodings = self._encoder.encode_batch_fast(list(texts))
+        with self._library_errors():
+            encodings = self._encoder.encode_batch_fast(list(texts))
         return [np.array(self._without_eos(encoding.ids), np.uint32) for encoding in encodings]
 
     def encode_with_ends(
@@ -283,10 +299,12 @@ class FileTokenizer:
         Args:
             add_special_tokens: False for texts from `render`, which contain theirs already.
         """
+        with self._library_errors():
+            encodings = self._encoder.encode_batch(
+                list(texts), add_special_tokens=add_special_tokens
+            )
         results: list[TokenizedText] = []
-        for encoding in self._encoder.encode_batch(
-            list(texts), add_special_tokens=add_special_tokens
-        ):
+        for encoding in encodings:
             ids = encoding.ids
             if add_special_tokens:
                 ids = self._without_eos(ids)
@@ -307,37 +325,40 @@ class FileTokenizer:
         from tokenizers.decoders import DecodeStream
 
         prefix = list(after)
-        while self._encoder.decode(prefix).endswith("\ufffd"):
+        while self._decode(prefix).endswith("\ufffd"):
             prefix.pop()  # an incomplete character makes DecodeStream repeat the prefix
         decoder = DecodeStream(ids=prefix, skip_special_tokens=True)
         pending: list[int] = []
         for token in ids:
             if token == self.eos_id:
-                yield self._encoder.decode(pending) + "\n\n"
+                yield self._decode(pending) + "\n\n"
                 decoder = DecodeStream(skip_special_tokens=True)
                 pending = []
                 continue
             pending.append(token)
             try:
-                piece = decoder.step(self._encoder.encoder, token)
-            except (
-                Exception
-            ):  # invalid UTF-8 after valid bytes; the library raises nothing narrower
-                piece = self._encoder.decode(pending)
+                with self._library_errors():
+                    piece = decoder.step(self._encoder, token)
+            except ConfigError:  # invalid UTF-8 after valid bytes
+                piece = self._decode(pending)
                 decoder = DecodeStream(ids=pending, skip_special_tokens=True)
             if piece is not None:
                 pending = []
                 yield piece
-        yield self._encoder.decode(pending)
+        yield self._decode(pending)
 
     @functools.cached_property
     def _template(self) -> str:
-        template = self.files.get("chat_template.jinja", b"").decode()
-        if not template:
-            template = self._config.get("chat_template")
+        content = self.files.get("chat_template.jinja")
+        if content:
+            try:
+                return content.decode()
+            except UnicodeDecodeError as error:
+                problem = f"chat_template.jinja: byte {error.start} is not UTF-8"
+                raise self._error(problem) from None
+        template = self._config.get("chat_template")
         if isinstance(template, list):  # several, by name
-            defaults = [each for each in template if each.get("name") == "default"]
-            template = defaults[0].get("template") if defaults else None
+            template = _find_default(template)
         if not isinstance(template, str):
             raise self._error("has no chat template (chat_template in tokenizer_config.json)")
         return template
@@ -388,7 +409,8 @@ class FileTokenizer:
                 **variables,
             )
         except Exception as error:  # a template may raise anything
-            raise self._error(f"its chat template rejects the messages: {error}") from None
+            problem = f"its chat template rejects the messages: {error_text(error)}"
+            raise self._error(problem) from None
         if not has_tags:
             return RenderedChat(texts[0], None)
         marked: Any = spans
@@ -411,6 +433,14 @@ class FileTokenizer:
             raise self._error(f"{problem}; {remedy}")
 
 
+def _find_default(templates: Sequence[Any]) -> Any:
+    """Return the template named default of a list in tokenizer_config.json; None = it has none."""
+    for each in templates:
+        if isinstance(each, dict) and each.get("name") == "default":
+            return each.get("template")
+    return None
+
+
 def _write_date(template: str, date: datetime.date) -> str:
     """Return a chat template with `date` in place of its calls of `strftime_now`.
 
@@ -430,55 +460,6 @@ def _parse_tokenizer(content: bytes) -> Any:
     import tokenizers
 
     return tokenizers.Tokenizer.from_buffer(content)
-
-
-def _stage_growth(stage: Any) -> int:
-    """Return by what factor a stage of a tokenizer, as JSON, can lengthen a text.
-
-    A stage can consist of others, whose factors multiply.
-    """
-    children: Iterable[Any] = ()
-    if isinstance(stage, dict):
-        children = stage.values()
-    elif isinstance(stage, list):
-        children = stage
-    growth = math.prod(_stage_growth(child) for child in children)
-    match stage:
-        case {"type": "Replace", "content": str(content)}:
-            growth *= max(1, len(content))
-        case {"type": "ByteLevel"}:
-            growth *= 2
-        case {"type": "TemplateProcessing", "single": list(pieces)}:
-            growth *= max(1, sum("Sequence" in piece for piece in pieces))
-    return growth
-
-
-class _CheckedEncoder:
-    """A `tokenizers.Tokenizer` that raises ConfigError where its Rust code panics."""
-
-    def __init__(self, encoder: Any, name: str) -> None:
-        self.encoder = encoder
-        self._name = name
-
-    def __reduce__(self) -> tuple[Any, ...]:  # data workers receive a copy
-        return _CheckedEncoder, (self.encoder, self._name)
-
-    def __getattr__(self, attribute: str) -> Any:
-        value = getattr(self.encoder, attribute)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return value(*args, **kwargs)
-            except BaseException as error:
-                if type(error).__name__ != "PanicException":
-                    raise
-                problem = f"the tokenizers library panicked: {error}"
-                message = f"tokenizer: {self._name}: {problem}; use another tokenizer"
-                raise ConfigError(message) from None
-
-        if callable(value):
-            return call
-        return value
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
