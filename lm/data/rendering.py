@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from lm.data.chat_template import Span
 from lm.data.files import JsonLine, get_text
-from lm.data.tokenizer import Span, Tokenizer
+from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
 
 

@@ -6,14 +6,12 @@ generate text anywhere.
 
 from __future__ import annotations
 
-import ast
 import codecs
 import contextlib
 import datetime
 import functools
 import hashlib
 import json
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -21,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from lm.data.chat_template import ChatTemplate, RenderedChat, find_named
 from lm.data.files import download_from_hub, error_text
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import (
@@ -45,10 +44,6 @@ _TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 """keys of tokenizer_config.json that are variables of the chat template"""
 _MARKED_REPLY = "x7q"
 """content that no chat template writes itself"""
-_REASONING_KEYS = {"reasoning_content", "thinking", "reasoning"}
-"""of messages; transformers copies one to the others"""
-_STRFTIME_NOW = re.compile(r"strftime_now\s*\(([^()]*)\)")
-_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class TokenizedText(NamedTuple):
@@ -57,21 +52,6 @@ class TokenizedText(NamedTuple):
     ids: NDArray[np.uint32]
     ends: NDArray[np.int64]
     """the number of the first character after each token"""
-
-
-class Span(NamedTuple):
-    """Characters of a text."""
-
-    start: int
-    stop: int
-
-
-class RenderedChat(NamedTuple):
-    """Messages as text, with their special tokens."""
-
-    text: str
-    reply_spans: list[Span] | None
-    """of the assistant's messages; None = the template has no `{% generation %}` tags"""
 
 
 class ByteTokenizer:
@@ -348,28 +328,20 @@ class FileTokenizer:
         yield self._decode(pending)
 
     @functools.cached_property
-    def _template(self) -> str:
+    def _template(self) -> ChatTemplate:
+        template = self._config.get("chat_template")
+        if isinstance(template, list):  # several, by name
+            template = find_named(template, "default")
         content = self.files.get("chat_template.jinja")
         if content:
             try:
-                return content.decode()
+                template = content.decode()
             except UnicodeDecodeError as error:
                 problem = f"chat_template.jinja: byte {error.start} is not UTF-8"
                 raise self._error(problem) from None
-        template = self._config.get("chat_template")
-        if isinstance(template, list):  # several, by name
-            template = _find_default(template)
         if not isinstance(template, str):
             raise self._error("has no chat template (chat_template in tokenizer_config.json)")
-        return template
-
-    @functools.cached_property
-    def _template_words(self) -> set[str]:
-        """Keys of messages that may be set: those that the template mentions, and a call's ID."""
-        words = {*re.findall(r"\w+", self._template), "role", "content", "tool_call_id"}
-        if words & _REASONING_KEYS:
-            words |= _REASONING_KEYS
-        return words
+        return ChatTemplate(template, f"tokenizer: {self._name}: its chat template")
 
     def render(
         self,
@@ -385,73 +357,12 @@ class FileTokenizer:
             tools: JSON schemas of the functions that the assistant can call; the template must read
                 them.
         """
-        template = self._template
-        try:
-            from transformers.utils.chat_template_utils import render_jinja_template
-        except ImportError:
-            advice = "chat templates require a package: pip install transformers"
-            raise self._error(advice) from None
-        self._check_template_reads(messages, tools)
         variables: dict[str, Any] = {key: self._special_token(key) for key in _TEMPLATE_TOKENS}
         variables |= self.template_kwargs
-        has_tags = _GENERATION_TAG.search(template) is not None
-        try:
-            if "date_string" in variables:
-                dated = _STRFTIME_NOW.sub("date_string", template)
-            else:
-                dated = _write_date(template, self.date or datetime.date.today())
-            texts, spans = render_jinja_template(
-                [[dict(message) for message in messages]],
-                tools,
-                chat_template=dated,
-                return_assistant_tokens_mask=has_tags,
-                add_generation_prompt=add_generation_prompt,
-                **variables,
-            )
-        except Exception as error:  # a template may raise anything
-            problem = f"its chat template rejects the messages: {error_text(error)}"
-            raise self._error(problem) from None
-        if not has_tags:
-            return RenderedChat(texts[0], None)
-        marked: Any = spans
-        return RenderedChat(texts[0], [Span(start, stop) for start, stop in marked[0]])
-
-    def _check_template_reads(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
-        """Raise ConfigError if the chat template leaves out tools, or a key of the messages."""
-        if tools is not None and "tools" not in self._template_words:
-            problem = "its chat template does not read tools"
-            raise self._error(f"{problem}; remove them from the data")
-        unread: set[str] = set()
-        for message in messages:
-            unread.update(key for key, value in message.items() if value is not None)
-        unread -= self._template_words
-        if unread:
-            keys = sorted(unread)
-            program = f"del((.messages, .prompt, .completion)[]?{json.dumps(keys)})"
-            problem = f"its chat template does not read {', '.join(keys)} of messages"
-            remedy = f"remove: jq -c '{program}' OLD.jsonl > NEW.jsonl"
-            raise self._error(f"{problem}; {remedy}")
-
-
-def _find_default(templates: Sequence[Any]) -> Any:
-    """Return the template named default of a list in tokenizer_config.json; None = it has none."""
-    for each in templates:
-        if isinstance(each, dict) and each.get("name") == "default":
-            return each.get("template")
-    return None
-
-
-def _write_date(template: str, date: datetime.date) -> str:
-    """Return a chat template with `date` in place of its calls of `strftime_now`.
-
-    The function that transformers passes for them returns the current time, with which a resumed
-    run would read other data.
-    """
-
-    def formatted(call: re.Match[str]) -> str:
-        return repr(date.strftime(ast.literal_eval(call[1])))
-
-    return _STRFTIME_NOW.sub(formatted, template)
+        date = self.date or datetime.date.today()
+        return self._template.render(
+            messages, tools, variables, date, add_generation_prompt=add_generation_prompt
+        )
 
 
 @functools.lru_cache(maxsize=2)

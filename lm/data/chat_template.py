@@ -1,0 +1,136 @@
+"""Chat templates: the text that one writes for messages, and what it cannot read.
+
+A template is a Jinja program, which transformers runs in its sandbox.
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lm.data.files import error_text
+from lm.errors import ConfigError
+
+_REASONING_KEYS = {"reasoning_content", "thinking", "reasoning"}
+"""of messages; transformers copies one to the others"""
+_STRFTIME_NOW = re.compile(r"strftime_now\s*\(([^()]*)\)")
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Span(NamedTuple):
+    """Characters of a text."""
+
+    start: int
+    stop: int
+
+
+class RenderedChat(NamedTuple):
+    """Messages as text, with their special tokens."""
+
+    text: str
+    reply_spans: list[Span] | None
+    """of the assistant's messages; None = the template has no `{% generation %}` tags"""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template."""
+
+    text: str
+    name: str
+    """in errors"""
+
+    @property
+    def marks_replies(self) -> bool:
+        """Whether it has `{% generation %}` tags."""
+        return _GENERATION_TAG.search(self.text) is not None
+
+    @functools.cached_property
+    def _words(self) -> set[str]:
+        """Keys of messages that may be set: those that the template mentions, and a call's ID."""
+        words = {*re.findall(r"\w+", self.text), "role", "content", "tool_call_id"}
+        if words & _REASONING_KEYS:
+            words |= _REASONING_KEYS
+        return words
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any,
+        variables: Mapping[str, Any],
+        date: datetime.date,
+        *,
+        add_generation_prompt: bool,
+    ) -> RenderedChat:
+        """Return the text that the template writes; see `FileTokenizer.render`.
+
+        Args:
+            variables: what it reads besides messages and tools; `date_string` replaces `date`.
+            date: what it reads as today.
+        """
+        try:
+            from transformers.utils.chat_template_utils import render_jinja_template
+        except ImportError:
+            raise ConfigError(f"{self.name} requires a package: pip install transformers") from None
+        self._check_reads(messages, tools)
+        try:
+            if "date_string" in variables:
+                dated = _STRFTIME_NOW.sub("date_string", self.text)
+            else:
+                dated = _write_date(self.text, date)
+            texts, spans = render_jinja_template(
+                [[dict(message) for message in messages]],
+                tools,
+                chat_template=dated,
+                return_assistant_tokens_mask=self.marks_replies,
+                add_generation_prompt=add_generation_prompt,
+                **variables,
+            )
+        except Exception as error:  # a template may raise anything
+            raise ConfigError(f"{self.name} rejects the messages: {error_text(error)}") from None
+        if not self.marks_replies:
+            return RenderedChat(texts[0], None)
+        marked: Any = spans
+        return RenderedChat(texts[0], [Span(start, stop) for start, stop in marked[0]])
+
+    def _check_reads(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
+        """Raise ConfigError if the template leaves out tools, or a key of the messages."""
+        if tools is not None and "tools" not in self._words:
+            raise ConfigError(f"{self.name} does not read tools; remove them from the data")
+        unread: set[str] = set()
+        for message in messages:
+            unread.update(key for key, value in message.items() if value is not None)
+        unread -= self._words
+        if unread:
+            keys = sorted(unread)
+            program = f"del((.messages, .prompt, .completion)[]?{json.dumps(keys)})"
+            problem = f"{self.name} does not read {', '.join(keys)} of messages"
+            remedy = f"remove: jq -c '{program}' OLD.jsonl > NEW.jsonl"
+            raise ConfigError(f"{problem}; {remedy}")
+
+
+def find_named(templates: Sequence[Any], name: str) -> Any:
+    """Return the template `name` of a list in tokenizer_config.json; None = it has none."""
+    for each in templates:
+        if isinstance(each, dict) and each.get("name") == name:
+            return each.get("template")
+    return None
+
+
+def _write_date(template: str, date: datetime.date) -> str:
+    """Return a chat template with `date` in place of its calls of `strftime_now`.
+
+    The function that transformers passes for them returns the current time, with which a resumed
+    run would read other data.
+    """
+
+    def formatted(call: re.Match[str]) -> str:
+        return repr(date.strftime(ast.literal_eval(call[1])))
+
+    return _STRFTIME_NOW.sub(formatted, template)
