@@ -327,15 +327,54 @@ def test_generation_tags_mark_targets_as_transformers(
     assert only_last == "the question\n\n"
 
 
-def test_trl_templates_mark_targets_as_transformers(tmp_path: Path) -> None:
+def trl_templates() -> list[Path]:
+    """The chat templates in TRL's package."""
     (package,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr]
+    return sorted(Path(package, "chat_templates").glob("*.jinja"))
+
+
+@pytest.mark.parametrize("unset", [(), ("bos_token", "pad_token", "unk_token"), ("eos_token",)])
+def test_trl_templates_write_ids_as_transformers(unset: tuple[str, ...], tmp_path: Path) -> None:
+    import transformers
+
+    specials = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+    config = {key: "<|endoftext|>" for key in specials if key not in unset}
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    files = {TOKENIZER_JSON: byte_level_tokenizer()}
+    for name, content in (files | {"tokenizer_config.json": json.dumps(config).encode()}).items():
+        (tmp_path / name).write_bytes(content)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "What is 2 + 2?", "tool_calls": None},
+        {"role": "assistant", "content": "It is 4.", "reasoning_content": None},
+        {"role": "user", "content": "And 3 + 3?"},
+    ]
+    for path in trl_templates():
+        template = path.read_text()
+        settings = json.dumps(config | {"chat_template": template}).encode()
+        ours = FileTokenizer(files | {"tokenizer_config.json": settings}, path.stem)
+        try:
+            expected = theirs.apply_chat_template(
+                chat, chat_template=template, add_generation_prompt=True, return_dict=False
+            )
+        except Exception:  # it needs images, or a token that is not set
+            with pytest.raises(ConfigError, match="rejects the messages"):
+                ours.render(chat, add_generation_prompt=True)
+            continue
+        text, _ = ours.render(chat, add_generation_prompt=True)
+        ((ids, _),) = ours.encode_with_ends([text], add_special_tokens=False)
+        assert ids.tolist() == expected, path.stem
+        assert "None" not in text, path.stem
+
+
+def test_trl_templates_mark_targets_as_transformers(tmp_path: Path) -> None:
     config = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     contents = ["What is 2 + 2?", "It is 4.", "And 3 + 3?", "  Six,\nof them. "]
     chat = [
         {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)
     ]
     file, compared = write(tmp_path / "a.jsonl", [{"messages": chat}]), []
-    for path in sorted(Path(package, "chat_templates").glob("*.jinja")):
+    for path in trl_templates():
         template = path.read_text()
         if "{% generation %}" not in template.replace("-", "") or path.name.startswith(
             "llava"

@@ -78,6 +78,11 @@ class ChatTemplate:
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError:
             raise ConfigError(f"{self.name} requires a package: pip install transformers") from None
+        # As in transformers: templates write null as the text None.
+        messages = [
+            {key: value for key, value in message.items() if value is not None}
+            for message in messages
+        ]
         self._check_reads(messages, tools)
         try:
             if "date_string" in variables:
@@ -85,7 +90,7 @@ class ChatTemplate:
             else:
                 dated = _write_date(self.text, date)
             texts, spans = render_jinja_template(
-                [[dict(message) for message in messages]],
+                [messages],
                 tools,
                 chat_template=dated,
                 return_assistant_tokens_mask=self.marks_replies,
@@ -103,10 +108,7 @@ class ChatTemplate:
         """Raise ConfigError if the template leaves out tools, or a key of the messages."""
         if tools is not None and "tools" not in self._words:
             raise ConfigError(f"{self.name} does not read tools; remove them from the data")
-        unread: set[str] = set()
-        for message in messages:
-            unread.update(key for key, value in message.items() if value is not None)
-        unread -= self._words
+        unread = {key for message in messages for key in message} - self._words
         if unread:
             keys = sorted(unread)
             program = f"del((.messages, .prompt, .completion)[]?{json.dumps(keys)})"

@@ -40,8 +40,16 @@ TOKENIZER_FILES = (
 """of a tokenizer; only the first is required"""
 END_OF_TEXT = "<|endoftext|>"
 _EOS_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
-_TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-"""keys of tokenizer_config.json that are variables of the chat template"""
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+"""keys of tokenizer_config.json that, if set, are variables of the chat template"""
 _MARKED_REPLY = "x7q"
 """content that no chat template writes itself"""
 
@@ -357,7 +365,11 @@ class FileTokenizer:
             tools: JSON schemas of the functions that the assistant can call; the template must read
                 them.
         """
-        variables: dict[str, Any] = {key: self._special_token(key) for key in _TEMPLATE_TOKENS}
+        variables: dict[str, Any] = {}
+        for key in _SPECIAL_TOKENS:
+            token = self._special_token(key)
+            if token is not None:
+                variables[key] = token
         variables |= self.template_kwargs
         date = self.date or datetime.date.today()
         return self._template.render(
