@@ -20,6 +20,7 @@ from lm import generate
 from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import read_manifest, write_manifest
 from lm.data.tokenizer import TOKENIZER_JSON
+from lm.hf.export import export_model
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import TINY
 from tests.support.runs import run_fsdp
@@ -293,7 +294,8 @@ def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     template = CHAT_TEMPLATE.replace(
         "] ", "]"
     )  # a space would be a part of the first token of the reply
-    specials = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (folder / "set.jinja").write_text(template)
+    specials = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ unused }}"}
     (folder / "tokenizer_config.json").write_text(json.dumps(specials))
     (folder / "chats.jsonl").write_text(
         "".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS)
@@ -303,11 +305,15 @@ def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train_data": "chats.jsonl",
         "val_data": "chats.jsonl",
         "tokenizer": TOKENIZER_JSON,
+        "chat_template": "set.jinja",
     }
     shape = {
         "vocab_size": 200,
         "max_seq_len": 64,
         "positions": "rope",
+        "norm": "rmsnorm",
+        "ffn": "swiglu",
+        "bias": "none",
         "loss_on": "completion",
         "packing": False,
     }
@@ -320,6 +326,15 @@ def chat_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     run_fsdp(folder, config=TINY | data | shape | how, code=0)
     return folder / "runs" / "test"
+
+
+@pytest.mark.slow
+def test_export_has_the_chat_template_of_the_run(chat_run: Path, tmp_path: Path) -> None:
+    import transformers
+
+    export_model(chat_run, tmp_path / "out")
+    exported = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert exported.chat_template == (chat_run.parent.parent / "set.jinja").read_text()
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.data.jsonl import JsonlDataset
-from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer
+from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer, load_tokenizer
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
 from tests.support.hyperparameters import named_keys
@@ -367,28 +367,82 @@ def test_trl_templates_write_ids_as_transformers(unset: tuple[str, ...], tmp_pat
         assert "None" not in text, path.stem
 
 
+def save_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer without a chat template to `folder`."""
+    end = "<|endoftext|>"
+    config = {"bos_token": end, "eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / TOKENIZER_JSON).write_bytes(byte_level_tokenizer())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+CONTENTS = ["What is 2 + 2?", "It is 4.", "And 3 + 3?", "  Six,\nof them. "]
+DIALOG = [
+    {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(CONTENTS)
+]
+NEEDS_IMAGES = ("llava_next", "llava_next_training")
+
+
 def test_trl_templates_mark_targets_as_transformers(tmp_path: Path) -> None:
-    config = {"eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    contents = ["What is 2 + 2?", "It is 4.", "And 3 + 3?", "  Six,\nof them. "]
-    chat = [
-        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)
-    ]
-    file, compared = write(tmp_path / "a.jsonl", [{"messages": chat}]), []
+    file = write(tmp_path / "a.jsonl", [{"messages": DIALOG}])
+    folder = save_tokenizer(tmp_path)
+    compared = []
     for path in trl_templates():
-        template = path.read_text()
-        if "{% generation %}" not in template.replace("-", "") or path.name.startswith(
-            "llava"
-        ):  # which needs images
+        tokenizer = load_tokenizer(str(folder), path.stem)
+        assert isinstance(tokenizer, FileTokenizer)
+        if not tokenizer.chat_template.marks_replies or path.stem in NEEDS_IMAGES:
             continue
-        settings = json.dumps(config | {"chat_template": template}).encode()
-        files = {TOKENIZER_JSON: byte_level_tokenizer(), "tokenizer_config.json": settings}
-        found = targets(
-            JsonlDataset([file], FileTokenizer(files, path.name), 8192, completion_only=True)
-        )
-        assert found == masked_by_transformers(files, chat, tmp_path), path.name
+        found = targets(JsonlDataset([file], tokenizer, 8192, completion_only=True))
+        assert found == masked_by_transformers(tokenizer.files, DIALOG, tmp_path), path.name
         assert found
         compared.append(path.name)
     assert len(compared) > 30
+
+
+def test_trl_templates_that_are_refused_name_their_twins(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [{"messages": DIALOG}])
+    folder = str(save_tokenizer(tmp_path))
+    refused = []
+    for path in trl_templates():
+        if path.stem in NEEDS_IMAGES:
+            continue
+        try:
+            JsonlDataset([file], load_tokenizer(folder, path.stem), 8192, completion_only=True)
+        except ConfigError as error:
+            (twin,) = re.findall(r"chat_template: (\w+_training)", str(error))
+            assert twin == f"{path.stem}_training"
+            JsonlDataset([file], load_tokenizer(folder, twin), 8192, completion_only=True)
+            refused.append(path.stem)
+    assert {"qwen3", "deepseek_r1_distill", "gptoss", "phi3"} <= set(refused)
+
+
+def test_trl_template_of_qwen3_trains_calls_of_tools(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}]
+    messages = [
+        {"role": "user", "content": "What is 2 + 2?"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "It is 4."},
+    ]
+    file = write(tmp_path / "a.jsonl", [{"messages": messages, "tools": tools}])
+    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen3_training")
+    text = tokenizer.decode(targets(JsonlDataset([file], tokenizer, 8192, completion_only=True)))
+    assert '{"name": "add", "arguments": {"x": 1}}' in text
+    assert "It is 4.<|im_end|>" in text
+    assert "tool_response" not in text
+
+
+@pytest.mark.parametrize("template", ["qwen3", "qwen3_5_think"])
+def test_empty_thinking_is_a_target_only_if_the_data_has_it(template: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), template)
+    for content, thinks in (("It is 4.", False), ("<think>\n\n</think>\n\nIt is 4.", True)):
+        chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": content}]
+        file = write(tmp_path / "a.jsonl", [{"messages": chat}])
+        found = targets(JsonlDataset([file], tokenizer, 512, completion_only=True))
+        text = tokenizer.decode(found)
+        assert ("</think>" in text) == thinks
+        assert text.endswith("It is 4.<|im_end|>\n")
 
 
 def test_text_field_names_the_field(tmp_path: Path) -> None:

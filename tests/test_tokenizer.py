@@ -199,6 +199,35 @@ def test_render_uses_the_template_of_the_tokenizer(tmp_path: Path) -> None:
     assert named_keys(caught.value) >= {"tokenizer"}
 
 
+def test_chat_template_of_a_file_replaces_the_tokenizers(tmp_path: Path) -> None:
+    (tmp_path / TOKENIZER_JSON).write_bytes(llama_tokenizer())
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", "chat_template": CHAT_TEMPLATE})
+    )
+    other = tmp_path / "other.jinja"
+    other.write_text("{{ messages[0].content }}")
+    tokenizer = load_tokenizer(str(tmp_path), str(other))
+    assert tokenizer.render(CHAT, add_generation_prompt=False)[0] == "hi"
+    assert tokenizer.files["chat_template.jinja"] == other.read_bytes()
+    saved = FileTokenizer(tokenizer.files, "saved")
+    assert saved.render(CHAT, add_generation_prompt=False)[0] == "hi"
+    assert saved.identity == load_tokenizer(str(tmp_path)).identity
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name", "part"),
+    [
+        ("bytes", "qwen3", "requires a Hugging Face tokenizer"),
+        ("none", "./qwen3", f"no such file in {Path.cwd()}"),
+        ("none", "none.jinja", f"no such file in {Path.cwd()}"),
+        ("none", "qwen3_train", "qwen3_training"),
+    ],
+)
+def test_chat_template_that_does_not_exist(tokenizer: str, name: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=f"^chat_template: {name}: .*{part}"):
+        load_tokenizer(tokenizer, name)
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "part"),
     [(TOKENIZER, "bytes: .*no chat template"), (LLAMA, "test: .*no chat template")],

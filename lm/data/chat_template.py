@@ -1,26 +1,33 @@
 """Chat templates: the text that one writes for messages, and what it cannot read.
 
-A template is a Jinja program, which transformers runs in its sandbox.
+A template is a Jinja program, which transformers runs in its sandbox. TRL's package contains the
+templates of many models, and twins of them for training, which mark the assistant's replies.
 """
 
 from __future__ import annotations
 
 import ast
 import datetime
+import difflib
 import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from lm.data.files import error_text
-from lm.errors import ConfigError
+from lm.errors import ConfigError, oserror_as_config_error
+from lm.fileio import MAX_JSON_BYTES, read_bytes
 
-_REASONING_KEYS = {"reasoning_content", "thinking", "reasoning"}
+REASONING_KEYS = {"reasoning_content", "thinking", "reasoning"}
 """of messages; transformers copies one to the others"""
 _STRFTIME_NOW = re.compile(r"strftime_now\s*\(([^()]*)\)")
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TRAINING = "_training"
+"""ends the name of a template for training in TRL"""
 
 
 class Span(NamedTuple):
@@ -51,12 +58,22 @@ class ChatTemplate:
         """Whether it has `{% generation %}` tags."""
         return _GENERATION_TAG.search(self.text) is not None
 
+    def advise_training(self) -> str:
+        """Return what to do if replies cannot be located in the text."""
+        for name, path in _find_trl_templates().items():
+            if path.read_text().strip() == self.text.strip():
+                twin = name + _TRAINING
+                if twin in _find_trl_templates():
+                    return f"set chat_template: {twin}, which TRL has for training with it"
+        marked = "set chat_template to one that marks replies with {% generation %}"
+        return f"{marked}; TRL has some (pip install trl), e.g. chat_template: qwen3{_TRAINING}"
+
     @functools.cached_property
     def _words(self) -> set[str]:
         """Keys of messages that may be set: those that the template mentions, and a call's ID."""
         words = {*re.findall(r"\w+", self.text), "role", "content", "tool_call_id"}
-        if words & _REASONING_KEYS:
-            words |= _REASONING_KEYS
+        if words & REASONING_KEYS:
+            words |= REASONING_KEYS
         return words
 
     def render(
@@ -115,6 +132,45 @@ class ChatTemplate:
             problem = f"{self.name} does not read {', '.join(keys)} of messages"
             remedy = f"remove: jq -c '{program}' OLD.jsonl > NEW.jsonl"
             raise ConfigError(f"{problem}; {remedy}")
+
+
+@oserror_as_config_error
+def read_chat_template(name: str) -> ChatTemplate:
+    """Read the chat template `name`: a file, or the name of one in TRL's package."""
+    path = Path(name).expanduser()
+    if not path.is_file():
+        if path.suffix or "/" in name:
+            raise ConfigError(f"chat_template: {name}: no such file in {Path.cwd()}")
+        path = _find_trl_template(name)
+    try:
+        text = read_bytes(path.resolve(), MAX_JSON_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"chat_template: {path}: byte {error.start} is not UTF-8") from None
+    return ChatTemplate(text, f"chat_template: {name}")
+
+
+def _find_trl_template(name: str) -> Path:
+    templates = _find_trl_templates()
+    if not templates:
+        problem = f"no such file in {Path.cwd()}, and TRL, which has templates, is not installed"
+        raise ConfigError(f"chat_template: {name}: {problem}: pip install trl")
+    if name not in templates:
+        close = difflib.get_close_matches(name, templates, n=5, cutoff=0.5) or list(templates)
+        problem = f"no such file in {Path.cwd()}, and no template of TRL"
+        raise ConfigError(f"chat_template: {name}: {problem}; it has {', '.join(close)}")
+    return templates[name]
+
+
+def _find_trl_templates() -> dict[str, Path]:
+    """Return the chat templates in TRL's package by name, {} if it is not installed."""
+    package = find_spec("trl")
+    if package is None:
+        return {}
+    templates: dict[str, Path] = {}
+    for directory in package.submodule_search_locations or ():
+        for path in sorted(Path(directory, "chat_templates").glob("*.jinja")):
+            templates[path.stem] = path
+    return templates
 
 
 def find_named(templates: Sequence[Any], name: str) -> Any:

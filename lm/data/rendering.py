@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lm.data.chat_template import Span
+from lm.data.chat_template import REASONING_KEYS, Span
 from lm.data.files import JsonLine, get_text
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
@@ -37,6 +38,10 @@ _OTHER_FORMATS = (
         '{prompt: (.instruction + "\\n" + (.input // "") + "\\n"), completion: .output}',
     ),
 )
+
+
+_EMPTY_THINKING = re.compile(r"\s*(<think>)?\s*</think>\s*")
+"""The opening tag may be in the prompt."""
 
 
 class RenderedRecord(NamedTuple):
@@ -156,9 +161,10 @@ class RecordRenderer:
             through_text = through.text
         if not (chat.text.startswith(through_text) and through_text.startswith(before.text)):
             problem = "the chat template changes earlier messages, so replies cannot be located"
-            templates = "marks them with {% generation %}, as TRL has for most models"
-            raise ConfigError(f"{problem}; use one that {templates}, or set loss_on: all")
-        return Span(len(before.text), len(through_text))
+            advice = self.tokenizer.chat_template.advise_training()
+            raise ConfigError(f"{problem}; {advice}; or set loss_on: all")
+        span = Span(len(before.text), len(through_text))
+        return _skip_empty_thinking(chat, chat.messages[first], span)
 
     def _check_messages(self, messages: Any, key: str) -> list[dict[str, Any]]:
         """Return the messages, with content as one text, or raise ConfigError."""
@@ -188,6 +194,20 @@ class RecordRenderer:
             raise ConfigError(f"{key}[{i}]: weight is {shown}; {rule}")
         if not self.completion_only:
             raise ConfigError(f"{key}[{i}]: weight requires loss_on: completion")
+
+
+def _skip_empty_thinking(chat: _Chat, message: Mapping[str, Any], span: Span) -> Span:
+    """Return the span of a reply without the empty thinking that the template wrote before it.
+
+    A template with `enable_thinking: false` writes the same before a reply that it asks for.
+    """
+    thinks = any(message.get(key) for key in REASONING_KEYS)
+    if thinks or "</think>" in (message.get("content") or ""):
+        return span
+    empty = _EMPTY_THINKING.match(chat.text, span.start, span.stop)
+    if empty is None:
+        return span
+    return Span(empty.end(), span.stop)
 
 
 def _select_replies(spans: Sequence[Span], is_target: Sequence[bool]) -> list[Span]:

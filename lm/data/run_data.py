@@ -66,6 +66,11 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
     loss_on: Logged[Literal["all", "completion"]] = Field(
         "all", description="tokens that are targets (jsonl)"
     )
+    chat_template: Fixed[str | None] = Field(
+        None,
+        description="a Jinja file, or the name of a template in TRL's package, e.g. qwen3_training;"
+        " null = the tokenizer's (jsonl)",
+    )
     chat_template_kwargs: Logged[dict[str, Any] | None] = Field(
         None,
         description="variables of the chat template, e.g. {enable_thinking: false}; date_string"
@@ -345,7 +350,7 @@ def _load_token_files_tokenizer(config: DataConfig, train: TokenFileDataset) -> 
 
 
 def _open_jsonl(config: DataConfig, seq_len: int) -> _OpenedDatasets:
-    tokenizer = load_tokenizer(config.tokenizer or "bytes")
+    tokenizer = load_tokenizer(config.tokenizer or "bytes", config.chat_template)
     tokenizer.template_kwargs = config.chat_template_kwargs or {}
     tokenizer.date = config.chat_template_date
     if config.val_data is None:

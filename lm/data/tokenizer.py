@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.chat_template import ChatTemplate, RenderedChat, find_named
+from lm.data.chat_template import ChatTemplate, RenderedChat, find_named, read_chat_template
 from lm.data.files import download_from_hub, error_text
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import (
@@ -30,11 +30,12 @@ from lm.fileio import (
 )
 
 TOKENIZER_JSON = "tokenizer.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FILES = (
     TOKENIZER_JSON,
     "tokenizer_config.json",
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
     GENERATION_CONFIG,
 )
 """of a tokenizer; only the first is required"""
@@ -120,9 +121,16 @@ class ByteTokenizer:
                 yield incomplete + "\ufffd"
         yield decoder.decode(b"", final=True)
 
+    @property
+    def chat_template(self) -> NoReturn:
+        raise self._no_template()
+
     def render(self, *_: Any, **__: Any) -> NoReturn:
+        raise self._no_template()
+
+    def _no_template(self) -> ConfigError:
         problem = f"{self.identity}: has no chat template for messages"
-        raise ConfigError(f"tokenizer: {problem}; use a Hugging Face tokenizer that has one")
+        return ConfigError(f"tokenizer: {problem}; use a Hugging Face tokenizer that has one")
 
 
 class FileTokenizer:
@@ -131,10 +139,16 @@ class FileTokenizer:
     Args:
         files: contents of `tokenizer.json` and of the optional `TOKENIZER_FILES`, by name.
         name: name of the tokenizer in errors.
+        chat_template: replaces that of the files.
     """
 
-    def __init__(self, files: Mapping[str, bytes], name: str) -> None:
+    def __init__(
+        self, files: Mapping[str, bytes], name: str, chat_template: ChatTemplate | None = None
+    ) -> None:
         self.files = dict(files)
+        if chat_template is not None:
+            self.files[CHAT_TEMPLATE] = chat_template.text.encode()
+        self._set_template = chat_template
         self._name = name
         with self._library_errors():
             self._encoder: Any = _parse_tokenizer(files[TOKENIZER_JSON])
@@ -336,19 +350,23 @@ class FileTokenizer:
         yield self._decode(pending)
 
     @functools.cached_property
-    def _template(self) -> ChatTemplate:
+    def chat_template(self) -> ChatTemplate:
+        if self._set_template is not None:
+            return self._set_template
         template = self._config.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = find_named(template, "default")
-        content = self.files.get("chat_template.jinja")
+        content = self.files.get(CHAT_TEMPLATE)
         if content:
             try:
                 template = content.decode()
             except UnicodeDecodeError as error:
-                problem = f"chat_template.jinja: byte {error.start} is not UTF-8"
+                problem = f"{CHAT_TEMPLATE}: byte {error.start} is not UTF-8"
                 raise self._error(problem) from None
         if not isinstance(template, str):
-            raise self._error("has no chat template (chat_template in tokenizer_config.json)")
+            problem = "has no chat template (chat_template in tokenizer_config.json)"
+            remedy = "use that of a chat model, or set chat_template to a file or a name in TRL"
+            raise self._error(f"{problem}; {remedy}")
         return ChatTemplate(template, f"tokenizer: {self._name}: its chat template")
 
     def render(
@@ -372,7 +390,7 @@ class FileTokenizer:
                 variables[key] = token
         variables |= self.template_kwargs
         date = self.date or datetime.date.today()
-        return self._template.render(
+        return self.chat_template.render(
             messages, tools, variables, date, add_generation_prompt=add_generation_prompt
         )
 
@@ -409,18 +427,25 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> list[NDArray
 
 
 @oserror_as_config_error
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
     """Load a tokenizer.
 
     Args:
         name: "bytes", a `tokenizer.json`, a directory with one, or a Hugging Face Hub name.
+        chat_template: replaces its chat template; see `read_chat_template`.
     """
+    template = None
+    if chat_template is not None:
+        template = read_chat_template(chat_template)
     if name == "bytes":
+        if template is not None:
+            problem = f"{chat_template}: requires a Hugging Face tokenizer, not bytes"
+            raise ConfigError(f"chat_template: {problem}; set tokenizer")
         return ByteTokenizer()
     path = Path(name).expanduser()
     if path.is_file() and path.name != TOKENIZER_JSON:
         content = _read_tokenizer_file(path.resolve(), TOKENIZER_JSON)
-        return FileTokenizer({TOKENIZER_JSON: content}, name)
+        return FileTokenizer({TOKENIZER_JSON: content}, name, template)
     if path.is_file():
         directory = path.parent
     elif path.exists():
@@ -432,7 +457,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     files = read_tokenizer_files(directory)
     if TOKENIZER_JSON not in files:
         raise ConfigError(f"tokenizer: {name}: has no {TOKENIZER_JSON}")
-    return FileTokenizer(files, name)
+    return FileTokenizer(files, name, template)
 
 
 @oserror_as_config_error
