@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -70,6 +71,10 @@ python3 -m determined.exec.prep_container --rendezvous
 exec python3 -m determined.exec.launch
 """
 """The commands of Determined's container entrypoint, in order."""
+
+FAILURES = (1, 256 - signal.SIGTERM)
+"""Exit codes of a failed trial: torchrun's, or that of the signal that Determined's launcher sends
+if torchrun takes longer than 3 seconds to end."""
 
 
 def unavailable_reason() -> str | None:
