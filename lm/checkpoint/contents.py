@@ -34,6 +34,7 @@ from lm.checkpoint.tensor_files import (
     scan_file,
 )
 from lm.errors import ConfigError, limit_problems
+from lm.fileio import MAX_SLICES, MAX_TOKENIZER_BYTES
 from lm.training import lora
 from lm.training.lora import LoraConfig
 from lm.training.optim import OptimConfig, Optimizer
@@ -44,6 +45,9 @@ T = TypeVar("T", bound=BaseModel)
 
 FoundTensors = dict[str, dict[str, list[TensorSlice]]]
 """The slices that cover each tensor exactly once, by object and tensor name."""
+
+MAX_ENTRY_BYTES = 512
+"""Of a slice in a header, with its share of what a file has besides slices. Ours have up to 300."""
 
 
 class TensorSpec(NamedTuple):
@@ -155,7 +159,10 @@ def model_of(where: Path | str, manifest: Manifest) -> ModelConfig:
 
 
 def require_sizes_of_model(where: Path | str, manifest: Manifest) -> None:
-    """Raise CheckpointError if files are too small for what they have to hold."""
+    """Raise CheckpointError if files are too small or too large for what they have to hold.
+
+    It is called before they are read or downloaded: a sparse file of any size is cheap to send.
+    """
     expected = expected_tensors(where, manifest)
     n_parameters = ModelConfig.model_validate(manifest.model).n_parameters
     problem = f"{where}/{MANIFEST}: damaged: a model of {n_parameters:,} parameters"
@@ -168,9 +175,23 @@ def require_sizes_of_model(where: Path | str, manifest: Manifest) -> None:
     for part, specs in expected.items():
         needed = sum(spec.n_bytes for spec in specs.values())
         found = sum(entry.bytes for entry in _files_of(part, manifest).values())
-        if found < needed:
+        if not needed <= found <= most_bytes(needed):
             needs = f"whose {part} files need {needed:,} bytes"
             raise CheckpointError(f"{problem}, {needs}; they have {found:,}")
+    for name, entry in manifest.files.items():
+        if not name.endswith(".safetensors") and entry.bytes > MAX_TOKENIZER_BYTES:
+            limit = f"at most {MAX_TOKENIZER_BYTES:,} are read"
+            raise CheckpointError(f"{where}/{name}: {entry.bytes:,} bytes, but {limit}")
+
+
+def most_bytes(needed: int) -> int:
+    """Return the size of files with values of `needed` bytes and the longest headers.
+
+    `read_headers` accepts MAX_SLICES entries, and one more per KiB of the files. With at most 512
+    bytes each, n bytes of files have headers of up to n / 2 + 512 MAX_SLICES bytes:
+    n <= needed + n / 2 + 512 MAX_SLICES.
+    """
+    return 2 * (needed + MAX_ENTRY_BYTES * MAX_SLICES)
 
 
 def _files_of(part: str, manifest: Manifest) -> dict[str, FileRecord]:

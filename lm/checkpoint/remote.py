@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lm.checkpoint.bucket import Bucket
+from lm.checkpoint.contents import require_sizes_of_model
 from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, check_sizes, parse_manifest
 from lm.errors import RunError
 from lm.fileio import MAX_JSON_BYTES
@@ -47,10 +48,11 @@ def download(url: str, directory: Path) -> Path:
     """Download the checkpoint at `url` to the new directory `directory` and return it.
 
     Raises:
-        CheckpointError: a file is missing, deleted meanwhile, or of another size; `verify` compares
-            checksums.
+        CheckpointError: a file is missing, deleted meanwhile, or of another size than recorded or
+            than its model can need; `verify` checks the rest.
     """
     manifest = read_manifest(url)
+    require_sizes_of_model(url, manifest)
     needed = sum(entry.bytes for entry in manifest.files.values())
     free = shutil.disk_usage(directory.parent).free
     if free < needed:
