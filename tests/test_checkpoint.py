@@ -415,3 +415,12 @@ def test_checkpoint_list_refuses_another_directory(
 ) -> None:
     assert main(["list", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"{tmp_path}/checkpoints: no checkpoints")
+
+
+def test_run_whose_checkpoints_were_deleted_is_refused(stopped: Path) -> None:
+    run = stopped / "runs" / "test"
+    shutil.rmtree(run / "checkpoints")
+    metrics = (run / "metrics.jsonl").read_bytes()
+    done = run_fsdp(stopped, config=RUN, code=2)
+    assert re.fullmatch(".*/checkpoints: .*deleted; resume=fresh .*\n", done.stderr)
+    assert (run / "metrics.jsonl").read_bytes() == metrics

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +15,23 @@ from determined.common import storage
 from determined.errors import CheckpointNotFound
 from torch import nn
 
+from lm.checkpoint import checkpointer as checkpointer_module
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
-from lm.checkpoint.manifest import MANIFEST, CheckpointError, read_manifest, write_manifest
+from lm.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    read_manifest,
+    write_manifest,
+)
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, ClusterCheckpoints, LocalCheckpoints
 from lm.determined.context import TorchDistributedContext
-from lm.errors import RunError
+from lm.errors import ConfigError, RunError
 from lm.resume import ResumePlan, load_checkpoint, plan_resume, start_date
+from lm.runtime.run_dir import FIRST_CHECKPOINT
 from lm.runtime.world import World
-from tests.support.checkpoints import RUN_INFO, load_state, save_toy, toy_model
+from tests.support.checkpoints import OPTIM_SHARDS, RUN_INFO, load_state, save_toy, toy_model
 from tests.support.ranks import in_world
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using a Python version:FutureWarning")
@@ -263,16 +273,113 @@ def test_store_that_lost_all_checkpoints_is_an_error(kind_off_cluster: str, plac
             with pytest.raises(CheckpointError) as lost:
                 plan_resume(AUTO, store, restarted=False)
             assert all(name in str(lost.value) for name in names)
-            for name, file in itertools.product(names, (WEIGHTS, "metadata.json")):
+            for name, file in itertools.product(names, (WEIGHTS, OPTIM_SHARDS[0], "metadata.json")):
                 remove(store, name, file)
             with pytest.raises(
-                CheckpointError, match="resume=fresh"
+                RunError, match="resume=fresh"
             ):  # all deleted: not silently a new run
                 plan_resume(AUTO, store, restarted=False)
             fresh = CheckpointConfig.model_validate({"resume": "fresh"})
             assert plan_resume(fresh, store, restarted=False) == ResumePlan(fresh=True)
 
     in_world(lose)
+
+
+def delete_all(store: CheckpointStore) -> None:
+    """Delete everything of the run that is not on this machine's disk, or all its checkpoints."""
+    if isinstance(store, BucketCheckpoints):
+        store.bucket.delete([path for path in store.bucket.sizes() if "lease" not in path])
+    else:
+        assert isinstance(store, LocalCheckpoints)
+        shutil.rmtree(store.path)
+
+
+@pytest.mark.parametrize("keep", [1, None])
+def test_store_whose_checkpoints_were_deleted_is_an_error(
+    keep: int | None, kind_off_cluster: str, place: Path
+) -> None:
+    def lose(world: World) -> None:
+        with opened(kind_off_cluster, place, world, keep) as checkpointer:
+            for step in (1, 2):
+                save_toy(checkpointer, world, step)
+            delete_all(checkpointer.store)
+        with opened(kind_off_cluster, place, world, keep) as checkpointer:
+            store = checkpointer.store
+            with pytest.raises(ConfigError, match="deleted; resume=fresh"):
+                plan_resume(AUTO, store, restarted=False)
+            store.move_aside()  # as resume=fresh does
+            assert plan_resume(AUTO, store, restarted=False) == ResumePlan()
+
+    in_world(lose)
+
+
+class Killed(BaseException):
+    """Ends a save as a kill does: nothing is cleaned up."""
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_store_whose_first_save_was_killed_starts_anew(
+    moment: str, kind_off_cluster: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Just before the manifest, or just after it, and before what follows."""
+
+    def kill_first(world: World) -> None:
+        with monkeypatch.context() as patch, opened(kind_off_cluster, place, world) as checkpointer:
+            stop_at_manifest(patch, checkpointer.store, after=moment == "after")
+            with pytest.raises(Killed):
+                save_toy(checkpointer, world, 1)
+        assert (place / FIRST_CHECKPOINT).exists()
+        with opened(kind_off_cluster, place, world) as checkpointer:
+            store = checkpointer.store
+            plan = plan_resume(AUTO, store, restarted=False)
+            assert len(plan.resume_candidates) == (moment == "after")
+            if moment == "after":
+                delete_all(store)
+                with pytest.raises(ConfigError, match="resume=fresh"):
+                    plan_resume(AUTO, store, restarted=False)
+
+    in_world(kill_first)
+
+
+def stop_at_manifest(patch: pytest.MonkeyPatch, store: CheckpointStore, *, after: bool) -> None:
+    """Kill a save when it writes the manifest that completes the checkpoint."""
+    if isinstance(store, BucketCheckpoints):
+        upload = store.bucket.upload
+
+        def kill_upload(names: list[str], source: Path, target: str = "") -> None:
+            is_manifest = MANIFEST in names
+            if after or not is_manifest:
+                upload(names, source, target)
+            if is_manifest:
+                raise Killed
+
+        patch.setattr(store.bucket, "upload", kill_upload)
+        return
+
+    def kill_write(directory: Path, manifest: Manifest) -> None:
+        if after:
+            write_manifest(directory, manifest)
+        raise Killed
+
+    patch.setattr(checkpointer_module, "write_manifest", kill_write)
+
+
+def test_store_forgets_a_first_save_that_failed(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run itself has removed its directory."""
+
+    def fail(directory: Path, manifest: Manifest) -> None:  # noqa: ARG001
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def save_on_a_full_disk(world: World) -> None:
+        with monkeypatch.context() as patch, opened("disk", place, world) as checkpointer:
+            patch.setattr(checkpointer_module, "write_manifest", fail)
+            with pytest.raises(RunError, match="No space left"):
+                save_toy(checkpointer, world, 1)
+            assert plan_resume(AUTO, checkpointer.store, restarted=False) == ResumePlan()
+
+    in_world(save_on_a_full_disk)
 
 
 def test_store_move_aside(kind_off_cluster: str, place: Path) -> None:

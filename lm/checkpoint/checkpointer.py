@@ -319,10 +319,11 @@ class Checkpointer:
                 if world.rank == 0:
                     self._require_visible(path, files)
                     with _oserror_as_run_error(path, world.rank, needed):
+                        self.store.record_first(path)
                         write_manifest(path, manifest.model_copy(update={"files": files}))
         except Exception:
-            if world.rank == 0 and self.store.writes_in_place:
-                shutil.rmtree(path, ignore_errors=True)
+            if world.rank == 0:
+                self.store.remove_failed(path)
             raise
 
     def _needed_bytes(self, slices: staging.Slices) -> int:

@@ -23,10 +23,17 @@ from lm.checkpoint.bucket import Bucket
 from lm.checkpoint.lease import Lease
 from lm.checkpoint.manifest import DRAFT, MANIFEST, CheckpointError
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
-from lm.checkpoint.store import COMMITTED, CheckpointStore, LocalCheckpoints, NewCheckpoint
+from lm.checkpoint.store import (
+    COMMITTED,
+    CheckpointStore,
+    LocalCheckpoints,
+    NewCheckpoint,
+    read_first_checkpoint,
+    write_first_checkpoint,
+)
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import write_durably
-from lm.runtime.run_dir import ASIDE, TRANSFER_PREFIX, move_aside
+from lm.runtime.run_dir import ASIDE, FIRST_CHECKPOINT, TRANSFER_PREFIX, move_aside
 from lm.runtime.world import World
 
 RUN_FILES = (
@@ -35,6 +42,7 @@ RUN_FILES = (
     "samples.jsonl",
     "sessions.jsonl",
     "tracker_id",
+    FIRST_CHECKPOINT,
     "report.md",
     "report.png",
 )
@@ -94,10 +102,22 @@ class BucketCheckpoints(CheckpointStore):
         return self._manifests[name]
 
     def was_committed(self) -> bool:
-        return any(
-            path == COMMITTED or path.endswith(MANIFEST)
-            for path in self.bucket.sizes("checkpoints")
-        )
+        paths = self.bucket.sizes("checkpoints")
+        if any(path == COMMITTED or path.endswith(MANIFEST) for path in paths):
+            return True
+        first = self._first_checkpoint()
+        if first is None:
+            return False
+        url, _, name = first.rpartition("/")
+        return url == str(self) and not any(path.startswith(f"{name}/") for path in paths)
+
+    def _first_checkpoint(self) -> str | None:
+        """Return the location of the run's first checkpoint, from the bucket or this machine."""
+        with suppress(FileNotFoundError):
+            return self.bucket.read(FIRST_CHECKPOINT).decode(errors="replace")
+        if self._run_dir is None:
+            return None
+        return read_first_checkpoint(self._run_dir)
 
     # The run that writes
 
@@ -122,7 +142,10 @@ class BucketCheckpoints(CheckpointStore):
             )
             raise ConfigError(f"{problem}, but checkpoint_storage is {self.url}; {remedy}")
         lease = Lease(self.bucket, self._run_dir / "lease")
-        for name in self.bucket.sizes().keys() & set(RUN_FILES):
+        stored = self.bucket.sizes().keys() & set(RUN_FILES)
+        if stored and FIRST_CHECKPOINT not in stored:  # another machine has moved it aside
+            (self._run_dir / FIRST_CHECKPOINT).unlink(missing_ok=True)
+        for name in stored:
             write_durably(self._run_dir / name, self.bucket.read(name))
         # Only now: `release` uploads the run's files, which have to be those of the bucket.
         self._lease = lease
@@ -150,7 +173,10 @@ class BucketCheckpoints(CheckpointStore):
     def commit(self, path: Path, name: str) -> None:
         """Complete a checkpoint whose files have all been uploaded, on rank 0."""
         assert self._lease is not None
+        assert self._run_dir is not None
         self._lease.require()
+        if self._first_checkpoint() is None or not self.was_committed():
+            write_first_checkpoint(self._run_dir, self.locate(name))
         self._put_run_files()  # first: a complete checkpoint never lacks the metrics up to it
         self.bucket.upload([MANIFEST], path, f"checkpoints/{name}/")
         self.bucket.write(f"checkpoints/{COMMITTED}", b"\n")
@@ -170,14 +196,15 @@ class BucketCheckpoints(CheckpointStore):
         """Move all files of the run to `before-<time>/`, here and on this machine's disk."""
         assert self._run_dir is not None
         old = [path for path in self.bucket.sizes() if not path.startswith(("before-", "lease/"))]
+        if old and self.url.startswith("az:"):  # which copies after it has answered
+            raise ConfigError(
+                f"run_name: {self.url} has files of an earlier run; choose another run_name"
+            )
+        move_aside(self._run_dir)  # first: after a kill, the files of the bucket count
         if old:
-            if self.url.startswith("az:"):  # which copies after it has answered
-                raise ConfigError(
-                    f"run_name: {self.url} has files of an earlier run; choose another run_name"
-                )
             self.bucket.copy(old, f"{time.strftime(ASIDE)}/")
-            self.bucket.delete(old)
-        move_aside(self._run_dir)
+            self.bucket.delete([FIRST_CHECKPOINT])
+            self.bucket.delete([path for path in old if path != FIRST_CHECKPOINT])
 
     def _put_run_files(self) -> None:
         assert self._run_dir is not None

@@ -21,7 +21,9 @@ from lm.checkpoint import remote
 from lm.checkpoint.bucket import is_url
 from lm.checkpoint.manifest import DRAFT, MANIFEST, CheckpointError, Manifest, read_manifest
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
-from lm.runtime.run_dir import TRANSFER_PREFIX, move_aside
+from lm.errors import MAX_LINE, ConfigError
+from lm.fileio import read_bytes, replace_durably, sync_directory
+from lm.runtime.run_dir import FIRST_CHECKPOINT, TRANSFER_PREFIX, move_aside
 from lm.runtime.world import World
 
 DELETED = ".deleted-"
@@ -40,7 +42,12 @@ class NewCheckpoint:
 
 
 class CheckpointStore(ABC):
-    """The checkpoints of one run. Methods without `world` are called on one rank."""
+    """The checkpoints of one run. Methods without `world` are called on one rank.
+
+    Off the cluster, the run's file `first_checkpoint` shows that a checkpoint was complete, even if
+    all were deleted. It is written before the manifest of the first one. If a kill comes between,
+    the checkpoint's files exist, as a kill deletes nothing, and it never was complete.
+    """
 
     writes_in_place = True
     """whether all ranks write to, and read from, the same directory"""
@@ -76,11 +83,15 @@ class CheckpointStore(ABC):
         Prints to stderr what is skipped.
 
         Raises:
-            CheckpointError: all were lost.
+            CheckpointError: all are damaged.
+            ConfigError: all were deleted.
         """
         saved, incomplete = self.list_saved()
         if not saved and self.was_committed():  # and not merely killed during the first save
-            remedy = f"{self}: no complete checkpoint to resume from; resume=fresh starts at step 0"
+            remedy = "resume=fresh starts at step 0"
+            if not incomplete:
+                raise ConfigError(f"{self}: all checkpoints of the run were deleted; {remedy}")
+            remedy = f"{self}: no complete checkpoint to resume from; {remedy}"
             raise CheckpointError(*map(str, incomplete.values()), remedy)
         for error in incomplete.values():
             print(f"skipping {error}", file=sys.stderr)
@@ -104,6 +115,14 @@ class CheckpointStore(ABC):
             yield Path(location)
 
     # Save
+
+    def record_first(self, path: Path) -> None:  # noqa: B027
+        """Record that the checkpoint in `path` is about to be complete, if it is the first."""
+
+    def remove_failed(self, path: Path) -> None:
+        """Remove what a failed save has written to `path`, if all ranks share it."""
+        if self.writes_in_place:
+            shutil.rmtree(path, ignore_errors=True)
 
     def start(self, world: World) -> None:  # noqa: B027
         """Make this run the only one that writes here; before that, a store is only read."""
@@ -134,6 +153,20 @@ class CheckpointStore(ABC):
 
     def close_after_error(self) -> None:  # noqa: B027
         """Try to `close`, once, without the other ranks: metrics up to an error can explain it."""
+
+
+def read_first_checkpoint(run_dir: Path) -> str | None:
+    """Return the location of the run's first checkpoint; None if it has not had one."""
+    try:
+        return read_bytes(run_dir / FIRST_CHECKPOINT, MAX_LINE).decode(errors="replace")
+    except FileNotFoundError:
+        return None
+
+
+def write_first_checkpoint(run_dir: Path, location: str) -> None:
+    """Record the location of the run's first checkpoint, durably."""
+    replace_durably(run_dir / FIRST_CHECKPOINT, location.encode())
+    sync_directory(run_dir)
 
 
 class LocalCheckpoints(CheckpointStore):
@@ -170,7 +203,19 @@ class LocalCheckpoints(CheckpointStore):
         return sorted(saved), incomplete
 
     def was_committed(self) -> bool:
-        return (self.path / COMMITTED).exists() or any(self.path.glob(f"[!.]*/{MANIFEST}"))
+        if (self.path / COMMITTED).exists() or any(self.path.glob(f"[!.]*/{MANIFEST}")):
+            return True
+        first = read_first_checkpoint(self.path.parent)
+        return first is not None and not is_url(first) and not (self.path / first).exists()
+
+    def record_first(self, path: Path) -> None:
+        if read_first_checkpoint(self.path.parent) is None or not self.was_committed():
+            write_first_checkpoint(self.path.parent, path.name)
+
+    def remove_failed(self, path: Path) -> None:
+        if read_first_checkpoint(self.path.parent) == path.name:
+            (self.path.parent / FIRST_CHECKPOINT).unlink()  # first, in case of a kill
+        super().remove_failed(path)
 
     @contextmanager
     def new_checkpoint(self, metadata: Mapping[str, Any], world: World) -> Iterator[NewCheckpoint]:  # noqa: ARG002

@@ -10,6 +10,7 @@ report.md, report.png     the run in a table and curves, written when it ends or
 training/, validation/    event files of TensorBoard
 traces/                   of the profilers
 checkpoints/              one directory per checkpoint
+first_checkpoint          names the run's first checkpoint: there was one, if all were deleted
 tracker_id                names the run to trackers
 lock                      names the process that uses the directory
 lease                     identifies the process that used the directory, in object storage
@@ -42,6 +43,8 @@ TRANSFER_PREFIX = ".transfer-"
 """Prefix of temporary directories for transfers to and from object storage."""
 ASIDE = "before-%Y%m%d-%H%M%S"
 """Format of the names of directories to which `resume=fresh` moves what earlier runs wrote."""
+FIRST_CHECKPOINT = "first_checkpoint"
+"""File of the run whose content is the location of a checkpoint; see `CheckpointStore`."""
 LOCK_TIMEOUT = 5.0
 """Seconds. The kernel releases the lock of a killed process only after its last write."""
 
@@ -156,6 +159,7 @@ def move_aside(run_dir: Path) -> None:
     """Move all files of the run in `run_dir` to a new directory in it, named like `ASIDE`."""
     stays = re.compile("lock|lease|before-.*")
     old = [path for path in run_dir.iterdir() if not stays.fullmatch(path.name)]
+    old.sort(key=lambda path: path.name != FIRST_CHECKPOINT)  # a kill must not leave it alone
     aside = run_dir / time.strftime(ASIDE)
     while aside.exists():  # two starts within one second
         aside = aside.with_name(f"{aside.name}-again")
