@@ -452,3 +452,10 @@ def test_console_on_a_terminal_has_colors_and_a_progress_bar(
     assert "training    step  15/100  loss  3.1416" in shown
     assert "validation  step  15/100  loss  2.5000" in shown
     assert "left" not in shown  # the bar shows it
+
+
+def test_logger_names_a_file_that_tensorboard_cannot_create(tmp_path: Path) -> None:
+    (tmp_path / "training").symlink_to("/proc/self")  # in which nobody can create files
+    logger = MetricLogger(0, tmp_path, DummyTrainContext(), 1)
+    with pytest.raises(RunError, match=f"^{tmp_path}/training/events.* cannot write metrics"):
+        logger.start(0)

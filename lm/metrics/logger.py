@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -54,7 +55,9 @@ class MetricLogger:
         except OSError as error:
             if self._run_dir is None:
                 raise
-            where = error.filename or self._run_dir
+            where = self._run_dir
+            if error.filename:
+                where = os.fsdecode(error.filename)  # bytes, of TensorBoard's files
             problem = f"cannot write metrics ({error.strerror}); the last checkpoint is kept"
             raise RunError(f"{where}: {problem}") from None
 
