@@ -470,15 +470,26 @@ class _Strict(BaseModel, allow_inf_nan=False, str_min_length=1):
 _STRICT_CONFIGS = [create_model(part.__name__, __base__=(_Strict, part)) for part in PART_CONFIGS]
 
 
+_MAX_UNKNOWN = 20
+"""Unknown keys for which the nearest one is searched; that takes a millisecond each."""
+
+
 def _validate(draft: _Draft) -> Hyperparameters:
     """Return the hyperparameters, or raise all errors in the order of the keys.
 
     Each part is validated separately, so that an error in one does not hide the relations between
     keys of another.
     """
-    for key in draft.values.keys() - Hyperparameters.model_fields.keys():
+    unknown = [key for key in draft.values if key not in Hyperparameters.model_fields]
+    for key in unknown[:_MAX_UNKNOWN]:
         nearest = _nearest(key, Hyperparameters.model_fields)
         draft.refuse(key, f"no such hyperparameter{nearest}")
+    n_more = len(unknown) - _MAX_UNKNOWN
+    if n_more > 0:
+        draft.refuse(
+            unknown[_MAX_UNKNOWN],
+            f"no such hyperparameter; {n_more:,} keys are unknown from here on",
+        )
     for part in _STRICT_CONFIGS:
         its_values = {key: draft.values[key] for key in part.model_fields if key in draft.values}
         try:

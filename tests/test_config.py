@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -389,12 +390,23 @@ def test_config_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (tmp_path / "none.yaml", "No such file"),
         (tmp_path / "latin1.yaml", "byte 9 "),
         (tmp_path / "utf16.yaml", "byte 0 "),
-        (tmp_path / "data.yaml", "has more than 524,288 bytes"),
+        (tmp_path / "data.yaml", "has more than 131,072 bytes"),
         (tmp_path, "Is a directory"),
-        (Path("/dev/zero"), "has more than 524,288 bytes"),
+        (Path("/dev/zero"), "has more than 131,072 bytes"),
     ):
         with pytest.raises(ConfigError, match=f"^{path}: {part}"):
             config.load_hyperparameters(path, [])
+
+
+def test_unknown_keys_are_refused_soon_and_in_few_lines(tmp_path: Path) -> None:
+    path = tmp_path / "exp.yaml"
+    path.write_text("hyperparameters:\n" + "".join(f"  k{i}: 1\n" for i in range(8000)))
+    started = time.process_time()
+    with pytest.raises(ConfigError) as refused:
+        config.load_hyperparameters(path, [])
+    assert time.process_time() - started < 5
+    assert len(refused.value.problems) == 21
+    assert "7,980" in refused.value.problems[-1]
 
 
 def test_empty_hyperparameters_are_all_defaults() -> None:
