@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lm.data.files import find_files
+from lm.data.run_data import DataConfig, open_data
 from lm.data.tokenizer import ByteTokenizer
 from lm.data.tokens import read_tokens
 from lm.errors import ConfigError
@@ -135,3 +136,41 @@ def test_text_files_that_are_empty_are_skipped(tmp_path: Path) -> None:
         assert problem.startswith(start)
     with pytest.raises(ConfigError, match=r"\.\.\. and 5 more$"):
         read_tokens([latin] * 25, TOKENIZER)
+
+
+def test_read_tokens_lists_files_that_are_no_text_by_format(tmp_path: Path) -> None:
+    starts = {"a.png": b"\x89PNG\r\n\x1a\n", "b.png": b"\x89PNG\r\n", "c.pdf": b"%PDF-1.7\n"}
+    starts |= {"d.docx": b"PK\x03\x04", "x/e.md": b"text", "x/f.md": b"text", "g.txt": b"text"}
+    for name, content in starts.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        read_tokens(find_files(str(tmp_path), "train_data"), TOKENIZER)
+    (problem,) = refused.value.problems
+    assert problem.startswith(f"{tmp_path}: 4 of 7 file(s) ")
+    for part in ("2 x PNG image (a.png)", "1 x PDF (c.pdf)", ".docx", f"'{tmp_path}/**/*.md'"):
+        assert part in problem
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-be"])
+def test_read_tokens_names_an_encoding_by_its_mark(encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    mark = "\ufeff" if encoding.endswith("be") else ""
+    path.write_bytes(f"{mark}text".encode(encoding))
+    name = encoding.upper()[:6]
+    with pytest.raises(ConfigError, match=f"^{path}: is {name}, .*iconv -f {name} -t UTF-8 notes"):
+        read_tokens([path], TOKENIZER)
+
+
+def test_text_of_records_and_little_text_are_noted(tmp_path: Path) -> None:
+    def notes(name: str, size: int) -> str:
+        path = tmp_path / name
+        path.write_text("x" * size)
+        config = DataConfig(dataset="text", train_data=str(path))
+        return "\n".join(open_data(config, 257, 16, 2, 0).notes)
+
+    assert "train_data: 5,000 bytes " in notes("few.txt", 5_000)
+    assert "train_data: " not in notes("enough.txt", 100_000)
+    assert "dataset: jsonl" in notes("chats.jsonl", 100_000)
+    assert "lm.prepare" in notes("table.csv", 100_000)

@@ -22,6 +22,24 @@ if TYPE_CHECKING:
 
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
 """directories of the standard library that hold other packages or tests"""
+_FORMATS = {
+    b"\x89PNG\r\n": "PNG image",
+    b"\xff\xd8\xff": "JPEG image",
+    b"GIF8": "GIF image",
+    b"%PDF-": "PDF",
+    b"PK\x03\x04": "ZIP archive, as .docx, .xlsx and .epub are",
+    b"\xd0\xcf\x11\xe0": "document of an old version of Word or Excel",
+    b"PAR1": "Parquet table",
+    b"\x1f\x8b": "gzip file without the suffix .gz",
+}
+"""what files that are not text start with"""
+_ENCODINGS = {
+    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark is the start of this one
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+"""encodings by their byte-order marks, none of which is UTF-8"""
 READ_BLOCK_BYTES = 1 << 20
 _ZST_READ_BYTES = 2048
 """Small, because a byte of a .zst file can decompress to ten thousand."""
@@ -255,7 +273,21 @@ def decode_utf8(path: Path, content: bytes, offset: int = 0) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         problem = f"byte {offset + error.start} is not UTF-8"
-        raise ConfigError(f"{path}: {problem}; convert the file, e.g. with iconv") from None
+        encoding = "WINDOWS-1252"
+        marks = [mark for mark in _ENCODINGS if offset == 0 and content.startswith(mark)]
+        if marks:
+            encoding = _ENCODINGS[marks[0]]
+            problem = f"is {encoding}, by its byte-order mark, not UTF-8"
+        remedy = f"convert the file, e.g. iconv -f {encoding} -t UTF-8 {path.name} > NEW"
+        raise ConfigError(f"{path}: {problem}; {remedy}") from None
+
+
+def find_format(content: bytes) -> str | None:
+    """Return the format of a file with `content` that is not text; None = it can be text."""
+    for start, name in _FORMATS.items():
+        if content.startswith(start):
+            return name
+    return None
 
 
 def raise_together(errors: Sequence[ConfigError]) -> None:

@@ -32,6 +32,10 @@ from model import IGNORE_INDEX
 SYNTHETIC_BATCHES = 10
 VALIDATION_SHARE = 0.05
 """Fraction of the text that is held out unless val_data is set."""
+SMALL_TEXT = 100_000
+"""Bytes; of less text, a run says that it is little."""
+RECORD_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv"}
+"""Suffixes of files of records, not of text."""
 MAX_BATCH_SIZE = 2**24
 """Sequences; the order of a global batch is drawn in memory."""
 PROMPT_TOKENS = 32
@@ -204,6 +208,8 @@ class _OpenedDatasets(NamedTuple):
     train: Sequence[Dataset]
     validation: Dataset
     tokenizer: Tokenizer | None
+    notes: Sequence[str] = ()
+    """for the log"""
 
 
 def _open_datasets(
@@ -221,7 +227,8 @@ def _open_datasets(
 
 
 def _notes(config: DataConfig, opened: _OpenedDatasets) -> list[str]:
-    notes = [f"train_data: {dataset.note}" for dataset in opened.train if dataset.note]
+    notes = list(opened.notes)
+    notes += [f"train_data: {dataset.note}" for dataset in opened.train if dataset.note]
     if opened.validation.note:
         notes.append(f"val_data: {opened.validation.note}")
     if config.val_data is None and config.dataset in ("text", "jsonl"):
@@ -250,20 +257,40 @@ def _open_synthetic(
 
 def _open_text(config: DataConfig, seq_len: int) -> _OpenedDatasets:
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
-    train = _read_text("train_data", config.train_data, tokenizer)
+    train_files = files.find_files(config.train_data, "train_data")
+    train = _read_text("train_data", train_files, tokenizer)
+    notes = _text_notes(train_files, train, tokenizer)
     if config.val_data is None:
         n_held_out = max(seq_len + 1, round(len(train) * VALIDATION_SHARE))
         train, validation = np.split(train, [-n_held_out])
     else:
-        validation = _read_text("val_data", config.val_data, tokenizer)
+        validation_files = files.find_files(config.val_data, "val_data")
+        validation = _read_text("val_data", validation_files, tokenizer)
     train_dataset = TokenWindowDataset(train, seq_len)
-    return _OpenedDatasets([train_dataset], TokenWindowDataset(validation, seq_len), tokenizer)
+    validation_dataset = TokenWindowDataset(validation, seq_len)
+    return _OpenedDatasets([train_dataset], validation_dataset, tokenizer, notes)
 
 
-def _read_text(key: str, where: Any, tokenizer: Tokenizer) -> NDArray[np.uint32]:
-    found = files.find_files(where, key)
+def _read_text(key: str, found: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
     with error_prefix(key):
         return read_tokens(found, tokenizer)
+
+
+def _text_notes(found: list[Path], tokens: NDArray[np.uint32], tokenizer: Tokenizer) -> list[str]:
+    """Return what the user may not expect of the text in the files `found`."""
+    notes: list[str] = []
+    records = [path for path in found if RECORD_SUFFIXES & set(path.suffixes)]
+    if records:
+        share = f"{len(records)} of {len(found)} file(s) hold records, e.g. {records[0].name}"
+        problem = "dataset: text also learns their keys, quotes and commas"
+        remedy = "use dataset: jsonl, or tokenize one field of them with python -m lm.prepare"
+        notes.append(f"train_data: {share}: {problem}; {remedy}")
+    if len(tokens) < SMALL_TEXT:  # every token is at least a byte
+        n_bytes = int(tokenizer.text_bytes[tokens].sum())
+        if n_bytes < SMALL_TEXT:
+            advice = f"which a model learns by heart; use {SMALL_TEXT:,} or more"
+            notes.append(f"train_data: {n_bytes:,} bytes of text, {advice}")
+    return notes
 
 
 def _train_index_paths(config: DataConfig) -> list[Path]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from lm.data.dataset import Dataset, Sample
-from lm.data.files import decode_utf8, name_files, raise_together, read_blocks
+from lm.data.files import decode_utf8, find_format, name_files, raise_together, read_blocks
 from lm.data.tokenizer import Tokenizer, encode_documents
 from lm.errors import ConfigError
 from lm.fileio import MAX_INDEX_BYTES, crc32c, open_regular, read_bytes
@@ -88,18 +89,41 @@ def read_tokens(files: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
     sides.
     """
     parts: list[NDArray[np.uint32]] = []
+    others: dict[str, list[Path]] = {}
     errors: list[ConfigError] = []
     for path in sorted(files, key=_name_hash):
         try:
-            content = decode_utf8(path, b"".join(read_blocks(path)))
-            if content:
-                parts += encode_documents(tokenizer, [content])
+            content = b"".join(read_blocks(path))
+            its_format = find_format(content)
+            if its_format is not None:
+                others.setdefault(its_format, []).append(path)
+            elif content:
+                parts += encode_documents(tokenizer, [decode_utf8(path, content)])
         except ConfigError as error:
             errors.append(error)
+    if others:
+        errors.append(_not_text(others, files))
     raise_together(errors)
     if not parts:
         raise ConfigError(f"{name_files(files)}: no text; use files that are not empty")
     return np.concatenate(parts)
+
+
+def _not_text(others: Mapping[str, list[Path]], files: list[Path]) -> ConfigError:
+    """Return the error that of `files`, `others` are not text, by format."""
+    no_text: set[Path] = set()
+    kinds: list[str] = []
+    for its_format, paths in sorted(others.items()):
+        no_text.update(paths)
+        kinds.append(f"{len(paths)} x {its_format} ({min(paths).name})")
+    root = Path(os.path.commonpath(files))
+    problem = f"{root}: {len(no_text)} of {len(files)} file(s) are not text: {'; '.join(kinds)}"
+    remedy = "convert to text, e.g. with pdftotext or pandoc"
+    suffixes = Counter(path.suffix for path in files if path not in no_text and path.suffix)
+    if suffixes:
+        suffix, _ = suffixes.most_common(1)[0]
+        remedy = f"choose the text by a glob, e.g. '{root}/**/*{suffix}', or {remedy}"
+    return ConfigError(f"{problem}; {remedy}")
 
 
 def _name_hash(path: Path) -> bytes:
