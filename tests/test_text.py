@@ -167,7 +167,7 @@ def test_text_of_records_and_little_text_are_noted(tmp_path: Path) -> None:
     def notes(name: str, size: int) -> str:
         path = tmp_path / name
         path.write_text("x" * size)
-        config = DataConfig(dataset="text", train_data=str(path))
+        config = DataConfig.model_validate({"dataset": "text", "train_data": str(path)})
         return "\n".join(open_data(config, 257, 16, 2, 0).notes)
 
     assert "train_data: 5,000 bytes " in notes("few.txt", 5_000)

@@ -257,18 +257,21 @@ def _open_synthetic(
 
 def _open_text(config: DataConfig, seq_len: int) -> _OpenedDatasets:
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
-    train_files = files.find_files(config.train_data, "train_data")
+    train_files = _find_files(config, "train_data")
     train = _read_text("train_data", train_files, tokenizer)
     notes = _text_notes(train_files, train, tokenizer)
     if config.val_data is None:
         n_held_out = max(seq_len + 1, round(len(train) * VALIDATION_SHARE))
         train, validation = np.split(train, [-n_held_out])
     else:
-        validation_files = files.find_files(config.val_data, "val_data")
-        validation = _read_text("val_data", validation_files, tokenizer)
+        validation = _read_text("val_data", _find_files(config, "val_data"), tokenizer)
     train_dataset = TokenWindowDataset(train, seq_len)
     validation_dataset = TokenWindowDataset(validation, seq_len)
     return _OpenedDatasets([train_dataset], validation_dataset, tokenizer, notes)
+
+
+def _find_files(config: DataConfig, key: str) -> list[Path]:
+    return files.find_files(getattr(config, key), key)
 
 
 def _read_text(key: str, found: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
