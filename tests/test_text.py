@@ -159,7 +159,9 @@ def test_read_tokens_names_an_encoding_by_its_mark(encoding: str, tmp_path: Path
     mark = "\ufeff" if encoding.endswith("be") else ""
     path.write_bytes(f"{mark}text".encode(encoding))
     name = encoding.upper()[:6]
-    with pytest.raises(ConfigError, match=f"^{path}: is {name}, .*iconv -f {name} -t UTF-8 notes"):
+    with pytest.raises(
+        ConfigError, match=f"^{path}: is {name}, .*iconv -f {name} -t UTF-8 {path} "
+    ):
         read_tokens([path], TOKENIZER)
 
 

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import os
+import shlex
 import sysconfig
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -278,7 +279,8 @@ def decode_utf8(path: Path, content: bytes, offset: int = 0) -> str:
         if marks:
             encoding = _ENCODINGS[marks[0]]
             problem = f"is {encoding}, by its byte-order mark, not UTF-8"
-        remedy = f"convert the file, e.g. iconv -f {encoding} -t UTF-8 {path.name} > NEW"
+        command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > NEW"
+        remedy = f"convert the file, e.g. {command}"
         raise ConfigError(f"{path}: {problem}; {remedy}") from None
 
 
