@@ -243,6 +243,8 @@ def test_plan_links_carry_parameters_and_gradients() -> None:
     ("arguments", "part"),
     [
         (["--gpu", "h110"], "--gpu: h110 .*h100, h200, a100-80"),
+        (["--gpu", "a100"], "--gpu: a100 .* a100-80 or a100-40"),
+        (["--gpu", "NVIDIA H100 PCIe"], "--gpu: NVIDIA H100 PCIe is unknown"),
         (["--gpus", "0"], "--gpus: 0 "),
         (["--gpus", "7", "--nodes", "2"], "--nodes: 2 .*7 GPUs"),
         (["--nodes", "0"], "--nodes: 0 "),
@@ -258,8 +260,76 @@ def test_plan_command_refuses_wrong_arguments(
     arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--config", str(REPOSITORY / "config.yaml"), *arguments]) == 2
-    (problem,) = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()
+    (problem,) = [line for line in lines if "planning" not in line]  # without those on progress
     assert re.match(part, problem)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("H100-SXM5-80GB", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("a100-80GB", "a100-80"),
+        ("NVIDIA GeForce RTX 4090", "4090"),
+        ("rtx4090", "4090"),
+        ("NVIDIA L4", "l4"),
+        ("L40s", "l40s"),
+        *((key, key) for key in speed.CARDS),
+    ],
+)
+def test_plan_gpu_is_found_by_its_names(name: str, key: str) -> None:
+    assert speed.find_card(name) is speed.CARDS[key]
+
+
+SMALL = ["--config", str(REPOSITORY / "config.yaml"), "compile=false"]
+
+
+def test_plan_rounds_the_batch_up_for_more_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["batch_size=2", "total_batch_size=256", "--gpus", "1024", "--memory", "2"]
+    assert main([*SMALL, *sizes, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["settings"] == {"total_batch_size": 2048}
+    assert found["tokens_per_step"] == 2048 * 2048
+    assert main([*SMALL, *sizes]) == 0
+    (line, *_) = capsys.readouterr().out.splitlines()
+    assert re.match("total_batch_size: 256 .* 2 x 1,024 GPUs.* 2048$", line)
+
+
+def test_plan_search_rounds_the_batch_up(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*SMALL, "model=gpt2", "total_batch_size=2", "--gpus", "3", "--search", "--json"]
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    plans = json.loads(captured.out.splitlines()[-1])
+    assert [plan["settings"].get("total_batch_size") for plan in plans] == [None, None, 3]
+    assert [line.partition("(")[2][:6] for line in captured.err.splitlines()] == [
+        "1 of 3",
+        "2 of 3",
+        "3 of 3",
+    ]
+
+
+def test_plan_says_how_to_shard_accumulated_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*SMALL, "total_batch_size=32", "--gpus", "8", "--memory", "2"]
+    assert main(arguments) == 0
+    (advice,) = re.findall("^with sync_each_micro_step=true .*", capsys.readouterr().out, re.M)
+    assert main([*arguments, "sync_each_micro_step=true"]) == 0
+    out = capsys.readouterr().out
+    assert "with sync_each_micro_step" not in out
+    (peak,) = re.findall(r"^peak +([\d.]+ GiB)", out, re.M)
+    assert peak in advice
+
+
+def test_plan_that_does_not_fit_says_what_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "batch_size=256", "--gpu", "l4"]) == 0
+    out = capsys.readouterr().out
+    (setting,) = re.findall(
+        r"^does not fit .* what fits: (activation\S+|batch_size\S+);", out, re.M
+    )
+    assert main([*SMALL, "batch_size=256", "--gpu", "l4", setting]) == 0
+    assert "fits into 90%" in capsys.readouterr().out
 
 
 def test_plan_command_refuses_gpus_that_no_mesh_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,7 +384,7 @@ def test_dry_run_says_what_a_run_needs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["test.yaml"]
     parts = re.findall(
-        r"^(\w+) +([\d.]+) GiB$", done.stdout[done.stdout.index("needs about 0.1 of") :], re.M
+        r"^(\w+) +([\d.]+) GiB  ", done.stdout[done.stdout.index("needs about 0.1 of") :], re.M
     )
     assert (
         dict(parts).items()
@@ -390,12 +460,16 @@ def test_plan_search_respects_host_memory(
     }  # 1.6B trained parameters have 12 GB of weights and 16-bit moments
 
 
-def test_plan_plot_needs_matplotlib(
+def test_plan_plot_shows_accumulation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     picture = tmp_path / "plan.png"
     assert main([*SEARCHED, "shard_group_size=8", "--gpus", "16", "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+    other = tmp_path / "accumulated.png"
+    sizes = ["shard_group_size=8", "total_batch_size=64", "--gpus", "16"]
+    assert main([*SEARCHED, *sizes, "--plot", str(other)]) == 0
+    assert picture.read_bytes() != other.read_bytes()
     capsys.readouterr()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main([*SEARCHED, "--plot", str(picture)]) == 2

@@ -13,13 +13,13 @@ tested against FSDP on fake tensors and on CPUs; nothing was measured on a GPU.
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,16 +27,21 @@ from lm import config
 from lm.config import Hyperparameters
 from lm.errors import ConfigError, command
 from lm.hf import weights
+from lm.launch.console import format_elapsed
 from lm.launch.machine import host_memory
 from lm.metrics.device import GIB
 from lm.plan import fit, speed
+from lm.plan.nearest import find_nearest_settings
 from lm.plan.predict import (
     SHARDINGS,
     Plan,
     Times,
+    list_counts,
     make_plan,
+    round_up_batch,
     search_settings,
 )
+from lm.plan.trace import measure_activations
 from lm.training.precision import choose_dtype
 
 GPUS_PER_NODE = 8
@@ -50,24 +55,35 @@ def format_search(plans: Sequence[Plan]) -> str:
         assert plan.times is not None
         rows.append(_format_row(plan, plan.times))
         prices.append(plan.times.gpu_hours_per_billion_tokens)
-    cheapest = rows[prices.index(min(prices))]
+    cheapest = plans[prices.index(min(prices))]
     lines = [
-        "| GPUs | settings | GiB | host GiB per node | tokens/s | MFU | GPU-hours per 10⁹ tokens |",
+        "| GPUs | settings | GiB per GPU | host GiB per node | tokens/s | MFU | GPU-hours per 10⁹"
+        " tokens |",
         "|---" * 7 + "|",
         *rows,
         "",
-        f"cheapest: {cheapest}",
+        f"cheapest: {format_count(cheapest.gpus, 'GPU')}, {_format_settings(cheapest)}:"
+        f" {min(prices):,.1f} GPU-hours per 10⁹ tokens (not measured on a GPU)",
     ]
     return "\n".join(lines)
 
 
+def _format_settings(plan: Plan) -> str:
+    if not plan.settings:
+        return "as in the file"
+    settings: list[str] = []
+    for key, value in plan.settings.items():
+        text = str(value)
+        if isinstance(value, bool):
+            text = text.lower()
+        settings.append(f"{key}={text}")
+    return " ".join(settings)
+
+
 def _format_row(plan: Plan, times: Times) -> str:
-    settings = "as in the file"
-    if plan.settings:
-        settings = " ".join(f"{key}={value}" for key, value in plan.settings.items())
     cells = [
         str(plan.gpus),
-        settings,
+        _format_settings(plan),
         f"{plan.peak / GIB:.1f}",
         f"{plan.host / GIB:.1f}",
         f"{times.tokens_per_second:,.0f}",
@@ -87,9 +103,10 @@ def plot_plans(
         raise ConfigError("--plot requires a package: pip install matplotlib") from None
 
     def plan_on(n_gpus: int, sharding: str, card: speed.Card | None) -> Plan:
-        changes = {"sharding": sharding, "total_batch_size": None, "shard_group_size": None}
+        changes = {"sharding": sharding, "shard_group_size": None}
+        changed = round_up_batch(hp.model_copy(update=changes), n_gpus)
         some = replace(ranks, size=n_gpus, per_node=min(n_gpus, GPUS_PER_NODE))
-        return make_plan(hp.model_copy(update=changes), some, card, network)
+        return make_plan(changed, some, card, network)
 
     counts = [*(2**power for power in range(14)), 10000]
     figure = Figure(figsize=(14, 5), layout="constrained")
@@ -130,50 +147,131 @@ def plot_plans(
     figure.savefig(path, dpi=80)
 
 
-def format_plan(plan: Plan, hp: Hyperparameters) -> str:
-    """Return the plan for a person to read."""
+def format_count(n: int, noun: str) -> str:
+    """Return e.g. "1 step" or "1,000 steps"."""
+    if n == 1:
+        return f"1 {noun}"
+    return f"{n:,} {noun}s"
+
+
+def format_plan(plan: Plan, hp: Hyperparameters, ranks: fit.Ranks, advice: Sequence[str]) -> str:
+    """Return the plan for a person to read, with lines of `advice`."""
     adapters = ""
     if plan.trained < plan.parameters:
-        adapters = f", {plan.trained / 1e6:,.1f}M trained"
-    mesh = f"{plan.mesh.replicate} replicas x {plan.mesh.shard} shards"
-    size = f"{plan.batch_size} x {hp.max_seq_len} tokens, {plan.micro_batches} micro-steps"
-    host_available = ""
+        adapters = f" ({plan.trained / 1e6:,.1f}M trained)"
+    gpus = format_count(plan.gpus, "GPU")
+    if plan.gpu is not None:
+        gpus = f"{plan.gpus:,} x {plan.gpu}"
+    nodes = format_count(plan.nodes, "node")
+    replicas = format_count(plan.mesh.replicate, "replica")
+    shards = "not sharded"
+    if plan.mesh.shard > 1:
+        shards = f"sharded over {plan.mesh.shard:,} GPUs"
+        if plan.mesh.replicate > 1:
+            shards = f"each {shards}"
+    micro_steps = format_count(plan.micro_batches, "micro-step")
+    sequences = format_count(plan.batch_size, "sequence")
+    available = plan.available / GIB
+    host = f"per node, for {_describe_host(hp)}"
     if plan.host_available is not None:
-        host_available = f", {plan.host_available / GIB:.1f} GiB available"
-    verdict = "fits" if plan.fits else "does not fit"
+        host += f", of {plan.host_available / GIB:.1f} GiB"
     lines = [
-        f"{plan.parameters / 1e6:,.1f}M parameters{adapters}; {plan.sharding} over {mesh}",
-        f"per GPU and step: {size}; {plan.tokens_per_step:,} tokens per step in all",
+        f"{plan.parameters / 1e6:,.1f}M parameters{adapters} on {gpus} in {nodes}",
+        f"{plan.sharding}: {replicas} of the model, {shards}",
+        f"a step: {micro_steps} of {sequences} of {hp.max_seq_len:,} tokens on each GPU,"
+        f" {plan.tokens_per_step:,} tokens in all",
         "",
-        *fit.format_memory(plan.memory),
-        f"{fit.format_part('peak', plan.peak)}, {plan.available / GIB:.1f} GiB available",
-        f"{fit.format_part('host', plan.host)} per node{host_available}",
+        "memory of each GPU at the peak of a step:",
+        *fit.format_memory(plan.memory, hp, ranks),
+        fit.format_part("peak", plan.peak, f"of {available:.1f} GiB"),
+        fit.format_part("host", plan.host, host),
         "",
-        f"{verdict}, as {fit.USABLE:.0%} of memory can be used",
-        f"largest batch_size without accumulation: {plan.largest_batch_size}",
     ]
+    if plan.fits:
+        usable = fit.USABLE * available
+        rest = "CUDA, NCCL and fragmentation take the rest"
+        lines.append(f"fits into {fit.USABLE:.0%} of memory, {usable:.1f} GiB; {rest}")
+    lines += advice
+    largest = plan.largest_batch_size
+    lines.append(f"largest batch_size that fits without accumulation: {largest}")
     if plan.times is not None:
-        lines += _format_times(plan.times, plan.gpus)
+        lines += ["", *_format_times(plan.times, plan.gpus, hp)]
     return "\n".join(lines)
 
 
-def _format_times(times: Times, n_gpus: int) -> list[str]:
-    work = [f"{times.flops / 1e12:,.1f} TFLOP per GPU and step"]
-    for link, n_bytes in asdict(times.links).items():
-        if n_bytes:
-            work.append(f"{n_bytes / 1e9:.1f} GB in the {link}")
-    parts: list[str] = []
-    for part, seconds in asdict(times.seconds).items():
-        if seconds:
-            parts.append(f"{part.replace('_', ' ')} {seconds:.3f}")
+def _describe_host(hp: Hyperparameters) -> str:
+    uses: list[str] = []
+    if hp.async_checkpoint:
+        uses.append("asynchronous checkpoints")
+    if hp.cpu_offload:
+        uses.append("offloaded parameters, gradients and moments")
+    if hp.activation_offload:
+        uses.append("offloaded activations")
+    return ", ".join(uses) or "nothing"
+
+
+_PARTS_OF_A_STEP = {
+    "compute": "products and attention",
+    "memory": "other operators",
+    "optimizer": "AdamW and FSDP's copies",
+    "exposed_communication": "waiting for other GPUs",
+    "offload": "waiting for the host",
+}
+
+
+def _format_times(times: Times, n_gpus: int, hp: Hyperparameters) -> list[str]:
+    seconds = asdict(times.seconds)
+    parts = [f"{_PARTS_OF_A_STEP[part]} {seconds[part]:.3f}" for part in seconds if seconds[part]]
+    work = [f"{times.flops / 1e12:,.1f} TFLOP"]
+    if times.links.node:
+        work.append(f"{times.links.node / 1e9:,.1f} GB sent to GPUs of its node")
+    if times.links.network:
+        work.append(f"{times.links.network / 1e9:,.1f} GB sent to other nodes")
     lines = [
-        "; ".join(work),
-        f"{times.step:.3f} s per step ({', '.join(parts)}), not measured on a GPU",
+        f"{times.step:.3f} s per step, not measured on a GPU:",
+        f"  {', '.join(parts)}",
+        f"each GPU and step: {', '.join(work)}",
         f"{times.tokens_per_second:,.0f} tokens/s, MFU {times.mfu:.1%}",
     ]
     if times.hours is not None:
-        lines.append(f"{times.hours:,.2f} hours, {times.hours * n_gpus:,.1f} GPU-hours")
+        steps = format_count(hp.run_length(None), "step")
+        gpu_hours = f"{times.hours * n_gpus:,.1f}"
+        if times.hours * n_gpus < 0.1:
+            gpu_hours = "under 0.1"
+        lines.append(f"{_format_hours(times.hours)} for {steps}, {gpu_hours} GPU-hours")
     return lines
+
+
+def _format_hours(hours: float) -> str:
+    if hours >= 1:
+        return f"{hours:,.1f} hours"
+    if hours >= 1 / 60:
+        return f"{hours * 60:.1f} minutes"
+    return f"{hours * 3600:.1f} seconds"
+
+
+def give_advice(
+    plan: Plan, hp: Hyperparameters, ranks: fit.Ranks, card: speed.Card | None, network: float
+) -> list[str]:
+    """Return lines that say what fits, and which setting shards the gradients."""
+    advice: list[str] = []
+    if not plan.fits:
+        what_fits = find_nearest_settings(hp, ranks, measure_activations)
+        memory = "host memory"
+        if plan.peak > fit.USABLE * plan.available:
+            memory = "the GPU's memory"
+        advice.append(f"does not fit into {fit.USABLE:.0%} of {memory}; what fits: {what_fits}")
+    if plan.micro_batches > 1 and not hp.sync_each_micro_step:
+        changed = hp.model_copy(update={"sync_each_micro_step": True})
+        other = make_plan(changed, ranks, card, network)
+        if other.peak < plan.peak:
+            change = f"peak {other.peak / GIB:.2f} GiB"
+            if other.times is not None:
+                change += f", {other.times.step:.3f} s per step"
+            advice.append(
+                f"with sync_each_micro_step=true each micro-step reduces its gradients: {change}"
+            )
+    return advice
 
 
 def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -188,7 +286,7 @@ def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--config", type=Path, default=Path("config.yaml"), help="experiment file (%(default)s)")
     add("overrides", nargs="*", metavar="key=value", help="hyperparameters to change")
-    gpu_help = f"one of {', '.join(speed.CARDS)} (%(default)s)"
+    gpu_help = f"{', '.join(speed.CARDS)}, or a name that nvidia-smi prints (%(default)s)"
     add("--gpu", metavar="NAME", default="h100", help=gpu_help)
     add("--memory", type=float, metavar="GIB", help="memory of an unknown GPU, without times")
     host_help = "memory of a node (this machine's if it has such a GPU)"
@@ -208,10 +306,10 @@ def parse_plan_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         args.nodes = max(1, math.ceil(args.gpus / GPUS_PER_NODE))
 
     problems: list[str] = []
-    if args.gpu not in speed.CARDS:
-        near = difflib.get_close_matches(args.gpu, speed.CARDS, n=3, cutoff=0.3)
-        names = ", ".join(near or speed.CARDS)
-        problems.append(f"--gpu: {args.gpu} is unknown; did you mean {names}? Or use --memory GIB")
+    try:
+        args.card = speed.find_card(args.gpu)
+    except ConfigError as error:
+        problems += error.problems
     if args.gpus < 1:
         problems.append(f"--gpus: {args.gpus} must be 1 or more")
     if args.nodes < 1:
@@ -271,32 +369,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     args = parse_plan_arguments(arguments)
     hp = load_hyperparameters(args)
-    card = speed.CARDS[args.gpu]
+    card: speed.Card = args.card
     ranks = describe_ranks(args, hp, card)
     if args.plot:
         plot_plans(hp, ranks, card, args.network, args.plot)
     if args.search:
-        plans = list(search_settings(hp, ranks, card, args.network))
-        if not plans:
-            raise ConfigError(
-                f"--search: no settings fit on {args.gpus} GPUs or fewer; increase --gpus, or set"
-                " lora_rank"
-            )
+        plans = search(hp, ranks, card, args.network)
         if args.json:
             print(json.dumps([plan.flatten() for plan in plans]))
         else:
             print(format_search(plans))
         return 0
+
     known_card: speed.Card | None = card
     if args.memory:
         known_card = None
-    plan = make_plan(hp, ranks, known_card, args.network)
-    plan = replace(plan, largest_batch_size=fit.find_largest_batch_size(hp, ranks))
+    rounded = round_up_batch(hp, ranks.size)
+    plan = make_plan(rounded, ranks, known_card, args.network)
+    settings: dict[str, Any] = {}
+    if rounded.total_batch_size != hp.total_batch_size:
+        settings["total_batch_size"] = rounded.total_batch_size
+    largest = fit.find_largest_batch_size(hp, ranks)
+    plan = replace(plan, largest_batch_size=largest, settings=settings)
     if args.json:
         print(json.dumps(plan.flatten()))
-    else:
-        print(format_plan(plan, hp))
+        return 0
+    if settings:
+        print(
+            f"total_batch_size: {hp.total_batch_size} is not a multiple of batch_size"
+            f" {hp.batch_size} x {format_count(ranks.size, 'GPU')}, and a run would be refused;"
+            f" planned with {rounded.total_batch_size}\n"
+        )
+    advice = give_advice(plan, rounded, ranks, known_card, args.network)
+    print(format_plan(plan, rounded, ranks, advice))
     return 0
+
+
+def search(hp: Hyperparameters, ranks: fit.Ranks, card: speed.Card, network: float) -> list[Plan]:
+    """Return the fastest plans on 1, 2, 4, ... and all GPUs.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    plans: list[Plan] = []
+    counts = list_counts(ranks)
+    for number, count in enumerate(counts, 1):
+        line = f"planning {format_count(count, 'GPU')} ({number} of {len(counts)})"
+        if number == 1:
+            line += ", which takes longest: it traces the model with all settings"
+        print(f"{format_elapsed()}  {line}", file=sys.stderr, flush=True)
+        some = replace(ranks, size=count, per_node=min(count, ranks.per_node))
+        plans += search_settings(hp, some, card, network)
+    if not plans:
+        raise ConfigError(
+            f"--search: no settings fit on {ranks.size} GPUs or fewer; increase --gpus, or set"
+            " lora_rank"
+        )
+    return plans
 
 
 if __name__ == "__main__":

@@ -57,6 +57,11 @@ class Ranks:
         return host_fits and needed.total <= USABLE * self.memory
 
 
+def count_micro_batches(hp: Hyperparameters, n_ranks: int) -> int:
+    """Return the micro-batches of a rank in a step; raise ConfigError for an uneven division."""
+    return derive_global_batch_size(hp, n_ranks) // (hp.batch_size * n_ranks)
+
+
 def predict_memory(
     hp: Hyperparameters, ranks: Ranks, find_activations: FindActivations = measure_activations
 ) -> Memory:
@@ -66,13 +71,12 @@ def predict_memory(
         ConfigError: the ranks cannot be divided into shard groups, or the global batch into
             micro-batches.
     """
-    n_micro_batches = derive_global_batch_size(hp, ranks.size) // (hp.batch_size * ranks.size)
     step = StepMemory(
         hp=hp,
         dtype=ranks.dtype,
         activations=find_activations(hp, ranks.dtype, ranks.device_type),
         shards=ranks.count_shards(hp),
-        n_micro_batches=n_micro_batches,
+        n_micro_batches=count_micro_batches(hp, ranks.size),
         on_gpu=ranks.on_gpu,
     )
     return step.find_peak()
@@ -119,18 +123,38 @@ def find_largest_batch_size(hp: Hyperparameters, ranks: Ranks) -> int:
     return bisect_left(sizes, True, key=exceeds)  # how many precede the first that exceeds
 
 
-def format_memory(memory: Memory) -> list[str]:
-    """Return a line for each part of `memory`."""
-    parts = {
-        "parameters": memory.parameters,
-        "moments": memory.moments,
-        "gradients": memory.gradients,
-        "gathered": memory.gathered,
-        "activations": memory.activations,
-    }
-    return [format_part(part, n_bytes) for part, n_bytes in parts.items()]
+def format_memory(memory: Memory, hp: Hyperparameters, ranks: Ranks) -> list[str]:
+    """Return a line for each part of `memory`, and what it is."""
+    gathered = "parameters of the layers in use, all-gathered"
+    if hp.cpu_offload and ranks.on_gpu:
+        state = moments = gradients = "in host memory"
+        if memory.gradients:
+            gradients = _describe_gradients(memory, hp, ranks)
+    else:
+        state = "of this rank"
+        moments = f"of AdamW, two per trained parameter, {hp.optim_dtype}"
+        gradients = _describe_gradients(memory, hp, ranks)
+    return [
+        format_part("parameters", memory.parameters, state),
+        format_part("moments", memory.moments, moments),
+        format_part("gradients", memory.gradients, gradients),
+        format_part("gathered", memory.gathered, gathered),
+        format_part("activations", memory.activations, "saved for backward, and temporary"),
+    ]
 
 
-def format_part(name: str, n_bytes: float) -> str:
+def _describe_gradients(memory: Memory, hp: Hyperparameters, ranks: Ranks) -> str:
+    if memory.gradients == 0:
+        return "none yet: the peak is before backward makes them"
+    n_micro_batches = count_micro_batches(hp, ranks.size)
+    if n_micro_batches == 1 or hp.sync_each_micro_step:
+        return "that exist at the peak"
+    added_up = f"of all layers, added up over {n_micro_batches} micro-steps"
+    if ranks.count_shards(hp) > 1:
+        return f"{added_up}, not sharded until the last"
+    return added_up
+
+
+def format_part(name: str, n_bytes: float, what: str) -> str:
     """Return a line with a part of memory in GiB."""
-    return f"{name:<14}{n_bytes / GIB:8.2f} GiB"
+    return f"{name:<14}{n_bytes / GIB:8.2f} GiB  {what}"

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from lm.config import Hyperparameters
-from lm.data.loader import derive_global_batch_size
 from lm.errors import ConfigError
 from lm.plan import fit
 from lm.plan.memory import Memory, count_units
@@ -43,6 +42,8 @@ class Times:
 class Plan:
     """What a run needs and how fast it is; bytes are those of a GPU, unless stated."""
 
+    gpu: str | None
+    """name of the card; None = unknown"""
     parameters: int
     trained: int
     gpus: int
@@ -65,7 +66,7 @@ class Plan:
     """None without a card"""
     largest_batch_size: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
-    """hyperparameters that a search changed"""
+    """hyperparameters that differ from the file's"""
 
     def flatten(self) -> dict[str, Any]:
         """Return the fields by name, those of `times` among them."""
@@ -74,6 +75,15 @@ class Plan:
         if times is None:
             times = dict.fromkeys(each.name for each in fields(Times))
         return values | times
+
+
+def round_up_batch(hp: Hyperparameters, n_ranks: int) -> Hyperparameters:
+    """Return `hp` with `total_batch_size` rounded up to what the ranks can share."""
+    if hp.total_batch_size is None:
+        return hp
+    per_micro_step = hp.batch_size * n_ranks
+    total = math.ceil(hp.total_batch_size / per_micro_step) * per_micro_step
+    return hp.model_copy(update={"total_batch_size": total})
 
 
 def make_plan(
@@ -91,9 +101,8 @@ def make_plan(
     if card is not None and hp.float8 and not card.has_float8:
         raise ConfigError(f"float8: {card.name} does not support float8; use float8: null")
     mesh = parallelize.mesh_shape(hp, ranks.size, ranks.per_node)
-    global_batch_size = derive_global_batch_size(hp, ranks.size)
-    n_micro_batches = global_batch_size // (hp.batch_size * ranks.size)
-    tokens_per_step = global_batch_size * hp.max_seq_len
+    n_micro_batches = fit.count_micro_batches(hp, ranks.size)
+    tokens_per_step = n_micro_batches * hp.batch_size * ranks.size * hp.max_seq_len
     memory = fit.predict_memory(hp, ranks)
     host = fit.predict_host_memory(hp, ranks)
     host_available: float | None = None
@@ -104,7 +113,11 @@ def make_plan(
         topology = Topology(mesh.shard, mesh.replicate, ranks.per_node, network)
         times = _predict_times(hp, ranks, card, topology, n_micro_batches, tokens_per_step)
     total = count_units(hp, ranks.dtype, mesh.shard).total
+    name: str | None = None
+    if card is not None:
+        name = card.name
     return Plan(
+        gpu=name,
         parameters=total.n,
         trained=total.trained,
         gpus=ranks.size,
@@ -152,30 +165,34 @@ def _predict_times(
     )
 
 
+def list_counts(ranks: fit.Ranks) -> list[int]:
+    """Return 1, 2, 4, ... and all GPUs, as far as they fill their nodes."""
+    powers_of_2 = {2**power for power in range(ranks.size.bit_length())}
+    counts = sorted(powers_of_2 | {ranks.size})
+    return [count for count in counts if count <= ranks.per_node or count % ranks.per_node == 0]
+
+
 def search_settings(
     hp: Hyperparameters, ranks: fit.Ranks, card: Card, network: float
-) -> Iterator[Plan]:
-    """Yield for 1, 2, 4, ... and all GPUs the fastest plan that fits.
+) -> list[Plan]:
+    """Return the fastest plan that fits, or none.
 
     For a run that trains all of given weights, a plan with adapters follows.
     """
     adapter_ranks = [hp.lora_rank]
     if hp.init_from is not None and hp.lora_rank is None and hp.float8 is None:
         adapter_ranks.append(16)
-    powers_of_2 = {2**power for power in range(ranks.size.bit_length())}
-    for count in sorted(powers_of_2 | {ranks.size}):
-        if count > ranks.per_node and count % ranks.per_node:
+    smallest = round_up_batch(hp.model_copy(update={"batch_size": 1}), ranks.size)
+    found: list[Plan] = []
+    for lora_rank in adapter_ranks:
+        changes = {"lora_rank": lora_rank, "total_batch_size": smallest.total_batch_size}
+        plans = list(_list_plans_that_fit(hp.model_copy(update=changes), ranks, card, network))
+        if not plans:
             continue
-        some = replace(ranks, size=count, per_node=min(count, ranks.per_node))
-        for lora_rank in adapter_ranks:
-            tuned = hp.model_copy(update={"lora_rank": lora_rank})
-            plans = list(_list_plans_that_fit(tuned, some, card, network))
-            if not plans:
-                continue
-            fastest = max(plans, key=_speed_of)
-            if lora_rank != hp.lora_rank:
-                fastest = replace(fastest, settings={"lora_rank": lora_rank} | fastest.settings)
-            yield fastest
+        fastest = max(plans, key=_speed_of)
+        settings = {key: value for key, value in changes.items() if value != getattr(hp, key)}
+        found.append(replace(fastest, settings=settings | fastest.settings))
+    return found
 
 
 def _speed_of(plan: Plan) -> float:

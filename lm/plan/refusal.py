@@ -59,8 +59,8 @@ class MemoryCheck:
         """Return what the run needs, or None on a CPU if its state is small; refuse too much."""
         self.refuse_too_large_state()
         if by_part:
-            parts = format_memory(predict_memory(self.hp, self.ranks))
-            return "\n".join([self.describe(), *parts])
+            parts = format_memory(predict_memory(self.hp, self.ranks), self.hp, self.ranks)
+            return "\n".join([f"{self.describe()}, at the peak of a step:", *parts])
         if not self.ranks.on_gpu and self.state_bytes < WORTH_A_LINE:
             return None
         return self.describe()

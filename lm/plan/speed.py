@@ -5,12 +5,15 @@ The fractions of a GPU's peaks are assumptions: nothing was measured on a GPU.
 
 from __future__ import annotations
 
+import difflib
 import functools
+import re
 from dataclasses import dataclass
 
 import torch
 
 from lm.config import Hyperparameters
+from lm.errors import ConfigError
 from lm.metrics.device import peak_flops_by_name
 from lm.plan.memory import FLOAT32_BYTES, Unit, count_units, itemsize, list_float8_layers
 from lm.plan.trace import measure_activations
@@ -44,8 +47,10 @@ class Card:
     """A GPU."""
 
     name: str
+    gb: int
+    """of memory, as its name has it"""
     gib: float
-    """of memory"""
+    """of memory, as PyTorch reports it"""
     bandwidth: float
     """GB/s of memory"""
     link: float
@@ -61,17 +66,41 @@ class Card:
 
 
 CARDS = {
-    "h100": Card("H100", 79.2, 3350, 450),
-    "h200": Card("H200", 139.8, 4800, 450),
-    "b200": Card("B200", 178.4, 7700, 900),
-    "a100-80": Card("A100", 79.2, 2039, 300, has_float8=False),
-    "a100-40": Card("A100", 39.4, 1555, 300, has_float8=False),
-    "l40s": Card("L40S", 44.4, 864, 25),
-    "l4": Card("L4", 22.0, 300, 25),
-    "4090": Card("RTX 4090", 23.5, 1008, 25),
-    "5090": Card("RTX 5090", 31.3, 1792, 50),
+    "h100": Card("H100", 80, 79.2, 3350, 450),
+    "h200": Card("H200", 141, 139.8, 4800, 450),
+    "b200": Card("B200", 180, 178.4, 7700, 900),
+    "a100-80": Card("A100", 80, 79.2, 2039, 300, has_float8=False),
+    "a100-40": Card("A100", 40, 39.4, 1555, 300, has_float8=False),
+    "l40s": Card("L40S", 48, 44.4, 864, 25),
+    "l4": Card("L4", 24, 22.0, 300, 25),
+    "4090": Card("RTX 4090", 24, 23.5, 1008, 25),
+    "5090": Card("RTX 5090", 32, 31.3, 1792, 50),
 }
-"""By the name on the command line, from the vendors' data sheets; memory as PyTorch reports it."""
+"""By a short name, from the vendors' data sheets."""
+_WORDS_OF_NO_MEANING = r"nvidia|geforce|rtx|gpu|sxm\d?|hbm\de?"
+"""in the names that nvidia-smi prints; PCIe and NVL are other cards"""
+
+
+def find_card(name: str) -> Card:
+    """Return the card that people, nvidia-smi or `CARDS` call `name`.
+
+    Raises:
+        ConfigError: it is none of `CARDS`, or could be several.
+    """
+    words = re.findall(r"[a-z0-9]+", re.sub(_WORDS_OF_NO_MEANING, " ", name.lower()))
+    found: list[str] = []
+    for key, card in CARDS.items():
+        chip = card.name.rpartition(" ")[2].lower()
+        known_words = {chip, f"{card.gb}", f"{card.gb}g", f"{card.gb}gb"}
+        if chip in words and known_words.issuperset(words):
+            found.append(key)
+    if len(found) == 1:
+        return CARDS[found[0]]
+    if found:
+        raise ConfigError(f"--gpu: {name} can be {' or '.join(found)}; use one of these")
+    near = difflib.get_close_matches(" ".join(words), CARDS, n=3, cutoff=0.3)
+    names = ", ".join(near or CARDS)
+    raise ConfigError(f"--gpu: {name} is unknown; did you mean {names}? Or use --memory GIB")
 
 
 @dataclass(frozen=True)
