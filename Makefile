@@ -1,5 +1,7 @@
-# `make` or `make help` lists the targets. The first target that needs it installs .venv.
+# `make` or `make help` lists the targets. The first target that needs it installs .venv. Nothing is installed into a
+# .venv that is a link, or into another environment: VENV=DIRECTORY.
 
+VENV ?= .venv
 CONFIG ?= recipes/quickstart.yaml
 NPROC ?=
 ARGS ?=
@@ -8,54 +10,63 @@ COUNT ?= 500
 WORKERS ?= 2
 PORT ?= 6006
 
-BIN := .venv/bin
+BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+ifeq ($(VENV) $(shell test -L .venv && echo link),.venv )
+RUN := .venv/run
+DEV := .venv/dev
+endif
+
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-cluster check soak fuzz sweep bench board docs clean
+.PHONY: help install train test test-all test-cluster check format soak fuzz sweep bench board docs clean
 
 help: ## List the targets.
 	@echo "usage: make TARGET [VARIABLE=VALUE ...]"
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-install: .venv/run ## Install .venv, which train and test do, too: for a login node.
+install: $(RUN) ## Install .venv, which train and test do, too: for a login node.
 
-train: .venv/run ## Train. CONFIG=recipes/quickstart.yaml NPROC=processes ARGS="key=value ..."
+train: $(RUN) ## Train. CONFIG=recipes/quickstart.yaml NPROC=processes ARGS="key=value ..."
 	@$(BIN)/python -m lm.launch $(if $(NPROC),--nproc $(NPROC)) fsdp.py --config $(CONFIG) $(ARGS)
 
-test: .venv/dev ## Run the quick tests: a smoke test of every promise, under 3 minutes. WORKERS=2 ARGS="-k name"
+test: $(DEV) ## Run the quick tests: a smoke test of every promise, under 3 minutes. WORKERS=2 ARGS="-k name"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: .venv/dev ## Run all tests, about 14 minutes.
+test-all: $(DEV) ## Run all tests, about 14 minutes.
 	@$(PYTEST) $(ARGS)
 
-test-cluster: .venv/dev ## Run the Determined tests; with DET_MASTER, DET_USER and DET_PASS: try that cluster.
+test-cluster: $(DEV) ## Run the Determined tests; with DET_MASTER, DET_USER and DET_PASS: try that cluster.
 	@$(BIN)/python -m pytest tests/cluster$(if $(DET_MASTER),/test_live.py) $(ARGS)
 
-check: .venv/dev ## Check formatting, lint, docstrings, types and shell scripts.
+check: $(DEV) ## Check formatting, lint, docstrings, types and shell scripts.
 	@$(BIN)/ruff format --check --diff .
 	@$(BIN)/ruff check .
 	@$(BIN)/basedpyright
 	@$(BIN)/shellcheck .ci/run launch/*.sh launch/*.sbatch
 
-soak: .venv/dev ## Kill runs COUNT=500 times and compare what they end with.
+format: $(DEV) ## Format the code, and fix what lint can fix.
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+soak: $(DEV) ## Kill runs COUNT=500 times and compare what they end with.
 	@$(BIN)/python -m tests.soak $(COUNT) $(ARGS)
 
-fuzz: .venv/dev ## Load COUNT=500 checkpoints changed at random, with matching checksums.
+fuzz: $(DEV) ## Load COUNT=500 checkpoints changed at random, with matching checksums.
 	@$(BIN)/python -m tests.fuzz $(COUNT) $(ARGS)
 
-sweep: .venv/dev ## Fail up to COUNT=500 file operations of each command with each error, then rerun it.
+sweep: $(DEV) ## Fail up to COUNT=500 file operations of each command with each error, then rerun it.
 	@$(BIN)/python -m tests.sweep --count $(COUNT) $(ARGS)
 
-bench: .venv/dev ## Measure speed and memory next to reference loops. ARGS="--sweep ... key=value ..."
+bench: $(DEV) ## Measure speed and memory next to reference loops. ARGS="--sweep ... key=value ..."
 	@$(BIN)/python -m benchmarks.throughput $(ARGS)
 
-board: .venv/run ## Serve TensorBoard over runs/ on 127.0.0.1. PORT=6006
-	@$(BIN)/python -c 'import torch_tb_profiler' 2> /dev/null || $(PIP) torch-tb-profiler
+board: $(RUN) ## Serve TensorBoard over runs/ on 127.0.0.1. PORT=6006
+	@$(BIN)/python -c 'import torch_tb_profiler' 2> /dev/null || $(if $(RUN),$(PIP) torch-tb-profiler,true)
 	@PYTHONWARNINGS=ignore::FutureWarning $(BIN)/tensorboard --logdir runs --host 127.0.0.1 --port $(PORT)
 
-docs: .venv/run ## Write docs/hyperparameters.md, the JSON Schema and docs/rooms.svg.
+docs: $(RUN) ## Write docs/hyperparameters.md, the JSON Schema and docs/rooms.svg.
 	@$(BIN)/python -m lm.config --write
 	@$(BIN)/python -m docs.rooms
 

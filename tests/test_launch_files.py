@@ -1,4 +1,7 @@
-"""launch/*.yaml and the schemas of Kubeflow and SkyPilot; test_hosts.py starts what they say."""
+"""The Makefile; launch/*.yaml and the schemas of Kubeflow and SkyPilot.
+
+test_hosts.py starts what these say.
+"""
 
 from __future__ import annotations
 
@@ -161,3 +164,28 @@ def test_skypilot_reads_sky_yaml(tmp_path: Path) -> None:
         cwd=REPOSITORY,
         check=True,
     )
+
+
+@pytest.mark.parametrize(
+    ("venv", "installs"), [("own", True), ("linked", False), ("another", False)]
+)
+def test_make_installs_only_into_a_venv_that_it_made(
+    venv: str, installs: bool, tmp_path: Path
+) -> None:
+    for name in ("Makefile", "requirements.txt", "requirements-dev.txt", "constraints.txt"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    bin_directory, variables = ".venv/bin", []
+    if venv == "linked":
+        (tmp_path / ".venv").symlink_to(tmp_path)
+    if venv == "another":
+        bin_directory, variables = "/other/bin", ["VENV=/other"]
+    done = subprocess.run(
+        ["make", "--dry-run", "train", "check", *variables],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ("pip install" in done.stdout) is installs
+    assert f"{bin_directory}/python -m lm.launch" in done.stdout
+    assert f"{bin_directory}/ruff check" in done.stdout
