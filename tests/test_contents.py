@@ -221,7 +221,7 @@ DAMAGED: dict[str, tuple[Forge, str]] = {
     "fewer layers": (of_model(n_layers=1), "model.blocks.1.* is not a tensor of its model"),
     "another optimizer": (
         promised(hyperparameters={"optim_dtype": "int8"}),
-        f"{MANIFEST}: damaged: optim_dtype: ",
+        f"{MANIFEST}: damaged: hyperparameters.optim_dtype: ",
     ),
     "adapters without a rank": (promised(base=BASE), "hyperparameters.lora_rank: null"),
     "adapters of an unknown layer": (
