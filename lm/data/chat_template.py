@@ -59,13 +59,13 @@ class ChatTemplate:
         return _GENERATION_TAG.search(self.text) is not None
 
     def advise_training(self) -> str:
-        """Return what to do if replies cannot be located in the text."""
+        """Return what to do if replies, or their ends, cannot be located in the text."""
         for name, path in _find_trl_templates().items():
             if path.read_text().strip() == self.text.strip():
                 twin = name + _TRAINING
                 if twin in _find_trl_templates():
                     return f"set chat_template: {twin}, which TRL has for training with it"
-        marked = "set chat_template to one that marks replies with {% generation %}"
+        marked = "set chat_template to one that marks replies and their ends with {% generation %}"
         return f"{marked}; TRL has some (pip install trl), e.g. chat_template: qwen3{_TRAINING}"
 
     @functools.cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -42,6 +43,11 @@ _OTHER_FORMATS = (
 
 _EMPTY_THINKING = re.compile(r"\s*(<think>)?\s*</think>\s*")
 """The opening tag may be in the prompt."""
+
+
+# A chat with contents that no chat template writes itself.
+_QUESTION = {"role": "user", "content": "q7x?"}
+_REPLY = {"role": "assistant", "content": "x7q"}
 
 
 class RenderedRecord(NamedTuple):
@@ -128,6 +134,8 @@ class RecordRenderer:
         if self.completion_only and not is_completion and not replies:
             problem = "none of the assistant, and loss_on: completion learns only from these"
             raise ConfigError(f"messages: {problem}; remove the line, or set loss_on: all")
+        if self.completion_only:
+            self._check_end_of_turn()
         rendered = self.tokenizer.render(messages, add_generation_prompt=False, tools=tools)
         text = get_text({keys[-1]: rendered.text}, keys[-1])
         if not self.completion_only:
@@ -143,6 +151,38 @@ class RecordRenderer:
             targets = itertools.compress(replies, is_target)
             spans = [self._locate_messages(chat, i, i + 1) for i in targets]
         return RenderedRecord(text, spans, is_chat=True)
+
+    def _check_end_of_turn(self) -> None:
+        """Raise ConfigError if no text after a reply is a target: the model would never stop."""
+        if self._problem_of_template is not None:
+            raise ConfigError(f"{self.tokenizer.chat_template.name} {self._problem_of_template}")
+
+    @functools.cached_property
+    def _problem_of_template(self) -> str | None:
+        """What its rendering of a chat shows; None = it trains replies with their end of turn."""
+        chat = [_QUESTION, _REPLY]
+        if self.tokenizer.chat_template.marks_replies:  # maybe those before a question otherwise
+            chat = [_QUESTION, _REPLY, _QUESTION, _REPLY]
+        try:
+            rendered = self.tokenizer.render(chat, add_generation_prompt=False)
+            spans = rendered.reply_spans
+            if spans is None:
+                spans = [self._locate_messages(_Chat(chat, None, rendered.text), 1, 2)]
+        except ConfigError:
+            return None  # it rejects such a chat, or the replies; those of the data say why
+        replies = [match.end() for match in re.finditer(_REPLY["content"], rendered.text)]
+        if not replies:
+            problem = "leaves out content that is text, as it expects parts with images"
+            return f"{problem}; set chat_template to one for text"
+        for end in replies:
+            stop = rendered.text.find(_QUESTION["content"], end)
+            if stop < 0:
+                stop = len(rendered.text)
+            ends = [rendered.text[max(span.start, end) : min(span.stop, stop)] for span in spans]
+            if not "".join(ends).strip():
+                problem = "writes no end of turn that is a target, so that no reply would end"
+                return f"{problem}; {self.tokenizer.chat_template.advise_training()}"
+        return None
 
     def _locate_messages(self, chat: _Chat, first: int, stop: int) -> Span:
         """Return where the messages from `first` to before `stop` are in the text of a chat.
@@ -179,6 +219,11 @@ class RecordRenderer:
             if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
                 shown = json.dumps(message)[:60]
                 raise ConfigError(f"{key}[{i}]: content is not text: {shown}")
+            if isinstance(message.get("tool_calls"), list):
+                place = f"{key}[{i}].tool_calls"
+                message["tool_calls"] = [
+                    _decode_arguments(call, place) for call in message["tool_calls"]
+                ]
             if "weight" in message:
                 self._check_weight(message, key, i)
             checked.append(message)
@@ -248,6 +293,28 @@ def _is_tool(tool: Any) -> bool:
         return False
     parameters = function.get("parameters") or {}
     return isinstance(parameters, dict)
+
+
+def _decode_arguments(call: Any, place: str) -> Any:
+    """Return the call of a tool with its arguments as an object.
+
+    In OpenAI's format they are JSON text, which many chat templates would encode a second time.
+    """
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _decode_arguments(call["function"], place)}
+    arguments = call.get("arguments")
+    if not isinstance(arguments, str):
+        return call
+    try:
+        decoded = json.loads(arguments)
+    except ValueError:
+        decoded = None
+    if not isinstance(decoded, dict):
+        problem = f"arguments are {json.dumps(arguments)[:60]}, not a JSON object"
+        raise ConfigError(f"{place}: {problem}; correct or remove the line")
+    return call | {"arguments": decoded}
 
 
 def _is_list_of_messages(messages: Any) -> bool:
