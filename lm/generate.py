@@ -189,7 +189,7 @@ def chat(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> 
     _encode_chat(tokenizer, [*system, {"role": "user", "content": "?"}])  # raises before any input
 
     history: list[dict[str, str]] = []  # messages of the user and the assistant in turns
-    for line in read_lines():
+    for n, line in enumerate(read_lines()):
         history.append({"role": "user", "content": line})
         prompt = _encode_chat(tokenizer, [*system, *history])
         while len(prompt) > longest_prompt and len(history) > 1:
@@ -205,7 +205,13 @@ def chat(model: Transformer, tokenizer: Tokenizer, args: argparse.Namespace) -> 
         if args.max_new_tokens is not None:
             max_new_tokens = min(max_new_tokens, args.max_new_tokens)
         (pieces,) = generate_texts(
-            model, tokenizer, [prompt], [args.seed], max_new_tokens, tokenizer.chat_stop_ids, args
+            model,
+            tokenizer,
+            [prompt],
+            [args.seed + n],
+            max_new_tokens,
+            tokenizer.chat_stop_ids,
+            args,
         )
         answer = ""
         try:
@@ -306,7 +312,7 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (all)")
     top_p_help = "sample from the fewest tokens of probability P (all)"
     add("--top-p", type=float, metavar="P", help=top_p_help)
-    seed_help = "random seed; S + n for the n-th sample (%(default)s)"
+    seed_help = "random seed; S + n for the n-th sample or answer (%(default)s)"
     add("--seed", type=int, default=0, metavar="S", help=seed_help)
     stop_help = "end before TEXT; can be repeated"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop_help)

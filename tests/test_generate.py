@@ -355,6 +355,18 @@ def test_chat_remembers_earlier_lines(
 
 
 @pytest.mark.slow
+def test_chat_answers_have_different_seeds(
+    chat_run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    feed(monkeypatch, b"hi\nhi\n")
+    uniform = ("--temperature", 1e9, "--max-new-tokens", 8)
+    output = text_of(capsys, chat_run, "--chat", *uniform)
+    feed(monkeypatch, b"hi\n")
+    first = text_of(capsys, chat_run, "--chat", *uniform)
+    assert output.removeprefix(first) not in (output, first)
+
+
+@pytest.mark.slow
 def test_chat_ctrl_c_ends_the_answer(chat_run: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(find_checkpoint(chat_run), tmp_path / "copy"))
     manifest = read_manifest(folder)
