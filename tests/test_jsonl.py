@@ -501,7 +501,7 @@ def test_jsonl_fingerprint(tmp_path: Path) -> None:
 
 INVALID = {
     "json": ("{", "not valid JSON"),
-    "list": ("[1]", "not a JSON object: b'[1]'"),
+    "list": ("[1]", "not a JSON object: [1]"),
     "text_field": ('{"txt": "a", "n": 1}', "keys: txt, n"),
     "null": ('{"text": null}', "'text' is null"),
     "number": ('{"text": 5}', "'text' is 5"),
@@ -522,8 +522,18 @@ INVALID = {
     ),
     "content-number": ('{"messages": [{"role": "user", "content": 5}]}', "messages[0]: content"),
     "content-list": ('{"messages": [{"role": "user", "content": ["a"]}]}', "messages[0]: content"),
-    "sharegpt": ('{"conversations": [{"from": "human", "value": "a"}]}', "jq -c '{messages: "),
-    "alpaca": ('{"instruction": "a", "input": "", "output": "b"}', "jq -c '{prompt: "),
+    "sharegpt-role": ('{"conversations": [{"from": "cat", "value": "a"}]}', 'from is "cat"'),
+    "sharegpt-turn": ('{"conversations": [{"text": "a"}]}', "conversations[0]"),
+    "sharegpt-list": ('{"conversations": {}}', "conversations is {}"),
+    "alpaca-other": ('{"instruction": "a", "output": "b", "score": 1}', "score: not read"),
+    "ambiguous": (
+        '{"prompt": "a", "completion": "b", "response": "c"}',
+        "completion: the record can be read",
+    ),
+    "ambiguous-text": (
+        '{"instruction": "a", "output": "b", "text": "c"}',
+        "text: the record can be read",
+    ),
     "other-key": (
         '{"messages": [{"role": "user", "content": "a"}], "tool": []}',
         "jq -c 'del(.\"tool\")'",
@@ -561,7 +571,7 @@ INVALID = {
         '{"prompt": [], "completion": [], "tools": [{"name": "f", "parameters": [1]}]}',
         'tools: {"name": "f"',
     ),
-    "utf8": ("\udcff", "byte 0 of the line is not UTF-8"),
+    "utf8": ("\udcff", "byte 0 is not UTF-8"),
     "recursion": ("[" * 100_000, "not valid JSON"),
 }
 
@@ -577,6 +587,90 @@ def test_jsonl_error_names_the_line(name: str, tmp_path: Path) -> None:
     assert first.startswith(f"{file}:2: ")
     assert part in first
     assert second.startswith(f"{tmp_path}/b.jsonl:1: no text (text_field)")
+
+
+ANSWER = [{"role": "user", "content": "to be\n\nor"}, {"role": "assistant", "content": "not"}]
+LAYOUTS = {
+    "sharegpt": {
+        "id": "1",
+        "conversations": [
+            {"from": "human", "value": "to be\n\nor"},
+            {"from": "gpt", "value": "not"},
+        ],
+    },
+    "alpaca": {"instruction": "to be", "input": "or", "output": "not"},
+    "response": {"prompt": "to be\n\nor", "response": "not"},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_layouts_are_read_as_chats(layout: str, tmp_path: Path) -> None:
+    found = JsonlDataset(
+        [write(tmp_path / "a.jsonl", [LAYOUTS[layout]])], LLAMA, 64, completion_only=True
+    )
+    expected = JsonlDataset(
+        [write(tmp_path / "b.jsonl", [{"messages": ANSWER}])], LLAMA, 64, completion_only=True
+    )
+    assert found.fingerprint() == expected.fingerprint()
+    assert "chat" in (found.note or "")
+    assert "chat" not in (expected.note or "")
+
+
+def test_text_field_can_be_a_key_of_a_layout(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [LAYOUTS["alpaca"]])
+    found = targets(JsonlDataset([file], BYTES, 64, text_field="output"))
+    assert bytes(found[:-1]) == b"ot"
+
+
+def test_system_of_other_layouts_is_a_message(tmp_path: Path) -> None:
+    record = LAYOUTS["alpaca"] | {"system": "be"}
+    chat = [{"role": "system", "content": "be"}, *ANSWER]
+    found = JsonlDataset([write(tmp_path / "a.jsonl", [record])], LLAMA, 64)
+    expected = JsonlDataset([write(tmp_path / "b.jsonl", [{"messages": chat}])], LLAMA, 64)
+    assert found.fingerprint() == expected.fingerprint()
+
+
+def test_other_layouts_without_a_template_are_completions(tmp_path: Path) -> None:
+    for layout in ("alpaca", "response"):
+        file = write(tmp_path / "a.jsonl", [LAYOUTS[layout]])
+        found = JsonlDataset([file], BYTES, 64, completion_only=True)
+        assert bytes(targets(found)[:-1]) == b"not"
+        assert bytes(found[0].inputs.tolist()).startswith(b"to be\n\nor\nnot")
+    file = write(tmp_path / "a.jsonl", [LAYOUTS["sharegpt"]])
+    with pytest.raises(ConfigError, match="no chat template"):
+        JsonlDataset([file], BYTES, 64)
+
+
+def test_json_array_is_read_as_lines(tmp_path: Path) -> None:
+    records = [{"text": "to be"}, {"text": "or not"}]
+    lines = write(tmp_path / "a.jsonl", records)
+    array = tmp_path / "b.json"
+    array.write_text("\n" + json.dumps(records, indent=1))
+    found = JsonlDataset([array], BYTES, 64)
+    assert found.fingerprint() == JsonlDataset([lines], BYTES, 64).fingerprint()
+    array.write_text(json.dumps([*records, 1]))
+    with pytest.raises(ConfigError) as error:
+        JsonlDataset([array], BYTES, 64)
+    assert str(error.value).startswith(f"{array}[2]: ")
+    array.write_text('[{"text": "a"},')
+    with pytest.raises(ConfigError, match=f"^{array}: not valid JSON: "):
+        JsonlDataset([array], BYTES, 64)
+
+
+def test_json_error_has_one_line_number(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "ok"}\n{"text": x}\n')
+    with pytest.raises(ConfigError, match=f"^{file}:2: .*character 10$") as error:
+        JsonlDataset([file], BYTES, 8)
+    assert "line" not in str(error.value).removeprefix(str(file))
+
+
+def test_chat_that_starts_with_the_assistant_is_named(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "content": "hi"}]}])
+    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen2_5")
+    with pytest.raises(ConfigError, match=r"messages\[0\] is of the assistant"):
+        JsonlDataset([file], tokenizer, 512, completion_only=True)
+    JsonlDataset([file], tokenizer, 512)
 
 
 def test_jsonl_truncated_or_without_targets_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import codecs
 import glob
 import gzip
 import io
+import itertools
 import json
 import os
 import shlex
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.errors import ConfigError, limit_problems
-from lm.fileio import parse_json
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -256,16 +256,8 @@ def open_table(builder: str, files: Sequence[Path]) -> IterableDataset:
 
 def _json_records(files: Sequence[str]) -> Iterator[dict[str, Any]]:
     for name in files:
-        path = Path(name)
-        first_block = next(read_blocks(path), b"")
-        if not first_block.lstrip().startswith(b"["):
-            for line in read_json_lines(path):
-                yield line.record
-            continue
-        try:
-            yield from parse_json(b"".join(read_blocks(path)))
-        except ValueError as error:
-            raise ConfigError(f"{path}: not valid JSON: {error}") from None
+        for line in read_json_lines(Path(name)):
+            yield line.record
 
 
 def decode_utf8(path: Path, content: bytes, offset: int = 0) -> str:
@@ -324,29 +316,50 @@ class JsonLine(NamedTuple):
 
 
 def read_json_lines(path: Path) -> Iterator[JsonLine]:
-    """Yield the lines of a JSON Lines file; empty ones are skipped.
+    """Yield the lines of a JSON Lines file, or the elements of a file that is one JSON array.
+
+    Empty lines are skipped. An array is parsed in memory.
 
     Raises:
-        ConfigError: a line is not a JSON object, or the file cannot be read.
+        ConfigError: a line or an element is not a JSON object, or the file cannot be read.
     """
+    blocks = read_line_blocks(path)
+    first_block = next(blocks, b"")
+    if first_block.lstrip().startswith(b"["):
+        yield from _read_json_array(path, b"".join([first_block, *blocks]))
+        return
     number = 0
-    for block in read_line_blocks(path):
+    for block in itertools.chain([first_block], blocks):
         for line in io.BytesIO(block):
             number += 1
             if line.strip():
                 place = f"{path}:{number}"
-                yield JsonLine(place, _parse_json_line(line, place), len(line))
+                record = _check_record(_parse_json(line, place), place)
+                yield JsonLine(place, record, len(line))
 
 
-def _parse_json_line(line: bytes, place: str) -> dict[str, Any]:
+def _read_json_array(path: Path, content: bytes) -> Iterator[JsonLine]:
+    records = _parse_json(content, str(path))
+    for i, record in enumerate(records):
+        place = f"{path}[{i}]"
+        yield JsonLine(place, _check_record(record, place), len(content) // len(records))
+
+
+def _parse_json(content: bytes, place: str) -> Any:
     try:
-        record = json.loads(line.decode())
+        return json.loads(content.decode())
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{place}: byte {error.start} of the line is not UTF-8") from None
+        raise ConfigError(f"{place}: byte {error.start} is not UTF-8") from None
+    except json.JSONDecodeError as error:  # whose line number is that within `content`
+        problem = f"{error.msg} at character {error.pos + 1}"
+        raise ConfigError(f"{place}: not valid JSON: {problem}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: not valid JSON: {error}") from None
+
+
+def _check_record(record: Any, place: str) -> dict[str, Any]:
     if not isinstance(record, dict):
-        raise ConfigError(f"{place}: not a JSON object: {line[:60].strip()!r}")
+        raise ConfigError(f"{place}: not a JSON object: {json.dumps(record)[:60]}")
     return record
 
 

@@ -1,8 +1,8 @@
 """JSON Lines for fine-tuning, packed into sequences or one sample per sequence.
 
-A line is an object with `text`; with `prompt` and `completion`, both text or both lists of
-messages; or with `messages`, a chat. The tokenizer's chat template renders messages and the line's
-`tools`.
+A line, or an element of a file that is one JSON array, is an object with `text`; with `prompt` and
+`completion`, both text or both lists of messages; with `messages`, a chat; or a record of another
+layout (`lm.data.layouts`). The chat template renders messages and the record's `tools`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class JsonlDataset(Dataset):
         self.seq_len = seq_len
         self._packing = packing
         self._lay_out(samples)
-        self.note = self._describe(samples, dropped)
+        self.note = self._describe(samples, dropped, renderer)
 
     def _lay_out(self, samples: Sequence[_TokenizedSample]) -> None:
         """Concatenate the samples, sequence by sequence, and index both."""
@@ -108,7 +108,12 @@ class JsonlDataset(Dataset):
             self._targets != IGNORE_INDEX, self._sequence_starts[:-1], dtype=np.int64
         )
 
-    def _describe(self, samples: Sequence[_TokenizedSample], dropped: Sequence[int]) -> str:
+    def _describe(
+        self,
+        samples: Sequence[_TokenizedSample],
+        dropped: Sequence[int],
+        renderer: RecordRenderer,
+    ) -> str:
         n_tokens = len(self._inputs)
         padding = 1 - n_tokens / (len(self) * self.seq_len)
         note = f"{len(samples)} samples in {len(self)} sequences, {100 * padding:.1f} % padding"
@@ -121,6 +126,8 @@ class JsonlDataset(Dataset):
         if dropped:
             note += f"; {len(dropped)} more dropped"
             note += f", without targets within max_seq_len {self.seq_len}"
+        for layout, how in renderer.layouts.items():
+            note += f"; {layout} records are read {how}"
         return note
 
     def __len__(self) -> int:

@@ -7,39 +7,14 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lm.data.chat_template import REASONING_KEYS, Span
 from lm.data.files import JsonLine, get_text
+from lm.data.layouts import as_completion, as_messages, find_layout
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
-
-
-class _OtherFormat(NamedTuple):
-    """A format that is not read."""
-
-    key: str
-    """of its records"""
-    name: str
-    jq_program: str
-    """converts a record"""
-
-
-_OTHER_FORMATS = (
-    _OtherFormat(
-        "conversations",
-        "ShareGPT",
-        "{messages: [.conversations[] | "
-        '{role: ({human: "user", gpt: "assistant"}[.from] // .from), content: .value}]}',
-    ),
-    _OtherFormat(
-        "instruction",
-        "Alpaca",
-        '{prompt: (.instruction + "\\n" + (.input // "") + "\\n"), completion: .output}',
-    ),
-)
-
 
 _EMPTY_THINKING = re.compile(r"\s*(<think>)?\s*</think>\s*")
 """The opening tag may be in the prompt."""
@@ -79,6 +54,9 @@ class RecordRenderer:
     text_field: str
     completion_only: bool
 
+    layouts: dict[str, str] = field(default_factory=dict)
+    """how records of other layouts than messages were read, by layout"""
+
     def render_lines(self, lines: Iterable[JsonLine]) -> Iterator[RenderedRecord]:
         for line in lines:
             try:
@@ -87,6 +65,7 @@ class RecordRenderer:
                 raise ConfigError(f"{line.place}: {error}") from None
 
     def _render(self, record: Mapping[str, Any]) -> RenderedRecord:
+        record = self._convert(record)
         if "messages" in record:
             return self._render_chat(record, ("messages",))
         if "prompt" in record and "completion" in record:
@@ -94,6 +73,26 @@ class RecordRenderer:
                 return self._render_chat(record, ("prompt", "completion"))
             return self._render_completion(record)
         return self._render_text(record)
+
+    def _convert(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a record of another layout as a chat or, without a chat template, as text."""
+        layout = find_layout(record, self.text_field)
+        if layout is None:
+            return record
+        if not self._has_chat_template:
+            completion = as_completion(record, layout)
+            if completion is not None:
+                self.layouts[layout.name] = "as prompt, newline and completion, without a template"
+                return completion
+        self.layouts[layout.name] = "as chats with the chat template"
+        return as_messages(record, layout)
+
+    @functools.cached_property
+    def _has_chat_template(self) -> bool:
+        try:
+            return bool(self.tokenizer.chat_template)
+        except ConfigError:
+            return False
 
     def _render_completion(self, record: Mapping[str, Any]) -> RenderedRecord:
         prompt = get_text(record, "prompt")
@@ -105,10 +104,6 @@ class RecordRenderer:
 
     def _render_text(self, record: Mapping[str, Any]) -> RenderedRecord:
         if self.text_field not in record:
-            for key, name, jq_program in _OTHER_FORMATS:
-                if key in record:
-                    problem = f"{key}: {name} records are not read"
-                    raise ConfigError(f"{problem}; convert them: {_jq_command(jq_program)}")
             keys = ", ".join(record) or "none"
             problem = f"no {self.text_field} (text_field), no prompt and completion, no messages"
             raise ConfigError(f"{problem}; the line has the keys: {keys}")
@@ -132,7 +127,9 @@ class RecordRenderer:
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         is_completion = "completion" in keys
         if self.completion_only and not is_completion and not replies:
-            problem = "none of the assistant, and loss_on: completion learns only from these"
+            roles = ", ".join(sorted({str(message["role"]) for message in messages}))
+            problem = f"none of the assistant, only of {roles}, and loss_on: completion learns"
+            problem += " only from the assistant's"
             raise ConfigError(f"messages: {problem}; remove the line, or set loss_on: all")
         if self.completion_only:
             self._check_end_of_turn()
@@ -190,21 +187,36 @@ class RecordRenderer:
         They are between the text of the messages before them, with the start of a reply, and the
         end of the text of all messages before `stop`.
         """
-        before = self.tokenizer.render(
-            chat.messages[:first], add_generation_prompt=True, tools=chat.tools
-        )
+        before = self._render_before(chat, first)
         through_text = chat.text
         if stop < len(chat.messages):
             through = self.tokenizer.render(
                 chat.messages[:stop], add_generation_prompt=False, tools=chat.tools
             )
             through_text = through.text
-        if not (chat.text.startswith(through_text) and through_text.startswith(before.text)):
-            problem = "the chat template changes earlier messages, so replies cannot be located"
-            advice = self.tokenizer.chat_template.advise_training()
-            raise ConfigError(f"{problem}; {advice}; or set loss_on: all")
-        span = Span(len(before.text), len(through_text))
-        return _skip_empty_thinking(chat, chat.messages[first], span)
+        is_prefix = chat.text.startswith(through_text)
+        if is_prefix and before is not None and through_text.startswith(before):
+            span = Span(len(before), len(through_text))
+            return _skip_empty_thinking(chat, chat.messages[first], span)
+        if first == 0:
+            problem = "messages[0] is of the assistant, and the chat template starts otherwise"
+            remedy = "start with a message of the user, or with weight: 0 in this one"
+            raise ConfigError(f"{problem}, e.g. with a default system message; {remedy}")
+        problem = "the chat template changes earlier messages, so replies cannot be located"
+        advice = self.tokenizer.chat_template.advise_training()
+        raise ConfigError(f"{problem}; {advice}; or set loss_on: all")
+
+    def _render_before(self, chat: _Chat, first: int) -> str | None:
+        """Return the text before a reply; None = the template rejects a chat without messages."""
+        try:
+            before = self.tokenizer.render(
+                chat.messages[:first], add_generation_prompt=True, tools=chat.tools
+            )
+        except ConfigError:
+            if first > 0:
+                raise
+            return None
+        return before.text
 
     def _check_messages(self, messages: Any, key: str) -> list[dict[str, Any]]:
         """Return the messages, with content as one text, or raise ConfigError."""
