@@ -137,6 +137,7 @@ def train_with_peft(
     options = {
         "r": hp.lora_rank,
         "lora_alpha": hp.lora_alpha,
+        "use_rslora": hp.use_rslora,
         "target_modules": hp.lora_targets or "all-linear",
     }
     model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
@@ -157,7 +158,7 @@ def train_with_peft(
     return losses, {ours: parameters[theirs].detach() for ours, theirs in names.items()}
 
 
-Q_AND_V = {"lora_targets": ["q_proj", "v_proj"], "lora_alpha": 3.0}
+Q_AND_V = {"lora_targets": ["q_proj", "v_proj"], "lora_alpha": 3.0, "use_rslora": True}
 
 
 @pytest.mark.parametrize(
@@ -559,16 +560,25 @@ def test_lora_refuses_another_shape_than_its_bases(on_a_checkpoint: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "targets"),
-    [("llama", None), ("gpt2", None), ("gpt2", ["q_proj", "v_proj", "down_proj"])],
+    ("family", "targets", "rslora"),
+    [
+        ("llama", None, False),
+        ("gpt2", None, True),
+        ("gpt2", ["q_proj", "v_proj", "down_proj"], False),
+    ],
 )
 def test_lora_export_loads_in_transformers_and_peft(
-    family: str, targets: list[str] | None, bases: dict[str, Path], tmp_path: Path
+    family: str, targets: list[str] | None, rslora: bool, bases: dict[str, Path], tmp_path: Path
 ) -> None:
     import peft
 
     hyperparameters = settings(
-        bases[family], lora_targets=targets, lora_alpha=5.0, max_steps=3, max_seq_len=64
+        bases[family],
+        lora_targets=targets,
+        lora_alpha=5.0,
+        use_rslora=rslora,
+        max_steps=3,
+        max_seq_len=64,
     )
     run_fsdp(tmp_path, config=hyperparameters, code=0)
     run = tmp_path / "runs" / "test"

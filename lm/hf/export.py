@@ -259,8 +259,10 @@ def _write_peft_config(
     if is_on_hub:
         name, _, revision = base.source.partition("@")
     other_ranks = {layer: rank for layer, rank in ranks.items() if rank != config.lora_rank}
-    # PEFT scales by alpha / rank.
-    other_alphas = {layer: config.lora_scale * rank for layer, rank in other_ranks.items()}
+    # PEFT divides each alpha by its own rank, or the root of it.
+    other_alphas: dict[str, float] = {}
+    for layer, rank in other_ranks.items():
+        other_alphas[layer] = config.lora_scale * config.rank_divisor(rank)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -268,6 +270,7 @@ def _write_peft_config(
         "revision": revision or None,
         "r": config.lora_rank,
         "lora_alpha": config.lora_alpha,
+        "use_rslora": config.use_rslora,
         "lora_dropout": config.lora_dropout,
         "target_modules": sorted(ranks),
         "rank_pattern": other_ranks,

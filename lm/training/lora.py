@@ -3,7 +3,9 @@
 An adapted layer computes `x W^T + b + (lora_alpha / lora_rank) dropout(x) A^T B^T`. W `(out, in)`,
 b and all other weights of the model, the base, are frozen and have the compute dtype; A
 `(lora_rank, in)` and B `(out, lora_rank)` are trained in float32. Base weights keep their names; A
-and B of `q_proj.weight` are `q_proj.lora_A.weight` and `q_proj.lora_B.weight`, as in PEFT.
+and B of `q_proj.weight` are `q_proj.lora_A.weight` and `q_proj.lora_B.weight`, as in PEFT. With
+`use_rslora`, the scale is `lora_alpha / sqrt(lora_rank)`, so that the output does not shrink with
+the rank (Kalajdzievski, 2023).
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ class LoraConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     lora_alpha: Fixed[float] = Field(
         16.0, gt=0, description="the adapters' output is scaled by lora_alpha / lora_rank"
     )
+    use_rslora: Fixed[bool] = Field(
+        False, description="scale it by lora_alpha / sqrt(lora_rank) instead, for high ranks"
+    )
     lora_dropout: Fixed[float] = Field(
         0.0, ge=0, lt=1, description="probability of zeroing an input of the adapters"
     )
@@ -58,9 +63,15 @@ class LoraConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 
     @property
     def lora_scale(self) -> float:
-        """`lora_alpha / lora_rank`."""
+        """By which the adapters' output is multiplied."""
         assert self.lora_rank is not None
-        return self.lora_alpha / self.lora_rank
+        return self.lora_alpha / self.rank_divisor(self.lora_rank)
+
+    def rank_divisor(self, rank: int) -> float:
+        """Return what an alpha is divided by for adapters of `rank`."""
+        if self.use_rslora:
+            return math.sqrt(rank)
+        return rank
 
 
 class LoraLinear(nn.Module):
