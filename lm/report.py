@@ -45,6 +45,8 @@ _SUMMARIES = {
     "training blocked by saving (s)": _Summary("save_stall_seconds", sum, ".1f"),
     "skipped steps": _Summary("skipped_steps", sum, ".0f"),
 }
+REPORT = "report.md"
+PICTURE = "report.png"
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Seconds = Annotated[float, Field(ge=0, lt=2**36)]
 _Metric = Annotated[float, Field(gt=-1e50, lt=1e50)]
@@ -261,19 +263,19 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
 
 def write_report_files(runs: Sequence[RunRecords], directory: Path) -> str:
     """Write the report on `runs` to `directory`. Return what was written."""
-    text = directory / "report.md"
-    picture = directory / "report.png"
+    text = directory / REPORT
+    picture = directory / PICTURE
     for file in (text, picture):
         file.unlink(missing_ok=True)  # neither follow a link nor leave an old picture
     has_curves = any(len(run.curve("training", "loss")[0]) > 1 for run in runs)
     note = ""
     if has_curves:
-        note = " and report.png"
+        note = f" and {PICTURE}"
         try:
             draw_curves(runs, picture)
         except ImportError:
             has_curves = False
-            note = " (report.png requires a package: pip install matplotlib)"
+            note = f" ({PICTURE} requires a package: pip install matplotlib)"
     text.write_text(format_report(runs, picture if has_curves else None))
     return f"{text}{note}"
 
@@ -288,13 +290,32 @@ def write_report(run: Path) -> str:
         return f"{error.filename}: cannot be written ({error.strerror})"
 
 
+def select_runs(paths: Sequence[Path]) -> list[Path]:
+    """Return the run directories of `paths`, which may be all that a shell finds for `runs/*`.
+
+    Leaves out the reports of this command, and runs that ended before they reported anything.
+    """
+    runs: list[Path] = []
+    for path in paths:
+        if path.name in (REPORT, PICTURE):
+            continue
+        if (path / "lock").is_file() and not (path / "metrics.jsonl").exists():
+            print(f"{path}: left out: it has reported nothing", file=sys.stderr)
+            continue
+        runs.append(path)
+    if not runs:
+        given = " ".join(str(path) for path in paths)
+        raise ConfigError(f"{given}: no run that has reported anything; pass its directory")
+    return runs
+
+
 @command
 @oserror_as_config_error
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m lm.report", description="Report on runs.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
-    paths = parser.parse_args(arguments).runs
+    paths = select_runs(parser.parse_args(arguments).runs)
     runs = [RunRecords(path) for path in paths]
     common_parent = os.path.commonpath([path.absolute() for path in paths])
     written = write_report_files(runs, Path(os.path.relpath(common_parent)))

@@ -199,3 +199,18 @@ def test_session_records_the_last_write_before_it() -> None:
     first, second = (json.loads(line) for line in run_dir.sessions.read_text().splitlines())
     assert (first["step"], first["last_write"], second["step"]) == (0, None, 5)
     assert second["last_write"] == run_dir.metrics.stat().st_mtime
+
+
+def test_report_command_accepts_all_of_runs_again() -> None:
+    make_run("a")
+    make_run("b")
+    (Path("runs/refused")).mkdir()
+    (Path("runs/refused/lock")).touch()
+    for _ in range(2):
+        assert report.main([str(path) for path in sorted(Path("runs").iterdir())]) == 0
+    assert Path("runs/report.md").read_text().startswith("# a and b\n")
+
+
+def test_report_command_needs_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main(["runs/report.md"]) == 2
+    assert "runs/report.md" in capsys.readouterr().err
