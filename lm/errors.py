@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import re
+import select
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -112,10 +114,17 @@ def open_standard_streams() -> None:
             setattr(sys, name, os.fdopen(null, mode))
 
 
+def _stdout_is_unread() -> bool:
+    """Return whether stdout is a pipe that its reader, e.g. head, has closed."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)  # errors only, which is what such a pipe has
+    return bool(poll.poll(0))
+
+
 def command(main: Callable[P, int]) -> Callable[P, int]:
     """Make the `main` of a command print a RunError or OSError, and return its exit code.
 
-    That is 130 after Ctrl-C.
+    That is 130 after Ctrl-C, and 141, without a message, once nothing reads stdout.
     """
 
     @functools.wraps(main)
@@ -129,8 +138,11 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
             print(error, file=sys.stderr)
             return error.exit_code
         except OSError as error:  # most likely of stdout: a full disk, or head has closed the pipe
+            is_unread = isinstance(error, BrokenPipeError) and _stdout_is_unread()
             # Python flushes stdout when it exits, which would fail, too.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            if is_unread:
+                return 128 + signal.SIGPIPE
             print(f"{error.filename or 'stdout'}: {error.strerror}", file=sys.stderr)
             return RunError.exit_code
         except KeyboardInterrupt:

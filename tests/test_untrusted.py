@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import resource
+import signal
 import struct
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -424,7 +426,7 @@ def test_yaml_aliases_of_aliases_are_refused() -> None:
 
 
 @pytest.mark.parametrize("stdout", ["/dev/full", "pipe"])
-def test_command_whose_output_is_not_read_ends_in_a_line(stdout: str, saved: Path) -> None:
+def test_command_whose_output_is_not_read_ends(stdout: str, saved: Path) -> None:
     reading, pipe = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "lm.checkpoint", "verify", saved]
@@ -432,8 +434,25 @@ def test_command_whose_output_is_not_read_ends_in_a_line(stdout: str, saved: Pat
         done = subprocess.run(
             command, cwd=REPOSITORY, stdout=out, stderr=subprocess.PIPE, text=True, check=False
         )
+    if stdout == "pipe":  # as head closes it when it has enough
+        assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+    else:
+        assert done.returncode == 1
+        assert re.fullmatch(r"stdout: .*\n", done.stderr)
+
+
+def test_command_says_that_another_pipe_broke() -> None:
+    source = """
+        from lm.errors import command
+        @command
+        def main():
+            raise BrokenPipeError(32, "Broken pipe")
+        raise SystemExit(main())
+    """
+    run = [sys.executable, "-c", dedent(source)]
+    done = subprocess.run(run, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert re.fullmatch(r"stdout: .*\n", done.stderr)
+    assert "Broken pipe" in done.stderr
 
 
 def test_announce_survives_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
