@@ -1,7 +1,8 @@
 """Strict YAML for experiment files, with line numbers of the keys.
 
 Keys are strings, duplicate keys are errors, 1e-4 is a number, and tags that would run code are
-refused. All else is YAML 1.1, as Determined's master reads it: `on` is true and 010 is 8.
+refused. All else is YAML 1.1, as Determined's master reads it: `on` is true and 010 is 8, but 1:30
+is text and not 90.
 """
 
 from __future__ import annotations
@@ -86,6 +87,13 @@ def _key_lines(root: yaml.Node) -> dict[str, int]:
 
 
 class _StrictLoader(yaml.SafeLoader):
+    def resolve(self, kind: type[yaml.Node], value: str | None, implicit: Any) -> str:
+        """Return the tag of a value; a number in base 60, e.g. 1:30, is text."""
+        tag: str = super().resolve(kind, value, implicit)
+        if kind is yaml.ScalarNode and value is not None and ":" in value and tag in _NUMBERS:
+            return self.DEFAULT_SCALAR_TAG
+        return tag
+
     def count_values(self, node: yaml.Node, known: dict[int, int]) -> int:
         """Return the number of values in `node`; raise ConfigError where one is invalid."""
         if id(node) in known:
@@ -123,6 +131,7 @@ class _StrictLoader(yaml.SafeLoader):
                 key.tag = "tag:yaml.org,2002:str"
 
 
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$")
 _StrictLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
 

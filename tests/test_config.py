@@ -219,6 +219,12 @@ def test_octal_integers_are_those_of_determined(tmp_path: Path) -> None:
     assert config.load_hyperparameters(tmp_path / "exp.yaml", []).max_steps == 8
 
 
+@pytest.mark.parametrize("text", ["1:30", "1:30.5", "-1:30:00"])
+def test_numbers_in_base_60_are_text(text: str, refusal: Refusal) -> None:
+    error = refusal(f"hyperparameters:\n  max_steps: {text}\n  prompt: {text}")
+    assert error.problems == (f'exp.yaml:2: max_steps: "{text}" is not an integer > 0 or null',)
+
+
 @pytest.mark.parametrize(
     ("override", "key", "value"),
     [
