@@ -32,7 +32,7 @@ from lm.data.run_data import DataConfig, default_vocab_size
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, command
 from lm.fields import Fixed, Unlogged, aliases_of
-from lm.launch.console import announce
+from lm.launch.console import warn
 from lm.metrics.accumulator import MetricsConfig
 from lm.training import float8, lora
 from lm.training.lora import LoraConfig
@@ -376,7 +376,7 @@ def _drop(draft: _Draft, keys: Collection[str], cause: str, name: str) -> None:
     shown = [f"{key}: {_show(draft.values.pop(key))}" for key in replaced]
     if shown:
         value = draft.values[cause] or "null"
-        announce(f"{cause}={value} overrides {', '.join(shown)} of {name}")
+        warn(f"{cause}={value} overrides {', '.join(shown)} of {name}")
 
 
 def _resolve_search(draft: _Draft) -> None:

@@ -28,6 +28,13 @@ def announce(what: str) -> None:
             sys.stdout.flush()
 
 
+def warn(what: str) -> None:
+    """Print on rank 0 what the user may not expect, on stderr: stdout may be a command's JSON."""
+    if is_rank0():
+        with suppress(OSError):
+            print(what, file=sys.stderr)
+
+
 def record_error(text: str) -> None:
     """Write `text` to where torchrun reads what it prints at the end of its report of a failure."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
