@@ -694,6 +694,10 @@ def _preset_rows() -> Iterator[_PresetRow]:
         yield _PresetRow(name, f"{millions:,.0f}M", keys)
 
 
+def _summary(part: type[BaseModel]) -> str:
+    return (part.__doc__ or "").partition("\n")[0]
+
+
 def markdown_page() -> str:
     """Return docs/hyperparameters.md: the keys of every part, and the presets."""
     lines = [
@@ -705,8 +709,7 @@ def markdown_page() -> str:
     ]
     for part in PART_CONFIGS:
         path = Path(inspect.getfile(part)).relative_to(REPOSITORY)
-        summary = (part.__doc__ or "").partition("\n")[0]
-        lines += ["", f"## {path}", "", summary, ""]
+        lines += ["", f"## {path}", "", _summary(part), ""]
         lines += ["| key | default | accepted values | meaning |", "|---|---|---|---|"]
         for row in _key_rows(part):
             lines.append(f"| `{row.key}` | `{row.default}` | {row.accepted} | {row.meaning} |")
@@ -739,17 +742,48 @@ def editor_schema() -> str:
 # ---- the command
 
 
-def _align(rows: Sequence[tuple[str, str, str]]) -> str:
+def _align(rows: Sequence[tuple[str, str, str]]) -> list[str]:
     """Align `rows` in columns, the last of which is wrapped at the width of the terminal."""
     first = max(len(row[0]) for row in rows)
     second = max(len(row[1]) for row in rows)
     indent = first + second + 4
     width = max(indent + 20, shutil.get_terminal_size().columns)
-    lines: list[str] = []
+    aligned: list[str] = []
     for left, middle, right in rows:
         line = f"{left:<{first}}  {middle:<{second}}  {right}"
-        lines.append(textwrap.fill(line, width, subsequent_indent=" " * indent))
-    return "\n".join(lines)
+        aligned.append(textwrap.fill(line, width, subsequent_indent=" " * indent))
+    return aligned
+
+
+def list_keys() -> str:
+    """Return all keys with defaults and meanings, under a heading for each part."""
+    headings: dict[int, str] = {}
+    """by the number of the row that follows"""
+    rows: list[tuple[str, str, str]] = []
+    for part in PART_CONFIGS:
+        headings[len(rows)] = _summary(part)
+        keys = [row for row in _key_rows(part) if row.default != "required"]  # not in a mapping
+        rows += [(row.key, row.default, row.meaning) for row in keys]
+    lines: list[str] = []
+    for number, line in enumerate(_align(rows)):
+        if number in headings:
+            lines += ["", headings[number], ""]
+        lines.append(line)
+    return "\n".join(lines[1:])
+
+
+def describe_keys(keys: Collection[str]) -> str:
+    """Return the defaults, meanings and accepted values of `keys`; refuse unknown ones."""
+    known = Hyperparameters.model_fields
+    unknown = [key for key in keys if key not in known]
+    if unknown:
+        problem = "no such hyperparameter"
+        raise ConfigError(*(f"{key}: {problem}{_nearest(key, known)}" for key in unknown))
+    rows: list[tuple[str, str, str]] = []
+    for part in PART_CONFIGS:
+        chosen = [row for row in _key_rows(part) if row.key.partition(".")[0] in keys]
+        rows += [(row.key, row.default, f"{row.meaning} ({row.accepted})") for row in chosen]
+    return "\n".join(_align(rows))
 
 
 @command
@@ -770,23 +804,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (REPOSITORY / "docs" / "hyperparameters.md").write_text(markdown_page())
         (REPOSITORY / "docs" / "hyperparameters.schema.json").write_text(editor_schema())
         return 0
-    known = Hyperparameters.model_fields
-    unknown = [key for key in args.keys if key not in known]
-    if unknown:
-        problem = "no such hyperparameter"
-        raise ConfigError(*(f"{key}: {problem}{_nearest(key, known)}" for key in unknown))
-
-    rows: list[tuple[str, str, str]] = []
     if args.presets:
-        rows.extend(_preset_rows())
+        print("\n".join(_align(list(_preset_rows()))))
+    elif args.keys:
+        print(describe_keys(args.keys))
     else:
-        for part in PART_CONFIGS:
-            for row in _key_rows(part):
-                if not args.keys and row.default != "required":
-                    rows.append((row.key, row.default, row.meaning))
-                elif row.key.partition(".")[0] in args.keys:
-                    rows.append((row.key, row.default, f"{row.meaning} ({row.accepted})"))
-    print(_align(rows))
+        print(list_keys())
     return 0
 
 

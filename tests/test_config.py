@@ -766,6 +766,15 @@ def test_config_command_describes_keys_and_presets(
     assert capsys.readouterr().err.endswith("did you mean lr?\n")
 
 
+def test_config_command_groups_keys_by_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert config.main([]) == 0
+    blocks = capsys.readouterr().out.split("\n\n")
+    for part, heading, keys in zip(config.PART_CONFIGS, blocks[::2], blocks[1::2], strict=True):
+        assert heading == (part.__doc__ or "").splitlines()[0]
+        listed = [line.split()[0] for line in keys.splitlines() if not line.startswith(" ")]
+        assert listed == list(part.model_fields)
+
+
 def test_names_of_other_trainers_are_translated() -> None:
     with pytest.raises(
         ConfigError, match=r"learning_rate: .* lr\?\n.*train_batch_size: .* batch_size\?$"
