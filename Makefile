@@ -29,7 +29,7 @@ help: ## List the targets.
 install: $(RUN) ## Install .venv, which train and test do, too: for a login node.
 
 train: $(RUN) ## Train. CONFIG=recipes/quickstart.yaml NPROC=processes ARGS="key=value ..."
-	@$(BIN)/python -m lm.launch $(if $(NPROC),--nproc $(NPROC)) fsdp.py --config $(CONFIG) $(ARGS)
+	@MAKE_TARGET=$@ $(BIN)/python -m lm.launch $(if $(NPROC),--nproc $(NPROC)) fsdp.py --config $(CONFIG) $(ARGS)
 
 test: $(DEV) ## Run the quick tests: a smoke test of every promise, under 3 minutes. WORKERS=2 ARGS="-k name"
 	@$(PYTEST) -m "not slow" $(ARGS)

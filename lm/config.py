@@ -16,6 +16,9 @@ import difflib
 import inspect
 import json
 import math
+import os
+import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -163,6 +166,34 @@ def as_overrides(arguments: Sequence[str]) -> list[str]:
             value = next(rest, "")
         rewritten.append(f"{key.replace('-', '_')}={value}")
     return rewritten
+
+
+def rerun_command(*overrides: str) -> str:
+    """Return the command of this process with other `overrides`, as make spells it if make ran it.
+
+    Otherwise the launcher is left out.
+    """
+    changed = {override.partition("=")[0] for override in overrides}
+    arguments: list[str] = []
+    for argument in as_overrides(sys.argv[1:]):
+        key, equals, _ = argument.partition("=")
+        is_replaced = equals != "" and key in changed
+        if argument != "--dry-run" and not is_replaced:
+            arguments.append(argument)
+    arguments += overrides
+    target = os.environ.get("MAKE_TARGET")
+    if target is None:
+        return shlex.join([sys.argv[0], *arguments])
+    _, config, *hyperparameters = arguments  # as in the Makefile
+    variables = [f"CONFIG={shlex.quote(config)}"]
+    if os.environ.get("NPROC"):  # on make's command line
+        variables.append(f"NPROC={os.environ['NPROC']}")
+    args = shlex.join(hyperparameters).replace("$", "$$")
+    if re.search(r"[\"$`\\!]", args):
+        args = shlex.quote(args)
+    else:
+        args = f'"{args}"'
+    return f"make {target} {' '.join(variables)} ARGS={args}"
 
 
 HELP = "python -m lm.config lists all hyperparameters, python -m lm.config KEY describes one."

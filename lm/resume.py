@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from lm.checkpoint.manifest import (
     read_manifest,
 )
 from lm.checkpoint.store import CheckpointStore
-from lm.config import Hyperparameters
+from lm.config import Hyperparameters, rerun_command
 from lm.errors import ConfigError, error_prefix, make_printable, oserror_as_config_error
 from lm.fields import keys_that_are
 from lm.metrics.device import peak_memory_gib
@@ -116,7 +116,7 @@ def is_complete(
 ) -> bool:
     """Return whether the newest checkpoint completes the run and is intact.
 
-    If so, prints how to extend the run.
+    If so, prints which changes have no effect, and commands that train on.
 
     Args:
         samples: the run draws samples, so one is due after the last step.
@@ -139,8 +139,7 @@ def is_complete(
         run, _, _ = newest.rpartition("/checkpoints/")
         if not is_url(run):
             run = os.path.relpath(run)
-        longer = extension(_Schedule.model_validate(run_info.hyperparameters), step)
-        print(f"{run} is complete: {step} steps; extend: {longer}; restart: resume=fresh")
+        print("\n".join(describe_complete_run(run, store.read_manifest(newest), run_info)))
     return True
 
 
@@ -160,20 +159,47 @@ def completed_step(
     return None
 
 
-def extension(config: OptimConfig, max_steps: int) -> str:
-    """Return the overrides that make a complete run of `max_steps` longer.
+def describe_complete_run(run: str, saved: Manifest, run_info: RunInfo) -> list[str]:
+    """Return lines that say that the run at `run` is complete, and commands that train on."""
+    lines = [f"{run} is complete: {saved.step} steps"]
+    changes = require_same_run(saved, run_info)
+    lines += [f"ignored, as no step is left: {make_printable(change)}" for change in changes]
+    trained = _Schedule.model_validate(saved.hyperparameters)
+    now = _Schedule.model_validate(run_info.hyperparameters)
+    ways = extensions(trained, now, saved.step)
+    if run_info.hyperparameters["max_epochs"] is not None:  # which would limit max_steps
+        ways = [replace(way, overrides=(*way.overrides, "max_epochs=null")) for way in ways]
+    if changes:
+        name = f"{run.rpartition('/')[2]}-2"
+        ways.append(WayToTrainOn("train a separate run with the change", (f"run_name={name}",)))
+    ways.append(WayToTrainOn("restart at step 0, and keep the old files aside", ("resume=fresh",)))
+    for way in ways:
+        lines += [f"{way.description}:", f"    {rerun_command(*way.overrides)}"]
+    return lines
 
-    And what they do to the learning rate.
-    """
-    last = learning_rate(config, max_steps - 1, max_steps)
-    following = learning_rate(config, max_steps, 2 * max_steps)
+
+@dataclass(frozen=True)
+class WayToTrainOn:
+    """What the command of a complete run can do next, and the overrides that make it do so."""
+
+    description: str
+    overrides: tuple[str, ...]
+
+
+def extensions(trained: OptimConfig, now: OptimConfig, max_steps: int) -> list[WayToTrainOn]:
+    """Return the ways to make a complete run of `max_steps` longer, with the schedule `now`."""
+    last = learning_rate(trained, max_steps - 1, max_steps)
+    following = learning_rate(now, max_steps, 2 * max_steps)
     longer = f"max_steps={2 * max_steps}"
+    extend = f"extend to step {2 * max_steps}"
     if math.isclose(last, following, rel_tol=0.02):
-        return longer
-    jump = f"(the learning rate jumps from {last:.2e} to {following:.2e})"
-    if last < 0.05 * config.lr:  # too low to learn with
-        return f"{longer} {jump}"
-    return f"{longer} lr={last:.3g} lr_schedule=constant warmup_steps=0, or only {longer} {jump}"
+        return [WayToTrainOn(extend, (longer,))]
+    jump = f"where the learning rate jumps from {last:.2e} to {following:.2e}"
+    jumping = WayToTrainOn(f"{extend}, {jump}", (longer,))
+    if last < 0.05 * trained.lr:  # too low to learn with
+        return [jumping]
+    constant = (longer, f"lr={last:.3g}", "lr_schedule=constant", "warmup_steps=0")
+    return [WayToTrainOn(f"{extend} at the last learning rate", constant), jumping]
 
 
 def load_checkpoint(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -702,6 +703,36 @@ def test_hyperparameters_as_flags() -> None:
         "--help",
     ]
     assert config.as_overrides(arguments) == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (None, "fsdp.py --config exp.yaml 'prompt=a $b' max_steps=4"),
+        (
+            "train",
+            "make train CONFIG=exp.yaml NPROC=1 ARGS=''\"'\"'prompt=a $$b'\"'\"' max_steps=4'",
+        ),
+    ],
+)
+def test_rerun_command_is_spelled_as_it_was_started(
+    target: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPROC", "1")
+    monkeypatch.delenv("MAKE_TARGET", raising=False)
+    if target is not None:
+        monkeypatch.setenv("MAKE_TARGET", target)
+    arguments = ["--config", "exp.yaml", "--max-steps", "2", "prompt=a $b", "--dry-run"]
+    monkeypatch.setattr(sys, "argv", ["fsdp.py", *arguments])
+    assert config.rerun_command("max_steps=4") == expected
+
+
+def test_rerun_command_of_plain_overrides_is_easy_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAKE_TARGET", "train")
+    monkeypatch.delenv("NPROC", raising=False)
+    monkeypatch.setattr(sys, "argv", ["fsdp.py", "--config", "exp.yaml", "lr=1e-3"])
+    expected = 'make train CONFIG=exp.yaml ARGS="lr=1e-3 resume=fresh"'
+    assert config.rerun_command("resume=fresh") == expected
 
 
 def test_model_override_replaces_the_shape_in_the_file(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from lm import generate, sampling
 from lm.checkpoint.manifest import Manifest, read_manifest
 from lm.data.loader import Loader, MicroBatch
 from lm.data.tokenizer import TOKENIZER_JSON
-from lm.resume import extension
+from lm.resume import extensions
 from lm.runtime.world import World
 from lm.training.optim import OptimConfig, learning_rate
 from tests.support.checkpoints import forge_manifest
@@ -429,22 +430,43 @@ COSINE = {"lr_schedule": "cosine", "min_lr_ratio": 0.1}
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, "max_steps=600$"),
+        ({}, {"max_steps=600": ""}),
         (
             COSINE,
-            "max_steps=600 lr=0.0002 lr_schedule=constant warmup_steps=0, "
-            ".*from 2.00e-04 to 1.15e-03",
+            {
+                "max_steps=600 lr=0.0002 lr_schedule=constant warmup_steps=0": "",
+                "max_steps=600": "from 2.00e-04 to 1.15e-03",
+            },
         ),
-        ({"lr_schedule": "cosine"}, r"max_steps=600 \(.*from 6.29e-08 to 1.05e-03"),
-        ({"lr_schedule": "wsd"}, r"max_steps=600 \(.*from 3.33e-05 to 2.00e-03"),
+        ({"lr_schedule": "cosine"}, {"max_steps=600": "from 6.29e-08 to 1.05e-03"}),
+        ({"lr_schedule": "wsd"}, {"max_steps=600": "from 3.33e-05 to 2.00e-03"}),
     ],
 )
-def test_extension_says_how_the_learning_rate_jumps(changes: dict[str, Any], expected: str) -> None:
+def test_extensions_say_how_the_learning_rate_jumps(
+    changes: dict[str, Any], expected: dict[str, str]
+) -> None:
     config = OptimConfig.model_validate({"lr": 2e-3, "warmup_steps": 20} | changes)
-    assert re.match(expected, extension(config, 300))
+    ways = {" ".join(way.overrides): way.description for way in extensions(config, config, 300)}
+    assert list(ways) == list(expected)
+    assert all(ways[overrides].endswith(jump) for overrides, jump in expected.items())
 
 
 def test_extension_keeps_the_last_learning_rate() -> None:
     decayed = OptimConfig.model_validate({"lr": 2e-3} | COSINE)
     last = learning_rate(decayed, 299, 300)
-    assert f"lr={last:.3g} lr_schedule=constant" in extension(decayed, 300)
+    constant, _ = extensions(decayed, decayed, 300)
+    assert f"lr={last:.3g}" in constant.overrides
+
+
+@pytest.mark.slow
+def test_complete_run_prints_commands_that_train_on(tmp_path: Path) -> None:
+    run_fsdp(tmp_path, "max_steps=2", code=0)
+    done = run_fsdp(tmp_path, "max_steps=2", "lr=0.5", code=0)
+    assert re.search(r"ignored.* lr: .*0\.5", done.stdout)
+    commands = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("    ")]
+    constant, jumping, separate, restarted = (command[3:] for command in commands)
+    assert "lr=0.5" not in constant
+    assert jumping == ["lr=0.5", "max_steps=4"]
+    assert {"lr=0.5", "run_name=test-2"} < set(separate)
+    assert {"lr=0.5", "resume=fresh"} < set(restarted)
+    assert "resumed from" in run_fsdp(tmp_path, *constant, code=0).stdout
