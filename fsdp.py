@@ -63,6 +63,7 @@ from lm.runtime.watchdog import Watchdog
 from lm.runtime.world import World
 from lm.training import lora, optim, parallelize, precision
 from lm.training.profiling import run_profilers
+from lm.units import format_bytes
 from model import IGNORE_INDEX, Transformer
 
 
@@ -247,8 +248,8 @@ class Trainer:
         if run.trains:
             host_bytes = self.checkpointer.allocate(self.state())
             if host_bytes > 0:
-                gib = host_bytes / 2**30
-                self.logger.info(f"asynchronous checkpoints: {gib:.2f} GiB of host memory per node")
+                size = format_bytes(host_bytes)
+                self.logger.info(f"asynchronous checkpoints: {size} of host memory per node")
         if run.pretrained is not None:
             weights.load_into(self.model, run.pretrained, self.world, self.logger.info)
         progress = load_checkpoint(

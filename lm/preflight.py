@@ -37,6 +37,7 @@ from lm.resume import ResumePlan, is_complete, plan_resume, start_date
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
 from lm.training import parallelize
+from lm.units import format_parameters
 from model import ModelConfig
 
 
@@ -173,9 +174,9 @@ class ResolvedRun:
     def summary(self, world: World) -> str:
         """Return one line about the model, how it is sharded, and the size of a step."""
         hp = self.hp
-        parameters = f"{hp.n_parameters / 1e6:,.1f}M parameters"
+        parameters = f"{format_parameters(hp.n_parameters)} parameters"
         if hp.lora_rank:
-            parameters += f" and {hp.n_trained_parameters / 1e6:,.1f}M in adapters"
+            parameters += f" and {format_parameters(hp.n_trained_parameters)} in adapters"
         dtype = str(self.amp_dtype or torch.float32).removeprefix("torch.")
         if hp.float8:
             dtype = f"float8 {hp.float8}"

@@ -167,7 +167,10 @@ class RunRecords:
         rows["tokens"] = f"{step * last.tokens_per_step:,}"
         rows["wall time"] = f"{timedelta(seconds=int(sum(seconds)))}, {len(seconds)} start(s)"
         if gpu_seconds:
-            rows["GPU-hours"] = f"{gpu_seconds / 3600:.2f}"
+            gpu_hours = gpu_seconds / 3600
+            rows["GPU-hours"] = f"{gpu_hours:.2f}"
+            if gpu_hours < 0.01:
+                rows["GPU-hours"] = "under 0.01"
         rows["hardware"] = f"{last.ranks} x {last.device}, {last.host}"
         rows["versions"] = last.versions
         rows["command"] = f"`{last.command}`"

@@ -39,9 +39,10 @@ from lm.checkpoint.store import CheckpointStore
 from lm.config import Hyperparameters, rerun_command
 from lm.errors import ConfigError, error_prefix, make_printable, oserror_as_config_error
 from lm.fields import keys_that_are
-from lm.metrics.device import peak_memory_gib
+from lm.metrics.device import GIB, peak_memory_gib
 from lm.runtime.world import World
 from lm.training.optim import OptimConfig, learning_rate
+from lm.units import format_bytes
 
 FIXED = keys_that_are("fixed", Hyperparameters)
 UNLOGGED = keys_that_are("unlogged", Hyperparameters)
@@ -240,8 +241,8 @@ def load_checkpoint(
                     return _resume_from(candidate, saved, checkpointer, state, run_info, log)
                 _load_weights(saved, state, run_info, log)
                 seconds = time.monotonic() - started
-                peak = max(saved.world.all_gather_object(peak_memory_gib(saved.world.device)))
-                memory = f"peak memory {peak:.2f} GiB per rank"
+                peak = GIB * max(saved.world.all_gather_object(peak_memory_gib(saved.world.device)))
+                memory = f"peak memory {format_bytes(peak)} per rank"
                 log(f"loaded the weights of checkpoint {candidate} in {seconds:.1f} s, {memory}")
                 return TrainingProgress()
         except CheckpointError as error:

@@ -228,7 +228,7 @@ def test_async_checkpoint_copy_that_does_not_fit_is_refused(tmp_path: Path) -> N
         return refused.value
 
     error = in_world(refusal)
-    assert str(error).startswith("async_checkpoint: a copy of the state needs 4096.00 GiB")
+    assert str(error).startswith("async_checkpoint: a copy of the state needs 4,096.00 GiB")
 
 
 def save_with_a_limit_on_one_rank(

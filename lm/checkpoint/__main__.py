@@ -22,6 +22,7 @@ from lm.checkpoint.locate import find_checkpoint, locate_checkpoint, store_at
 from lm.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from lm.checkpoint.retention import SavedCheckpoint, find_best
 from lm.errors import ConfigError, command, oserror_as_config_error
+from lm.units import format_bytes
 
 
 def describe(name: str, manifest: Manifest, checked: str) -> str:
@@ -32,7 +33,7 @@ def describe(name: str, manifest: Manifest, checked: str) -> str:
     if manifest.validation_loss is not None:
         loss = f"  validation loss {manifest.validation_loss:.4f}"
     world = f"{manifest.sharding} x {manifest.world_size}"
-    return f"{name}  step {manifest.step}  {when}  {size / 1e6:,.1f} MB  {world}{loss}  {checked}"
+    return f"{name}  step {manifest.step}  {when}  {format_bytes(size)}  {world}{loss}  {checked}"
 
 
 @oserror_as_config_error

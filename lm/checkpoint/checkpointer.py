@@ -51,6 +51,7 @@ from lm.fileio import write_durably
 from lm.launch.machine import host_memory
 from lm.runtime.world import World
 from lm.shards import to_local
+from lm.units import format_bytes
 from model import ModelConfig
 
 SHARED = "checkpoints need a directory that all machines share"
@@ -419,8 +420,8 @@ def _require_host_memory(needed: int) -> None:
     available = host_memory().available
     if needed > available:
         problem = (
-            f"a copy of the state needs {needed / 2**30:.2f} GiB of memory on"
-            f" {socket.gethostname()}, {available / 2**30:.2f} GiB are available"
+            f"a copy of the state needs {format_bytes(needed)} of memory on"
+            f" {socket.gethostname()}, {format_bytes(available)} are available"
         )
         remedy = "use async_checkpoint: false or more machines"
         raise ConfigError(f"async_checkpoint: {problem}; {remedy}")

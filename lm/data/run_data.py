@@ -234,8 +234,10 @@ def _notes(config: DataConfig, opened: _OpenedDatasets) -> list[str]:
     if config.val_data is None and config.dataset in ("text", "jsonl"):
         n_held_out = len(opened.validation)
         n_all = n_held_out + len(opened.train[0])
-        counts = f"{n_held_out:,} of {n_all:,} sequences"
-        notes.append(f"val_data: null: {counts} of train_data are held out for validation")
+        notes.append(
+            f"{n_held_out:,} of the {n_all:,} sequences of train_data are held out for validation,"
+            " as val_data is not set"
+        )
     if config.tokenizer is not None and opened.tokenizer is None:
         problem = "not used, as the token files name no tokenizer"
         notes.append(f"tokenizer: {config.tokenizer}: {problem}")

@@ -21,6 +21,7 @@ from lm.checkpoint.tensor_files import TensorSlice
 from lm.errors import command
 from lm.hf import weights
 from lm.hf.export import export_model
+from lm.units import format_bytes, format_parameters
 
 
 def describe_model(source: str) -> str:
@@ -32,8 +33,8 @@ def describe_model(source: str) -> str:
         slices.update(tensor.slices)
     n_bytes = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices)
     dtypes = {str(piece.dtype).removeprefix("torch.") for piece in slices}
-    n_parameters = f"{model.config.n_parameters / 1e6:,.1f}M parameters"
-    size = f"{n_bytes / 1e9:,.2f} GB in {', '.join(sorted(dtypes))}"
+    n_parameters = f"{format_parameters(model.config.n_parameters)} parameters"
+    size = f"{format_bytes(n_bytes)} in {', '.join(sorted(dtypes))}"
     summary = f"{model.family.class_name}, {n_parameters}, {size}"
     return f"{source}: {summary}\ncan be read: init_from: {source}"
 
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     n_bytes = export_model(args.checkpoint, args.out, args.dtype, args.base, args.adapter)
     seconds = time.monotonic() - started
-    print(f"{args.out}: {n_bytes / 1e9:,.2f} GB in {args.dtype} in {seconds:.0f} s")
+    print(f"{args.out}: {format_bytes(n_bytes)} in {args.dtype} in {seconds:.0f} s")
     return 0
 
 

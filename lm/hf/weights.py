@@ -31,9 +31,10 @@ from lm.errors import ConfigError, limit_problems, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 from lm.hf import families
 from lm.hf.families import Family
-from lm.metrics.device import peak_memory_gib
+from lm.metrics.device import GIB, peak_memory_gib
 from lm.runtime.world import World
 from lm.shards import local_rows
+from lm.units import format_bytes
 from model import ModelConfig, Transformer
 
 CONFIG_FILE = "config.json"
@@ -152,9 +153,10 @@ def load_into(model: Transformer, source: str, world: World, log: Callable[[str]
     started = time.monotonic()
     with world.all_or_none():
         read_directory(find_source(source), model)
-    peak = max(world.all_gather_object(peak_memory_gib(world.device)))
+    peak = GIB * max(world.all_gather_object(peak_memory_gib(world.device)))
     seconds = time.monotonic() - started
-    log(f"loaded the weights of {source} in {seconds:.1f} s, peak memory {peak:.2f} GiB per rank")
+    memory = f"peak memory {format_bytes(peak)} per rank"
+    log(f"loaded the weights of {source} in {seconds:.1f} s, {memory}")
 
 
 @torch.no_grad()

@@ -43,6 +43,7 @@ from lm.plan.predict import (
 )
 from lm.plan.trace import measure_activations
 from lm.training.precision import choose_dtype
+from lm.units import format_bytes, format_parameters
 
 GPUS_PER_NODE = 8
 
@@ -158,7 +159,7 @@ def format_plan(plan: Plan, hp: Hyperparameters, ranks: fit.Ranks, advice: Seque
     """Return the plan for a person to read, with lines of `advice`."""
     adapters = ""
     if plan.trained < plan.parameters:
-        adapters = f" ({plan.trained / 1e6:,.1f}M trained)"
+        adapters = f" ({format_parameters(plan.trained)} trained)"
     gpus = format_count(plan.gpus, "GPU")
     if plan.gpu is not None:
         gpus = f"{plan.gpus:,} x {plan.gpu}"
@@ -171,26 +172,26 @@ def format_plan(plan: Plan, hp: Hyperparameters, ranks: fit.Ranks, advice: Seque
             shards = f"each {shards}"
     micro_steps = format_count(plan.micro_batches, "micro-step")
     sequences = format_count(plan.batch_size, "sequence")
-    available = plan.available / GIB
+    available = format_bytes(plan.available)
     host = f"per node, for {_describe_host(hp)}"
     if plan.host_available is not None:
-        host += f", of {plan.host_available / GIB:.1f} GiB"
+        host += f", of {format_bytes(plan.host_available)}"
     lines = [
-        f"{plan.parameters / 1e6:,.1f}M parameters{adapters} on {gpus} in {nodes}",
+        f"{format_parameters(plan.parameters)} parameters{adapters} on {gpus} in {nodes}",
         f"{plan.sharding}: {replicas} of the model, {shards}",
         f"a step: {micro_steps} of {sequences} of {hp.max_seq_len:,} tokens on each GPU,"
         f" {plan.tokens_per_step:,} tokens in all",
         "",
         "memory of each GPU at the peak of a step:",
         *fit.format_memory(plan.memory, hp, ranks),
-        fit.format_part("peak", plan.peak, f"of {available:.1f} GiB"),
+        fit.format_part("peak", plan.peak, f"of {available}"),
         fit.format_part("host", plan.host, host),
         "",
     ]
     if plan.fits:
-        usable = fit.USABLE * available
+        usable = format_bytes(fit.USABLE * plan.available)
         rest = "CUDA, NCCL and fragmentation take the rest"
-        lines.append(f"fits into {fit.USABLE:.0%} of memory, {usable:.1f} GiB; {rest}")
+        lines.append(f"fits into {fit.USABLE:.0%} of memory, {usable}; {rest}")
     lines += advice
     largest = plan.largest_batch_size
     lines.append(f"largest batch_size that fits without accumulation: {largest}")
@@ -265,7 +266,7 @@ def give_advice(
         changed = hp.model_copy(update={"sync_each_micro_step": True})
         other = make_plan(changed, ranks, card, network)
         if other.peak < plan.peak:
-            change = f"peak {other.peak / GIB:.2f} GiB"
+            change = f"peak {format_bytes(other.peak)}"
             if other.times is not None:
                 change += f", {other.times.step:.3f} s per step"
             advice.append(

@@ -10,7 +10,6 @@ import torch
 
 from lm.config import Hyperparameters
 from lm.data.loader import derive_global_batch_size
-from lm.metrics.device import GIB
 from lm.plan.memory import (
     FLOAT32_BYTES,
     FindActivations,
@@ -22,6 +21,7 @@ from lm.plan.memory import (
 from lm.plan.trace import measure_activations
 from lm.training import parallelize
 from lm.training.offload import RESIDENT
+from lm.units import format_bytes
 
 USABLE = 0.9
 """fraction of memory that a plan may fill: the CUDA context, NCCL, fragmentation need the rest"""
@@ -156,5 +156,5 @@ def _describe_gradients(memory: Memory, hp: Hyperparameters, ranks: Ranks) -> st
 
 
 def format_part(name: str, n_bytes: float, what: str) -> str:
-    """Return a line with a part of memory in GiB."""
-    return f"{name:<14}{n_bytes / GIB:8.2f} GiB  {what}"
+    """Return a line with a part of memory."""
+    return f"{name:<12}{format_bytes(n_bytes):>14}  {what}"

@@ -16,6 +16,7 @@ from lm.plan.memory import bound_activations
 from lm.plan.nearest import find_nearest_settings
 from lm.plan.trace import measure_activations
 from lm.runtime.world import World
+from lm.units import format_bytes
 
 WORTH_A_LINE = GIB // 4
 """bytes of state from which a run on a CPU says what it needs"""
@@ -48,11 +49,11 @@ class MemoryCheck:
             space = self.host_share
             where = " of host memory"
         if self.state_bytes > space:
-            state = f"{self.state_bytes / GIB:.1f}"
+            state = format_bytes(self.state_bytes)
             what_fits = find_nearest_settings(self.hp, self.ranks, bound_activations)
             raise ConfigError(
                 f"out of memory: parameters, moments and gradients take {state} of"
-                f" {space / GIB:.1f} GiB{where} per {self.rank_name}; what fits: {what_fits}"
+                f" {format_bytes(space)}{where} per {self.rank_name}; what fits: {what_fits}"
             )
 
     def summarize(self, *, by_part: bool) -> str | None:
@@ -79,13 +80,14 @@ class MemoryCheck:
         return self._describe_need(needed.total) + self._describe_what_fits(limit)
 
     def _describe_need(self, n_bytes: int) -> str:
+        needed = format_bytes(n_bytes)
         available = self.ranks.memory
-        return f"needs about {n_bytes / GIB:.1f} of {available / GIB:.1f} GiB per {self.rank_name}"
+        return f"needs about {needed} of {format_bytes(available)} per {self.rank_name}"
 
     def _describe_what_fits(self, limit: Ranks) -> str:
-        usable = USABLE * limit.memory / GIB
+        usable = format_bytes(USABLE * limit.memory)
         what_fits = find_nearest_settings(self.hp, limit, measure_activations)
-        return f"; what needs at most {usable:.1f} GiB: {what_fits}"
+        return f"; what needs at most {usable}: {what_fits}"
 
 
 def check_memory(

@@ -51,6 +51,7 @@ from lm.prepare.readers import (
 )
 from lm.prepare.token_writer import DRAFTS, LOCK, OUTPUT_FILES, READY, TRAIN, SplitWriter
 from lm.runtime.run_dir import lock_file
+from lm.units import format_bytes
 
 LOG_SECONDS = 30.0
 """Time between progress lines if stderr is not a terminal."""
@@ -186,9 +187,8 @@ def _write_drafts(
     _check_not_empty(files, writers, fraction)
     lines = [writer.finish(identity, sources, _index_options(args)) for writer in writers]
     seconds = time.monotonic() - started
-    megabytes = n_bytes / 1e6
-    speed = f"{megabytes / seconds:,.2f} MB/s, {n_tokens / seconds:,.0f} tokens/s"
-    return [f"{megabytes:,.1f} MB in {seconds:,.1f} s: {speed}", *notes, *lines]
+    speed = f"{format_bytes(n_bytes / seconds)}/s, {n_tokens / seconds:,.0f} tokens/s"
+    return [f"{format_bytes(n_bytes)} in {seconds:,.1f} s: {speed}", *notes, *lines]
 
 
 def _check_not_empty(
