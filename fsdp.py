@@ -267,7 +267,8 @@ class Trainer:
         if run.run_dir is not None:
             session = run.session(self.world, self.step)
             self.world.on_rank0(run.run_dir.start, run.info.hyperparameters, session)
-        self.logger.start(self.step, progress.missing_reports(), run.info.hyperparameters)
+        missing = progress.missing_reports()
+        self.logger.start(self.step, missing, run.info.hyperparameters, self.hp.compared())
         self.accumulator.load_state_dict(progress.metric_sums)  # last, as it starts the clock
 
     def train(self) -> None:

@@ -135,7 +135,34 @@ class Hyperparameters(
         """FLOPs per token of forward and backward at `max_seq_len`."""
         return lora.training_flops_per_token(self, self)
 
+    def compared(self) -> dict[str, Any]:
+        """Return what tells runs apart: keys that are often varied, and what is not at its default.
 
+        Of the latter only keys whose change is worth a line when a run resumes.
+        """
+        values = self.model_dump(mode="json")
+        keys: list[str] = list(_OFTEN_VARIED)
+        for key, info in Hyperparameters.model_fields.items():
+            is_default = getattr(self, key) == info.default
+            if key not in keys and "unlogged" not in info.metadata and not is_default:
+                keys.append(key)
+        return {key: values[key] for key in keys}
+
+
+_OFTEN_VARIED = (
+    "lr",
+    "lr_schedule",
+    "warmup_steps",
+    "weight_decay",
+    "d_model",
+    "n_layers",
+    "n_heads",
+    "max_seq_len",
+    "batch_size",
+    "total_batch_size",
+    "max_steps",
+    "seed",
+)
 PART_CONFIGS: tuple[type[BaseModel], ...] = Hyperparameters.__bases__[::-1]
 
 

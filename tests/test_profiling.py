@@ -85,6 +85,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "train_data": "text.txt",
         "vocab_size": 264,
         "num_tokens": 5,
+        "tie_embeddings": True,
     }
     overrides = (
         "max_steps=20",
@@ -184,15 +185,28 @@ def test_tensorboard_shows_the_samples(board: Board, profiled: Path) -> None:
 def test_tensorboard_shows_the_hyperparameters(board: Board, profiled: Path) -> None:
     request = {
         "allowedStatuses": ["STATUS_SUCCESS"],
-        "colParams": [{"metric": {"tag": "loss"}}],
+        "colParams": [
+            {"metric": {"group": "validation", "tag": "loss"}},
+            {"metric": {"group": "training", "tag": "loss"}},
+        ],
         "sliceSize": 9,
     }
     path = f"hparams/session_groups?request={quote(json.dumps(request))}"
     (row,) = board.get(path, "d_model")["sessionGroups"]
-    expected = {"d_model": 32, "sharding": "full-shard", "prompt": "to be"}
+    expected = {"d_model": 32, "lr_schedule": "constant", "dataset": "text", "tie_embeddings": True}
     assert row["hparams"].items() >= expected.items()
-    (metric,) = row["metricValues"]
-    assert metric["value"] == pytest.approx(read_reports(profiled, "validation")[20]["loss"])
+    assert "sharding" not in row["hparams"], "a default that is rarely varied"
+    assert [session["name"] for session in row["sessions"]] == ["test"]
+    for group, metric in zip(("validation", "training"), row["metricValues"], strict=True):
+        assert metric["value"] == pytest.approx(read_reports(profiled, group)[20]["loss"])
+    columns = board.get("hparams/experiment?request={}", "d_model")
+    assert {column["name"] for column in columns["hparamInfos"]} == row["hparams"].keys() | {
+        "total_batch_size"  # null
+    }
+    assert [column["displayName"] for column in columns["metricInfos"]] == [
+        "validation loss",
+        "training loss",
+    ]
 
 
 @pytest.mark.slow

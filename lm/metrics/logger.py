@@ -66,11 +66,12 @@ class MetricLogger:
         step: int,
         missing: Collection[str] = (),
         hyperparameters: Mapping[str, Any] = MappingProxyType({}),
+        compared: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Open the other sinks after `step` completed steps.
 
         Records of later steps, and of the groups `missing` at `step`, are dropped: they are logged
-        again.
+        again. TensorBoard compares runs by the hyperparameters `compared`; trackers get all.
         """
         self.set_status("training")
         if not self._sinks:
@@ -78,7 +79,7 @@ class MetricLogger:
         with self._oserror_as_run_error():
             if self._run_dir:
                 self._sinks.append(JSONL(self._run_dir, step, missing))
-                self._sinks.append(TensorBoard(self._run_dir, step, missing, hyperparameters))
+                self._sinks.append(TensorBoard(self._run_dir, step, missing, compared))
             # After JSONL, whose files they read, and closed last, as they may wait.
             trackers = open_trackers(hyperparameters, self._run_dir, self._cluster_info, self.info)
             self._sinks = [*trackers, *self._sinks]

@@ -24,7 +24,6 @@ from lm.launch.console import format_elapsed
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-    from torch.utils.tensorboard.writer import FileWriter
     from tqdm import tqdm
 
 
@@ -120,8 +119,9 @@ class TensorBoard(Sink):
     """Event files of two runs, `training` and `validation`, which share the chart `loss`.
 
     All other scalars are named `<group>/<metric>`, which comes after `loss`. The run `validation`
-    also has the samples as text, and the hyperparameters with its last loss. Events after step
-    `start`, and those of `missing` groups at it, are hidden.
+    also has the samples as text. The table of hyperparameters has a row for the directory of both:
+    `compared`, and the last losses. Events after step `start`, and those of `missing` groups at it,
+    are hidden.
     """
 
     def __init__(
@@ -129,10 +129,12 @@ class TensorBoard(Sink):
         run_dir: Path,
         start: int,
         missing: Collection[str],
-        hyperparameters: Mapping[str, Any],
+        compared: Mapping[str, Any],
     ) -> None:
+        from tensorboard.plugins.hparams import summary_v2  # the public module needs TensorFlow
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
+        from torch.utils.tensorboard.writer import FileWriter
 
         self._excepthook = threading.excepthook
         threading.excepthook = self._print_exception
@@ -142,20 +144,20 @@ class TensorBoard(Sink):
             writer = SummaryWriter(run_dir / group, purge_step=purge_step, flush_secs=10)
             self._writers[group] = writer
         shown: dict[str, str | int | float] = {}
-        for key, value in hyperparameters.items():
+        for key, value in compared.items():
             if isinstance(value, str | int | float):
                 shown[key] = value
             elif value is not None:
                 shown[key] = str(value)
-        experiment, session_start, self._session_end = hparams(shown, {"loss": 0.0})
-        self._validation_file.add_summary(experiment)
-        self._validation_file.add_summary(session_start)
-
-    @property
-    def _validation_file(self) -> FileWriter:
-        file = self._writers["validation"].file_writer
-        assert file is not None  # before `close`
-        return file
+        columns = [summary_v2.HParam(key) for key in compared]
+        losses = [
+            summary_v2.Metric("loss", group="validation", display_name="validation loss"),
+            summary_v2.Metric("loss", group="training", display_name="training loss"),
+        ]
+        self._trial = FileWriter(str(run_dir), flush_secs=10)
+        self._trial.add_summary(summary_v2.hparams_config_pb(columns, losses))
+        self._trial.add_summary(summary_v2.hparams_pb(shown))
+        _, _, self._trial_end = hparams({}, {})
 
     def _print_exception(self, exception: threading.ExceptHookArgs) -> None:
         # The exception of the writer's thread is raised by the next `log` or `close`.
@@ -175,8 +177,8 @@ class TensorBoard(Sink):
                 writer.add_scalar(name, value, record.step)
 
     def close(self) -> None:
-        self._validation_file.add_summary(self._session_end)
-        for writer in self._writers.values():
+        self._trial.add_summary(self._trial_end)
+        for writer in (self._trial, *self._writers.values()):
             writer.close()
         # Only now: after an error in one writer, the thread of another may still fail.
         threading.excepthook = self._excepthook

@@ -7,6 +7,7 @@ metrics.jsonl             one line per report
 samples.jsonl             one line per sample
 sessions.jsonl            one line per start
 report.md, report.png     the run in a table and curves, written when it ends or stops
+events.out.*              hyperparameters for TensorBoard
 training/, validation/    event files of TensorBoard
 traces/                   of the profilers
 checkpoints/              one directory per checkpoint
