@@ -393,7 +393,7 @@ def test_checkpoint_list_says_what_is_complete_or_why_not(
     assert re.search(f"not complete: {second}: .*{MANIFEST}: No such file", lines[second.name])
     manifest = read_manifest(third)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
-    assert lines[third.name].startswith(f"{third.name}  step 6  {when}  0.")
+    assert lines[third.name].startswith(f"{third.name}  step 6  {when}  369.0 KiB  ")
     assert lines[third.name].endswith(
         f"full-shard x 1  validation loss {manifest.validation_loss:.4f}  complete  best"
     )

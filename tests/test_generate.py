@@ -376,7 +376,7 @@ def test_chat_ctrl_c_ends_the_answer(chat_run: Path, tmp_path: Path) -> None:
     endless = (
         "from lm import generate\n"
         "from lm.data.tokenizer import FileTokenizer\n"
-        "FileTokenizer.stop_ids = frozenset()"
+        "FileTokenizer.chat_stop_ids = frozenset()"
     )
     script = f"import sys; {endless}; sys.exit(generate.main())"
     command = [sys.executable, "-c", script, folder, "--chat", "--temperature", "100"]

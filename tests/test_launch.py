@@ -513,7 +513,8 @@ def stop(signum, frame):
     sys.exit(0)
 signal.signal({int(signum)}, stop)
 {READY}
-time.sleep(60)
+while True:
+    time.sleep(0.05)  # a signal just before a sleep does not end it
 """
     with launched(tmp_path, script) as launcher:
         ready(launcher)

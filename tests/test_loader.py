@@ -352,7 +352,7 @@ def test_val_data_default_is_every_20th_line(tmp_path: Path) -> None:
     held_out = [chr(data.validation[i].inputs[0]) for i in range(len(data.validation))]
     assert held_out == ["A", "U", "b"]
     assert data.train.samples_per_epoch == 38
-    assert data.notes[-1].startswith("val_data: null: 3 of 41 ")
+    assert data.notes[-1].startswith("3 of the 41 ")
     assert len(open_lines(tmp_path, *lines, packing=False).validation) == 38
 
 

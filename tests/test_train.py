@@ -120,7 +120,7 @@ def test_text_dataset_needs_only_file_and_tokenizer(tmp_path: Path) -> None:
     own = {"dataset": "text", "train_data": "a.txt", "tokenizer": TOKENIZER_JSON}
     small = {"d_model": 32, "n_layers": 1, "n_heads": 2, "max_seq_len": 16, "report_rate": 2}
     done = run_fsdp(tmp_path, "max_steps=2", config=own | small, code=0)
-    assert "val_data: null: 2 of 59 sequences" in done.stdout
+    assert "2 of the 59 sequences of train_data are held out" in done.stdout
     manifest = json.loads((checkpoints_by_step(tmp_path)[2] / "manifest.json").read_text())
     assert manifest["model"]["vocab_size"] == manifest["hyperparameters"]["vocab_size"] == 320
     resumed = run_fsdp(tmp_path, "max_steps=4", "vocab_size=320", config=own | small, code=0)
