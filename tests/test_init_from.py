@@ -302,7 +302,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "large tokenizer": (lambda folder: add_tokenizer(folder, 320), "306 tokens, the model 300"),
     "damaged tokenizer": (
         lambda folder: (folder / "tokenizer.json").write_text("{}"),
-        "in: cannot be read: ",
+        "in: fails in the tokenizers library: ",
     ),
 }
 
