@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from lm import config
 from lm.runtime.world import World
 from lm.training import optim, parallelize
-from model import Transformer
+from model import ModelConfig, Transformer
 from tests.support.checkpoints import RUN_INFO, load_state, open_checkpointer, save_state
 from tests.support.hyperparameters import TINY
 from tests.support.parallelism import STRATEGIES
@@ -48,7 +48,8 @@ def write(world: World, folder: Path) -> list[str]:
         with open_checkpointer(world, folder, keep_checkpoints=None) as saver:
             model, optimizer = build(world, sharding, seed=7)
             state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-            info = RUN_INFO.model_copy(update={"model": model.config.model_dump()})
+            structure = model.config.model_dump(include=set(ModelConfig.model_fields))
+            info = RUN_INFO.model_copy(update={"model": structure})
             uuids.append(save_state(saver, state, 1, info=info))
     return uuids
 
