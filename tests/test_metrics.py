@@ -284,6 +284,7 @@ def test_logger_logs_repeated_steps_once(tmp_path: Path, start: int) -> None:
         file.write(
             b'{"step": 1}\n[1]\n{}\n"\xff"\n{"group": "training", "st'
         )  # truncated by the kill
+    time.sleep(1)  # TensorBoard reads the files of one second in the order of their names
     resumed = started(tmp_path, step=start)
     resumed.log("training", 30, {"loss": 31.0})
     resumed.close()
@@ -456,6 +457,8 @@ def test_console_on_a_terminal_has_colors_and_a_progress_bar(
 
 def test_logger_names_a_file_that_tensorboard_cannot_create(tmp_path: Path) -> None:
     (tmp_path / "training").symlink_to("/proc/self")  # in which nobody can create files
-    logger = MetricLogger(0, tmp_path, DummyTrainContext(), 1)
-    with pytest.raises(RunError, match=f"^{tmp_path}/training/events.* cannot write metrics"):
+    with (
+        MetricLogger(0, tmp_path, DummyTrainContext(), 1) as logger,
+        pytest.raises(RunError, match=f"^{tmp_path}/training/events.* cannot write metrics"),
+    ):
         logger.start(0)
