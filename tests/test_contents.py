@@ -60,6 +60,16 @@ def seal(folder: Path, **changes: Any) -> None:
     forge_manifest(folder, **{"files": files} | changes)
 
 
+def forge_header(file: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Forge:
+    """Replace the header of `file` by `change(header)`."""
+
+    def forge(folder: Path) -> None:
+        rewrite_header(folder / file, change)
+        seal(folder)
+
+    return forge
+
+
 def entry(file: str, name: str, **changes: Any) -> Forge:
     """Change what a header says of a tensor; None = it no longer lists the tensor."""
 
@@ -67,11 +77,7 @@ def entry(file: str, name: str, **changes: Any) -> Forge:
         header[name] |= changes
         return header
 
-    def forge(folder: Path) -> None:
-        rewrite_header(folder / file, change)
-        seal(folder)
-
-    return forge
+    return forge_header(file, change)
 
 
 def rename(file: str, old: str, new: str | None) -> Forge:
@@ -86,11 +92,7 @@ def rename(file: str, old: str, new: str | None) -> Forge:
         header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(sharding)
         return header
 
-    def forge(folder: Path) -> None:
-        rewrite_header(folder / file, change)
-        seal(folder)
-
-    return forge
+    return forge_header(file, change)
 
 
 def moved(file: str, name: str, offsets: list[int]) -> Forge:
@@ -102,11 +104,7 @@ def moved(file: str, name: str, offsets: list[int]) -> Forge:
         header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(sharding)
         return header
 
-    def forge(folder: Path) -> None:
-        rewrite_header(folder / file, change)
-        seal(folder)
-
-    return forge
+    return forge_header(file, change)
 
 
 def added(file: str, name: str, tensor: torch.Tensor, start: int) -> Forge:

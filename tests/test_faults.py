@@ -235,6 +235,19 @@ Loader.training = hanging_loader
 """
 
 
+def finish_hanging(folder: Path, script: str) -> str:
+    """Run `script`, in which rank 1 hangs in `hang` after step 3; return stderr."""
+    with started(folder, "collective_timeout=8", script=script) as job:
+        job.wait_for("validation  step    3")
+        job.ranks()
+        hung = time.monotonic()
+        code, stderr = job.finish()
+    assert time.monotonic() - hung < 8 + 5
+    assert code == 1
+    assert "in hang\n" in stderr
+    return stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hang", "part"),
@@ -243,14 +256,7 @@ Loader.training = hanging_loader
 )
 def test_hung_rank_is_named_and_prints_its_stacks(hang: str, part: str, tmp_path: Path) -> None:
     script = HANGING_LOADER.format(hang=hang, call="hang()", other="pass")
-    with started(tmp_path, "collective_timeout=8", script=script) as job:
-        job.wait_for("validation  step    3")
-        job.ranks()
-        hung = time.monotonic()
-        code, stderr = job.finish()
-    assert time.monotonic() - hung < 8 + 5
-    assert code == 1
-    assert "in hang\n" in stderr
+    stderr = finish_hanging(tmp_path, script)
     line = next(line for line in stderr.splitlines() if line.startswith("rank 0 "))
     assert re.search(rf"timed out after 8 s .*waiting for rank 1\b.*{part}", line)
     assert re.search(r"^rank 0 .*last collectives: .*gloo:all_", stderr, re.MULTILINE)
@@ -276,14 +282,7 @@ def join_world_and_group(*args):
 
 fsdp.join_world = join_world_and_group
 """
-    with started(tmp_path, "collective_timeout=8", script=script) as job:
-        job.wait_for("validation  step    3")
-        job.ranks()
-        hung = time.monotonic()
-        code, stderr = job.finish()
-    assert time.monotonic() - hung < 8 + 5
-    assert code == 1
-    assert "in hang\n" in stderr
+    stderr = finish_hanging(tmp_path, script)
     assert re.search(r"^rank 0 .*waiting for rank 1\b.*did not join", stderr, re.MULTILINE)
     assert re.search(
         r"^rank 0 .*last collectives: .*gloo:all_reduce.*scheduled", stderr, re.MULTILINE

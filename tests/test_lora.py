@@ -31,7 +31,7 @@ from model import Transformer
 from tests.support import REPOSITORY
 from tests.support.checkpoints import (
     RUN_INFO,
-    forge_manifest,
+    copy_with_hyperparameters,
     open_checkpointer,
     save_state,
     state_of,
@@ -527,10 +527,8 @@ def test_lora_base_can_be_a_checkpoint(on_a_checkpoint: Path) -> None:
 def test_read_adapters_refuses_what_the_model_lacks(
     key: str, value: object, on_a_checkpoint: Path, tmp_path: Path
 ) -> None:
-    forged = tmp_path / "forged"
-    shutil.copytree(checkpoints_by_step(on_a_checkpoint)[2], forged)
-    known = read_manifest(forged).hyperparameters
-    forge_manifest(forged, hyperparameters=known | {key: value})
+    original = checkpoints_by_step(on_a_checkpoint)[2]
+    forged = copy_with_hyperparameters(original, tmp_path / "forged", {key: value})
     with pytest.raises(CheckpointError, match=f"^{forged / MANIFEST}: damaged: hyperparam.*{key}"):
         adapters_of(forged)
 

@@ -25,7 +25,7 @@ from lm.data.tokenizer import TOKENIZER_JSON
 from lm.resume import extensions
 from lm.runtime.world import World
 from lm.training.optim import OptimConfig, learning_rate
-from tests.support.checkpoints import forge_manifest
+from tests.support.checkpoints import copy_with_hyperparameters, forge_manifest
 from tests.support.hyperparameters import EXACT_RUN, TINY
 from tests.support.ranks import run_ranks
 from tests.support.runs import (
@@ -341,10 +341,8 @@ def test_resume_from_another_run_moves_the_earlier_one_aside(
 def test_resume_refuses_hyperparameters_of_wrong_types(
     key: str, value: object, two_steps: Path, tmp_path: Path
 ) -> None:
-    forged = tmp_path / "forged"
-    shutil.copytree(checkpoints_by_step(two_steps)[2], forged)
-    known = read_manifest(forged).hyperparameters
-    forge_manifest(forged, hyperparameters=known | {key: value})
+    original = checkpoints_by_step(two_steps)[2]
+    forged = copy_with_hyperparameters(original, tmp_path / "forged", {key: value})
     refused = run_fsdp(tmp_path, "max_steps=3", f"resume={forged}", code=1)
     problem, remedy = refused.stderr.splitlines()
     assert f"{forged}/manifest.json: damaged: hyperparameters.{key}: " in problem

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lm.checkpoint.manifest import (
     Manifest,
     RunInfo,
     TrainingProgress,
+    read_manifest,
     record,
     write_manifest,
 )
@@ -180,6 +182,14 @@ def forge_manifest(folder: Path, **changes: Any) -> None:
     text = json.dumps(fields | changes, indent=1).encode()
     checksum = b',\n "checksum": %d\n}' % google_crc32c.value(text)
     (folder / MANIFEST).write_bytes(text.removesuffix(b"\n}") + checksum)
+
+
+def copy_with_hyperparameters(original: Path, folder: Path, changes: Mapping[str, Any]) -> Path:
+    """Copy a checkpoint to `folder`, with other hyperparameters in its manifest; return it."""
+    shutil.copytree(original, folder)
+    known = read_manifest(folder).hyperparameters
+    forge_manifest(folder, hyperparameters={**known, **changes})
+    return folder
 
 
 def rewrite_header(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
