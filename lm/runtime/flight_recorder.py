@@ -7,7 +7,7 @@ readers are private functions of `torch._C`, until PyTorch offers public ones.
 from __future__ import annotations
 
 import json
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -23,13 +23,19 @@ def _dump(*, with_entries: bool) -> list[dict[str, Any]]:
     return [json.loads(dump) for dump in dumps]
 
 
+class _Pending(NamedTuple):
+    """The collective after the last completed one of a group, which has started."""
+
+    backend: int
+    group: str
+    n_completed: int
+
+
 class PendingCollectives:
     """How long collectives of this process have been pending: started and not completed."""
 
     def __init__(self) -> None:
-        self._since: dict[tuple[int, str, int], float] = {}
-        """since when a group waits for the collective after its last completed one: by backend,
-        group, and number of completed collectives"""
+        self._since: dict[_Pending, float] = {}
 
     def longest(self, now: float) -> float:
         """Return for how many seconds the collective that is pending longest has been; 0 if none.
@@ -37,12 +43,12 @@ class PendingCollectives:
         Args:
             now: seconds of the caller's clock, by which its calls are apart.
         """
-        since: dict[tuple[int, str, int], float] = {}
+        since: dict[_Pending, float] = {}
         for backend, dump in enumerate(_dump(with_entries=False)):
             for group, status in dump.get("pg_status", {}).items():
                 completed = int(status["last_completed_collective"])
                 if int(status["last_enqueued_collective"]) > completed:
-                    pending = backend, group, completed
+                    pending = _Pending(backend, group, completed)
                     since[pending] = self._since.get(pending, now)
         self._since = since
         return now - min(since.values(), default=now)
