@@ -212,6 +212,21 @@ def test_stopped_rank_is_named_after_collective_timeout(victim: int, tmp_path: P
     assert verified(tmp_path)
 
 
+@pytest.mark.slow
+def test_stopped_rank_0_is_named_by_a_rank_that_was_not_waiting_yet(tmp_path: Path) -> None:
+    # Rank 1 asks the store of rank 0 whether others wait for it, and gets no answer.
+    script = HANGING_LOADER.format(hang="time.sleep(3)", call="print('late'); hang()", other="pass")
+    with started(tmp_path, "collective_timeout=8", script=script) as job:
+        job.wait_for("late")
+        job.ranks()[0].suspend()
+        _, stderr = job.finish()
+    assert re.search(
+        r"^rank 1 .*timed out .*waiting for rank 0\b.*not respond", stderr, re.MULTILINE
+    )
+    assert "Traceback" not in stderr
+    assert "stacks" not in stderr
+
+
 HANGING_LOADER = """
 import ctypes, threading, time
 import torch

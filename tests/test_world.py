@@ -339,7 +339,7 @@ def test_watchdog_names_the_rank_that_was_waited_for(
     error: RuntimeError, store_ends: bool, part: str
 ) -> None:
     servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
-    servers[0].set("watchdog/0", json.dumps(Heartbeat(3, 1, False, False)))  # and no beat after it
+    servers[0].set("watchdog/0", json.dumps(Heartbeat(3, 1, False)))  # and no beat after it
     client = dist.TCPStore("127.0.0.1", servers[0].port, wait_for_workers=False)
     if store_ends:  # between the two readings of the heartbeats
         threading.Timer(0.4, servers.clear).start()

@@ -2,8 +2,8 @@
 
 A collective that exceeds its timeout fails on the ranks that joined it and does not know which rank
 did not. Of NCCL, it does not even fail there in time: the main thread waits for the GPU. So a
-thread on every rank looks at the collectives that are pending there, and the ranks tell each other,
-by keys of the store:
+thread on every rank looks at the collectives that are pending there, and another one tells the
+other ranks, by keys of the store, which does not answer while the process of rank 0 is stopped:
 
 watchdog/RANK         heartbeat of each rank: its step, and whether it waits in a collective
 watchdog/failed_step  step of a rank on which a collective timed out; a rank that has completed no
@@ -35,8 +35,8 @@ from lm.launch.console import record_error
 from lm.runtime.failures import is_disconnection
 from lm.runtime.flight_recorder import PendingCollectives, describe_last_collectives
 
-HEARTBEAT_INTERVAL = 0.25
-"""seconds"""
+INTERVAL = 0.25
+"""seconds between two looks, and between two heartbeats"""
 MARGIN = 2.0
 """Seconds after the timeout in which the collective can raise its own error."""
 
@@ -58,8 +58,6 @@ class Heartbeat(NamedTuple):
     """increases as long as the rank is alive"""
     waiting: bool
     """a collective is pending on the rank, or has failed there"""
-    stacks_printed: bool
-    """this is the last heartbeat of the rank, which is alive"""
 
 
 @dataclass
@@ -94,20 +92,24 @@ class Watchdog:
         self._size = size
         self._timeout = timeout
         self._step = 0
+        self._collective_pending = False
         self._collective_failed = False
         self._stacks_printed = False
-        self._is_watching = False
-        self._last_beat = 0.0
+        self._last_look = 0.0
         self._last_long_pause: _Pause | None = None
         self._stopped = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._watch, name="watchdog", daemon=True),
+            threading.Thread(target=self._publish_heartbeats, name="heartbeats", daemon=True),
+        ]
 
     # While the run goes well, and when another rank waits for this one.
 
     def __enter__(self) -> Watchdog:
         if self._size > 1:
-            self._is_watching = True
-            self._last_beat = time.monotonic()
-            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+            self._last_look = time.monotonic()
+            for thread in self._threads:
+                thread.start()
         return self
 
     def on_step_start(self, step: int) -> None:
@@ -115,42 +117,49 @@ class Watchdog:
         self._step = step
 
     def _watch(self) -> None:
-        """Publish heartbeats until the run ends on this rank, or its stacks are printed."""
-        store = cast(Any, self._store).clone()  # a connection to the store serves one thread
+        """Look at the pending collectives until the run ends on this rank.
+
+        Asks no other process, so that the thread stands still only if this process does.
+        """
         pending = PendingCollectives()
         seconds_running = 0.0  # without those in which this process was stopped
-        beats = 0
-        with suppress(RuntimeError):  # rank 0 has exited, and its store with it
-            while not self._stopped.is_set() and not self._stacks_printed:
-                seconds_running += self._measure_pause()
-                seconds_pending = pending.longest(seconds_running)
-                waiting = self._collective_failed or seconds_pending > 0
-                if not self._collective_failed:
-                    # Takes effect if this thread stops running because a thread that hangs holds
-                    # the GIL.
-                    faulthandler.dump_traceback_later(self._timeout + HEARTBEAT_INTERVAL)
-                    if seconds_pending > self._timeout + MARGIN:
-                        self._collective_failed = True
-                        threading.Thread(target=self._end_process, daemon=True).start()
-                    elif not waiting and self._is_waited_for(store):
-                        self._print_stacks()
-                        self._stacks_printed = True
-                beats += 1
-                heartbeat = Heartbeat(self._step, beats, waiting, self._stacks_printed)
-                store.set(_heartbeat_key(self._rank), json.dumps(heartbeat))
-                if not self._stacks_printed:
-                    self._stopped.wait(HEARTBEAT_INTERVAL)
-        self._is_watching = False
+        while not self._stopped.wait(INTERVAL):
+            seconds_running += self._measure_pause()
+            seconds_pending = pending.longest(seconds_running)
+            self._collective_pending = seconds_pending > 0
+            if self._collective_failed or self._stacks_printed:
+                faulthandler.cancel_dump_traceback_later()
+            else:
+                # Takes effect if this thread stops running because one that hangs holds the GIL.
+                faulthandler.dump_traceback_later(self._timeout + INTERVAL)
+            if seconds_pending > self._timeout + MARGIN and not self._collective_failed:
+                self._collective_failed = True
+                self._end_process()
         faulthandler.cancel_dump_traceback_later()
 
     def _measure_pause(self) -> float:
-        """Return the seconds since the last beat; of a pause, only those of a late beat."""
+        """Return the seconds since the last look; of a pause, only those of a late look."""
         now = time.monotonic()
-        seconds = now - self._last_beat
-        self._last_beat = now
+        seconds = now - self._last_look
+        self._last_look = now
         if seconds >= self._timeout:
             self._last_long_pause = _Pause(seconds, now)
-        return min(seconds, 4 * HEARTBEAT_INTERVAL)
+        return min(seconds, 4 * INTERVAL)
+
+    def _publish_heartbeats(self) -> None:
+        """Publish heartbeats, and print the stacks once if asked, until the run ends here."""
+        store = cast(Any, self._store).clone()  # a connection to the store serves one thread
+        beats = 0
+        with suppress(RuntimeError):  # rank 0 has exited, and its store with it
+            while not self._stopped.is_set():
+                waiting = self._collective_pending or self._collective_failed
+                if not waiting and not self._stacks_printed and self._is_waited_for(store):
+                    self._print_stacks()
+                    self._stacks_printed = True
+                beats += 1
+                heartbeat = Heartbeat(self._step, beats, waiting)
+                store.set(_heartbeat_key(self._rank), json.dumps(heartbeat))
+                self._stopped.wait(INTERVAL)
 
     def _is_waited_for(self, store: dist.Store) -> bool:
         if not store.check([_FAILED_STEP_KEY]):
@@ -159,11 +168,11 @@ class Watchdog:
         return self._step <= failed_step
 
     def _print_stacks(self) -> None:
-        """Print the stack of every thread but this one, the main thread's last."""
+        """Print the stack of every thread but the watchdog's, the main thread's last."""
         frames = sys._current_frames()
         lines = [f"{self._where()}, stacks of its threads:\n"]
         for thread in reversed(threading.enumerate()):  # the main thread was the first to start
-            if thread.ident in frames and thread is not threading.current_thread():
+            if thread.ident in frames and thread not in self._threads:
                 lines.append(f"thread {thread.name}:\n")
                 lines += traceback.format_stack(frames[thread.ident])
         sys.stderr.write("".join(lines))
@@ -187,7 +196,6 @@ class Watchdog:
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Stop; replace the error of a failed collective by a RunError that names the cause."""
-        faulthandler.cancel_dump_traceback_later()
         timed_out = _is_timeout(error)
         if self._size == 1 or not (timed_out or _is_lost_connection(error)):
             self._stopped.set()
@@ -200,7 +208,7 @@ class Watchdog:
     def _end_process(self) -> None:
         """Print for what a collective waits that raises no error, and exit.
 
-        In a thread: the main thread waits for the GPU.
+        In a thread: the main thread may wait for the GPU.
         """
         error = self._explain_failure(timed_out=True)
         record_error(str(error))
@@ -242,8 +250,8 @@ class Watchdog:
         """
         now = time.monotonic()
         pause = self._last_long_pause
-        if self._is_watching and now - self._last_beat >= self._timeout:
-            pause = _Pause(now - self._last_beat, now)  # the thread has not run again yet
+        if now - self._last_look >= self._timeout:
+            pause = _Pause(now - self._last_look, now)  # the thread has not run again yet
         if pause is not None and now - pause.end < self._timeout:
             return pause
         return None
@@ -255,21 +263,21 @@ class Watchdog:
         # stopped.
         thread = threading.Thread(target=self._ask_store, args=(timed_out, cause), daemon=True)
         thread.start()
-        thread.join(6 * HEARTBEAT_INTERVAL)
+        thread.join(6 * INTERVAL)
         return cause
 
     def _ask_store(self, timed_out: bool, cause: Cause) -> None:
         """Update `cause` after every answer of the store, which can end at any time."""
         with suppress(RuntimeError):
             store = cast(Any, self._store).clone()  # the main thread may use the other connection
-            store.set_timeout(timedelta(seconds=2 * HEARTBEAT_INTERVAL))
+            store.set_timeout(timedelta(seconds=2 * INTERVAL))
             if timed_out:
                 store.set(_FAILED_STEP_KEY, str(self._step))
             before = self._read_heartbeats(store)
             cause.problems = [_UNKNOWN]
             if _read_published_error(store, cause):
                 return  # the store may end now, with the rank that published it
-            time.sleep(3 * HEARTBEAT_INTERVAL)  # the heartbeats of a live rank increase
+            time.sleep(3 * INTERVAL)  # the heartbeats of a live rank increase
             cause.problems = [find_straggler(before, self._read_heartbeats(store))]
             _read_published_error(store, cause)
 
@@ -316,7 +324,7 @@ def find_straggler(before: list[Heartbeat], now: list[Heartbeat]) -> str:
     silent = []
     missing = []
     for rank, last in enumerate(now):
-        if last.beats == before[rank].beats and not last.stacks_printed:
+        if last.beats == before[rank].beats:
             silent.append(rank)
         if not last.waiting:
             missing.append(rank)
