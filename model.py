@@ -216,10 +216,10 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     ffn: Fixed[Literal["relu", "gelu", "swiglu"]] = Field(
         "relu", description="feed-forward network; gelu is GPT-2's tanh form"
     )
-    bias: Fixed[Literal["ffn", "none", "qkv", "all"]] = Field(
+    bias: Fixed[Literal["ffn", "none", "qkv", "attention", "all"]] = Field(
         "ffn",
         description="linear layers with a bias (the head has none); qkv = query, key and value"
-        " (Qwen2)",
+        " (Qwen2), attention = these and the output of attention",
     )
     tie_embeddings: Fixed[bool] = Field(
         False, description="use the token embedding as the output matrix"
@@ -464,11 +464,11 @@ class Attention(nn.Module):
         d = config.d_model
         q = config.n_heads * config.head_width
         kv = config.kv_heads * config.head_width
-        bias = config.bias in ("qkv", "all")
+        bias = config.bias in ("qkv", "attention", "all")
         self.q_proj = nn.Linear(d, q, bias=bias)
         self.k_proj = nn.Linear(d, kv, bias=bias)
         self.v_proj = nn.Linear(d, kv, bias=bias)
-        self.o_proj = nn.Linear(q, d, bias=config.bias == "all")
+        self.o_proj = nn.Linear(q, d, bias=config.bias in ("attention", "all"))
         if config.qk_norm == "projection":
             self.q_norm = nn.RMSNorm(q, eps=config.norm_eps)
             self.k_norm = nn.RMSNorm(kv, eps=config.norm_eps)

@@ -69,6 +69,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "codellama, theta 1e6": LLAMA
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     "llama, ffn biases": LLAMA | {"mlp_bias": True},
+    "llama, attention biases": LLAMA | {"attention_bias": True},
     "llama, all biases": LLAMA
     | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
     "mistral, window 8": MISTRAL | {"sliding_window": 8},
@@ -346,8 +347,8 @@ def test_read_directory_accepts_bare_names_and_buffers(name: str, tmp_path: Path
             "hidden_act: 'gelu' is not supported, only 'silu' or 'swish'",
         ),
         (
-            LLAMA | {"attention_bias": True},
-            "attention_bias: True with mlp_bias: False is not supported",
+            LLAMA | {"attention_bias": "all"},
+            "attention_bias: 'all' is not true or false",
         ),
         (MISTRAL | {"attention_bias": True}, "attention_bias: True is not supported"),
         (LLAMA | {"head_dim": 7}, "head_dim: positions: rope needs an even head_dim, not 7"),

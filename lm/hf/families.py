@@ -10,7 +10,7 @@ A model that cannot be represented exactly is refused, with the key that prevent
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +39,9 @@ class Family:
     modules: Mapping[str, str]
     """our module -> the module in transformers; {} is the layer. Modules that are one there have
     its rows, in this order."""
-    bias_keys: tuple[str, str] | None = None
-    """keys in config.json that enable biases in attention and in the feed-forward network"""
+    biases: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    """our `bias` -> the keys in config.json that enable biases; first the default. {} = the family
+    has no such keys"""
     dropout_keys: tuple[str, ...] = ()
     transposed: bool = False
     """whether the matrices in the layers are stored as (in, out)"""
@@ -81,7 +82,7 @@ LLAMA = Family(
         "qk_norm": ("none",),
         "positions": ("rope",),
         "ffn": ("swiglu",),
-        "bias": ("none", "ffn", "all"),
+        "bias": ("none", "ffn", "attention", "all"),
     },
     required={"hidden_act": ("silu", "swish")},
     modules={
@@ -100,7 +101,12 @@ LLAMA = Family(
         "head.norm": "model.norm",
         "head.output": "lm_head",
     },
-    bias_keys=("attention_bias", "mlp_bias"),
+    biases={
+        "none": {"attention_bias": False, "mlp_bias": False},
+        "ffn": {"attention_bias": False, "mlp_bias": True},
+        "attention": {"attention_bias": True, "mlp_bias": False},
+        "all": {"attention_bias": True, "mlp_bias": True},
+    },
 )
 MISTRAL = replace(
     LLAMA,
@@ -126,7 +132,7 @@ MISTRAL = replace(
         "attention_bias": (False,),
         "mlp_bias": (False,),
     },
-    bias_keys=None,
+    biases={},
 )
 QWEN2 = replace(
     LLAMA,
@@ -147,7 +153,7 @@ QWEN2 = replace(
         **LLAMA.required,
         "use_sliding_window": (False,),
     },
-    bias_keys=None,
+    biases={},
 )
 QWEN3 = replace(
     QWEN2,
@@ -191,7 +197,7 @@ OLMO2 = replace(
         "blocks.attention_norm": "model.layers.{}.post_attention_layernorm",
         "blocks.ffn_norm": "model.layers.{}.post_feedforward_layernorm",
     },
-    bias_keys=None,
+    biases={},
 )
 GPT2 = Family(
     model_type="gpt2",
@@ -252,12 +258,6 @@ _REQUIRED_EVERYWHERE = {
     "n_routed_experts": (None, 0, 1),
 }
 """As `Family.required`: a mixture of experts cannot be represented."""
-_BIASES = {
-    "none": (False, False),
-    "ffn": (False, True),
-    "all": (True, True),
-}
-"""our `bias` -> the values of `Family.bias_keys`"""
 _ROPE_SCALING_KEYS = (
     "factor",
     "low_freq_factor",
@@ -302,17 +302,10 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
         rope, rope_problems = _read_rope(raw)
         values |= rope
         problems += rope_problems
-    if family.bias_keys is not None:
-        attention_key, ffn_key = family.bias_keys
-        given = raw.get(attention_key, False), raw.get(ffn_key, False)
-        for bias, their_values in _BIASES.items():
-            if their_values == given:
-                values["bias"] = bias
-        if given not in _BIASES.values():
-            problems.append(
-                f"{attention_key}: {given[0]!r} with {ffn_key}: {given[1]!r} is not supported:"
-                " biases can be in the feed-forward network only, in both, or in neither"
-            )
+    if family.biases:
+        bias, bias_problems = _read_bias(family, raw)
+        values["bias"] = bias
+        problems += bias_problems
 
     config: ModelConfig | None = None
     try:
@@ -345,6 +338,19 @@ def _read_dropout(family: Family, raw: Mapping[str, Any]) -> Any:
     if any(rate != rates[0] for rate in rates):
         return 0.0
     return rates[0]
+
+
+def _read_bias(family: Family, raw: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return our `bias`, and what is wrong with the keys that enable biases."""
+    default = next(iter(family.biases))
+    given: dict[str, Any] = {}
+    for key, value in family.biases[default].items():
+        given[key] = raw.get(key, value)
+    for bias, their_values in family.biases.items():
+        if their_values == given:
+            return bias, []
+    wrong = {key: value for key, value in given.items() if value not in (True, False)}
+    return default, [f"{key}: {value!r} is not true or false" for key, value in wrong.items()]
 
 
 def _read_rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -473,8 +479,7 @@ def write_config(
     raw["torch_dtype"] = dtype  # of transformers 4
     raw["bos_token_id"] = beginning
     raw["eos_token_id"] = end_of_text
-    if family.bias_keys is not None:
-        raw |= zip(family.bias_keys, _BIASES[config.bias], strict=True)
+    raw |= family.biases.get(config.bias, {})
     if config.positions == "rope":
         raw |= _write_rope(config)
     return raw
