@@ -22,7 +22,14 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
@@ -32,27 +39,106 @@ IGNORE_INDEX = -100
 """Target that is excluded from the loss."""
 
 
-class RopeScaling(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
-    """Llama 3's scaling of rotary frequencies, for contexts longer than in pre-training."""
+_YARN_OPTIONS = (
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
+ROPE_TYPES = {
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", *_YARN_OPTIONS),
+    "llama3": (
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    ),
+}
+"""Types of `rope_scaling` -> the keys that they use."""
 
+
+class RopeScaling(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
+    """Scaling of rotary frequencies, for contexts longer than in pre-training."""
+
+    rope_type: Literal["llama3", "linear", "dynamic", "yarn"] = Field(
+        "llama3",
+        description="linear divides all frequencies by factor, llama3 and yarn the low ones;"
+        " dynamic lowers them as a sequence grows",
+    )
     factor: float = Field(gt=0, description="divisor of the low frequencies (a ratio)")
-    low_freq_factor: float = Field(
-        gt=0, description="wavelengths above the original context / this are scaled"
+    low_freq_factor: float | None = Field(
+        None, gt=0, description="llama3: wavelengths above the original context / this are scaled"
     )
-    high_freq_factor: float = Field(
-        gt=0, description="wavelengths below the original context / this are kept"
+    high_freq_factor: float | None = Field(
+        None, gt=0, description="llama3: wavelengths below the original context / this are kept"
     )
-    original_max_position_embeddings: int = Field(
-        gt=0, le=2**24, description="context length in pre-training (tokens)"
+    original_max_position_embeddings: int | None = Field(
+        None, gt=0, le=2**24, description="context length in pre-training (tokens); not for linear"
+    )
+    beta_fast: float | None = Field(
+        None,
+        gt=0,
+        description="yarn: keep what turns more often in the original context; null = 32",
+    )
+    beta_slow: float | None = Field(
+        None, gt=0, description="yarn: scale what turns less often in it; null = 1"
+    )
+    attention_factor: float | None = Field(
+        None, gt=0, description="yarn: factor of queries and keys; null = by factor and mscale"
+    )
+    mscale: float | None = Field(None, ge=0, description="yarn: see attention_factor")
+    mscale_all_dim: float | None = Field(None, ge=0, description="yarn: see attention_factor")
+    truncate: bool | None = Field(
+        None, description="yarn: round the range between both betas to dimensions; null = true"
     )
 
     @model_validator(mode="after")
-    def _check_factors(self) -> RopeScaling:
-        if self.high_freq_factor <= self.low_freq_factor:
-            high = f"high_freq_factor {self.high_freq_factor:g}"
-            low = f"low_freq_factor {self.low_freq_factor:g}"
-            raise ValueError(f"{high} must be greater than {low}")
+    def _check_keys(self) -> RopeScaling:
+        used = ROPE_TYPES[self.rope_type]
+        for key in RopeScaling.model_fields:
+            if key == "rope_type":
+                continue
+            is_set = getattr(self, key) is not None
+            if is_set and key not in used:
+                raise ValueError(f"{key}: rope_type {self.rope_type} does not use it; remove it")
+            if not is_set and key in used and key not in _YARN_OPTIONS:
+                raise ValueError(f"{key} is missing; rope_type {self.rope_type} needs it")
         return self
+
+    @model_validator(mode="after")
+    def _check_factors(self) -> RopeScaling:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and high <= low:
+            problem = f"high_freq_factor {high:g} must be greater than low_freq_factor {low:g}"
+            raise ValueError(problem)
+        return self
+
+    @model_serializer(mode="wrap")
+    def _omit_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the keys that are set, without llama3, which was once the only type."""
+        values = serialize(self)
+        defaults = {"rope_type": "llama3"}
+        return {key: value for key, value in values.items() if value != defaults.get(key)}
+
+    @property
+    def attention_scaling(self) -> float:
+        """Factor of the rotated queries and keys, with which yarn sharpens attention."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if not (self.mscale and self.mscale_all_dim):
+            return self._mscale_of(1.0)
+        return self._mscale_of(self.mscale) / self._mscale_of(self.mscale_all_dim)
+
+    def _mscale_of(self, mscale: float) -> float:
+        if self.factor <= 1:
+            return 1.0
+        return 0.1 * mscale * math.log(self.factor) + 1.0
 
 
 def _preset(
@@ -211,7 +297,7 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     )
     rope_theta: Fixed[float] = Field(10000.0, gt=0, description="base of the rotary wavelengths")
     rope_scaling: Fixed[RopeScaling | None] = Field(
-        None, description="Llama 3 frequency scaling (a mapping)"
+        None, description="scaling of the rotary frequencies (a mapping)"
     )
     ffn: Fixed[Literal["relu", "gelu", "swiglu"]] = Field(
         "relu", description="feed-forward network; gelu is GPT-2's tanh form"
@@ -265,6 +351,10 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
             problems.append(f"n_kv_heads: {problem}; choose from {_divisors(self.n_heads)}")
         if self.rope_scaling and self.positions != "rope":
             problems.append("rope_scaling: needs positions: rope")
+        elif self.rope_scaling and self.rope_theta <= 1:
+            problems.append("rope_theta: rope_scaling needs a base above 1")
+        elif self.rope_scaling and width < 4:
+            problems.append(f"rope_scaling: needs heads of a width of 4 or more, not {width}")
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -410,23 +500,84 @@ class AttentionInputs(NamedTuple):
     """see `ModelConfig.needs_kv_repeat`"""
 
 
-def rope_frequencies(config: ModelConfig, device: torch.device) -> Tensor:
+def rope_frequencies(config: ModelConfig, length: int, device: torch.device) -> Tensor:
     """Return the rotary frequencies `(K/2,)`, float32, in radians per position.
 
-    Sources: Su et al., RoFormer (2021), equation 15; the scaling of Llama 3.1. Wavelengths longer
-    than the original context / low_freq_factor are multiplied by `factor`, those shorter than the
-    original context / high_freq_factor are kept, and those in between are interpolated.
+    Sources: Su et al., RoFormer (2021), equation 15. Of the scalings: Chen et al., Position
+    Interpolation (2023), for linear; bloc97 and emozilla, dynamically scaled RoPE (2023), for
+    dynamic; Peng et al., YaRN (2023), section 3.2; Llama 3.1.
+
+    Args:
+        length: of the sequences, which only dynamic scaling depends on.
     """
     dims = torch.arange(0, config.head_width, 2, dtype=torch.float32, device=device)
-    frequencies = 1.0 / config.rope_theta ** (dims / config.head_width)
     scaling = config.rope_scaling
-    if scaling is None:
+    theta = config.rope_theta
+    if scaling is not None and scaling.rope_type == "dynamic":
+        theta *= _dynamic_growth(scaling, length, config.head_width)
+    periods = theta ** (dims / config.head_width)
+    frequencies = 1.0 / periods
+    if scaling is None or scaling.rope_type == "dynamic":
         return frequencies
-    # Turns within the original context: few mean a long wavelength.
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = keep.clamp(0, 1)
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor
+    if scaling.rope_type == "yarn":
+        keep = _yarn_kept_fraction(scaling, theta, config.head_width, device)
+        return 1.0 / (scaling.factor * periods) * (1 - keep) + frequencies * keep
+    keep = _llama3_kept_fraction(scaling, frequencies)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def _dynamic_growth(scaling: RopeScaling, length: int, width: int) -> float:
+    """Return what theta is multiplied by, so that the lowest frequency spans `length` tokens."""
+    original = scaling.original_max_position_embeddings
+    assert original is not None
+    stretch = scaling.factor * max(length, original) / original - (scaling.factor - 1)
+    return stretch ** (width / (width - 2))
+
+
+def _yarn_kept_fraction(
+    scaling: RopeScaling, theta: float, width: int, device: torch.device
+) -> Tensor:
+    """Return the fraction `(K/2,)` of each frequency that is not scaled.
+
+    It is 1 for those that turn at least beta_fast times in the original context, 0 for those that
+    turn at most beta_slow times, and linear in the dimension between them.
+    """
+    original = scaling.original_max_position_embeddings
+    assert original is not None
+
+    def find_dimension(n_turns: float) -> float:
+        """Solve original x theta^(-2 dimension / width) = 2 pi n_turns."""
+        return width * math.log(original / (n_turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = find_dimension(scaling.beta_fast or 32)
+    last = find_dimension(scaling.beta_slow or 1)
+    if scaling.truncate is not False:
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, width - 1)
+    if first == last:
+        last += 0.001
+    dims = torch.arange(width // 2, dtype=torch.float32, device=device)
+    return 1 - ((dims - first) / (last - first)).clamp(0, 1)
+
+
+def _llama3_kept_fraction(scaling: RopeScaling, frequencies: Tensor) -> Tensor:
+    """Return the fraction `(K/2,)` of each frequency that is not scaled.
+
+    It is 0 for wavelengths longer than the original context / low_freq_factor, 1 for those shorter
+    than the original context / high_freq_factor, and interpolated between them.
+    """
+    original = scaling.original_max_position_embeddings
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    assert original is not None
+    assert low is not None
+    assert high is not None
+    # Turns within the original context: few mean a long wavelength.
+    turns = original * frequencies / (2 * math.pi)
+    return ((turns - low) / (high - low)).clamp(0, 1)
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
@@ -826,7 +977,7 @@ class Transformer(nn.Module):
 
         x = self.embedding(tokens, position_ids)  # B T D
         inputs = AttentionInputs(
-            rope=self._rope(position_ids),
+            rope=self._rope(position_ids, end),
             mask=mask,
             is_causal=mask is None and len(indices) > 1,
             repeat_kv=c.needs_kv_repeat(x.device, x.dtype, mask is not None),
@@ -892,13 +1043,22 @@ class Transformer(nn.Module):
             mask = mask_mod(b, b, indices[:, None], indices)
         return mask, indices - document_start
 
-    def _rope(self, position_ids: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the cosine and sine of the angles, which all heads share."""
-        if self.config.positions != "rope":
+    def _rope(self, position_ids: Tensor, length: int) -> tuple[Tensor, Tensor] | None:
+        """Return the cosine and sine of the angles, which all heads share.
+
+        Args:
+            length: see `rope_frequencies`.
+        """
+        c = self.config
+        if c.positions != "rope":
             return None
-        frequencies = rope_frequencies(self.config, position_ids.device)
+        frequencies = rope_frequencies(c, length, position_ids.device)
         angles = position_ids.float()[..., None, None] * frequencies
-        return angles.cos(), angles.sin()
+        cos, sin = angles.cos(), angles.sin()
+        if c.rope_scaling is not None and c.rope_scaling.attention_scaling != 1:
+            cos = cos * c.rope_scaling.attention_scaling
+            sin = sin * c.rope_scaling.attention_scaling
+        return cos, sin
 
     def fsdp_units(self) -> list[nn.Module]:
         """Return the modules to shard separately, in forward order; the root holds the rest.

@@ -741,8 +741,10 @@ def _key_rows(part: type[BaseModel]) -> Iterator[_KeyRow]:
         yield _KeyRow(key, default, _accepted(schema), schema["description"])
         for name, inner in _nested(schema).items():
             if name != "*":
-                path = f"{key}.{name}"
-                yield _KeyRow(path, "required", _accepted(inner), inner["description"])
+                default = "required"
+                if "default" in inner:
+                    default = json.dumps(inner["default"])
+                yield _KeyRow(f"{key}.{name}", default, _accepted(inner), inner["description"])
 
 
 def _preset_rows() -> Iterator[_PresetRow]:
@@ -820,7 +822,7 @@ def list_keys() -> str:
     rows: list[tuple[str, str, str]] = []
     for part in PART_CONFIGS:
         headings[len(rows)] = _summary(part)
-        keys = [row for row in _key_rows(part) if row.default != "required"]  # not in a mapping
+        keys = [row for row in _key_rows(part) if "." not in row.key]  # not in a mapping
         rows += [(row.key, row.default, row.meaning) for row in keys]
     lines: list[str] = []
     for number, line in enumerate(_align(rows)):

@@ -5,6 +5,7 @@ transformers is the reference: it creates every model, and loads every export.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -59,6 +60,22 @@ LLAMA3_ROPE = {
 }
 """With theta 100 and heads of 8, wavelengths are 6 (kept), 20, 63 (interpolated), 199 (scaled)."""
 
+LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 1e3}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 1e2,
+}
+YARN_OPTIONS = {
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "truncate": False,
+}
+
 MODELS: dict[str, dict[str, Any]] = {
     "llama 1": LLAMA,
     "llama 2, 4 heads on 2": LLAMA | {"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
@@ -72,6 +89,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, attention biases": LLAMA | {"attention_bias": True},
     "llama, all biases": LLAMA
     | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
+    "llama, linear": LLAMA | {"rope_parameters": LINEAR_ROPE},
+    "llama, dynamic": LLAMA | {"rope_parameters": DYNAMIC_ROPE},
     "mistral, window 8": MISTRAL | {"sliding_window": 8},
     "mistral, no window": MISTRAL | {"sliding_window": None},
     "mistral, window, scaling": MISTRAL
@@ -80,6 +99,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": QWEN2,
     "qwen2, tied": QWEN2 | {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen3": QWEN3,
+    "qwen2, yarn": QWEN2 | {"rope_parameters": YARN_ROPE},
+    "qwen3, yarn options": QWEN3 | {"rope_parameters": YARN_ROPE | YARN_OPTIONS},
     "qwen3, tied, head_dim 8": QWEN3 | {"tie_word_embeddings": True, "head_dim": 8},
     "olmo2": OLMO2,
     "olmo2, all heads": OLMO2 | {"num_key_value_heads": 4, "tie_word_embeddings": True},
@@ -235,6 +256,50 @@ def round_trip(reference: Any, folder: Path, dtype: str = "float32", **saving: A
     )
 
 
+def test_training_equals_transformers(pair: Pair) -> None:
+    """With the same kernel of attention, logits are equal to the bit."""
+    theirs = copy.deepcopy(pair.theirs)
+    theirs.set_attn_implementation("sdpa")
+    ours = copy.deepcopy(pair.ours)
+    inputs, targets = TOKENS[:, :-1], TOKENS[:, 1:].contiguous()
+    difference = (ours(inputs) - theirs(inputs).logits).abs().max()
+    if pair.name.startswith("gpt2"):  # transformers multiplies its matrices transposed
+        assert difference < 1e-5
+    else:
+        assert difference == 0
+    losses: list[list[float]] = []
+    for model in (theirs, ours):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses.append([])
+        for _ in range(4):
+            logits = model(inputs)
+            if model is theirs:
+                logits = logits.logits
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert losses[0][-1] < 0.99 * losses[0][0]
+
+
+def test_dynamic_rope_grows_beyond_the_original_context(tmp_path: Path) -> None:
+    theirs = make_reference(
+        LLAMA | {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 16}
+    )
+    theirs.save_pretrained(tmp_path)
+    config = weights.open_model(tmp_path).config.model_copy(update={"max_seq_len": 64})
+    ours = Transformer(config).eval()
+    weights.read_directory(tmp_path, ours)
+    inputs = TOKENS[:, :-1]
+    assert (ours(inputs) - theirs(inputs).logits).abs().max() < 1e-5
+    written = families.write_config(config, "float32", None)
+    assert written["max_position_embeddings"] == 16
+    _, again = families.read_config(written, "config.json")
+    assert again.structure() == config.structure()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_export_of_read_weights_preserves_every_bit(name: str, tmp_path: Path) -> None:
@@ -359,20 +424,20 @@ def test_read_directory_accepts_bare_names_and_buffers(name: str, tmp_path: Path
         ),
         (QWEN3 | {"attention_bias": True}, "attention_bias: True is not supported"),
         (
-            QWEN3 | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_scaling: rope_type 'yarn' is not",
+            QWEN3 | {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "rope_scaling: rope_type 'longrope' is not",
         ),
         (
-            OLMO2 | {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
-            "rope_scaling: rope_type 'dynamic' is not",
+            OLMO2 | {"rope_scaling": {"type": "yarn", "factor": -4.0}},
+            "rope_scaling.factor: Input should be greater than 0",
         ),
         (
-            LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "rope_scaling: rope_type 'linear' is not",
+            LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+            "rope_scaling: low_freq_factor is missing",
         ),
         (
-            LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
-            "rope_parameters: rope_type 'yarn'",
+            LLAMA | {"rope_parameters": {"rope_type": "mrope", "factor": 2.0}},
+            "rope_parameters: rope_type 'mrope'",
         ),
         (
             LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},

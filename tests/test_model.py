@@ -198,6 +198,13 @@ def test_model_config_refuses_an_invalid_structure(settings: dict[str, Any], key
         ModelConfig.model_validate(settings)
 
 
+def test_rope_scaling_is_saved_with_the_keys_that_are_set() -> None:
+    """A checkpoint from when Llama 3's scaling was the only one holds no other keys."""
+    for scaling in (LLAMA3_SCALING, {"rope_type": "linear", "factor": 2.0}):
+        config = ModelConfig.model_validate({"positions": "rope", "rope_scaling": scaling})
+        assert config.model_dump()["rope_scaling"] == scaling
+
+
 # ---- architecture; tests/test_hf.py compares the other families with transformers
 
 

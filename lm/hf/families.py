@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from lm.errors import ConfigError
-from model import PRESETS, ModelConfig, Transformer
+from model import PRESETS, ROPE_TYPES, ModelConfig, Transformer
 
 
 @dataclass(frozen=True)
@@ -258,12 +258,6 @@ _REQUIRED_EVERYWHERE = {
     "n_routed_experts": (None, 0, 1),
 }
 """As `Family.required`: a mixture of experts cannot be represented."""
-_ROPE_SCALING_KEYS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
 
 
 def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig]:
@@ -299,7 +293,7 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
     if family.dropout_keys:
         values["dropout"] = _read_dropout(family, raw)
     if "rope" in family.supported["positions"]:
-        rope, rope_problems = _read_rope(raw)
+        rope, rope_problems = _read_rope(raw, values["max_seq_len"])
         values |= rope
         problems += rope_problems
     if family.biases:
@@ -353,10 +347,13 @@ def _read_bias(family: Family, raw: Mapping[str, Any]) -> tuple[str, list[str]]:
     return default, [f"{key}: {value!r} is not true or false" for key, value in wrong.items()]
 
 
-def _read_rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _read_rope(raw: Mapping[str, Any], length: Any) -> tuple[dict[str, Any], list[str]]:
     """Return the values of our rotary keys, and what is wrong with them.
 
     transformers 5 has them in `rope_parameters`, older versions in `rope_scaling` and `rope_theta`.
+
+    Args:
+        length: max_position_embeddings.
     """
     source = "rope_parameters"
     if raw.get("rope_scaling"):
@@ -371,12 +368,18 @@ def _read_rope(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         problems.append(f"partial_rotary_factor: {partial!r} is not supported, only 1.0")
     rope: dict[str, Any] = {"rope_theta": given.get("rope_theta", raw.get("rope_theta", 10000.0))}
     rope_type = given.get("rope_type", given.get("type", "default"))
-    if rope_type == "llama3":
-        rope["rope_scaling"] = {key: given[key] for key in _ROPE_SCALING_KEYS if key in given}
-    elif rope_type != "default":
-        problems.append(
-            f"{source}: rope_type {rope_type!r} is not supported, only 'default' or 'llama3'"
-        )
+    if rope_type == "default":
+        return rope, problems
+    if rope_type not in ROPE_TYPES:
+        types = ", ".join(map(repr, ROPE_TYPES))
+        problem = f"rope_type {rope_type!r} is not supported, only 'default', {types}"
+        return rope, [*problems, f"{source}: {problem}"]
+    scaling = {key: given[key] for key in ROPE_TYPES[rope_type] if key in given}
+    if "original_max_position_embeddings" in ROPE_TYPES[rope_type]:
+        scaling.setdefault("original_max_position_embeddings", length)
+    if rope_type == "dynamic":  # it does not read the key
+        scaling["original_max_position_embeddings"] = length
+    rope["rope_scaling"] = scaling | {"rope_type": rope_type}
     return rope, problems
 
 
@@ -489,11 +492,15 @@ def _write_rope(config: ModelConfig) -> dict[str, Any]:
     """Return the rotary keys of transformers 5, `rope_parameters`, and those of older versions."""
     scaling = None
     parameters: dict[str, Any] = {"rope_type": "default"}
+    written: dict[str, Any] = {}
     if config.rope_scaling is not None:
-        scaling = {"rope_type": "llama3", **config.rope_scaling.model_dump()}
+        scaling = {"rope_type": config.rope_scaling.rope_type, **config.rope_scaling.model_dump()}
+        if config.rope_scaling.rope_type == "dynamic":  # transformers has it in this key
+            original = scaling.pop("original_max_position_embeddings")
+            written["max_position_embeddings"] = original
         parameters = dict(scaling)
     parameters["rope_theta"] = config.rope_theta
-    return {
+    return written | {
         "rope_parameters": parameters,
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
