@@ -433,8 +433,7 @@ class Trainer:
                 self.hp.num_tokens,
                 device=self.world.device,
                 seed=self.run.seed,
-                temperature=0.8,
-                top_k=50,
+                settings=sampling.Sampling(temperature=0.8, top_k=50),
             ):
                 self.stopping = self.world.any_rank(self.asked_to_stop())
                 if self.stopping:

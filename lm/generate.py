@@ -3,8 +3,8 @@
     python -m lm.generate CHECKPOINT --prompt TEXT [--samples N] [--batch-size B]
     python -m lm.generate CHECKPOINT --chat [--system TEXT]
 
-Both accept [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] [--seed S] [--stop TEXT]
-[--base DIRECTORY].
+Both accept [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] [--min-p P]
+[--repetition-penalty R] [--seed S] [--stop TEXT] [--base DIRECTORY].
 
 If --prompt is -, prompts are read from standard input, one per line, and continued in batches with
 the same results as one by one. --chat answers each line of standard input with the tokenizer's chat
@@ -75,15 +75,20 @@ def generate_texts(
     args: argparse.Namespace,
 ) -> Iterator[Iterator[str]]:
     """Yield for each of `prompts`, one batch, the pieces of its text while they are generated."""
+    settings = sampling.Sampling(
+        repetition_penalty=args.repetition_penalty,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+    )
     steps = sampling.generate_batch(
         model,
         prompts,
         max_new_tokens,
         device=next(model.parameters()).device,
         seeds=seeds,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
+        settings=settings,
         stop_ids=stop_ids,
     )
     # The steps of the batch are read once per prompt, each time for its own tokens.
@@ -312,6 +317,12 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (all)")
     top_p_help = "sample from the fewest tokens of probability P (all)"
     add("--top-p", type=float, metavar="P", help=top_p_help)
+    min_p_help = "sample from tokens at least P times as likely as the most likely one (all)"
+    add("--min-p", type=float, metavar="P", help=min_p_help)
+    penalty_help = (
+        "divide the logits of tokens that occurred, the prompt's too, by R (1: no change)"
+    )
+    add("--repetition-penalty", type=float, default=1.0, metavar="R", help=penalty_help)
     seed_help = "random seed; S + n for the n-th sample or answer (%(default)s)"
     add("--seed", type=int, default=0, metavar="S", help=seed_help)
     stop_help = "end before TEXT; can be repeated"
@@ -340,6 +351,11 @@ def parse_generate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
         problems.append(f"--top-k: {args.top_k} must be 1 or more")
     if args.top_p is not None and not 0 < args.top_p <= 1:
         problems.append(f"--top-p: {args.top_p:g} must be above 0 and at most 1")
+    if args.min_p is not None and not 0 <= args.min_p <= 1:
+        problems.append(f"--min-p: {args.min_p:g} must be from 0 to 1")
+    if not 0.01 <= args.repetition_penalty <= 100:  # beyond, logits could overflow
+        penalty = f"--repetition-penalty: {args.repetition_penalty:g}"
+        problems.append(f"{penalty} must be from 0.01 to 100; 1 changes nothing")
     if not 0 <= args.seed < 2**63:
         problems.append(f"--seed: {args.seed} must be from 0 to 2^63 - 1")
     if args.batch_size < 1:

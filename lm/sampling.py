@@ -1,9 +1,10 @@
-"""Sampling from a model with a key-value cache, temperature, top-k and top-p."""
+"""Sampling from a model with a key-value cache: temperature, top-k, top-p, min-p, repetitions."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,45 +21,81 @@ _ATTENTION_BACKENDS = [
 """All but cuDNN's, which makes a plan for each length, and the length changes at each step."""
 
 
-def sample_tokens(
-    logits: Tensor,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    generator: torch.Generator,
-) -> Tensor:
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is selected from logits; by default from softmax(logits), the model's own.
+
+    Each setting changes the logits, or what may be selected, in this order, as in transformers:
+    """
+
+    repetition_penalty: float = 1.0
+    """The logits of the tokens in the sequence, of its prompt too, are divided by this if they are
+    positive, else multiplied (Keskar et al., 2019); above 1 makes repetitions less likely."""
+    temperature: float = 1.0
+    """The logits are divided by this: below 1 favors likely tokens, above 1 unlikely ones; at 0 the
+    most likely token is selected."""
+    top_k: int | None = None
+    """Only the k most likely tokens remain."""
+    top_p: float | None = None
+    """Only the fewest most likely tokens remain whose probabilities, among those that top_k left,
+    sum to at least top_p (nucleus sampling: Holtzman et al., 2020)."""
+    min_p: float | None = None
+    """Only tokens remain that are at least min_p times as likely as the most likely one (Nguyen et
+    al., 2025)."""
+
+
+def penalize_repetitions(logits: Tensor, token_ids: Tensor, penalty: float) -> Tensor:
+    """Return float32 `logits` `(V,)` with `Sampling.repetition_penalty` for `token_ids` `(T,)`."""
+    logits = logits.float()
+    repeated = logits[token_ids]
+    penalized = torch.where(repeated < 0, repeated * penalty, repeated / penalty)
+    return logits.index_put((token_ids,), penalized)  # an id that occurs twice has one value
+
+
+def sample_tokens(logits: Tensor, settings: Sampling, generator: torch.Generator) -> Tensor:
     """Sample one token per sequence from `logits` `(B, V)`, as `(B,)` int64 on the CPU.
 
-    The model's distribution is softmax(logits). Three settings change it, in this order:
-
-    - top_k removes all but the k most likely tokens.
-    - temperature divides the logits. Below 1 it favors likely tokens; at 0 the most likely one is
-      selected; above 1 it favors unlikely ones.
-    - top_p removes all but the fewest most likely tokens whose probabilities, among those that
-      top_k left, sum to at least top_p (nucleus sampling: Holtzman et al., 2020).
+    Args:
+        logits: after `penalize_repetitions`.
 
     Raises:
         RunError: the logits have inf or NaN.
     """
-    if temperature == 0:
+    if settings.temperature == 0:
         return logits.argmax(dim=-1).cpu()
     logits = logits.float().cpu()
-    if top_k is None and top_p is None:
-        probabilities = _compute_probabilities(logits, temperature)
+    if settings.top_k is None and settings.top_p is None and settings.min_p is None:
+        probabilities = _compute_probabilities(logits, settings.temperature)
         return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+    candidates = find_candidates(logits, settings)
+    drawn = torch.multinomial(candidates.weights, 1, generator=generator)
+    return candidates.token_ids.gather(-1, drawn).squeeze(-1)
 
-    # Sorted from the most to the least likely, tokens are removed from the end.
+
+class Candidates(NamedTuple):
+    """Tokens that can be selected for each of B sequences, from the most to the least likely."""
+
+    token_ids: Tensor
+    """(B, n)"""
+    weights: Tensor
+    """(B, n), in proportion to their probabilities; 0 = removed"""
+
+
+def find_candidates(logits: Tensor, settings: Sampling) -> Candidates:
+    """Return the tokens that top_k, top_p and min_p leave of `logits` `(B, V)`."""
     n_candidates = logits.shape[-1]
-    if top_k is not None:
-        n_candidates = min(top_k, n_candidates)
-    sorted_logits, token_ids = logits.topk(n_candidates)  # each (B, n_candidates)
-    probabilities = _compute_probabilities(sorted_logits, temperature)
-    if top_p is not None:
+    if settings.top_k is not None:
+        n_candidates = min(settings.top_k, n_candidates)
+    sorted_logits, token_ids = logits.topk(n_candidates)
+    weights = _compute_probabilities(sorted_logits, settings.temperature)
+    if settings.top_p is not None:
         # A token is needed if those before it do not reach top_p; so the first always is.
-        sum_before = probabilities.cumsum(dim=-1) - probabilities
-        probabilities = probabilities.masked_fill(sum_before >= top_p, 0.0)
-    drawn = torch.multinomial(probabilities, 1, generator=generator)  # it divides by their sum
-    return token_ids.gather(-1, drawn).squeeze(-1)
+        sum_before = weights.cumsum(dim=-1) - weights
+        weights = weights.masked_fill(sum_before >= settings.top_p, 0.0)
+    if settings.min_p is not None:
+        least = settings.min_p * weights[:, :1]
+        weights = weights.masked_fill(weights < least, 0.0)
+    return Candidates(token_ids, weights)
 
 
 def _compute_probabilities(logits: Tensor, temperature: float) -> Tensor:
@@ -80,9 +117,7 @@ def generate_batch(
     *,
     device: torch.device,
     seeds: Sequence[int],
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    settings: Sampling = Sampling(),
     stop_ids: Collection[int] = (),
 ) -> Iterator[list[int | None]]:
     """Yield at each step a token per sequence, None for one in its prompt or complete.
@@ -97,7 +132,6 @@ def generate_batch(
         prompts: at least one token id each.
         max_new_tokens: per sequence.
         seeds: one per sequence.
-        temperature: divisor of the logits; 0 = greedy.
         stop_ids: ids that complete a sequence and are not yielded.
 
     Raises:
@@ -129,8 +163,12 @@ def generate_batch(
             is_in_prompt = len(sequence) > length
             if is_in_prompt:
                 continue
-            own_logits = logits[i : i + 1]
-            token = sample_tokens(own_logits, temperature, top_k, top_p, generators[i]).item()
+            own_logits = logits[i]
+            if settings.repetition_penalty != 1:
+                token_ids = torch.tensor(sequence, device=own_logits.device)
+                penalty = settings.repetition_penalty
+                own_logits = penalize_repetitions(own_logits, token_ids, penalty)
+            token = sample_tokens(own_logits[None], settings, generators[i]).item()
             sequence.append(int(token))
             if token in stop_ids:
                 complete_lengths[i] = min(complete_lengths[i], length)

@@ -20,7 +20,7 @@ import torch
 
 from lm.checkpoint.locate import find_checkpoint
 from lm.generate import load_model
-from lm.sampling import generate
+from lm.sampling import Sampling, generate
 
 RESULTS = {"1-0", "0-1", "1/2-1/2", "*"}
 
@@ -66,7 +66,7 @@ def main() -> None:
     max_new_tokens = model.config.max_seq_len - len(prompt)
     options: dict[str, Any] = {
         "device": device,
-        "temperature": args.temperature,
+        "settings": Sampling(temperature=args.temperature),
         "stop_ids": tokenizer.stop_ids,
     }
     games = []

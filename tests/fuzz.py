@@ -139,9 +139,7 @@ def use(folder: Path) -> None:
     """Generate text from the checkpoint in `folder`; compare its weights with another reader's."""
     model, tokenizer = generate.load_model(folder, torch.device("cpu"))
     prompt = tokenizer.encode("To be, or not") or [0]
-    tokenizer.decode(
-        sampling.generate(model, prompt, 2, seed=0, device=torch.device("cpu"), temperature=1.0)
-    )
+    tokenizer.decode(sampling.generate(model, prompt, 2, seed=0, device=torch.device("cpu")))
     try:
         other = load_file(folder / WEIGHTS_FILE)
     except SafetensorError:  # metadata that only it checks

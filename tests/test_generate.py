@@ -164,6 +164,16 @@ def test_generate_needs_a_tokenizer(
         (("--top-k", "0"), "--top-k: 0 must be 1 or more"),
         (("--top-p", "0"), "--top-p: 0 must be above 0 and at most 1"),
         (("--top-p", "1.5"), "--top-p: 1.5 must be above 0 and at most 1"),
+        (("--min-p", "1.5"), "--min-p: 1.5 must be from 0 to 1"),
+        (("--min-p", "nan"), "--min-p: nan must be from 0 to 1"),
+        (
+            ("--repetition-penalty", "0"),
+            "--repetition-penalty: 0 must be from 0.01 to 100; 1 changes nothing",
+        ),
+        (
+            ("--repetition-penalty", "inf"),
+            "--repetition-penalty: inf must be from 0.01 to 100; 1 changes nothing",
+        ),
         (("--batch-size", "0"), "--batch-size: 0 must be 1 or more"),
         (("--samples", "0"), "--samples: 0 must be 1 or more"),
         (("--stop", ""), "--stop: is empty; it needs at least one character"),

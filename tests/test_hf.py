@@ -184,7 +184,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 TOKENS = torch.randint(0, 96, (3, 33), generator=torch.Generator().manual_seed(1))
 PROMPTS = [TOKENS[0, :7], TOKENS[1, :3], TOKENS[2, :5]]
-GREEDY: Any = {"device": torch.device("cpu"), "temperature": 0}
+GREEDY: Any = {
+    "device": torch.device("cpu"),
+    "settings": sampling.Sampling(temperature=0),
+}
 
 
 def test_logits_equal_transformers(pair: Pair, deviations: dict[str, Deviation]) -> None:
@@ -229,13 +232,15 @@ def test_generation_equals_transformers(pair: Pair, deviations: dict[str, Deviat
 
 
 def test_batched_generation_equals_transformers(pair: Pair) -> None:
-    """Prompts of different lengths, which end at different stop ids."""
-    stop_ids = set(pair.generate_theirs(PROMPTS[0])[10:12])
+    """Prompts of different lengths, which repeat other tokens and end at different stop ids."""
+    penalty: Any = {"repetition_penalty": 1.3}
+    stop_ids = set(pair.generate_theirs(PROMPTS[0], **penalty)[10:12])
     prompts = [prompt.tolist() for prompt in PROMPTS]
-    options = GREEDY | {"seeds": [0] * 3, "stop_ids": stop_ids}
+    settings = sampling.Sampling(temperature=0, **penalty)
+    options = GREEDY | {"settings": settings, "seeds": [0] * 3, "stop_ids": stop_ids}
     steps = list(sampling.generate_batch(pair.ours, prompts, 40, **options))
     for i, prompt in enumerate(PROMPTS):
-        expected = pair.generate_theirs(prompt, eos_token_id=list(stop_ids))
+        expected = pair.generate_theirs(prompt, eos_token_id=list(stop_ids), **penalty)
         if expected[-1] in stop_ids:
             expected.pop()
         assert [step[i] for step in steps if step[i] is not None] == expected

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
-from lm.sampling import generate, generate_batch, sample_tokens
+from lm.sampling import (
+    Sampling,
+    find_candidates,
+    generate,
+    generate_batch,
+    penalize_repetitions,
+    sample_tokens,
+)
 from model import ModelConfig, Transformer
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.0, -1.0])
 
 
-def draw(
-    times: int = 20_000, logits: Tensor = LOGITS, temperature: float = 1.0, **limits: Any
-) -> Tensor:
+def draw(times: int = 20_000, logits: Tensor = LOGITS, **settings: Any) -> Tensor:
     """Return the frequency of each token in `times` samples."""
-    settings = {"top_k": None, "top_p": None} | limits
     generator = torch.Generator().manual_seed(0)
-    drawn = sample_tokens(logits.expand(times, -1), temperature, generator=generator, **settings)
+    drawn = sample_tokens(logits.expand(times, -1), Sampling(**settings), generator)
     return drawn.bincount(minlength=len(logits)) / times
 
 
@@ -42,9 +48,15 @@ def tiny(**changes: Any) -> Transformer:
 
 
 def continued(
-    model: Transformer, prompt: list[int], count: int, seed: int = 0, **options: Any
+    model: Transformer,
+    prompt: list[int],
+    count: int,
+    seed: int = 0,
+    stop_ids: Collection[int] = (),
+    **settings: Any,
 ) -> list[int]:
-    return list(generate(model, prompt, count, device=CPU, seed=seed, **options))
+    how: dict[str, Any] = {"settings": Sampling(**settings), "stop_ids": stop_ids}
+    return list(generate(model, prompt, count, device=CPU, seed=seed, **how))
 
 
 # ---- one token
@@ -99,7 +111,79 @@ def test_top_p_applies_after_top_k() -> None:
 def test_sample_uses_the_logits_of_each_sequence() -> None:
     logits = torch.full((3, 4), -torch.inf)
     logits[[0, 1, 2], [3, 0, 2]] = 0.0
-    assert sample_tokens(logits, 1.0, None, 0.9, torch.Generator()).tolist() == [3, 0, 2]
+    settings = Sampling(top_p=0.9)
+    assert sample_tokens(logits, settings, torch.Generator()).tolist() == [3, 0, 2]
+
+
+def transformers_probabilities(logits: Tensor, **settings: Any) -> Tensor:
+    """Return what transformers' `generate` samples from after the tokens of `REPEATED`."""
+    processors = {
+        "repetition_penalty": transformers.RepetitionPenaltyLogitsProcessor,
+        "temperature": transformers.TemperatureLogitsWarper,
+        "top_k": transformers.TopKLogitsWarper,
+        "top_p": transformers.TopPLogitsWarper,
+        "min_p": transformers.MinPLogitsWarper,
+    }
+    for name, processor in processors.items():
+        if name in settings:
+            input_ids: Any = REPEATED.expand(len(logits), -1)
+            logits = processor(settings[name])(input_ids, logits)
+    return logits.softmax(dim=-1)
+
+
+REPEATED = torch.tensor([3, 7, 3, 150, 9])
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.1, 2.0])
+def test_repetition_penalty_equals_transformers_to_the_bit(penalty: float) -> None:
+    torch.manual_seed(0)
+    logits = 5 * torch.randn(200)
+    input_ids: Any = REPEATED[None]
+    expected = transformers.RepetitionPenaltyLogitsProcessor(penalty)(input_ids, logits[None])
+    assert penalize_repetitions(logits, REPEATED, penalty).equal(expected[0])
+    assert not expected[0].equal(logits)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_p": 0.0},
+        {"min_p": 0.05},
+        {"min_p": 1.0},
+        {"temperature": 0.5, "min_p": 0.1},
+        {"temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+        {"repetition_penalty": 1.3, "temperature": 0.9, "min_p": 0.1},
+    ],
+    ids=str,
+)
+def test_probabilities_equal_transformers(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(100, 200)
+    expected = transformers_probabilities(logits, **settings)
+    ours = Sampling(**settings)
+    penalized = [penalize_repetitions(row, REPEATED, ours.repetition_penalty) for row in logits]
+    candidates = find_candidates(torch.stack(penalized), ours)
+    weights = torch.zeros_like(logits).scatter(-1, candidates.token_ids, candidates.weights)
+    assert (weights > 0).equal(expected > 0)
+    probabilities = weights / weights.sum(dim=-1, keepdim=True)
+    torch.testing.assert_close(probabilities, expected, atol=0, rtol=2e-6)
+
+
+def test_min_p_applies_after_the_temperature() -> None:
+    # The second most likely token is exp(-1 / temperature) as likely as the first.
+    assert draw(min_p=0.4)[1] == 1
+    assert (draw(min_p=0.4, temperature=2.0) > 0).sum() == 2
+
+
+def test_generate_penalizes_tokens_of_the_prompt() -> None:
+    model = tiny()
+    repeated = continued(model, [3, 1, 4], 1, temperature=0)
+    settings = {"temperature": 0, "repetition_penalty": 100.0}
+    assert continued(model, [3, 1, 4, *repeated], 8, **settings) != continued(
+        model, [3, 1, 4, *repeated], 8, temperature=0
+    )
+    tokens = [*repeated, *continued(model, repeated, 10, **settings)]
+    assert len(set(tokens)) == len(tokens)
 
 
 # ---- one sequence
@@ -132,7 +216,7 @@ def test_generate_continues_from_half_of_a_full_context(context: int) -> None:
         if len(tokens) - start > context:
             start = len(tokens) - max(1, context // 2)
         logits = model(torch.tensor([tokens[start:]]))[:, -1]
-        tokens.append(int(sample_tokens(logits, 1.0, None, None, generator)))
+        tokens.append(int(sample_tokens(logits, Sampling(), generator)))
     assert continued(model, [9], 30, seed=7) == tokens[1:]
 
 
@@ -184,21 +268,26 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", SHAPES, ids=str)
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 20, "top_p": 0.95}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 0}, {"top_k": 20, "top_p": 0.95}, {"repetition_penalty": 1.5, "min_p": 0.1}],
+    ids=str,
+)
 def test_generate_batch_continues_prompts_as_each_alone(
-    changes: dict[str, Any], options: dict[str, Any]
+    changes: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     model = tiny(**changes)
     prompts = [[1], [3, 1, 4, 1, 5], list(range(16)), list(range(30)), [3, 1]]
     seeds = [3, 3, 4, 5, 3]
     for count, stop_ids in ((0, ()), (1, ()), (40, ()), (40, {5, 6, 7})):
-        how: dict[str, Any] = options | {"stop_ids": stop_ids}
+        how: dict[str, Any] = {"settings": Sampling(**settings), "stop_ids": stop_ids}
         steps = list(generate_batch(model, prompts, count, device=CPU, seeds=seeds, **how))
         sequences = [
             [step[i] for step in steps if step[i] is not None] for i in range(len(prompts))
         ]
         assert sequences == [
-            continued(model, prompts[i], count, seeds[i], **how) for i in range(len(prompts))
+            continued(model, prompts[i], count, seeds[i], stop_ids, **settings)
+            for i in range(len(prompts))
         ]
 
 
