@@ -567,9 +567,15 @@ def _check_combinations(hp: Hyperparameters, draft: _Draft) -> None:
     if hp.float8 and n_tokens % float8.MULTIPLE:
         problem = f"batch_size x max_seq_len is {n_tokens}, not a multiple of {float8.MULTIPLE}"
         raise ConfigError(f"{draft.label('float8')}: {problem}")
+    if hp.optimizer == "muon" and hp.cpu_offload:
+        problem = "muon does not update parameters in host memory (cpu_offload: true)"
+        raise ConfigError(f"{draft.label('optimizer')}: {problem}; use adamw, or more ranks")
     if hp.lora_rank is None:
         return
     problems = list(lora.adapter_problems(hp, hp))
+    if hp.optimizer == "muon":
+        problem = f"muon does not train adapters (lora_rank: {hp.lora_rank}); use adamw"
+        problems.append(("optimizer", problem))
     if hp.init_from is None:
         problem = f"adapters of rank {hp.lora_rank} need weights to adapt"
         problems.append(("lora_rank", f"{problem}; set init_from, or remove lora_rank"))

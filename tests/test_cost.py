@@ -59,6 +59,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[StepCount
         for how in ("none", "selective", "full")
     }
     runs["compiled"] = {"compile": True}
+    runs["muon"] = {"optimizer": "muon"}
     two = run_ranks(2, count_steps_of_each, str(tmp_path_factory.mktemp("two")), runs)[-1]
     return two | run_ranks(4, count_steps_of_each, str(tmp_path_factory.mktemp("four")), FOUR)[-1]
 
@@ -124,6 +125,17 @@ def test_step_operators_grow_linearly_with_the_layers(quick: dict[str, list[Step
     # 168 per block.
     assert 2 * one - two < 150
     assert two - one < 190
+
+
+@pytest.mark.slow
+def test_step_of_muon_has_two_all_to_alls_per_round(
+    quick: dict[str, list[StepCounts]], others: dict[str, list[StepCounts]]
+) -> None:
+    n_rounds = 2 * 6 // 2  # two blocks with six matrices, two ranks
+    for muon, adamw in zip(others["muon"], quick["full-shard"], strict=True):
+        kinds = Counter(kind for kind, _, _ in (muon.collectives - adamw.collectives).elements())
+        assert kinds == {"all-to-all": 2 * n_rounds}
+        assert muon.synchronizations == adamw.synchronizations
 
 
 @pytest.mark.slow

@@ -127,6 +127,8 @@ STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (OLMO2, {"sharding": "full-shard", "activation_checkpointing": "selective"}),
     (LORA, {"sharding": "grad-shard", "activation_checkpointing": "full"} | ACCUMULATED),
     (LORA, {"sharding": "full-shard"}),
+    (LLAMA, {"sharding": "full-shard", "optimizer": "muon"}),
+    (LLAMA, {"sharding": "no-shard", "optimizer": "muon"}),
 ]
 
 

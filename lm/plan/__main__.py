@@ -214,7 +214,7 @@ def _describe_host(hp: Hyperparameters) -> str:
 _PARTS_OF_A_STEP = {
     "compute": "products and attention",
     "memory": "other operators",
-    "optimizer": "AdamW and FSDP's copies",
+    "optimizer": "the optimizer and FSDP's copies",
     "exposed_communication": "waiting for other GPUs",
     "offload": "waiting for the host",
 }

@@ -71,11 +71,13 @@ def predict_memory(
         ConfigError: the ranks cannot be divided into shard groups, or the global batch into
             micro-batches.
     """
+    shards = ranks.count_shards(hp)
     step = StepMemory(
         hp=hp,
         dtype=ranks.dtype,
         activations=find_activations(hp, ranks.dtype, ranks.device_type),
-        shards=ranks.count_shards(hp),
+        shards=shards,
+        replicas=ranks.size // shards,
         n_micro_batches=count_micro_batches(hp, ranks.size),
         on_gpu=ranks.on_gpu,
     )
@@ -133,6 +135,8 @@ def format_memory(memory: Memory, hp: Hyperparameters, ranks: Ranks) -> list[str
     else:
         state = "of this rank"
         moments = f"of AdamW, two per trained parameter, {hp.optim_dtype}"
+        if hp.optimizer == "muon":
+            moments = f"two of AdamW's parameters, one of Muon's, {hp.optim_dtype}"
         gradients = _describe_gradients(memory, hp, ranks)
     return [
         format_part("parameters", memory.parameters, state),

@@ -39,7 +39,7 @@ class Memory:
 
     parameters: int = 0
     moments: int = 0
-    """of AdamW"""
+    """of the optimizer"""
     gradients: int = 0
     gathered: int = 0
     """unsharded parameters and all-gather buffers"""
@@ -147,19 +147,27 @@ def count_units(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> 
     return Units(embedding, block, head, none, hp.n_layers)
 
 
+def list_muon_matrices(hp: Hyperparameters) -> list[tuple[int, int]]:
+    """Return `(rows, columns)` of the matrices that Muon updates."""
+    if hp.optimizer != "muon":
+        return []
+    return hp.n_layers * list(lora.layer_shapes(hp).values())
+
+
 def compute_state(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> Memory:
     """Return what exists between steps on one of `shards` ranks: parameters and moments.
 
     Trained parameters are float32, frozen ones have the compute dtype. AdamW has two moments of
-    each trained parameter, in `optim_dtype`.
+    each trained parameter, Muon one of each that it updates, in `optim_dtype`.
     """
     total = count_units(hp, dtype, shards).total
     frozen_bytes = itemsize(dtype) * (total.n - total.trained)
     trained_bytes = FLOAT32_BYTES * total.trained
-    moment_bytes = getattr(torch, hp.optim_dtype).itemsize * total.trained
+    n_of_muon = sum(rows * columns for rows, columns in list_muon_matrices(hp))
+    n_moments = 2 * total.trained - n_of_muon
     return Memory(
         parameters=(trained_bytes + frozen_bytes) // shards,
-        moments=2 * moment_bytes // shards,
+        moments=getattr(torch, hp.optim_dtype).itemsize * n_moments // shards,
     )
 
 
@@ -244,6 +252,7 @@ class StepMemory:
     activations: Activations
     """of the same hyperparameters"""
     shards: int
+    replicas: int
     n_micro_batches: int
     """accumulation steps"""
     on_gpu: bool
@@ -291,6 +300,8 @@ class StepMemory:
             if 0 <= layer < n_layers:
                 yield from self._backward_of_block(layer)
         yield from self._backward_of_embedding_and_root()
+        if self.hp.optimizer == "muon":
+            yield self._step_of_muon()
 
     def _forward(self, is_first: bool) -> Iterator[Memory]:
         """Yield the instants around the last block and the head, before which activations add up.
@@ -388,6 +399,17 @@ class StepMemory:
         n_reduced = units.total.trained - units.root.trained
         gradients = self._gradients(n_reduced, reducing=units.root.trained, is_starting=True)
         yield self._memory_at(0, 0, 0, gradients)
+
+    def _step_of_muon(self) -> Memory:
+        """Return the instant in which this rank sends the largest matrix that it orthogonalized."""
+        # The matrix; its rows for all ranks, a buffer to send them and one to receive as many, all
+        # of them once per replica; two products of its short side.
+        copies = 1 + 3 * self.replicas
+        n_values = 0
+        for rows, columns in list_muon_matrices(self.hp):
+            n_values = max(n_values, copies * rows * columns + 2 * min(rows, columns) ** 2)
+        width = torch.bfloat16.itemsize if self.on_gpu else FLOAT32_BYTES
+        return self._memory_at(width * n_values, 0, 0, self._gradients(self.units.total.trained))
 
     def _memory_at(self, activations: int, unsharded: int, buffers: int, gradients: int) -> Memory:
         """Return the memory at an instant with these bytes.

@@ -15,8 +15,16 @@ import torch
 from lm.config import Hyperparameters
 from lm.errors import ConfigError
 from lm.metrics.device import peak_flops_by_name
-from lm.plan.memory import FLOAT32_BYTES, Unit, count_units, itemsize, list_float8_layers
+from lm.plan.memory import (
+    FLOAT32_BYTES,
+    Unit,
+    count_units,
+    itemsize,
+    list_float8_layers,
+    list_muon_matrices,
+)
 from lm.plan.trace import measure_activations
+from lm.training.muon import assign_owners, orthogonalization_flops
 from lm.training.offload import RESIDENT
 
 GB = 1e9
@@ -112,7 +120,7 @@ class Seconds:
     memory: float
     """other operators, which memory bandwidth bounds"""
     optimizer: float
-    """AdamW, and the copies of FSDP"""
+    """AdamW and Muon, and the copies of FSDP"""
     exposed_communication: float
     offload: float
 
@@ -296,7 +304,7 @@ class _Step:
         return n_bytes / self.memory_rate
 
     def optimizer_seconds(self) -> float:
-        """Return the seconds of AdamW and of FSDP's copies, from the bytes that they move."""
+        """Return the seconds of the optimizer and of FSDP's copies, from the bytes they move."""
         total = self.total
         shards = self.topology.shards
         float32_shard = FLOAT32_BYTES * total.trained / shards
@@ -312,7 +320,23 @@ class _Step:
         adamw = (4 + 3 + 2) * float32_shard
         if self.hp.cpu_offload:
             return copies / self.memory_rate + adamw / (HOST_MEMORY * GB)
-        return (copies + adamw) / self.memory_rate
+        return (copies + adamw) / self.memory_rate + self.orthogonalization_seconds()
+
+    def orthogonalization_seconds(self) -> float:
+        """Return the seconds that Muon takes more than AdamW; both move about as many bytes."""
+        shapes = list_muon_matrices(self.hp)
+        n_ranks = self.topology.shards * self.topology.replicas
+        flops = 0
+        for owned in assign_owners(shapes, n_ranks):
+            matrices = [shapes[index] for index in owned if index is not None]
+            flops += max(map(orthogonalization_flops, matrices))  # all wait for the slowest
+        # A GPU sends its rows of all matrices in 16 bits, and receives as many, in each direction.
+        rate = self.card.link
+        if n_ranks > self.topology.per_node:
+            rate = self.topology.network
+        n_values = sum(rows * columns for rows, columns in shapes)
+        sent = 2 * 2 * n_values / self.topology.shards
+        return flops / (MATMUL_FRACTION * self.card.flops) + sent / (rate * GB * LINK_FRACTION)
 
     def offload_seconds(self, busy: float) -> float:
         """Return the seconds of copies to and from the host, less those that others hide.

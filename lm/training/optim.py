@@ -1,4 +1,4 @@
-"""AdamW with gradient clipping, skipped steps and the learning rate as a function of the step."""
+"""AdamW and Muon, with gradient clipping, skipped steps and the learning rate by the step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ from torch.optim.adamw import adamw
 
 from lm.errors import ConfigError
 from lm.fields import Fixed, Logged
+from lm.training.muon import Muon
+from lm.training.precision import best_dtype
 
 
 class OptimConfig(BaseModel, frozen=True, extra="forbid"):
-    """AdamW, its learning rate schedule, and clipping."""
+    """The optimizer, its learning rate schedule, and clipping."""
 
+    optimizer: Fixed[Literal["adamw", "muon"]] = Field(
+        "adamw",
+        description="optimizer; muon = Muon for the matrices of the blocks, AdamW for embeddings,"
+        " head, norms and biases",
+        json_schema_extra={"aliases": ["optim"]},
+    )
     lr: Logged[float] = Field(
         1.0e-4,
         gt=0,
@@ -46,6 +54,9 @@ class OptimConfig(BaseModel, frozen=True, extra="forbid"):
     beta2: Logged[float] = Field(
         0.999, ge=0, lt=1, description="decay of AdamW's mean of squared gradients"
     )
+    muon_momentum: Logged[float] = Field(
+        0.95, ge=0, lt=1, description="decay of Muon's mean of gradients"
+    )
     grad_clip: Logged[float | None] = Field(
         None,
         gt=0,
@@ -54,8 +65,8 @@ class OptimConfig(BaseModel, frozen=True, extra="forbid"):
     )
     optim_dtype: Fixed[Literal["float32", "bfloat16"]] = Field(
         "float32",
-        description="dtype of AdamW's two moments; bfloat16 saves 4 bytes per parameter, for beta2"
-        " <= 0.99",
+        description="dtype of AdamW's two moments and of Muon's one; bfloat16 saves 2 bytes each,"
+        " for beta2 <= 0.99",
     )
     skip_nonfinite: Logged[int] = Field(
         10,
@@ -140,6 +151,15 @@ def create_adamw(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.opt
     return optimizer
 
 
+def create_muon(config: OptimConfig, matrices: list[nn.Parameter]) -> Muon:
+    """Return Muon, which orthogonalizes in bfloat16 where the device computes it natively."""
+    dtype = torch.float32
+    if best_dtype(matrices[0].device) == torch.bfloat16:
+        dtype = torch.bfloat16
+    state_dtype = getattr(torch, config.optim_dtype)
+    return Muon(matrices, config.muon_momentum, config.weight_decay, state_dtype, dtype)
+
+
 class MixedAdamW(torch.optim.AdamW):
     """Fused AdamW with moments in bfloat16, where the kernel wants them in float32.
 
@@ -184,9 +204,9 @@ class MixedAdamW(torch.optim.AdamW):
 
 
 class Optimizer:
-    """Fused AdamW over sharded parameters that clips gradients and skips those with inf or NaN.
+    """AdamW, or Muon and AdamW, that clips gradients and skips those with inf or NaN.
 
-    Its kernel unscales, clips and skips, without synchronizing with the device. Parameters with
+    Unscales, clips and skips without synchronizing with the device. Parameters with
     `requires_grad=False` are left out.
     """
 
@@ -195,13 +215,26 @@ class Optimizer:
     ) -> None:
         self._grad_clip = config.grad_clip
         self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
-        matrices = [p for p in self._parameters.values() if p.ndim >= 2]
-        vectors = [p for p in self._parameters.values() if p.ndim < 2]
+        matrices = []
+        hidden_matrices = []
+        vectors = []
+        for name, p in self._parameters.items():
+            if p.ndim < 2:
+                vectors.append(p)
+            elif config.optimizer == "muon" and name.startswith("blocks."):
+                hidden_matrices.append(p)
+            else:
+                matrices.append(p)
         groups: list[dict[str, Any]] = [
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
         self._adamw = create_adamw(config, [group for group in groups if group["params"]])
+        self._muon: Muon | None = None
+        if hidden_matrices:
+            self._muon = create_muon(config, hidden_matrices)
+        self._divisor: Tensor | None = None
+        self._skipped = torch.zeros(())
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._parameters.values() if p.grad is not None]
@@ -216,7 +249,7 @@ class Optimizer:
             The norm before clipping, without the loss scale; and 1.0 if it is inf or NaN, which
             skips the next `step`, else 0.0. Both are scalars on the device.
 
-        The kernel divides the gradients by one number: by the loss scale, which gives those of the
+        `step` divides the gradients by one number: by the loss scale, which gives those of the
         loss, and by norm / `grad_clip` if that is above 1, which scales them to this norm.
         """
         norm = torch.nn.utils.get_total_norm(self._gradients())
@@ -230,6 +263,8 @@ class Optimizer:
         if self._grad_clip is not None:
             clip = torch.clamp(norm / self._grad_clip, min=1.0)
             divisor = clip if divisor is None else divisor * clip
+        self._divisor = divisor
+        self._skipped = skipped
         # The attributes that torch.amp.GradScaler sets, and the kernel reads. With `grad_scale`, it
         # also writes the gradients that it has divided.
         self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
@@ -241,15 +276,21 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
+        if self._muon is not None:
+            self._muon.step(lr, self._divisor, self._skipped)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the live state tensors, the moments and step counts, by parameter name and key."""
+        states: dict[Tensor, dict[str, Tensor]] = dict(self._adamw.state)
+        if self._muon is not None:
+            states |= self._muon.state
         tensors = {}
         for name, parameter in self._parameters.items():
-            for key, value in self._adamw.state[parameter].items():
+            for key, value in states[parameter].items():
                 tensors[f"{name}.{key}"] = value
         return tensors

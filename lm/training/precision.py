@@ -39,9 +39,9 @@ def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype 
     Raises:
         ConfigError: `device` does not support `amp_dtype` or `float8`.
     """
-    best_dtype = _best_dtype(device)
-    dtype = choose_dtype(config, best_dtype)
-    if device.type == "cuda" and dtype == torch.bfloat16 and best_dtype != dtype:
+    native_dtype = best_dtype(device)
+    dtype = choose_dtype(config, native_dtype)
+    if device.type == "cuda" and dtype == torch.bfloat16 and native_dtype != dtype:
         gpu = torch.cuda.get_device_name(device)
         problem = f"{gpu} does not support bfloat16; use amp_dtype: float16 or auto"
         raise ConfigError(f"amp_dtype: {problem}")
@@ -59,7 +59,7 @@ def choose_dtype(config: PrecisionConfig, best_dtype: torch.dtype | None) -> tor
     return getattr(torch, config.amp_dtype)
 
 
-def _best_dtype(device: torch.device) -> torch.dtype | None:
+def best_dtype(device: torch.device) -> torch.dtype | None:
     """Return the fastest dtype of `device` for training; None = float32."""
     if device.type == "cuda":
         # Tensor cores have bfloat16 since Ampere.

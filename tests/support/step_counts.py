@@ -43,6 +43,7 @@ COLLECTIVES = {
     "c10d._allgather_base_": "all-gather",
     "c10d._reduce_scatter_base_": "reduce-scatter",
     "c10d.allreduce_": "all-reduce",
+    "c10d.alltoall_base_": "all-to-all",
     "_c10d_functional.all_reduce": "all-reduce",
 }
 """Other collectives keep the name of their operator; none is expected."""

@@ -1,0 +1,231 @@
+"""Muon (Jordan et al., 2024): momentum whose matrices are orthogonalized, by sharded ranks.
+
+A matrix can only be orthogonalized as a whole, and FSDP gives each rank some of its rows. So each
+matrix has an owner, a rank that receives the rows of all, orthogonalizes the matrix, and sends each
+rank the rows of the result. Owners take turns: in a round each owns one matrix, and the ranks
+exchange the rows of all these matrices in one all-to-all, and those of the results in another.
+
+What the owner computes depends on the gradients only, not on the number of ranks: equal gradients
+give equal weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lm.shards import to_local
+
+NEWTON_SCHULZ_STEPS = 5
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Jordan's: of the odd polynomial that raises small singular values fastest, and whose iteration
+ends between 0.7 and 1.2 instead of at 1"""
+ADAMW_RMS = 0.2
+"""The root mean square of AdamW's updates, over the learning rate, is 0.2 to 0.4 (Liu et al.,
+"Muon is Scalable for LLM Training", 2025)."""
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Return about U V^T of the singular value decomposition U S V^T of `matrix`, in its dtype."""
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / (x.norm() + 1e-7)  # so that no singular value is above 1
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if is_tall else x
+
+
+def orthogonalization_flops(shape: Sequence[int]) -> int:
+    """Return the floating-point operations of `orthogonalize`."""
+    short, long = sorted(shape)
+    flops_per_step = 2 * short * short * long + 2 * short**3 + 2 * short * short * long
+    return NEWTON_SCHULZ_STEPS * flops_per_step
+
+
+def assign_owners(shapes: Sequence[Sequence[int]], n_ranks: int) -> list[list[int | None]]:
+    """Return the rounds: of each, which matrix every rank owns, as an index into `shapes`.
+
+    The matrices of a round need nearly equal time, so that no rank waits long for another. The
+    heaviest goes to the rank that has had the least to do.
+    """
+    flops = [orthogonalization_flops(shape) for shape in shapes]
+    by_flops = sorted(range(len(shapes)), key=lambda matrix: -flops[matrix])
+    flops_of_rank = [0] * n_ranks
+    rounds = []
+    for start in range(0, len(shapes), n_ranks):
+        owners = sorted(range(n_ranks), key=lambda rank: flops_of_rank[rank])
+        owned: list[int | None] = [None] * n_ranks
+        matrices = by_flops[start : start + n_ranks]
+        for owner, matrix in zip(owners, matrices, strict=False):  # the last round has fewer
+            owned[owner] = matrix
+            flops_of_rank[owner] += flops[matrix]
+        rounds.append(owned)
+    return rounds
+
+
+class RowShards(NamedTuple):
+    """How FSDP divides the rows of every parameter among the ranks.
+
+    Ranks are numbered replica by replica, as in `World.device_mesh`.
+    """
+
+    n_ranks: int
+    n_shards: int
+    """of each replica"""
+
+    @classmethod
+    def of(cls, parameter: Tensor) -> RowShards:
+        """Return those of `parameter`, which is on this rank only if it is no DTensor."""
+        if not isinstance(parameter, DTensor):
+            return cls(1, 1)
+        mesh = parameter.device_mesh
+        n_shards = 1
+        for mesh_dim, placement in enumerate(parameter.placements):
+            if placement.is_shard():
+                n_shards = mesh.size(mesh_dim)
+        return cls(mesh.size(), n_shards)
+
+    def same_replica(self, rank: int, other: int) -> bool:
+        return rank // self.n_shards == other // self.n_shards
+
+    def rows(self, parameter: Tensor, rank: int) -> slice:
+        """Return the rows of `parameter` on `rank`; see `lm.shards.local_rows`."""
+        rows_per_shard = math.ceil(len(parameter) / self.n_shards)
+        first_row = (rank % self.n_shards) * rows_per_shard
+        return slice(first_row, first_row + rows_per_shard)  # may be past the end
+
+
+class Muon:
+    """Muon over sharded matrices, with Nesterov's momentum and decoupled weight decay.
+
+    Args:
+        momentum: decay of the mean of gradients.
+        weight_decay: per step, times the learning rate.
+        state_dtype: of the mean.
+        dtype: in which matrices are orthogonalized, and sent between ranks.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        momentum: float,
+        weight_decay: float,
+        state_dtype: torch.dtype,
+        dtype: torch.dtype,
+    ) -> None:
+        self._momentum = momentum
+        self._weight_decay = weight_decay
+        self._dtype = dtype
+        self._shards = RowShards.of(parameters[0])
+        self._device = parameters[0].device
+        self._rank = dist.get_rank() if self._shards.n_ranks > 1 else 0
+        self._rounds: list[list[nn.Parameter | None]] = []
+        """the parameter that each rank owns in a round, by rank"""
+        for owned in assign_owners([p.shape for p in parameters], self._shards.n_ranks):
+            self._rounds.append([None if index is None else parameters[index] for index in owned])
+        self.state = {
+            p: {"momentum_buffer": torch.zeros_like(p, dtype=state_dtype)} for p in parameters
+        }
+
+    @torch.no_grad()
+    def step(self, lr: float, divisor: Tensor | None, skipped: Tensor) -> None:
+        """Update the parameters, without synchronizing with the device.
+
+        Args:
+            divisor: of the gradients; None = 1.
+            skipped: a scalar on the device; 1.0 = change nothing.
+        """
+        for owned in self._rounds:
+            matrix = self._send_to_owners(
+                owned, [self._advance(parameter, divisor, skipped) for parameter in owned]
+            )
+            if matrix is not None:
+                matrix = orthogonalize(matrix)
+            updates = self._send_from_owners(owned, matrix)
+            for parameter, update in zip(owned, updates, strict=True):
+                if parameter is not None:
+                    self._update(parameter, update, lr, skipped)
+
+    def _advance(
+        self, parameter: nn.Parameter | None, divisor: Tensor | None, skipped: Tensor
+    ) -> Tensor:
+        """Add the gradient to the momentum; return this rank's values of the direction, flat."""
+        if parameter is None:
+            return skipped.new_empty(0, dtype=self._dtype)
+        momentum = to_local(self.state[parameter]["momentum_buffer"])
+        gradient = to_local(cast(Tensor, parameter.grad))
+        if divisor is not None:
+            gradient = gradient / divisor
+        mean = momentum.float()
+        # A skipped gradient may be inf or NaN; the mean of the mean and itself stays as it is.
+        gradient = torch.where(skipped.bool(), mean, gradient)
+        mean = torch.lerp(gradient, mean, self._momentum)
+        momentum.copy_(mean)
+        nesterov = torch.lerp(gradient, mean, self._momentum)
+        return nesterov.to(self._dtype).flatten()
+
+    def _send_to_owners(
+        self, owned: list[nn.Parameter | None], directions: list[Tensor]
+    ) -> Tensor | None:
+        """Send the owners this rank's values; return the whole matrix that this rank owns, if any.
+
+        Every replica has the values of all matrices, so owners receive them from their own replica.
+        """
+        nothing = directions[0].new_empty(0)
+        sent = []
+        for owner, direction in enumerate(directions):
+            sent.append(direction if self._shards.same_replica(self._rank, owner) else nothing)
+        mine = owned[self._rank]
+        sizes = []
+        for source in range(self._shards.n_ranks):
+            receives = self._shards.same_replica(self._rank, source)
+            sizes.append(self._n_values(mine, source) if receives else 0)
+        received = self._exchange(sent, sizes)
+        if mine is None:
+            return None
+        return received.view(mine.shape)  # the ranks of a replica have its rows in their order
+
+    def _send_from_owners(
+        self, owned: list[nn.Parameter | None], result: Tensor | None
+    ) -> list[Tensor]:
+        """Send all ranks their rows of `result`; return this rank's values, by owner."""
+        sent = []
+        for rank in range(self._shards.n_ranks):
+            if result is None:
+                sent.append(torch.empty(0, dtype=self._dtype, device=self._device))
+            else:
+                sent.append(result[self._shards.rows(result, rank)].flatten())
+        sizes = [self._n_values(parameter, self._rank) for parameter in owned]
+        return list(self._exchange(sent, sizes).split(sizes))
+
+    def _n_values(self, parameter: nn.Parameter | None, rank: int) -> int:
+        """Return how many values of `parameter` are on `rank`."""
+        if parameter is None:
+            return 0
+        rows = range(len(parameter))[self._shards.rows(parameter, rank)]
+        return len(rows) * parameter.shape[1]
+
+    def _exchange(self, sent: list[Tensor], sizes: list[int]) -> Tensor:
+        """Send `sent[rank]` to each rank; return what each has sent here, `sizes[rank]` values."""
+        values = torch.cat(sent)
+        if self._shards.n_ranks == 1:
+            return values
+        received = values.new_empty(sum(sizes))
+        dist.all_to_all_single(received, values, sizes, [len(piece) for piece in sent])
+        return received
+
+    def _update(self, parameter: nn.Parameter, update: Tensor, lr: float, skipped: Tensor) -> None:
+        rows = to_local(parameter)
+        factor = lr * (1 - skipped)
+        rows.mul_(1 - factor * self._weight_decay)
+        rms = ADAMW_RMS * math.sqrt(max(parameter.shape))
+        rows.sub_(update.float().view_as(rows) * (factor * rms))
