@@ -186,6 +186,8 @@ _QWEN25 = _QWEN | {"bias": "qkv", "max_seq_len": 131072}
 _QWEN25_SMALL = _QWEN25 | {"n_kv_heads": 2, "tie_embeddings": True}
 _QWEN3 = _QWEN | {"n_kv_heads": 8, "head_dim": 128, "qk_norm": "head", "max_seq_len": 40960}
 _QWEN3_SMALL = _QWEN3 | {"tie_embeddings": True}
+_PHI3 = _LLAMA2 | {"vocab_size": 32064, "sliding_window": 2047}
+_PHI4 = _LLAMA2 | {"vocab_size": 100352, "max_seq_len": 16384, "rope_theta": 250000.0}
 _OLMO2 = _LLAMA2 | {
     "vocab_size": 100352,
     "rope_theta": 500000.0,
@@ -218,6 +220,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": _preset(_QWEN3_SMALL, 2048, 28, 16, d_ff=6144),
     "qwen3-4b": _preset(_QWEN3_SMALL, 2560, 36, 32, d_ff=9728),
     "qwen3-8b": _preset(_QWEN3, 4096, 36, 32, d_ff=12288),
+    "phi3": _LLAMA_STYLE,
+    "phi3-mini": _preset(_PHI3, 3072, 32, 32, d_ff=8192),
+    "phi3-medium": _preset(_PHI3, 5120, 40, 40, n_kv_heads=10, d_ff=17920),
+    "phi4": _preset(_PHI4, 5120, 40, 40, n_kv_heads=10, d_ff=17920),
     "olmo2-7b": _preset(_OLMO2, 4096, 32, 32, d_ff=11008),
 }
 

@@ -1,7 +1,7 @@
 """Model families of Hugging Face: `config.json` <-> `ModelConfig`, and the names of their tensors.
 
-The modules have the same structure on both sides, so a family is a table of names. Only GPT-2
-differs: it stores query, key and value as one tensor, and its matrices as (in, out). Rotary
+The modules have the same structure on both sides, so a family is a table of names. Some store
+several of our matrices as one, below one another, and GPT-2 its matrices as (in, out). Rotary
 embeddings pair (i, i + K/2) on both sides.
 
 A model that cannot be represented exactly is refused, with the key that prevents it.
@@ -42,6 +42,8 @@ class Family:
     biases: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
     """our `bias` -> the keys in config.json that enable biases; first the default. {} = the family
     has no such keys"""
+    rope_types: tuple[str, ...] = tuple(ROPE_TYPES)
+    """the types of `rope_scaling` that the family supports"""
     dropout_keys: tuple[str, ...] = ()
     transposed: bool = False
     """whether the matrices in the layers are stored as (in, out)"""
@@ -49,6 +51,8 @@ class Family:
     """whether the family has all biases, so that a model without some of them has zeros there"""
     bos_is_eos: bool = False
     """whether the end-of-text token also starts a text"""
+    preset_prefix: str = ""
+    """how the names of its presets start, if not with `model_type`"""
 
 
 LLAMA = Family(
@@ -199,6 +203,29 @@ OLMO2 = replace(
     },
     biases={},
 )
+PHI3 = replace(
+    MISTRAL,
+    model_type="phi3",
+    class_name="Phi3ForCausalLM",
+    defaults={
+        **LLAMA.defaults,
+        "d_model": 3072,
+        "vocab_size": 32064,
+        "max_seq_len": 4096,
+        "d_ff": 8192,
+        "norm_eps": 1e-5,
+    },
+    modules={
+        **LLAMA.modules,
+        "blocks.attention.q_proj": "model.layers.{}.self_attn.qkv_proj",
+        "blocks.attention.k_proj": "model.layers.{}.self_attn.qkv_proj",
+        "blocks.attention.v_proj": "model.layers.{}.self_attn.qkv_proj",
+        "blocks.ffn.gate_proj": "model.layers.{}.mlp.gate_up_proj",
+        "blocks.ffn.up_proj": "model.layers.{}.mlp.gate_up_proj",
+    },
+    rope_types=(),  # what it calls yarn is longrope
+    preset_prefix="phi",
+)
 GPT2 = Family(
     model_type="gpt2",
     class_name="GPT2LMHeadModel",
@@ -250,7 +277,9 @@ GPT2 = Family(
     zero_biases=True,
     bos_is_eos=True,
 )
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GPT2)}
+FAMILIES = {
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, PHI3, GPT2)
+}
 
 _REQUIRED_EVERYWHERE = {
     "num_local_experts": (None, 0, 1),
@@ -293,7 +322,7 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
     if family.dropout_keys:
         values["dropout"] = _read_dropout(family, raw)
     if "rope" in family.supported["positions"]:
-        rope, rope_problems = _read_rope(raw, values["max_seq_len"])
+        rope, rope_problems = _read_rope(family, raw, values["max_seq_len"])
         values |= rope
         problems += rope_problems
     if family.biases:
@@ -347,7 +376,9 @@ def _read_bias(family: Family, raw: Mapping[str, Any]) -> tuple[str, list[str]]:
     return default, [f"{key}: {value!r} is not true or false" for key, value in wrong.items()]
 
 
-def _read_rope(raw: Mapping[str, Any], length: Any) -> tuple[dict[str, Any], list[str]]:
+def _read_rope(
+    family: Family, raw: Mapping[str, Any], length: Any
+) -> tuple[dict[str, Any], list[str]]:
     """Return the values of our rotary keys, and what is wrong with them.
 
     transformers 5 has them in `rope_parameters`, older versions in `rope_scaling` and `rope_theta`.
@@ -370,9 +401,9 @@ def _read_rope(raw: Mapping[str, Any], length: Any) -> tuple[dict[str, Any], lis
     rope_type = given.get("rope_type", given.get("type", "default"))
     if rope_type == "default":
         return rope, problems
-    if rope_type not in ROPE_TYPES:
-        types = ", ".join(map(repr, ROPE_TYPES))
-        problem = f"rope_type {rope_type!r} is not supported, only 'default', {types}"
+    if rope_type not in family.rope_types:
+        types = " or ".join(map(repr, ["default", *family.rope_types]))
+        problem = f"rope_type {rope_type!r} is not supported, only {types}"
         return rope, [*problems, f"{source}: {problem}"]
     scaling = {key: given[key] for key in ROPE_TYPES[rope_type] if key in given}
     if "original_max_position_embeddings" in ROPE_TYPES[rope_type]:
@@ -400,8 +431,8 @@ def _normalize(family: Family, config: ModelConfig) -> ModelConfig:
     """Return `config` without a `head_dim` that follows from others, and found as of `family`."""
     if config.head_dim and config.head_dim * config.n_heads == config.d_model:
         config = config.model_copy(update={"head_dim": None})
-    if find_family(config) is not family:
-        # Only its name differs from the other's, e.g. Mistral without a window.
+    if find_family(config) is not family and family.model_type in PRESETS:
+        # Only names differ from the other's, e.g. Mistral without a window.
         config = config.model_copy(update={"model": family.model_type})
     return config
 
@@ -420,7 +451,8 @@ def find_family(config: ModelConfig) -> Family:
         fewest = min(reversed(mismatches.values()), key=len)  # of equally many, GPT-2's
         raise ConfigError.merge(fewest)
     for name in fitting:
-        if config.model is not None and config.model.startswith(name):
+        prefix = FAMILIES[name].preset_prefix or name
+        if config.model is not None and config.model.startswith(prefix):
             return FAMILIES[name]
     return FAMILIES[fitting[0]]
 
@@ -443,6 +475,10 @@ def _find_mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
             advice = " or ".join(map(str, values))
             problem = f"{key}: {value} has no counterpart in {family.class_name}; use {advice}"
             errors.append(ConfigError(problem))
+    scaling = config.rope_scaling
+    if scaling is not None and scaling.rope_type not in family.rope_types:
+        problem = f"rope_scaling: {scaling.rope_type} has no counterpart in {family.class_name}"
+        errors.append(ConfigError(f"{problem}; use null"))
     return errors
 
 
@@ -482,6 +518,7 @@ def write_config(
     raw["torch_dtype"] = dtype  # of transformers 4
     raw["bos_token_id"] = beginning
     raw["eos_token_id"] = end_of_text
+    raw["pad_token_id"] = None  # the family's may be beyond the vocabulary
     raw |= family.biases.get(config.bias, {})
     if config.positions == "rope":
         raw |= _write_rope(config)

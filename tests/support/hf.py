@@ -40,6 +40,7 @@ GPT2: dict[str, Any] = {
 MISTRAL = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
 QWEN2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
 QWEN3 = LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12}
+PHI3 = LLAMA | {"model_type": "phi3", "num_key_value_heads": 2, "pad_token_id": None}
 OLMO2 = LLAMA | {"model_type": "olmo2", "num_key_value_heads": 2, "pad_token_id": None}
 
 TEXTS = ["Grüße aus Köln, wo der Käse zäh ist.", "def f(x):\n\treturn x + 1\n", "漢字 🎉"]
