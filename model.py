@@ -186,6 +186,15 @@ _QWEN25 = _QWEN | {"bias": "qkv", "max_seq_len": 131072}
 _QWEN25_SMALL = _QWEN25 | {"n_kv_heads": 2, "tie_embeddings": True}
 _QWEN3 = _QWEN | {"n_kv_heads": 8, "head_dim": 128, "qk_norm": "head", "max_seq_len": 40960}
 _QWEN3_SMALL = _QWEN3 | {"tie_embeddings": True}
+_GRANITE3 = _LLAMA2 | {
+    "n_kv_heads": 8,
+    "vocab_size": 49155,
+    "tie_embeddings": True,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+}
+_GRANITE3_2B = _GRANITE3 | {"attention_multiplier": 1 / 64, "logits_scaling": 8.0}
+_GRANITE3_8B = _GRANITE3 | {"attention_multiplier": 1 / 128, "logits_scaling": 16.0}
 _PHI3 = _LLAMA2 | {"vocab_size": 32064, "sliding_window": 2047}
 _PHI4 = _LLAMA2 | {"vocab_size": 100352, "max_seq_len": 16384, "rope_theta": 250000.0}
 _OLMO2 = _LLAMA2 | {
@@ -224,6 +233,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "phi3-mini": _preset(_PHI3, 3072, 32, 32, d_ff=8192),
     "phi3-medium": _preset(_PHI3, 5120, 40, 40, n_kv_heads=10, d_ff=17920),
     "phi4": _preset(_PHI4, 5120, 40, 40, n_kv_heads=10, d_ff=17920),
+    "granite3-2b": _preset(_GRANITE3_2B, 2048, 40, 32, d_ff=8192),
+    "granite3-8b": _preset(_GRANITE3_8B, 4096, 40, 32, d_ff=12800),
     "olmo2-7b": _preset(_OLMO2, 4096, 32, 32, d_ff=11008),
 }
 
@@ -319,6 +330,16 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     sliding_window: Fixed[int | None] = Field(
         None, gt=0, description="attend to the last N positions only (tokens)"
     )
+    embedding_multiplier: Fixed[float] = Field(
+        1.0, gt=0, description="factor of the token embeddings"
+    )
+    attention_multiplier: Fixed[float | None] = Field(
+        None, gt=0, description="factor of the attention scores; null = 1 / sqrt(width of a head)"
+    )
+    residual_multiplier: Fixed[float] = Field(
+        1.0, gt=0, description="factor of a sublayer's output before it is added"
+    )
+    logits_scaling: Fixed[float] = Field(1.0, gt=0, description="divisor of the logits")
     dropout: Fixed[float] = Field(
         0.0, ge=0, lt=1, description="probability of zeroing an activation in training"
     )
@@ -670,7 +691,14 @@ class Attention(nn.Module):
             # A compiled block compiles it, too; on a CPU only tests use it, on few tokens.
             in_graph = torch.compiler.is_compiling() or not q.is_cuda
             attend = flex_attention if in_graph else compile_once(flex_attention)
-            return attend(q, k, v, block_mask=inputs.mask, enable_gqa=is_grouped)
+            return attend(
+                q,
+                k,
+                v,
+                block_mask=inputs.mask,
+                scale=c.attention_multiplier,
+                enable_gqa=is_grouped,
+            )
         if inputs.repeat_kv:
             n_repeats = c.n_heads // c.kv_heads
             k = k.repeat_interleave(n_repeats, dim=1)
@@ -682,6 +710,7 @@ class Attention(nn.Module):
             attn_mask=inputs.mask,
             dropout_p=c.dropout if self.training else 0.0,
             is_causal=inputs.is_causal,
+            scale=c.attention_multiplier,
             enable_gqa=is_grouped and not inputs.repeat_kv,
         )
 
@@ -718,6 +747,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.dropout = config.dropout
+        self.multiplier = config.residual_multiplier
         self.post_norm = config.norm_placement == "post"
         self.attention_norm = make_norm(config)
         self.attention = Attention(config, layer)
@@ -729,12 +759,18 @@ class Block(nn.Module):
             attended = self.attention_norm(self.attention(x, inputs, cache))
         else:
             attended = self.attention(self.attention_norm(x), inputs, cache)
-        x = x + F.dropout(attended, self.dropout, self.training)
+        x = self._add(x, attended)
         if self.post_norm:
             fed = self.ffn_norm(self.ffn(x))
         else:
             fed = self.ffn(self.ffn_norm(x))
-        return x + F.dropout(fed, self.dropout, self.training)
+        return self._add(x, fed)
+
+    def _add(self, x: Tensor, output: Tensor) -> Tensor:
+        """Return the residual stream `x` with the output of a sublayer."""
+        if self.multiplier != 1:
+            output = output * self.multiplier
+        return x + F.dropout(output, self.dropout, self.training)
 
 
 class Embedding(nn.Module):
@@ -743,6 +779,7 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
+        self.multiplier = config.embedding_multiplier
         self.tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.positions = None
         if config.positions == "learned":
@@ -752,6 +789,8 @@ class Embedding(nn.Module):
         self, tokens: Tensor, position_ids: Tensor
     ) -> Tensor:  # (B, T), (T,) or (B, T) -> (B, T, D)
         x = self.tokens(tokens)
+        if self.multiplier != 1:  # rounded to the dtype of the embeddings, as Gemma's is
+            x = x * torch.full((), self.multiplier, dtype=x.dtype, device=x.device)
         if self.positions is not None:
             x = x + self.positions(position_ids)
         return F.dropout(x, self.dropout, self.training)
@@ -879,6 +918,7 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.norm = make_norm(config)
+        self.logits_scaling = config.logits_scaling
         self.output = None
         if not config.tie_embeddings:
             self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
@@ -897,6 +937,8 @@ class Head(nn.Module):
         weight = tied if self.output is None else self.output.weight
         assert weight is not None
         x = self.norm(x)
+        if self.logits_scaling != 1:
+            x = x / self.logits_scaling  # fewer numbers than the logits
         if targets is None:
             return F.linear(x, weight)
         x = x.flatten(0, 1)

@@ -37,6 +37,7 @@ from model import PRESETS, ModelConfig, Transformer
 from tests.support.checkpoints import RUN_INFO, open_checkpointer, save_state, state_of
 from tests.support.hf import (
     GPT2,
+    GRANITE,
     LLAMA,
     MISTRAL,
     OLMO2,
@@ -108,6 +109,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3, tied, head_dim 8": QWEN3 | {"tie_word_embeddings": True, "head_dim": 8},
     "olmo2": OLMO2,
     "olmo2, all heads": OLMO2 | {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "granite": GRANITE | {"tie_word_embeddings": True},
     "phi3": PHI3 | {"sliding_window": 8},
     "phi4": PHI3,
     "gpt2": GPT2,
@@ -322,7 +324,7 @@ def test_export_of_read_weights_preserves_every_bit(name: str, tmp_path: Path) -
     assert loaded(tokens).logits.equal(reference(tokens).logits)
 
 
-ADAPTED = ("llama, attention biases", "phi3")
+ADAPTED = ("llama, attention biases", "phi3", "granite")
 """A model of each family that tests/test_lora.py does not train."""
 
 

@@ -59,6 +59,13 @@ STYLES = {
     "one key-value head": TINY | {"n_kv_heads": 1},
     "qwen2": LLAMA | {"bias": "qkv"},
     "qwen3": LLAMA | {"qk_norm": "head", "head_dim": 12},
+    "granite": LLAMA
+    | {
+        "embedding_multiplier": 1.5,
+        "attention_multiplier": 0.5,
+        "residual_multiplier": 0.75,
+        "logits_scaling": 2.0,
+    },
     "olmo2": LLAMA | {"qk_norm": "projection", "norm_placement": "post"},
 }
 every_style = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
@@ -121,6 +128,8 @@ PUBLISHED = {
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "granite3-2b": 2_533_531_648,
+    "granite3-8b": 8_170_848_256,
     "phi3-mini": 3_821_079_552,
     "phi3-medium": 13_960_238_080,
     "phi4": 14_659_507_200,

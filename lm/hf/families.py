@@ -203,6 +203,25 @@ OLMO2 = replace(
     },
     biases={},
 )
+_MULTIPLIERS = (
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+)
+GRANITE = replace(
+    LLAMA,
+    model_type="granite",
+    class_name="GraniteForCausalLM",
+    keys={
+        **LLAMA.keys,
+        **dict(zip(_MULTIPLIERS, _MULTIPLIERS, strict=True)),
+    },
+    defaults={
+        **LLAMA.defaults,
+        **dict.fromkeys(_MULTIPLIERS, 1.0),
+    },
+)
 PHI3 = replace(
     MISTRAL,
     model_type="phi3",
@@ -278,7 +297,8 @@ GPT2 = Family(
     bos_is_eos=True,
 )
 FAMILIES = {
-    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, PHI3, GPT2)
+    family.model_type: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GRANITE, PHI3, GPT2)
 }
 
 _REQUIRED_EVERYWHERE = {
@@ -462,12 +482,16 @@ def _find_mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
     supported = dict(family.supported)
     if family.zero_biases:
         del supported["bias"]
-    if "n_kv_heads" not in family.keys:
-        supported["n_kv_heads"] = (None, config.n_heads)
-    if "sliding_window" not in family.keys:
-        supported["sliding_window"] = (None,)
-    if "head_dim" not in family.keys:
-        supported["head_dim"] = (None, config.d_model // config.n_heads)
+    if_no_key: dict[str, tuple[Any, ...]] = {
+        "n_kv_heads": (None, config.n_heads),
+        "head_dim": (None, config.d_model // config.n_heads),
+        "sliding_window": (None,),
+        "embedding_multiplier": (1.0,),
+        "attention_multiplier": (None, config.head_width**-0.5),
+        "residual_multiplier": (1.0,),
+        "logits_scaling": (1.0,),
+    }
+    supported |= {key: values for key, values in if_no_key.items() if key not in family.keys}
     errors = []
     for key, values in supported.items():
         value = getattr(config, key)
@@ -501,6 +525,8 @@ def write_config(
     values["n_kv_heads"] = config.kv_heads
     values["d_ff"] = config.ffn_width
     values["head_dim"] = config.head_width
+    if config.attention_multiplier is None:
+        values["attention_multiplier"] = config.head_width**-0.5
 
     raw: dict[str, Any] = {
         "architectures": [family.class_name],

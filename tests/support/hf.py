@@ -40,6 +40,14 @@ GPT2: dict[str, Any] = {
 MISTRAL = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
 QWEN2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
 QWEN3 = LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12}
+GRANITE = LLAMA | {
+    "model_type": "granite",
+    "num_key_value_heads": 2,
+    "embedding_multiplier": 1.5,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.75,
+    "logits_scaling": 2.0,
+}
 PHI3 = LLAMA | {"model_type": "phi3", "num_key_value_heads": 2, "pad_token_id": None}
 OLMO2 = LLAMA | {"model_type": "olmo2", "num_key_value_heads": 2, "pad_token_id": None}
 
