@@ -10,7 +10,7 @@ no ranks, meshes or precision policies. A trainer reads the structure from `Tran
 `Transformer.init_rule` and `ModelConfig.flops_per_token`.
 
 Shapes: B batch, T sequence length, S keys attended to (cached ones included), D d_model, H query
-heads, G key-value heads, K head_width, F d_ff, V vocab_size.
+heads, G key-value heads, K head_width, R rotary_width, F d_ff, V vocab_size.
 """
 
 from __future__ import annotations
@@ -195,6 +195,16 @@ _GRANITE3 = _LLAMA2 | {
 }
 _GRANITE3_2B = _GRANITE3 | {"attention_multiplier": 1 / 64, "logits_scaling": 8.0}
 _GRANITE3_8B = _GRANITE3 | {"attention_multiplier": 1 / 128, "logits_scaling": 16.0}
+_GLM4 = _LLAMA2 | {
+    "n_kv_heads": 2,
+    "vocab_size": 151552,
+    "max_seq_len": 32768,
+    "norm_eps": 1e-5,
+    "norm_placement": "both",
+    "partial_rotary_factor": 0.5,
+    "rope_interleave": True,
+    "bias": "qkv",
+}
 _PHI3 = _LLAMA2 | {"vocab_size": 32064, "sliding_window": 2047}
 _PHI4 = _LLAMA2 | {"vocab_size": 100352, "max_seq_len": 16384, "rope_theta": 250000.0}
 _OLMO2 = _LLAMA2 | {
@@ -235,6 +245,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "phi4": _preset(_PHI4, 5120, 40, 40, n_kv_heads=10, d_ff=17920),
     "granite3-2b": _preset(_GRANITE3_2B, 2048, 40, 32, d_ff=8192),
     "granite3-8b": _preset(_GRANITE3_8B, 4096, 40, 32, d_ff=12800),
+    "glm4-9b": _preset(_GLM4, 4096, 40, 32, d_ff=13696),
     "olmo2-7b": _preset(_OLMO2, 4096, 32, 32, d_ff=11008),
 }
 
@@ -299,10 +310,10 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         "layernorm", description="normalization of sublayers and output"
     )
     norm_eps: Fixed[float] = Field(1e-5, gt=0, description="added to the variance in each norm")
-    norm_placement: Fixed[Literal["pre", "post"]] = Field(
+    norm_placement: Fixed[Literal["pre", "post", "both"]] = Field(
         "pre",
         description="normalize a sublayer's input (GPT, Llama), or its output before it is added"
-        " (OLMo 2)",
+        " (OLMo 2), or both (GLM-4)",
     )
     qk_norm: Fixed[Literal["none", "head", "projection"]] = Field(
         "none",
@@ -315,6 +326,12 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     rope_theta: Fixed[float] = Field(10000.0, gt=0, description="base of the rotary wavelengths")
     rope_scaling: Fixed[RopeScaling | None] = Field(
         None, description="scaling of the rotary frequencies (a mapping)"
+    )
+    partial_rotary_factor: Fixed[float] = Field(
+        1.0, gt=0, le=1, description="fraction of a head that is rotated: its first dimensions"
+    )
+    rope_interleave: Fixed[bool] = Field(
+        False, description="rotate pairs of neighbors, not of the halves of a head"
     )
     ffn: Fixed[Literal["relu", "gelu", "swiglu"]] = Field(
         "relu", description="feed-forward network; gelu is GPT-2's tanh form"
@@ -367,9 +384,12 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
             fits = sorted(_divisors(self.d_model), key=lambda n: abs(n - self.n_heads))
             problem = f"{self.n_heads} does not divide d_model {self.d_model}"
             problems.append(f"n_heads: {problem}; nearest: {sorted(fits[:4])}")
-        elif self.positions == "rope" and width % 2:
+        elif self.positions == "rope" and (self.rotary_width % 2 or self.rotary_width == 0):
             needs = "positions: rope needs an even"
-            if self.head_dim is not None:
+            if self.partial_rotary_factor != 1:
+                problem = f"{needs} number of rotated dimensions, not {self.rotary_width}"
+                problems.append(f"partial_rotary_factor: {problem} of {width}")
+            elif self.head_dim is not None:
                 problems.append(f"head_dim: {needs} head_dim, not {width}")
             else:
                 problems.append(f"n_heads: {needs} d_model / n_heads, not {width}")
@@ -380,8 +400,9 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
             problems.append("rope_scaling: needs positions: rope")
         elif self.rope_scaling and self.rope_theta <= 1:
             problems.append("rope_theta: rope_scaling needs a base above 1")
-        elif self.rope_scaling and width < 4:
-            problems.append(f"rope_scaling: needs heads of a width of 4 or more, not {width}")
+        elif self.rope_scaling and self.rotary_width < 4:
+            problem = f"needs 4 or more rotated dimensions per head, not {self.rotary_width}"
+            problems.append(f"rope_scaling: {problem}")
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -392,6 +413,11 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         if self.head_dim is not None:
             return self.head_dim
         return self.d_model // self.n_heads
+
+    @property
+    def rotary_width(self) -> int:
+        """The first dimensions of a head, which are rotated: `partial_rotary_factor` of them."""
+        return int(self.head_width * self.partial_rotary_factor)
 
     @property
     def kv_heads(self) -> int:
@@ -518,7 +544,7 @@ class AttentionInputs(NamedTuple):
     """Inputs of attention that all layers share."""
 
     rope: tuple[Tensor, Tensor] | None
-    """cosine and sine of each position's angles, `(T, 1, K/2)` or `(B, T, 1, K/2)`, float32"""
+    """cosine and sine of each position's angles, `(T, 1, R/2)` or `(B, T, 1, R/2)`, float32"""
     mask: Tensor | BlockMask | None
     """`(T, S)` or `(B, 1, T, T)`, true = attend; None = as `is_causal` says"""
     is_causal: bool
@@ -528,7 +554,7 @@ class AttentionInputs(NamedTuple):
 
 
 def rope_frequencies(config: ModelConfig, length: int, device: torch.device) -> Tensor:
-    """Return the rotary frequencies `(K/2,)`, float32, in radians per position.
+    """Return the rotary frequencies `(R/2,)`, float32, in radians per position.
 
     Sources: Su et al., RoFormer (2021), equation 15. Of the scalings: Chen et al., Position
     Interpolation (2023), for linear; bloc97 and emozilla, dynamically scaled RoPE (2023), for
@@ -537,19 +563,20 @@ def rope_frequencies(config: ModelConfig, length: int, device: torch.device) -> 
     Args:
         length: of the sequences, which only dynamic scaling depends on.
     """
-    dims = torch.arange(0, config.head_width, 2, dtype=torch.float32, device=device)
+    width = config.rotary_width
+    dims = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     scaling = config.rope_scaling
     theta = config.rope_theta
     if scaling is not None and scaling.rope_type == "dynamic":
-        theta *= _dynamic_growth(scaling, length, config.head_width)
-    periods = theta ** (dims / config.head_width)
+        theta *= _dynamic_growth(scaling, length, width)
+    periods = theta ** (dims / width)
     frequencies = 1.0 / periods
     if scaling is None or scaling.rope_type == "dynamic":
         return frequencies
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
     if scaling.rope_type == "yarn":
-        keep = _yarn_kept_fraction(scaling, theta, config.head_width, device)
+        keep = _yarn_kept_fraction(scaling, theta, width, device)
         return 1.0 / (scaling.factor * periods) * (1 - keep) + frequencies * keep
     keep = _llama3_kept_fraction(scaling, frequencies)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
@@ -566,7 +593,7 @@ def _dynamic_growth(scaling: RopeScaling, length: int, width: int) -> float:
 def _yarn_kept_fraction(
     scaling: RopeScaling, theta: float, width: int, device: torch.device
 ) -> Tensor:
-    """Return the fraction `(K/2,)` of each frequency that is not scaled.
+    """Return the fraction `(R/2,)` of each frequency that is not scaled.
 
     It is 1 for those that turn at least beta_fast times in the original context, 0 for those that
     turn at most beta_slow times, and linear in the dimension between them.
@@ -592,7 +619,7 @@ def _yarn_kept_fraction(
 
 
 def _llama3_kept_fraction(scaling: RopeScaling, frequencies: Tensor) -> Tensor:
-    """Return the fraction `(K/2,)` of each frequency that is not scaled.
+    """Return the fraction `(R/2,)` of each frequency that is not scaled.
 
     It is 0 for wavelengths longer than the original context / low_freq_factor, 1 for those shorter
     than the original context / high_freq_factor, and interpolated between them.
@@ -607,16 +634,28 @@ def _llama3_kept_fraction(scaling: RopeScaling, frequencies: Tensor) -> Tensor:
     return ((turns - low) / (high - low)).clamp(0, 1)
 
 
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate each pair (x[i], x[i + K/2]) of `x` by its position's angle, in float32.
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor], interleave: bool) -> Tensor:
+    """Rotate pairs of the first R dimensions of `x` by their position's angles, in float32.
+
+    The pairs are (x[i], x[i + R/2]), with `interleave` (x[2i], x[2i + 1]).
 
     Args:
         x: `(B, T, heads, K)`.
         rope: see `AttentionInputs`.
     """
     cos, sin = rope
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    width = 2 * cos.shape[-1]
+    rotated, rest = x[..., :width].float(), x[..., width:]
+    if interleave:
+        a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1)
+        rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+    else:
+        a, b = rotated.chunk(2, dim=-1)
+        rotated = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    rotated = rotated.to(x.dtype)
+    if rest.shape[-1] == 0:
+        return rotated
+    return torch.cat([rotated, rest], dim=-1)
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
@@ -673,8 +712,8 @@ class Attention(nn.Module):
         # Rotated before the transposition: the kernel's output has the layout of q, and in this one
         # it needs no copy.
         if inputs.rope is not None:
-            q = rotate(q, inputs.rope)
-            k = rotate(k, inputs.rope)
+            q = rotate(q, inputs.rope, c.rope_interleave)
+            k = rotate(k, inputs.rope, c.rope_interleave)
         q = q.transpose(1, 2)  # B H T K
         k = k.transpose(1, 2)  # B G T K
         v = v.transpose(1, 2)
@@ -741,29 +780,37 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Transformer block: attention, then a feed-forward network.
 
-    Each has a norm, of its input or of its output, and is added to the residual stream.
+    Each has a norm, of its input or of its output or both, and is added to the residual stream.
     """
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.dropout = config.dropout
         self.multiplier = config.residual_multiplier
-        self.post_norm = config.norm_placement == "post"
+        self.placement = config.norm_placement
         self.attention_norm = make_norm(config)
         self.attention = Attention(config, layer)
+        if config.norm_placement == "both":
+            self.attention_output_norm = make_norm(config)
         self.ffn_norm = make_norm(config)
         self.ffn = FeedForward(config)
+        if config.norm_placement == "both":
+            self.ffn_output_norm = make_norm(config)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None = None) -> Tensor:
-        if self.post_norm:
+        if self.placement == "post":
             attended = self.attention_norm(self.attention(x, inputs, cache))
         else:
             attended = self.attention(self.attention_norm(x), inputs, cache)
+        if self.placement == "both":
+            attended = self.attention_output_norm(attended)
         x = self._add(x, attended)
-        if self.post_norm:
+        if self.placement == "post":
             fed = self.ffn_norm(self.ffn(x))
         else:
             fed = self.ffn(self.ffn_norm(x))
+        if self.placement == "both":
+            fed = self.ffn_output_norm(fed)
         return self._add(x, fed)
 
     def _add(self, x: Tensor, output: Tensor) -> Tensor:

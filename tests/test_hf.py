@@ -36,6 +36,7 @@ from lm.training import lora
 from model import PRESETS, ModelConfig, Transformer
 from tests.support.checkpoints import RUN_INFO, open_checkpointer, save_state, state_of
 from tests.support.hf import (
+    GLM4,
     GPT2,
     GRANITE,
     LLAMA,
@@ -109,6 +110,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3, tied, head_dim 8": QWEN3 | {"tie_word_embeddings": True, "head_dim": 8},
     "olmo2": OLMO2,
     "olmo2, all heads": OLMO2 | {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "glm4": GLM4,
+    "glm4, no biases": GLM4 | {"attention_bias": False, "partial_rotary_factor": 1.0},
     "granite": GRANITE | {"tie_word_embeddings": True},
     "phi3": PHI3 | {"sliding_window": 8},
     "phi4": PHI3,
@@ -277,7 +280,9 @@ def test_training_equals_transformers(pair: Pair) -> None:
     ours = copy.deepcopy(pair.ours)
     inputs, targets = TOKENS[:, :-1], TOKENS[:, 1:].contiguous()
     difference = (ours(inputs) - theirs(inputs).logits).abs().max()
-    if pair.name.startswith(("gpt2", "phi")):  # transformers multiplies some matrices as one
+    if pair.name.startswith(
+        ("gpt2", "phi", "glm4")
+    ):  # transformers multiplies some matrices as one
         assert difference < 1e-5
     else:
         assert difference == 0
@@ -324,7 +329,7 @@ def test_export_of_read_weights_preserves_every_bit(name: str, tmp_path: Path) -
     assert loaded(tokens).logits.equal(reference(tokens).logits)
 
 
-ADAPTED = ("llama, attention biases", "phi3", "granite")
+ADAPTED = ("llama, attention biases", "phi3", "glm4", "granite")
 """A model of each family that tests/test_lora.py does not train."""
 
 

@@ -66,6 +66,8 @@ STYLES = {
         "residual_multiplier": 0.75,
         "logits_scaling": 2.0,
     },
+    "glm4": LLAMA
+    | {"norm_placement": "both", "partial_rotary_factor": 0.5, "rope_interleave": True},
     "olmo2": LLAMA | {"qk_norm": "projection", "norm_placement": "post"},
 }
 every_style = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
@@ -128,6 +130,7 @@ PUBLISHED = {
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "glm4-9b": 9_400_279_040,
     "granite3-2b": 2_533_531_648,
     "granite3-8b": 8_170_848_256,
     "phi3-mini": 3_821_079_552,
@@ -198,6 +201,10 @@ def test_causal_flops_count_attended_positions() -> None:
             "n_heads: .*even d_model / n_heads, not 3",
         ),
         ({"head_dim": 7, "positions": "rope"}, "head_dim: .*even head_dim, not 7"),
+        (
+            {"partial_rotary_factor": 0.05, "positions": "rope"},
+            "partial_rotary_factor: .*even .* not 3 of 64",
+        ),
         ({"rope_scaling": LLAMA3_SCALING}, "rope_scaling: .*positions: rope"),
         (
             {"positions": "rope", "rope_scaling": LLAMA3_SCALING | {"high_freq_factor": 1.0}},

@@ -2,7 +2,7 @@
 
 The modules have the same structure on both sides, so a family is a table of names. Some store
 several of our matrices as one, below one another, and GPT-2 its matrices as (in, out). Rotary
-embeddings pair (i, i + K/2) on both sides.
+embeddings pair the same dimensions on both sides.
 
 A model that cannot be represented exactly is refused, with the key that prevents it.
 """
@@ -44,6 +44,8 @@ class Family:
     has no such keys"""
     rope_types: tuple[str, ...] = tuple(ROPE_TYPES)
     """the types of `rope_scaling` that the family supports"""
+    partial_rotary_factor: float | None = None
+    """its value if config.json does not have it; None = the family rotates complete heads"""
     dropout_keys: tuple[str, ...] = ()
     transposed: bool = False
     """whether the matrices in the layers are stored as (in, out)"""
@@ -85,6 +87,7 @@ LLAMA = Family(
         "norm_placement": ("pre",),
         "qk_norm": ("none",),
         "positions": ("rope",),
+        "rope_interleave": (False,),
         "ffn": ("swiglu",),
         "bias": ("none", "ffn", "attention", "all"),
     },
@@ -245,6 +248,39 @@ PHI3 = replace(
     rope_types=(),  # what it calls yarn is longrope
     preset_prefix="phi",
 )
+GLM4 = replace(
+    LLAMA,
+    model_type="glm4",
+    class_name="Glm4ForCausalLM",
+    defaults={
+        **LLAMA.defaults,
+        "n_layers": 40,
+        "vocab_size": 151552,
+        "max_seq_len": 131072,
+        "n_kv_heads": 2,
+        "head_dim": 128,
+        "d_ff": 13696,
+        "norm_eps": 1.5625e-7,
+    },
+    supported={
+        **LLAMA.supported,
+        "norm_placement": ("both",),
+        "rope_interleave": (True,),
+        "bias": ("qkv", "none"),
+    },
+    modules={
+        **LLAMA.modules,
+        "blocks.attention_output_norm": "model.layers.{}.post_self_attn_layernorm",
+        "blocks.ffn_output_norm": "model.layers.{}.post_mlp_layernorm",
+        "blocks.ffn.gate_proj": "model.layers.{}.mlp.gate_up_proj",
+        "blocks.ffn.up_proj": "model.layers.{}.mlp.gate_up_proj",
+    },
+    partial_rotary_factor=0.5,
+    biases={
+        "qkv": {"attention_bias": True},
+        "none": {"attention_bias": False},
+    },
+)
 GPT2 = Family(
     model_type="gpt2",
     class_name="GPT2LMHeadModel",
@@ -267,6 +303,7 @@ GPT2 = Family(
         "norm_placement": ("pre",),
         "qk_norm": ("none",),
         "positions": ("learned",),
+        "rope_interleave": (False,),
         "ffn": ("gelu",),
         "bias": ("all",),
     },
@@ -298,7 +335,7 @@ GPT2 = Family(
 )
 FAMILIES = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GRANITE, PHI3, GPT2)
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GRANITE, PHI3, GLM4, GPT2)
 }
 
 _REQUIRED_EVERYWHERE = {
@@ -414,10 +451,14 @@ def _read_rope(
         return {}, [f"{source}: not supported unless it is one mapping for all layers"]
 
     problems = []
-    partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1):
-        problems.append(f"partial_rotary_factor: {partial!r} is not supported, only 1.0")
     rope: dict[str, Any] = {"rope_theta": given.get("rope_theta", raw.get("rope_theta", 10000.0))}
+    partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if family.partial_rotary_factor is not None:
+        rope["partial_rotary_factor"] = family.partial_rotary_factor
+        if partial is not None:
+            rope["partial_rotary_factor"] = partial
+    elif partial not in (None, 1):
+        problems.append(f"partial_rotary_factor: {partial!r} is not supported, only 1.0")
     rope_type = given.get("rope_type", given.get("type", "default"))
     if rope_type == "default":
         return rope, problems
@@ -491,6 +532,8 @@ def _find_mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
         "residual_multiplier": (1.0,),
         "logits_scaling": (1.0,),
     }
+    if family.partial_rotary_factor is None:
+        supported["partial_rotary_factor"] = (1.0,)
     supported |= {key: values for key, values in if_no_key.items() if key not in family.keys}
     errors = []
     for key, values in supported.items():
@@ -548,6 +591,9 @@ def write_config(
     raw |= family.biases.get(config.bias, {})
     if config.positions == "rope":
         raw |= _write_rope(config)
+    if family.partial_rotary_factor is not None:
+        raw["partial_rotary_factor"] = config.partial_rotary_factor
+        raw["rope_parameters"]["partial_rotary_factor"] = config.partial_rotary_factor
     return raw
 
 

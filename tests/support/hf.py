@@ -40,6 +40,13 @@ GPT2: dict[str, Any] = {
 MISTRAL = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
 QWEN2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
 QWEN3 = LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12}
+GLM4 = LLAMA | {
+    "model_type": "glm4",
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": None,
+    "eos_token_id": [],
+}
 GRANITE = LLAMA | {
     "model_type": "granite",
     "num_key_value_heads": 2,
