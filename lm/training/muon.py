@@ -34,21 +34,26 @@ ADAMW_RMS = 0.2
 def orthogonalize(matrix: Tensor) -> Tensor:
     """Return about U V^T of the singular value decomposition U S V^T of `matrix`, in its dtype."""
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if is_tall else matrix
-    x = x / (x.norm() + 1e-7)  # so that no singular value is above 1
+    n_rows, n_columns = matrix.shape
+    x = matrix / (matrix.norm() + 1e-7)  # so that no singular value is above 1
+    if n_rows > n_columns:
+        x = x.T  # whose products are smaller
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.addmm(x, polynomial, x, beta=a)
-    return x.T if is_tall else x
+    if n_rows > n_columns:
+        x = x.T
+    return x
 
 
 def orthogonalization_flops(shape: Sequence[int]) -> int:
     """Return the floating-point operations of `orthogonalize`."""
     short, long = sorted(shape)
-    flops_per_step = 2 * short * short * long + 2 * short**3 + 2 * short * short * long
-    return NEWTON_SCHULZ_STEPS * flops_per_step
+    gram = 2 * short * short * long
+    polynomial = 2 * short * short * short
+    product = 2 * short * short * long
+    return NEWTON_SCHULZ_STEPS * (gram + polynomial + product)
 
 
 def assign_owners(shapes: Sequence[Sequence[int]], n_ranks: int) -> list[list[int | None]]:
@@ -127,14 +132,22 @@ class Muon:
         self._dtype = dtype
         self._shards = RowShards.of(parameters[0])
         self._device = parameters[0].device
-        self._rank = dist.get_rank() if self._shards.n_ranks > 1 else 0
+        self._rank = 0
+        if self._shards.n_ranks > 1:
+            self._rank = dist.get_rank()
         self._rounds: list[list[nn.Parameter | None]] = []
         """the parameter that each rank owns in a round, by rank"""
-        for owned in assign_owners([p.shape for p in parameters], self._shards.n_ranks):
-            self._rounds.append([None if index is None else parameters[index] for index in owned])
-        self.state = {
-            p: {"momentum_buffer": torch.zeros_like(p, dtype=state_dtype)} for p in parameters
-        }
+        shapes = [parameter.shape for parameter in parameters]
+        for indices in assign_owners(shapes, self._shards.n_ranks):
+            owned: list[nn.Parameter | None] = [None] * self._shards.n_ranks
+            for rank, index in enumerate(indices):
+                if index is not None:
+                    owned[rank] = parameters[index]
+            self._rounds.append(owned)
+        self.state: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for parameter in parameters:
+            momentum_buffer = torch.zeros_like(parameter, dtype=state_dtype)
+            self.state[parameter] = {"momentum_buffer": momentum_buffer}
 
     @torch.no_grad()
     def step(self, lr: float, divisor: Tensor | None, skipped: Tensor) -> None:
@@ -145,12 +158,13 @@ class Muon:
             skipped: a scalar on the device; 1.0 = change nothing.
         """
         for owned in self._rounds:
-            matrix = self._send_to_owners(
-                owned, [self._advance(parameter, divisor, skipped) for parameter in owned]
-            )
+            directions = [self._advance(parameter, divisor, skipped) for parameter in owned]
+            matrix = self._send_to_owners(owned, directions)
+            del directions
+            result = None
             if matrix is not None:
-                matrix = orthogonalize(matrix)
-            updates = self._send_from_owners(owned, matrix)
+                result = orthogonalize(matrix)
+            updates = self._send_from_owners(owned, result)
             for parameter, update in zip(owned, updates, strict=True):
                 if parameter is not None:
                     self._update(parameter, update, lr, skipped)
@@ -181,14 +195,16 @@ class Muon:
         Every replica has the values of all matrices, so owners receive them from their own replica.
         """
         nothing = directions[0].new_empty(0)
-        sent = []
-        for owner, direction in enumerate(directions):
-            sent.append(direction if self._shards.same_replica(self._rank, owner) else nothing)
         mine = owned[self._rank]
+        sent = []
         sizes = []
-        for source in range(self._shards.n_ranks):
-            receives = self._shards.same_replica(self._rank, source)
-            sizes.append(self._n_values(mine, source) if receives else 0)
+        for rank in range(self._shards.n_ranks):
+            if self._shards.same_replica(self._rank, rank):
+                sent.append(directions[rank])
+                sizes.append(self._n_values(mine, rank))
+            else:
+                sent.append(nothing)
+                sizes.append(0)
         received = self._exchange(sent, sizes)
         if mine is None:
             return None
@@ -198,12 +214,12 @@ class Muon:
         self, owned: list[nn.Parameter | None], result: Tensor | None
     ) -> list[Tensor]:
         """Send all ranks their rows of `result`; return this rank's values, by owner."""
+        if result is None:
+            result = torch.empty(0, 0, dtype=self._dtype, device=self._device)
         sent = []
         for rank in range(self._shards.n_ranks):
-            if result is None:
-                sent.append(torch.empty(0, dtype=self._dtype, device=self._device))
-            else:
-                sent.append(result[self._shards.rows(result, rank)].flatten())
+            rows = self._shards.rows(result, rank)
+            sent.append(result[rows].flatten())
         sizes = [self._n_values(parameter, self._rank) for parameter in owned]
         return list(self._exchange(sent, sizes).split(sizes))
 
