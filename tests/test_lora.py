@@ -566,7 +566,12 @@ def test_lora_refuses_another_shape_than_its_bases(on_a_checkpoint: Path) -> Non
     ],
 )
 def test_lora_export_loads_in_transformers_and_peft(
-    family: str, targets: list[str] | None, rslora: bool, bases: dict[str, Path], tmp_path: Path
+    family: str,
+    targets: list[str] | None,
+    rslora: bool,
+    bases: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     import peft
 
@@ -581,7 +586,10 @@ def test_lora_export_loads_in_transformers_and_peft(
     run_fsdp(tmp_path, config=hyperparameters, code=0)
     run = tmp_path / "runs" / "test"
     assert hf_main.main(["export", str(run), str(tmp_path / "merged")]) == 0
+    capsys.readouterr()
     assert hf_main.main(["export", str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
+    fused = "transformer.h.*.attn.c_attn: B has blocks of zeros"
+    assert capsys.readouterr().err.startswith(fused) == (family == "gpt2")
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",

@@ -46,6 +46,7 @@ from lm.hf.weights import (
     WEIGHT_DTYPES,
     find_weights,
 )
+from lm.launch.console import warn
 from lm.training.lora import Adapters, LoraConfig
 from model import ModelConfig, Transformer
 
@@ -215,9 +216,13 @@ def _export_adapters(
 
     tensors: dict[str, Rows] = {}
     ranks: dict[str, int] = {}
+    partial: set[str] = set()
+    """layers in which adapters are for a part of the rows"""
     for layer, of_layer in by_their_layer.items():
         n_out = shapes[f"{layer}.weight"][1 if family.transposed else 0]
         a, b = _combine_adapters(of_layer, n_out)
+        if len(b) > len(of_layer[0].b):  # the layer is several of ours
+            partial.add(re.sub(r"\.\d+\.", ".*.", layer))
         tensors[f"base_model.model.{layer}.lora_A.weight"] = Rows(a.to(dtype), 0)
         tensors[f"base_model.model.{layer}.lora_B.weight"] = Rows(b.to(dtype), 0)
         _, layer_in_block = re.split(r"\.\d+\.", layer)
@@ -228,6 +233,9 @@ def _export_adapters(
     with _make_draft(out, n_bytes) as draft:
         write_tensors(draft / "adapter_model.safetensors", tensors)
         (draft / "adapter_config.json").write_bytes(_to_json(peft_config))
+    for layer in sorted(partial):
+        cause = "B has blocks of zeros, as each part of the layer has an adapter or none"
+        warn(f"{layer}: {cause}: PEFT computes the same, but would train the zeros, too")
     return n_bytes
 
 
