@@ -46,7 +46,7 @@ from lm.determined import master
 from lm.determined.context import TorchDistributedContext
 from lm.determined.search import SearchStop, retry_warning
 from lm.errors import ConfigError, RunError, error_prefix
-from lm.hf import weights
+from lm.hf import adapters, weights
 from lm.launch.console import announce, record_error
 from lm.launch.launch import Launch, exit_code_of_stop
 from lm.launch.spawn import run_and_exit
@@ -105,7 +105,7 @@ def read_job(args: Namespace) -> Job:
         if warning is not None:
             announce(warning)
     hp = config.load_hyperparameters(
-        args.config, args.overrides, weights.model_defaults, experiment
+        args.config, args.overrides, adapters.model_defaults, experiment
     )
     run_dir = None
     if trial is None:
@@ -252,6 +252,8 @@ class Trainer:
                 self.logger.info(f"asynchronous checkpoints: {size} of host memory per node")
         if run.pretrained is not None:
             weights.load_into(self.model, run.pretrained, self.world, self.logger.info)
+        if run.pretrained_adapters is not None:
+            adapters.load_into(self.model, run.pretrained_adapters, self.world, self.logger.info)
         progress = load_checkpoint(
             run.resume_plan, self.checkpointer, self.state(), run.info, self.logger.info
         )

@@ -256,7 +256,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 ModelDefaults = Callable[[str], Mapping[str, Any]]
 """Maps `init_from` to the hyperparameters of its model and its `tokenizer` (None = it has none).
 
-An empty mapping if it is a checkpoint, which has no defaults.
+Of adapters, also those of `LoraConfig`. Empty if it is a checkpoint, which has no defaults.
 """
 
 
@@ -323,7 +323,7 @@ def read_hyperparameters(
         2. the preset of `model=NAME` on the command line
         3. the config
         4. the preset of `model` in the config
-        5. the model of `init_from`, with which 1 to 4 must agree
+        5. the model or the adapters of `init_from`, with which 1 to 4 must agree
         6. the default
 
     A preset of a size in 2 also drops what else shapes the model in 3, and lora_rank=null on the
@@ -467,6 +467,8 @@ def _apply_model_defaults(draft: _Draft, defaults: Mapping[str, Any]) -> None:
     source = draft.values["init_from"]
     given = {**draft.preset, **draft.values}
     _check_structure(draft, given, defaults)
+    if "lora_rank" in defaults:
+        _check_adapters(draft, given, defaults)
     for key, value in defaults.items():
         if key not in given and key != "tokenizer":
             draft.set(key, value, f"init_from: {source}: {key}")
@@ -509,6 +511,28 @@ def _check_structure(draft: _Draft, given: Mapping[str, Any], defaults: Mapping[
             draft.refuse(key, f"{problem}; {remedy}", label)
 
 
+def _check_adapters(draft: _Draft, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse keys of `given` with which the adapters of `init_from` would mean something else."""
+    source = draft.values["init_from"]
+    if "lora_rank" in given and given["lora_rank"] is None:
+        problem = f"null would train all weights, but {source} holds adapters"
+        remedy = "remove lora_rank, or merge them with PEFT's merge_and_unload()"
+        raise ConfigError(f"{draft.label('lora_rank')}: {problem}; {remedy}")
+    model = ModelConfig.model_validate(
+        {key: value for key, value in defaults.items() if key in ModelConfig.model_fields}
+    )
+    its_keys = {key: defaults[key] for key in LoraConfig.model_fields}
+    structure = lora.structure(LoraConfig.model_validate(its_keys), model)
+    for key in [key for key in structure if key in given]:
+        try:
+            config = LoraConfig.model_validate(its_keys | {key: given[key]})
+        except ValidationError:
+            continue  # `_validate` reports it
+        if lora.structure(config, model)[key] != structure[key]:
+            problem = f"{_show(given[key])} differs from {_show(structure[key])} in {source}"
+            draft.refuse(key, f"{problem}; remove {key}, or use other adapters")
+
+
 class _Strict(BaseModel, allow_inf_nan=False, str_min_length=1):
     """Refuses what pydantic accepts but no key means: true as a number, inf, "", NUL, 2^63."""
 
@@ -540,6 +564,10 @@ def _validate(draft: _Draft) -> Hyperparameters:
     """
     unknown = [key for key in draft.values if key not in Hyperparameters.model_fields]
     for key in unknown[:_MAX_UNKNOWN]:
+        if key in lora.UNSUPPORTED:
+            remedy = f"remove {key}, or train all weights with lora_rank: null"
+            draft.refuse(key, f"{lora.UNSUPPORTED[key]}; {remedy}")
+            continue
         nearest = _nearest(key, Hyperparameters.model_fields)
         draft.refuse(key, f"no such hyperparameter{nearest}")
     n_more = len(unknown) - _MAX_UNKNOWN

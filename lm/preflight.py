@@ -27,7 +27,7 @@ from lm.data.tokens import check_token_files
 from lm.determined import master
 from lm.determined.search import Searcher
 from lm.errors import ConfigError, oserror_as_config_error
-from lm.hf import weights
+from lm.hf import adapters, weights
 from lm.hf.base import find_base
 from lm.launch.console import announce
 from lm.launch.launch import exit_code_of_stop, is_restart
@@ -62,6 +62,8 @@ class ResolvedRun:
     resume_plan: ResumePlan
     pretrained: str | None
     """weights to load before the checkpoint: a Hugging Face model's, or those under adapters"""
+    pretrained_adapters: str | None
+    """a directory of PEFT's adapters to start from"""
     trial: det.ClusterInfo | None
     """on a cluster"""
     searcher: Searcher | None
@@ -322,6 +324,7 @@ def _resolve(
         info=_run_info(hp, amp_dtype, batch_size, data, trial, base),
         resume_plan=resume_plan,
         pretrained=_pretrained(hp, resume_plan, base),
+        pretrained_adapters=_pretrained_adapters(hp, resume_plan),
         trial=trial,
         searcher=_read_searcher(trial, max_steps, validation_rate),
         run_dir=run_dir,
@@ -377,6 +380,14 @@ def _pretrained(hp: Hyperparameters, plan: ResumePlan, base: Base | None) -> str
     if plan.resume_candidates or plan.init_candidates:
         return None  # which hold all weights
     return hp.init_from
+
+
+def _pretrained_adapters(hp: Hyperparameters, plan: ResumePlan) -> str | None:
+    if hp.init_from is None or plan.resume_candidates:
+        return None
+    if adapters.is_adapter(hp.init_from):
+        return hp.init_from
+    return None
 
 
 def _read_searcher(

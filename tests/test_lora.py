@@ -21,8 +21,8 @@ from lm.checkpoint.manifest import MANIFEST, Base, CheckpointError, read_manifes
 from lm.checkpoint.tensor_files import read_headers
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
+from lm.hf import adapters, export, families, weights
 from lm.hf import base as hf_base
-from lm.hf import export, families, weights
 from lm.plan import fit
 from lm.resume import ResumePlan, load_checkpoint
 from lm.runtime.world import World
@@ -53,8 +53,9 @@ from tests.support.runs import checkpoints_by_step, read_exact_metrics, read_rep
 from tests.support.step_counts import count_steps_of_each
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated"
-)  # PEFT reads it
+    "ignore:`is_gradient_checkpointing` is deprecated",  # PEFT reads it
+    "ignore:Setting `save_embedding_layers`",
+)
 
 STEPS = 4
 TRAINING: dict[str, Any] = {
@@ -129,9 +130,12 @@ def names_in_peft(family: str, hp: config.Hyperparameters) -> dict[str, str]:
 
 
 def train_with_peft(
-    hp: config.Hyperparameters, base: Path
+    hp: config.Hyperparameters, base: Path, start: Path | None = None
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses and adapters of PEFT, from the same initial values on the same batches."""
+    """The losses and adapters of PEFT, from the same initial values on the same batches.
+
+    They are ours, or the adapters in the directory `start`.
+    """
     import peft  # imports torchao, which takes seconds: not in all ranks
 
     options = {
@@ -141,16 +145,21 @@ def train_with_peft(
         "target_modules": hp.lora_targets or "all-linear",
     }
     model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
-    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options)).train()
+    if start is None:
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+    else:
+        model = peft.PeftModel.from_pretrained(model, str(start), is_trainable=True)
+    model.train()
     parameters = dict(model.named_parameters())
     names = {
         ours: theirs for ours, theirs in names_in_peft("llama", hp).items() if theirs in parameters
     }
-    with torch.no_grad():
-        initial = initial_adapters(hp, 7)
-        assert names.keys() == initial.keys()
-        for ours, theirs in names.items():
-            parameters[theirs].copy_(initial[ours])
+    initial = initial_adapters(hp, 7)
+    assert names.keys() == initial.keys()
+    if start is None:
+        with torch.no_grad():
+            for ours, theirs in names.items():
+                parameters[theirs].copy_(initial[ours])
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     assert len(trained) == len(names)
     optimizer = torch.optim.AdamW(trained, lr=hp.lr, weight_decay=hp.weight_decay)
@@ -389,6 +398,156 @@ def test_lora_initial_adapters_are_those_of_peft(
         reference = nn.init.kaiming_uniform_(torch.empty(400, tensor.shape[1]), a=5**0.5)
         assert tensor.abs().max() <= 1 / tensor.shape[1] ** 0.5
         assert tensor.std().item() == pytest.approx(reference.std().item(), rel=0.2)
+
+
+# ---- from adapters of PEFT
+
+
+def make_peft_adapters(base: Path, folder: Path, **options: Any) -> Path:
+    """Save adapters that PEFT made, with values in B too; return their directory."""
+    import peft
+
+    settings = {"r": 4, "lora_alpha": 10, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **(settings | options))
+    model = peft.get_peft_model(model, config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def peft_adapters(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_peft_adapters(bases["llama"], tmp_path_factory.mktemp("peft") / "adapter")
+
+
+def continued_from(adapter: Path, **changes: Any) -> dict[str, Any]:
+    """Hyperparameters of a run that starts from `adapter`, without keys of LoRA."""
+    start = TRAINING | {"init_from": str(adapter), "max_steps": 20, "lr": 1e-3} | changes
+    del start["lora_rank"]
+    return start
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_rslora": True, "target_modules": "all-linear", "init_lora_weights": "gaussian"},
+    ],
+    ids=str,
+)
+def test_adapters_of_peft_have_its_logits(
+    options: dict[str, Any], bases: dict[str, Path], tmp_path: Path
+) -> None:
+    import peft
+
+    adapter = make_peft_adapters(bases["llama"], tmp_path / "adapter", **options)
+    hp = read_with_model_defaults(continued_from(adapter))
+    assert (hp.lora_rank, hp.use_rslora) == (4, "use_rslora" in options)
+    assert hf_main.main(["inspect", str(adapter)]) == 0
+    ours = lora.add_adapters(Transformer(hp), hp, None).eval()
+    weights.read_directory(bases["llama"], ours)
+    adapters.read_directory(adapter, ours)
+    base = AutoModelForCausalLM.from_pretrained(bases["llama"], attn_implementation="eager")
+    tokens = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(0))
+    before = base(tokens).logits
+    theirs = peft.PeftModel.from_pretrained(base, str(adapter)).eval()(tokens).logits
+    torch.testing.assert_close(ours(tokens), theirs, atol=1e-5, rtol=0)
+    assert (theirs - before).abs().max() > 0.1
+
+
+@pytest.mark.slow
+def test_adapters_of_peft_are_trained_on_as_in_peft(
+    bases: dict[str, Path], peft_adapters: Path, tmp_path: Path
+) -> None:
+    hyperparameters = continued_from(peft_adapters)
+    done = run_fsdp(tmp_path, ranks=2, config=hyperparameters, code=0)
+    assert f"loaded the adapters of {peft_adapters}" in done.stdout
+    expected, trained = train_with_peft(
+        read_with_model_defaults(hyperparameters), bases["llama"], peft_adapters
+    )
+    losses = [report["loss"] for report in read_reports(tmp_path).values()]
+    assert losses == pytest.approx(expected, abs=1e-6)
+    ours = adapters_of(checkpoints_by_step(tmp_path)[20])
+    assert ours.keys() == trained.keys()
+    for name, tensor in trained.items():
+        torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0)
+
+    export.export_model(tmp_path / "runs" / "test", tmp_path / "exported", adapters_only=True)
+    read_with_model_defaults(continued_from(tmp_path / "exported"))  # can be trained on again
+    resumed = run_fsdp(tmp_path, "max_steps=21", ranks=2, config=hyperparameters, code=0)
+    assert ", step 20\n" in resumed.stdout
+    assert "loaded the adapters of" not in resumed.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"use_dora": True}, ["use_dora: DoRA is not supported"]),
+        ({"modules_to_save": ["lm_head"]}, ["modules_to_save: adapters are trained alone"]),
+        ({"bias": "lora_only"}, ["bias: 'lora_only' is not supported, only 'none'"]),
+        (
+            {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+            ["alpha_pattern: {'v_proj': 3} is not", "rank_pattern: {'v_proj': 2} is not"],
+        ),
+        ({"layers_to_transform": [1]}, [r"the tensors", r"blocks\.0\..*q_proj\.lora_A.*missing"]),
+        ({"target_modules": ["q_proj", "lm_head"]}, [r"the tensors", "lm_head.*unexpected tensor"]),
+    ],
+    ids=lambda value: ", ".join(value),
+)
+def test_adapters_that_mean_something_else_are_refused(
+    options: dict[str, Any], parts: list[str], bases: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = make_peft_adapters(bases["llama"], tmp_path / "adapter", **options)
+    with pytest.raises(ConfigError) as refused:
+        read_with_model_defaults(continued_from(adapter))
+    for problem, part in zip(refused.value.problems, parts, strict=False):
+        assert re.search(part, problem)
+
+
+def test_adapters_of_fused_layers_are_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    gpt2 = {"base": bases["gpt2"], "fan_in_fan_out": True}
+    adapter = make_peft_adapters(folder=tmp_path / "adapter", target_modules=["c_attn"], **gpt2)
+    with pytest.raises(ConfigError, match="shared by q_proj, k_proj, v_proj"):
+        read_with_model_defaults(continued_from(adapter))
+    others = ["c_proj", "c_fc"]
+    plain = make_peft_adapters(folder=tmp_path / "plain", target_modules=others, **gpt2)
+    assert adapters.open_adapters(plain).config.lora_targets == ["o_proj", "up_proj", "down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"lora_rank": 8}, "lora_rank: 8 differs from 4"),
+        ({"lora_rank": None}, "lora_rank: null would train all weights"),
+        ({"lora_alpha": 4.0}, r"lora_alpha: 4.0 differs from 10.0"),
+        ({"use_rslora": True}, "use_rslora: true differs from false"),
+        ({"lora_targets": ["q_proj"]}, "lora_targets: .*differs from"),
+    ],
+    ids=str,
+)
+def test_adapters_of_peft_fix_the_keys_of_lora(
+    changes: dict[str, Any], part: str, peft_adapters: Path
+) -> None:
+    agreeing = {"lora_rank": "4", "lora_targets": ["down_proj", "v_proj", "q_proj"]}
+    read_with_model_defaults(continued_from(peft_adapters) | agreeing | {"lora_dropout": 0.1})
+    with pytest.raises(ConfigError, match=part) as refused:
+        read_with_model_defaults(continued_from(peft_adapters) | changes)
+    assert len(refused.value.problems) == 1
+
+
+def test_adapters_need_a_base_and_safetensors(peft_adapters: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(peft_adapters, tmp_path / "adapter") / "adapter_config.json"
+    (path.parent / "adapter_model.safetensors").rename(path.parent / "adapter_model.bin")
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors: missing; pickles"):
+        read_with_model_defaults(continued_from(path.parent))
+    path.write_text(path.read_text().replace("bases", "nowhere"))
+    with pytest.raises(ConfigError, match=r"base_model_name_or_path: '.*nowhere"):
+        read_with_model_defaults(continued_from(path.parent))
 
 
 # ---- checkpoints
@@ -647,6 +806,11 @@ def test_export_adapters_needs_adapters(tmp_path: Path) -> None:
         ({"init_from": None}, ["lora_rank: .*rank 3 .*init_from"]),
         ({"lora_rank": 17}, [r"lora_rank: 17 .*k_proj \(16 x 32\).* 16$"]),
         ({"lora_rank": 0}, ["lora_rank: 0 "]),
+        (
+            {"modules_to_save": ["lm_head"], "use_dora": True},
+            ["modules_to_save: .*remove modules_to_save", "use_dora: .*remove use_dora"],
+        ),
+        ({"target_modules": ["q_proj"]}, ["target_modules: .*did you mean lora_targets"]),
         (
             {"lora_rank": 40, "lora_targets": ["down_proj"]},
             [r"lora_rank: 40 .*down_proj \(32 x 48\).* 32$"],

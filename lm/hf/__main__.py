@@ -5,7 +5,8 @@
 
 RUN is the directory or URL of a checkpoint or run. LoRA adapters are merged into their base, which
 is read from where it was in training, or from DIRECTORY; with --adapter they are written alone, in
-PEFT's format. MODEL is what `init_from` accepts: a Hugging Face directory, or a name on the Hub.
+PEFT's format. MODEL is what `init_from` accepts: a directory of Hugging Face or of PEFT, or a name
+on the Hub.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from pathlib import Path
 
 from lm.checkpoint.tensor_files import TensorSlice
 from lm.errors import command
-from lm.hf import weights
+from lm.hf import adapters, weights
 from lm.hf.export import export_model
 from lm.units import format_bytes, format_parameters
 
 
 def describe_model(source: str) -> str:
     """Return what the model `source` is, in two lines; raise ConfigError if it cannot be read."""
+    if adapters.is_adapter(source):
+        return _describe_adapters(source)
     model = weights.open_model(weights.find_source(source))
     weights.model_defaults(source)  # checks the tokenizer, too
     slices: set[TensorSlice] = set()  # each once, though GPT-2's query, key and value share one
@@ -36,6 +39,14 @@ def describe_model(source: str) -> str:
     n_parameters = f"{format_parameters(model.config.n_parameters)} parameters"
     size = f"{format_bytes(n_bytes)} in {', '.join(sorted(dtypes))}"
     summary = f"{model.family.class_name}, {n_parameters}, {size}"
+    return f"{source}: {summary}\ncan be read: init_from: {source}"
+
+
+def _describe_adapters(source: str) -> str:
+    adapters.model_defaults(source)  # checks the tokenizer, too
+    config = adapters.open_adapters(Path(source)).config
+    layers = ", ".join(config.lora_targets or ())
+    summary = f"LoRA adapters of rank {config.lora_rank} of {adapters.base_of(source)}: {layers}"
     return f"{source}: {summary}\ncan be read: init_from: {source}"
 
 

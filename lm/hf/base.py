@@ -23,21 +23,24 @@ from lm.checkpoint.manifest import (
 )
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
+from lm.hf.adapters import base_of
 from lm.runtime.world import World
 from lm.training.lora import Adapters
 from model import Transformer
 
 
 def find_base(source: str, world: World) -> Base:
-    """Return what identifies the weights of `source`, a Hugging Face model or a checkpoint.
+    """Return what identifies the weights of `source`, or of the base of its adapters.
 
     All ranks call this together: each computes the checksums of a share of the files.
 
     Raises:
-        ConfigError: it is neither, or it holds adapters itself.
+        ConfigError: it is no Hugging Face model, checkpoint or adapters of PEFT; or a checkpoint of
+            adapters.
         CheckpointError: the checkpoint is incomplete or damaged.
     """
     with world.all_or_none():
+        source = base_of(source)
         directory = _find_base_directory(source)
     with world.all_or_none():
         own_share = compute_checksums(directory, world.rank, world.size)

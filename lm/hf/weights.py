@@ -102,7 +102,7 @@ def open_model(directory: Path) -> HuggingFaceModel:
         RunError: a file is damaged.
     """
     config_path = directory / CONFIG_FILE
-    family, config = families.read_config(_read_object(config_path), str(config_path))
+    family, config = families.read_config(read_object(config_path), str(config_path))
     places, shapes = families.map_parameters(family, config)
     tensors = _find_tensors(directory, family)
     tied_head: Source | None = None
@@ -269,7 +269,7 @@ def list_weight_files(directory: Path) -> list[Path]:
     """
     index = directory / SAFETENSORS_INDEX
     if index.is_file():
-        weight_map = _read_object(index).get("weight_map")
+        weight_map = read_object(index).get("weight_map")
         names: list[str] = []
         if isinstance(weight_map, dict):
             names = sorted(set(map(str, weight_map.values())))
@@ -294,7 +294,7 @@ def follow_links(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file `path`."""
     try:
         content = parse_json(read_bytes(follow_links(path), MAX_JSON_BYTES))

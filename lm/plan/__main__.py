@@ -26,7 +26,7 @@ import torch
 from lm import config
 from lm.config import Hyperparameters
 from lm.errors import ConfigError, command
-from lm.hf import weights
+from lm.hf import adapters
 from lm.launch.console import format_elapsed
 from lm.launch.machine import host_memory
 from lm.metrics.device import GIB
@@ -340,7 +340,7 @@ def load_hyperparameters(args: argparse.Namespace) -> Hyperparameters:
     if hp.init_from is None:
         return hp
     if Path(hp.init_from).exists():
-        return config.load_hyperparameters(args.config, args.overrides, weights.model_defaults)
+        return config.load_hyperparameters(args.config, args.overrides, adapters.model_defaults)
     if hp.model is None:
         raise ConfigError(
             f"init_from: {hp.init_from} does not exist; set model to the preset with its shape"

@@ -27,6 +27,13 @@ BLOCK_KEYS = ModelConfig.model_fields.keys() - {"model", "n_layers"}
 """hyperparameters that a block depends on"""
 
 
+UNSUPPORTED = {
+    "modules_to_save": "adapters are trained alone, without complete layers next to them",
+    "use_dora": "DoRA is not supported; it needs the norms of the merged weights at each step",
+}
+"""keys of PEFT that are refused -> the reason"""
+
+
 class LoraConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     """Low-rank adapters, trained instead of the weights of `init_from`."""
 
@@ -49,6 +56,7 @@ class LoraConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         None,
         min_length=1,
         description="layers with adapters, e.g. [q_proj, v_proj]; null = the blocks' linear layers",
+        json_schema_extra={"aliases": ["target_modules", "lora_target_modules"]},
     )
 
     @model_validator(mode="after")
@@ -157,6 +165,13 @@ def adapter_problems(config: LoraConfig, model: ModelConfig) -> Iterator[tuple[s
     if config.lora_rank > limit:
         side = f"the smaller side of {smallest} ({out} x {inner})"
         yield "lora_rank", f"{config.lora_rank} exceeds {side}; use at most {limit}"
+
+
+def structure(config: LoraConfig, model: ModelConfig) -> dict[str, Any]:
+    """Return the keys on which the meaning of adapters depends, with what null stands for."""
+    targets = set(config.lora_targets or layer_shapes(model))
+    keys = ("lora_rank", "lora_alpha", "use_rslora")
+    return {**config.model_dump(include=set(keys)), "lora_targets": sorted(targets)}
 
 
 def n_trained_parameters(config: LoraConfig, model: ModelConfig) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 from lm import config
 from lm.data.loader import Loader
 from lm.data.run_data import open_data
-from lm.hf import weights
+from lm.hf import adapters
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -100,7 +100,7 @@ def read_with_model_defaults(
 ) -> config.Hyperparameters:
     """Return a run's hyperparameters, in which `init_from` sets what is not set of the model."""
     return config.read_hyperparameters(
-        {"hyperparameters": hyperparameters}, overrides, "test", defaults=weights.model_defaults
+        {"hyperparameters": hyperparameters}, overrides, "test", defaults=adapters.model_defaults
     )
 
 
