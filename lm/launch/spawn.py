@@ -1,6 +1,7 @@
 """Launcher for several ranks of a script on this machine, used by `make train`.
 
     python -m lm.launch [--nproc N] fsdp.py ARGUMENTS...
+    python -m lm.launch [--nproc N] -m lm.evaluate ARGUMENTS...
 
 Compared with torchrun, it starts sooner, forwards SIGTERM, SIGINT and SIGUSR2 to all ranks, and
 exits with the exit code of the first rank that failed (2 = bad configuration), without a traceback.
@@ -171,6 +172,7 @@ def main() -> int:
     parser.add_argument(
         "--nproc", type=int, help="number of ranks (default: one per GPU, or 2 without GPUs)"
     )
+    parser.add_argument("-m", action="store_true", help="SCRIPT is a module, e.g. lm.evaluate")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
@@ -180,4 +182,7 @@ def main() -> int:
     n_ranks = args.nproc
     if n_ranks is None:
         n_ranks = default_n_ranks()
-    return run_local([sys.executable, args.script, *args.arguments], n_ranks)
+    command = [sys.executable, args.script, *args.arguments]
+    if args.m:
+        command.insert(1, "-m")
+    return run_local(command, n_ranks)
