@@ -28,41 +28,14 @@ from typing import NamedTuple
 import torch
 
 from lm import sampling
-from lm.checkpoint.contents import model_of
 from lm.checkpoint.locate import find_checkpoint
-from lm.checkpoint.manifest import read_manifest
-from lm.data.tokenizer import Tokenizer, load_saved_tokenizer
+from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, command, escape_control
-from lm.hf import base
+from lm.hf.base import load_model
 from model import Transformer
 
 STDIN = "-"
 MAX_NEW_TOKENS = 200
-
-
-def load_model(
-    directory: Path, device: torch.device, base_dir: Path | None = None
-) -> tuple[Transformer, Tokenizer]:
-    """Return the model and the tokenizer of a checkpoint; see `base.load_merged_model`.
-
-    Raises:
-        CheckpointError: it is incomplete or damaged.
-        ConfigError: it has no tokenizer, or the base of its adapters is not found.
-    """
-    manifest = read_manifest(directory)
-    if manifest.tokenizer is None:
-        raise ConfigError(
-            f"{directory}: has no tokenizer: trained on random tokens, or on ids of an unknown"
-            " tokenizer"
-        )
-    tokenizer = load_saved_tokenizer(
-        manifest.tokenizer, directory, manifest.files, manifest.hyperparameters
-    )
-    vocab_size = model_of(directory, manifest).vocab_size
-    if tokenizer.vocab_size > vocab_size:
-        problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}"
-        raise ConfigError(f"{directory}: {problem}; use another checkpoint")
-    return base.load_merged_model(directory, device, base_dir), tokenizer
 
 
 def generate_texts(

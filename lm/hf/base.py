@@ -1,4 +1,4 @@
-"""Checkpoints in a single process, and the base of LoRA adapters.
+"""Checkpoints in a single process, with their tokenizer, and the base of LoRA adapters.
 
 The base is identified when training starts, and found again and checked when the adapters are used.
 """
@@ -21,6 +21,7 @@ from lm.checkpoint.manifest import (
     read_manifest,
     record,
 )
+from lm.data.tokenizer import Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
 from lm.hf.adapters import base_of
@@ -151,3 +152,28 @@ def load_merged_model(
     for name, parameter in model.named_parameters():
         adapters.merge(name, parameter)
     return model
+
+
+def load_model(
+    directory: Path, device: torch.device, base_dir: Path | None = None
+) -> tuple[Transformer, Tokenizer]:
+    """Return the model and the tokenizer of a checkpoint; see `load_merged_model`.
+
+    Raises:
+        CheckpointError: it is incomplete or damaged.
+        ConfigError: it has no tokenizer, or the base of its adapters is not found.
+    """
+    manifest = read_manifest(directory)
+    if manifest.tokenizer is None:
+        raise ConfigError(
+            f"{directory}: has no tokenizer: trained on random tokens, or on ids of an unknown"
+            " tokenizer"
+        )
+    tokenizer = load_saved_tokenizer(
+        manifest.tokenizer, directory, manifest.files, manifest.hyperparameters
+    )
+    vocab_size = model_of(directory, manifest).vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        problem = f"the tokenizer has {tokenizer.vocab_size} tokens, the model {vocab_size}"
+        raise ConfigError(f"{directory}: {problem}; use another checkpoint")
+    return load_merged_model(directory, device, base_dir), tokenizer
