@@ -973,19 +973,32 @@ class Head(nn.Module):
         """Can be replaced by its compiled form."""
         self.loss_chunk: Callable[[torch.device], int] = loss_chunk
 
-    def forward(self, x: Tensor, targets: Tensor | None, tied: Tensor | None) -> Tensor:
-        """Return the logits, or with `targets` the loss.
+    def forward(
+        self,
+        x: Tensor,
+        targets: Tensor | None,
+        tied: Tensor | None,
+        queries: Tensor | None = None,
+    ) -> Tensor:
+        """Return the logits, or with `targets` the loss, or with `queries` the targets' scores.
 
         Args:
             x: `(B, T, D)`, or `(B, D)` without targets.
-            targets: `(B, T)`.
+            targets: `(B, T)`, or `(N,)` with queries.
             tied: the output matrix `(V, D)` if embeddings are tied.
+            queries: `(N,)`, see `Transformer.forward`.
         """
         weight = tied if self.output is None else self.output.weight
         assert weight is not None
+        if queries is not None:
+            x = x.flatten(0, 1)[queries]
         x = self.norm(x)
         if self.logits_scaling != 1:
             x = x / self.logits_scaling  # fewer numbers than the logits
+        if queries is not None:
+            assert targets is not None
+            most_rows = max(1, self.loss_chunk(x.device) // len(weight))
+            return score_targets(x, weight, targets, most_rows)
         if targets is None:
             return F.linear(x, weight)
         x = x.flatten(0, 1)
@@ -1002,6 +1015,25 @@ class Head(nn.Module):
             return cast(Tensor, loss_sum)
         logits = F.linear(x, weight).float()
         return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def score_targets(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
+    """Return each target's log-probability, and whether no token is more likely, `(2, N)` float32.
+
+    Args:
+        x: `(N, D)`.
+        weight: `(V, D)`; the logits are `x @ weight.T`.
+        targets: `(N,)`.
+        size: rows whose logits are in memory at once.
+    """
+    scores: list[Tensor] = []
+    for x_chunk, target_chunk in zip(x.split(size), targets.split(size), strict=True):
+        logits = F.linear(x_chunk, weight).float()
+        target_logits = logits.gather(-1, target_chunk[:, None]).squeeze(-1)
+        log_probs = target_logits - logits.logsumexp(dim=-1)
+        is_greedy = target_logits >= logits.amax(dim=-1)
+        scores.append(torch.stack([log_probs, is_greedy.float()]))
+    return torch.cat(scores, dim=1)
 
 
 class InitRule(NamedTuple):
@@ -1029,8 +1061,10 @@ class Transformer(nn.Module):
         document_ids: Tensor | None = None,
         cache: KVCache | None = None,
         position_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        queries: Tensor | None = None,
     ) -> Tensor:
-        """Return the loss, the next token's logits, or all logits.
+        """Return the loss, the scores of targets, the next token's logits, or all logits.
 
         Args:
             tokens: `(B, T)` token ids.
@@ -1042,11 +1076,16 @@ class Transformer(nn.Module):
             position_ids: `(T,)` or `(B, T)`, positions for the rotary or learned embedding; they do
                 not affect which tokens are attended to. None = consecutive, restarting in each
                 document.
+            mask: `(B, 1, T, T)`, true = attend; replaces causal attention and the sliding window.
+            queries: `(N,)`, the tokens that `targets`, then `(N,)`, come after, as indices into
+                the flattened `tokens`.
 
         Returns:
-            With `targets`: the sum of -log p(target) in nats, a float32 scalar. It is a sum, so
-            that ranks and micro-steps can be averaged exactly. With `cache`: the logits after the
-            last token, `(B, V)`. Otherwise all logits, `(B, T, V)`.
+            With `queries`: of each target its log-probability in nats, and 1.0 if no token is more
+            likely, else 0.0, `(2, N)` float32. With `targets` alone: the sum of -log p(target) in
+            nats, a float32 scalar. It is a sum, so that ranks and micro-steps can be averaged
+            exactly. With `cache`: the logits after the last token, `(B, V)`. Otherwise all logits,
+            `(B, T, V)`.
 
         Raises:
             ValueError: the tokens, with those cached, are longer than `max_seq_len`.
@@ -1059,30 +1098,35 @@ class Transformer(nn.Module):
         indices = torch.arange(start, end, device=tokens.device)  # T, in the sequence
 
         use_flex = cache is None and c.can_use_flex(tokens.device, self.training)
-        if document_ids is None and use_flex and self._is_windowed(end):
+        if document_ids is None and mask is None and use_flex and self._is_windowed(end):
             # FlexAttention skips the blocks outside the window; other kernels only mask them.
             document_ids = torch.zeros_like(tokens)
-        if document_ids is None:
-            mask = self._sequence_mask(indices, end)
-            default_position_ids = indices
-        else:
-            mask, default_position_ids = self._document_mask(document_ids, indices, use_flex)
+        attention_mask: Tensor | BlockMask | None = mask
+        default_position_ids = indices
+        if document_ids is not None:
+            attention_mask, default_position_ids = self._document_mask(
+                document_ids, indices, use_flex
+            )
+        elif mask is None:
+            attention_mask = self._sequence_mask(indices, end)
         if position_ids is None:
             position_ids = default_position_ids
 
         x = self.embedding(tokens, position_ids)  # B T D
+        has_mask = attention_mask is not None
         inputs = AttentionInputs(
             rope=self._rope(position_ids, end),
-            mask=mask,
-            is_causal=mask is None and len(indices) > 1,
-            repeat_kv=c.needs_kv_repeat(x.device, x.dtype, mask is not None),
+            mask=attention_mask,
+            is_causal=not has_mask and len(indices) > 1,
+            repeat_kv=c.needs_kv_repeat(x.device, x.dtype, has_mask),
         )
         for block in self.blocks:
             x = block(x, inputs, cache)
         if cache is not None:
             cache.length = end
             x = x[:, -1]  # B D
-        return self.head(x, targets, self.embedding.tokens.weight if c.tie_embeddings else None)
+        tied = self.embedding.tokens.weight if c.tie_embeddings else None
+        return self.head(x, targets, tied, queries)
 
     def _is_windowed(self, length: int) -> bool:
         """Return whether the sliding window hides some of `length` tokens from the last one."""

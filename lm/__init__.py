@@ -3,9 +3,10 @@
 7  fsdp.py                                       the run, top to bottom
 6  lm.preflight                                  what a run is, decided once
 5  lm.plan, lm.generate, lm.prepare, lm.report   commands
+5  lm.evaluate                                   another: the score of tasks
 5  lm.resume                                     which checkpoint a run resumes from
 4  lm.config, lm.hf                              all hyperparameters; Hugging Face models
-3  lm.checkpoint                                 save, verify, retain
+3  lm.checkpoint, lm.tasks                       save, verify, retain; benchmarks
 2  lm.training, lm.metrics, lm.data              what a step is made of
 1  lm.sampling, lm.runtime, lm.determined        text from a model; the ranks; the master
 0  model.py, lm.launch, lm.seeds, lm.shards      import only lm.errors and lm.fields of ours

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,14 @@ _ATTENTION_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""All but cuDNN's, which makes a plan for each length, and the length changes at each step."""
+"""All but cuDNN's, which makes a plan for each length."""
+
+
+@contextmanager
+def varying_lengths() -> Iterator[None]:
+    """Use kernels that prepare nothing for a new length of the sequences, and compile nothing."""
+    with torch.compiler.set_stance("force_eager"), sdpa_kernel(_ATTENTION_BACKENDS):
+        yield
 
 
 @dataclass(frozen=True)
@@ -154,8 +162,7 @@ def generate_batch(
             n_kept = max(1, context // 2)
             cache = KVCache(context)
             next_input = [sequence[-n_kept:] for sequence in sequences]
-        # Each length would be compiled.
-        with torch.compiler.set_stance("force_eager"), sdpa_kernel(_ATTENTION_BACKENDS):
+        with varying_lengths():
             logits = model(torch.tensor(next_input, device=device), cache=cache)
 
         sampled: list[int | None] = [None] * len(sequences)

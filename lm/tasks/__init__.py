@@ -1,0 +1,1 @@
+"""Tasks that score what a model can do."""

