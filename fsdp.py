@@ -60,8 +60,8 @@ from lm.runtime.preemption import PreemptionSignals
 from lm.runtime.rendezvous import join_world
 from lm.runtime.run_dir import RunDir
 from lm.runtime.watchdog import Watchdog
-from lm.runtime.world import World
-from lm.training import lora, optim, parallelize, precision
+from lm.runtime.world import PendingFlags, World
+from lm.training import lora, optim, parallelize, precision, skipping
 from lm.training.profiling import run_profilers
 from lm.units import format_bytes
 from model import IGNORE_INDEX, Transformer
@@ -219,6 +219,7 @@ class Trainer:
             logger.info(line)
         self.optimizer = optim.Optimizer(hp, self.model.named_parameters())
         self.scaler = precision.LossScaler(run.amp_dtype, world.device)
+        self.spikes = skipping.SpikeFilter(hp, world.device)
         self.loader = Loader(
             hp, run.data, run.global_batch_size, world.rank, world.size, world.device
         )
@@ -240,6 +241,7 @@ class Trainer:
             "model": lora.trained_parameters(self.model),
             "optim": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
+            "spikes": self.spikes.state_dict(),
         }
 
     def resume(self) -> None:
@@ -301,19 +303,13 @@ class Trainer:
             self.watchdog.on_step_start(self.step)
             with self.accumulator.waiting_for_data():
                 batch = next(batches)
-            loss_sum = self.forward_backward(batch)
-            agreement = self.world.start_any(self.asked_to_stop(), self.checkpointer.is_writing)
-            grad_norm, skipped = self.optimizer.clip_grad_norm(self.scaler.scale)
-            # A checkpoint's copy must be complete before the optimizer changes what it copies.
-            self.checkpointer.protect_copy()
-            # On the device, changes nothing if a gradient is inf or NaN: `clip_grad_norm` has told
-            # the optimizer's kernel.
-            self.optimizer.step(optim.learning_rate(self.hp, self.step, self.run.max_steps))
-            self.optimizer.zero_grad()
-            self.scaler.update(skipped)
-            self.accumulator.add(
-                loss_sum, batch.n_target_tokens, self.run.tokens_per_step, grad_norm, skipped
-            )
+            if self.hp.lists_step(self.step + 1):
+                agreement = self.start_agreement()
+                self.accumulator.add_skipped()
+            else:
+                loss_sum = self.forward_backward(batch)
+                agreement = self.start_agreement()
+                self.update_weights(batch, loss_sum)
             profiler_step()
             self.step += 1
             self.validation_loss = None
@@ -343,6 +339,28 @@ class Trainer:
             (micro_loss_sum * (self.scaler.scale * mean_over_targets)).backward()
             loss_sum += micro_loss_sum.detach()
         return loss_sum
+
+    def update_weights(self, batch: Batch, loss_sum: Tensor) -> None:
+        """Clip the gradients, take the optimizer step, and count it, all on the device.
+
+        The step changes nothing if a gradient is inf or NaN, or as `skip_spikes` says.
+        """
+        lr = optim.learning_rate(self.hp, self.step, self.run.max_steps)
+        grad_norm, nonfinite = self.optimizer.clip_grad_norm(self.scaler.scale)
+        loss = loss_sum / batch.n_target_tokens
+        skipped = self.spikes.find_skipped(self.world, loss, grad_norm, nonfinite)
+        # A checkpoint's copy must be complete before the optimizer changes what it copies.
+        self.checkpointer.protect_copy()
+        self.optimizer.step(lr, skipped)
+        self.optimizer.zero_grad()
+        self.scaler.update(nonfinite)
+        self.accumulator.add(
+            loss_sum, batch.n_target_tokens, self.run.tokens_per_step, grad_norm, skipped
+        )
+
+    def start_agreement(self) -> PendingFlags:
+        """Start to find out whether any rank was asked to stop, and whether any is writing."""
+        return self.world.start_any(self.asked_to_stop(), self.checkpointer.is_writing)
 
     def asked_to_stop(self) -> bool:
         """Return whether this rank was asked to stop: by a signal, the search, or Determined."""
@@ -383,7 +401,7 @@ class Trainer:
         metrics, n_skipped = self.accumulator.report()
         lr = optim.learning_rate(self.hp, self.step - 1, self.run.max_steps)
         self.logger.log("training", self.step, metrics | {"lr": lr})
-        optim.check_skipped(self.hp, self.step, n_skipped)
+        skipping.check_skipped(self.hp, self.step, n_skipped)
 
     def evaluate(self) -> None:
         """Validate and sample where that is due and not yet done."""

@@ -302,8 +302,8 @@ class Bench:
                 parallelize.start_micro_step(transformer, hp, micro_step == n_micro_steps - 1)
                 loss_sum = transformer(inputs, targets)
                 (loss_sum / n_tokens).backward()
-            optimizer.clip_grad_norm(scale)
-            optimizer.step(hp.lr)
+            _, nonfinite = optimizer.clip_grad_norm(scale)
+            optimizer.step(hp.lr, nonfinite)
             optimizer.zero_grad()
 
         self.time_calls(step, WARMUP, 0)

@@ -43,6 +43,7 @@ from lm.training.optim import OptimConfig
 from lm.training.parallelize import ParallelConfig
 from lm.training.precision import PrecisionConfig
 from lm.training.profiling import ProfilingConfig
+from lm.training.skipping import SkipConfig
 from model import PRESETS, ModelConfig
 
 REPOSITORY = Path(__file__).parent.parent
@@ -117,6 +118,7 @@ class Hyperparameters(
     CheckpointConfig,
     ParallelConfig,
     PrecisionConfig,
+    SkipConfig,
     OptimConfig,
     LoraConfig,
     DataConfig,
@@ -735,6 +737,8 @@ def _accepted(schema: Mapping[str, Any]) -> str:
             return "a date"
         case {"items": {"enum": _}}:
             return "a list of these"
+        case {"items": {"prefixItems": items}}:
+            return f"a list of lists of {len(items)} values, each {_accepted(items[0])}"
         case {"items": {"type": kind}}:
             return f"a list of {kind}s"
         case {"prefixItems": items}:

@@ -37,6 +37,7 @@ from lm.resume import ResumePlan, is_complete, plan_resume, start_date
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
 from lm.training import parallelize
+from lm.training.skipping import WINDOW
 from lm.units import format_parameters
 from model import ModelConfig
 
@@ -158,6 +159,8 @@ class ResolvedRun:
         if 0 < self.max_steps < hp.warmup_steps:
             lasts = f"warmup_steps {hp.warmup_steps:g} is more than max_steps {self.max_steps}"
             notes.append(f"{lasts}: the learning rate never reaches lr")
+        if hp.skip_spikes is not None and 0 < self.max_steps <= WINDOW:
+            notes.append(f"skip_spikes skips no spike in the first {WINDOW} steps, so here none")
         first_with_both = math.lcm(hp.checkpoint_rate, self.validation_rate)
         if hp.checkpoint_rate < self.max_steps <= first_with_both:
             rates = (
@@ -311,6 +314,8 @@ def _resolve(
     if data.train.samples_per_epoch is not None:
         steps_per_epoch = data.train.samples_per_epoch / batch_size
     max_steps = hp.run_length(steps_per_epoch)
+    if max_steps > 0:
+        hp.check_last_step(max_steps)
     hp = hp.model_copy(update={"max_steps": max_steps or None})
     validation_rate = hp.validation_rate or hp.report_rate
     run = ResolvedRun(

@@ -42,6 +42,7 @@ from lm.fields import keys_that_are
 from lm.metrics.device import GIB, peak_memory_gib
 from lm.runtime.world import World
 from lm.training.optim import OptimConfig, learning_rate
+from lm.training.skipping import WINDOW
 from lm.units import format_bytes
 
 FIXED = keys_that_are("fixed", Hyperparameters)
@@ -213,7 +214,7 @@ def load_checkpoint(
     """Load the first intact checkpoint of `plan` into `state`, on all ranks together.
 
     Args:
-        state: "model", "optim" and "scaler".
+        state: "model", "optim", "scaler" and "spikes".
         log: receives what was loaded, what was skipped and which hyperparameters changed.
 
     Returns:
@@ -268,12 +269,27 @@ def _resume_from(
     parts = dict(state)
     if not manifest.loss_scaled:
         del parts["scaler"]
+    starts_window = manifest.hyperparameters.get("skip_spikes") is None and parts["spikes"]
+    if starts_window:
+        del parts["spikes"]
     saved.read_into(parts)
     checkpointer.add_saved(location, manifest)
     log(f"resumed from checkpoint {Path(location).name}, step {manifest.step}")
     if jump is not None:
         log(jump)
+    if starts_window:
+        log(f"skip_spikes: skips no spike before {WINDOW} more steps have been taken")
+    for first, last in too_late_to_skip(manifest, run_info):
+        remedy = f"to skip all of it, resume from a checkpoint before step {first}"
+        log(f"skip_steps: [{first}, {last}] starts too late; {remedy} (resume=CHECKPOINT)")
     return manifest
+
+
+def too_late_to_skip(saved: Manifest, run_info: RunInfo) -> list[list[int]]:
+    """Return the ranges of `skip_steps` that are new and start in a step that is saved."""
+    old = saved.hyperparameters.get("skip_steps") or []
+    new = run_info.hyperparameters.get("skip_steps") or []
+    return [steps for steps in new if steps[0] <= saved.step and steps not in old]
 
 
 def _load_weights(

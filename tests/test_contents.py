@@ -215,6 +215,14 @@ DAMAGED: dict[str, tuple[Forge, str]] = {
         added(SCALER_FILE, "scale", torch.ones(()), 0),
         "scaler.scale is not a tensor of its model",
     ),
+    "no window of losses": (
+        promised(hyperparameters={"skip_spikes": 6}),
+        "whose spikes files need 2,056 bytes",
+    ),
+    "a window of losses without skip_spikes": (
+        added("spikes-00000-00000.safetensors", "window", torch.ones(2, 128).double(), 0),
+        "spikes.window is not a tensor of its model",
+    ),
     "more layers": (of_model(n_layers=3), "whose model files need"),
     "fewer layers": (of_model(n_layers=1), "model.blocks.1.* is not a tensor of its model"),
     "another optimizer": (

@@ -32,6 +32,7 @@ TWO: dict[str, dict[str, Any]] = {  # runs of two ranks
     "bfloat16": {"amp_dtype": "bfloat16"},
     "reduced-in-bfloat16": {"amp_dtype": "bfloat16", "reduce_dtype": "bfloat16"},
     "float16": {"amp_dtype": "float16"},
+    "skip-spikes": {"skip_spikes": 6, "total_batch_size": 6},
 }
 FOUR: dict[str, dict[str, Any]] = {  # runs of four ranks, two groups of two
     "hybrid-full-shard": {"sharding": "hybrid-full-shard", "shard_group_size": 2},
@@ -94,6 +95,8 @@ def expected(ranks: int, changes: dict[str, Any]) -> Counter[Collective]:
         step["all-reduce", shards, 4 * len(list(Transformer(hp).parameters()))] += (
             1  # gradient norms
         )
+    if hp.skip_spikes is not None:
+        step["all-reduce", ranks, 8 * 2 * ranks] += 1  # every rank's loss and norm, in float64
     if replicas > 1:
         step.update(("all-reduce", replicas, 4 * size // shards) for size in units)
     return step

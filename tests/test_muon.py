@@ -84,7 +84,7 @@ def fill_gradients(model: nn.Module, seed: int) -> None:
 
 def take_step(optimizer: optim.Optimizer, lr: float = 0.01) -> Tensor:
     _, skipped = optimizer.clip_grad_norm(1.0)
-    optimizer.step(lr)
+    optimizer.step(lr, skipped)
     optimizer.zero_grad()
     return skipped
 
@@ -130,6 +130,20 @@ def test_muon_leaves_other_parameters_to_adamw() -> None:
     assert torch.equal(both.norm.bias, alone.norm.bias)
     keys = {name for name in optimizers[0].state_dict() if name.startswith("blocks.")}
     assert keys == {f"blocks.{index}.momentum_buffer" for index in range(len(SHAPES))}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_optimizer_skips_a_finite_gradient_as_told(name: str) -> None:
+    model = Blocks()
+    optimizer = make_optimizer(model, grad_clip=1.0, optimizer=name)
+    fill_gradients(model, 0)
+    take_step(optimizer)
+    tensors = model.state_dict() | optimizer.state_dict()
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    fill_gradients(model, 1)
+    assert optimizer.clip_grad_norm(1.0)[1] == 0
+    optimizer.step(0.01, torch.ones(()))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

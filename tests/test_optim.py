@@ -124,7 +124,7 @@ def take_step(
     grad_norm, skipped = optimizer.clip_grad_norm(
         torch.tensor(loss_scale) if loss_scale != 1 else 1.0
     )
-    optimizer.step(lr)
+    optimizer.step(lr, skipped)
     optimizer.zero_grad()
     return grad_norm, skipped
 

@@ -81,8 +81,8 @@ def step_on_fake_tensors(hp: Hyperparameters, ranks: int, monkeypatch: pytest.Mo
                     loss = model(tokens, tokens)
                     (loss * (scaler.scale * 2)).backward()
                     del loss
-                optimizer.clip_grad_norm(scaler.scale)
-                optimizer.step(1e-3)
+                _, nonfinite = optimizer.clip_grad_norm(scaler.scale)
+                optimizer.step(1e-3, nonfinite)
         return live.peak
     finally:
         dist.destroy_process_group()

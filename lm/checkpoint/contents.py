@@ -39,6 +39,7 @@ from lm.training import lora
 from lm.training.lora import LoraConfig
 from lm.training.optim import OptimConfig, Optimizer
 from lm.training.precision import LossScaler
+from lm.training.skipping import SkipConfig, SpikeFilter
 from model import ModelConfig, Transformer
 
 T = TypeVar("T", bound=BaseModel)
@@ -77,13 +78,18 @@ def expected_tensors(where: Path | str, manifest: Manifest) -> dict[str, dict[st
         config,
         lora_config(where, manifest, config).model_dump_json(),
         _select(where, manifest, OptimConfig),
+        _select(where, manifest, SkipConfig).model_dump_json(),
         manifest.loss_scaled,
     )
 
 
 @functools.lru_cache(maxsize=1)
 def _expected_tensors(
-    config: ModelConfig, lora_json: str, optim_config: OptimConfig, loss_scaled: bool
+    config: ModelConfig,
+    lora_json: str,
+    optim_config: OptimConfig,
+    skip_json: str,
+    loss_scaled: bool,
 ) -> dict[str, dict[str, TensorSpec]]:
     adapters = LoraConfig.model_validate_json(lora_json)
     one_block = config.model_copy(update={"n_layers": 1})
@@ -97,6 +103,7 @@ def _expected_tensors(
         "model": lora.trained_parameters(model),
         "optim": Optimizer(optim_config, model.named_parameters()).state_dict(),
         "scaler": LossScaler(scaled_dtype, meta).state_dict(),
+        "spikes": SpikeFilter(SkipConfig.model_validate_json(skip_json), meta).state_dict(),
     }
     expected: dict[str, dict[str, TensorSpec]] = {}
     for part, tensors in state.items():

@@ -5,13 +5,14 @@ A checkpoint is a directory with these files:
     model-RRRRR-NNNNN.safetensors    trained weights: what rank R wrote, in files N of at most 2 GiB
     optim-RRRRR-NNNNN.safetensors    optimizer state, e.g. moments
     scaler-RRRRR-NNNNN.safetensors   loss scale, with float16
+    spikes-RRRRR-NNNNN.safetensors   losses and gradient norms of the last steps, with skip_spikes
     tokenizer.json etc.              the tokenizer, if it has files
     manifest.json                    everything else, and the size and CRC-32C of every file;
                                      written last
 
 Tensors have the names of the `state_dict()` of their object: `PARAMETER`, `PARAMETER.KEY` of the
-optimizer, `scale`. No two objects share a name, so PyTorch's `HuggingFaceStorageReader` reads the
-directory, or the files of one object.
+optimizer, `scale`, `window`. No two objects share a name, so PyTorch's `HuggingFaceStorageReader`
+reads the directory, or the files of one object.
 
 A directory is loaded only if its manifest, which has a checksum of itself, is intact, its files
 match the manifest, and the slices of every tensor cover it exactly once. Only files that the
@@ -47,7 +48,7 @@ MANIFEST = "manifest.json"
 DRAFT = f"{MANIFEST}.draft"
 """File in a directory that is not a complete checkpoint yet; `replace_durably` renames it."""
 FILE_NAME = re.compile(
-    r"(model|optim|scaler)-\d{5}-\d{5}\.safetensors|(tokenizer|(tokenizer|generation)_config)\.json|chat_template\.jinja"
+    r"(model|optim|scaler|spikes)-\d{5}-\d{5}\.safetensors|(tokenizer|(tokenizer|generation)_config)\.json|chat_template\.jinja"
 )
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]

@@ -57,7 +57,7 @@ class MetricSums(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     n_target_tokens: float = 0.0
     grad_norm_sum: float = 0.0
     n_taken: float = Field(default=0.0, description="optimizer steps")
-    n_skipped: float = Field(default=0.0, description="steps that the optimizer skipped")
+    n_skipped: float = Field(default=0.0, description="steps that were skipped")
     n_steps: int = Field(default=0, ge=0, lt=2**63)
     n_tokens: int = Field(default=0, ge=0, lt=2**63)
     seconds: float = 0.0
@@ -184,6 +184,11 @@ class MetricsAccumulator:
         )
         self.n_steps += 1
         self._n_tokens += n_tokens
+
+    def add_skipped(self) -> None:
+        """Add a step of `skip_steps`, in which nothing was computed."""
+        self._sums[ON_DEVICE.index("n_skipped")] += 1
+        self.n_steps += 1
 
     def report(self) -> tuple[dict[str, float], int]:
         """Return the training metrics of all ranks since the last report, and start again.

@@ -1,4 +1,4 @@
-"""AdamW and Muon, with gradient clipping, skipped steps and the learning rate by the step."""
+"""AdamW and Muon, with gradient clipping and the learning rate as a function of the step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from lm.errors import ConfigError
 from lm.fields import Fixed, Logged
 from lm.training.muon import Muon
 from lm.training.precision import best_dtype
@@ -68,12 +67,6 @@ class OptimConfig(BaseModel, frozen=True, extra="forbid"):
         description="dtype of AdamW's two moments and of Muon's one; bfloat16 saves 2 bytes each,"
         " for beta2 <= 0.99",
     )
-    skip_nonfinite: Logged[int] = Field(
-        10,
-        gt=0,
-        description="abort after this many consecutive steps with inf or NaN gradients (checked at"
-        " reports)",
-    )
 
     @model_validator(mode="after")
     def _check(self) -> OptimConfig:
@@ -118,15 +111,6 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
         case "cosine":
             decay = (1 - math.cos(math.pi * progress)) / 2
     return config.lr * (1 - (1 - config.min_lr_ratio) * decay)
-
-
-def check_skipped(config: OptimConfig, step: int, n_consecutive: int) -> None:
-    """Raise ConfigError if the optimizer skipped too many consecutive steps until `step`."""
-    if n_consecutive >= config.skip_nonfinite:
-        steps = f"{n_consecutive} consecutive steps up to step {step}"
-        limit = f"skip_nonfinite: {config.skip_nonfinite}"
-        remedy = "lower lr, set grad_clip, or use amp_dtype: bfloat16 or null"
-        raise ConfigError(f"inf or NaN gradients in {steps} ({limit}): {remedy}")
 
 
 def create_adamw(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
@@ -204,7 +188,7 @@ class MixedAdamW(torch.optim.AdamW):
 
 
 class Optimizer:
-    """AdamW, or Muon and AdamW, that clips gradients and skips those with inf or NaN.
+    """AdamW, or Muon and AdamW, that clips gradients, and can skip a step.
 
     Unscales, clips and skips without synchronizing with the device. Parameters with
     `requires_grad=False` are left out.
@@ -234,7 +218,6 @@ class Optimizer:
         if hidden_matrices:
             self._muon = create_muon(config, hidden_matrices)
         self._divisor: Tensor | None = None
-        self._skipped = torch.zeros(())
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._parameters.values() if p.grad is not None]
@@ -246,8 +229,8 @@ class Optimizer:
             loss_scale: a tensor on the device, or 1.0 if the loss is not scaled.
 
         Returns:
-            The norm before clipping, without the loss scale; and 1.0 if it is inf or NaN, which
-            skips the next `step`, else 0.0. Both are scalars on the device.
+            The norm before clipping, without the loss scale; and 1.0 if it is inf or NaN, else 0.0.
+            Both are scalars on the device.
 
         `step` divides the gradients by one number: by the loss scale, which gives those of the
         loss, and by norm / `grad_clip` if that is above 1, which scales them to this norm.
@@ -259,25 +242,28 @@ class Optimizer:
         if isinstance(loss_scale, Tensor):
             divisor = loss_scale.to(norm.device)
             norm = norm / divisor
-        skipped = (~torch.isfinite(norm)).float()
+        nonfinite = (~torch.isfinite(norm)).float()
         if self._grad_clip is not None:
             clip = torch.clamp(norm / self._grad_clip, min=1.0)
             divisor = clip if divisor is None else divisor * clip
         self._divisor = divisor
-        self._skipped = skipped
+        return norm, nonfinite
+
+    def step(self, lr: float, skipped: Tensor) -> None:
+        """Update the parameters with the gradients that `clip_grad_norm` has scaled.
+
+        Args:
+            skipped: a scalar on the device of the gradients; 1.0 = change nothing.
+        """
         # The attributes that torch.amp.GradScaler sets, and the kernel reads. With `grad_scale`, it
         # also writes the gradients that it has divided.
-        self._adamw.grad_scale = divisor  # type: ignore[attr-defined]
+        self._adamw.grad_scale = self._divisor  # type: ignore[attr-defined]
         self._adamw.found_inf = skipped  # type: ignore[attr-defined]
-        return norm, skipped
-
-    def step(self, lr: float) -> None:
-        """Update the parameters, or skip the step, as the last `clip_grad_norm` has determined."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
         if self._muon is not None:
-            self._muon.step(lr, self._divisor, self._skipped)
+            self._muon.step(lr, self._divisor, skipped)
 
     def zero_grad(self) -> None:
         """Drop the gradients."""

@@ -113,17 +113,20 @@ class LossScaler:
             self.scale = torch.full((), 2.0**16, device=device)
         self._steps_since_change = torch.zeros((), device=device)
 
-    def update(self, skipped: Tensor) -> None:
-        """Update the scale after a step; `skipped`, a scalar, is 1.0 if it was skipped, else 0.0.
+    def update(self, nonfinite: Tensor) -> None:
+        """Update the scale after a step.
+
+        Args:
+            nonfinite: a scalar, 1.0 if a gradient was inf or NaN, else 0.0.
 
         The conditions are factors, as an `if` would wait for the device.
         """
         if not isinstance(self.scale, Tensor):
             return
-        steps = (self._steps_since_change + 1) * (1 - skipped)
+        steps = (self._steps_since_change + 1) * (1 - nonfinite)
         grows = (steps >= self.GROWTH_INTERVAL).float()
         doubled = self.scale * (1 + grows)
-        self.scale = doubled * (1 - 0.5 * skipped)
+        self.scale = doubled * (1 - 0.5 * nonfinite)
         self._steps_since_change = steps * (1 - grows)
 
     def state_dict(self) -> dict[str, Tensor]:
