@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
@@ -35,6 +36,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from lm.fields import Fixed, Logged
 
+MAX_LAYERS = 2**12
 IGNORE_INDEX = -100
 """Target that is excluded from the loss."""
 
@@ -61,7 +63,17 @@ ROPE_TYPES = {
 """Types of `rope_scaling` -> the keys that they use."""
 
 
-class RopeScaling(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
+class _Mapping(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
+    """A hyperparameter that is a mapping, and is saved as one of the keys that are set."""
+
+    @model_serializer(mode="wrap")
+    def _omit_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = type(self).model_fields
+        values = serialize(self)
+        return {key: value for key, value in values.items() if value != fields[key].default}
+
+
+class RopeScaling(_Mapping, frozen=True):
     """Scaling of rotary frequencies, for contexts longer than in pre-training."""
 
     rope_type: Literal["llama3", "linear", "dynamic", "yarn"] = Field(
@@ -117,13 +129,6 @@ class RopeScaling(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
             raise ValueError(problem)
         return self
 
-    @model_serializer(mode="wrap")
-    def _omit_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Return the keys that are set, without llama3, which was once the only type."""
-        values = serialize(self)
-        defaults = {"rope_type": "llama3"}
-        return {key: value for key, value in values.items() if value != defaults.get(key)}
-
     @property
     def attention_scaling(self) -> float:
         """Factor of the rotated queries and keys, with which yarn sharpens attention."""
@@ -139,6 +144,35 @@ class RopeScaling(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         if self.factor <= 1:
             return 1.0
         return 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+class LayerKind(_Mapping, frozen=True):
+    """What the layers of one kind have instead of the model's values."""
+
+    sliding_window: int | None = Field(
+        None, gt=0, description="attend to the last N positions only (tokens); null = the model's"
+    )
+    rope: bool = Field(True, description="rotate queries and keys; false = they have no positions")
+    rope_theta: float | None = Field(
+        None, gt=0, description="base of the rotary wavelengths; null = the model's"
+    )
+    rope_scaling: RopeScaling | None = Field(
+        None, description="scaling of the rotary frequencies; null = the model's"
+    )
+
+
+class Rope(NamedTuple):
+    """A rotary embedding."""
+
+    theta: float
+    scaling: RopeScaling | None
+
+
+class Layer(NamedTuple):
+    """What distinguishes the attention of layers."""
+
+    sliding_window: int | None
+    rope: Rope | None
 
 
 def _preset(
@@ -186,6 +220,35 @@ _QWEN25 = _QWEN | {"bias": "qkv", "max_seq_len": 131072}
 _QWEN25_SMALL = _QWEN25 | {"n_kv_heads": 2, "tie_embeddings": True}
 _QWEN3 = _QWEN | {"n_kv_heads": 8, "head_dim": 128, "qk_norm": "head", "max_seq_len": 40960}
 _QWEN3_SMALL = _QWEN3 | {"tie_embeddings": True}
+_OLMO2 = _LLAMA2 | {
+    "vocab_size": 100352,
+    "rope_theta": 500000.0,
+    "norm_eps": 1e-6,
+    "qk_norm": "projection",
+    "norm_placement": "post",
+}
+_SMOLLM3 = _LLAMA2 | {
+    "n_kv_heads": 4,
+    "vocab_size": 128256,
+    "max_seq_len": 65536,
+    "norm_eps": 1e-6,
+    "tie_embeddings": True,
+    "rope_theta": 5e6,
+    "layer_pattern": [{}, {}, {}, {"rope": False}],
+}
+_OLMO3_WINDOW = {"sliding_window": 4096}
+_OLMO3_FULL = {
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+    }
+}
+_OLMO3 = _OLMO2 | {
+    "vocab_size": 100278,
+    "max_seq_len": 65536,
+    "layer_pattern": [_OLMO3_WINDOW, _OLMO3_WINDOW, _OLMO3_WINDOW, _OLMO3_FULL],
+}
 _GRANITE3 = _LLAMA2 | {
     "n_kv_heads": 8,
     "vocab_size": 49155,
@@ -207,13 +270,6 @@ _GLM4 = _LLAMA2 | {
 }
 _PHI3 = _LLAMA2 | {"vocab_size": 32064, "sliding_window": 2047}
 _PHI4 = _LLAMA2 | {"vocab_size": 100352, "max_seq_len": 16384, "rope_theta": 250000.0}
-_OLMO2 = _LLAMA2 | {
-    "vocab_size": 100352,
-    "rope_theta": 500000.0,
-    "norm_eps": 1e-6,
-    "qk_norm": "projection",
-    "norm_placement": "post",
-}
 
 PRESETS: dict[str, dict[str, Any]] = {
     # family, d_model, n_layers, n_heads
@@ -246,6 +302,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "granite3-2b": _preset(_GRANITE3_2B, 2048, 40, 32, d_ff=8192),
     "granite3-8b": _preset(_GRANITE3_8B, 4096, 40, 32, d_ff=12800),
     "glm4-9b": _preset(_GLM4, 4096, 40, 32, d_ff=13696),
+    "smollm3-3b": _preset(_SMOLLM3, 2048, 36, 16, d_ff=11008),
+    "olmo3-7b": _preset(_OLMO3, 4096, 32, 32, d_ff=11008),
     "olmo2-7b": _preset(_OLMO2, 4096, 32, 32, d_ff=11008),
 }
 
@@ -277,7 +335,7 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     n_layers: Fixed[int] = Field(
         4,
         gt=0,
-        le=2**12,
+        le=MAX_LAYERS,
         description="Transformer blocks",
         json_schema_extra={"aliases": ["num_layers", "num_hidden_layers"]},
     )
@@ -347,6 +405,12 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     sliding_window: Fixed[int | None] = Field(
         None, gt=0, description="attend to the last N positions only (tokens)"
     )
+    layer_pattern: Fixed[tuple[LayerKind, ...] | None] = Field(
+        None,
+        min_length=1,
+        max_length=MAX_LAYERS,
+        description="kinds of layers, repeated in turn; null = all layers are alike",
+    )
     embedding_multiplier: Fixed[float] = Field(
         1.0, gt=0, description="factor of the token embeddings"
     )
@@ -398,11 +462,16 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
             problems.append(f"n_kv_heads: {problem}; choose from {_divisors(self.n_heads)}")
         if self.rope_scaling and self.positions != "rope":
             problems.append("rope_scaling: needs positions: rope")
-        elif self.rope_scaling and self.rope_theta <= 1:
-            problems.append("rope_theta: rope_scaling needs a base above 1")
-        elif self.rope_scaling and self.rotary_width < 4:
-            problem = f"needs 4 or more rotated dimensions per head, not {self.rotary_width}"
-            problems.append(f"rope_scaling: {problem}")
+        if self.layer_pattern and self.positions != "rope":
+            problems.append("layer_pattern: needs positions: rope")
+        for layer in set(self.layers):
+            if layer.rope is None or layer.rope.scaling is None:
+                continue
+            if layer.rope.theta <= 1:
+                problems.append("rope_theta: rope_scaling needs a base above 1")
+            elif self.rotary_width < 4:
+                problem = f"needs 4 or more rotated dimensions per head, not {self.rotary_width}"
+                problems.append(f"rope_scaling: {problem}")
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -413,6 +482,18 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         if self.head_dim is not None:
             return self.head_dim
         return self.d_model // self.n_heads
+
+    @property
+    def layers(self) -> list[Layer]:
+        """What distinguishes each layer's attention: `layer_pattern`, or the model's values."""
+        pattern: list[Layer] = []
+        for kind in self.layer_pattern or [LayerKind.model_validate({})]:
+            rope = None
+            if self.positions == "rope" and kind.rope:
+                theta = kind.rope_theta or self.rope_theta
+                rope = Rope(theta, kind.rope_scaling or self.rope_scaling)
+            pattern.append(Layer(kind.sliding_window or self.sliding_window, rope))
+        return [pattern[layer % len(pattern)] for layer in range(self.n_layers)]
 
     @property
     def rotary_width(self) -> int:
@@ -496,14 +577,23 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         ffn_weights = n_matrices * d * self.ffn_width
         weights = self.n_layers * (attention_weights + ffn_weights) + self.vocab_size * d
 
-        # Query t attends to min(t, window) keys. Over a sequence these are the triangle of the
-        # first `window` queries, window^2 / 2, and a rectangle of (seq_len - window) x window; the
-        # mean per query is their sum / seq_len.
-        window = seq_len
-        if self.sliding_window is not None:
-            window = min(self.sliding_window, seq_len)
-        keys = window - window**2 / (2 * seq_len)
-        return 6 * weights + 12 * self.n_layers * q * keys
+        return 6 * weights + self.attention_flops_per_token(seq_len)
+
+    def attention_flops_per_token(self, seq_len: int) -> float:
+        """Return the part of `flops_per_token` that is not products with weights."""
+        n_layers = Counter(layer.sliding_window for layer in self.layers)
+        q = self.n_heads * self.head_width
+        flops = 0.0
+        for sliding_window, n_alike in n_layers.items():
+            # Query t attends to min(t, window) keys. Over a sequence these are the triangle of the
+            # first `window` queries, window^2 / 2, and a rectangle of (seq_len - window) x window;
+            # the mean per query is their sum / seq_len.
+            window = seq_len
+            if sliding_window is not None:
+                window = min(sliding_window, seq_len)
+            keys = window - window**2 / (2 * seq_len)
+            flops += 12 * n_alike * q * keys
+        return flops
 
 
 def _divisors(number: int) -> list[int]:
@@ -541,7 +631,7 @@ class KVCache:
 
 
 class AttentionInputs(NamedTuple):
-    """Inputs of attention that all layers share."""
+    """Inputs of attention that layers of a kind share."""
 
     rope: tuple[Tensor, Tensor] | None
     """cosine and sine of each position's angles, `(T, 1, R/2)` or `(B, T, 1, R/2)`, float32"""
@@ -553,7 +643,7 @@ class AttentionInputs(NamedTuple):
     """see `ModelConfig.needs_kv_repeat`"""
 
 
-def rope_frequencies(config: ModelConfig, length: int, device: torch.device) -> Tensor:
+def rope_frequencies(rope: Rope, width: int, length: int, device: torch.device) -> Tensor:
     """Return the rotary frequencies `(R/2,)`, float32, in radians per position.
 
     Sources: Su et al., RoFormer (2021), equation 15. Of the scalings: Chen et al., Position
@@ -561,12 +651,11 @@ def rope_frequencies(config: ModelConfig, length: int, device: torch.device) -> 
     dynamic; Peng et al., YaRN (2023), section 3.2; Llama 3.1.
 
     Args:
+        width: R.
         length: of the sequences, which only dynamic scaling depends on.
     """
-    width = config.rotary_width
     dims = torch.arange(0, width, 2, dtype=torch.float32, device=device)
-    scaling = config.rope_scaling
-    theta = config.rope_theta
+    theta, scaling = rope
     if scaling is not None and scaling.rope_type == "dynamic":
         theta *= _dynamic_growth(scaling, length, width)
     periods = theta ** (dims / width)
@@ -580,6 +669,22 @@ def rope_frequencies(config: ModelConfig, length: int, device: torch.device) -> 
         return 1.0 / (scaling.factor * periods) * (1 - keep) + frequencies * keep
     keep = _llama3_kept_fraction(scaling, frequencies)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def rope_angles(rope: Rope, width: int, length: int, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosine and sine of the angles, see `AttentionInputs.rope`.
+
+    Args:
+        width, length: see `rope_frequencies`.
+        position_ids: `(T,)` or `(B, T)`.
+    """
+    frequencies = rope_frequencies(rope, width, length, position_ids.device)
+    angles = position_ids.float()[..., None, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    if rope.scaling is not None and rope.scaling.attention_scaling != 1:
+        cos = cos * rope.scaling.attention_scaling
+        sin = sin * rope.scaling.attention_scaling
+    return cos, sin
 
 
 def _dynamic_growth(scaling: RopeScaling, length: int, width: int) -> float:
@@ -1044,12 +1149,86 @@ class InitRule(NamedTuple):
     """the constant, the standard deviation, or the bound of -bound .. bound"""
 
 
+def find_document_starts(document_ids: Tensor, indices: Tensor) -> Tensor:
+    """Return the index in the sequence of the first token of each token's document, `(B, T)`."""
+    is_first = torch.ones_like(document_ids, dtype=torch.bool)
+    is_first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return torch.where(is_first, indices, 0).cummax(dim=1).values
+
+
+def make_mask(
+    window: int | None,
+    tokens: Tensor,
+    indices: Tensor,
+    document_start: Tensor | None,
+    end: int,
+    use_flex: bool,
+) -> Tensor | BlockMask | None:
+    """Return `AttentionInputs.mask`.
+
+    Args:
+        window: of sliding-window attention; None = full attention.
+        tokens: `(B, T)`, of which the shape is used.
+        indices: of the tokens in the sequence, `(T,)`.
+        document_start: see `find_document_starts`; None = each sequence is one document.
+        end: S, the length of the sequence.
+        use_flex: whether masks of documents and of a window that hides tokens are FlexAttention's.
+    """
+    is_windowed = window is not None and end > window
+    if document_start is None and use_flex and is_windowed:
+        # FlexAttention skips the blocks outside the window; other kernels only mask them.
+        document_start = torch.zeros_like(tokens)
+    if document_start is not None:
+        return _document_mask(window, indices, document_start, use_flex)
+
+    is_one_token = len(indices) == 1
+    has_no_cache = len(indices) == end
+    if not is_windowed and (is_one_token or has_no_cache):
+        return None
+    distance = indices[:, None] - torch.arange(end, device=indices.device)
+    mask = distance >= 0
+    if window is not None and is_windowed:
+        mask = mask & (distance < window)
+    return mask
+
+
+def _document_mask(
+    window: int | None, indices: Tensor, document_start: Tensor, use_flex: bool
+) -> Tensor | BlockMask:
+    """Return the mask of sequences of several documents.
+
+    With `use_flex` it is FlexAttention's, which skips masked blocks, otherwise `(B, 1, T, T)`.
+    """
+    oldest_key = document_start
+    if window is not None:
+        oldest_key = torch.maximum(document_start, indices - window + 1)
+
+    def mask_mod(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= oldest_key[b, query])
+
+    batch, length = document_start.shape
+    if use_flex:
+        create = compile_once(create_block_mask) if indices.is_cuda else create_block_mask
+        return create(mask_mod, batch, None, length, length, device=indices.device)
+    b = torch.arange(batch, device=indices.device)[:, None, None, None]
+    return mask_mod(b, b, indices[:, None], indices)
+
+
+def limit_mask(mask: Tensor, window: int | None, position_ids: Tensor) -> Tensor:
+    """Return `mask` `(B, 1, T, T)` without keys that are `window` or more positions back."""
+    if window is None:
+        return mask
+    distance = position_ids[:, :, None] - position_ids[:, None, :]  # B T T
+    return mask & (distance < window)[:, None]
+
+
 class Transformer(nn.Module):
     """Decoder-only language model."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.layers = config.layers
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.head = Head(config)
@@ -1076,7 +1255,8 @@ class Transformer(nn.Module):
             position_ids: `(T,)` or `(B, T)`, positions for the rotary or learned embedding; they do
                 not affect which tokens are attended to. None = consecutive, restarting in each
                 document.
-            mask: `(B, 1, T, T)`, true = attend; replaces causal attention and the sliding window.
+            mask: `(B, 1, T, T)`, true = attend, instead of causal attention; with `position_ids`
+                `(B, T)`, by which sliding windows limit it.
             queries: `(N,)`, the tokens that `targets`, then `(N,)`, come after, as indices into
                 the flattened `tokens`.
 
@@ -1098,106 +1278,43 @@ class Transformer(nn.Module):
         indices = torch.arange(start, end, device=tokens.device)  # T, in the sequence
 
         use_flex = cache is None and c.can_use_flex(tokens.device, self.training)
-        if document_ids is None and mask is None and use_flex and self._is_windowed(end):
-            # FlexAttention skips the blocks outside the window; other kernels only mask them.
-            document_ids = torch.zeros_like(tokens)
-        attention_mask: Tensor | BlockMask | None = mask
+        document_start = None
         default_position_ids = indices
         if document_ids is not None:
-            attention_mask, default_position_ids = self._document_mask(
-                document_ids, indices, use_flex
-            )
-        elif mask is None:
-            attention_mask = self._sequence_mask(indices, end)
+            document_start = find_document_starts(document_ids, indices)  # B T
+            default_position_ids = indices - document_start
         if position_ids is None:
             position_ids = default_position_ids
 
         x = self.embedding(tokens, position_ids)  # B T D
-        has_mask = attention_mask is not None
-        inputs = AttentionInputs(
-            rope=self._rope(position_ids, end),
-            mask=attention_mask,
-            is_causal=not has_mask and len(indices) > 1,
-            repeat_kv=c.needs_kv_repeat(x.device, x.dtype, has_mask),
-        )
-        for block in self.blocks:
-            x = block(x, inputs, cache)
+        masks: dict[int | None, Tensor | BlockMask | None] = {}
+        inputs: dict[Layer, AttentionInputs] = {}
+        for layer in dict.fromkeys(self.layers):
+            window = layer.sliding_window
+            if window not in masks:
+                if mask is None:
+                    masks[window] = make_mask(
+                        window, tokens, indices, document_start, end, use_flex
+                    )
+                else:
+                    masks[window] = limit_mask(mask, window, position_ids)
+            layer_mask = masks[window]
+            rope = None
+            if layer.rope is not None:
+                rope = rope_angles(layer.rope, c.rotary_width, end, position_ids)
+            inputs[layer] = AttentionInputs(
+                rope=rope,
+                mask=layer_mask,
+                is_causal=layer_mask is None and len(indices) > 1,
+                repeat_kv=c.needs_kv_repeat(x.device, x.dtype, layer_mask is not None),
+            )
+        for block, layer in zip(self.blocks, self.layers, strict=True):
+            x = block(x, inputs[layer], cache)
         if cache is not None:
             cache.length = end
             x = x[:, -1]  # B D
         tied = self.embedding.tokens.weight if c.tie_embeddings else None
         return self.head(x, targets, tied, queries)
-
-    def _is_windowed(self, length: int) -> bool:
-        """Return whether the sliding window hides some of `length` tokens from the last one."""
-        window = self.config.sliding_window
-        return window is not None and length > window
-
-    def _sequence_mask(self, queries: Tensor, end: int) -> Tensor | None:
-        """Return the mask `(T, S)` of sequences that are one document.
-
-        None if causal attention needs no mask.
-
-        Args:
-            queries: their indices in the sequence `(T,)`.
-            end: S, the length of the sequence.
-        """
-        window = self.config.sliding_window
-        is_windowed = self._is_windowed(end)
-        is_one_token = len(queries) == 1
-        has_no_cache = len(queries) == end
-        if not is_windowed and (is_one_token or has_no_cache):
-            return None
-        distance = queries[:, None] - torch.arange(end, device=queries.device)
-        mask = distance >= 0
-        if window is not None and is_windowed:
-            mask = mask & (distance < window)
-        return mask
-
-    def _document_mask(
-        self, document_ids: Tensor, indices: Tensor, use_flex: bool
-    ) -> tuple[Tensor | BlockMask, Tensor]:
-        """Return the mask of sequences of several documents, and the default `position_ids`.
-
-        With `use_flex` the mask is FlexAttention's, which skips masked blocks, otherwise `(B, 1, T,
-        T)`. The positions `(B, T)` are those in the documents.
-        """
-        is_first = torch.ones_like(document_ids, dtype=torch.bool)
-        is_first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-        document_start = torch.where(is_first, indices, 0).cummax(dim=1).values  # B T
-        oldest_key = document_start
-        if self.config.sliding_window is not None:
-            oldest_key = torch.maximum(document_start, indices - self.config.sliding_window + 1)
-
-        def mask_mod(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (key >= oldest_key[b, query])
-
-        batch = len(document_ids)
-        length = len(indices)
-        if use_flex:
-            create = compile_once(create_block_mask) if indices.is_cuda else create_block_mask
-            mask = create(mask_mod, batch, None, length, length, device=indices.device)
-        else:
-            b = torch.arange(batch, device=indices.device)[:, None, None, None]
-            mask = mask_mod(b, b, indices[:, None], indices)
-        return mask, indices - document_start
-
-    def _rope(self, position_ids: Tensor, length: int) -> tuple[Tensor, Tensor] | None:
-        """Return the cosine and sine of the angles, which all heads share.
-
-        Args:
-            length: see `rope_frequencies`.
-        """
-        c = self.config
-        if c.positions != "rope":
-            return None
-        frequencies = rope_frequencies(c, length, position_ids.device)
-        angles = position_ids.float()[..., None, None] * frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if c.rope_scaling is not None and c.rope_scaling.attention_scaling != 1:
-            cos = cos * c.rope_scaling.attention_scaling
-            sin = sin * c.rope_scaling.attention_scaling
-        return cos, sin
 
     def fsdp_units(self) -> list[nn.Module]:
         """Return the modules to shard separately, in forward order; the root holds the rest.

@@ -671,6 +671,9 @@ def _add_error_of_value(draft: _Draft, problem: ErrorDetails) -> None:
     schema = _SCHEMA["properties"][key]
     siblings: Mapping[str, Any] = {}
     for name in inner:
+        if isinstance(value, list) and name.isdigit() and _is_mapping_at(value, int(name)):
+            path = (*path, name)
+            value = value[int(name)]
         # pydantic also lists members of unions, e.g. "dict[str,float]", which are no keys.
         if isinstance(value, dict) and (name in value or problem["type"] == "missing"):
             siblings = _nested(schema)
@@ -693,15 +696,23 @@ def _add_error_of_value(draft: _Draft, problem: ErrorDetails) -> None:
     _add_error(draft, path, ConfigError(f"{label}: {text}"))
 
 
+def _is_mapping_at(values: list[Any], index: int) -> bool:
+    return index < len(values) and isinstance(values[index], dict)
+
+
 def _message(problem: ErrorDetails) -> str:
     return problem["msg"].removeprefix("Value error, ")
 
 
 def _nested(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the JSON Schema of each key of a mapping that `schema` accepts, "*" for any key."""
+    """Return the JSON Schema of each key of a mapping that `schema` accepts, "*" for any key.
+
+    The mapping can be in a list.
+    """
     for option in schema.get("anyOf", ()):
-        if "$ref" in option:
-            name = option["$ref"].rpartition("/")[2]
+        reference = option.get("$ref", option.get("items", {}).get("$ref"))
+        if reference is not None:
+            name = reference.rpartition("/")[2]
             return _SCHEMA["$defs"][name]["properties"]
         if "additionalProperties" in option:
             return {"*": option["additionalProperties"]}
@@ -739,6 +750,8 @@ def _accepted(schema: Mapping[str, Any]) -> str:
             return "a list of these"
         case {"items": {"prefixItems": items}}:
             return f"a list of lists of {len(items)} values, each {_accepted(items[0])}"
+        case {"items": {"$ref": _}}:
+            return "a list of mappings"
         case {"items": {"type": kind}}:
             return f"a list of {kind}s"
         case {"prefixItems": items}:

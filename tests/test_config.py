@@ -96,6 +96,7 @@ INVALID: list[tuple[str, list[Any], str]] = [
     ("seed", [99999999999999999999], "2^63"),
     ("collective_timeout", [0.5], "a number >= 1 and <= 604800"),
     ("rope_scaling", [3], "a mapping or null"),
+    ("layer_pattern", [3, [3]], "a list of mappings or null"),
     ("min_lr_ratio", [1.1], "a number >= 0 and <= 1"),
 ]
 
@@ -165,6 +166,14 @@ def test_error_names_keys_inside_a_mapping(refusal: Refusal) -> None:
     ]
     for problem, part in zip(error.problems, parts, strict=True):
         assert re.match(f"exp.yaml:3: rope_scaling.{part}", problem)
+
+
+def test_error_names_keys_inside_a_list(refusal: Refusal) -> None:
+    pattern = "[{}, {sliding_window: 0}, {window: 4}]"
+    error = refusal(f"hyperparameters:\n  positions: rope\n  layer_pattern: {pattern}\n")
+    parts = ["1.sliding_window: 0 is not an integer > 0", "2.window: .*sliding_window[?]"]
+    for problem, part in zip(error.problems, parts, strict=True):
+        assert re.match(f"exp.yaml:3: layer_pattern.{part}", problem)
 
 
 def test_read_reports_all_problems_in_the_order_of_the_file(refusal: Refusal) -> None:

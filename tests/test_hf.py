@@ -42,9 +42,11 @@ from tests.support.hf import (
     LLAMA,
     MISTRAL,
     OLMO2,
+    OLMO3,
     PHI3,
     QWEN2,
     QWEN3,
+    SMOLLM3,
     TEXTS,
     add_tokenizer,
     make_reference,
@@ -110,6 +112,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3, tied, head_dim 8": QWEN3 | {"tie_word_embeddings": True, "head_dim": 8},
     "olmo2": OLMO2,
     "olmo2, all heads": OLMO2 | {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "smollm3": SMOLLM3 | {"num_hidden_layers": 5},
+    "smollm3, other layers": SMOLLM3 | {"no_rope_layers": [0, 1], "tie_word_embeddings": False},
+    "olmo3": OLMO3,
+    "olmo3, yarn in full layers": OLMO3
+    | {
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+            "full_attention": YARN_ROPE,
+        },
+    },
     "glm4": GLM4,
     "glm4, no biases": GLM4 | {"attention_bias": False, "partial_rotary_factor": 1.0},
     "granite": GRANITE | {"tie_word_embeddings": True},
@@ -329,7 +342,7 @@ def test_export_of_read_weights_preserves_every_bit(name: str, tmp_path: Path) -
     assert loaded(tokens).logits.equal(reference(tokens).logits)
 
 
-ADAPTED = ("llama, attention biases", "phi3", "glm4", "granite")
+ADAPTED = ("llama, attention biases", "phi3", "glm4", "granite", "smollm3", "olmo3")
 """A model of each family that tests/test_lora.py does not train."""
 
 
@@ -341,7 +354,7 @@ def test_exported_adapters_equal_those_merged(name: str, tmp_path: Path) -> None
     source = tmp_path / "base"
     make_reference(MODELS[name]).save_pretrained(source)
     model = load_folder(source)
-    adapters = lora.LoraConfig(lora_rank=3, lora_alpha=5.0)
+    adapters = lora.LoraConfig.model_validate({"lora_rank": 3, "lora_alpha": 5.0})
     lora.add_adapters(model, adapters, None)
     for adapter in lora.trained_parameters(model).values():
         adapter.normal_(std=0.2)

@@ -68,6 +68,16 @@ STYLES = {
     },
     "glm4": LLAMA
     | {"norm_placement": "both", "partial_rotary_factor": 0.5, "rope_interleave": True},
+    "smollm3": LLAMA | {"layer_pattern": [{}, {"rope": False}]},
+    "olmo3": LLAMA
+    | {
+        "layer_pattern": [
+            {"sliding_window": 5},
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        ],
+        "qk_norm": "projection",
+        "norm_placement": "post",
+    },
     "olmo2": LLAMA | {"qk_norm": "projection", "norm_placement": "post"},
 }
 every_style = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
@@ -130,6 +140,8 @@ PUBLISHED = {
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "smollm3-3b": 3_075_098_624,
+    "olmo3-7b": 7_298_011_136,
     "glm4-9b": 9_400_279_040,
     "granite3-2b": 2_533_531_648,
     "granite3-8b": 8_170_848_256,
@@ -174,7 +186,8 @@ def test_flops_per_token_are_those_that_pytorch_counts(style: dict[str, Any], le
     # kernel's backward: the recomputation of the scores, which is no useful work.
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
-    causal = config.model_copy(update={"sliding_window": None}).flops_per_token(length)
+    full = config.model_copy(update={"sliding_window": None, "layer_pattern": None})
+    causal = full.flops_per_token(length)
     not_causal = 6 * config.n_layers * config.n_heads * config.head_width * length
     assert counter.get_total_flops() == (causal + not_causal) * tokens.numel()
 
@@ -191,9 +204,25 @@ def test_causal_flops_count_attended_positions() -> None:
         assert narrow.flops_per_token(length) == pytest.approx(expected, rel=1e-4)
 
 
+def test_flops_of_layers_of_several_kinds_are_those_of_each() -> None:
+    """Of 6 layers, 4 have a window of 5 tokens and 2 full attention."""
+    kinds = [{"sliding_window": 5}, {"rope": False}, {"sliding_window": 5, "rope_theta": 5.0}]
+    flops = {}
+    for name, changes in {
+        "mixed": {"layer_pattern": kinds},
+        "windowed": {"sliding_window": 5},
+        "full": {},
+    }.items():
+        config = ModelConfig.model_validate(LLAMA | {"n_layers": 6} | changes)
+        flops[name] = config.flops_per_token(24)
+    assert flops["mixed"] == pytest.approx((4 * flops["windowed"] + 2 * flops["full"]) / 6)
+    assert flops["windowed"] < flops["mixed"] < flops["full"]
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
+        ({"layer_pattern": [{"sliding_window": 5}]}, "layer_pattern: needs positions: rope"),
         ({"d_model": 32, "n_heads": 5}, r"n_heads: 5 .*\[1, 2, 4, 8\]"),
         ({"n_heads": 8, "n_kv_heads": 3}, r"n_kv_heads: 3 .*\[1, 2, 4, 8\]"),
         (

@@ -107,6 +107,16 @@ GPT2 = {
 DEFAULT = {"d_model": 512, "n_layers": 4, "n_heads": 8, "vocab_size": 4096, "max_seq_len": 256}
 QWEN3 = LLAMA | {"n_kv_heads": 2, "head_dim": 48, "qk_norm": "head", "tie_embeddings": True}
 OLMO2 = LLAMA | {"norm_placement": "post", "qk_norm": "projection"}
+SMOLLM3 = LLAMA | {"layer_pattern": [{}, {}, {}, {"rope": False}]}
+OLMO3 = OLMO2 | {"layer_pattern": [{"sliding_window": 64}, {"sliding_window": 32}, {}]}
+GLM4 = LLAMA | {
+    "norm_placement": "both",
+    "partial_rotary_factor": 0.5,
+    "rope_interleave": True,
+    "residual_multiplier": 0.5,
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 2.0,
+}
 LORA = LLAMA | {"lora_rank": 8, "init_from": "base"}
 ACCUMULATED = {"total_batch_size": 24}
 
@@ -125,6 +135,9 @@ STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (GPT2, {"sharding": "grad-shard", "layer_wrap": False}),
     (QWEN3, {"sharding": "grad-shard"}),
     (OLMO2, {"sharding": "full-shard", "activation_checkpointing": "selective"}),
+    (SMOLLM3, {"sharding": "grad-shard"}),
+    (OLMO3, {"sharding": "full-shard"}),
+    (GLM4, {"sharding": "grad-shard"}),
     (LORA, {"sharding": "grad-shard", "activation_checkpointing": "full"} | ACCUMULATED),
     (LORA, {"sharding": "full-shard"}),
     (LLAMA, {"sharding": "full-shard", "optimizer": "muon"}),

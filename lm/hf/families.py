@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from lm.errors import ConfigError
-from model import PRESETS, ROPE_TYPES, ModelConfig, Transformer
+from model import MAX_LAYERS, PRESETS, ROPE_TYPES, Layer, ModelConfig, Rope, Transformer
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,15 @@ class Family:
     has no such keys"""
     rope_types: tuple[str, ...] = tuple(ROPE_TYPES)
     """the types of `rope_scaling` that the family supports"""
+    full_attention_interval: int | None = None
+    """which layers have full attention, the others the sliding window, if config.json does not have
+    `layer_types`: the last of so many; None = the family's layers are alike"""
+    no_rope_interval: int | None = None
+    """which layers are not rotated, if config.json does not have `no_rope_layers`: the last of so
+    many; None = all are"""
+    sliding_theta: tuple[str, float] | None = None
+    """the key, in versions before transformers 5, of the base of the wavelengths in layers with the
+    sliding window, and its default; None = that of all layers"""
     partial_rotary_factor: float | None = None
     """its value if config.json does not have it; None = the family rotates complete heads"""
     dropout_keys: tuple[str, ...] = ()
@@ -180,6 +189,27 @@ QWEN3 = replace(
         "attention_bias": (False,),
     },
 )
+SMOLLM3 = replace(
+    LLAMA,
+    model_type="smollm3",
+    class_name="SmolLM3ForCausalLM",
+    defaults={
+        **LLAMA.defaults,
+        "d_model": 2048,
+        "n_heads": 16,
+        "n_layers": 36,
+        "vocab_size": 128256,
+        "max_seq_len": 32768,
+        "n_kv_heads": 4,
+        "tie_embeddings": True,
+        "rope_theta": 2e6,
+    },
+    required={
+        **LLAMA.required,
+        "use_sliding_window": (False,),
+    },
+    no_rope_interval=4,
+)
 OLMO2 = replace(
     LLAMA,
     model_type="olmo2",
@@ -205,6 +235,21 @@ OLMO2 = replace(
         "blocks.ffn_norm": "model.layers.{}.post_feedforward_layernorm",
     },
     biases={},
+)
+OLMO3 = replace(
+    OLMO2,
+    model_type="olmo3",
+    class_name="Olmo3ForCausalLM",
+    keys={
+        **OLMO2.keys,
+        "sliding_window": "sliding_window",
+    },
+    defaults={
+        **OLMO2.defaults,
+        "sliding_window": 4096,
+        "rope_theta": 500000.0,
+    },
+    full_attention_interval=4,
 )
 _MULTIPLIERS = (
     "embedding_multiplier",
@@ -335,7 +380,19 @@ GPT2 = Family(
 )
 FAMILIES = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GRANITE, PHI3, GLM4, GPT2)
+    for family in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        SMOLLM3,
+        OLMO2,
+        OLMO3,
+        GRANITE,
+        PHI3,
+        GLM4,
+        GPT2,
+    )
 }
 
 _REQUIRED_EVERYWHERE = {
@@ -379,9 +436,9 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
     if family.dropout_keys:
         values["dropout"] = _read_dropout(family, raw)
     if "rope" in family.supported["positions"]:
-        rope, rope_problems = _read_rope(family, raw, values["max_seq_len"])
-        values |= rope
-        problems += rope_problems
+        layers, layer_problems = _read_layers(family, raw, values)
+        values |= layers
+        problems += layer_problems
     if family.biases:
         bias, bias_problems = _read_bias(family, raw)
         values["bias"] = bias
@@ -405,6 +462,8 @@ def _find_unsupported(family: Family, raw: Mapping[str, Any]) -> list[str]:
         if value not in supported:
             choices = " or ".join(map(repr, supported))
             problems.append(f"{key}: {value!r} is not supported, only {choices}")
+    if family.full_attention_interval is not None:
+        return problems
     layer_types = raw.get("layer_types") or []
     if not isinstance(layer_types, list) or len(set(map(str, layer_types))) > 1:
         problems.append("layer_types: not supported unless all layers have the same type")
@@ -433,25 +492,127 @@ def _read_bias(family: Family, raw: Mapping[str, Any]) -> tuple[str, list[str]]:
     return default, [f"{key}: {value!r} is not true or false" for key, value in wrong.items()]
 
 
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
+_PERIOD_KEYS = {
+    "layer_types": "sliding_window_pattern",
+    "no_rope_layers": "no_rope_layer_interval",
+}
+"""Lists of layers in config.json -> the key of the period if there is no list."""
+
+
+def _read_layers(
+    family: Family, raw: Mapping[str, Any], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of our keys of the layers' attention, and what is wrong with them.
+
+    Args:
+        values: those of our keys that have a counterpart in config.json.
+    """
+    if family.full_attention_interval is None:
+        rope, problems = _read_rope(family, raw, values, None)
+        has_rope, rope_problems = _read_layer_list(
+            raw, "no_rope_layers", (1, 0), family.no_rope_interval, values["n_layers"]
+        )
+        if 0 in has_rope:
+            kinds: list[dict[str, Any]] = [
+                {} if rotates else {"rope": False} for rotates in has_rope
+            ]
+            rope["layer_pattern"] = _find_period(kinds)
+        return rope, problems + rope_problems
+
+    types, problems = _read_layer_list(
+        raw,
+        "layer_types",
+        (_SLIDING, _FULL),
+        family.full_attention_interval,
+        values["n_layers"],
+    )
+    of_type: dict[str, dict[str, Any]] = {}
+    for layer_type in (_FULL, _SLIDING):
+        rope, rope_problems = _read_rope(family, raw, values, layer_type)
+        of_type[layer_type] = rope
+        problems += rope_problems
+    of_type[_SLIDING]["sliding_window"] = values["sliding_window"]
+    if len(set(types)) == 1:
+        return {"sliding_window": None} | of_type[types[0]], problems
+    found: dict[str, Any] = {"sliding_window": None}
+    if "rope_theta" in of_type[_FULL]:
+        found["rope_theta"] = of_type[_FULL]["rope_theta"]
+    for kind in of_type.values():
+        if kind.get("rope_theta") == found.get("rope_theta"):
+            kind.pop("rope_theta", None)
+    found["layer_pattern"] = _find_period([of_type[layer_type] for layer_type in types])
+    return found, problems
+
+
+def _read_layer_list(
+    raw: Mapping[str, Any], key: str, choices: tuple[Any, Any], interval: int | None, n_layers: Any
+) -> tuple[list[Any], list[str]]:
+    """Return the value of each layer, one of `choices`, and what is wrong with them.
+
+    Args:
+        interval: the last of so many layers has the second choice, the others the first one, if
+            `raw` does not say it; None = all have the first one.
+    """
+    if not isinstance(n_layers, int) or not 0 < n_layers <= MAX_LAYERS:
+        return [choices[0]], []  # ModelConfig says it
+    if interval is None:
+        return [choices[0]] * n_layers, []
+    given = raw.get(key)
+    if given is None:
+        period_key = _PERIOD_KEYS[key]
+        period = raw.get(period_key, interval)
+        if not isinstance(period, int) or period < 1:
+            return [choices[0]], [f"{period_key}: {period!r} is not a number of layers"]
+        return [choices[(layer + 1) % period == 0] for layer in range(n_layers)], []
+    if not isinstance(given, list) or len(given) < n_layers:
+        return [choices[0]], [f"{key}: not a list of {n_layers} layers"]
+    for value in given:
+        if value not in choices:
+            problem = f"{value!r} is not supported, only {choices[0]!r} or {choices[1]!r}"
+            return [choices[0]], [f"{key}: {problem}"]
+    return given[:n_layers], []
+
+
+def _find_period(kinds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the shortest list that is `kinds` if it is repeated."""
+    for period in range(1, len(kinds)):
+        if all(kind == kinds[layer % period] for layer, kind in enumerate(kinds)):
+            return kinds[:period]
+    return kinds
+
+
 def _read_rope(
-    family: Family, raw: Mapping[str, Any], length: Any
+    family: Family, raw: Mapping[str, Any], values: Mapping[str, Any], layer_type: str | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the values of our rotary keys, and what is wrong with them.
 
     transformers 5 has them in `rope_parameters`, older versions in `rope_scaling` and `rope_theta`.
 
     Args:
-        length: max_position_embeddings.
+        values: see `_read_layers`.
+        layer_type: of the layers, in a family that has several.
     """
     source = "rope_parameters"
     if raw.get("rope_scaling"):
         source = "rope_scaling"
     given = raw.get(source) or {}
+    theta = raw.get("rope_theta", family.defaults.get("rope_theta", 10000.0))
+    nested = raw.get("rope_parameters") or {}
+    if layer_type is not None and isinstance(nested, dict) and layer_type in nested:
+        source = f"rope_parameters.{layer_type}"
+        given = nested[layer_type]
+    elif layer_type == _SLIDING:  # rope_scaling is for the others
+        given = {}
+        if family.sliding_theta is not None:
+            key, default = family.sliding_theta
+            theta = raw.get(key, default)
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         return {}, [f"{source}: not supported unless it is one mapping for all layers"]
 
     problems = []
-    rope: dict[str, Any] = {"rope_theta": given.get("rope_theta", raw.get("rope_theta", 10000.0))}
+    rope: dict[str, Any] = {"rope_theta": given.get("rope_theta", theta)}
     partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if family.partial_rotary_factor is not None:
         rope["partial_rotary_factor"] = family.partial_rotary_factor
@@ -468,9 +629,9 @@ def _read_rope(
         return rope, [*problems, f"{source}: {problem}"]
     scaling = {key: given[key] for key in ROPE_TYPES[rope_type] if key in given}
     if "original_max_position_embeddings" in ROPE_TYPES[rope_type]:
-        scaling.setdefault("original_max_position_embeddings", length)
+        scaling.setdefault("original_max_position_embeddings", values["max_seq_len"])
     if rope_type == "dynamic":  # it does not read the key
-        scaling["original_max_position_embeddings"] = length
+        scaling["original_max_position_embeddings"] = values["max_seq_len"]
     rope["rope_scaling"] = scaling | {"rope_type": rope_type}
     return rope, problems
 
@@ -535,16 +696,38 @@ def _find_mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
     if family.partial_rotary_factor is None:
         supported["partial_rotary_factor"] = (1.0,)
     supported |= {key: values for key, values in if_no_key.items() if key not in family.keys}
-    errors = []
+    errors = _find_layer_mismatches(family, config)
     for key, values in supported.items():
         value = getattr(config, key)
         if value not in values:
             advice = " or ".join(map(str, values))
             problem = f"{key}: {value} has no counterpart in {family.class_name}; use {advice}"
             errors.append(ConfigError(problem))
-    scaling = config.rope_scaling
-    if scaling is not None and scaling.rope_type not in family.rope_types:
-        problem = f"rope_scaling: {scaling.rope_type} has no counterpart in {family.class_name}"
+    return errors
+
+
+def _find_layer_mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
+    """Return an error for each key of the layers' attention that `family` cannot represent."""
+    layers = set(config.layers)
+    errors = []
+    for layer in layers:
+        scaling = layer.rope and layer.rope.scaling
+        if scaling and scaling.rope_type not in family.rope_types:
+            problem = f"rope_scaling: {scaling.rope_type} has no counterpart in {family.class_name}"
+            errors.append(ConfigError(f"{problem}; use null"))
+
+    if family.full_attention_interval is not None:
+        # At most one kind without a window, and one with one; each is rotated.
+        n_sliding = sum(layer.sliding_window is not None for layer in layers)
+        has_rope = all(layer.rope is not None for layer in layers)
+        is_supported = has_rope and n_sliding <= 1 and len(layers) - n_sliding <= 1
+    elif family.no_rope_interval is not None:
+        kinds = config.layer_pattern or ()
+        is_supported = all(kind.model_dump() in ({}, {"rope": False}) for kind in kinds)
+    else:
+        is_supported = config.layer_pattern is None
+    if not is_supported:
+        problem = f"layer_pattern: these layers have no counterpart in {family.class_name}"
         errors.append(ConfigError(f"{problem}; use null"))
     return errors
 
@@ -590,28 +773,57 @@ def write_config(
     raw["pad_token_id"] = None  # the family's may be beyond the vocabulary
     raw |= family.biases.get(config.bias, {})
     if config.positions == "rope":
-        raw |= _write_rope(config)
+        raw |= _write_layers(family, config)
     if family.partial_rotary_factor is not None:
         raw["partial_rotary_factor"] = config.partial_rotary_factor
         raw["rope_parameters"]["partial_rotary_factor"] = config.partial_rotary_factor
     return raw
 
 
-def _write_rope(config: ModelConfig) -> dict[str, Any]:
+def _write_layers(family: Family, config: ModelConfig) -> dict[str, Any]:
+    """Return the keys of the layers' attention, in transformers 5 and in older versions."""
+    layers = config.layers
+    if family.full_attention_interval is None:
+        raw = _write_rope(Rope(config.rope_theta, config.rope_scaling))
+        if family.no_rope_interval is not None:
+            raw["no_rope_layers"] = [int(layer.rope is not None) for layer in layers]
+        return raw
+
+    of_type: dict[str, Layer] = {}
+    for layer in layers:
+        of_type[_FULL if layer.sliding_window is None else _SLIDING] = layer
+    # A type that no layer has is written as the other one.
+    full = of_type.get(_FULL, layers[0])
+    sliding = of_type.get(_SLIDING, layers[0])
+    assert full.rope is not None
+    assert sliding.rope is not None
+    raw = _write_rope(full.rope)
+    if family.sliding_theta is not None:
+        raw[family.sliding_theta[0]] = sliding.rope.theta
+    raw["rope_parameters"] = {
+        _FULL: raw["rope_parameters"],
+        _SLIDING: _write_rope(sliding.rope)["rope_parameters"],
+    }
+    raw["sliding_window"] = sliding.sliding_window
+    raw["layer_types"] = [_FULL if layer.sliding_window is None else _SLIDING for layer in layers]
+    return raw
+
+
+def _write_rope(rope: Rope) -> dict[str, Any]:
     """Return the rotary keys of transformers 5, `rope_parameters`, and those of older versions."""
     scaling = None
     parameters: dict[str, Any] = {"rope_type": "default"}
     written: dict[str, Any] = {}
-    if config.rope_scaling is not None:
-        scaling = {"rope_type": config.rope_scaling.rope_type, **config.rope_scaling.model_dump()}
-        if config.rope_scaling.rope_type == "dynamic":  # transformers has it in this key
+    if rope.scaling is not None:
+        scaling = {"rope_type": rope.scaling.rope_type, **rope.scaling.model_dump()}
+        if rope.scaling.rope_type == "dynamic":  # transformers has it in this key
             original = scaling.pop("original_max_position_embeddings")
             written["max_position_embeddings"] = original
         parameters = dict(scaling)
-    parameters["rope_theta"] = config.rope_theta
+    parameters["rope_theta"] = rope.theta
     return written | {
         "rope_parameters": parameters,
-        "rope_theta": config.rope_theta,
+        "rope_theta": rope.theta,
         "rope_scaling": scaling,
     }
 

@@ -189,9 +189,8 @@ def bound_activations(
     # without a fused kernel. A float32 score, its softmax, its mask and its gradient take 16 bytes.
     pairs = 0
     if not on_gpu:
-        n_masks = 0
-        if hp.sliding_window is not None:
-            n_masks += 1
+        windows = {layer.sliding_window for layer in hp.layers} - {None}
+        n_masks = len(windows)
         if hp.dropout:
             n_masks += hp.batch_size * hp.n_heads
         pairs = 4 * FLOAT32_BYTES * length**2 * n_masks

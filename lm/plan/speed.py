@@ -264,12 +264,7 @@ class _Step:
         Each kind of product takes its FLOPs over the fraction of the peak that it achieves.
         """
         hp = self.hp
-        # 4 FLOPs per attended position and channel in forward (scores, weighted values), 8 in
-        # backward. A token attends to all before it up to the window: of length T, the first w
-        # tokens to w / 2 on average, the others to w, which is w - w^2 / 2T over all.
-        window = min(hp.sliding_window or hp.max_seq_len, hp.max_seq_len)
-        attended = window - window**2 / (2 * hp.max_seq_len)
-        attention = 12 * hp.n_layers * hp.n_heads * hp.head_width * attended * self.tokens
+        attention = hp.attention_flops_per_token(hp.max_seq_len) * self.tokens
         # 2 FLOPs per weight and token in forward, 4 in backward.
         head = 6 * hp.vocab_size * hp.d_model * self.tokens
         n_in_float8 = sum(out * inner for out, inner in list_float8_layers(hp))

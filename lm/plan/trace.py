@@ -153,6 +153,22 @@ def _build_model(hp: Hyperparameters, n_layers: int, dtype: torch.dtype | None) 
     return model
 
 
+def _alike_in_memory(hp: Hyperparameters, on_gpu: bool) -> Hyperparameters:
+    """Return `hp` with layers that all take as much memory as those that take the most.
+
+    These rotate queries and keys. On a GPU neither a window nor dropout needs a mask.
+    """
+    changes: dict[str, Any] = {}
+    kind_changes: dict[str, Any] = {"rope": True}
+    if on_gpu:
+        changes = {"dropout": 0.0, "sliding_window": None}
+        kind_changes["sliding_window"] = None
+    if hp.layer_pattern is not None:
+        kinds = [kind.model_copy(update=kind_changes) for kind in hp.layer_pattern]
+        changes["layer_pattern"] = tuple(kinds)
+    return hp.model_copy(update=changes)
+
+
 @functools.lru_cache(maxsize=256)
 def _measure(
     key: str,
@@ -169,8 +185,7 @@ def _measure(
     """
     hp = Hyperparameters.model_validate_json(key)
     on_gpu = device_type == "cuda"
-    if on_gpu:
-        hp = hp.model_copy(update={"dropout": 0.0, "sliding_window": None})
+    hp = _alike_in_memory(hp, on_gpu)
     model = _build_model(hp, n_layers, dtype)
     live = LiveBytes()
     if is_compiled:

@@ -282,25 +282,20 @@ def make_inputs(
         None,
         None,
     )
-    is_windowed = config.sliding_window is not None and length > config.sliding_window
-    if branches.max() <= 1 and not is_windowed:
+    if branches.max() <= 1:
         return inputs
     positions = to_device(position_ids)
-    mask = _mask(to_device(branches), positions, config.sliding_window)
+    mask = _mask(to_device(branches))
     return inputs._replace(position_ids=positions, mask=mask)
 
 
-def _mask(branches: Tensor, position_ids: Tensor, sliding_window: int | None) -> Tensor:
+def _mask(branches: Tensor) -> Tensor:
     """Return the mask `(B, 1, T, T)` with which a part attends to the context and to itself."""
     length = branches.shape[1]
     is_causal = torch.ones(length, length, dtype=torch.bool, device=branches.device).tril()
     key_branches = branches[:, None, :]
     is_visible = (key_branches == branches[:, :, None]) | (key_branches == 0)
-    mask = is_causal & is_visible
-    if sliding_window is not None:
-        distance = position_ids[:, :, None] - position_ids[:, None, :]
-        mask = mask & (distance < sliding_window)
-    return mask[:, None]
+    return (is_causal & is_visible)[:, None]
 
 
 class PartScores(NamedTuple):

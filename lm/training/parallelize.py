@@ -221,7 +221,7 @@ def _save_policy(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> Checkpo
 
 
 def apply_compile(model: Transformer) -> None:
-    """Compile the blocks, which share one graph, and the loss, whose chunks share another.
+    """Compile the blocks, of which those of a kind share a graph, and the loss, for all chunks.
 
     FSDP's hooks are not compiled.
     """

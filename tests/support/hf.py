@@ -40,6 +40,9 @@ GPT2: dict[str, Any] = {
 MISTRAL = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
 QWEN2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
 QWEN3 = LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 12}
+OLMO2 = LLAMA | {"model_type": "olmo2", "num_key_value_heads": 2, "pad_token_id": None}
+SMOLLM3 = LLAMA | {"model_type": "smollm3", "num_key_value_heads": 2, "pad_token_id": None}
+OLMO3 = OLMO2 | {"model_type": "olmo3", "sliding_window": 8, "num_hidden_layers": 5}
 GLM4 = LLAMA | {
     "model_type": "glm4",
     "num_key_value_heads": 2,
@@ -56,7 +59,6 @@ GRANITE = LLAMA | {
     "logits_scaling": 2.0,
 }
 PHI3 = LLAMA | {"model_type": "phi3", "num_key_value_heads": 2, "pad_token_id": None}
-OLMO2 = LLAMA | {"model_type": "olmo2", "num_key_value_heads": 2, "pad_token_id": None}
 
 TEXTS = ["Grüße aus Köln, wo der Käse zäh ist.", "def f(x):\n\treturn x + 1\n", "漢字 🎉"]
 
