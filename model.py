@@ -249,6 +249,21 @@ _OLMO3 = _OLMO2 | {
     "max_seq_len": 65536,
     "layer_pattern": [_OLMO3_WINDOW, _OLMO3_WINDOW, _OLMO3_WINDOW, _OLMO3_FULL],
 }
+_GEMMA3_WINDOW = {"sliding_window": 512, "rope_theta": 10000.0}
+_GEMMA3 = _LLAMA2 | {
+    "n_kv_heads": 1,
+    "head_dim": 256,
+    "vocab_size": 262144,
+    "max_seq_len": 32768,
+    "norm": "rmsnorm-centered",
+    "norm_eps": 1e-6,
+    "norm_placement": "both",
+    "qk_norm": "head",
+    "ffn": "geglu",
+    "tie_embeddings": True,
+    "rope_theta": 1e6,
+    "layer_pattern": [*[_GEMMA3_WINDOW] * 5, {}],
+}
 _GRANITE3 = _LLAMA2 | {
     "n_kv_heads": 8,
     "vocab_size": 49155,
@@ -304,6 +319,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "glm4-9b": _preset(_GLM4, 4096, 40, 32, d_ff=13696),
     "smollm3-3b": _preset(_SMOLLM3, 2048, 36, 16, d_ff=11008),
     "olmo3-7b": _preset(_OLMO3, 4096, 32, 32, d_ff=11008),
+    "gemma3-270m": _preset(_GEMMA3, 640, 18, 4, d_ff=2048, embedding_multiplier=640**0.5),
+    "gemma3-1b": _preset(_GEMMA3, 1152, 26, 4, d_ff=6912, embedding_multiplier=1152**0.5),
     "olmo2-7b": _preset(_OLMO2, 4096, 32, 32, d_ff=11008),
 }
 
@@ -362,10 +379,12 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         None,
         gt=0,
         le=2**24,
-        description="feed-forward width; null = 4 d_model, or Llama's rule for swiglu",
+        description="feed-forward width; null = 4 d_model, or Llama's rule with a gate",
     )
-    norm: Fixed[Literal["layernorm", "rmsnorm"]] = Field(
-        "layernorm", description="normalization of sublayers and output"
+    norm: Fixed[Literal["layernorm", "rmsnorm", "rmsnorm-centered"]] = Field(
+        "layernorm",
+        description="normalization of sublayers and output; rmsnorm-centered multiplies by"
+        " 1 + weight (Gemma)",
     )
     norm_eps: Fixed[float] = Field(1e-5, gt=0, description="added to the variance in each norm")
     norm_placement: Fixed[Literal["pre", "post", "both"]] = Field(
@@ -391,8 +410,9 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     rope_interleave: Fixed[bool] = Field(
         False, description="rotate pairs of neighbors, not of the halves of a head"
     )
-    ffn: Fixed[Literal["relu", "gelu", "swiglu"]] = Field(
-        "relu", description="feed-forward network; gelu is GPT-2's tanh form"
+    ffn: Fixed[Literal["relu", "gelu", "swiglu", "geglu"]] = Field(
+        "relu",
+        description="feed-forward network; gelu is GPT-2's tanh form; swiglu and geglu have a gate",
     )
     bias: Fixed[Literal["ffn", "none", "qkv", "attention", "all"]] = Field(
         "ffn",
@@ -511,14 +531,19 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     def ffn_width(self) -> int:
         """Inner width of the feed-forward network: `d_ff`, else 4 d_model.
 
-        For swiglu Llama takes two thirds of it, rounded up to a multiple of 256: three matrices
+        With a gate Llama takes two thirds of it, rounded up to a multiple of 256: three matrices
         then have as many weights as two of the full width.
         """
         if self.d_ff is not None:
             return self.d_ff
-        if self.ffn == "swiglu":
+        if self.has_gate:
             return 256 * math.ceil(8 * self.d_model / 3 / 256)
         return 4 * self.d_model
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether the feed-forward network has a third matrix, for its gate."""
+        return self.ffn in ("swiglu", "geglu")
 
     def can_use_flex(self, device: torch.device, training: bool) -> bool:
         """Return whether masked attention can use FlexAttention on `device`.
@@ -573,7 +598,7 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         q = self.n_heads * self.head_width
         kv = self.kv_heads * self.head_width
         attention_weights = d * (2 * q + 2 * kv)  # q_proj and o_proj, k_proj and v_proj
-        n_matrices = 3 if self.ffn == "swiglu" else 2
+        n_matrices = 3 if self.has_gate else 2
         ffn_weights = n_matrices * d * self.ffn_width
         weights = self.n_layers * (attention_weights + ffn_weights) + self.vocab_size * d
 
@@ -763,11 +788,26 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor], interleave: bool) -> Tensor:
     return torch.cat([rotated, rest], dim=-1)
 
 
+class CenteredRMSNorm(nn.RMSNorm):
+    """RMSNorm whose weight is the difference from 1, computed in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 1 + self.weight.float()
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+def make_rms_norm(config: ModelConfig, width: int) -> nn.Module:
+    """Return the RMSNorm that `config` selects."""
+    if config.norm == "rmsnorm-centered":
+        return CenteredRMSNorm(width, eps=config.norm_eps)
+    return nn.RMSNorm(width, eps=config.norm_eps)
+
+
 def make_norm(config: ModelConfig) -> nn.Module:
-    """Return the norm that `config` selects."""
-    if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
-    return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias != "none")
+    """Return the norm of sublayers and output that `config` selects."""
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias != "none")
+    return make_rms_norm(config, config.d_model)
 
 
 @functools.cache
@@ -792,11 +832,11 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(d, kv, bias=bias)
         self.o_proj = nn.Linear(q, d, bias=config.bias in ("attention", "all"))
         if config.qk_norm == "projection":
-            self.q_norm = nn.RMSNorm(q, eps=config.norm_eps)
-            self.k_norm = nn.RMSNorm(kv, eps=config.norm_eps)
+            self.q_norm = make_rms_norm(config, q)
+            self.k_norm = make_rms_norm(config, kv)
         elif config.qk_norm == "head":
-            self.q_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
-            self.k_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
+            self.q_norm = make_rms_norm(config, config.head_width)
+            self.k_norm = make_rms_norm(config, config.head_width)
 
     def forward(
         self, x: Tensor, inputs: AttentionInputs, cache: KVCache | None
@@ -860,7 +900,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with ReLU or GELU between them, or SwiGLU (Shazeer, 2020)."""
+    """Two linear layers with ReLU or GELU between them, or SwiGLU or GEGLU (Shazeer, 2020)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -868,7 +908,7 @@ class FeedForward(nn.Module):
         d = config.d_model
         f = config.ffn_width
         bias = config.bias in ("ffn", "all")
-        if config.ffn == "swiglu":
+        if config.has_gate:
             self.gate_proj = nn.Linear(d, f, bias=bias)
         self.up_proj = nn.Linear(d, f, bias=bias)
         self.down_proj = nn.Linear(f, d, bias=bias)
@@ -876,6 +916,9 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D) -> (B, T, D)
         if self.kind == "swiglu":
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.kind == "geglu":
+            gate = F.gelu(self.gate_proj(x), approximate="tanh")
+            return self.down_proj(gate * self.up_proj(x))
         x = self.up_proj(x)  # B T F
         if self.kind == "relu":
             return self.down_proj(F.relu(x))
@@ -1339,7 +1382,10 @@ class Transformer(nn.Module):
         if parameter == "bias":
             return InitRule("constant", 0.0)
         if module.endswith("norm"):
-            return InitRule("constant", 1.0)
+            identity = 1.0
+            if c.norm == "rmsnorm-centered":
+                identity = 0.0
+            return InitRule("constant", identity)
         if c.positions == "learned" and not c.tie_embeddings:
             return self._pytorch_init_rule(module)
         if module in ("o_proj", "down_proj"):  # they write to the residual stream

@@ -36,6 +36,7 @@ from lm.training import lora
 from model import PRESETS, ModelConfig, Transformer
 from tests.support.checkpoints import RUN_INFO, open_checkpointer, save_state, state_of
 from tests.support.hf import (
+    GEMMA3,
     GLM4,
     GPT2,
     GRANITE,
@@ -121,6 +122,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
             "full_attention": YARN_ROPE,
+        },
+    },
+    "gemma3": GEMMA3,
+    "gemma3, scaled": GEMMA3
+    | {
+        "num_hidden_layers": 2,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 7,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+            "full_attention": LINEAR_ROPE,
         },
     },
     "glm4": GLM4,
@@ -342,7 +355,7 @@ def test_export_of_read_weights_preserves_every_bit(name: str, tmp_path: Path) -
     assert loaded(tokens).logits.equal(reference(tokens).logits)
 
 
-ADAPTED = ("llama, attention biases", "phi3", "glm4", "granite", "smollm3", "olmo3")
+ADAPTED = ("llama, attention biases", "phi3", "glm4", "granite", "smollm3", "olmo3", "gemma3")
 """A model of each family that tests/test_lora.py does not train."""
 
 
@@ -421,6 +434,32 @@ def test_read_config_reads_old_and_new_formats(name: str, tmp_path: Path) -> Non
     assert families.read_config(written, "ours") == (family, config)
     del written["rope_parameters"]
     assert families.read_config(written, "ours") == (family, config)
+
+
+OLD_FORMATS: dict[str, dict[str, Any]] = {
+    "gemma3": GEMMA3
+    | {
+        "num_hidden_layers": 7,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 5e3,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "olmo3": OLMO3 | {"rope_theta": 5e5, "rope_scaling": YARN_ROPE},
+    "smollm3": SMOLLM3 | {"num_hidden_layers": 5, "no_rope_layer_interval": 3},
+}
+
+
+@pytest.mark.parametrize("name", OLD_FORMATS)
+def test_read_config_of_layers_reads_old_and_new_formats(name: str, tmp_path: Path) -> None:
+    """transformers reads the old format and writes the new one."""
+    old = OLD_FORMATS[name]
+    make_reference(old).config.save_pretrained(tmp_path)
+    new = json.loads((tmp_path / "config.json").read_text())
+    family, config = families.read_config(old, "old")
+    assert len(set(config.layers)) == 2
+    assert families.read_config(new, "new") == (family, config)
+    assert families.read_config(families.write_config(config, "float32", None), "ours")[1] == config
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
@@ -516,6 +555,14 @@ def test_read_directory_accepts_bare_names_and_buffers(name: str, tmp_path: Path
             "layer_types: not supported",
         ),
         (LLAMA | {"layer_types": 5}, "layer_types: not supported"),
+        (OLMO3 | {"layer_types": ["sliding_attention"]}, "layer_types: not a list of 5 layers"),
+        (
+            GEMMA3 | {"layer_types": ["chunked_attention"] * 3},
+            "layer_types: 'chunked_attention' is not supported, only 'sliding_attention' or",
+        ),
+        (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern: 0 is not a number"),
+        (GEMMA3 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: 0 is not a positive"),
+        (GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0 is not"),
         (LLAMA | {"num_attention_heads": 5}, "n_heads: 5 does not divide d_model 32"),
         (LLAMA | {"hidden_size": "wide"}, "hidden_size: Input should be a valid integer"),
         (
@@ -556,6 +603,9 @@ def test_read_config_refuses_what_is_unsupported(raw: dict[str, Any], message: s
         ({"positions": "rope"}, ["positions", "ffn"]),
         ({"positions": "rope", "norm": "rmsnorm", "ffn": "swiglu", "sliding_window": 4}, ["bias"]),
         ({"model": "qwen2.5-0.5b", "qk_norm": "head"}, ["bias"]),
+        ({"model": "llama3.2-1b", "layer_pattern": [{"sliding_window": 4}]}, ["layer_pattern"]),
+        ({"model": "gemma3-1b", "embedding_multiplier": 2.0}, ["embedding_multiplier"]),
+        ({"model": "gemma3-1b", "attention_multiplier": 0.3}, ["attention_multiplier"]),
     ],
 )
 def test_write_config_refuses_a_model_without_counterpart(

@@ -78,6 +78,14 @@ STYLES = {
         "qk_norm": "projection",
         "norm_placement": "post",
     },
+    "gemma3": LLAMA
+    | {
+        "norm": "rmsnorm-centered",
+        "norm_placement": "both",
+        "qk_norm": "head",
+        "ffn": "geglu",
+        "layer_pattern": [{"sliding_window": 5, "rope_theta": 100.0}, {}],
+    },
     "olmo2": LLAMA | {"qk_norm": "projection", "norm_placement": "post"},
 }
 every_style = pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
@@ -140,6 +148,8 @@ PUBLISHED = {
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
+    "gemma3-270m": 268_098_176,
+    "gemma3-1b": 999_885_952,
     "smollm3-3b": 3_075_098_624,
     "olmo3-7b": 7_298_011_136,
     "glm4-9b": 9_400_279_040,
@@ -492,9 +502,8 @@ def test_init_of_norms_and_biases(style: dict[str, Any]) -> None:
     model = on_meta(ModelConfig.model_validate(style))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
-            assert model.init_rule(name) == ("constant", 0.0 if name.endswith("bias") else 1.0), (
-                name
-            )
+            is_zero = name.endswith("bias") or model.config.norm == "rmsnorm-centered"
+            assert model.init_rule(name) == ("constant", 0.0 if is_zero else 1.0), name
 
 
 @pytest.mark.parametrize("style", ["gpt2", "llama", "llama3.2", "qwen3", "olmo2"])

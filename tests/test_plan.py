@@ -109,6 +109,12 @@ QWEN3 = LLAMA | {"n_kv_heads": 2, "head_dim": 48, "qk_norm": "head", "tie_embedd
 OLMO2 = LLAMA | {"norm_placement": "post", "qk_norm": "projection"}
 SMOLLM3 = LLAMA | {"layer_pattern": [{}, {}, {}, {"rope": False}]}
 OLMO3 = OLMO2 | {"layer_pattern": [{"sliding_window": 64}, {"sliding_window": 32}, {}]}
+GEMMA3 = QWEN3 | {
+    "norm": "rmsnorm-centered",
+    "norm_placement": "both",
+    "ffn": "geglu",
+    "layer_pattern": [{"sliding_window": 64}, {}],
+}
 GLM4 = LLAMA | {
     "norm_placement": "both",
     "partial_rotary_factor": 0.5,
@@ -138,6 +144,7 @@ STEPS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (SMOLLM3, {"sharding": "grad-shard"}),
     (OLMO3, {"sharding": "full-shard"}),
     (GLM4, {"sharding": "grad-shard"}),
+    (GEMMA3, {"sharding": "full-shard", "activation_checkpointing": "selective"}),
     (LORA, {"sharding": "grad-shard", "activation_checkpointing": "full"} | ACCUMULATED),
     (LORA, {"sharding": "full-shard"}),
     (LLAMA, {"sharding": "full-shard", "optimizer": "muon"}),

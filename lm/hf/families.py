@@ -53,6 +53,11 @@ class Family:
     sliding_theta: tuple[str, float] | None = None
     """the key, in versions before transformers 5, of the base of the wavelengths in layers with the
     sliding window, and its default; None = that of all layers"""
+    query_scalar: tuple[str, int] | None = None
+    """the key in config.json of the number by whose root attention scores are divided, and its
+    default; None = it is the width of a head, or `keys` has `attention_multiplier`"""
+    scales_embeddings: bool = False
+    """whether token embeddings are multiplied by the root of d_model"""
     partial_rotary_factor: float | None = None
     """its value if config.json does not have it; None = the family rotates complete heads"""
     dropout_keys: tuple[str, ...] = ()
@@ -270,6 +275,56 @@ GRANITE = replace(
         **dict.fromkeys(_MULTIPLIERS, 1.0),
     },
 )
+GEMMA3 = replace(
+    LLAMA,
+    model_type="gemma3_text",
+    class_name="Gemma3ForCausalLM",
+    keys={
+        **LLAMA.keys,
+        "sliding_window": "sliding_window",
+    },
+    defaults={
+        **LLAMA.defaults,
+        "d_model": 2304,
+        "n_heads": 8,
+        "n_layers": 26,
+        "vocab_size": 262208,
+        "max_seq_len": 131072,
+        "n_kv_heads": 4,
+        "head_dim": 256,
+        "d_ff": 9216,
+        "tie_embeddings": True,
+        "sliding_window": 4096,
+        "rope_theta": 1e6,
+    },
+    supported={
+        **LLAMA.supported,
+        "norm": ("rmsnorm-centered",),
+        "norm_placement": ("both",),
+        "qk_norm": ("head",),
+        "ffn": ("geglu",),
+        "bias": ("none",),
+    },
+    required={
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "attention_bias": (False,),
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+        "use_bidirectional_attention": (False, None),
+    },
+    modules={
+        **LLAMA.modules,
+        "blocks.attention_output_norm": "model.layers.{}.post_attention_layernorm",
+        "blocks.ffn_norm": "model.layers.{}.pre_feedforward_layernorm",
+        "blocks.ffn_output_norm": "model.layers.{}.post_feedforward_layernorm",
+    },
+    biases={},
+    full_attention_interval=6,
+    sliding_theta=("rope_local_base_freq", 10000.0),
+    query_scalar=("query_pre_attn_scalar", 256),
+    scales_embeddings=True,
+    preset_prefix="gemma3",
+)
 PHI3 = replace(
     MISTRAL,
     model_type="phi3",
@@ -389,6 +444,7 @@ FAMILIES = {
         OLMO2,
         OLMO3,
         GRANITE,
+        GEMMA3,
         PHI3,
         GLM4,
         GPT2,
@@ -435,6 +491,15 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
         values[key] = supported_values[0]
     if family.dropout_keys:
         values["dropout"] = _read_dropout(family, raw)
+    if family.scales_embeddings and isinstance(values["d_model"], int):
+        values["embedding_multiplier"] = abs(values["d_model"]) ** 0.5
+    if family.query_scalar is not None:
+        key, default = family.query_scalar
+        scalar = raw.get(key, default)
+        if isinstance(scalar, int | float) and scalar > 0:
+            values["attention_multiplier"] = scalar**-0.5
+        else:
+            problems.append(f"{key}: {scalar!r} is not a positive number")
     if "rope" in family.supported["positions"]:
         layers, layer_problems = _read_layers(family, raw, values)
         values |= layers
@@ -650,7 +715,9 @@ def _translate_errors(family: Family, error: ValidationError) -> list[str]:
 
 
 def _normalize(family: Family, config: ModelConfig) -> ModelConfig:
-    """Return `config` without a `head_dim` that follows from others, and found as of `family`."""
+    """Return `config` without keys that follow from others, and found as of `family`."""
+    if config.attention_multiplier == config.head_width**-0.5:
+        config = config.model_copy(update={"attention_multiplier": None})
     if config.head_dim and config.head_dim * config.n_heads == config.d_model:
         config = config.model_copy(update={"head_dim": None})
     if find_family(config) is not family and family.model_type in PRESETS:
@@ -693,6 +760,11 @@ def _find_mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
         "residual_multiplier": (1.0,),
         "logits_scaling": (1.0,),
     }
+    if family.scales_embeddings:
+        if_no_key["embedding_multiplier"] = (config.d_model**0.5,)
+    if family.query_scalar is not None and config.attention_multiplier is not None:
+        nearest = max(1, round(config.attention_multiplier**-2))  # transformers needs an integer
+        if_no_key["attention_multiplier"] = (None, nearest**-0.5)
     if family.partial_rotary_factor is None:
         supported["partial_rotary_factor"] = (1.0,)
     supported |= {key: values for key, values in if_no_key.items() if key not in family.keys}
@@ -753,6 +825,7 @@ def write_config(
     values["head_dim"] = config.head_width
     if config.attention_multiplier is None:
         values["attention_multiplier"] = config.head_width**-0.5
+    query_scalar = round(values["attention_multiplier"] ** -2)
 
     raw: dict[str, Any] = {
         "architectures": [family.class_name],
@@ -762,6 +835,8 @@ def write_config(
         raw[their_key] = values[key]
     for their_key, supported in family.required.items():
         raw[their_key] = supported[0]
+    if family.query_scalar is not None:
+        raw[family.query_scalar[0]] = query_scalar
     for their_key in family.dropout_keys:
         raw[their_key] = config.dropout
     if beginning is None and family.bos_is_eos:

@@ -200,7 +200,7 @@ def bound_activations(
     # of queries and keys; adapters; dropout.
     n_features = sum(out + inner for out, inner in lora.layer_shapes(hp).values())
     inputs_and_outputs = tokens * n_features * width
-    uses_float32 = hp.norm == "rmsnorm" or hp.positions == "rope"
+    uses_float32 = hp.norm != "layernorm" or hp.positions == "rope"
     n_more = sum([uses_float32, hp.qk_norm != "none", hp.lora_rank is not None, hp.dropout > 0])
     saved = inputs_and_outputs + n_more * inputs_and_outputs // 2 + pairs
     held = saved
