@@ -58,7 +58,7 @@ def write_questions(path: Path, some: Sequence[Question] = QUESTIONS) -> Path:
 
 
 def config_of(max_seq_len: int) -> ModelConfig:
-    return ModelConfig(max_seq_len=max_seq_len)
+    return ModelConfig.model_validate({"max_seq_len": max_seq_len})
 
 
 def small_model(**changes: Any) -> Transformer:
