@@ -400,6 +400,12 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     positions: Fixed[Literal["learned", "rope"]] = Field(
         "learned", description="learned table, or rotary embedding"
     )
+    n_positions: Fixed[int | None] = Field(
+        None,
+        gt=0,
+        le=2**24,
+        description="rows of the learned table, at least max_seq_len; null = max_seq_len",
+    )
     rope_theta: Fixed[float] = Field(10000.0, gt=0, description="base of the rotary wavelengths")
     rope_scaling: Fixed[RopeScaling | None] = Field(
         None, description="scaling of the rotary frequencies (a mapping)"
@@ -480,6 +486,11 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         if self.n_heads % self.kv_heads:
             problem = f"{self.n_kv_heads} does not divide n_heads {self.n_heads}"
             problems.append(f"n_kv_heads: {problem}; choose from {_divisors(self.n_heads)}")
+        if self.n_positions is not None and self.positions != "learned":
+            problems.append("n_positions: needs positions: learned")
+        elif self.n_positions is not None and self.n_positions < self.max_seq_len:
+            problem = f"{self.max_seq_len} exceeds n_positions {self.n_positions}"
+            problems.append(f"max_seq_len: {problem}, the rows of the learned table")
         if self.rope_scaling and self.positions != "rope":
             problems.append("rope_scaling: needs positions: rope")
         if self.layer_pattern and self.positions != "rope":
@@ -528,6 +539,13 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         return self.n_heads
 
     @property
+    def table_length(self) -> int:
+        """Rows of the learned table: `n_positions`, else max_seq_len."""
+        if self.n_positions is not None:
+            return self.n_positions
+        return self.max_seq_len
+
+    @property
     def ffn_width(self) -> int:
         """Inner width of the feed-forward network: `d_ff`, else 4 d_model.
 
@@ -568,12 +586,12 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     def structure(self) -> dict[str, Any]:
         """Return the hyperparameters that weights depend on, with defaults filled in.
 
-        Excludes `model`, `dropout` and, with rotary positions, `max_seq_len`.
+        Excludes `model`, `dropout` and `max_seq_len`.
         """
-        excluded = {"model", "dropout"}
-        if self.positions == "rope":
-            excluded.add("max_seq_len")
+        excluded = {"model", "dropout", "max_seq_len"}
         derived = {"d_ff": self.ffn_width, "n_kv_heads": self.kv_heads, "head_dim": self.head_width}
+        if self.positions == "learned":
+            derived["n_positions"] = self.table_length
         return self.model_dump(mode="json", exclude=excluded) | derived
 
     @property
@@ -978,7 +996,7 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.positions = None
         if config.positions == "learned":
-            self.positions = nn.Embedding(config.max_seq_len, config.d_model)
+            self.positions = nn.Embedding(config.table_length, config.d_model)
 
     def forward(
         self, tokens: Tensor, position_ids: Tensor

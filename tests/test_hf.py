@@ -51,6 +51,7 @@ from tests.support.hf import (
     TEXTS,
     add_tokenizer,
     make_reference,
+    read_with_model_defaults,
 )
 from tests.support.hyperparameters import TINY, named_keys
 from tests.support.ranks import in_world
@@ -145,6 +146,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2, untied": GPT2 | {"tie_word_embeddings": False},
     "gpt2, n_inner 48": GPT2 | {"n_inner": 48, "layer_norm_epsilon": 1e-6},
 }
+
+
+MODEL_KEYS = set(ModelConfig.model_fields)
 
 
 def load_folder(folder: Path) -> Transformer:
@@ -327,6 +331,21 @@ def test_training_equals_transformers(pair: Pair) -> None:
             losses[-1].append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[0][-1] < 0.99 * losses[0][0]
+
+
+def test_gpt2_trained_on_short_sequences_keeps_its_table(tmp_path: Path) -> None:
+    make_reference(GPT2).save_pretrained(tmp_path / "in")
+    hp = read_with_model_defaults({"init_from": str(tmp_path / "in"), "max_seq_len": 16})
+    assert (hp.max_seq_len, hp.n_positions) == (16, 64)
+    ours = Transformer(ModelConfig.model_validate(hp.model_dump(include=MODEL_KEYS)))
+    weights.read_directory(tmp_path / "in", ours)
+    with pytest.raises(ValueError, match="max_seq_len"):
+        ours(TOKENS[:, :17])
+    export.export_model(save_checkpoint(ours, tmp_path), tmp_path / "out")
+    before, after = tensors_of(tmp_path / "in"), tensors_of(tmp_path / "out")
+    assert all(tensor.equal(after[name]) for name, tensor in before.items())
+    exported = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert exported.n_positions == 64
 
 
 def test_dynamic_rope_grows_beyond_the_original_context(tmp_path: Path) -> None:

@@ -89,7 +89,16 @@ def transformers_losses(folder: Path, hyperparameters: dict[str, Any]) -> list[f
         ("llama", 1, {"sharding": "no-shard"}),
         ("llama", 2, {"sharding": "full-shard", "batch_size": 2}),
         ("qwen3", 2, {"sharding": "grad-shard", "batch_size": 2}),
-        ("gpt2", 2, {"sharding": "hybrid-grad-shard", "shard_group_size": 1, "dropout": 0.0}),
+        (
+            "gpt2",
+            2,
+            {
+                "sharding": "hybrid-grad-shard",
+                "shard_group_size": 1,
+                "dropout": 0.0,
+                "max_seq_len": 32,  # of 64 positions
+            },
+        ),
     ],
 )
 @pytest.mark.slow

@@ -390,12 +390,14 @@ GPT2 = Family(
         "n_layers": "n_layer",
         "vocab_size": "vocab_size",
         "max_seq_len": "n_positions",
+        "n_positions": "n_positions",  # the last one is written: the rows of the table
         "d_ff": "n_inner",
         "norm_eps": "layer_norm_epsilon",
         "tie_embeddings": "tie_word_embeddings",
     },
     defaults={
         **PRESETS["gpt2"],
+        "n_positions": 1024,
         "norm_eps": 1e-5,
     },
     supported={
@@ -823,6 +825,7 @@ def write_config(
     values["n_kv_heads"] = config.kv_heads
     values["d_ff"] = config.ffn_width
     values["head_dim"] = config.head_width
+    values["n_positions"] = config.table_length
     if config.attention_multiplier is None:
         values["attention_multiplier"] = config.head_width**-0.5
     query_scalar = round(values["attention_multiplier"] ** -2)

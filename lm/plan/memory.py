@@ -113,7 +113,7 @@ def count_units(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> 
     n_matrix = hp.vocab_size * hp.d_model
     n_embedding = n_matrix
     if hp.positions == "learned":
-        n_embedding += hp.max_seq_len * hp.d_model
+        n_embedding += hp.table_length * hp.d_model
     n_head = n_norm
     if not hp.tie_embeddings:
         n_head += n_matrix
@@ -216,7 +216,7 @@ def bound_activations(
     wrapped = hp.model_copy(update={"layer_wrap": True})  # otherwise no unit is a block
     block_gradients = width * count_units(wrapped, dtype, 1).block.n
     # Tokens and positions are looked up, added and dropped out, each with a gradient.
-    position_gradients = 3 * length * hp.d_model * width
+    position_gradients = 3 * hp.table_length * hp.d_model * width
     embedding = 6 * hidden + pairs + matrix_gradients + position_gradients
 
     n_logits = tokens * hp.vocab_size
