@@ -295,6 +295,7 @@ ASHA = {
     "max_concurrent_trials": 4,
 }
 LENGTHS = {"max_steps": 200, "report_rate": 10, "validation_rate": 50, "checkpoint_rate": 50}
+SHORT = {"max_steps": 20, "report_rate": 10, "validation_rate": 10, "checkpoint_rate": 10}
 
 
 @pytest.mark.slow
@@ -317,20 +318,21 @@ def test_live_search_stops_its_losers(cluster: Cluster, tell: Tell) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "searcher",
+    ("searcher", "lengths"),
     [
-        ASHA | {"max_trials": 6, "max_concurrent_trials": 2},
-        {"name": "random", "max_trials": 4, "max_concurrent_trials": 2},
-        {"name": "grid", "max_concurrent_trials": 2},
+        pytest.param(ASHA | {"max_trials": 6, "max_concurrent_trials": 2}, LENGTHS, id="asha"),
+        pytest.param(
+            {"name": "random", "max_trials": 4, "max_concurrent_trials": 2}, SHORT, id="random"
+        ),
+        pytest.param({"name": "grid", "max_concurrent_trials": 2}, SHORT, id="grid"),
     ],
-    ids=lambda searcher: searcher["name"],
 )
 def test_live_search_survives_refused_points(
-    cluster: Cluster, tell: Tell, searcher: dict[str, Any]
+    cluster: Cluster, tell: Tell, searcher: dict[str, Any], lengths: dict[str, int]
 ) -> None:
     dropout = {"type": "categorical", "vals": [0.0, 1.5]}  # the second is refused
     point = {"lr": 1.0e-3, "n_layers": 2, "weight_decay": 0.1}
-    runs = search(cluster, searcher, dropout=dropout, **point, **LENGTHS)
+    runs = search(cluster, searcher, dropout=dropout, **point, **lengths)
     assert len(runs) == searcher.get("max_trials", 2)
     shown = [shown_trial(run) for run in runs.values()]
     refused = [each for each in shown if each.hparams["dropout"] == 1.5]
