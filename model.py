@@ -1,9 +1,11 @@
 """Decoder-only Transformer in plain PyTorch.
 
 The default is the architecture of Determined's FSDP example: learned positions, LayerNorm and a
-ReLU feed-forward network. Other configurations are GPT-2 (GELU, tied embeddings, dropout), Llama
-and Mistral (RoPE, RMSNorm, SwiGLU, grouped-query attention, sliding window), Qwen2 and Qwen3
-(biases on query, key and value; norms on query and key) and OLMo 2 (norms after the sublayers).
+ReLU feed-forward network. Other configurations are GPT-2 (GELU, tied embeddings, dropout), Llama,
+Mistral and Phi-3 (RoPE, RMSNorm, SwiGLU, grouped-query attention, sliding window), Qwen2 and Qwen3
+(biases on query, key and value; norms on query and key), OLMo 2 (norms after the sublayers), GLM-4
+(norms on both sides, half of a head rotated), Granite (multipliers), SmolLM3 and OLMo 3 (layers of
+two kinds) and Gemma 3 (GEGLU, scaled embeddings, norms and layers as these).
 
 Reading order: `ModelConfig`, then `Transformer.forward`, then the modules above it. The module has
 no ranks, meshes or precision policies. A trainer reads the structure from `Transformer.fsdp_units`,

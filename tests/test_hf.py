@@ -519,9 +519,14 @@ def test_read_directory_accepts_bare_names_and_buffers(name: str, tmp_path: Path
     ("raw", "message"),
     [
         (
-            {"model_type": "mixtral"},
-            "model_type: 'mixtral' is not supported; supported: llama, mistral, qwen2",
+            {"model_type": "mixtral", "num_local_experts": 8},
+            "'mixtral' is not supported, a mixture of experts; nearest: Mistral 7B (mistral);",
         ),
+        (
+            {"model_type": "gemma3", "vision_config": {}},
+            "'gemma3' is not supported, a model with vision; nearest: Gemma 3 1B (gemma3_text);",
+        ),
+        ({"model_type": "mamba"}, "'mamba' is not supported; supported: llama, mistral, qwen2"),
         ({}, "model_type: None is not supported"),
         (
             LLAMA | {"quantization_config": {"quant_method": "gptq"}},

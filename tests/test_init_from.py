@@ -224,7 +224,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "unknown type": (
         lambda folder: change_config(folder, model_type="mixtral"),
-        "'mixtral' is not supported; supported: llama, ",
+        "'mixtral' is not supported; nearest: Mistral 7B ",
     ),
     "huge width": (
         lambda folder: change_config(folder, hidden_size=2**40),

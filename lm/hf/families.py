@@ -459,6 +459,39 @@ _REQUIRED_EVERYWHERE = {
     "n_routed_experts": (None, 0, 1),
 }
 """As `Family.required`: a mixture of experts cannot be represented."""
+_NEAREST = {
+    "deepseek_v2": "DeepSeek-R1-Distill (llama, qwen2)",
+    "deepseek_v3": "DeepSeek-R1-Distill (llama, qwen2)",
+    "gemma": "Gemma 3 1B (gemma3_text)",
+    "gemma2": "Gemma 3 1B (gemma3_text)",
+    "gemma3": "Gemma 3 1B (gemma3_text)",
+    "gemma3n": "Gemma 3 1B (gemma3_text)",
+    "glm": "GLM-4-9B-0414 (glm4)",
+    "glm4_moe": "GLM-4-9B-0414 (glm4)",
+    "glm4v": "GLM-4-9B-0414 (glm4)",
+    "granitemoe": "Granite 3 (granite)",
+    "granitemoehybrid": "Granite 3 (granite)",
+    "granitemoeshared": "Granite 3 (granite)",
+    "llama4": "Llama 3.2 (llama)",
+    "ministral": "Mistral 7B (mistral)",
+    "ministral3": "Mistral 7B (mistral)",
+    "mistral3": "Mistral Small of 2501 (mistral)",
+    "mixtral": "Mistral 7B (mistral)",
+    "mllama": "Llama 3.2 3B (llama)",
+    "olmo": "OLMo 2 (olmo2)",
+    "olmoe": "OLMo 2 (olmo2)",
+    "phi": "Phi-3 mini (phi3)",
+    "phi4_multimodal": "Phi-4 (phi3)",
+    "phimoe": "Phi-3 mini (phi3)",
+    "qwen2_moe": "Qwen2.5 (qwen2)",
+    "qwen2_vl": "Qwen2.5 (qwen2)",
+    "qwen2_5_vl": "Qwen2.5 (qwen2)",
+    "qwen3_moe": "Qwen3 (qwen3)",
+    "qwen3_next": "Qwen3 (qwen3)",
+    "qwen3_vl": "Qwen3 (qwen3)",
+    "qwen3_5": "Qwen3 (qwen3)",
+}
+"""The `model_type` of models that are not supported -> the nearest that is, with its own."""
 
 
 def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig]:
@@ -479,10 +512,7 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
         )
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        supported = ", ".join(FAMILIES)
-        raise ConfigError(
-            f"{where}: model_type: {model_type!r} is not supported; supported: {supported}"
-        )
+        raise ConfigError(f"{where}: model_type: {_explain_unsupported(raw)}")
     family = FAMILIES[model_type]
 
     problems = _find_unsupported(family, raw)
@@ -519,6 +549,20 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
     if problems or config is None:
         raise ConfigError(*(f"{where}: {problem}" for problem in problems))
     return family, _normalize(family, config)
+
+
+def _explain_unsupported(raw: Mapping[str, Any]) -> str:
+    """Return why a model of no family is not supported, and which model is."""
+    model_type = raw.get("model_type")
+    problem = f"{model_type!r} is not supported"
+    has_experts = any(raw.get(key) not in few for key, few in _REQUIRED_EVERYWHERE.items())
+    if has_experts:
+        problem += ", a mixture of experts"
+    elif "vision_config" in raw:
+        problem += ", a model with vision"
+    if isinstance(model_type, str) and model_type in _NEAREST:
+        problem += f"; nearest: {_NEAREST[model_type]}"
+    return f"{problem}; supported: {', '.join(FAMILIES)}"
 
 
 def _find_unsupported(family: Family, raw: Mapping[str, Any]) -> list[str]:
