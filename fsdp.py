@@ -347,8 +347,9 @@ class Trainer:
         """
         lr = optim.learning_rate(self.hp, self.step, self.run.max_steps)
         grad_norm, nonfinite = self.optimizer.clip_grad_norm(self.scaler.scale)
-        loss = loss_sum / batch.n_target_tokens
-        skipped = self.spikes.find_skipped(self.world, loss, grad_norm, nonfinite)
+        skipped = self.spikes.find_skipped(
+            self.world, loss_sum, batch.n_target_tokens, grad_norm, nonfinite
+        )
         # A checkpoint's copy must be complete before the optimizer changes what it copies.
         self.checkpointer.protect_copy()
         self.optimizer.step(lr, skipped)

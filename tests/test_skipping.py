@@ -38,8 +38,8 @@ def configure(**settings: Any) -> SkipConfig:
 def find_skipped(
     spikes: SpikeFilter, world: World, loss: float, grad_norm: float, nonfinite: float = 0.0
 ) -> bool:
-    values = (torch.tensor(value) for value in (loss, grad_norm, nonfinite))
-    return bool(spikes.find_skipped(world, *values))
+    loss_sum, norm, is_nonfinite = map(torch.tensor, (7 * loss, grad_norm, nonfinite))
+    return bool(spikes.find_skipped(world, loss_sum, 7, norm, is_nonfinite))
 
 
 def full_window(world: World, **settings: Any) -> SpikeFilter:
@@ -224,7 +224,9 @@ def test_skip_spikes_may_be_set_at_a_resume(poisoned: Path, tmp_path: Path) -> N
 def test_skip_steps_beyond_or_before_the_run(tmp_path: Path) -> None:
     beyond = run_fsdp(tmp_path, "skip_steps=[[3, 5]]", "max_steps=4", code=2)
     assert beyond.stderr.startswith("skip_steps: [3, 5] goes beyond the last step, 4")
-    run_fsdp(tmp_path, "skip_steps=[[1, 2]]", "max_steps=2", "report_rate=2", code=0)
+    skipped = ["skip_steps=[[1, 2]]", "skip_spikes=6"]
+    done = run_fsdp(tmp_path, *skipped, "max_steps=2", "report_rate=2", code=0)
+    assert "skip_spikes skips no spike in the first 128 steps" in done.stdout
     report = read_reports(tmp_path)[2]
     assert report["skipped_steps"] == 2
     assert "loss" not in report

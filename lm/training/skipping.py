@@ -21,7 +21,7 @@ StepRange = tuple[StepNumber, StepNumber]
 
 
 class SkipConfig(BaseModel, frozen=True, extra="forbid"):
-    """Which steps are skipped, so that they change nothing but the step."""
+    """Which steps are skipped, so that they change neither weights nor moments."""
 
     skip_nonfinite: Logged[int] = Field(
         10,
@@ -64,7 +64,7 @@ class SkipConfig(BaseModel, frozen=True, extra="forbid"):
         first, last = self.skip_steps[-1]
         if last > max_steps:
             problem = f"[{first}, {last}] goes beyond the last step, {max_steps}"
-            raise ConfigError(f"skip_steps: {problem}; lower it, or raise max_steps")
+            raise ConfigError(f"skip_steps: {problem}; end it earlier, or raise max_steps")
 
     def lists_step(self, step: int) -> bool:
         """Return whether `skip_steps` contains `step`, of which a run's first is 1."""
@@ -99,20 +99,26 @@ class SpikeFilter:
         self._n_entered = torch.zeros((), dtype=torch.float64, device=device)
 
     def find_skipped(
-        self, world: World, loss: Tensor, grad_norm: Tensor, nonfinite: Tensor
+        self,
+        world: World,
+        loss_sum: Tensor,
+        n_target_tokens: int,
+        grad_norm: Tensor,
+        nonfinite: Tensor,
     ) -> Tensor:
         """Return 1.0 if the optimizer has to skip this step, else 0.0, the same on every rank.
 
         Args:
-            loss: this rank's part of the step's mean loss, which is the sum of all parts.
+            loss_sum: over the target tokens of this rank; all other values are over all ranks.
             nonfinite: 1.0 if a gradient is inf or NaN, so that the step is skipped anyway.
         """
         if self._n_deviations is None:
             return nonfinite
-        own = torch.stack([loss, grad_norm.to(loss.device)]).double()
+        own = torch.stack([loss_sum, grad_norm.to(loss_sum.device)]).double()
         ranks = world.all_gather(own)
-        # Replicas compute the norm separately, and could differ in the last bit.
-        values = torch.stack([ranks[:, 0].sum(), ranks[0, 1]])
+        loss = ranks[:, 0].sum() / n_target_tokens
+        # Rank 0's norm: replicas compute it separately, and could differ in the last bit.
+        values = torch.stack([loss, ranks[0, 1]])
 
         deviation, mean = torch.std_mean(self._window, dim=1)
         # Not a spike if all are `<=`, which is false for a loss that is NaN.
@@ -120,7 +126,7 @@ class SpikeFilter:
         is_spike = ~is_usual & (self._n_entered >= WINDOW)
         skipped = torch.maximum(nonfinite, is_spike.to(nonfinite))
 
-        enters = (skipped == 0).to(loss.device) & torch.isfinite(values).all()
+        enters = (skipped == 0).to(values.device) & torch.isfinite(values).all()
         moved_on = torch.cat([self._window[:, 1:], values.unsqueeze(1)], dim=1)
         self._window = torch.where(enters, moved_on, self._window)
         self._n_entered = self._n_entered + enters
