@@ -61,6 +61,7 @@ from lm.runtime.rendezvous import join_world
 from lm.runtime.run_dir import RunDir
 from lm.runtime.watchdog import Watchdog
 from lm.runtime.world import PendingFlags, World
+from lm.tasks.scoring import Scorer, evaluate
 from lm.training import lora, optim, parallelize, precision, skipping
 from lm.training.profiling import run_profilers
 from lm.units import format_bytes
@@ -412,7 +413,10 @@ class Trainer:
             self.sample()
 
     def validate(self) -> None:
-        """Log the mean validation loss, in nats per token; refuse inf and NaN."""
+        """Log the mean validation loss, in nats per token, and the scores of tasks.
+
+        Refuses inf and NaN.
+        """
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, targets
         with self.accumulator.paused(), self.logger.status("validating"), torch.no_grad():
             self.model.eval()
@@ -435,10 +439,28 @@ class Trainer:
             "batches": self.step,  # of training: the time metric of a search
         }
         metrics |= self.loader.bits_per_byte(loss_sum)
+        if self.is_due(self.run.eval_rate):
+            metrics |= self.score_tasks()
+            if self.stopping:
+                return
         self.logger.log("validation", self.step, metrics)
         self.validation_loss = loss
         if self.search_stop.decides_after(self.step):  # waits until the search has decided
             self.stopping = self.world.any_rank(self.asked_to_stop())
+
+    def score_tasks(self) -> dict[str, float]:
+        """Return the accuracy and the bits per byte of each task; less if asked to stop."""
+        metrics: dict[str, float] = {}
+        with self.accumulator.paused(), self.logger.status("scoring tasks"):
+            for task in self.run.tasks:
+                scorer = Scorer(task, self.model, self.world)
+                for _ in scorer.score():  # in eval mode, without gradients
+                    self.stopping = self.world.any_rank(self.asked_to_stop())
+                    if self.stopping:
+                        return metrics
+                metrics |= evaluate(task, scorer.gather()).metrics(task.name)
+            self.model.train()
+        return metrics
 
     def sample(self) -> None:
         """Log a continuation of the prompt."""

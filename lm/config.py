@@ -37,6 +37,7 @@ from lm.errors import ConfigError, command
 from lm.fields import Fixed, Unlogged, aliases_of
 from lm.launch.console import warn
 from lm.metrics.accumulator import MetricsConfig
+from lm.tasks.questions import TasksConfig
 from lm.training import float8, lora
 from lm.training.lora import LoraConfig
 from lm.training.optim import OptimConfig
@@ -114,6 +115,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
 class Hyperparameters(
     RunConfig,
     ProfilingConfig,
+    TasksConfig,
     MetricsConfig,
     CheckpointConfig,
     ParallelConfig,

@@ -10,7 +10,7 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from lm.data.run_data import Data, open_data
 from lm.data.tokens import check_token_files
 from lm.determined import master
 from lm.determined.search import Searcher
-from lm.errors import ConfigError, oserror_as_config_error
+from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import adapters, weights
 from lm.hf.base import find_base
 from lm.launch.console import announce
@@ -36,6 +36,8 @@ from lm.plan.refusal import check_memory
 from lm.resume import ResumePlan, is_complete, plan_resume, start_date
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
+from lm.tasks.questions import read_tasks
+from lm.tasks.scoring import TokenizedTask, metric_names, tokenize
 from lm.training import parallelize
 from lm.training.skipping import WINDOW
 from lm.units import format_parameters
@@ -58,6 +60,8 @@ class ResolvedRun:
     """sequences per step"""
     validation_rate: int
     """steps between validations"""
+    tasks: Sequence[TokenizedTask]
+    """that score the model in validations"""
     info: RunInfo
     """what a checkpoint says of the run"""
     resume_plan: ResumePlan
@@ -94,6 +98,13 @@ class ResolvedRun:
         if self.data.tokenizer is None or self.hp.num_tokens == 0:
             return None
         return self.hp.sample_rate or self.validation_rate
+
+    @property
+    def eval_rate(self) -> int | None:
+        """Steps between validations that score tasks; None = no tasks."""
+        if not self.tasks:
+            return None
+        return self.hp.eval_rate or self.validation_rate
 
     @property
     def directory(self) -> Path | None:
@@ -154,6 +165,8 @@ class ResolvedRun:
         """Return lines on what the user may not expect of the data, the memory and the rates."""
         hp = self.hp
         notes = list(self.data.notes)
+        for task in self.tasks:
+            notes += task.notes()
         if self.memory:
             notes.append(self.memory)
         if 0 < self.max_steps < hp.warmup_steps:
@@ -326,6 +339,7 @@ def _resolve(
         prompt=_prompt(hp, data),
         global_batch_size=batch_size,
         validation_rate=validation_rate,
+        tasks=_tokenize_tasks(hp, validation_rate, data),
         info=_run_info(hp, amp_dtype, batch_size, data, trial, base),
         resume_plan=resume_plan,
         pretrained=_pretrained(hp, resume_plan, base),
@@ -336,11 +350,46 @@ def _resolve(
         memory=memory,
     )
     if run.searcher is not None:
-        metrics = ["loss", "perplexity"]
-        if data.tokenizer:
-            metrics.append("bits_per_byte")
-        run.searcher.check(metrics)
+        _check_searcher(run, run.searcher)
     return run
+
+
+def _check_searcher(run: ResolvedRun, searcher: Searcher) -> None:
+    """Raise ConfigError if the searcher cannot work with the metrics of this run's validations."""
+    smaller_is_better = ["loss", "perplexity"]
+    larger_is_better: list[str] = []
+    if run.data.tokenizer:
+        smaller_is_better.append("bits_per_byte")
+    of_tasks = [metric_names(task.name) for task in run.tasks]
+    if any(searcher.metric in names for names in of_tasks) and run.eval_rate != run.validation_rate:
+        problem = f"{run.eval_rate} differs from validation_rate {run.validation_rate}"
+        reason = f"searcher.metric {searcher.metric} would be missing in some validations"
+        raise ConfigError(f"eval_rate: {problem}: {reason}; remove eval_rate")
+    for names in of_tasks:
+        larger_is_better.append(names.acc)
+        smaller_is_better.append(names.bpb)
+    searcher.check(smaller_is_better, larger_is_better)
+
+
+def _tokenize_tasks(hp: Hyperparameters, validation_rate: int, data: Data) -> list[TokenizedTask]:
+    """Return the tasks of `eval_tasks`.
+
+    Raises:
+        ConfigError: one does not exist or is invalid, they are scored at no validation, or the
+            data have no tokenizer.
+    """
+    if not hp.eval_tasks:
+        return []
+    if hp.eval_rate is not None and hp.eval_rate % validation_rate:
+        nearest = validation_rate * math.ceil(hp.eval_rate / validation_rate)
+        problem = f"{hp.eval_rate} is not a multiple of validation_rate {validation_rate}"
+        raise ConfigError(f"eval_rate: {problem}; tasks are scored in validations: use {nearest}")
+    if data.tokenizer is None:
+        problem = f"dataset {hp.dataset} has no tokenizer, and tasks are text"
+        raise ConfigError(f"eval_tasks: {problem}; remove eval_tasks")
+    with error_prefix("eval_tasks"):
+        tasks = read_tasks(hp.eval_tasks, hp.eval_limit)
+        return [tokenize(task, data.tokenizer, hp) for task in tasks]
 
 
 def _prompt(hp: Hyperparameters, data: Data) -> list[int]:

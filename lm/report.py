@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -27,6 +28,12 @@ from lm.fileio import read_records
 
 _PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 """Small panels below that of the loss: their metrics and titles."""
+_TITLES = _PANELS | {
+    "loss": "loss (nats per token)",
+    "acc": "tasks: accuracy",
+    "bpb": "tasks: bits per byte",
+}
+_TASK_METRIC = re.compile(r"eval_[\w-]+_(acc|bpb)", re.ASCII)
 
 
 class _Summary(NamedTuple):
@@ -135,6 +142,15 @@ class RunRecords:
                 values.append(metrics[metric])
         return steps, values
 
+    def task_metrics(self) -> list[str]:
+        """Return the metrics of tasks, `eval_TASK_acc` and `eval_TASK_bpb`, as first reported."""
+        found: dict[str, None] = {}  # an ordered set
+        for report in self.reports:
+            if report.group == "validation":
+                metrics = report.__pydantic_extra__
+                found |= dict.fromkeys(key for key in metrics if _TASK_METRIC.fullmatch(key))
+        return list(found)
+
     def summarize(self) -> dict[str, str]:
         """Return the rows of the table that are known, by label."""
         rows: dict[str, str] = {}
@@ -143,6 +159,11 @@ class RunRecords:
             best = min(losses)
             best_step = steps[losses.index(best)]
             rows["validation loss"] = f"{losses[-1]:.4f}, best {best:.4f} (step {best_step})"
+        for metric in self.task_metrics():
+            steps, values = self.curve("validation", metric)
+            best = max(values) if metric.endswith("_acc") else min(values)
+            best_step = steps[values.index(best)]
+            rows[metric] = f"{values[-1]:.4f}, best {best:.4f} (step {best_step})"
         _, losses = self.curve("training", "loss")
         if losses:
             rows["training loss"] = f"{losses[-1]:.4f}"
@@ -241,7 +262,12 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 7.5), layout="constrained")
-    axes = figure.subplot_mosaic([["loss"] * len(_PANELS), list(_PANELS)], height_ratios=(2, 1))
+    top_row: list[Any] = ["loss"] * len(_PANELS)
+    if any(run.task_metrics() for run in runs):
+        figure.set_size_inches(14, 7.5)
+        top_row += ["acc", "bpb"]
+    bottom_row: list[Any] = [*_PANELS, *top_row[len(_PANELS) :]]
+    axes = figure.subplot_mosaic([top_row, bottom_row], height_ratios=(2, 1))
     for number, run in enumerate(runs):
         # A color for each run; or of a single run, for each loss.
         training_color = validation_color = f"C{number}"
@@ -257,10 +283,15 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
         for metric in _PANELS:
             steps, values = run.curve("training", metric)
             axes[metric].plot(steps, values, color=training_color)
+        for metric in run.task_metrics():
+            steps, values = run.curve("validation", metric)
+            task, _, kind = metric.removeprefix("eval_").rpartition("_")
+            axes[kind].plot(steps, values, "o--", markersize=4, label=f"{label_prefix}{task}")
     for name, panel in axes.items():
-        panel.set(title=_PANELS.get(name, "loss (nats per token)"), xlabel="step")
+        panel.set(title=_TITLES[name], xlabel="step")
         panel.grid(alpha=0.3)
-    axes["loss"].legend()
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend()
     figure.savefig(path, dpi=100)
 
 

@@ -411,15 +411,17 @@ def test_console_without_a_terminal_prints_a_line(
     logger = started(tmp_path, step=5)
     logger.log("training", 10, TRAINING)
     logger.log("validation", 10, VALIDATION)
+    logger.log("validation", 20, {"loss": 2.5, "eval_arc_easy_acc": 0.25, "eval_arc_easy_bpb": 1.5})
     logger.close()
     logger.info("after the end")
     output = capsys.readouterr().out
-    assert len(output.splitlines()) == 4
+    assert len(output.splitlines()) == 5
     assert re.search(
         r"training +step +10/100 +loss +3.1416 +lr 1.00e-04 +tokens/s +12,346 +MFU 45.7% +left",
         output,
     )
     assert re.search(r"validation +step +10/100 +loss +2.5000 +perplexity 12.18\n", output)
+    assert re.search(r"loss +2.5000 +arc_easy acc 0.250 +arc_easy bpb 1.500\n", output)
 
 
 @pytest.mark.parametrize("no_color", ["", "1"])

@@ -89,6 +89,20 @@ def test_report_counts_sessions_and_the_best_validation() -> None:
     assert facts["training blocked by saving (s)"] == "3.0"
 
 
+def test_report_has_the_best_scores_of_tasks() -> None:
+    run = make_run("a")
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, acc in ((10, 0.5), (20, 0.25)):
+            scores = {"eval_own_acc": acc, "eval_own_bpb": acc, "eval_$\\x_acc": 1.0}
+            line = {"group": "validation", "step": step, "time": 2060.0, **scores}
+            file.write("\n" + json.dumps(line))
+    facts = report.RunRecords(run).summarize()
+    assert facts["eval_own_acc"] == "0.2500, best 0.5000 (step 10)"
+    assert facts["eval_own_bpb"] == "0.2500, best 0.2500 (step 20)"
+    assert sum(label.startswith("eval_") for label in facts) == 2
+    assert report.write_report(run) == "runs/a/report.md and report.png"
+
+
 def test_report_command_writes_a_report_again(capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run("a")
     assert report.main([str(run)]) == 0

@@ -24,6 +24,7 @@ from lm.data.loader import Loader, MicroBatch
 from lm.data.tokenizer import TOKENIZER_JSON
 from lm.resume import extensions
 from lm.runtime.world import World
+from lm.tasks.scoring import Scorer
 from lm.training.optim import OptimConfig, learning_rate
 from tests.support.checkpoints import copy_with_hyperparameters, forge_manifest
 from tests.support.hyperparameters import EXACT_RUN, TINY
@@ -141,11 +142,13 @@ INTERRUPTED = RUN | {
     "vocab_size": 264,
     "sample_rate": 6,
     "num_tokens": 8,
+    "eval_tasks": ["../own.jsonl"],
+    "eval_rate": 8,
 }
 
 
 def interrupt(world: World, step: int, how: str) -> None:
-    """Run until a signal arrives in step `step`, or in the validation or sample after it.
+    """Run until a signal arrives in step `step`, or in the validation, tasks or sample after it.
 
     If `how` is "kill", SIGKILL arrives in the step.
     """
@@ -169,6 +172,15 @@ def interrupt(world: World, step: int, how: str) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
             yield token
 
+    def score(self: Scorer) -> Iterator[None]:
+        for number, _ in enumerate(batches_of_tasks(self)):
+            assert how != "tasks" or number == 0, "the stop is answered after a batch"
+            if how == "tasks":
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield
+
+    batches_of_tasks = Scorer.score
+    Scorer.score = score
     tokens = sampling.generate
     sampling.generate = generate
     batches = Loader.validation
@@ -181,7 +193,7 @@ Curve = list[tuple[Any, ...]]
 
 
 def read_curve(folder: Path) -> Curve:
-    keys = ("group", "step", "prompt", "text", *EXACT_METRICS)
+    keys = ("group", "step", "prompt", "text", *EXACT_METRICS, "eval_own_acc", "eval_own_bpb")
     curve = []
     for name in ("metrics.jsonl", "samples.jsonl"):
         for line in (folder / "runs" / "test" / name).read_text().splitlines():
@@ -192,7 +204,7 @@ def read_curve(folder: Path) -> Curve:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """An uninterrupted run, and the same run interrupted eight times."""
+    """An uninterrupted run, and the same run interrupted nine times."""
 
     expected: Curve
     found: Curve
@@ -211,13 +223,16 @@ def read_manifests(folder: Path) -> list[Manifest]:
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
     root = tmp_path_factory.mktemp("interrupted")
     (root / "text.txt").write_text("to be or not to be, that is the question\n" * 50)
+    question = {"context": "to be or", "choices": [" not to be", " that"], "gold": 0}
+    (root / "own.jsonl").write_text(f"{json.dumps(question)}\n" * 600)
     run_fsdp(root / "reference", config=INTERRUPTED, code=0)
     folder = root / "interrupted"
     folder.mkdir()
     # Before a report; in a validation; again in that validation; before a report and a sample; in
-    # that sample; killed after a saved checkpoint; before the last report; in the last sample.
+    # that sample; in the tasks of a validation; killed after a saved checkpoint; before the last
+    # report; in the last sample.
     stops = [(3, "signal"), (4, "validation"), (4, "validation"), (6, "signal"), (6, "sample")]
-    stops += [(11, "kill"), (12, "signal"), (12, "sample")]
+    stops += [(8, "tasks"), (11, "kill"), (12, "signal"), (12, "sample")]
     newest = []
     with contextlib.chdir(folder):
         for step, how in stops:
@@ -241,6 +256,12 @@ def test_reports_and_samples_have_the_steps_of_their_rates(interrupted: Interrup
         ("training", 12), ("validation", 12), ("sample", 6), ("sample", 12),
     ]  # fmt: skip
     assert all(text for group, _, _, text, *_ in interrupted.expected if group == "sample")
+
+
+@pytest.mark.slow
+def test_tasks_are_scored_at_multiples_of_eval_rate(interrupted: Interrupted) -> None:
+    scored = [(step, bpb) for group, step, *_, bpb in interrupted.expected if bpb is not None]
+    assert [step for step, _ in scored] == [8, 12]
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from tests.support import REPOSITORY
 from tests.support.hf import GPT2, GRANITE, LLAMA, MISTRAL, add_tokenizer, make_reference
 from tests.support.hyperparameters import TINY
 from tests.support.ranks import in_world, run_ranks
+from tests.support.runs import read_reports, run_fsdp
 
 QUESTIONS = [
     Question([Choice("def f(x):", text) for text in (" return x", " 1", "\n\treturn x + 1")], 2),
@@ -377,6 +378,57 @@ def test_command_prints_the_same_under_a_launcher(tmp_path: Path) -> None:
         outputs.append(subprocess.check_output(program, cwd=REPOSITORY, env=env))
     assert outputs[0] == outputs[1]
     assert json.loads(outputs[0])[str(tmp_path)]["own"]["questions"] == 36
+
+
+SCORED: dict[str, Any] = {
+    "dataset": "text",
+    "max_epochs": -1,
+    "validation_batches": 1,
+    "num_tokens": 0,
+    "amp_dtype": None,
+    "seed": 1,
+}
+"""A run that only validates and scores tasks."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_run_has_the_same_digits_on_any_ranks_and_strategy(tmp_path: Path, dtype: Any) -> None:
+    add_tokenizer(tmp_path / "hf", 290)
+    make_reference(LLAMA | {"vocab_size": 290}).save_pretrained(tmp_path / "hf")
+    (tmp_path / "text.txt").write_text("def f(x):\n\treturn x + 1\n" * 50)
+    own = write_questions(tmp_path / "own.jsonl", QUESTIONS * 50)
+    files = {"init_from": str(tmp_path / "hf"), "train_data": str(tmp_path / "text.txt")}
+    config = SCORED | files | {"eval_tasks": [str(own)], "amp_dtype": dtype}
+    found = []
+    for ranks, *overrides in (
+        (1, "batch_size=1"),
+        (2, "batch_size=2"),
+        (2, "batch_size=1", "sharding=no-shard"),
+        (3, "batch_size=1", "sharding=grad-shard", "total_batch_size=6"),
+    ):
+        folder = tmp_path / f"{len(found)}"
+        run_fsdp(folder, *overrides, ranks=ranks, config=config, code=0)
+        report = read_reports(folder, "validation")[0]
+        found.append((report["eval_own_acc"], report["eval_own_bpb"]))
+    assert len(set(found)) == 1, found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["eval_tasks=none.jsonl"], ["eval_tasks", "none.jsonl"]),
+        (["eval_rate=15"], ["eval_rate", "15", "validation_rate 10", "20"]),
+        (["dataset=synthetic"], ["eval_tasks", "dataset synthetic"]),
+    ],
+)
+def test_run_refuses_tasks_before_its_first_step(
+    tmp_path: Path, overrides: list[str], parts: list[str]
+) -> None:
+    path = write_questions(tmp_path / "own.jsonl")
+    config = TINY | {"dataset": "text", "vocab_size": 264, "eval_tasks": str(path)}
+    errors = run_fsdp(tmp_path, *overrides, config=config, code=2).stderr.splitlines()
+    assert any(all(part in line for part in parts) for line in errors), errors
 
 
 @pytest.mark.parametrize(

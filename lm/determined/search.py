@@ -68,13 +68,15 @@ class Searcher:
         """Whether the searcher can stop a trial before its last step."""
         return self.name not in ("single", "random", "grid")
 
-    def check(self, metrics: Sequence[str]) -> None:
+    def check(self, smaller: Sequence[str], larger: Sequence[str] = ()) -> None:
         """Raise ConfigError if the searcher cannot work with this trial.
 
         Args:
-            metrics: those of a validation report that can be compared; the smallest is the best.
+            smaller: metrics of every validation report of which the smallest is the best.
+            larger: those of which the largest is.
         """
         problems = []
+        metrics = [*smaller, *larger]
         if self.metric not in metrics:
             nearest = [name for name in metrics if name in self.metric]
             nearest += difflib.get_close_matches(self.metric, metrics, n=1)
@@ -84,10 +86,12 @@ class Searcher:
             problems.append(
                 f"searcher.metric: {self.metric!r} is not in the validation reports; {hint}"
             )
-        elif not self.smaller_is_better:
+        elif self.smaller_is_better != (self.metric in smaller):
+            value, other = ("true", "false") if self.smaller_is_better else ("false", "true")
+            preferred = "smallest" if self.smaller_is_better else "largest"
             problems.append(
-                f"searcher.smaller_is_better: false would prefer the largest {self.metric};"
-                " use true"
+                f"searcher.smaller_is_better: {value} would prefer the {preferred} {self.metric};"
+                f" use {other}"
             )
         if self.rungs:
             problem = self._rung_problem()

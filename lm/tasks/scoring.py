@@ -413,6 +413,23 @@ class TaskResult:
     chosen: Sequence[int]
     """choice of each question"""
 
+    def metrics(self, name: str) -> dict[str, float]:
+        """Return what a run reports of the task `name`, by `metric_names`."""
+        acc, bpb = metric_names(name)
+        return {acc: self.acc.value, bpb: self.bpb.value}
+
+
+class MetricNames(NamedTuple):
+    """Names of the metrics of a task."""
+
+    acc: str
+    bpb: str
+
+
+def metric_names(name: str) -> MetricNames:
+    """Return the names under which a run reports accuracy and bits per byte of the task `name`."""
+    return MetricNames(f"eval_{name}_acc", f"eval_{name}_bpb")
+
 
 def evaluate(task: TokenizedTask, scores: ChoiceScores) -> TaskResult:
     """Return the result of the scores of a task.

@@ -20,7 +20,7 @@ def problems(max_steps: int, validation_rate: int, **searcher: Any) -> tuple[str
     """Return what is wrong with the shipped search after these changes."""
     config = SEARCH | {"searcher": SEARCH["searcher"] | searcher}
     try:
-        Searcher.from_config(config, max_steps, validation_rate).check(METRICS)
+        Searcher.from_config(config, max_steps, validation_rate).check(METRICS, ["eval_sciq_acc"])
     except ConfigError as error:
         return error.problems
     return ()
@@ -41,6 +41,7 @@ def test_searcher_check_accepts_the_shipped_search() -> None:
         ({"metric": "perplexty"}, ["searcher.metric", "perplexty", "did you mean perplexity?"]),
         ({"metric": "accuracy"}, ["searcher.metric", "accuracy", *METRICS]),
         ({"smaller_is_better": False}, ["searcher.smaller_is_better", "true"]),
+        ({"metric": "eval_sciq_acc"}, ["searcher.smaller_is_better", "smallest", "use false"]),
         ({"time_metric": "steps"}, ["searcher.time_metric", "steps", "batches"]),
         ({"time_metric": "loss"}, ["searcher.time_metric", "loss", "batches"]),
         ({"max_time": 1000}, ["searcher.max_time", "1000", "max_steps 400"]),
@@ -56,6 +57,10 @@ def test_searcher_check_refuses_what_cannot_work(
 ) -> None:
     (problem,) = problems(400, 25, **searcher)
     assert all(part in problem for part in parts), problem
+
+
+def test_searcher_check_accepts_the_accuracy_of_a_task() -> None:
+    assert problems(400, 25, metric="eval_sciq_acc", smaller_is_better=False) == ()
 
 
 def test_searcher_check_reports_all_problems() -> None:
