@@ -417,28 +417,24 @@ class Trainer:
 
         Refuses inf and NaN.
         """
-        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, targets
+        n_sets = len(self.run.data.validation)  # each has a loss sum and a number of targets
+        sums = torch.zeros(n_sets, 2, dtype=torch.float64, device=self.world.device)
         with self.accumulator.paused(), self.logger.status("validating"), torch.no_grad():
             self.model.eval()
-            for batch in self.loader.validation():  # as many on every rank
+            for number, batch in self.loader.validation():  # as many on every rank
                 n_targets = (batch.targets != IGNORE_INDEX).sum()
-                sums += torch.stack([self.model(*batch).double(), n_targets])
+                sums[number] += torch.stack([self.model(*batch).double(), n_targets])
                 self.stopping = self.world.any_rank(self.asked_to_stop())
                 if self.stopping:
                     return  # in eval mode, as no step follows
             self.model.train()
-            sums_of_ranks = self.world.all_gather(sums).tolist()
-        loss_sum = math.fsum(rank_loss for rank_loss, _ in sums_of_ranks)
-        loss = loss_sum / math.fsum(n_targets for _, n_targets in sums_of_ranks)
+            sums_of_ranks = self.world.all_gather(sums)
+        metrics = self.loader.validation_metrics(sums_of_ranks)
+        loss = metrics["loss"]
         if not math.isfinite(loss):
             problem = f"validation loss is {loss} at step {self.step}"
             raise ConfigError(f"{problem}: lower lr or set grad_clip")
-        metrics = {
-            "loss": loss,
-            "perplexity": math.exp(min(loss, 700)),  # a finite float
-            "batches": self.step,  # of training: the time metric of a search
-        }
-        metrics |= self.loader.bits_per_byte(loss_sum)
+        metrics["batches"] = self.step  # of training: the time metric of a search
         if self.is_due(self.run.eval_rate):
             metrics |= self.score_tasks()
             if self.stopping:

@@ -356,10 +356,8 @@ def _resolve(
 
 def _check_searcher(run: ResolvedRun, searcher: Searcher) -> None:
     """Raise ConfigError if the searcher cannot work with the metrics of this run's validations."""
-    smaller_is_better = ["loss", "perplexity"]
+    smaller_is_better = run.data.validation_metrics()
     larger_is_better: list[str] = []
-    if run.data.tokenizer:
-        smaller_is_better.append("bits_per_byte")
     of_tasks = [metric_names(task.name) for task in run.tasks]
     if any(searcher.metric in names for names in of_tasks) and run.eval_rate != run.validation_rate:
         problem = f"{run.eval_rate} differs from validation_rate {run.validation_rate}"

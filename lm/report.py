@@ -33,6 +33,8 @@ _TITLES = _PANELS | {
     "acc": "tasks: accuracy",
     "bpb": "tasks: bits per byte",
 }
+_SET_LOSS = re.compile(r"loss_[\w-]+", re.ASCII)
+"""of one of several validation sets"""
 _TASK_METRIC = re.compile(r"eval_[\w-]+_(acc|bpb)", re.ASCII)
 
 
@@ -142,13 +144,13 @@ class RunRecords:
                 values.append(metrics[metric])
         return steps, values
 
-    def task_metrics(self) -> list[str]:
-        """Return the metrics of tasks, `eval_TASK_acc` and `eval_TASK_bpb`, as first reported."""
+    def reported(self, pattern: re.Pattern[str]) -> list[str]:
+        """Return the metrics of validations that match `pattern`, as first reported."""
         found: dict[str, None] = {}  # an ordered set
         for report in self.reports:
             if report.group == "validation":
                 metrics = report.__pydantic_extra__
-                found |= dict.fromkeys(key for key in metrics if _TASK_METRIC.fullmatch(key))
+                found |= dict.fromkeys(key for key in metrics if pattern.fullmatch(key))
         return list(found)
 
     def summarize(self) -> dict[str, str]:
@@ -159,7 +161,10 @@ class RunRecords:
             best = min(losses)
             best_step = steps[losses.index(best)]
             rows["validation loss"] = f"{losses[-1]:.4f}, best {best:.4f} (step {best_step})"
-        for metric in self.task_metrics():
+            for metric in self.reported(_SET_LOSS):
+                _, losses = self.curve("validation", metric)
+                rows[f"validation {metric}"] = f"{losses[-1]:.4f}, best {min(losses):.4f}"
+        for metric in self.reported(_TASK_METRIC):
             steps, values = self.curve("validation", metric)
             best = max(values) if metric.endswith("_acc") else min(values)
             best_step = steps[values.index(best)]
@@ -263,7 +268,7 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
 
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     top_row: list[Any] = ["loss"] * len(_PANELS)
-    if any(run.task_metrics() for run in runs):
+    if any(run.reported(_TASK_METRIC) for run in runs):
         figure.set_size_inches(14, 7.5)
         top_row += ["acc", "bpb"]
     bottom_row: list[Any] = [*_PANELS, *top_row[len(_PANELS) :]]
@@ -280,10 +285,14 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
         steps, losses = run.curve("validation", "loss")
         label = f"{label_prefix}validation"
         axes["loss"].plot(steps, losses, "o--", color=validation_color, markersize=4, label=label)
+        for metric in run.reported(_SET_LOSS):
+            steps, losses = run.curve("validation", metric)
+            label = f"{label_prefix}validation {metric}"
+            axes["loss"].plot(steps, losses, ":", linewidth=1, label=label)
         for metric in _PANELS:
             steps, values = run.curve("training", metric)
             axes[metric].plot(steps, values, color=training_color)
-        for metric in run.task_metrics():
+        for metric in run.reported(_TASK_METRIC):
             steps, values = run.curve("validation", metric)
             task, _, kind = metric.removeprefix("eval_").rpartition("_")
             axes[kind].plot(steps, values, "o--", markersize=4, label=f"{label_prefix}{task}")

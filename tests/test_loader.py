@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lm.data.dataset import Dataset, Position
+from lm.data.dataset import Dataset, Position, ValidationSet
 from lm.data.loader import Batch, Loader, derive_global_batch_size
 from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.sampler import SampledSource
@@ -51,7 +51,8 @@ def loader(
     source = SampledSource(
         [numbered(samples)], [1.0], total, rank, ranks, seed, keys.get("shuffle", True)
     )
-    return Loader(config(**keys), Data(source, numbered(validation), None), total, rank, ranks, CPU)
+    data = Data(source, [ValidationSet(None, numbered(validation))], None)
+    return Loader(config(**keys), data, total, rank, ranks, CPU)
 
 
 def ids(inputs: torch.Tensor) -> list[int]:
@@ -118,9 +119,10 @@ def test_validation_uses_each_sample_once(
     seen: Counter[int] = Counter()
     passes = set()
     for rank in range(ranks):
-        micro_batches = list(loader(1, total, rank=rank, ranks=ranks, **keys).validation())
-        passes.add(len(micro_batches))
-        for micro in micro_batches:
+        batches_of_sets = list(loader(1, total, rank=rank, ranks=ranks, **keys).validation())
+        passes.add(len(batches_of_sets))
+        for number, micro in batches_of_sets:
+            assert number == 0
             assert micro.inputs.shape == (batch_size, SEQ_LEN)
             counts = (micro.targets != IGNORE_INDEX).all(dim=1)
             assert torch.equal(counts, (micro.targets != IGNORE_INDEX).any(dim=1))
@@ -172,8 +174,8 @@ def test_synthetic_samples_are_ten_fixed_batches() -> None:
         open_data(config(), vocab_size=100, seq_len=8, global_batch_size=3, seed=seed)
         for seed in (42, 1)
     )
-    assert data.train.samples_per_epoch == len(data.validation) == 30
-    datasets = (train_dataset(data), data.validation, train_dataset(other))
+    assert data.train.samples_per_epoch == len(data.validation[0].dataset) == 30
+    datasets = (train_dataset(data), data.validation[0].dataset, train_dataset(other))
     samples = [ids_in(dataset, i) for dataset in datasets for i in range(20)]
     assert samples[0] == [56, 43, 75, 98, 24, 50, 40, 12, 66]
     assert samples[3] == [56, 11, 89, 93, 56, 25, 18, 82, 57]
@@ -209,10 +211,10 @@ def test_val_data_default_is_the_end_of_the_text(tmp_path: Path) -> None:
     data = open_text(tmp_path / "a.txt")
     cut = len(text) + 1 - round((len(text) + 1) * 0.05)
     assert decoded(data, train_dataset(data)) == text[: cut // 10 * 10]
-    assert decoded(data, data.validation) == text[cut:][: (len(text) - cut) // 10 * 10]
+    assert decoded(data, data.validation[0].dataset) == text[cut:][: (len(text) - cut) // 10 * 10]
     data = open_text(tmp_path / "a.txt", val_data=str(tmp_path / "val"))
     assert decoded(data, train_dataset(data)) == text
-    assert decoded(data, data.validation) == "val" * 20
+    assert decoded(data, data.validation[0].dataset) == "val" * 20
 
 
 def test_vocab_size_below_the_tokenizers_is_refused(tmp_path: Path) -> None:
@@ -249,7 +251,11 @@ def test_data_fingerprint_depends_only_on_the_data(tmp_path: Path) -> None:
 def test_val_data_default_of_a_short_text_is_one_sequence(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 99)
     data = open_text(tmp_path)
-    assert (data.train.samples_per_epoch, len(data.validation)) == (8, 1)
+    assert (data.train.samples_per_epoch, len(data.validation[0].dataset)) == (8, 1)
+
+
+SUMS = torch.tensor([[[6.0, 2.0]], [[4.0, 3.0]]])
+"""Of losses and targets, on two ranks and one validation set."""
 
 
 def test_bits_per_byte_counts_the_validated_text(tmp_path: Path) -> None:
@@ -257,23 +263,18 @@ def test_bits_per_byte_counts_the_validated_text(tmp_path: Path) -> None:
     for i, text in enumerate(texts):
         (tmp_path / f"{i}.txt").write_text(text)
     data = open_text(tmp_path, val_data=str(tmp_path))
-    ids = [int(token) for i in range(4) for token in data.validation[i].targets]
+    ids = [int(token) for i in range(4) for token in data.validation[0].dataset[i].targets]
     assert data.tokenizer
     assert data.tokenizer.eos_id in ids
     for validated, targets in ((2, ids[:20]), (99, ids)):
         settings = config(dataset="text", validation_batches=validated)
-        found = {
-            rank: Loader(settings, data, 1, rank, 3, CPU).bits_per_byte(10.0) for rank in range(3)
-        }
-        found[3] = Loader(settings, data, 1, 0, 1, CPU).bits_per_byte(10.0)
         n_bytes = sum(token < 256 for token in targets)  # the others end a text
-        assert (
-            list(found.values())
-            == [{"bits_per_byte": pytest.approx(10 / math.log(2) / n_bytes)}] * 4
-        )
-        assert len({str(value) for value in found.values()}) == 1
+        for rank, ranks in ((0, 1), (0, 3), (1, 3), (2, 3)):
+            metrics = Loader(settings, data, 1, rank, ranks, CPU).validation_metrics(SUMS)
+            assert metrics["bits_per_byte"] == pytest.approx(10 / math.log(2) / n_bytes)
     synthetic = open_data(config(), 9, 4, 1, 0)
-    assert Loader(config(), synthetic, 1, 0, 1, CPU).bits_per_byte(10.0) == {}
+    metrics = Loader(config(), synthetic, 1, 0, 1, CPU).validation_metrics(SUMS)
+    assert metrics == {"loss": 2.0, "perplexity": pytest.approx(math.exp(2))}
 
 
 # ---- JSON lines
@@ -349,11 +350,13 @@ def test_val_data_default_is_every_20th_line(tmp_path: Path) -> None:
     data = open_lines(
         tmp_path, *lines, train_data=f"{tmp_path}/*.jsonl", without="val_data", packing=False
     )
-    held_out = [chr(data.validation[i].inputs[0]) for i in range(len(data.validation))]
+    held_out = [
+        chr(data.validation[0].dataset[i].inputs[0]) for i in range(len(data.validation[0].dataset))
+    ]
     assert held_out == ["A", "U", "b"]
     assert data.train.samples_per_epoch == 38
     assert data.notes[-1].startswith("3 of the 41 ")
-    assert len(open_lines(tmp_path, *lines, packing=False).validation) == 38
+    assert len(open_lines(tmp_path, *lines, packing=False).validation[0].dataset) == 38
 
 
 def test_prompt_default_is_the_start_of_validation_data(tmp_path: Path) -> None:

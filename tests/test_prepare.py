@@ -205,7 +205,7 @@ def test_validation_fraction_of_few_documents(tmp_path: Path) -> None:
     assert tokenizer.decode([*text[:-1], *tail[:-1]]) == "To be, or not to be. " * 50
     data = {"dataset": "tokens", "train_data": str(out), "val_data": str(out)}
     opened = open_data(DataConfig.model_validate(data), 257, 16, 1, 0)
-    assert (opened.train.samples_per_epoch, len(opened.validation)) == (59, 6)
+    assert (opened.train.samples_per_epoch, len(opened.validation[0].dataset)) == (59, 6)
 
 
 def test_prepare_dtype_follows_the_vocabulary(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def interrupt(world: World, step: int, how: str) -> None:
         if completed == step - 1 and how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def validation(self: Loader) -> Iterator[MicroBatch]:
+    def validation(self: Loader) -> Iterator[tuple[int, MicroBatch]]:
         for batch in batches(self):
             if how == "validation" and list(read_reports(Path()))[-1] >= step - 1:
                 os.kill(os.getpid(), signal.SIGTERM)

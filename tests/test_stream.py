@@ -20,7 +20,7 @@ import pytest
 import torch
 import zstandard
 
-from lm.data.dataset import Position, StreamState
+from lm.data.dataset import Position, StreamState, ValidationSet
 from lm.data.loader import Loader
 from lm.data.run_data import Data, DataConfig, open_data
 from lm.data.stream import (
@@ -181,7 +181,8 @@ def test_data_workers_resume_where_they_stopped(folder: Path, by_two: Taken) -> 
 
 @pytest.mark.slow
 def test_loader_state_does_not_run_ahead_with_prefetching(folder: Path, by_one: Taken) -> None:
-    data = Data(source(folder), TokenWindowDataset(np.arange(SEQ_LEN + 1), SEQ_LEN), BYTES)
+    validation = ValidationSet(None, TokenWindowDataset(np.arange(SEQ_LEN + 1), SEQ_LEN))
+    data = Data(source(folder), [validation], BYTES)
     loader = Loader(
         DataConfig.model_validate({"batch_size": 2}), data, 2, 0, 1, torch.device("cpu")
     )
@@ -237,7 +238,8 @@ def test_stream_reads_every_format(tmp_path: Path) -> None:
     for name in ("parquet", "a.arrow", "a.csv", "a.txt"):
         documents, _ = open_documents(str(tmp_path / name), "train_data", "train", None)
         assert (
-            BYTES.decode(first_tokens(documents, "text", BYTES, 100).tolist()) == "one\n\ntwo\n\n"
+            BYTES.decode(first_tokens(documents, "text", BYTES, 100, "val_data").tolist())
+            == "one\n\ntwo\n\n"
         ), name
 
 
@@ -264,18 +266,24 @@ def test_stream_reads_json_lines_or_one_array(
         '[{"text": "one", "x": 1},\n{"text": "two", "x": "1", "y": null}]'
     )
     documents, _ = open_documents(str(tmp_path / "a.json"), "train_data", "train", None)
-    assert BYTES.decode(first_tokens(documents, "text", BYTES, 100).tolist()) == "one\n\ntwo\n\n"
+    assert (
+        BYTES.decode(first_tokens(documents, "text", BYTES, 100, "val_data").tolist())
+        == "one\n\ntwo\n\n"
+    )
     lines = np.random.default_rng(0).bytes(9999).hex()  # more than one block of a compressed file
     (tmp_path / "c.json.zst").write_bytes(
         zstandard.compress(json.dumps([{"text": lines}]).encode())
     )
     documents, _ = open_documents(str(tmp_path / "c.json.zst"), "train_data", "train", None)
-    assert BYTES.decode(first_tokens(documents, "text", BYTES, 30_000).tolist()) == lines + "\n\n"
+    assert (
+        BYTES.decode(first_tokens(documents, "text", BYTES, 30_000, "val_data").tolist())
+        == lines + "\n\n"
+    )
     deep = "[" * 200_000 + "]" * 200_000
     (tmp_path / "b.jsonl").write_text(f'{{"text": "one"}}\n{{"text": "two", "x": {deep}}}\n')
     documents, _ = open_documents(str(tmp_path / "b.jsonl"), "train_data", "train", None)
     with pytest.raises(ConfigError, match=r"b\.jsonl:2: "):
-        first_tokens(documents, "text", BYTES, 100)
+        first_tokens(documents, "text", BYTES, 100, "val_data")
 
 
 @pytest.mark.parametrize(

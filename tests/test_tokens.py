@@ -123,18 +123,35 @@ def test_token_folder_holds_training_and_validation_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = opened(str(both(tmp_path)))
-    assert (data.train.samples_per_epoch, len(data.validation), data.tokenizer) == (12, 12, None)
+    assert (data.train.samples_per_epoch, len(data.validation[0].dataset), data.tokenizer) == (
+        12,
+        12,
+        None,
+    )
     write(tmp_path, range(30), "validation")
-    assert len(opened(str(tmp_path / "train.json")).validation) == 7
+    assert len(opened(str(tmp_path / "train.json")).validation[0].dataset) == 7
     for val_data in (
         tmp_path,
         tmp_path / "train.json",
         write(tmp_path / "other", range(50)).parent,
     ):
-        held_out = opened(str(tmp_path), val_data=str(val_data)).validation
+        held_out = opened(str(tmp_path), val_data=str(val_data)).validation[0].dataset
         assert len(held_out) == (7 if val_data == tmp_path else 12)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert len(opened("~/train.json", val_data="~/other").validation) == 12
+    assert len(opened("~/train.json", val_data="~/other").validation[0].dataset) == 12
+
+
+def test_val_data_names_several_token_files(tmp_path: Path) -> None:
+    sets = {
+        "a": str(write(tmp_path / "a", range(30), "validation").parent),
+        "b": str(write(tmp_path / "b", range(10))),
+    }
+    train = str(write(tmp_path / "train", range(50)).parent)
+    data = opened(train, val_data=sets)
+    assert [(name, len(dataset)) for name, dataset in data.validation] == [("a", 7), ("b", 2)]
+    assert len(data.datasets) == 3  # whose checksums are compared
+    with pytest.raises(ConfigError, match=r"^val_data\.none: "):
+        opened(train, val_data=sets | {"none": str(tmp_path / "none")})
 
 
 def test_token_files_use_only_the_tokenizer_they_name(tmp_path: Path) -> None:

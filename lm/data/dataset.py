@@ -53,6 +53,29 @@ class Dataset(ABC):
         return self.seq_len
 
 
+def set_key(name: str | None) -> str:
+    """Return what errors call the set `name` of `val_data`; None = `val_data` is not a mapping."""
+    if name is None:
+        return "val_data"
+    return f"val_data.{name}"
+
+
+class ValidationSet(NamedTuple):
+    """Data that a run is validated on, with separate metrics if they have a name."""
+
+    name: str | None
+    """in `val_data`; None = `val_data` is not a mapping"""
+    dataset: Dataset
+
+    @property
+    def key(self) -> str:
+        return set_key(self.name)
+
+    def metric(self, metric: str) -> str:
+        """Return the name of its value of `metric`, e.g. `loss_wiki` of `loss`."""
+        return f"{metric}_{self.name}"
+
+
 @dataclass(frozen=True)
 class StreamState:
     """Where the streams of one rank are. Checkpoints hold it as JSON."""

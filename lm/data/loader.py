@@ -79,17 +79,19 @@ class Loader:
         self._dp_size = dp_size
         self._device = device
         n_samples = config.validation_batches * global_batch_size
-        self._n_validation = min(len(data.validation), n_samples)
-        self._validation_bytes = self._count_validation_bytes()
+        self._validation_sizes = [min(len(each.dataset), n_samples) for each in data.validation]
+        """samples of each validation set that are used"""
+        self._validation_bytes = [self._count_bytes(i) for i in range(len(data.validation))]
         self._stream_state = data.train.initial_stream_state
 
-    def _count_validation_bytes(self) -> int:
-        """Return the bytes of text that the validation targets stand for; 0 = no tokenizer."""
+    def _count_bytes(self, number: int) -> int:
+        """Return the bytes of text of the targets of a validation set; 0 = no tokenizer."""
         if self._data.tokenizer is None:
             return 0
+        dataset = self._data.validation[number].dataset
         n_bytes = 0
-        for i in range(self._n_validation):
-            targets = self._data.validation[i].targets
+        for i in range(self._validation_sizes[number]):
+            targets = dataset[i].targets
             ids = targets[targets != IGNORE_INDEX]
             n_bytes += int(self._data.tokenizer.text_bytes[ids].sum())
         return n_bytes
@@ -138,26 +140,50 @@ class Loader:
             thread.submit(sample_batches.close)
             thread.shutdown(wait=False)
 
-    def bits_per_byte(self, loss_sum: float) -> dict[str, float]:
-        """Return the metric of text, or {} if the text of the validation targets is unknown.
+    def validation_metrics(self, sums: Tensor) -> dict[str, float]:
+        """Return the metrics of a validation: each the mean of the sets', whose own follow.
 
         Args:
-            loss_sum: of all validation targets (nats).
+            sums: of the losses (nats), and the number of targets, by rank and set: (R, sets, 2).
         """
-        if self._validation_bytes == 0:
-            return {}
-        return {"bits_per_byte": loss_sum / math.log(2) / self._validation_bytes}
+        losses: list[float] = []
+        bits_per_byte: list[float] = []
+        own: dict[str, float] = {}
+        sums = sums.cpu()
+        for number, validation_set in enumerate(self._data.validation):
+            loss_sums, n_targets = sums[:, number].T.tolist()
+            loss_sum = math.fsum(loss_sums)
+            losses.append(loss_sum / math.fsum(n_targets))
+            n_bytes = self._validation_bytes[number]
+            if n_bytes > 0:
+                bits_per_byte.append(loss_sum / math.log(2) / n_bytes)
+            if validation_set.name is not None:
+                own[validation_set.metric("loss")] = losses[-1]
+                if n_bytes > 0:
+                    own[validation_set.metric("bits_per_byte")] = bits_per_byte[-1]
+        loss = math.fsum(losses) / len(losses)
+        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700))}  # a finite float
+        if len(bits_per_byte) == len(losses):
+            metrics["bits_per_byte"] = math.fsum(bits_per_byte) / len(bits_per_byte)
+        return metrics | own
 
-    def validation(self) -> Iterator[MicroBatch]:
+    def validation(self) -> Iterator[tuple[int, MicroBatch]]:
         """Yield this rank's validation micro-batches, equally many on every rank.
 
-        The last ones are padded with sequences of token 0 whose targets are all ignored.
+        Each comes with the number of its set. The last ones of a set are padded with sequences of
+        token 0 whose targets are all ignored.
         """
-        dataset = self._data.validation
+        for number in range(len(self._data.validation)):
+            for micro_batch in self._validation_batches(number):
+                yield number, micro_batch
+
+    def _validation_batches(self, number: int) -> Iterator[MicroBatch]:
+        dataset = self._data.validation[number].dataset
+        size = self._validation_sizes[number]
         inputs, targets, document_ids = dataset[0]
         padding = Sample(np.zeros_like(inputs), np.full_like(targets, IGNORE_INDEX), document_ids)
-        indices = range(self._dp_rank, self._n_validation, self._dp_size)
-        most_of_a_rank = math.ceil(self._n_validation / self._dp_size)
+        indices = range(self._dp_rank, size, self._dp_size)
+        most_of_a_rank = math.ceil(size / self._dp_size)
         for start in range(0, most_of_a_rank, self._batch_size):
             samples = [dataset[i] for i in indices[start : start + self._batch_size]]
             while len(samples) < self._batch_size:

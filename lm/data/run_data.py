@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, field_validator
 
 from lm.data import files, stream
-from lm.data.dataset import Dataset, TrainSource
+from lm.data.dataset import Dataset, TrainSource, ValidationSet, set_key
 from lm.data.jsonl import JsonlDataset
 from lm.data.sampler import SampledSource
 from lm.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -38,6 +39,7 @@ RECORD_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv"}
 """Suffixes of files of records, not of text."""
 MAX_BATCH_SIZE = 2**24
 """Sequences; the order of a global batch is drawn in memory."""
+_SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 PROMPT_TOKENS = 32
 """Tokens of the validation data that samples continue unless prompt is set."""
 
@@ -55,9 +57,10 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
         description="a file, directory or glob; text: null = the Python standard library's source;"
         " tokens: a directory, or several with weights; hf: also a dataset on the hub",
     )
-    val_data: Logged[str | None] = Field(
+    val_data: Logged[str | dict[str, str] | None] = Field(
         None,
-        description="a file, directory or glob; null = held out of train_data: the last 5 % (text),"
+        description="a file, directory or glob, or several by name ({wiki: PATH, code: PATH}), each"
+        " with its loss; null = held out of train_data: the last 5 % (text),"
         " every 20th line (jsonl), the directory's validation part (tokens); hf: also a split,"
         " null = `validation`",
     )
@@ -111,16 +114,39 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
         json_schema_extra={"aliases": ["gradient_accumulation_steps"]},
     )
     validation_batches: Logged[int] = Field(
-        10, gt=0, description="batches of total_batch_size in a validation"
+        10, gt=0, description="batches of total_batch_size in a validation, of each set of val_data"
     )
+
+    @field_validator("val_data")
+    @classmethod
+    def _check_names(cls, val_data: str | dict[str, str] | None) -> str | dict[str, str] | None:
+        if not isinstance(val_data, dict):
+            return val_data
+        if not val_data:
+            raise ValueError("{} names no data; use NAME: PATH, or null")
+        for name in val_data:
+            if not _SET_NAME.fullmatch(name):
+                rule = "use up to 40 letters, digits, - and _"
+                raise ValueError(f"{name[:60]!r} cannot be part of a metric's name; {rule}")
+        return val_data
+
+    @property
+    def named_val_data(self) -> dict[str | None, str]:
+        """The value of `val_data` by the names of its sets, None for one without."""
+        if isinstance(self.val_data, dict):
+            return {**self.val_data}
+        if self.val_data is None:
+            return {}
+        return {None: self.val_data}
 
 
 @dataclass(frozen=True)
 class Data:
-    """One rank's training source, the validation dataset, and their tokenizer."""
+    """One rank's training source, the validation data, and their tokenizer."""
 
     train: TrainSource
-    validation: Dataset
+    validation: Sequence[ValidationSet]
+    """at least one"""
     tokenizer: Tokenizer | None
     """None = the tokens are synthetic, or those of an unknown tokenizer"""
     notes: Sequence[str] = ()
@@ -129,11 +155,11 @@ class Data:
     """all, unless they are streamed"""
 
     def prompt(self) -> list[int]:
-        """Return the start of the validation data.
+        """Return the start of the (first) validation data.
 
         It is all before the first completion, or at most `PROMPT_TOKENS` if there is no prompt.
         """
-        inputs, targets, _ = self.validation[0]
+        inputs, targets, _ = self.validation[0].dataset[0]
         is_target = targets != IGNORE_INDEX
         # The target of position i is token i + 1.
         n_tokens = int(is_target.argmax()) + 1
@@ -146,8 +172,26 @@ class Data:
         identity = None
         if self.tokenizer is not None:
             identity = self.tokenizer.identity
-        data = {"train": self.train.fingerprint(), "validation": self.validation.fingerprint()}
+        sets: list[str] = []
+        for name, dataset in self.validation:
+            fingerprint = dataset.fingerprint()
+            if name is not None:
+                fingerprint = f"{name}: {fingerprint}"
+            sets.append(fingerprint)
+        data = {"train": self.train.fingerprint(), "validation": "; ".join(sets)}
         return {"tokenizer": identity, "data": data}
+
+    def validation_metrics(self) -> list[str]:
+        """Return the metrics of the validation data, of which the smallest value is the best."""
+        metrics = ["loss", "perplexity"]
+        of_each = ["loss"]
+        if self.tokenizer is not None:
+            metrics.append("bits_per_byte")
+            of_each.append("bits_per_byte")
+        for each in self.validation:
+            if each.name is not None:
+                metrics += [each.metric(metric) for metric in of_each]
+        return metrics
 
 
 def open_data(
@@ -183,7 +227,7 @@ def open_data(
             opened.validation,
             opened.tokenizer,
             _notes(config, opened),
-            [*opened.train, opened.validation],
+            [*opened.train, *(each.dataset for each in opened.validation)],
         )
     if data.tokenizer is not None and data.tokenizer.vocab_size > vocab_size:
         needed = data.tokenizer.vocab_size
@@ -193,8 +237,9 @@ def open_data(
     n_samples = data.train.samples_per_epoch
     if n_samples is not None and n_samples < global_batch_size:
         raise _too_few("train_data", n_samples, seq_len, global_batch_size)
-    if len(data.validation) == 0:
-        raise _too_few("val_data", 0, seq_len, 1)
+    for each in data.validation:
+        if len(each.dataset) == 0:
+            raise _too_few(each.key, 0, seq_len, 1)
     return data
 
 
@@ -206,7 +251,7 @@ def _too_few(what: str, n_samples: int, seq_len: int, needed: int) -> ConfigErro
 
 class _OpenedDatasets(NamedTuple):
     train: Sequence[Dataset]
-    validation: Dataset
+    validation: Sequence[ValidationSet]
     tokenizer: Tokenizer | None
     notes: Sequence[str] = ()
     """for the log"""
@@ -229,10 +274,11 @@ def _open_datasets(
 def _notes(config: DataConfig, opened: _OpenedDatasets) -> list[str]:
     notes = list(opened.notes)
     notes += [f"train_data: {dataset.note}" for dataset in opened.train if dataset.note]
-    if opened.validation.note:
-        notes.append(f"val_data: {opened.validation.note}")
+    for each in opened.validation:
+        if each.dataset.note:
+            notes.append(f"{each.key}: {each.dataset.note}")
     if config.val_data is None and config.dataset in ("text", "jsonl"):
-        n_held_out = len(opened.validation)
+        n_held_out = len(opened.validation[0].dataset)
         n_all = n_held_out + len(opened.train[0])
         notes.append(
             f"{n_held_out:,} of the {n_all:,} sequences of train_data are held out for validation,"
@@ -254,26 +300,27 @@ def _open_synthetic(
     n_samples = SYNTHETIC_BATCHES * global_batch_size
     train = SyntheticDataset(vocab_size, seq_len, n_samples, (seed, "training"))
     validation = SyntheticDataset(vocab_size, seq_len, n_samples, (seed, "validation"))
-    return _OpenedDatasets([train], validation, None)
+    return _OpenedDatasets([train], [ValidationSet(None, validation)], None)
 
 
 def _open_text(config: DataConfig, seq_len: int) -> _OpenedDatasets:
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
-    train_files = _find_files(config, "train_data")
+    where = config.train_data
+    assert not isinstance(where, dict)  # as only token files have weights
+    train_files = files.find_files(where, "train_data")
     train = _read_text("train_data", train_files, tokenizer)
     notes = _text_notes(train_files, train, tokenizer)
+    validation: dict[str | None, NDArray[np.uint32]] = {}
     if config.val_data is None:
         n_held_out = max(seq_len + 1, round(len(train) * VALIDATION_SHARE))
-        train, validation = np.split(train, [-n_held_out])
-    else:
-        validation = _read_text("val_data", _find_files(config, "val_data"), tokenizer)
-    train_dataset = TokenWindowDataset(train, seq_len)
-    validation_dataset = TokenWindowDataset(validation, seq_len)
-    return _OpenedDatasets([train_dataset], validation_dataset, tokenizer, notes)
-
-
-def _find_files(config: DataConfig, key: str) -> list[Path]:
-    return files.find_files(getattr(config, key), key)
+        train, validation[None] = np.split(train, [-n_held_out])
+    for name, where in config.named_val_data.items():
+        key = set_key(name)
+        validation[name] = _read_text(key, files.find_files(where, key), tokenizer)
+    sets: list[ValidationSet] = []
+    for name, tokens in validation.items():
+        sets.append(ValidationSet(name, TokenWindowDataset(tokens, seq_len)))
+    return _OpenedDatasets([TokenWindowDataset(train, seq_len)], sets, tokenizer, notes)
 
 
 def _read_text(key: str, found: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
@@ -332,27 +379,33 @@ def _open_tokens(config: DataConfig, vocab_size: int, seq_len: int) -> _OpenedDa
     train_paths = _train_index_paths(config)
     with error_prefix("train_data"):
         train = [TokenFileDataset(path, seq_len, vocab_size) for path in train_paths]
-    directory = train_paths[0].parent
-    validation_path = _validation_index_path(config, directory)
-    with error_prefix("val_data"):
-        validation = TokenFileDataset(validation_path, seq_len, vocab_size)
     for dataset in train:
         _check_token_dataset("train_data", dataset, train[0])
-    _check_token_dataset("val_data", validation, train[0])
+    named = config.named_val_data
+    if config.val_data is None:
+        directory = train_paths[0].parent
+        if not (directory / "validation.json").exists():
+            problem = f"val_data: {directory} has no validation part"
+            raise ConfigError(f"{problem}; prepare it with --validation-fraction, or set val_data")
+        named = {None: str(directory)}
+    validation: list[ValidationSet] = []
+    for name, where in named.items():
+        key = set_key(name)
+        with error_prefix(key):
+            dataset = TokenFileDataset(_validation_index_path(where), seq_len, vocab_size)
+        _check_token_dataset(key, dataset, train[0])
+        validation.append(ValidationSet(name, dataset))
     return _OpenedDatasets(train, validation, _load_token_files_tokenizer(config, train[0]))
 
 
-def _validation_index_path(config: DataConfig, train_directory: Path) -> Path:
-    path = Path(config.val_data or str(train_directory)).expanduser()
-    if path.is_dir():
-        directory = path
-        path = directory / "validation.json"
-        if not path.exists():
-            path = directory / "train.json"
-    if config.val_data is None and path.stem == "train":
-        problem = f"val_data: {train_directory} has no validation part"
-        raise ConfigError(f"{problem}; prepare it with --validation-fraction, or set val_data")
-    return path
+def _validation_index_path(where: str) -> Path:
+    """Return the index of the validation part of a directory, else that of its training part."""
+    path = Path(where).expanduser()
+    if not path.is_dir():
+        return path
+    if (path / "validation.json").exists():
+        return path / "validation.json"
+    return path / "train.json"
 
 
 def _check_token_dataset(key: str, dataset: TokenFileDataset, first: TokenFileDataset) -> None:
@@ -385,22 +438,35 @@ def _open_jsonl(config: DataConfig, seq_len: int) -> _OpenedDatasets:
     tokenizer = load_tokenizer(config.tokenizer or "bytes", config.chat_template)
     tokenizer.template_kwargs = config.chat_template_kwargs or {}
     tokenizer.date = config.chat_template_date
+    where = config.train_data
+    if where is None:
+        advice = "set it to a file, a directory or a glob"
+        raise ConfigError(f"train_data: dataset: jsonl requires it; {advice}")
+    assert isinstance(where, str)  # as only token files have weights
+
+    def read(where: str, key: str, held_out: bool | None) -> JsonlDataset:
+        return _read_jsonl(config, where, key, tokenizer, seq_len, held_out)
+
     if config.val_data is None:
-        validation = _read_jsonl(config, "train_data", tokenizer, seq_len, held_out=True)
-        train = _read_jsonl(config, "train_data", tokenizer, seq_len, held_out=False)
+        validation = [ValidationSet(None, read(where, "train_data", held_out=True))]
+        train = read(where, "train_data", held_out=False)
     else:
-        validation = _read_jsonl(config, "val_data", tokenizer, seq_len, held_out=None)
-        train = _read_jsonl(config, "train_data", tokenizer, seq_len, held_out=None)
+        validation = [
+            ValidationSet(name, read(path, set_key(name), held_out=None))
+            for name, path in config.named_val_data.items()
+        ]
+        train = read(where, "train_data", held_out=None)
     return _OpenedDatasets([train], validation, tokenizer)
 
 
 def _read_jsonl(
-    config: DataConfig, key: str, tokenizer: Tokenizer, seq_len: int, *, held_out: bool | None
+    config: DataConfig,
+    where: str,
+    key: str,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    held_out: bool | None,
 ) -> JsonlDataset:
-    where = getattr(config, key)
-    if where is None:
-        advice = "set it to a file, a directory or a glob"
-        raise ConfigError(f"{key}: dataset: jsonl requires it; {advice}")
     found = files.find_files(where, key)
     completion_only = config.loss_on == "completion"
     with error_prefix(key):
@@ -418,11 +484,14 @@ def _open_stream(
         raise ConfigError(f"train_data: {problem}")
     tokenizer = load_tokenizer(config.tokenizer or "bytes")
     documents, fingerprint = stream.open_documents(where, "train_data", "train", config.hf_config)
-    held_out = _open_held_out_documents(config, where)
     # One token more than the inputs, as the target of the last.
     n_tokens = config.validation_batches * global_batch_size * seq_len + 1
-    tokens = stream.first_tokens(held_out, config.text_field, tokenizer, n_tokens)
-    validation = TokenWindowDataset(tokens, seq_len)
+    validation: list[ValidationSet] = []
+    for name, val_data in (config.named_val_data or {None: None}).items():
+        key = set_key(name)
+        held_out = _open_held_out_documents(config, where, val_data, key)
+        tokens = stream.first_tokens(held_out, config.text_field, tokenizer, n_tokens, key)
+        validation.append(ValidationSet(name, TokenWindowDataset(tokens, seq_len)))
     shuffle_seed = None
     if config.shuffle:
         shuffle_seed = seed
@@ -444,15 +513,16 @@ def _open_stream(
     return Data(train, validation, tokenizer, notes)
 
 
-def _open_held_out_documents(config: DataConfig, train_data: str) -> stream.Documents:
+def _open_held_out_documents(
+    config: DataConfig, train_data: str, val_data: str | None, key: str
+) -> stream.Documents:
     """Open the validation data of a streamed dataset: local files, or one of its splits."""
-    val_data = config.val_data
     if val_data is not None and stream.is_local(val_data):
-        documents, _ = stream.open_documents(val_data, "val_data", "train", None)
+        documents, _ = stream.open_documents(val_data, key, "train", None)
         return documents
     if stream.is_local(train_data):
         problem = "local files of dataset: hf have no validation split"
-        raise ConfigError(f"val_data: {problem}; set it to a file, directory or glob")
+        raise ConfigError(f"{key}: {problem}; set it to a file, directory or glob")
     split = val_data or "validation"
-    documents, _ = stream.open_documents(train_data, "val_data", split, config.hf_config)
+    documents, _ = stream.open_documents(train_data, key, split, config.hf_config)
     return documents

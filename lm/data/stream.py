@@ -126,11 +126,11 @@ def _files_fingerprint(files: Sequence[Path]) -> str:
 
 
 def first_tokens(
-    documents: Documents, text_field: str, tokenizer: Tokenizer, count: int
+    documents: Documents, text_field: str, tokenizer: Tokenizer, count: int, key: str
 ) -> NDArray[np.int64]:
     """Return the first tokens of validation documents, at most `count`: shape (tokens,).
 
-    Each document ends with an end-of-text token.
+    Each document ends with an end-of-text token. `key` names them in errors.
     """
     texts = (_document_text(record, text_field, i) for i, record in enumerate(documents))
     tokenized = _tokenize_documents(texts, tokenizer)
@@ -138,9 +138,9 @@ def first_tokens(
     try:
         return np.fromiter(itertools.islice(tokens, count), np.int64)
     except ConfigError as error:
-        raise ConfigError(f"val_data: {error}") from None
+        raise ConfigError(f"{key}: {error}") from None
     except Exception as error:
-        raise ConfigError(f"val_data: cannot be read: {error_text(error)}") from None
+        raise ConfigError(f"{key}: cannot be read: {error_text(error)}") from None
 
 
 def _document_text(record: Mapping[str, Any], text_field: str, number: int) -> str:

@@ -79,6 +79,7 @@ class Searcher:
         metrics = [*smaller, *larger]
         if self.metric not in metrics:
             nearest = [name for name in metrics if name in self.metric]
+            nearest.sort(key=len, reverse=True)
             nearest += difflib.get_close_matches(self.metric, metrics, n=1)
             hint = f"use {' or '.join(metrics)}"
             if nearest:

@@ -299,6 +299,8 @@ class Console(Sink):
             if key in record.fields:
                 shown.append(f"{self._dark(label)} {record.fields[key]:{spec}}")
         for key, value in record.fields.items():
+            if key.startswith("loss_"):  # of a validation set
+                shown.append(f"{self._dark(key)} {value:.4f}")
             if key.startswith("eval_"):
                 task, _, metric = key.removeprefix("eval_").rpartition("_")
                 shown.append(f"{self._dark(f'{task} {metric}')} {value:.3f}")

@@ -13,7 +13,7 @@ from tests.support import REPOSITORY
 from tests.support.cluster.searcher import Halving
 
 SEARCH = yaml.safe_load((REPOSITORY / "recipes" / "search.yaml").read_text())
-METRICS = ["loss", "perplexity", "bits_per_byte"]
+METRICS = ["loss", "perplexity", "bits_per_byte", "loss_wiki"]
 
 
 def problems(max_steps: int, validation_rate: int, **searcher: Any) -> tuple[str, ...]:
@@ -38,6 +38,8 @@ def test_searcher_check_accepts_the_shipped_search() -> None:
             {"metric": "validation_loss"},
             ["searcher.metric", "validation_loss", "did you mean loss?"],
         ),
+        ({"metric": "val_loss_wiki"}, ["searcher.metric", "did you mean loss_wiki?"]),
+        ({"metric": "loss_code"}, ["searcher.metric", "loss_code", "did you mean loss"]),
         ({"metric": "perplexty"}, ["searcher.metric", "perplexty", "did you mean perplexity?"]),
         ({"metric": "accuracy"}, ["searcher.metric", "accuracy", *METRICS]),
         ({"smaller_is_better": False}, ["searcher.smaller_is_better", "true"]),
@@ -74,6 +76,7 @@ def test_searcher_check_reports_all_problems() -> None:
 @pytest.mark.parametrize("name", ["single", "random", "grid"])
 def test_searcher_check_without_stops_needs_only_the_metric(name: str) -> None:
     assert problems(10, 25, name=name) == ()
+    assert problems(10, 25, name=name, metric="loss_wiki") == ()
     (problem,) = problems(10, 25, name=name, metric="val_loss")
     assert "searcher.metric" in problem
 
