@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, cast
 
 import pytest
@@ -26,6 +27,7 @@ from model import (
     chunk_cross_entropy,
     even_chunk_size,
 )
+from tests.support import REPOSITORY
 
 TINY: dict[str, Any] = {
     "d_model": 32,
@@ -200,6 +202,21 @@ def test_flops_per_token_are_those_that_pytorch_counts(style: dict[str, Any], le
     causal = full.flops_per_token(length)
     not_causal = 6 * config.n_layers * config.n_heads * config.head_width * length
     assert counter.get_total_flops() == (causal + not_causal) * tokens.numel()
+
+
+def test_mfu_factors_of_the_docs_follow_from_both_formulas() -> None:
+    page = (REPOSITORY / "docs" / "metrics.md").read_text()
+    row = r"\| (llama[\w.-]+) \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|"
+    rows = re.findall(row, page)
+    assert len(rows) == 3
+    for name, length, *documented in rows:
+        seq_len = int(length.replace(",", ""))
+        config = ModelConfig.model_validate({"model": name})
+        ours = config.flops_per_token(seq_len)
+        keys_after_the_query = 6 * config.n_layers * config.n_heads * config.head_width * seq_len
+        torchtitans = ours + keys_after_the_query
+        found = [ours / 1e9, torchtitans / 1e9, torchtitans / ours]
+        assert [float(value) for value in documented] == pytest.approx(found, rel=6e-4)
 
 
 def test_causal_flops_count_attended_positions() -> None:
