@@ -545,6 +545,9 @@ def test_adapters_need_a_base_and_safetensors(peft_adapters: Path, tmp_path: Pat
     (path.parent / "adapter_model.safetensors").rename(path.parent / "adapter_model.bin")
     with pytest.raises(ConfigError, match=r"adapter_model\.safetensors: missing; pickles"):
         read_with_model_defaults(continued_from(path.parent))
+    assert not adapters.is_adapter("a" * 200)
+    with pytest.raises(ConfigError, match="File name too long"):
+        adapters.is_adapter("a" * 5000)
     path.write_text(path.read_text().replace("bases", "nowhere"))
     with pytest.raises(ConfigError, match=r"base_model_name_or_path: '.*nowhere"):
         read_with_model_defaults(continued_from(path.parent))

@@ -67,8 +67,9 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 """PEFT's key -> the values with which the weights mean the same here"""
 
 
+@oserror_as_config_error
 def is_adapter(source: str) -> bool:
-    """Return whether `source` is a directory of PEFT, which has its config also beside a model."""
+    """Return whether `source` is a directory of PEFT; as in transformers, even one with a model."""
     return Path(source, ADAPTER_CONFIG).is_file()
 
 
