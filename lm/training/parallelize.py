@@ -229,6 +229,7 @@ def apply_compile(model: Transformer) -> None:
     # By default the partitioner saves a ReLU's mask in addition to its output, because of the view
     # between them.
     partitioner.recompute_views = True
+    _allow_graphs(len(set(model.layers)))
     for block in model.blocks:
         block.forward = torch.compile(block.forward, fullgraph=True)
     model.head.chunk_cross_entropy = torch.compile(
@@ -295,6 +296,13 @@ def _emulate_precision_casts() -> None:
 
     # Otherwise RMSNorm before a rowwise layer can give NaN (pytorch#150859).
     inductor.emulate_precision_casts = True
+
+
+def _allow_graphs(n_kinds: int) -> None:
+    from torch._dynamo import config as dynamo
+
+    # Blocks of a kind have several: of the first one over frozen embeddings, and of validation.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 8 * n_kinds)
 
 
 def _use_deterministic_kernels() -> None:
