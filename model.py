@@ -83,7 +83,7 @@ class RopeScaling(_Mapping, frozen=True):
         description="linear divides all frequencies by factor, llama3 and yarn the low ones;"
         " dynamic lowers them as a sequence grows",
     )
-    factor: float = Field(gt=0, description="divisor of the low frequencies (a ratio)")
+    factor: float = Field(gt=0, le=2**24, description="divisor of the low frequencies (a ratio)")
     low_freq_factor: float | None = Field(
         None, gt=0, description="llama3: wavelengths above the original context / this are scaled"
     )
@@ -95,11 +95,12 @@ class RopeScaling(_Mapping, frozen=True):
     )
     beta_fast: float | None = Field(
         None,
-        gt=0,
+        ge=0.001,
+        le=2**24,
         description="yarn: keep what turns more often in the original context; null = 32",
     )
     beta_slow: float | None = Field(
-        None, gt=0, description="yarn: scale what turns less often in it; null = 1"
+        None, ge=0.001, le=2**24, description="yarn: scale what turns less often in it; null = 1"
     )
     attention_factor: float | None = Field(
         None, gt=0, description="yarn: factor of queries and keys; null = by factor and mscale"

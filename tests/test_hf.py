@@ -99,8 +99,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama, attention biases": LLAMA | {"attention_bias": True},
     "llama, all biases": LLAMA
     | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
-    "llama, linear": LLAMA | {"rope_parameters": LINEAR_ROPE},
-    "llama, dynamic": LLAMA | {"rope_parameters": DYNAMIC_ROPE},
     "mistral, window 8": MISTRAL | {"sliding_window": 8},
     "mistral, no window": MISTRAL | {"sliding_window": None},
     "mistral, window, scaling": MISTRAL
@@ -109,13 +107,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": QWEN2,
     "qwen2, tied": QWEN2 | {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "qwen3": QWEN3,
-    "qwen2, yarn": QWEN2 | {"rope_parameters": YARN_ROPE},
     "qwen3, yarn options": QWEN3 | {"rope_parameters": YARN_ROPE | YARN_OPTIONS},
     "qwen3, tied, head_dim 8": QWEN3 | {"tie_word_embeddings": True, "head_dim": 8},
     "olmo2": OLMO2,
     "olmo2, all heads": OLMO2 | {"num_key_value_heads": 4, "tie_word_embeddings": True},
-    "smollm3": SMOLLM3 | {"num_hidden_layers": 5},
-    "smollm3, other layers": SMOLLM3 | {"no_rope_layers": [0, 1], "tie_word_embeddings": False},
+    "smollm3": SMOLLM3 | {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 0]},
     "olmo3": OLMO3,
     "olmo3, yarn in full layers": OLMO3
     | {
@@ -138,10 +134,8 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "glm4": GLM4,
-    "glm4, no biases": GLM4 | {"attention_bias": False, "partial_rotary_factor": 1.0},
     "granite": GRANITE | {"tie_word_embeddings": True},
     "phi3": PHI3 | {"sliding_window": 8},
-    "phi4": PHI3,
     "gpt2": GPT2,
     "gpt2, untied": GPT2 | {"tie_word_embeddings": False},
     "gpt2, n_inner 48": GPT2 | {"n_inner": 48, "layer_norm_epsilon": 1e-6},
@@ -585,7 +579,7 @@ def test_read_directory_accepts_bare_names_and_buffers(name: str, tmp_path: Path
             "layer_types: 'chunked_attention' is not supported, only 'sliding_attention' or",
         ),
         (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern: 0 is not a number"),
-        (GEMMA3 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: 0 is not a positive"),
+        (GEMMA3 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar: 0 is not an integer"),
         (GEMMA3 | {"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0 is not"),
         (LLAMA | {"num_attention_heads": 5}, "n_heads: 5 does not divide d_model 32"),
         (LLAMA | {"hidden_size": "wide"}, "hidden_size: Input should be a valid integer"),

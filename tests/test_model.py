@@ -61,32 +61,28 @@ STYLES = {
     "one key-value head": TINY | {"n_kv_heads": 1},
     "qwen2": LLAMA | {"bias": "qkv"},
     "qwen3": LLAMA | {"qk_norm": "head", "head_dim": 12},
-    "granite": LLAMA
+    "glm4 with multipliers": LLAMA
     | {
+        "norm_placement": "both",
+        "partial_rotary_factor": 0.5,
+        "rope_interleave": True,
         "embedding_multiplier": 1.5,
         "attention_multiplier": 0.5,
         "residual_multiplier": 0.75,
         "logits_scaling": 2.0,
     },
-    "glm4": LLAMA
-    | {"norm_placement": "both", "partial_rotary_factor": 0.5, "rope_interleave": True},
-    "smollm3": LLAMA | {"layer_pattern": [{}, {"rope": False}]},
-    "olmo3": LLAMA
-    | {
-        "layer_pattern": [
-            {"sliding_window": 5},
-            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        ],
-        "qk_norm": "projection",
-        "norm_placement": "post",
-    },
-    "gemma3": LLAMA
+    "gemma3, three kinds": LLAMA
     | {
         "norm": "rmsnorm-centered",
         "norm_placement": "both",
         "qk_norm": "head",
         "ffn": "geglu",
-        "layer_pattern": [{"sliding_window": 5, "rope_theta": 100.0}, {}],
+        "n_layers": 3,
+        "layer_pattern": [
+            {"sliding_window": 5, "rope_theta": 100.0},
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            {"rope": False},
+        ],
     },
     "olmo2": LLAMA | {"qk_norm": "projection", "norm_placement": "post"},
 }

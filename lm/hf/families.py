@@ -523,15 +523,15 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
         values[key] = supported_values[0]
     if family.dropout_keys:
         values["dropout"] = _read_dropout(family, raw)
-    if family.scales_embeddings and isinstance(values["d_model"], int):
-        values["embedding_multiplier"] = abs(values["d_model"]) ** 0.5
+    if family.scales_embeddings and _is_size(values["d_model"]):
+        values["embedding_multiplier"] = values["d_model"] ** 0.5
     if family.query_scalar is not None:
         key, default = family.query_scalar
         scalar = raw.get(key, default)
-        if isinstance(scalar, int | float) and scalar > 0:
+        if _is_size(scalar):
             values["attention_multiplier"] = scalar**-0.5
         else:
-            problems.append(f"{key}: {scalar!r} is not a positive number")
+            problems.append(f"{key}: {scalar!r} is not an integer from 1 to {_MAX_SIZE}")
     if "rope" in family.supported["positions"]:
         layers, layer_problems = _read_layers(family, raw, values)
         values |= layers
@@ -549,6 +549,14 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
     if problems or config is None:
         raise ConfigError(*(f"{where}: {problem}" for problem in problems))
     return family, _normalize(family, config)
+
+
+_MAX_SIZE = 2**24
+
+
+def _is_size(value: Any) -> bool:
+    """Return whether `value` of config.json can be a width."""
+    return isinstance(value, int) and 0 < value <= _MAX_SIZE
 
 
 def _explain_unsupported(raw: Mapping[str, Any]) -> str:
