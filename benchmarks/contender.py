@@ -205,10 +205,9 @@ def train_torchtitan(world: World, hp: config.Hyperparameters, pacer: Pacer) -> 
     from torchtitan.models.llama3 import Transformer as Llama
     from torchtitan.models.llama3 import TransformerModelArgs, parallelize_llama
 
-    if hp.tie_embeddings or hp.sliding_window or hp.dropout:
-        sys.exit(
-            "torchtitan's Llama supports neither tie_embeddings nor sliding_window nor dropout"
-        )
+    if hp.tie_embeddings or hp.sliding_window or hp.layer_pattern or hp.dropout:
+        keys = "tie_embeddings, sliding_window, layer_pattern and dropout"
+        sys.exit(f"torchtitan's Llama does not support {keys}")
     # torchtitan's width is 2/3 of ffn_dim_multiplier x 4 dim, rounded up to multiple_of.
     width = convert_to_llama(hp).ffn_width
     shape = TransformerModelArgs(
