@@ -45,11 +45,11 @@ class Family:
     rope_types: tuple[str, ...] = tuple(ROPE_TYPES)
     """the types of `rope_scaling` that the family supports"""
     full_attention_interval: int | None = None
-    """which layers have full attention, the others the sliding window, if config.json does not have
-    `layer_types`: the last of so many; None = the family's layers are alike"""
+    """every so many layers the last one has full attention, and the others the sliding window, if
+    config.json does not have `layer_types`; None = the family's layers are alike"""
     no_rope_interval: int | None = None
-    """which layers are not rotated, if config.json does not have `no_rope_layers`: the last of so
-    many; None = all are"""
+    """every so many layers the last one has no rotary embedding, if config.json does not have
+    `no_rope_layers`; None = all have one"""
     sliding_theta: tuple[str, float] | None = None
     """the key, in versions before transformers 5, of the base of the wavelengths in layers with the
     sliding window, and its default; None = that of all layers"""
