@@ -61,7 +61,7 @@ from lm.runtime.rendezvous import join_world
 from lm.runtime.run_dir import RunDir
 from lm.runtime.watchdog import Watchdog
 from lm.runtime.world import PendingFlags, World
-from lm.tasks.scoring import Scorer, evaluate
+from lm.tasks.scoring import Scorer, grade
 from lm.training import lora, optim, parallelize, precision, skipping
 from lm.training.profiling import run_profilers
 from lm.units import format_bytes
@@ -454,7 +454,7 @@ class Trainer:
                     self.stopping = self.world.any_rank(self.asked_to_stop())
                     if self.stopping:
                         return metrics
-                metrics |= evaluate(task, scorer.gather()).metrics(task.name)
+                metrics |= grade(task, scorer.gather()).metrics(task.name)
             self.model.train()
         return metrics
 

@@ -37,7 +37,7 @@ from lm.launch.spawn import run_and_exit
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
 from lm.tasks.questions import Task, read_tasks
-from lm.tasks.scoring import Mean, Scorer, TaskResult, TokenizedTask, evaluate, tokenize
+from lm.tasks.scoring import Mean, Scorer, TaskResult, TokenizedTask, grade, tokenize
 from model import Transformer
 
 _TIMEOUT = 600.0
@@ -84,7 +84,7 @@ def score_model(
         with tqdm(total=scorer.n_steps, desc=task.name, unit="batch", disable=is_hidden) as bar:
             for _ in scorer.score():
                 bar.update()
-        results[task.name] = (task, evaluate(task, scorer.gather()))
+        results[task.name] = (task, grade(task, scorer.gather()))
         if world.rank == 0:
             for note in task.notes():
                 print(f"{source}: {note}", file=sys.stderr)

@@ -22,7 +22,7 @@ from lm.errors import ConfigError
 from lm.runtime.world import World
 from lm.tasks import questions
 from lm.tasks.questions import Choice, Question, Task, read_tasks
-from lm.tasks.scoring import ChoiceScores, Scorer, evaluate, tokenize
+from lm.tasks.scoring import ChoiceScores, Scorer, grade, tokenize
 from model import ModelConfig, Transformer
 from tests.support import REPOSITORY
 from tests.support.hf import GPT2, GRANITE, LLAMA, MISTRAL, add_tokenizer, make_reference
@@ -112,7 +112,7 @@ def test_scores_equal_those_of_transformers(tmp_path: Path, raw: Any, norm: Any)
 
     found = in_world(score_ours)
     task = tokenize(Task("small", norm, QUESTIONS), load_tokenizer(str(tmp_path)), config_of(64))
-    result = evaluate(task, found)
+    result = grade(task, found)
     number = 0
     for question, chosen in zip(QUESTIONS, result.chosen, strict=True):
         normed = []
@@ -200,7 +200,7 @@ def test_result_counts_right_answers_and_bits_per_byte() -> None:
     ]
     task = tokenize(Task("t", "char", some), ByteTokenizer(), config_of(64))
     scores = ChoiceScores([-4.0, -8.0, -3.0, -1.0, -2.0], [False, False, False, False, True])
-    result = evaluate(task, scores)
+    result = grade(task, scores)
     assert result.chosen == [1, 1, 0]
     assert result.acc == pytest.approx((2 / 3, math.sqrt(1 / 3 / 3)))
     assert result.acc_by_norm == {

@@ -229,7 +229,8 @@ def _padded_length(length: int, config: ModelConfig) -> int:
 
 def _depends_on_length(config: ModelConfig) -> bool:
     """Return whether the length of a sequence, with what follows and padding, changes its start."""
-    return config.rope_scaling is not None and config.rope_scaling.rope_type == "dynamic"
+    scalings = [layer.rope.scaling for layer in config.layers if layer.rope is not None]
+    return any(each is not None and each.rope_type == "dynamic" for each in scalings)
 
 
 class ModelInputs(NamedTuple):
@@ -282,7 +283,9 @@ def make_inputs(
         None,
         None,
     )
-    if branches.max() <= 1:
+    # With a mask, windows need no FlexAttention, which is slow if it is not compiled.
+    is_windowed = any(length > (layer.sliding_window or length) for layer in config.layers)
+    if branches.max() <= 1 and not is_windowed:
         return inputs
     positions = to_device(position_ids)
     mask = _mask(to_device(branches))
@@ -431,7 +434,7 @@ def metric_names(name: str) -> MetricNames:
     return MetricNames(f"eval_{name}_acc", f"eval_{name}_bpb")
 
 
-def evaluate(task: TokenizedTask, scores: ChoiceScores) -> TaskResult:
+def grade(task: TokenizedTask, scores: ChoiceScores) -> TaskResult:
     """Return the result of the scores of a task.
 
     The choice with the largest log-likelihood is chosen, divided as the task defines.
