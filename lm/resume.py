@@ -269,7 +269,8 @@ def _resume_from(
     parts = dict(state)
     if not manifest.loss_scaled:
         del parts["scaler"]
-    starts_window = manifest.hyperparameters.get("skip_spikes") is None and parts["spikes"]
+    has_window = manifest.hyperparameters.get("skip_spikes") is not None
+    starts_window = len(parts["spikes"]) > 0 and not has_window
     if starts_window:
         del parts["spikes"]
     saved.read_into(parts)

@@ -242,7 +242,7 @@ def test_store_resumes_the_one_before_a_damaged_one(
                 remove(store, second, MANIFEST)
             model = toy_model(-1)
             plan = plan_resume(AUTO, store, restarted=False)
-            state = {"model": model.state_dict(), "scaler": {}}
+            state = {"model": model.state_dict(), "scaler": {}, "spikes": {}}
             load_checkpoint(plan, checkpointer, state, RUN_INFO, log.append)
             assert is_filled_with(model, 10)
             newer = [save_toy(checkpointer, world, step) for step in (11, 12, 13)]
