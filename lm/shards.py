@@ -19,20 +19,26 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of `tensor`, and which row of the full tensor is the first of them.
-
-    FSDP divides the rows like `torch.chunk`: each rank but the last ones has ceil(rows / shards),
-    which may be none.
-    """
+    """Return this rank's rows of `tensor`, and which row of the full tensor is the first."""
     local = to_local(tensor)
     if not isinstance(tensor, DTensor):
         return local, 0
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    n_rows = len(tensor)
     for mesh_dim, placement in enumerate(tensor.placements):
         if placement.is_shard():
-            rows_per_shard = math.ceil(n_rows / tensor.device_mesh.size(mesh_dim))
-            first_row = coordinate[mesh_dim] * rows_per_shard
-            return local, min(first_row, n_rows)
+            n_shards = tensor.device_mesh.size(mesh_dim)
+            return local, rows_of_shard(len(tensor), n_shards, coordinate[mesh_dim]).start
     return local, 0
+
+
+def rows_of_shard(n_rows: int, n_shards: int, shard: int) -> range:
+    """Return which of `n_rows` rows are in a shard.
+
+    FSDP divides the rows like `torch.chunk`: each shard but the last ones has ceil(rows / shards);
+    the last ones may have none.
+    """
+    rows_per_shard = math.ceil(n_rows / n_shards)
+    start = min(shard * rows_per_shard, n_rows)
+    end = min(start + rows_per_shard, n_rows)
+    return range(start, end)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lm.shards import to_local
+from lm.shards import rows_of_shard, to_local
 
 NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -102,11 +102,9 @@ class RowShards(NamedTuple):
     def same_replica(self, rank: int, other: int) -> bool:
         return rank // self.n_shards == other // self.n_shards
 
-    def rows(self, parameter: Tensor, rank: int) -> slice:
-        """Return the rows of `parameter` on `rank`; see `lm.shards.local_rows`."""
-        rows_per_shard = math.ceil(len(parameter) / self.n_shards)
-        first_row = (rank % self.n_shards) * rows_per_shard
-        return slice(first_row, first_row + rows_per_shard)  # may be past the end
+    def rows(self, parameter: Tensor, rank: int) -> range:
+        """Return which rows of `parameter` are on `rank`."""
+        return rows_of_shard(len(parameter), self.n_shards, rank % self.n_shards)
 
 
 class Muon:
@@ -219,7 +217,7 @@ class Muon:
         sent = []
         for rank in range(self._shards.n_ranks):
             rows = self._shards.rows(result, rank)
-            sent.append(result[rows].flatten())
+            sent.append(result[rows.start : rows.stop].flatten())
         sizes = [self._n_values(parameter, self._rank) for parameter in owned]
         return list(self._exchange(sent, sizes).split(sizes))
 
@@ -227,8 +225,7 @@ class Muon:
         """Return how many values of `parameter` are on `rank`."""
         if parameter is None:
             return 0
-        rows = range(len(parameter))[self._shards.rows(parameter, rank)]
-        return len(rows) * parameter.shape[1]
+        return len(self._shards.rows(parameter, rank)) * parameter.shape[1]
 
     def _exchange(self, sent: list[Tensor], sizes: list[int]) -> Tensor:
         """Send `sent[rank]` to each rank; return what each has sent here, `sizes[rank]` values."""
