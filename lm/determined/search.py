@@ -88,8 +88,13 @@ class Searcher:
                 f"searcher.metric: {self.metric!r} is not in the validation reports; {hint}"
             )
         elif self.smaller_is_better != (self.metric in smaller):
-            value, other = ("true", "false") if self.smaller_is_better else ("false", "true")
-            preferred = "smallest" if self.smaller_is_better else "largest"
+            value = "false"
+            other = "true"
+            preferred = "largest"
+            if self.smaller_is_better:
+                value = "true"
+                other = "false"
+                preferred = "smallest"
             problems.append(
                 f"searcher.smaller_is_better: {value} would prefer the {preferred} {self.metric};"
                 f" use {other}"

@@ -145,10 +145,18 @@ def tokenize(task: Task, tokenizer: Tokenizer, config: ModelConfig) -> Tokenized
     )
 
 
+class EncodedChoice(NamedTuple):
+    """The ids of a context and of a choice that follows it."""
+
+    ids: NDArray[np.int64]
+    n_context: int
+    """how many of them are the context's"""
+
+
 def _encode(
     questions: Sequence[Question], tokenizer: Tokenizer
-) -> Iterator[tuple[Question, list[tuple[NDArray[np.int64], int]]]]:
-    """Yield each question with the ids of its choices, and how many of them are the context's.
+) -> Iterator[tuple[Question, list[EncodedChoice]]]:
+    """Yield each question with its encoded choices.
 
     Context and choice are encoded as one text, as they are in training. The context's tokens are
     those that do not change with the choice.
@@ -157,19 +165,22 @@ def _encode(
     contexts = list(dict.fromkeys(choice.context for choice in choices))
     ids_of_contexts = dict(zip(contexts, tokenizer.encode_batch(contexts), strict=True))
     ids_of_texts = iter(tokenizer.encode_batch([each.context + each.text for each in choices]))
-    start_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    start_id = tokenizer.bos_id
+    if start_id is None:
+        start_id = tokenizer.eos_id
     for question in questions:
-        encoded: list[tuple[NDArray[np.int64], int]] = []
+        encoded: list[EncodedChoice] = []
         for choice in question.choices:
             ids = next(ids_of_texts).astype(np.int64)
             context_ids = ids_of_contexts[choice.context]
-            n_common = min(len(ids), len(context_ids))
-            differs = np.flatnonzero(ids[:n_common] != context_ids[:n_common])
-            n_context = int(differs[0]) if len(differs) > 0 else n_common
+            n_context = min(len(ids), len(context_ids))
+            differs = np.flatnonzero(ids[:n_context] != context_ids[:n_context])
+            if len(differs) > 0:
+                n_context = int(differs[0])
             if n_context == 0:  # the first token needs one that it follows
                 ids = np.append(start_id, ids)
                 n_context = 1
-            encoded.append((ids, n_context))
+            encoded.append(EncodedChoice(ids, n_context))
         yield question, encoded
 
 
