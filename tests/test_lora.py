@@ -106,6 +106,14 @@ def adapters_of(checkpoint: Path) -> lora.Adapters:
     return hf_base.read_adapters(checkpoint, read_manifest(checkpoint))
 
 
+def require_adapters_close(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    """The run in `folder` has adapters close to `expected` after 20 steps."""
+    ours = adapters_of(checkpoints_by_step(folder)[20])
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0)
+
+
 # ---- training
 
 
@@ -181,10 +189,7 @@ def test_lora_trains_as_peft(
     expected, adapters = train_with_peft(read_with_model_defaults(hyperparameters), bases["llama"])
     losses = [report["loss"] for report in read_reports(tmp_path).values()]
     assert losses == pytest.approx(expected, abs=1e-5)
-    ours = adapters_of(checkpoints_by_step(tmp_path)[20])
-    assert ours.keys() == adapters.keys()
-    for name, tensor in adapters.items():
-        torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0)
+    require_adapters_close(tmp_path, adapters)
 
 
 OPTIONS = (
@@ -472,10 +477,7 @@ def test_adapters_of_peft_are_trained_on_as_in_peft(
     )
     losses = [report["loss"] for report in read_reports(tmp_path).values()]
     assert losses == pytest.approx(expected, abs=1e-6)
-    ours = adapters_of(checkpoints_by_step(tmp_path)[20])
-    assert ours.keys() == trained.keys()
-    for name, tensor in trained.items():
-        torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0)
+    require_adapters_close(tmp_path, trained)
 
     export.export_model(tmp_path / "runs" / "test", tmp_path / "exported", adapters_only=True)
     read_with_model_defaults(continued_from(tmp_path / "exported"))  # can be trained on again
