@@ -338,6 +338,24 @@ def test_continued_rank_names_itself(victim: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_rank_stopped_while_others_already_wait_names_itself(tmp_path: Path) -> None:
+    hang = "print('late', flush=True); time.sleep(4)"
+    script = HANGING_LOADER.format(hang=hang, call="hang()", other="pass")
+    with started_alone(tmp_path, script=script) as ranks:
+        assert ranks[1].stdout is not None
+        assert any(line == "late\n" for line in ranks[1].stdout)
+        time.sleep(3)  # rank 0 waits for so much longer than rank 1 is stopped
+        ranks[1].send_signal(signal.SIGSTOP)
+        _, stderr = ranks[0].communicate(timeout=60)
+        assert "waiting for rank 1" in stderr
+        ranks[1].send_signal(signal.SIGCONT)
+        _, stderr = ranks[1].communicate(timeout=60)
+        assert ranks[1].returncode == 1
+    assert re.search(r"^rank 1 .*: did not run for \d s", stderr, re.MULTILINE)
+    assert "rank 0" not in stderr
+
+
+@pytest.mark.slow
 def test_late_rank_names_itself(tmp_path: Path) -> None:
     script = HANGING_LOADER.format(hang="time.sleep(14)", call="hang()", other="pass")
     with started_alone(tmp_path, script=script) as ranks:

@@ -91,6 +91,7 @@ class Watchdog:
         self._rank = rank
         self._size = size
         self._timeout = timeout
+        self._long_pause = timeout / 2  # other ranks may have waited before it, too
         self._step = 0
         self._collective_pending = False
         self._collective_failed = False
@@ -142,7 +143,7 @@ class Watchdog:
         now = time.monotonic()
         seconds = now - self._last_look
         self._last_look = now
-        if seconds >= self._timeout:
+        if seconds >= self._long_pause:
             self._last_long_pause = _Pause(seconds, now)
         return min(seconds, 4 * INTERVAL)
 
@@ -221,8 +222,8 @@ class Watchdog:
         pause = self._recent_long_pause()
         if pause is not None:
             return RunError(
-                f"{where}: did not run for {pause.seconds:.0f} s, longer than other ranks wait for"
-                f" it (collective_timeout: {self._timeout:g} s): stopped, swapped out, or held by"
+                f"{where}: did not run for {pause.seconds:.0f} s, while other ranks waited for it"
+                f" for {self._timeout:g} s (collective_timeout): stopped, swapped out, or held by"
                 " one of its threads",
                 rank_local=True,
             )
@@ -250,7 +251,7 @@ class Watchdog:
         """
         now = time.monotonic()
         pause = self._last_long_pause
-        if now - self._last_look >= self._timeout:
+        if now - self._last_look >= self._long_pause:
             pause = _Pause(now - self._last_look, now)  # the thread has not run again yet
         if pause is not None and now - pause.end < self._timeout:
             return pause
