@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import json
 import os
 import random
@@ -36,6 +37,14 @@ FAULTS = {"kill": "kill"} | {
 }
 SOURCE = Path(__file__).parent / "faults.c"
 TIMEOUT = 30
+IMPORTED_BY_A_RUN = (
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "tensorboard.plugins.hparams.summary_v2",
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+)
+"""Imported once, for all children, like fsdp: most of the time of a short run."""
 
 
 def preload(folder: Path) -> dict[str, str]:
@@ -304,8 +313,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return subprocess.call(
                 command, env=os.environ | preload(Path(root)) | {"OMP_NUM_THREADS": "1"}
             )
-    import fsdp  # noqa: F401 - once, for all children
-
+    for module in ("fsdp", *IMPORTED_BY_A_RUN):
+        importlib.import_module(module)
     root = Path(os.environ["FAULT_COUNTER"]).parent
     draw = random.Random(args.seed)
     failed = False
