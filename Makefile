@@ -34,7 +34,7 @@ train: $(RUN) ## Train. CONFIG=recipes/quickstart.yaml NPROC=processes ARGS="key
 test: $(DEV) ## Run the quick tests: a smoke test of every promise, under 3 minutes. WORKERS=2 ARGS="-k name"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(DEV) ## Run all tests, about 14 minutes.
+test-all: $(DEV) ## Run all tests, about 25 minutes.
 	@$(PYTEST) $(ARGS)
 
 test-cluster: $(DEV) ## Run the Determined tests; with DET_MASTER, DET_USER and DET_PASS: try that cluster.
