@@ -32,19 +32,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.support.forked import PRELOADED
+
 FAULTS = {"kill": "kill"} | {
     name: str(getattr(errno, name)) for name in ("ENOSPC", "EIO", "EROFS", "EMFILE")
 }
 SOURCE = Path(__file__).parent / "faults.c"
 TIMEOUT = 30
-IMPORTED_BY_A_RUN = (
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
-    "tensorboard.plugins.hparams.summary_v2",
-    "torch._dynamo",
-    "torch.utils.tensorboard",
-)
-"""Imported once, for all children, like fsdp: most of the time of a short run."""
 
 
 def preload(folder: Path) -> dict[str, str]:
@@ -313,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return subprocess.call(
                 command, env=os.environ | preload(Path(root)) | {"OMP_NUM_THREADS": "1"}
             )
-    for module in ("fsdp", *IMPORTED_BY_A_RUN):
+    for module in ("fsdp", *PRELOADED):  # once, for all children
         importlib.import_module(module)
     root = Path(os.environ["FAULT_COUNTER"]).parent
     draw = random.Random(args.seed)

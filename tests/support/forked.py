@@ -49,6 +49,9 @@ PRELOADED = [
     "lm.preflight",
     "lm.training.profiling",
     "lm.report",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "tensorboard.plugins.hparams.summary_v2",
     "torch._dynamo",
     "torch.utils.tensorboard",
 ]
