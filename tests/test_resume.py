@@ -150,7 +150,7 @@ INTERRUPTED = RUN | {
 def interrupt(world: World, step: int, how: str) -> None:
     """Run until a signal arrives in step `step`, or in the validation, tasks or sample after it.
 
-    If `how` is "kill", SIGKILL arrives in the step.
+    If `how` is "kill", SIGKILL arrives in the step; if it is "kill tasks", in the tasks.
     """
 
     def on_step_start(completed: int) -> None:
@@ -177,6 +177,8 @@ def interrupt(world: World, step: int, how: str) -> None:
             assert how != "tasks" or number == 0, "the stop is answered after a batch"
             if how == "tasks":
                 os.kill(os.getpid(), signal.SIGTERM)
+            if how == "kill tasks":
+                os.kill(os.getpid(), signal.SIGKILL)
             yield
 
     batches_of_tasks = Scorer.score
@@ -204,7 +206,7 @@ def read_curve(folder: Path) -> Curve:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """An uninterrupted run, and the same run interrupted nine times."""
+    """An uninterrupted run, and the same run interrupted ten times."""
 
     expected: Curve
     found: Curve
@@ -230,13 +232,13 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
     folder.mkdir()
     # Before a report; in a validation; again in that validation; before a report and a sample; in
     # that sample; in the tasks of a validation; killed after a saved checkpoint; before the last
-    # report; in the last sample.
+    # report; killed in the last tasks; in the last sample.
     stops = [(3, "signal"), (4, "validation"), (4, "validation"), (6, "signal"), (6, "sample")]
-    stops += [(8, "tasks"), (11, "kill"), (12, "signal"), (12, "sample")]
+    stops += [(8, "tasks"), (11, "kill"), (12, "signal"), (12, "kill tasks"), (12, "sample")]
     newest = []
     with contextlib.chdir(folder):
         for step, how in stops:
-            if how == "kill":
+            if how.startswith("kill"):
                 with pytest.raises(ProcessExitedException):
                     run_ranks(1, interrupt, step, how)
             else:
