@@ -21,8 +21,9 @@ from lm.data.tokenizer import ByteTokenizer, load_tokenizer
 from lm.errors import ConfigError
 from lm.runtime.world import World
 from lm.tasks import questions
-from lm.tasks.questions import Choice, Question, Task, read_tasks
+from lm.tasks.questions import read_tasks
 from lm.tasks.scoring import ChoiceScores, Scorer, grade, tokenize
+from lm.tasks.task import Choice, Question, Task
 from model import ModelConfig, Transformer
 from tests.support import REPOSITORY
 from tests.support.hf import GPT2, GRANITE, LLAMA, MISTRAL, add_tokenizer, make_reference
@@ -319,6 +320,46 @@ def test_package_tasks_are_read_without_importing_it() -> None:
     choices = [Choice("Question 1\nAnswer:", " 0"), Choice("Question 1\nAnswer:", " 1")]
     assert tasks[0].questions[1] == Question(choices, 1)
     assert [len(task.questions) for task in tasks] == [3, 3, 3, 2]
+
+
+def write_mmlu(root: Path, subject: str, split: str, questions: list[str]) -> None:
+    arrow: Any = pytest.importorskip("pyarrow")
+    path = root / "hf_datasets" / "hails" / "mmlu_no_train" / subject / split
+    path.mkdir(parents=True)
+    answers = [[f"{each} {n}" for n in range(4)] for each in questions]
+    columns = {
+        "question": [f" {each}? " for each in questions],
+        "choices": answers,
+        "answer": [number % 4 for number in range(len(questions))],
+    }
+    table = arrow.table(columns)
+    with arrow.ipc.new_stream(str(path / "data-00000-of-00001.arrow"), table.schema) as stream:
+        stream.write_table(table)
+
+
+def test_mmlu_is_written_as_lm_eval_writes_it(package: Path) -> None:
+    for subject in ("high_school_physics", "anatomy"):
+        write_mmlu(package, subject, "dev", ["one", "two"])
+        write_mmlu(package, subject, "test", ["mass", "time"])
+    names = ["mmlu_high_school_physics_mc_5shot", "mmlu_anatomy", "mmlu_mc_5shot", "mmlu"]
+    letters, continuations, *every_subject = read_tasks(names)
+    asked = letters.questions[1]
+    assert asked.choices[2].context == (
+        "The following are multiple choice questions (with answers) about high school physics.\n\n"
+        "one?\nA. one 0\nB. one 1\nC. one 2\nD. one 3\nAnswer: A\n\n"
+        "two?\nA. two 0\nB. two 1\nC. two 2\nD. two 3\nAnswer: B\n\n"
+        "time?\nA. time 0\nB. time 1\nC. time 2\nD. time 3\nAnswer:"
+    )
+    assert [choice.text for choice in asked.choices] == [" A", " B", " C", " D"]
+    assert asked.gold == 1
+    assert letters.norm == "none"
+    context = (
+        "The following are questions (with answers) about anatomy.\n\nQuestion: mass?\nAnswer:"
+    )
+    answers = [Choice(context, f" mass {n}") for n in range(4)]
+    assert continuations.questions[0] == Question(answers, 0)
+    assert continuations.norm == "char"
+    assert [len(task.questions) for task in every_subject] == [4, 4]
 
 
 @pytest.mark.usefixtures("package")

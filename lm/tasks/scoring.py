@@ -29,7 +29,7 @@ from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, RunError
 from lm.runtime.world import World
 from lm.sampling import varying_lengths
-from lm.tasks.questions import Norm, Question, Task
+from lm.tasks.task import Norm, Question, Task
 from model import ModelConfig, Transformer
 
 _BATCH_TOKENS = 4096

@@ -1,0 +1,36 @@
+"""A task: questions with choices, of which one is right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Norm = Literal["none", "char", "token"]
+"""What the log-likelihood of a choice is divided by before choices are compared."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A text that may follow a context."""
+
+    context: str
+    text: str
+    """with the space before it, if any"""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Choices, of which one is right; a single one is right if greedy decoding finds it."""
+
+    choices: Sequence[Choice]
+    gold: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """Questions whose answers are scored together."""
+
+    name: str
+    norm: Norm
+    questions: Sequence[Question]
