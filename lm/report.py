@@ -155,20 +155,7 @@ class RunRecords:
 
     def summarize(self) -> dict[str, str]:
         """Return the rows of the table that are known, by label."""
-        rows: dict[str, str] = {}
-        steps, losses = self.curve("validation", "loss")
-        if losses:
-            best = min(losses)
-            best_step = steps[losses.index(best)]
-            rows["validation loss"] = f"{losses[-1]:.4f}, best {best:.4f} (step {best_step})"
-            for metric in self.reported(_SET_LOSS):
-                _, losses = self.curve("validation", metric)
-                rows[f"validation {metric}"] = f"{losses[-1]:.4f}, best {min(losses):.4f}"
-        for metric in self.reported(_TASK_METRIC):
-            steps, values = self.curve("validation", metric)
-            best = max(values) if metric.endswith("_acc") else min(values)
-            best_step = steps[values.index(best)]
-            rows[metric] = f"{values[-1]:.4f}, best {best:.4f} (step {best_step})"
+        rows = self._summarize_validations()
         _, losses = self.curve("training", "loss")
         if losses:
             rows["training loss"] = f"{losses[-1]:.4f}"
@@ -178,6 +165,22 @@ class RunRecords:
                 rows[label] = format(summary.combine(values), summary.format_spec)
         if self.sessions:
             rows |= self._summarize_sessions()
+        return rows
+
+    def _summarize_validations(self) -> dict[str, str]:
+        rows: dict[str, str] = {}
+        steps, losses = self.curve("validation", "loss")
+        if losses:
+            rows["validation loss"] = _format_last_and_best(steps, losses, min)
+        for metric in self.reported(_SET_LOSS):
+            _, losses = self.curve("validation", metric)
+            rows[f"validation {metric}"] = f"{losses[-1]:.4f}, best {min(losses):.4f}"
+        for metric in self.reported(_TASK_METRIC):
+            steps, values = self.curve("validation", metric)
+            find_best = min
+            if metric.endswith("_acc"):
+                find_best = max
+            rows[metric] = _format_last_and_best(steps, values, find_best)
         return rows
 
     def _summarize_sessions(self) -> dict[str, str]:
@@ -210,6 +213,13 @@ class RunRecords:
         ends.append(max((line.time for line in lines), default=0))
         starts = [session.time for session in self.sessions]
         return [max(0.0, end - start) for start, end in zip(starts, ends, strict=True)]
+
+
+def _format_last_and_best(
+    steps: Sequence[int], values: Sequence[float], find_best: Callable[[Sequence[float]], float]
+) -> str:
+    best = find_best(values)
+    return f"{values[-1]:.4f}, best {best:.4f} (step {steps[values.index(best)]})"
 
 
 def format_report(runs: Sequence[RunRecords], picture: Path | None = None) -> str:
@@ -310,16 +320,16 @@ def write_report_files(runs: Sequence[RunRecords], directory: Path) -> str:
     picture = directory / PICTURE
     for file in (text, picture):
         file.unlink(missing_ok=True)  # neither follow a link nor leave an old picture
-    has_curves = any(len(run.curve("training", "loss")[0]) > 1 for run in runs)
+    drawn: Path | None = None
     note = ""
-    if has_curves:
-        note = f" and {PICTURE}"
+    if any(len(run.curve("training", "loss")[0]) > 1 for run in runs):
         try:
             draw_curves(runs, picture)
+            drawn = picture
+            note = f" and {PICTURE}"
         except ImportError:
-            has_curves = False
             note = f" ({PICTURE} requires a package: pip install matplotlib)"
-    text.write_text(format_report(runs, picture if has_curves else None))
+    text.write_text(format_report(runs, drawn))
     return f"{text}{note}"
 
 
