@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
@@ -171,11 +171,13 @@ class Rope(NamedTuple):
     scaling: RopeScaling | None
 
 
-class Layer(NamedTuple):
-    """What distinguishes the attention of layers."""
+class AttentionKind(NamedTuple):
+    """What distinguishes the attention of one layer from that of another."""
 
     sliding_window: int | None
+    """tokens; None = full attention"""
     rope: Rope | None
+    """None = queries and keys are not rotated"""
 
 
 def _preset(
@@ -471,44 +473,47 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 
     @model_validator(mode="after")
     def _check_structure(self) -> ModelConfig:
-        problems: list[str] = []
-        width = self.head_width
+        problems = [*self._find_problems_of_heads(), *self._find_problems_of_positions()]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _find_problems_of_heads(self) -> Iterator[str]:
         if self.head_dim is None and self.d_model % self.n_heads:
             fits = sorted(_divisors(self.d_model), key=lambda n: abs(n - self.n_heads))
             problem = f"{self.n_heads} does not divide d_model {self.d_model}"
-            problems.append(f"n_heads: {problem}; nearest: {sorted(fits[:4])}")
+            yield f"n_heads: {problem}; nearest: {sorted(fits[:4])}"
         elif self.positions == "rope" and (self.rotary_width % 2 or self.rotary_width == 0):
             needs = "positions: rope needs an even"
             if self.partial_rotary_factor != 1:
                 problem = f"{needs} number of rotated dimensions, not {self.rotary_width}"
-                problems.append(f"partial_rotary_factor: {problem} of {width}")
+                yield f"partial_rotary_factor: {problem} of {self.head_width}"
             elif self.head_dim is not None:
-                problems.append(f"head_dim: {needs} head_dim, not {width}")
+                yield f"head_dim: {needs} head_dim, not {self.head_width}"
             else:
-                problems.append(f"n_heads: {needs} d_model / n_heads, not {width}")
+                yield f"n_heads: {needs} d_model / n_heads, not {self.head_width}"
         if self.n_heads % self.kv_heads:
             problem = f"{self.n_kv_heads} does not divide n_heads {self.n_heads}"
-            problems.append(f"n_kv_heads: {problem}; choose from {_divisors(self.n_heads)}")
+            yield f"n_kv_heads: {problem}; choose from {_divisors(self.n_heads)}"
+
+    def _find_problems_of_positions(self) -> Iterator[str]:
         if self.n_positions is not None and self.positions != "learned":
-            problems.append("n_positions: needs positions: learned")
+            yield "n_positions: needs positions: learned"
         elif self.n_positions is not None and self.n_positions < self.max_seq_len:
             problem = f"{self.max_seq_len} exceeds n_positions {self.n_positions}"
-            problems.append(f"max_seq_len: {problem}, the rows of the learned table")
+            yield f"max_seq_len: {problem}, the rows of the learned table"
         if self.rope_scaling and self.positions != "rope":
-            problems.append("rope_scaling: needs positions: rope")
+            yield "rope_scaling: needs positions: rope"
         if self.layer_pattern and self.positions != "rope":
-            problems.append("layer_pattern: needs positions: rope")
-        for layer in set(self.layers):
-            if layer.rope is None or layer.rope.scaling is None:
+            yield "layer_pattern: needs positions: rope"
+        for kind in set(self.attention_kinds):
+            if kind.rope is None or kind.rope.scaling is None:
                 continue
-            if layer.rope.theta <= 1:
-                problems.append("rope_theta: rope_scaling needs a base above 1")
+            if kind.rope.theta <= 1:
+                yield "rope_theta: rope_scaling needs a base above 1"
             elif self.rotary_width < 4:
                 problem = f"needs 4 or more rotated dimensions per head, not {self.rotary_width}"
-                problems.append(f"rope_scaling: {problem}")
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self
+                yield f"rope_scaling: {problem}"
 
     @property
     def head_width(self) -> int:
@@ -518,15 +523,16 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         return self.d_model // self.n_heads
 
     @property
-    def layers(self) -> list[Layer]:
-        """What distinguishes each layer's attention: `layer_pattern`, or the model's values."""
-        pattern: list[Layer] = []
+    def attention_kinds(self) -> list[AttentionKind]:
+        """The kind of each layer's attention: `layer_pattern`, or the model's values."""
+        pattern: list[AttentionKind] = []
         for kind in self.layer_pattern or [LayerKind.model_validate({})]:
             rope = None
             if self.positions == "rope" and kind.rope:
                 theta = kind.rope_theta or self.rope_theta
                 rope = Rope(theta, kind.rope_scaling or self.rope_scaling)
-            pattern.append(Layer(kind.sliding_window or self.sliding_window, rope))
+            window = kind.sliding_window or self.sliding_window
+            pattern.append(AttentionKind(window, rope))
         return [pattern[layer % len(pattern)] for layer in range(self.n_layers)]
 
     @property
@@ -627,10 +633,10 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
 
     def attention_flops_per_token(self, seq_len: int) -> float:
         """Return the part of `flops_per_token` that is not products with weights."""
-        n_layers = Counter(layer.sliding_window for layer in self.layers)
         q = self.n_heads * self.head_width
+        windows = Counter(kind.sliding_window for kind in self.attention_kinds)
         flops = 0.0
-        for sliding_window, n_alike in n_layers.items():
+        for sliding_window, n_layers in windows.items():
             # Query t attends to min(t, window) keys. Over a sequence these are the triangle of the
             # first `window` queries, window^2 / 2, and a rectangle of (seq_len - window) x window;
             # the mean per query is their sum / seq_len.
@@ -638,7 +644,7 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
             if sliding_window is not None:
                 window = min(sliding_window, seq_len)
             keys = window - window**2 / (2 * seq_len)
-            flops += 12 * n_alike * q * keys
+            flops += 12 * n_layers * q * keys
         return flops
 
 
@@ -706,15 +712,20 @@ def rope_frequencies(rope: Rope, width: int, length: int, device: torch.device) 
         theta *= _dynamic_growth(scaling, length, width)
     periods = theta ** (dims / width)
     frequencies = 1.0 / periods
-    if scaling is None or scaling.rope_type == "dynamic":
+    if scaling is None:
         return frequencies
-    if scaling.rope_type == "linear":
-        return frequencies / scaling.factor
-    if scaling.rope_type == "yarn":
-        keep = _yarn_kept_fraction(scaling, theta, width, device)
-        return 1.0 / (scaling.factor * periods) * (1 - keep) + frequencies * keep
-    keep = _llama3_kept_fraction(scaling, frequencies)
-    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+    match scaling.rope_type:
+        case "dynamic":
+            return frequencies
+        case "linear":
+            return frequencies / scaling.factor
+        case "yarn":
+            kept = _yarn_kept_fraction(scaling, theta, width, device)
+            scaled = 1.0 / (scaling.factor * periods)
+            return scaled * (1 - kept) + frequencies * kept
+        case "llama3":
+            kept = _llama3_kept_fraction(scaling, frequencies)
+            return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
 def rope_angles(rope: Rope, width: int, length: int, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -1157,33 +1168,38 @@ class Head(nn.Module):
             tied: the output matrix `(V, D)` if embeddings are tied.
             queries: `(N,)`, see `Transformer.forward`.
         """
-        weight = tied if self.output is None else self.output.weight
+        weight = tied
+        if self.output is not None:
+            weight = self.output.weight
         assert weight is not None
         if queries is not None:
             x = x.flatten(0, 1)[queries]
         x = self.norm(x)
         if self.logits_scaling != 1:
             x = x / self.logits_scaling  # fewer numbers than the logits
-        if queries is not None:
-            assert targets is not None
-            most_rows = max(1, self.loss_chunk(x.device) // len(weight))
-            return score_targets(x, weight, targets, most_rows)
         if targets is None:
             return F.linear(x, weight)
-        x = x.flatten(0, 1)
-        targets = targets.flatten()
+        if queries is not None:
+            return score_targets(x, weight, targets, self._max_rows(weight))
+        return self._loss_sum(x.flatten(0, 1), weight, targets.flatten())
+
+    def _max_rows(self, weight: Tensor) -> int:
+        """Return how many tokens' logits can be in memory at once."""
+        return max(1, self.loss_chunk(weight.device) // len(weight))
+
+    def _loss_sum(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of -log p(target) in nats, a float32 scalar; see `chunk_cross_entropy`."""
         in_chunks = x.is_cuda or self.chunk_cross_entropy is not chunk_cross_entropy
         # float16 cannot hold a chunk's gradients before the loss scale is applied to them.
-        if in_chunks and x.dtype != torch.float16:
-            most_rows = max(1, self.loss_chunk(x.device) // len(weight))
-            size = even_chunk_size(len(x), most_rows)
-            needs_grad = torch.is_grad_enabled()
-            loss_sum = LinearCrossEntropy.apply(
-                x, weight, targets, size, needs_grad, self.chunk_cross_entropy
-            )
-            return cast(Tensor, loss_sum)
-        logits = F.linear(x, weight).float()
-        return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        if x.dtype == torch.float16 or not in_chunks:
+            logits = F.linear(x, weight).float()
+            return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        size = even_chunk_size(len(x), self._max_rows(weight))
+        needs_grad = torch.is_grad_enabled()
+        loss_sum = LinearCrossEntropy.apply(
+            x, weight, targets, size, needs_grad, self.chunk_cross_entropy
+        )
+        return cast(Tensor, loss_sum)
 
 
 def score_targets(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tensor:
@@ -1222,7 +1238,7 @@ def find_document_starts(document_ids: Tensor, indices: Tensor) -> Tensor:
 
 def make_mask(
     window: int | None,
-    tokens: Tensor,
+    batch_size: int,
     indices: Tensor,
     document_start: Tensor | None,
     end: int,
@@ -1232,7 +1248,7 @@ def make_mask(
 
     Args:
         window: of sliding-window attention; None = full attention.
-        tokens: `(B, T)`, of which the shape is used.
+        batch_size: B.
         indices: of the tokens in the sequence, `(T,)`.
         document_start: see `find_document_starts`; None = each sequence is one document.
         end: S, the length of the sequence.
@@ -1241,7 +1257,7 @@ def make_mask(
     is_windowed = window is not None and end > window
     if document_start is None and use_flex and is_windowed:
         # FlexAttention skips the blocks outside the window; other kernels only mask them.
-        document_start = torch.zeros_like(tokens)
+        document_start = indices.new_zeros(batch_size, len(indices))
     if document_start is not None:
         return _document_mask(window, indices, document_start, use_flex)
 
@@ -1292,7 +1308,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = config.layers
+        self.attention_kinds = config.attention_kinds
+        """of each layer"""
         self.embedding = Embedding(config)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.head = Head(config)
@@ -1335,13 +1352,13 @@ class Transformer(nn.Module):
             ValueError: the tokens, with those cached, are longer than `max_seq_len`.
         """
         c = self.config
-        start = 0 if cache is None else cache.length
+        start = 0
+        if cache is not None:
+            start = cache.length
         end = start + tokens.shape[1]
         if end > c.max_seq_len:
             raise ValueError(f"max_seq_len: {end} tokens exceed {c.max_seq_len}")
         indices = torch.arange(start, end, device=tokens.device)  # T, in the sequence
-
-        use_flex = cache is None and c.can_use_flex(tokens.device, self.training)
         document_start = None
         default_position_ids = indices
         if document_ids is not None:
@@ -1349,36 +1366,57 @@ class Transformer(nn.Module):
             default_position_ids = indices - document_start
         if position_ids is None:
             position_ids = default_position_ids
-
         x = self.embedding(tokens, position_ids)  # B T D
-        masks: dict[int | None, Tensor | BlockMask | None] = {}
-        inputs: dict[Layer, AttentionInputs] = {}
-        for layer in dict.fromkeys(self.layers):
-            window = layer.sliding_window
-            if window not in masks:
-                if mask is None:
-                    masks[window] = make_mask(
-                        window, tokens, indices, document_start, end, use_flex
-                    )
-                else:
-                    masks[window] = limit_mask(mask, window, position_ids)
-            layer_mask = masks[window]
-            rope = None
-            if layer.rope is not None:
-                rope = rope_angles(layer.rope, c.rotary_width, end, position_ids)
-            inputs[layer] = AttentionInputs(
-                rope=rope,
-                mask=layer_mask,
-                is_causal=layer_mask is None and len(indices) > 1,
-                repeat_kv=c.needs_kv_repeat(x.device, x.dtype, layer_mask is not None),
-            )
-        for block, layer in zip(self.blocks, self.layers, strict=True):
-            x = block(x, inputs[layer], cache)
+
+        use_flex = cache is None and c.can_use_flex(tokens.device, self.training)
+        masks: dict[int | None, Tensor | BlockMask | None] = {}  # by sliding window
+        for window in dict.fromkeys(kind.sliding_window for kind in self.attention_kinds):
+            if mask is not None:
+                masks[window] = limit_mask(mask, window, position_ids)
+            else:
+                masks[window] = make_mask(
+                    window, len(tokens), indices, document_start, end, use_flex
+                )
+
+        inputs: dict[AttentionKind, AttentionInputs] = {}
+        for kind in dict.fromkeys(self.attention_kinds):
+            mask_of_kind = masks[kind.sliding_window]
+            inputs[kind] = self._attention_inputs(kind, x, end, position_ids, mask_of_kind)
+        for block, kind in zip(self.blocks, self.attention_kinds, strict=True):
+            x = block(x, inputs[kind], cache)
         if cache is not None:
             cache.length = end
             x = x[:, -1]  # B D
-        tied = self.embedding.tokens.weight if c.tie_embeddings else None
+        tied = None
+        if c.tie_embeddings:
+            tied = self.embedding.tokens.weight
         return self.head(x, targets, tied, queries)
+
+    def _attention_inputs(
+        self,
+        kind: AttentionKind,
+        x: Tensor,
+        length: int,
+        position_ids: Tensor,
+        mask: Tensor | BlockMask | None,
+    ) -> AttentionInputs:
+        """Return the inputs of attention that all layers of a kind share.
+
+        Args:
+            x: `(B, T, D)`, the input of the first layer.
+            length: S.
+            mask: see `AttentionInputs`.
+        """
+        c = self.config
+        rope = None
+        if kind.rope is not None:
+            rope = rope_angles(kind.rope, c.rotary_width, length, position_ids)
+        return AttentionInputs(
+            rope=rope,
+            mask=mask,
+            is_causal=mask is None and x.shape[1] > 1,
+            repeat_kv=c.needs_kv_repeat(x.device, x.dtype, mask is not None),
+        )
 
     def fsdp_units(self) -> list[nn.Module]:
         """Return the modules to shard separately, in forward order; the root holds the rest.

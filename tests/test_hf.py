@@ -470,7 +470,7 @@ def test_read_config_of_layers_reads_old_and_new_formats(name: str, tmp_path: Pa
     make_reference(old).config.save_pretrained(tmp_path)
     new = json.loads((tmp_path / "config.json").read_text())
     family, config = families.read_config(old, "old")
-    assert len(set(config.layers)) == 2
+    assert len(set(config.attention_kinds)) == 2
     assert families.read_config(new, "new") == (family, config)
     assert families.read_config(families.write_config(config, "float32", None), "ours")[1] == config
 

@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from lm.errors import ConfigError
-from model import MAX_LAYERS, PRESETS, ROPE_TYPES, Layer, ModelConfig, Rope, Transformer
+from model import MAX_LAYERS, PRESETS, ROPE_TYPES, AttentionKind, ModelConfig, Rope, Transformer
 
 
 @dataclass(frozen=True)
@@ -834,7 +834,7 @@ def _find_mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
 
 def _find_layer_mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
     """Return an error for each key of the layers' attention that `family` cannot represent."""
-    layers = set(config.layers)
+    layers = set(config.attention_kinds)
     errors = []
     for layer in layers:
         scaling = layer.rope and layer.rope.scaling
@@ -912,14 +912,14 @@ def write_config(
 
 def _write_layers(family: Family, config: ModelConfig) -> dict[str, Any]:
     """Return the keys of the layers' attention, in transformers 5 and in older versions."""
-    layers = config.layers
+    layers = config.attention_kinds
     if family.full_attention_interval is None:
         raw = _write_rope(Rope(config.rope_theta, config.rope_scaling))
         if family.no_rope_interval is not None:
             raw["no_rope_layers"] = [int(layer.rope is not None) for layer in layers]
         return raw
 
-    of_type: dict[str, Layer] = {}
+    of_type: dict[str, AttentionKind] = {}
     for layer in layers:
         of_type[_FULL if layer.sliding_window is None else _SLIDING] = layer
     # A type that no layer has is written as the other one.

@@ -189,7 +189,7 @@ def bound_activations(
     # without a fused kernel. A float32 score, its softmax, its mask and its gradient take 16 bytes.
     pairs = 0
     if not on_gpu:
-        windows = {layer.sliding_window for layer in hp.layers} - {None}
+        windows = {kind.sliding_window for kind in hp.attention_kinds} - {None}
         n_masks = len(windows)
         if hp.dropout:
             n_masks += hp.batch_size * hp.n_heads

@@ -240,7 +240,7 @@ def _padded_length(length: int, config: ModelConfig) -> int:
 
 def _depends_on_length(config: ModelConfig) -> bool:
     """Return whether the length of a sequence, with what follows and padding, changes its start."""
-    scalings = [layer.rope.scaling for layer in config.layers if layer.rope is not None]
+    scalings = [kind.rope.scaling for kind in config.attention_kinds if kind.rope is not None]
     return any(each is not None and each.rope_type == "dynamic" for each in scalings)
 
 
@@ -295,7 +295,7 @@ def make_inputs(
         None,
     )
     # With a mask, windows need no FlexAttention, which is slow if it is not compiled.
-    is_windowed = any(length > (layer.sliding_window or length) for layer in config.layers)
+    is_windowed = any(length > (kind.sliding_window or length) for kind in config.attention_kinds)
     if branches.max() <= 1 and not is_windowed:
         return inputs
     positions = to_device(position_ids)

@@ -229,7 +229,7 @@ def apply_compile(model: Transformer) -> None:
     # By default the partitioner saves a ReLU's mask in addition to its output, because of the view
     # between them.
     partitioner.recompute_views = True
-    _allow_graphs(len(set(model.layers)))
+    _allow_graphs(len(set(model.attention_kinds)))
     for block in model.blocks:
         block.forward = torch.compile(block.forward, fullgraph=True)
     model.head.chunk_cross_entropy = torch.compile(
