@@ -106,6 +106,12 @@ class RowShards(NamedTuple):
         """Return which rows of `parameter` are on `rank`."""
         return rows_of_shard(len(parameter), self.n_shards, rank % self.n_shards)
 
+    def n_values(self, parameter: Tensor | None, rank: int) -> int:
+        """Return how many values of the matrix `parameter` are on `rank`; none of None."""
+        if parameter is None:
+            return 0
+        return len(self.rows(parameter, rank)) * parameter.shape[1]
+
 
 class Muon:
     """Muon over sharded matrices, with Nesterov's momentum and decoupled weight decay.
@@ -128,8 +134,8 @@ class Muon:
         self._momentum = momentum
         self._weight_decay = weight_decay
         self._dtype = dtype
+        self._nothing = torch.empty(0, dtype=dtype, device=parameters[0].device)
         self._shards = RowShards.of(parameters[0])
-        self._device = parameters[0].device
         self._rank = 0
         if self._shards.n_ranks > 1:
             self._rank = dist.get_rank()
@@ -155,8 +161,15 @@ class Muon:
             divisor: of the gradients; None = 1.
             skipped: a scalar on the device; 1.0 = change nothing.
         """
+        is_skipped = skipped.bool()
+        lr_or_0 = lr * (1 - skipped)
         for owned in self._rounds:
-            directions = [self._advance(parameter, divisor, skipped) for parameter in owned]
+            directions: list[Tensor] = []
+            for parameter in owned:
+                direction = self._nothing
+                if parameter is not None:
+                    direction = self._advance(parameter, divisor, is_skipped)
+                directions.append(direction)
             matrix = self._send_to_owners(owned, directions)
             del directions
             result = None
@@ -165,21 +178,19 @@ class Muon:
             updates = self._send_from_owners(owned, result)
             for parameter, update in zip(owned, updates, strict=True):
                 if parameter is not None:
-                    self._update(parameter, update, lr, skipped)
+                    self._update(parameter, update, lr_or_0)
 
     def _advance(
-        self, parameter: nn.Parameter | None, divisor: Tensor | None, skipped: Tensor
+        self, parameter: nn.Parameter, divisor: Tensor | None, is_skipped: Tensor
     ) -> Tensor:
         """Add the gradient to the momentum; return this rank's values of the direction, flat."""
-        if parameter is None:
-            return skipped.new_empty(0, dtype=self._dtype)
         momentum = to_local(self.state[parameter]["momentum_buffer"])
         gradient = to_local(cast(Tensor, parameter.grad))
         if divisor is not None:
             gradient = gradient / divisor
         mean = momentum.float()
         # A skipped gradient may be inf or NaN; the mean of the mean and itself stays as it is.
-        gradient = torch.where(skipped.bool(), mean, gradient)
+        gradient = torch.where(is_skipped, mean, gradient)
         mean = torch.lerp(gradient, mean, self._momentum)
         momentum.copy_(mean)
         nesterov = torch.lerp(gradient, mean, self._momentum)
@@ -192,16 +203,15 @@ class Muon:
 
         Every replica has the values of all matrices, so owners receive them from their own replica.
         """
-        nothing = directions[0].new_empty(0)
         mine = owned[self._rank]
-        sent = []
-        sizes = []
+        sent: list[Tensor] = []
+        sizes: list[int] = []
         for rank in range(self._shards.n_ranks):
             if self._shards.same_replica(self._rank, rank):
                 sent.append(directions[rank])
-                sizes.append(self._n_values(mine, rank))
+                sizes.append(self._shards.n_values(mine, rank))
             else:
-                sent.append(nothing)
+                sent.append(self._nothing)
                 sizes.append(0)
         received = self._exchange(sent, sizes)
         if mine is None:
@@ -212,20 +222,15 @@ class Muon:
         self, owned: list[nn.Parameter | None], result: Tensor | None
     ) -> list[Tensor]:
         """Send all ranks their rows of `result`; return this rank's values, by owner."""
-        if result is None:
-            result = torch.empty(0, 0, dtype=self._dtype, device=self._device)
-        sent = []
+        sent: list[Tensor] = []
         for rank in range(self._shards.n_ranks):
-            rows = self._shards.rows(result, rank)
-            sent.append(result[rows.start : rows.stop].flatten())
-        sizes = [self._n_values(parameter, self._rank) for parameter in owned]
+            if result is None:
+                sent.append(self._nothing)
+            else:
+                rows = self._shards.rows(result, rank)
+                sent.append(result[rows.start : rows.stop].flatten())
+        sizes = [self._shards.n_values(parameter, self._rank) for parameter in owned]
         return list(self._exchange(sent, sizes).split(sizes))
-
-    def _n_values(self, parameter: nn.Parameter | None, rank: int) -> int:
-        """Return how many values of `parameter` are on `rank`."""
-        if parameter is None:
-            return 0
-        return len(self._shards.rows(parameter, rank)) * parameter.shape[1]
 
     def _exchange(self, sent: list[Tensor], sizes: list[int]) -> Tensor:
         """Send `sent[rank]` to each rank; return what each has sent here, `sizes[rank]` values."""
@@ -236,9 +241,8 @@ class Muon:
         dist.all_to_all_single(received, values, sizes, [len(piece) for piece in sent])
         return received
 
-    def _update(self, parameter: nn.Parameter, update: Tensor, lr: float, skipped: Tensor) -> None:
+    def _update(self, parameter: nn.Parameter, update: Tensor, lr: Tensor) -> None:
         rows = to_local(parameter)
-        factor = lr * (1 - skipped)
-        rows.mul_(1 - factor * self._weight_decay)
+        rows.mul_(1 - lr * self._weight_decay)
         rms = ADAMW_RMS * math.sqrt(max(parameter.shape))
-        rows.sub_(update.float().view_as(rows) * (factor * rms))
+        rows.sub_(update.float().view_as(rows) * (lr * rms))
