@@ -42,6 +42,7 @@ from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, ClusterCheckpoints, LocalCheckpoints
 from lm.config import Hyperparameters
 from lm.data.loader import Batch, Loader
+from lm.data.validation import ValidationSums
 from lm.determined import master
 from lm.determined.context import TorchDistributedContext
 from lm.determined.search import SearchStop, retry_warning
@@ -65,7 +66,7 @@ from lm.tasks.scoring import Scorer, grade
 from lm.training import lora, optim, parallelize, precision, skipping
 from lm.training.profiling import run_profilers
 from lm.units import format_bytes
-from model import IGNORE_INDEX, Transformer
+from model import Transformer
 
 
 @dataclass(frozen=True)
@@ -417,19 +418,16 @@ class Trainer:
 
         Refuses inf and NaN.
         """
-        n_sets = len(self.run.data.validation)  # each has a loss sum and a number of targets
-        sums = torch.zeros(n_sets, 2, dtype=torch.float64, device=self.world.device)
+        sums = ValidationSums(self.run.data.validation, self.loader.validation_bytes, self.world)
         with self.accumulator.paused(), self.logger.status("validating"), torch.no_grad():
             self.model.eval()
             for number, batch in self.loader.validation():  # as many on every rank
-                n_targets = (batch.targets != IGNORE_INDEX).sum()
-                sums[number] += torch.stack([self.model(*batch).double(), n_targets])
+                sums.add(number, self.model(*batch), batch.targets)
                 self.stopping = self.world.any_rank(self.asked_to_stop())
                 if self.stopping:
                     return  # in eval mode, as no step follows
             self.model.train()
-            sums_of_ranks = self.world.all_gather(sums)
-        metrics = self.loader.validation_metrics(sums_of_ranks)
+            metrics = sums.metrics()
         loss = metrics["loss"]
         if not math.isfinite(loss):
             problem = f"validation loss is {loss} at step {self.step}"

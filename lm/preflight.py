@@ -24,6 +24,7 @@ from lm.config import DEFAULT_SEED, Hyperparameters
 from lm.data.loader import derive_global_batch_size
 from lm.data.run_data import Data, open_data
 from lm.data.tokens import check_token_files
+from lm.data.validation import validation_metric_names
 from lm.determined import master
 from lm.determined.search import Searcher
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
@@ -356,7 +357,8 @@ def _resolve(
 
 def _check_searcher(run: ResolvedRun, searcher: Searcher) -> None:
     """Raise ConfigError if the searcher cannot work with the metrics of this run's validations."""
-    smaller_is_better = run.data.validation_metrics()
+    has_text = run.data.tokenizer is not None
+    smaller_is_better = validation_metric_names(run.data.validation, has_text)
     larger_is_better: list[str] = []
     of_tasks = [metric_names(task.name) for task in run.tasks]
     if any(searcher.metric in names for names in of_tasks) and run.eval_rate != run.validation_rate:

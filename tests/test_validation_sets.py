@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,14 @@ import torch
 
 from lm import config as lm_config
 from lm.checkpoint.manifest import read_manifest
+from lm.data.dataset import ValidationSet
 from lm.data.loader import Loader
 from lm.data.run_data import Data, DataConfig, open_data
+from lm.data.validation import ValidationSums, validation_metric_names
 from lm.errors import ConfigError
+from lm.launch.launch import Launch
+from lm.runtime.rendezvous import join_world
+from model import IGNORE_INDEX
 from tests.support.hyperparameters import EXACT_RUN
 from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
 
@@ -64,15 +70,23 @@ def test_val_data_opens_each_set_by_name(dataset: str, tmp_path: Path) -> None:
 def test_validation_metrics_are_means_over_the_sets(tmp_path: Path) -> None:
     paths = write_texts(tmp_path)
     data = open_sets("text", train_data=paths["wiki"], val_data=paths)
-    loader = Loader(DataConfig.model_validate({"validation_batches": 99}), data, 1, 0, 2, CPU)
-    # Of two ranks: losses and targets of wiki, then of code.
-    sums = torch.tensor([[[40.0, 16.0], [3.0, 8.0]], [[24.0, 16.0], [9.0, 4.0]]])
-    metrics = loader.validation_metrics(sums)
+    loader = Loader(DataConfig.model_validate({"validation_batches": 99}), data, 1, 0, 1, CPU)
+    with join_world(Launch(), timeout=60) as world:
+        sums = ValidationSums(data.validation, loader.validation_bytes, world)
+        for number, loss_sum, n_targets in ((0, 40.0, 16), (0, 24.0, 16), (1, 3.0, 8), (1, 9.0, 4)):
+            targets = torch.full((2, 16), IGNORE_INDEX)
+            targets.view(-1)[:n_targets] = 0
+            sums.add(number, torch.tensor(loss_sum), targets)
+        metrics = sums.metrics()
+
+        one_set = ValidationSums([ValidationSet(None, data.validation[0].dataset)], [0], world)
+        one_set.add(0, torch.tensor(10.0), torch.zeros(5))
+        assert one_set.metrics() == {"loss": 2.0, "perplexity": pytest.approx(math.exp(2))}
     assert metrics["loss"] == (2.0 + 1.0) / 2
     assert (metrics["loss_wiki"], metrics["loss_code"]) == (2.0, 1.0)
     of_sets = (metrics["bits_per_byte_wiki"], metrics["bits_per_byte_code"])
     assert metrics["bits_per_byte"] == sum(of_sets) / 2
-    assert set(metrics) == set(data.validation_metrics())
+    assert set(metrics) == set(validation_metric_names(data.validation, has_text=True))
 
 
 def test_validation_limits_each_set_to_validation_batches(tmp_path: Path) -> None:

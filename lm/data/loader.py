@@ -81,11 +81,11 @@ class Loader:
         n_samples = config.validation_batches * global_batch_size
         self._validation_sizes = [min(len(each.dataset), n_samples) for each in data.validation]
         """samples of each validation set that are used"""
-        self._validation_bytes = [self._count_bytes(i) for i in range(len(data.validation))]
+        self.validation_bytes = [self._count_bytes(i) for i in range(len(data.validation))]
+        """of text of the targets of each validation set; 0 = no tokenizer"""
         self._stream_state = data.train.initial_stream_state
 
     def _count_bytes(self, number: int) -> int:
-        """Return the bytes of text of the targets of a validation set; 0 = no tokenizer."""
         if self._data.tokenizer is None:
             return 0
         dataset = self._data.validation[number].dataset
@@ -139,33 +139,6 @@ class Loader:
             # Closing stops data workers, which are killed when the thread that started them ends.
             thread.submit(sample_batches.close)
             thread.shutdown(wait=False)
-
-    def validation_metrics(self, sums: Tensor) -> dict[str, float]:
-        """Return the metrics of a validation: each the mean of the sets', whose own follow.
-
-        Args:
-            sums: of the losses (nats), and the number of targets, by rank and set: (R, sets, 2).
-        """
-        losses: list[float] = []
-        bits_per_byte: list[float] = []
-        own: dict[str, float] = {}
-        sums = sums.cpu()
-        for number, validation_set in enumerate(self._data.validation):
-            loss_sums, n_targets = sums[:, number].T.tolist()
-            loss_sum = math.fsum(loss_sums)
-            losses.append(loss_sum / math.fsum(n_targets))
-            n_bytes = self._validation_bytes[number]
-            if n_bytes > 0:
-                bits_per_byte.append(loss_sum / math.log(2) / n_bytes)
-            if validation_set.name is not None:
-                own[validation_set.metric("loss")] = losses[-1]
-                if n_bytes > 0:
-                    own[validation_set.metric("bits_per_byte")] = bits_per_byte[-1]
-        loss = math.fsum(losses) / len(losses)
-        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700))}  # a finite float
-        if len(bits_per_byte) == len(losses):
-            metrics["bits_per_byte"] = math.fsum(bits_per_byte) / len(bits_per_byte)
-        return metrics | own
 
     def validation(self) -> Iterator[tuple[int, MicroBatch]]:
         """Yield this rank's validation micro-batches, equally many on every rank.

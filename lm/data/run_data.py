@@ -181,18 +181,6 @@ class Data:
         data = {"train": self.train.fingerprint(), "validation": "; ".join(sets)}
         return {"tokenizer": identity, "data": data}
 
-    def validation_metrics(self) -> list[str]:
-        """Return the metrics of the validation data, of which the smallest value is the best."""
-        metrics = ["loss", "perplexity"]
-        of_each = ["loss"]
-        if self.tokenizer is not None:
-            metrics.append("bits_per_byte")
-            of_each.append("bits_per_byte")
-        for each in self.validation:
-            if each.name is not None:
-                metrics += [each.metric(metric) for metric in of_each]
-        return metrics
-
 
 def open_data(
     config: DataConfig,

@@ -1,0 +1,74 @@
+"""What a validation says: the names of its metrics, and their values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lm.data.dataset import ValidationSet
+from lm.runtime.world import World
+from model import IGNORE_INDEX
+
+
+def validation_metric_names(sets: Sequence[ValidationSet], has_text: bool) -> list[str]:
+    """Return the metrics of validations, of which the smallest value is the best.
+
+    Args:
+        has_text: the tokens have a tokenizer.
+    """
+    names = ["loss", "perplexity"]
+    names_of_set = ["loss"]
+    if has_text:
+        names.append("bits_per_byte")
+        names_of_set.append("bits_per_byte")
+    for validation_set in sets:
+        if validation_set.name is not None:
+            names += [validation_set.metric(name) for name in names_of_set]
+    return names
+
+
+class ValidationSums:
+    """Loss sums and targets of each validation set, on this rank's device.
+
+    Args:
+        n_bytes: of text of the targets of each set; 0 = unknown.
+    """
+
+    def __init__(self, sets: Sequence[ValidationSet], n_bytes: Sequence[int], world: World) -> None:
+        self._sets = sets
+        self._n_bytes = n_bytes
+        self._world = world
+        self._sums = torch.zeros(len(sets), 2, dtype=torch.float64, device=world.device)
+
+    def add(self, number: int, loss_sum: Tensor, targets: Tensor) -> None:
+        """Add the loss sum (nats) of a micro-batch of the set `number`."""
+        n_targets = (targets != IGNORE_INDEX).sum()
+        self._sums[number] += torch.stack([loss_sum.double(), n_targets])
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics over all ranks: means over the sets, then those of each named set."""
+        of_ranks = self._world.all_gather(self._sums).cpu()  # R, sets, 2
+        losses: list[float] = []
+        bits_per_byte: list[float] = []
+        of_sets: dict[str, float] = {}
+        for number, validation_set in enumerate(self._sets):
+            loss_sums, n_targets = of_ranks[:, number].T.tolist()
+            loss_sum = math.fsum(loss_sums)
+            losses.append(loss_sum / math.fsum(n_targets))
+            if validation_set.name is not None:
+                of_sets[validation_set.metric("loss")] = losses[-1]
+            n_bytes = self._n_bytes[number]
+            if n_bytes == 0:
+                continue
+            bits_per_byte.append(loss_sum / math.log(2) / n_bytes)
+            if validation_set.name is not None:
+                of_sets[validation_set.metric("bits_per_byte")] = bits_per_byte[-1]
+
+        loss = math.fsum(losses) / len(losses)
+        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700))}  # a finite float
+        if len(bits_per_byte) == len(losses):
+            metrics["bits_per_byte"] = math.fsum(bits_per_byte) / len(bits_per_byte)
+        return metrics | of_sets
