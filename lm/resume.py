@@ -33,7 +33,6 @@ from lm.checkpoint.manifest import (
     RunInfo,
     TrainingProgress,
     describe_invalid,
-    read_manifest,
 )
 from lm.checkpoint.store import CheckpointStore
 from lm.config import Hyperparameters, rerun_command
@@ -126,14 +125,13 @@ def is_complete(
     Raises:
         ConfigError: the checkpoint belongs to a different run.
     """
-    step = world.on_rank0(completed_step, plan, store, run_info, max_steps, samples)
-    if step is None:
+    manifest = world.on_rank0(find_complete, plan, store, run_info, max_steps, samples)
+    if manifest is None:
         return False
     newest = plan.resume_candidates[0]
     if not is_url(newest):  # of which sizes were compared: to download all files would take long
         try:
             with world.all_or_none():
-                manifest = read_manifest(Path(newest))
                 verify(Path(newest), manifest, world.rank, world.size)
         except CheckpointError:
             return False
@@ -141,23 +139,22 @@ def is_complete(
         run, _, _ = newest.rpartition("/checkpoints/")
         if not is_url(run):
             run = os.path.relpath(run)
-        print("\n".join(describe_complete_run(run, store.read_manifest(newest), run_info)))
+        print("\n".join(describe_complete_run(run, manifest, run_info)))
     return True
 
 
-def completed_step(
+def find_complete(
     plan: ResumePlan, store: CheckpointStore, run_info: RunInfo, max_steps: int, samples: bool
-) -> int | None:
-    """Return the step of the newest checkpoint if nothing is left to do; see `is_complete`."""
+) -> Manifest | None:
+    """Return the manifest of the newest checkpoint if nothing is left to do; see `is_complete`."""
     if not plan.may_be_complete or max_steps == 0:
         return None
     manifest = store.read_manifest(plan.resume_candidates[0])
     require_same_run(manifest, run_info)
-    if manifest.step > max_steps:
-        return manifest.step
     is_sampled = manifest.sampled or not samples
-    if manifest.step == max_steps and manifest.validation_loss is not None and is_sampled:
-        return manifest.step
+    is_evaluated = manifest.validation_loss is not None and is_sampled
+    if manifest.step > max_steps or (manifest.step == max_steps and is_evaluated):
+        return manifest
     return None
 
 

@@ -27,7 +27,7 @@ from lm.checkpoint.manifest import (
 from lm.checkpoint.retention import SavedCheckpoint, expired
 from lm.checkpoint.store import LocalCheckpoints
 from lm.errors import ConfigError
-from lm.resume import ResumePlan, completed_step
+from lm.resume import ResumePlan, find_complete
 from lm.runtime.world import World
 from tests.support.checkpoints import (
     OPTIM_SHARDS,
@@ -177,9 +177,11 @@ def test_resume_compares_tokenizers_by_content(victim: Path) -> None:
     same_content = now.model_copy(update={"tokenizer": "9 tokens, sha256 0"})
     other_content = now.model_copy(update={"tokenizer": "9 tokens, sha256 1"})
     store = LocalCheckpoints(victim.parent)
-    assert completed_step(plan, store, same_content, 10, samples=False) == 10
+    complete = find_complete(plan, store, same_content, 10, samples=False)
+    assert complete is not None
+    assert complete.step == 10
     with pytest.raises(ConfigError, match=r"tokenizer.*sha256 1"):
-        completed_step(plan, store, other_content, 10, samples=False)
+        find_complete(plan, store, other_content, 10, samples=False)
 
 
 class Payload:
