@@ -175,7 +175,10 @@ def execute(
     # Also in a dry run: `is_complete` says how to extend a complete run, and refuses another run.
     if run.is_complete(store, world) or job.dry_run:
         return 0
-    with MetricLogger(world.rank, run.directory, context.train, run.max_steps, run.trial) as logger:
+    with (
+        run.memory.explaining_failure(world.rank),
+        MetricLogger(world.rank, run.directory, context.train, run.max_steps, run.trial) as logger,
+    ):
         trainer = Trainer(run, world, context, store, watchdog, logger)
         trainer.resume()
         trainer.train()

@@ -33,7 +33,7 @@ from lm.hf.base import find_base
 from lm.launch.console import announce
 from lm.launch.launch import exit_code_of_stop, is_restart
 from lm.launch.machine import usable_cores
-from lm.plan.refusal import check_memory
+from lm.plan.refusal import MemoryCheck, check_memory
 from lm.resume import ResumePlan, is_complete, plan_resume, start_date
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
@@ -76,8 +76,7 @@ class ResolvedRun:
     """of the trial's experiment"""
     run_dir: RunDir | None
     """off the cluster"""
-    memory: str | None
-    """what the run needs, in a dry run by part; None = not worth a line"""
+    memory: MemoryCheck
 
     @property
     def seed(self) -> int:
@@ -168,8 +167,8 @@ class ResolvedRun:
         notes = list(self.data.notes)
         for task in self.tasks:
             notes += task.notes()
-        if self.memory:
-            notes.append(self.memory)
+        if self.memory.summary is not None:
+            notes.append(self.memory.summary)
         if 0 < self.max_steps < hp.warmup_steps:
             lasts = f"warmup_steps {hp.warmup_steps:g} is more than max_steps {self.max_steps}"
             notes.append(f"{lasts}: the learning rate never reaches lr")
@@ -317,7 +316,7 @@ def _resolve(
     run_dir: RunDir | None,
     resume_plan: ResumePlan,
     base: Base | None,
-    memory: str | None,
+    memory: MemoryCheck,
 ) -> ResolvedRun:
     assert hp.seed is not None
     mesh = parallelize.mesh_shape(hp, world.size, world.launch.local_size)

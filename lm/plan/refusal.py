@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +17,7 @@ from lm.plan.fit import USABLE, Ranks, count_state_bytes, format_memory, predict
 from lm.plan.memory import bound_activations
 from lm.plan.nearest import find_nearest_settings
 from lm.plan.trace import measure_activations
+from lm.runtime.failures import is_out_of_memory, out_of_memory_error
 from lm.runtime.world import World
 from lm.units import format_bytes
 
@@ -30,6 +33,8 @@ class MemoryCheck:
     ranks: Ranks
     host_share: float
     """bytes of a node's memory per rank"""
+    summary: str | None = None
+    """what the run needs, in a dry run by part; None = not worth a line"""
 
     @property
     def rank_name(self) -> str:
@@ -73,8 +78,21 @@ class MemoryCheck:
             return self._describe_need(needed.total)
         return self._describe_need(needed.total) + self._describe_what_fits(self.ranks)
 
-    def describe_failure(self) -> str:
-        """Return what an out-of-memory error says: what was predicted to fit did not."""
+    @contextmanager
+    def explaining_failure(self, rank: int) -> Iterator[None]:
+        """Say in an out-of-memory error of the block what the run needs, and what would fit."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            need = None
+            with suppress(RuntimeError, MemoryError):  # where even that is too much
+                need = self._describe_failure()
+            raise out_of_memory_error(error, rank, need) from error
+
+    def _describe_failure(self) -> str:
+        """Return what the run needs: what was predicted to fit did not."""
         needed = predict_memory(self.hp, self.ranks)
         limit = replace(self.ranks, memory=min(self.ranks.memory, needed.total))
         return self._describe_need(needed.total) + self._describe_what_fits(limit)
@@ -92,10 +110,8 @@ class MemoryCheck:
 
 def check_memory(
     hp: Hyperparameters, dtype: torch.dtype | None, world: World, dry_run: bool
-) -> str | None:
-    """Return what the run needs, in a dry run by part; else None on a CPU if its state is small.
-
-    Rank 0 computes for all, from the least memory of any rank.
+) -> MemoryCheck:
+    """Return what the run needs. Rank 0 computes for all, from the least memory of any rank.
 
     Raises:
         ConfigError: the state of the run alone exceeds the memory.
@@ -115,5 +131,4 @@ def check_memory(
         host_limit = node_memory
     ranks = Ranks(dtype, world.device.type, world.size, per_node, rank_memory, host_limit)
     check = MemoryCheck(hp, ranks, node_memory // per_node)
-    world.memory_notes.append(check.describe_failure)
-    return world.on_rank0(check.summarize, by_part=dry_run)
+    return replace(check, summary=world.on_rank0(check.summarize, by_part=dry_run))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -24,14 +22,8 @@ _DISCONNECTED = (
 """parts of gloo's messages"""
 
 
-def as_run_error(
-    error: BaseException | None, rank: int, memory_notes: Sequence[Callable[[], str]] = ()
-) -> RunError | None:
-    """Return the RunError that says what `error` means on `rank`; None if that is not known.
-
-    Args:
-        memory_notes: return what an out-of-memory error says about the run's need.
-    """
+def as_run_error(error: BaseException | None, rank: int) -> RunError | None:
+    """Return the RunError that says what `error` means on `rank`; None if that is not known."""
     if not isinstance(error, (RuntimeError, MemoryError, OSError)):
         return None
     too_many_files = os.strerror(errno.EMFILE)
@@ -45,19 +37,37 @@ def as_run_error(
         return ConfigError(f"rank {rank}: {problem}; {remedy}", rank_local=True)
     if isinstance(error, OSError):
         return RunError(f"rank {rank}: {error}; the last checkpoint is kept", rank_local=True)
-    if _is_out_of_memory(error):
-        first_line, _, _ = str(error).partition("\n")
-        causes = [first_line or type(error).__name__]  # Python's own has no text
-        with suppress(RuntimeError, MemoryError):  # where even that is too much
-            causes += [note() for note in memory_notes]
-        return RunError(
-            f"rank {rank}: out of memory ({'; '.join(causes)}); reduce memory with a smaller"
-            " batch_size (total_batch_size can stay), activation_checkpointing: full,"
-            " activation_offload: true, cpu_offload: true, more ranks with sharding: full-shard,"
-            " or a smaller d_model or n_layers",
-            rank_local=True,
-        )
+    if is_out_of_memory(error):
+        return out_of_memory_error(error, rank)
     return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether the GPU's or the host's memory was too small."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    return any(text in str(error) for text in _NO_HOST_MEMORY)
+
+
+def out_of_memory_error(error: BaseException, rank: int, need: str | None = None) -> RunError:
+    """Return what `error` of `is_out_of_memory` means.
+
+    Args:
+        need: what the run needs; None = unknown.
+    """
+    first_line, _, _ = str(error).partition("\n")
+    cause = first_line or type(error).__name__  # Python's own has no text
+    if need is not None:
+        cause = f"{cause}; {need}"
+    return RunError(
+        f"rank {rank}: out of memory ({cause}); reduce memory with a smaller batch_size"
+        " (total_batch_size can stay), activation_checkpointing: full, activation_offload: true,"
+        " cpu_offload: true, more ranks with sharding: full-shard, or a smaller d_model or"
+        " n_layers",
+        rank_local=True,
+    )
 
 
 def is_disconnection(error: BaseException | None) -> bool:
@@ -67,9 +77,3 @@ def is_disconnection(error: BaseException | None) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     return any(part in str(error) for part in _DISCONNECTED)
-
-
-def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return any(text in str(error) for text in _NO_HOST_MEMORY)

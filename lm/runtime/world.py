@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -67,8 +67,6 @@ class World:
     """key-value store of all ranks"""
     tensor_timeout: timedelta
     """of every collective of tensors"""
-    memory_notes: list[Callable[[], str]] = field(default_factory=list)
-    """return what an out-of-memory error says about the run's need"""
 
     def __enter__(self) -> World:
         return self
@@ -80,7 +78,7 @@ class World:
             RunError: instead of an error that says nothing about the rank and a remedy.
         """
         try:
-            failure = as_run_error(error, self.rank, self.memory_notes)
+            failure = as_run_error(error, self.rank)
             if failure is not None:
                 raise failure from error
         finally:
