@@ -36,7 +36,7 @@ from pydantic import (
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from lm.fields import Fixed, Logged
+from lm.fields import Fixed, Logged, Varied
 
 MAX_LAYERS = 2**12
 IGNORE_INDEX = -100
@@ -340,21 +340,21 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     )
     # The limits keep the number of elements of every tensor within int64, and a model on the meta
     # device small.
-    d_model: Fixed[int] = Field(
+    d_model: Varied[Fixed[int]] = Field(
         512,
         gt=0,
         le=2**20,
         description="width of the residual stream",
         json_schema_extra={"aliases": ["hidden_size", "n_embd"]},
     )
-    n_heads: Fixed[int] = Field(
+    n_heads: Varied[Fixed[int]] = Field(
         8,
         gt=0,
         le=2**14,
         description="query heads per layer; divides d_model if head_dim is null",
         json_schema_extra={"aliases": ["num_attention_heads"]},
     )
-    n_layers: Fixed[int] = Field(
+    n_layers: Varied[Fixed[int]] = Field(
         4,
         gt=0,
         le=MAX_LAYERS,
@@ -367,7 +367,7 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         description="token ids; null = the tokenizer's, rounded up to a multiple of 64; 32000 for"
         " synthetic data",
     )
-    max_seq_len: Fixed[int] = Field(
+    max_seq_len: Varied[Fixed[int]] = Field(
         2048,
         gt=0,
         le=2**24,

@@ -34,7 +34,7 @@ from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.data.run_data import DataConfig, default_vocab_size
 from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError, command
-from lm.fields import Fixed, Unlogged, aliases_of
+from lm.fields import Fixed, Unlogged, Varied, aliases_of
 from lm.launch.console import warn
 from lm.metrics.accumulator import MetricsConfig
 from lm.tasks.questions import TasksConfig
@@ -55,7 +55,7 @@ DEFAULT_SEED = 42
 class RunConfig(BaseModel, frozen=True, extra="forbid"):
     """Length, seed and name of the run, and its samples."""
 
-    max_steps: Unlogged[int | None] = Field(
+    max_steps: Varied[Unlogged[int | None]] = Field(
         None,
         gt=0,
         description="optimizer steps; null = searcher.max_length, else 100",
@@ -68,7 +68,7 @@ class RunConfig(BaseModel, frozen=True, extra="forbid"):
         " generate",
         json_schema_extra={"aliases": ["num_train_epochs", "epochs"]},
     )
-    seed: Fixed[int | None] = Field(
+    seed: Varied[Fixed[int | None]] = Field(
         None, ge=0, description="of weights, data order and dropout; null = the trial's, else 42"
     )
     run_name: Unlogged[str | None] = Field(
@@ -145,28 +145,14 @@ class Hyperparameters(
         Of the latter only keys whose change is worth a line when a run resumes.
         """
         values = self.model_dump(mode="json")
-        keys: list[str] = list(_OFTEN_VARIED)
+        compared: dict[str, Any] = {}
         for key, info in Hyperparameters.model_fields.items():
-            is_default = getattr(self, key) == info.default
-            if key not in keys and "unlogged" not in info.metadata and not is_default:
-                keys.append(key)
-        return {key: values[key] for key in keys}
+            is_set = "unlogged" not in info.metadata and getattr(self, key) != info.default
+            if is_set or "varied" in info.metadata:
+                compared[key] = values[key]
+        return compared
 
 
-_OFTEN_VARIED = (
-    "lr",
-    "lr_schedule",
-    "warmup_steps",
-    "weight_decay",
-    "d_model",
-    "n_layers",
-    "n_heads",
-    "max_seq_len",
-    "batch_size",
-    "total_batch_size",
-    "max_steps",
-    "seed",
-)
 PART_CONFIGS: tuple[type[BaseModel], ...] = Hyperparameters.__bases__[::-1]
 
 

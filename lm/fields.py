@@ -6,6 +6,8 @@ Its type says what happens if the key is changed before a run resumes:
     Logged[int]     the run resumes and logs the change
     Unlogged[int]   the run resumes; the change is not worth a line
 
+`Varied[Logged[int]]`: often what tells runs apart, so that comparisons show it at its default, too.
+
 `json_schema_extra={"aliases": [...]}` lists the names of the key in transformers, TRL, nanoGPT and
 others, which an error about an unknown key suggests.
 """
@@ -22,6 +24,7 @@ T = TypeVar("T")
 Fixed = Annotated[T, "fixed"]
 Logged = Annotated[T, "logged"]
 Unlogged = Annotated[T, "unlogged"]
+Varied = Annotated[T, "varied"]
 
 Change = Literal["fixed", "logged", "unlogged"]
 CHANGES = get_args(Change)

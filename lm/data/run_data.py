@@ -27,7 +27,7 @@ from lm.data.tokens import (
     read_tokens,
 )
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
-from lm.fields import Fixed, Logged
+from lm.fields import Fixed, Logged, Varied
 from model import IGNORE_INDEX
 
 SYNTHETIC_BATCHES = 10
@@ -99,14 +99,14 @@ class DataConfig(BaseModel, frozen=True, extra="forbid"):
         None, description="configuration of the dataset on the hub, e.g. en for C4 (hf)"
     )
     shuffle: Fixed[bool] = Field(True, description="shuffle the samples in each epoch, by the seed")
-    batch_size: Logged[int] = Field(
+    batch_size: Varied[Logged[int]] = Field(
         1,
         gt=0,
         le=MAX_BATCH_SIZE,
         description="sequences per device in a micro-batch",
         json_schema_extra={"aliases": ["per_device_train_batch_size"]},
     )
-    total_batch_size: Fixed[int | None] = Field(
+    total_batch_size: Varied[Fixed[int | None]] = Field(
         None,
         gt=0,
         le=MAX_BATCH_SIZE,

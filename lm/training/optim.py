@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from lm.fields import Fixed, Logged
+from lm.fields import Fixed, Logged, Varied
 from lm.training.muon import Muon
 from lm.training.precision import best_dtype
 
@@ -26,18 +26,18 @@ class OptimConfig(BaseModel, frozen=True, extra="forbid"):
         " head, norms and biases",
         json_schema_extra={"aliases": ["optim"]},
     )
-    lr: Logged[float] = Field(
+    lr: Varied[Logged[float]] = Field(
         1.0e-4,
         gt=0,
         description="peak learning rate",
         json_schema_extra={"aliases": ["learning_rate"]},
     )
-    lr_schedule: Logged[Literal["constant", "linear", "cosine", "wsd"]] = Field(
+    lr_schedule: Varied[Logged[Literal["constant", "linear", "cosine", "wsd"]]] = Field(
         "constant",
         description="decay after warm-up; wsd = constant, then linear over the last decay_steps",
         json_schema_extra={"aliases": ["lr_scheduler_type"]},
     )
-    warmup_steps: Logged[float] = Field(
+    warmup_steps: Varied[Logged[float]] = Field(
         0, ge=0, description="linear warm-up (steps; below 1 a fraction of the run)"
     )
     decay_steps: Logged[float] = Field(
@@ -46,7 +46,7 @@ class OptimConfig(BaseModel, frozen=True, extra="forbid"):
     min_lr_ratio: Logged[float] = Field(
         0.0, ge=0, le=1, description="final learning rate as a fraction of lr"
     )
-    weight_decay: Logged[float] = Field(
+    weight_decay: Varied[Logged[float]] = Field(
         0.01, ge=0, description="decoupled decay of matrices; norms and biases have none"
     )
     beta1: Logged[float] = Field(0.9, ge=0, lt=1, description="decay of AdamW's mean of gradients")
