@@ -12,7 +12,7 @@ from lm.config import Hyperparameters
 from lm.errors import ConfigError
 from lm.plan import fit
 from lm.plan.memory import Memory, count_units
-from lm.plan.speed import Card, Links, Seconds, Topology, predict_step_time
+from lm.plan.speed import Card, LinkBytes, Seconds, Topology, predict_step_time
 from lm.runtime.world import MeshShape
 from lm.training import parallelize
 
@@ -30,7 +30,7 @@ class Times:
     """seconds of a step"""
     flops: float
     """of a GPU and step, without recomputation"""
-    links: Links
+    links: LinkBytes
     mfu: float
     tokens_per_second: float
     gpu_hours_per_billion_tokens: float

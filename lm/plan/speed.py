@@ -132,7 +132,7 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkBytes:
     """Bytes that a GPU sends in a step, in its node and to other nodes."""
 
     node: float
@@ -160,7 +160,7 @@ class StepTime:
     seconds: Seconds
     flops: float
     """of a GPU, without recomputation"""
-    links: Links
+    links: LinkBytes
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def predict_step_time(
             offload=step.offload_seconds(compute + memory),
         ),
         flops=step.model_flops * n_micro_batches,
-        links=Links(node, network),
+        links=LinkBytes(node, network),
     )
 
 
