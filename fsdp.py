@@ -455,7 +455,7 @@ class Trainer:
                     self.stopping = self.world.any_rank(self.asked_to_stop())
                     if self.stopping:
                         return metrics
-                metrics |= grade(task, scorer.gather()).metrics(task.name)
+                metrics |= grade(task, scorer.gather()).metrics()
             self.model.train()
         return metrics
 

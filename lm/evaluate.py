@@ -37,14 +37,14 @@ from lm.launch.spawn import run_and_exit
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
 from lm.tasks.questions import read_tasks
-from lm.tasks.scoring import Mean, Scorer, TaskResult, TokenizedTask, grade, tokenize
+from lm.tasks.scoring import Mean, Scorer, TaskResult, grade, tokenize
 from lm.tasks.task import Task
 from model import Transformer
 
 _TIMEOUT = 600.0
 """Longest wait for another rank (seconds)."""
 
-Results = dict[str, tuple[TokenizedTask, TaskResult]]
+Results = dict[str, TaskResult]
 """of a model, by task"""
 
 
@@ -81,11 +81,13 @@ def score_model(
     results: Results = {}
     for task in tokenized:
         scorer = Scorer(task, model, world)
-        is_hidden = True if world.rank != 0 else None  # None = unless stderr is a terminal
+        is_hidden = None  # unless stderr is a terminal
+        if world.rank != 0:
+            is_hidden = True
         with tqdm(total=scorer.n_steps, desc=task.name, unit="batch", disable=is_hidden) as bar:
             for _ in scorer.score():
                 bar.update()
-        results[task.name] = (task, grade(task, scorer.gather()))
+        results[task.name] = grade(task, scorer.gather())
         if world.rank == 0:
             for note in task.notes():
                 print(f"{source}: {note}", file=sys.stderr)
@@ -98,11 +100,12 @@ def format_table(models: dict[str, Results]) -> str:
     for name in models:
         header += [f"{name} acc", f"{name} bpb"]
     lines: list[list[str]] = [header]
-    for task_name, (task, _) in next(iter(models.values())).items():
-        cells = [task_name, f"{len(task.questions)}"]
+    first_model = next(iter(models.values()))
+    for task_name, result in first_model.items():
+        cells = [task_name, f"{len(result.task.questions)}"]
         for results in models.values():
-            _, result = results[task_name]
-            cells += [_format_mean(result.acc), _format_mean(result.bpb)]
+            acc, bpb = results[task_name].acc, results[task_name].bpb
+            cells += [_format_mean(acc), _format_mean(bpb)]
         lines.append(cells)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
@@ -121,21 +124,23 @@ def format_json(models: dict[str, Results]) -> str:
     """Return the results of all models as JSON."""
     output: dict[str, dict[str, Any]] = {}
     for name, results in models.items():
-        output[name] = {}
-        for task_name, (task, result) in results.items():
-            output[name][task_name] = {
-                "acc": result.acc.value,
-                "acc_stderr": result.acc.stderr,
-                "acc_raw": result.acc_by_norm["none"],
-                "acc_per_char": result.acc_by_norm["char"],
-                "acc_per_token": result.acc_by_norm["token"],
-                "bpb": result.bpb.value,
-                "bpb_stderr": result.bpb.stderr,
-                "questions": len(task.questions),
-                "choices": task.n_choices,
-                "cut": task.n_cut,
-            }
+        output[name] = {task_name: _as_json(result) for task_name, result in results.items()}
     return json.dumps(output, indent=1)
+
+
+def _as_json(result: TaskResult) -> dict[str, Any]:
+    return {
+        "acc": result.acc.value,
+        "acc_stderr": result.acc.stderr,
+        "acc_raw": result.acc_by_norm["none"],
+        "acc_per_char": result.acc_by_norm["char"],
+        "acc_per_token": result.acc_by_norm["token"],
+        "bpb": result.bpb.value,
+        "bpb_stderr": result.bpb.stderr,
+        "questions": len(result.task.questions),
+        "choices": result.task.n_choices,
+        "cut": result.task.n_cut,
+    }
 
 
 def parse_evaluate_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -169,7 +174,10 @@ def compare(args: argparse.Namespace, world: World) -> int:
         tasks = read_tasks(args.tasks, args.limit)
     models = {source: score_model(source, tasks, args, world) for source in args.models}
     if world.rank == 0:
-        print(format_json(models) if args.json else format_table(models))
+        format_results = format_table
+        if args.json:
+            format_results = format_json
+        print(format_results(models))
     return 0
 
 

@@ -32,6 +32,9 @@ from lm.sampling import varying_lengths
 from lm.tasks.task import Norm, Question, Task
 from model import ModelConfig, Transformer
 
+Ids = NDArray[np.int64]
+"""of tokens, `(n,)`"""
+
 _BATCH_TOKENS = 4096
 """Tokens in a batch, with padding, unless `max_seq_len` is more."""
 _PAD_MULTIPLE = 16
@@ -45,14 +48,14 @@ class Part(NamedTuple):
 
     choice: int
     """number in the task"""
-    targets: NDArray[np.int64]
+    targets: Ids
 
 
 @dataclass
 class PackedSequence:
     """A context, and choices that follow it."""
 
-    context: NDArray[np.int64]
+    context: Ids
     """at least one token"""
     parts: list[Part] = field(default_factory=list)
 
@@ -107,33 +110,25 @@ def tokenize(task: Task, tokenizer: Tokenizer, config: ModelConfig) -> Tokenized
     sequences: list[PackedSequence] = []
     n_choices = 0
     n_cut = 0
-    for start in range(0, len(task.questions), _QUESTIONS_PER_CALL):
-        some_questions = task.questions[start : start + _QUESTIONS_PER_CALL]
-        for question, ids_of_choices in _encode(some_questions, tokenizer):
-            lengths: list[int] = []
-            sequences_of_question: list[PackedSequence] = []
-            for i, (ids, n_context) in enumerate(ids_of_choices):
-                lengths.append(len(ids) - n_context)
-                if lengths[-1] == 0:
-                    text = question.choices[i].text
-                    problem = f"question {len(questions) + 1}: {text[:60]!r} after its context"
-                    raise ConfigError(f"{task.name}: {problem} has no tokens in this tokenizer")
-                n_cut += len(ids) - 1 > config.max_seq_len
-                for context, targets in _windows(ids, n_context, config.max_seq_len):
-                    part = Part(n_choices + i, targets)
-                    _add(part, context, sequences_of_question, config)
-            gold_text = question.choices[question.gold].text
-            questions.append(
-                TokenizedQuestion(
-                    first=n_choices,
-                    gold=question.gold,
-                    n_tokens=lengths,
-                    n_chars=[len(choice.text) for choice in question.choices],
-                    n_gold_bytes=len(gold_text.encode()),
-                )
+    for question, encoded in _encode(task.questions, tokenizer):
+        for choice, (ids, n_context) in zip(question.choices, encoded, strict=True):
+            if len(ids) == n_context:
+                problem = f"question {len(questions) + 1}: {choice.text[:60]!r} after its context"
+                raise ConfigError(f"{task.name}: {problem} has no tokens in this tokenizer")
+            if len(ids) - 1 > config.max_seq_len:
+                n_cut += 1
+        sequences += _pack(encoded, n_choices, config)
+        gold = question.choices[question.gold]
+        questions.append(
+            TokenizedQuestion(
+                first=n_choices,
+                gold=question.gold,
+                n_tokens=[len(ids) - n_context for ids, n_context in encoded],
+                n_chars=[len(choice.text) for choice in question.choices],
+                n_gold_bytes=len(gold.text.encode()),
             )
-            sequences += sequences_of_question
-            n_choices += len(lengths)
+        )
+        n_choices += len(encoded)
     return TokenizedTask(
         name=task.name,
         norm=task.norm,
@@ -148,7 +143,7 @@ def tokenize(task: Task, tokenizer: Tokenizer, config: ModelConfig) -> Tokenized
 class EncodedChoice(NamedTuple):
     """The ids of a context and of a choice that follows it."""
 
-    ids: NDArray[np.int64]
+    ids: Ids
     n_context: int
     """how many of them are the context's"""
 
@@ -158,35 +153,63 @@ def _encode(
 ) -> Iterator[tuple[Question, list[EncodedChoice]]]:
     """Yield each question with its encoded choices.
 
-    Context and choice are encoded as one text, as they are in training. The context's tokens are
-    those that do not change with the choice.
+    Context and choice are encoded as one text, as they are in training.
     """
-    choices = [choice for question in questions for choice in question.choices]
-    contexts = list(dict.fromkeys(choice.context for choice in choices))
-    ids_of_contexts = dict(zip(contexts, tokenizer.encode_batch(contexts), strict=True))
-    ids_of_texts = iter(tokenizer.encode_batch([each.context + each.text for each in choices]))
     start_id = tokenizer.bos_id
     if start_id is None:
         start_id = tokenizer.eos_id
-    for question in questions:
-        encoded: list[EncodedChoice] = []
-        for choice in question.choices:
-            ids = next(ids_of_texts).astype(np.int64)
-            context_ids = ids_of_contexts[choice.context]
-            n_context = min(len(ids), len(context_ids))
-            differs = np.flatnonzero(ids[:n_context] != context_ids[:n_context])
-            if len(differs) > 0:
-                n_context = int(differs[0])
-            if n_context == 0:  # the first token needs one that it follows
-                ids = np.append(start_id, ids)
-                n_context = 1
-            encoded.append(EncodedChoice(ids, n_context))
-        yield question, encoded
+    for start in range(0, len(questions), _QUESTIONS_PER_CALL):
+        some_questions = questions[start : start + _QUESTIONS_PER_CALL]
+        choices = [choice for question in some_questions for choice in question.choices]
+        contexts = list(dict.fromkeys(choice.context for choice in choices))
+        texts = [choice.context + choice.text for choice in choices]
+        ids_of_contexts = dict(zip(contexts, tokenizer.encode_batch(contexts), strict=True))
+        ids_of_texts = iter(tokenizer.encode_batch(texts))
+        for question in some_questions:
+            encoded: list[EncodedChoice] = []
+            for choice in question.choices:
+                ids = next(ids_of_texts).astype(np.int64)
+                encoded.append(_find_context(ids, ids_of_contexts[choice.context], start_id))
+            yield question, encoded
 
 
-def _windows(
-    ids: NDArray[np.int64], n_context: int, max_seq_len: int
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+def _find_context(ids: Ids, context_ids: NDArray[np.integer], start_id: int) -> EncodedChoice:
+    """Return `ids` and how many of them do not change with the choice: the context's.
+
+    Without any, `start_id` is the context: the first token of a choice needs one that it follows.
+    """
+    n_context = min(len(ids), len(context_ids))
+    differs = np.flatnonzero(ids[:n_context] != context_ids[:n_context])
+    if len(differs) > 0:
+        n_context = int(differs[0])
+    if n_context == 0:
+        return EncodedChoice(np.append(start_id, ids), 1)
+    return EncodedChoice(ids, n_context)
+
+
+def _pack(
+    choices: Sequence[EncodedChoice], first: int, config: ModelConfig
+) -> list[PackedSequence]:
+    """Return the sequences of a question whose choices have the numbers `first`, `first + 1` etc.
+
+    A choice is added to the sequence of the choice before if it has the same context and fits.
+    """
+    shares_contexts = not _depends_on_length(config)
+    sequences: list[PackedSequence] = []
+    for number, (ids, n_context) in enumerate(choices, first):
+        for context, targets in _windows(ids, n_context, config.max_seq_len):
+            is_added = False
+            if sequences and shares_contexts:
+                length = len(sequences[-1]) + len(targets) - 1
+                has_context = np.array_equal(sequences[-1].context, context)
+                is_added = has_context and length <= config.max_seq_len
+            if not is_added:
+                sequences.append(PackedSequence(context))
+            sequences[-1].parts.append(Part(number, targets))
+    return sequences
+
+
+def _windows(ids: Ids, n_context: int, max_seq_len: int) -> Iterator[tuple[Ids, Ids]]:
     """Yield context and targets of each sequence that a choice needs, which is one if it fits.
 
     What does not fit into `max_seq_len` is cut from the left of the context. A choice that is
@@ -198,22 +221,6 @@ def _windows(
         start = max(0, end - 1 - max_seq_len)
         yield ids[start:first], ids[first:end]
         first = end
-
-
-def _add(
-    part: Part,
-    context: NDArray[np.int64],
-    sequences: list[PackedSequence],
-    config: ModelConfig,
-) -> None:
-    """Add a part to the last of a question's sequences, or where it does not fit, to a new one."""
-    if sequences and not _depends_on_length(config):
-        last = sequences[-1]
-        fits = len(last) + len(part.targets) - 1 <= config.max_seq_len
-        if fits and np.array_equal(last.context, context):
-            last.parts.append(part)
-            return
-    sequences.append(PackedSequence(context, [part]))
 
 
 def _divide(sequences: Sequence[PackedSequence], config: ModelConfig) -> list[list[PackedSequence]]:
@@ -253,9 +260,9 @@ class ModelInputs(NamedTuple):
     """(N,)"""
     queries: Tensor
     """(N,)"""
-    position_ids: Tensor | None
+    position_ids: Tensor | None = None
     """(B, T); None = consecutive"""
-    mask: Tensor | None
+    mask: Tensor | None = None
     """(B, 1, T, T), true = attend; None = causal"""
 
 
@@ -267,8 +274,8 @@ def make_inputs(
     tokens = np.zeros((len(batch), length), np.int64)
     position_ids = np.zeros((len(batch), length), np.int64)
     branches = np.zeros((len(batch), length), np.int64)  # 0 = the context, else its n-th part
-    queries: list[NDArray[np.int64]] = []
-    targets: list[NDArray[np.int64]] = []
+    queries: list[Ids] = []
+    targets: list[Ids] = []
     for i, sequence in enumerate(batch):
         n_context = len(sequence.context)
         tokens[i, :n_context] = sequence.context
@@ -279,6 +286,7 @@ def make_inputs(
             tokens[i, start:end] = part.targets[:-1]
             position_ids[i, start:end] = np.arange(n_context, n_context + end - start)
             branches[i, start:end] = branch
+            # The first target follows the context's last token, the others those before them.
             indices = np.append(n_context - 1, np.arange(start, end))
             queries.append(i * length + indices)
             targets.append(part.targets)
@@ -288,19 +296,17 @@ def make_inputs(
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     inputs = ModelInputs(
-        to_device(tokens),
-        to_device(np.concatenate(targets)),
-        to_device(np.concatenate(queries)),
-        None,
-        None,
+        tokens=to_device(tokens),
+        targets=to_device(np.concatenate(targets)),
+        queries=to_device(np.concatenate(queries)),
     )
+    windows = [kind.sliding_window for kind in config.attention_kinds]
+    is_windowed = any(window is not None and window < length for window in windows)
     # With a mask, windows need no FlexAttention, which is slow if it is not compiled.
-    is_windowed = any(length > (kind.sliding_window or length) for kind in config.attention_kinds)
-    if branches.max() <= 1 and not is_windowed:
-        return inputs
-    positions = to_device(position_ids)
-    mask = _mask(to_device(branches))
-    return inputs._replace(position_ids=positions, mask=mask)
+    if branches.max() > 1 or is_windowed:
+        mask = _mask(to_device(branches))
+        inputs = inputs._replace(position_ids=to_device(position_ids), mask=mask)
+    return inputs
 
 
 def _mask(branches: Tensor) -> Tensor:
@@ -374,14 +380,16 @@ class Scorer:
             RunError: some are inf or NaN.
         """
         own = {number: self._sum_parts(number) for number in self._scored}
+        scores_of_batches: dict[int, PartScores] = {}
+        for of_rank in self._world.all_gather_object(own):
+            scores_of_batches |= of_rank  # one that was repeated has the same scores
         log_likelihoods: list[list[float]] = [[] for _ in range(self.task.n_choices)]
         is_greedy = [True] * self.task.n_choices
-        for number, scores in self._merge(self._world.all_gather_object(own)).items():
-            parts = [part for sequence in self.task.batches[number] for part in sequence.parts]
-            values = zip(parts, scores.log_likelihoods.tolist(), scores.is_greedy, strict=True)
-            for part, log_likelihood, part_is_greedy in values:
-                log_likelihoods[part.choice].append(log_likelihood)
-                is_greedy[part.choice] &= bool(part_is_greedy)
+        for number, scores in scores_of_batches.items():
+            for i, part in enumerate(_list_parts(self.task.batches[number])):
+                log_likelihoods[part.choice].append(float(scores.log_likelihoods[i]))
+                if not scores.is_greedy[i]:
+                    is_greedy[part.choice] = False
         sums = [math.fsum(parts) for parts in log_likelihoods]
         if not all(map(math.isfinite, sums)):
             problem = "the model computes inf or NaN"
@@ -389,22 +397,18 @@ class Scorer:
         return ChoiceScores(sums, is_greedy)
 
     def _sum_parts(self, number: int) -> PartScores:
-        lengths = [
-            len(part.targets) for sequence in self.task.batches[number] for part in sequence.parts
-        ]
+        """Return the scores of the parts of a batch, from those of their targets."""
+        lengths = [len(part.targets) for part in _list_parts(self.task.batches[number])]
         starts = np.cumsum([0, *lengths[:-1]])
         log_probs, is_greedy = self._scored[number].double().cpu().numpy()
         return PartScores(
-            np.add.reduceat(log_probs, starts), np.minimum.reduceat(is_greedy, starts) > 0
+            log_likelihoods=np.add.reduceat(log_probs, starts),
+            is_greedy=np.minimum.reduceat(is_greedy, starts) > 0,
         )
 
-    @staticmethod
-    def _merge(ranks: Sequence[Mapping[int, PartScores]]) -> dict[int, PartScores]:
-        """Return the scores of all batches; those of one that was repeated are the same."""
-        merged: dict[int, PartScores] = {}
-        for scores in ranks:
-            merged |= scores
-        return merged
+
+def _list_parts(batch: Sequence[PackedSequence]) -> list[Part]:
+    return [part for sequence in batch for part in sequence.parts]
 
 
 class Mean(NamedTuple):
@@ -413,11 +417,20 @@ class Mean(NamedTuple):
     value: float
     stderr: float
 
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        """Return the mean of `values`; that of one has no error."""
+        if len(values) == 1:
+            return cls(values[0], 0.0)
+        stderr = statistics.stdev(values) / math.sqrt(len(values))
+        return cls(statistics.fmean(values), stderr)
+
 
 @dataclass(frozen=True)
 class TaskResult:
     """How well a model answers a task."""
 
+    task: TokenizedTask
     acc: Mean
     """questions answered right"""
     bpb: Mean
@@ -427,10 +440,10 @@ class TaskResult:
     chosen: Sequence[int]
     """choice of each question"""
 
-    def metrics(self, name: str) -> dict[str, float]:
-        """Return what a run reports of the task `name`, by `metric_names`."""
-        acc, bpb = metric_names(name)
-        return {acc: self.acc.value, bpb: self.bpb.value}
+    def metrics(self) -> dict[str, float]:
+        """Return what a run reports of the task."""
+        names = metric_names(self.task.name)
+        return {names.acc: self.acc.value, names.bpb: self.bpb.value}
 
 
 class MetricNames(NamedTuple):
@@ -470,14 +483,9 @@ def grade(task: TokenizedTask, scores: ChoiceScores) -> TaskResult:
         bits = -log_likelihoods[question.gold] / math.log(2)
         bits_per_byte.append(float(bits / question.n_gold_bytes))
     return TaskResult(
-        acc=_mean(is_right[task.norm]),
-        bpb=_mean(bits_per_byte),
+        task=task,
+        acc=Mean.of(is_right[task.norm]),
+        bpb=Mean.of(bits_per_byte),
         acc_by_norm={norm: statistics.fmean(values) for norm, values in is_right.items()},
         chosen=chosen,
     )
-
-
-def _mean(values: Sequence[float]) -> Mean:
-    if len(values) == 1:
-        return Mean(values[0], 0.0)
-    return Mean(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)))
