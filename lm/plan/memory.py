@@ -179,66 +179,104 @@ def bound_activations(
     The factors count the tensors that can exist at once. All models whose activations were measured
     stay below.
     """
-    on_gpu = device_type == "cuda"
-    width = itemsize(dtype)
-    length = hp.max_seq_len
-    tokens = hp.batch_size * length
-    hidden = tokens * hp.d_model * width  # bytes of the input or the output of a block
+    bound = _ActivationBound(hp, dtype, device_type == "cuda")
+    return Activations(embedding=bound.embedding(), block=bound.block(), head=bound.head())
 
-    # Masks of all pairs of positions: of a sliding window, and the scores that dropout needs
-    # without a fused kernel. A float32 score, its softmax, its mask and its gradient take 16 bytes.
-    pairs = 0
-    if not on_gpu:
-        windows = {kind.sliding_window for kind in hp.attention_kinds} - {None}
+
+@dataclass(frozen=True)
+class _ActivationBound:
+    """Bytes that the activations of a micro-step cannot exceed, by part of the model."""
+
+    hp: Hyperparameters
+    dtype: torch.dtype | None
+    """of compute; None = float32"""
+    on_gpu: bool
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return itemsize(self.dtype)
+
+    @property
+    def tokens(self) -> int:
+        return self.hp.batch_size * self.hp.max_seq_len
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of the input or the output of a block."""
+        return self.tokens * self.hp.d_model * self.width
+
+    @property
+    def pairs(self) -> int:
+        """Bytes of what exists for all pairs of positions on a CPU.
+
+        These are the masks of sliding windows, and the scores that dropout needs without a fused
+        kernel: a float32 score, its softmax, its mask and its gradient take 16 bytes.
+        """
+        if self.on_gpu:
+            return 0
+        windows = {kind.sliding_window for kind in self.hp.attention_kinds} - {None}
         n_masks = len(windows)
-        if hp.dropout:
-            n_masks += hp.batch_size * hp.n_heads
-        pairs = 4 * FLOAT32_BYTES * length**2 * n_masks
+        if self.hp.dropout:
+            n_masks += self.hp.batch_size * self.hp.n_heads
+        return 4 * FLOAT32_BYTES * self.hp.max_seq_len**2 * n_masks
 
-    # A block saves the inputs and the outputs of its linear layers. Each of these may save the
-    # inputs or the outputs again: norms and rotary embeddings, which compute in float32; the norms
-    # of queries and keys; adapters; dropout.
-    n_features = sum(out + inner for out, inner in lora.layer_shapes(hp).values())
-    inputs_and_outputs = tokens * n_features * width
-    uses_float32 = hp.norm != "layernorm" or hp.positions == "rope"
-    n_more = sum([uses_float32, hp.qk_norm != "none", hp.lora_rank is not None, hp.dropout > 0])
-    saved = inputs_and_outputs + n_more * inputs_and_outputs // 2 + pairs
-    held = saved
-    if hp.activation_checkpointing == "full":
-        held = hidden  # its input
+    @property
+    def n_matrix(self) -> int:
+        """Weights of the embedding matrix, or of the output matrix."""
+        return self.hp.vocab_size * self.hp.d_model
 
-    # The gradient of the embedding matrix can exist three times: of the lookup, of the head if they
-    # are tied, and their sum.
-    n_matrix = hp.vocab_size * hp.d_model
-    matrix_gradients = 3 * n_matrix * width
-    # In backward, what is saved and as many gradients, and those of the parameters.
-    block = 2 * saved + matrix_gradients
-    wrapped = hp.model_copy(update={"layer_wrap": True})  # otherwise no unit is a block
-    block_gradients = width * count_units(wrapped, dtype, 1).block.n
-    # Tokens and positions are looked up, added and dropped out, each with a gradient.
-    position_gradients = 3 * hp.table_length * hp.d_model * width
-    embedding = 6 * hidden + pairs + matrix_gradients + position_gradients
+    @property
+    def matrix_gradients(self) -> int:
+        """Bytes of the gradients of the embedding matrix.
 
-    n_logits = tokens * hp.vocab_size
-    if on_gpu:
-        n_logits = min(n_logits, loss_chunk(torch.device("cuda"), 80 * 2**30))
-    if hp.compiles(on_gpu, hp.float8):
-        # The logits and their gradients in the compute dtype, and a mask of one byte.
-        bytes_of_logit = 2 * width + 1
-    else:
-        # In float32 the logits, their exponentials, and the difference to the targets, twice; and a
-        # mask.
-        bytes_of_logit = 4 * FLOAT32_BYTES + 1
-    # The norm computes in float32, with gradients.
-    norm = 8 * hidden
-    # The gradient of the matrix is, in float32, a sum over chunks, to which one is being added.
-    head_gradients = 2 * FLOAT32_BYTES * n_matrix
-    head = bytes_of_logit * n_logits + norm + head_gradients
-    return Activations(
-        embedding=PartActivations(2 * hidden + pairs, embedding, embedding, embedding),
-        block=PartActivations(held, block, block + block_gradients, block),
-        head=PartActivations(head, head, head, head),
-    )
+        It can exist three times: of the lookup, of the head if they are tied, and their sum.
+        """
+        return 3 * self.n_matrix * self.width
+
+    def embedding(self) -> PartActivations:
+        held = 2 * self.hidden + self.pairs
+        # Tokens and positions are looked up, added and dropped out, each with a gradient.
+        position_gradients = 3 * self.hp.table_length * self.hp.d_model * self.width
+        most = 6 * self.hidden + self.pairs + self.matrix_gradients + position_gradients
+        return PartActivations(held, most, most, most)
+
+    def block(self) -> PartActivations:
+        hp = self.hp
+        # A block saves the inputs and the outputs of its linear layers. Each of these may save the
+        # inputs or the outputs again: norms and rotary embeddings, which compute in float32; the
+        # norms of queries and keys; adapters; dropout.
+        n_features = sum(out + inner for out, inner in lora.layer_shapes(hp).values())
+        inputs_and_outputs = self.tokens * n_features * self.width
+        uses_float32 = hp.norm != "layernorm" or hp.positions == "rope"
+        n_more = sum([uses_float32, hp.qk_norm != "none", hp.lora_rank is not None, hp.dropout > 0])
+        saved = inputs_and_outputs + n_more * inputs_and_outputs // 2 + self.pairs
+        held = saved
+        if hp.activation_checkpointing == "full":
+            held = self.hidden  # its input
+        # In backward, what is saved and as many gradients, and those of the parameters.
+        most = 2 * saved + self.matrix_gradients
+        wrapped = hp.model_copy(update={"layer_wrap": True})  # otherwise no unit is a block
+        gradients = self.width * count_units(wrapped, self.dtype, 1).block.n
+        return PartActivations(held, most, most + gradients, most)
+
+    def head(self) -> PartActivations:
+        n_logits = self.tokens * self.hp.vocab_size
+        if self.on_gpu:
+            n_logits = min(n_logits, loss_chunk(torch.device("cuda"), 80 * 2**30))
+        if self.hp.compiles(self.on_gpu, self.hp.float8):
+            # The logits and their gradients in the compute dtype, and a mask of one byte.
+            bytes_of_logit = 2 * self.width + 1
+        else:
+            # In float32 the logits, their exponentials, and the difference to the targets, twice;
+            # and a mask.
+            bytes_of_logit = 4 * FLOAT32_BYTES + 1
+        # The norm computes in float32, with gradients.
+        norm = 8 * self.hidden
+        # The gradient of the matrix is, in float32, a sum over chunks, to which one is being added.
+        gradients = 2 * FLOAT32_BYTES * self.n_matrix
+        most = bytes_of_logit * n_logits + norm + gradients
+        return PartActivations(most, most, most, most)
 
 
 @dataclass(frozen=True)
@@ -309,7 +347,8 @@ class StepMemory:
             is_first: in the first micro-step, before any gradients are accumulated.
         """
         units = self.units
-        block, head = units.block.gathered, units.head.gathered
+        block = units.block.gathered
+        head = units.head.gathered
         last_layer = self._before_block(self.hp.n_layers - 1)
         all_layers = self._before_block(self.hp.n_layers)
         gradients = 0
@@ -318,10 +357,13 @@ class StepMemory:
 
         # Buffers while a unit is gathered: its own, and that of the unit before. While it runs: its
         # own.
-        gathering_block, running_block = 2 * block, block
-        gathering_head, running_head = block + head, head
+        gathering_block = 2 * block
+        running_block = block
+        gathering_head = block + head
+        running_head = head
         if head == 0:  # it is in the root, already gathered, and the last block's buffer stays
-            gathering_head, running_head = 0, block
+            gathering_head = 0
+            running_head = block
         if not is_first and not self.reshards:  # all parameters are still gathered
             gathering_block = running_block = gathering_head = running_head = 0
 
@@ -354,7 +396,8 @@ class StepMemory:
         yield self._memory_at(after, unsharded, next_buffer, gradients)
 
     def _backward_of_block(self, layer: int) -> Iterator[Memory]:
-        units, block = self.units, self.units.block
+        units = self.units
+        block = units.block
         n_after = self.hp.n_layers - 1 - layer
         n_reduced = units.head.trained + n_after * block.trained
         reduced_meanwhile = block
@@ -407,7 +450,9 @@ class StepMemory:
         n_values = 0
         for rows, columns in list_muon_matrices(self.hp):
             n_values = max(n_values, copies * rows * columns + 2 * min(rows, columns) ** 2)
-        width = torch.bfloat16.itemsize if self.on_gpu else FLOAT32_BYTES
+        width = FLOAT32_BYTES
+        if self.on_gpu:
+            width = torch.bfloat16.itemsize
         return self._memory_at(width * n_values, 0, 0, self._gradients(self.units.total.trained))
 
     def _memory_at(self, activations: int, unsharded: int, buffers: int, gradients: int) -> Memory:
