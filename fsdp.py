@@ -65,6 +65,7 @@ from lm.runtime.world import PendingFlags, World
 from lm.tasks.scoring import Scorer, grade
 from lm.training import lora, optim, parallelize, precision, skipping
 from lm.training.profiling import run_profilers
+from lm.training.transfer import Transfer
 from lm.units import format_bytes
 from model import Transformer
 
@@ -219,10 +220,13 @@ class Trainer:
         with torch.device("meta"):
             model = lora.add_adapters(Transformer(hp), hp, run.amp_dtype)
         mesh = world.device_mesh(run.mesh)
-        self.model = parallelize.parallelize(model, hp, mesh, run.amp_dtype, run.seed, hp.float8)
+        transfer = Transfer.of(hp, hp, hp.optimizer)
+        self.model = parallelize.parallelize(
+            model, hp, mesh, run.amp_dtype, run.seed, hp.float8, transfer
+        )
         for line in [*run.notes(), run.summary(world)]:
             logger.info(line)
-        self.optimizer = optim.Optimizer(hp, self.model.named_parameters())
+        self.optimizer = optim.Optimizer(hp, self.model.named_parameters(), transfer)
         self.scaler = precision.LossScaler(run.amp_dtype, world.device)
         self.spikes = skipping.SpikeFilter(hp, world.device)
         self.loader = Loader(

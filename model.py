@@ -1428,13 +1428,17 @@ class Transformer(nn.Module):
             return list(self.blocks)
         return [self.embedding, *self.blocks, self.head]
 
-    def init_rule(self, name: str) -> InitRule:
+    def init_rule(self, name: str, width_ratio: float = 1.0, depth_ratio: float = 1.0) -> InitRule:
         """Return how to initialize the parameter `name`.
 
         Matrices have deviation 0.02, those that write to the residual stream 0.02 / sqrt(2
         n_layers), so that its variance does not grow with depth (GPT-2 and Llama). The FSDP
         example's model, with learned positions and untied embeddings, keeps the variances of
         PyTorch's modules.
+
+        Args:
+            width_ratio, depth_ratio: how many times wider and deeper this model is than the one
+                whose rule is returned.
         """
         c = self.config
         *_, module, parameter = name.split(".")
@@ -1446,12 +1450,12 @@ class Transformer(nn.Module):
                 identity = 0.0
             return InitRule("constant", identity)
         if c.positions == "learned" and not c.tie_embeddings:
-            return self._pytorch_init_rule(module)
+            return self._pytorch_init_rule(module, width_ratio)
         if module in ("o_proj", "down_proj"):  # they write to the residual stream
-            return InitRule("normal", 0.02 / math.sqrt(2 * c.n_layers))
+            return InitRule("normal", 0.02 / math.sqrt(2 * c.n_layers / depth_ratio))
         return InitRule("normal", 0.02)
 
-    def _pytorch_init_rule(self, module: str) -> InitRule:
+    def _pytorch_init_rule(self, module: str, width_ratio: float) -> InitRule:
         """Return the rule of a matrix with the variance that PyTorch's modules start with.
 
         `nn.Linear` draws uniformly in -b .. b with b = 1 / sqrt(inputs), whose variance is b^2 / 3.
@@ -1467,4 +1471,4 @@ class Transformer(nn.Module):
             inputs = c.n_heads * c.head_width
         else:
             inputs = c.d_model
-        return InitRule("normal", 1 / math.sqrt(3 * inputs))
+        return InitRule("normal", 1 / math.sqrt(3 * inputs / width_ratio))

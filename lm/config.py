@@ -45,6 +45,7 @@ from lm.training.parallelize import ParallelConfig
 from lm.training.precision import PrecisionConfig
 from lm.training.profiling import ProfilingConfig
 from lm.training.skipping import SkipConfig
+from lm.training.transfer import TransferConfig
 from model import PRESETS, ModelConfig
 
 REPOSITORY = Path(__file__).parent.parent
@@ -121,6 +122,7 @@ class Hyperparameters(
     ParallelConfig,
     PrecisionConfig,
     SkipConfig,
+    TransferConfig,
     OptimConfig,
     LoraConfig,
     DataConfig,
@@ -588,6 +590,7 @@ def _check_combinations(hp: Hyperparameters, draft: _Draft) -> None:
     if hp.optimizer == "muon" and hp.cpu_offload:
         problem = "muon does not update parameters in host memory (cpu_offload: true)"
         raise ConfigError(f"{draft.label('optimizer')}: {problem}; use adamw, or more ranks")
+    _check_transfer(hp, draft)
     if hp.lora_rank is None:
         return
     problems = list(lora.adapter_problems(hp, hp))
@@ -602,6 +605,16 @@ def _check_combinations(hp: Hyperparameters, draft: _Draft) -> None:
         problems.append(("float8", f"{problem}; use float8: null"))
     if problems:
         raise ConfigError(*(f"{draft.label(key)}: {problem}" for key, problem in problems))
+
+
+def _check_transfer(hp: Hyperparameters, draft: _Draft) -> None:
+    """Raise ConfigError if rates would be scaled for weights that are not."""
+    keys = [key for key in TransferConfig.model_fields if getattr(hp, key) is not None]
+    if hp.init_from is None or not keys:
+        return
+    problem = "scales rates together with initial weights, but init_from loads others"
+    remedy = "to train from scratch remove init_from, to fine-tune remove"
+    raise ConfigError(*(f"{draft.label(key)}: {problem}; {remedy} {key}" for key in keys))
 
 
 # ---- errors of pydantic as sentences

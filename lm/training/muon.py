@@ -12,7 +12,7 @@ give equal weights, bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lm.shards import rows_of_shard, to_local
+from lm.training.transfer import Scale
 
 NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -117,6 +118,7 @@ class Muon:
     """Muon over sharded matrices, with Nesterov's momentum and decoupled weight decay.
 
     Args:
+        scales: of the learning rate and the weight decay of each parameter.
         momentum: decay of the mean of gradients.
         weight_decay: per step, times the learning rate.
         state_dtype: of the mean.
@@ -125,12 +127,14 @@ class Muon:
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        scales: Mapping[nn.Parameter, Scale],
         momentum: float,
         weight_decay: float,
         state_dtype: torch.dtype,
         dtype: torch.dtype,
     ) -> None:
+        parameters = list(scales)
+        self._scales = scales
         self._momentum = momentum
         self._weight_decay = weight_decay
         self._dtype = dtype
@@ -243,6 +247,8 @@ class Muon:
 
     def _update(self, parameter: nn.Parameter, update: Tensor, lr: Tensor) -> None:
         rows = to_local(parameter)
-        rows.mul_(1 - lr * self._weight_decay)
+        scale = self._scales[parameter]
+        lr = lr * scale.lr
+        rows.mul_(1 - lr * (self._weight_decay * scale.weight_decay))
         rms = ADAMW_RMS * math.sqrt(max(parameter.shape))
         rows.sub_(update.float().view_as(rows) * (lr * rms))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,6 +15,10 @@ from torch.optim.adamw import adamw
 from lm.fields import Fixed, Logged, Varied
 from lm.training.muon import Muon
 from lm.training.precision import best_dtype
+from lm.training.transfer import UNSCALED, Scale, Transfer
+
+ADAM_EPS = 1e-8
+"""added to the root of AdamW's mean of squared gradients"""
 
 
 class OptimConfig(BaseModel, frozen=True, extra="forbid"):
@@ -113,6 +117,23 @@ def learning_rate(config: OptimConfig, step: int, max_steps: int) -> float:
     return config.lr * (1 - (1 - config.min_lr_ratio) * decay)
 
 
+def group_by_scale(
+    parameters: Mapping[nn.Parameter, Scale], weight_decay: float
+) -> list[dict[str, Any]]:
+    """Return AdamW's parameter groups, one for each scale."""
+    groups: dict[Scale, dict[str, Any]] = {}
+    for p, scale in parameters.items():
+        if scale not in groups:
+            groups[scale] = {
+                "params": [],
+                "lr_scale": scale.lr,
+                "weight_decay": weight_decay * scale.weight_decay,
+                "eps": ADAM_EPS * scale.eps,
+            }
+        groups[scale]["params"].append(p)
+    return list(groups.values())
+
+
 def create_adamw(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
     """Return PyTorch's fused AdamW, or `MixedAdamW`, for parameter groups.
 
@@ -135,13 +156,17 @@ def create_adamw(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.opt
     return optimizer
 
 
-def create_muon(config: OptimConfig, matrices: list[nn.Parameter]) -> Muon:
-    """Return Muon, which orthogonalizes in bfloat16 where the device computes it natively."""
+def create_muon(config: OptimConfig, scales: Mapping[nn.Parameter, Scale]) -> Muon:
+    """Return Muon for matrices and their scales.
+
+    It orthogonalizes in bfloat16 where the device computes it natively.
+    """
     dtype = torch.float32
-    if best_dtype(matrices[0].device) == torch.bfloat16:
+    device = next(iter(scales)).device
+    if best_dtype(device) == torch.bfloat16:
         dtype = torch.bfloat16
     state_dtype = getattr(torch, config.optim_dtype)
-    return Muon(matrices, config.muon_momentum, config.weight_decay, state_dtype, dtype)
+    return Muon(scales, config.muon_momentum, config.weight_decay, state_dtype, dtype)
 
 
 class MixedAdamW(torch.optim.AdamW):
@@ -192,35 +217,58 @@ class Optimizer:
 
     Unscales, clips and skips without synchronizing with the device. Parameters with
     `requires_grad=False` are left out.
+
+    Args:
+        transfer: of the learning rate, the weight decay and epsilon.
     """
 
     def __init__(
-        self, config: OptimConfig, named_parameters: Iterable[tuple[str, nn.Parameter]]
+        self,
+        config: OptimConfig,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        transfer: Transfer = UNSCALED,
     ) -> None:
         self._grad_clip = config.grad_clip
         self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
-        matrices = []
-        hidden_matrices = []
-        vectors = []
+        self._multipliers: dict[str, float] = {}
+        matrices: dict[nn.Parameter, Scale] = {}
+        hidden_matrices: dict[nn.Parameter, Scale] = {}
+        vectors: dict[nn.Parameter, Scale] = {}
         for name, p in self._parameters.items():
+            scale = transfer.scale(name)
+            self._multipliers[name] = scale.multiplier
             if p.ndim < 2:
-                vectors.append(p)
+                vectors[p] = scale
             elif config.optimizer == "muon" and name.startswith("blocks."):
-                hidden_matrices.append(p)
+                hidden_matrices[p] = scale
             else:
-                matrices.append(p)
-        groups: list[dict[str, Any]] = [
-            {"params": matrices, "weight_decay": config.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self._adamw = create_adamw(config, [group for group in groups if group["params"]])
+                matrices[p] = scale
+        groups = group_by_scale(matrices, config.weight_decay) + group_by_scale(vectors, 0.0)
+        self._adamw = create_adamw(config, groups)
         self._muon: Muon | None = None
         if hidden_matrices:
             self._muon = create_muon(config, hidden_matrices)
         self._divisor: Tensor | None = None
 
-    def _gradients(self) -> list[Tensor]:
-        return [p.grad for p in self._parameters.values() if p.grad is not None]
+    def _grad_norm(self) -> Tensor:
+        """Return the norm over all ranks of the gradients that unfolded parameters would have.
+
+        See `Scale.folded`: these are the gradients times the multipliers, whose norm hardly depends
+        on the width, so that one `grad_clip` fits all.
+        """
+        gradients: dict[float, list[Tensor]] = {}
+        for name, p in self._parameters.items():
+            if p.grad is not None:
+                gradients.setdefault(self._multipliers[name], []).append(p.grad)
+        norms = []
+        for multiplier, its_gradients in gradients.items():
+            norm = torch.nn.utils.get_total_norm(its_gradients)
+            if isinstance(norm, DTensor):
+                norm = norm.full_tensor()
+            norms.append(norm * multiplier)
+        if len(norms) == 1:
+            return norms[0]
+        return torch.linalg.vector_norm(torch.stack(norms))
 
     def clip_grad_norm(self, loss_scale: Tensor | float) -> tuple[Tensor, Tensor]:
         """Compute the gradient norm over all ranks, and how the next `step` scales the gradients.
@@ -235,9 +283,7 @@ class Optimizer:
         `step` divides the gradients by one number: by the loss scale, which gives those of the
         loss, and by norm / `grad_clip` if that is above 1, which scales them to this norm.
         """
-        norm = torch.nn.utils.get_total_norm(self._gradients())
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        norm = self._grad_norm()
         divisor: Tensor | None = None
         if isinstance(loss_scale, Tensor):
             divisor = loss_scale.to(norm.device)
@@ -260,7 +306,7 @@ class Optimizer:
         self._adamw.grad_scale = self._divisor  # type: ignore[attr-defined]
         self._adamw.found_inf = skipped  # type: ignore[attr-defined]
         for group in self._adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
         self._adamw.step()
         if self._muon is not None:
             self._muon.step(lr, self._divisor, skipped)

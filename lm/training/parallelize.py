@@ -46,6 +46,7 @@ from lm.shards import local_rows
 from lm.training import lora
 from lm.training.float8 import compute_scales, convert_to_float8
 from lm.training.offload import ActivationOffload
+from lm.training.transfer import UNSCALED, Transfer
 from model import Transformer
 
 
@@ -131,6 +132,7 @@ def parallelize(
     dtype: torch.dtype | None,
     seed: int,
     float8: str | None = None,
+    transfer: Transfer = UNSCALED,
 ) -> Transformer:
     """Transform `model`, on the meta device, in place, and initialize this rank's shard.
 
@@ -144,6 +146,7 @@ def parallelize(
         dtype: compute dtype; None = float32.
         seed: of the initial weights, which depend neither on the world size nor on the strategy.
         float8: torchao's recipe for the blocks' matrix products.
+        transfer: of the initial weights.
     """
     on_gpu = mesh.device_type == "cuda"
     if config.deterministic:
@@ -173,7 +176,7 @@ def parallelize(
         model.register_forward_pre_hook(compute_scales, prepend=True)
 
     model.to_empty(device="cpu" if config.cpu_offload else mesh.device_type)
-    initialize_parameters(model, seed)
+    initialize_parameters(model, seed, transfer)
     return model
 
 
@@ -322,7 +325,7 @@ _CHUNK_SIZE = 1 << 20
 
 
 @torch.no_grad()
-def initialize_parameters(model: Transformer, seed: int) -> None:
+def initialize_parameters(model: Transformer, seed: int, transfer: Transfer = UNSCALED) -> None:
     """Fill this rank's shard of every trained parameter according to its `InitRule`.
 
     A parameter is divided along its first dimension into chunks with a seed each. A rank draws the
@@ -331,7 +334,7 @@ def initialize_parameters(model: Transformer, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue  # the base of adapters, which is read from `init_from`
-        rule = lora.adapter_init_rule(name, parameter) or model.init_rule(name)
+        rule = lora.adapter_init_rule(name, parameter) or transfer.init_rule(model, name)
         shard, shard_start = local_rows(parameter)
         if rule.kind == "constant":
             shard.fill_(rule.value)
