@@ -9,8 +9,9 @@
 3  lm.checkpoint, lm.tasks                       save, verify, retain; benchmarks
 2  lm.training, lm.metrics, lm.data              what a step is made of
 1  lm.sampling, lm.runtime, lm.determined        text from a model; the ranks; the master
-0  model.py, lm.launch, lm.seeds, lm.shards      import only lm.errors and lm.fields of ours
+0  model.py, lm.launch, lm.seeds, lm.shards      import of ours only what follows
 0  lm.fileio, lm.strict_yaml, lm.units
+   lm.errors, lm.fields, lm.presets               import nothing of ours
 
 Imports go down only, and parts on one floor do not import each other. A name is a module or a
 package. Inside a package, files import each other in one direction.

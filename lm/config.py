@@ -37,6 +37,7 @@ from lm.errors import ConfigError, command
 from lm.fields import Fixed, Unlogged, Varied, aliases_of
 from lm.launch.console import warn
 from lm.metrics.accumulator import MetricsConfig
+from lm.presets import PRESETS
 from lm.tasks.questions import TasksConfig
 from lm.training import float8, lora
 from lm.training.lora import LoraConfig
@@ -46,7 +47,7 @@ from lm.training.precision import PrecisionConfig
 from lm.training.profiling import ProfilingConfig
 from lm.training.skipping import SkipConfig
 from lm.training.transfer import TransferConfig
-from model import PRESETS, ModelConfig
+from model import ModelConfig
 
 REPOSITORY = Path(__file__).parent.parent
 DEFAULT_STEPS = 100

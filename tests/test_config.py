@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from lm import config
 from lm.errors import ConfigError
 from lm.fields import CHANGES
+from lm.presets import PRESETS
 from lm.training import parallelize
-from model import PRESETS, ModelConfig
+from model import ModelConfig
 from tests.support.hyperparameters import TINY, named_keys
 from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
 from tests.support.tokenizer_files import byte_level_tokenizer

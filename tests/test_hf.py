@@ -31,9 +31,10 @@ from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import export, families, weights
 from lm.hf.base import find_base
+from lm.presets import PRESETS
 from lm.runtime.world import World
 from lm.training import lora
-from model import PRESETS, ModelConfig, Transformer
+from model import ModelConfig, Transformer
 from tests.support.checkpoints import RUN_INFO, open_checkpointer, save_state, state_of
 from tests.support.hf import (
     GEMMA3,

@@ -15,9 +15,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from lm.presets import PRESETS
 from model import (
     IGNORE_INDEX,
-    PRESETS,
     AttentionInputs,
     Block,
     KVCache,

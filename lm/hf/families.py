@@ -17,7 +17,8 @@ import torch
 from pydantic import ValidationError
 
 from lm.errors import ConfigError
-from model import MAX_LAYERS, PRESETS, ROPE_TYPES, AttentionKind, ModelConfig, Rope, Transformer
+from lm.presets import PRESETS
+from model import MAX_LAYERS, ROPE_TYPES, AttentionKind, ModelConfig, Rope, Transformer
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from lm.plan.fit import (
     predict_memory,
 )
 from lm.plan.memory import FindActivations
-from model import PRESETS, ModelConfig
+from lm.presets import PRESETS
+from model import ModelConfig
 
 MAX_SUGGESTIONS = 3
 """in a message"""
