@@ -7,8 +7,9 @@ Mistral and Phi-3 (RoPE, RMSNorm, SwiGLU, grouped-query attention, sliding windo
 (norms on both sides, half of a head rotated), Granite (multipliers), SmolLM3 and OLMo 3 (layers of
 two kinds) and Gemma 3 (GEGLU, scaled embeddings, norms and layers as these).
 
-Reading order: `ModelConfig`, then `Transformer.forward`, then the modules above it. The module has
-no ranks, meshes or precision policies. A trainer reads the structure from `Transformer.fsdp_units`,
+Reading order: `ModelConfig`, then `Transformer.forward` at the end, then what it uses, section by
+section: inputs of attention, rotary embedding, masks, layers, head and loss. The module has no
+ranks, meshes or precision policies. A trainer reads the structure from `Transformer.fsdp_units`,
 `Transformer.init_rule` and `ModelConfig.flops_per_token`.
 
 Shapes: B batch, T sequence length, S keys attended to (cached ones included), D d_model, H query
@@ -505,6 +506,9 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, min(number, 1024) + 1) if number % n == 0]
 
 
+# ---- inputs of attention
+
+
 class KVCache:
     """Keys and values of the tokens processed so far, for generation.
 
@@ -545,6 +549,9 @@ class AttentionInputs(NamedTuple):
     """without a mask: attend to the keys up to the query's position, else to all"""
     repeat_kv: bool
     """see `ModelConfig.needs_kv_repeat`"""
+
+
+# ---- rotary embedding
 
 
 def rope_frequencies(rope: Rope, width: int, length: int, device: torch.device) -> Tensor:
@@ -672,6 +679,91 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor], interleave: bool) -> Tensor:
     return torch.cat([rotated, rest], dim=-1)
 
 
+# ---- masks
+
+
+def find_document_starts(document_ids: Tensor, indices: Tensor) -> Tensor:
+    """Return the index in the sequence of the first token of each token's document, `(B, T)`."""
+    is_first = torch.ones_like(document_ids, dtype=torch.bool)
+    is_first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
+    return torch.where(is_first, indices, 0).cummax(dim=1).values
+
+
+def make_mask(
+    window: int | None,
+    batch_size: int,
+    indices: Tensor,
+    document_start: Tensor | None,
+    end: int,
+    use_flex: bool,
+) -> Tensor | BlockMask | None:
+    """Return `AttentionInputs.mask`.
+
+    Args:
+        window: of sliding-window attention; None = full attention.
+        batch_size: B.
+        indices: of the tokens in the sequence, `(T,)`.
+        document_start: see `find_document_starts`; None = each sequence is one document.
+        end: S, the length of the sequence.
+        use_flex: whether masks of documents and of a window that hides tokens are FlexAttention's.
+    """
+    is_windowed = window is not None and end > window
+    if document_start is None and use_flex and is_windowed:
+        # FlexAttention skips the blocks outside the window; other kernels only mask them.
+        document_start = indices.new_zeros(batch_size, len(indices))
+    if document_start is not None:
+        return _document_mask(window, indices, document_start, use_flex)
+
+    is_one_token = len(indices) == 1
+    has_no_cache = len(indices) == end
+    if not is_windowed and (is_one_token or has_no_cache):
+        return None
+    distance = indices[:, None] - torch.arange(end, device=indices.device)
+    mask = distance >= 0
+    if window is not None and is_windowed:
+        mask = mask & (distance < window)
+    return mask
+
+
+def _document_mask(
+    window: int | None, indices: Tensor, document_start: Tensor, use_flex: bool
+) -> Tensor | BlockMask:
+    """Return the mask of sequences of several documents.
+
+    With `use_flex` it is FlexAttention's, which skips masked blocks, otherwise `(B, 1, T, T)`.
+    """
+    oldest_key = document_start
+    if window is not None:
+        oldest_key = torch.maximum(document_start, indices - window + 1)
+
+    def mask_mod(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key >= oldest_key[b, query])
+
+    batch, length = document_start.shape
+    if use_flex:
+        create = compile_once(create_block_mask) if indices.is_cuda else create_block_mask
+        return create(mask_mod, batch, None, length, length, device=indices.device)
+    b = torch.arange(batch, device=indices.device)[:, None, None, None]
+    return mask_mod(b, b, indices[:, None], indices)
+
+
+def limit_mask(mask: Tensor, window: int | None, position_ids: Tensor) -> Tensor:
+    """Return `mask` `(B, 1, T, T)` without keys that are `window` or more positions back."""
+    if window is None:
+        return mask
+    distance = position_ids[:, :, None] - position_ids[:, None, :]  # B T T
+    return mask & (distance < window)[:, None]
+
+
+@functools.cache
+def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, compiled; else FlexAttention would materialize the scores of all pairs."""
+    return torch.compile(function)
+
+
+# ---- layers
+
+
 class CenteredRMSNorm(nn.RMSNorm):
     """RMSNorm whose weight is the difference from 1, computed in float32."""
 
@@ -692,12 +784,6 @@ def make_norm(config: ModelConfig) -> nn.Module:
     if config.norm == "layernorm":
         return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias != "none")
     return make_rms_norm(config, config.d_model)
-
-
-@functools.cache
-def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, compiled; else FlexAttention would materialize the scores of all pairs."""
-    return torch.compile(function)
 
 
 class Attention(nn.Module):
@@ -873,6 +959,9 @@ class Embedding(nn.Module):
         if self.positions is not None:
             x = x + self.positions(position_ids)
         return F.dropout(x, self.dropout, self.training)
+
+
+# ---- head and loss
 
 
 LOSS_CHUNK = {"cpu": 2**24, "cuda": 2**31 - 1}
@@ -1073,85 +1162,15 @@ def score_targets(x: Tensor, weight: Tensor, targets: Tensor, size: int) -> Tens
     return torch.cat(scores, dim=1)
 
 
+# ---- the model
+
+
 class InitRule(NamedTuple):
     """How to initialize a parameter."""
 
     kind: Literal["constant", "normal", "uniform"]
     value: float
     """the constant, the standard deviation, or the bound of -bound .. bound"""
-
-
-def find_document_starts(document_ids: Tensor, indices: Tensor) -> Tensor:
-    """Return the index in the sequence of the first token of each token's document, `(B, T)`."""
-    is_first = torch.ones_like(document_ids, dtype=torch.bool)
-    is_first[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return torch.where(is_first, indices, 0).cummax(dim=1).values
-
-
-def make_mask(
-    window: int | None,
-    batch_size: int,
-    indices: Tensor,
-    document_start: Tensor | None,
-    end: int,
-    use_flex: bool,
-) -> Tensor | BlockMask | None:
-    """Return `AttentionInputs.mask`.
-
-    Args:
-        window: of sliding-window attention; None = full attention.
-        batch_size: B.
-        indices: of the tokens in the sequence, `(T,)`.
-        document_start: see `find_document_starts`; None = each sequence is one document.
-        end: S, the length of the sequence.
-        use_flex: whether masks of documents and of a window that hides tokens are FlexAttention's.
-    """
-    is_windowed = window is not None and end > window
-    if document_start is None and use_flex and is_windowed:
-        # FlexAttention skips the blocks outside the window; other kernels only mask them.
-        document_start = indices.new_zeros(batch_size, len(indices))
-    if document_start is not None:
-        return _document_mask(window, indices, document_start, use_flex)
-
-    is_one_token = len(indices) == 1
-    has_no_cache = len(indices) == end
-    if not is_windowed and (is_one_token or has_no_cache):
-        return None
-    distance = indices[:, None] - torch.arange(end, device=indices.device)
-    mask = distance >= 0
-    if window is not None and is_windowed:
-        mask = mask & (distance < window)
-    return mask
-
-
-def _document_mask(
-    window: int | None, indices: Tensor, document_start: Tensor, use_flex: bool
-) -> Tensor | BlockMask:
-    """Return the mask of sequences of several documents.
-
-    With `use_flex` it is FlexAttention's, which skips masked blocks, otherwise `(B, 1, T, T)`.
-    """
-    oldest_key = document_start
-    if window is not None:
-        oldest_key = torch.maximum(document_start, indices - window + 1)
-
-    def mask_mod(b: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= oldest_key[b, query])
-
-    batch, length = document_start.shape
-    if use_flex:
-        create = compile_once(create_block_mask) if indices.is_cuda else create_block_mask
-        return create(mask_mod, batch, None, length, length, device=indices.device)
-    b = torch.arange(batch, device=indices.device)[:, None, None, None]
-    return mask_mod(b, b, indices[:, None], indices)
-
-
-def limit_mask(mask: Tensor, window: int | None, position_ids: Tensor) -> Tensor:
-    """Return `mask` `(B, 1, T, T)` without keys that are `window` or more positions back."""
-    if window is None:
-        return mask
-    distance = position_ids[:, :, None] - position_ids[:, None, :]  # B T T
-    return mask & (distance < window)[:, None]
 
 
 class Transformer(nn.Module):
