@@ -515,40 +515,15 @@ def read_config(raw: Mapping[str, Any], where: str) -> tuple[Family, ModelConfig
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(f"{where}: model_type: {_explain_unsupported(raw)}")
     family = FAMILIES[model_type]
-
-    problems = _find_unsupported(family, raw)
-    values: dict[str, Any] = {}
-    for key, their_key in family.keys.items():
-        values[key] = raw.get(their_key, family.defaults.get(key))
-    for key, supported_values in family.supported.items():
-        values[key] = supported_values[0]
-    if family.dropout_keys:
-        values["dropout"] = _read_dropout(family, raw)
-    if family.scales_embeddings and _is_size(values["d_model"]):
-        values["embedding_multiplier"] = values["d_model"] ** 0.5
-    if family.query_scalar is not None:
-        key, default = family.query_scalar
-        scalar = raw.get(key, default)
-        if _is_size(scalar):
-            values["attention_multiplier"] = scalar**-0.5
-        else:
-            problems.append(f"{key}: {scalar!r} is not an integer from 1 to {_MAX_SIZE}")
-    if "rope" in family.supported["positions"]:
-        layers, layer_problems = _read_layers(family, raw, values)
-        values |= layers
-        problems += layer_problems
-    if family.biases:
-        bias, bias_problems = _read_bias(family, raw)
-        values["bias"] = bias
-        problems += bias_problems
-
+    reader = _ConfigReader(family, raw)
+    values = reader.read()
     config: ModelConfig | None = None
     try:
         config = ModelConfig.model_validate(values)
     except ValidationError as error:
-        problems += _translate_errors(family, error)
-    if problems or config is None:
-        raise ConfigError(*(f"{where}: {problem}" for problem in problems))
+        reader.problems += _translate_errors(family, error)
+    if config is None or reader.problems:
+        raise ConfigError(*(f"{where}: {problem}" for problem in reader.problems))
     return family, _normalize(family, config)
 
 
@@ -574,44 +549,6 @@ def _explain_unsupported(raw: Mapping[str, Any]) -> str:
     return f"{problem}; supported: {', '.join(FAMILIES)}"
 
 
-def _find_unsupported(family: Family, raw: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the values of keys that `ModelConfig` does not have."""
-    problems = []
-    for key, supported in {**family.required, **_REQUIRED_EVERYWHERE}.items():
-        value = raw.get(key, supported[0])
-        if value not in supported:
-            choices = " or ".join(map(repr, supported))
-            problems.append(f"{key}: {value!r} is not supported, only {choices}")
-    if family.full_attention_interval is not None:
-        return problems
-    layer_types = raw.get("layer_types") or []
-    if not isinstance(layer_types, list) or len(set(map(str, layer_types))) > 1:
-        problems.append("layer_types: not supported unless all layers have the same type")
-    elif layer_types and layer_types[0] != "full_attention" and "sliding_window" not in family.keys:
-        problems.append(f"layer_types: {layer_types[0]!r} is not supported, only 'full_attention'")
-    return problems
-
-
-def _read_dropout(family: Family, raw: Mapping[str, Any]) -> Any:
-    rates = [raw.get(key, 0.1) for key in family.dropout_keys]
-    if any(rate != rates[0] for rate in rates):
-        return 0.0
-    return rates[0]
-
-
-def _read_bias(family: Family, raw: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return our `bias`, and what is wrong with the keys that enable biases."""
-    default = next(iter(family.biases))
-    given: dict[str, Any] = {}
-    for key, value in family.biases[default].items():
-        given[key] = raw.get(key, value)
-    for bias, their_values in family.biases.items():
-        if their_values == given:
-            return bias, []
-    wrong = {key: value for key, value in given.items() if value not in (True, False)}
-    return default, [f"{key}: {value!r} is not true or false" for key, value in wrong.items()]
-
-
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 _PERIOD_KEYS = {
@@ -621,78 +558,222 @@ _PERIOD_KEYS = {
 """Lists of layers in config.json -> the key of the period if there is no list."""
 
 
-def _read_layers(
-    family: Family, raw: Mapping[str, Any], values: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of our keys of the layers' attention, and what is wrong with them.
+@dataclass
+class _ConfigReader:
+    """The values of our keys for a model of `family`, and what is wrong with its config.json."""
 
-    Args:
-        values: those of our keys that have a counterpart in config.json.
-    """
-    if family.full_attention_interval is None:
-        rope, problems = _read_rope(family, raw, values, None)
-        has_rope, rope_problems = _read_layer_list(
-            raw, "no_rope_layers", (1, 0), family.no_rope_interval, values["n_layers"]
-        )
+    family: Family
+    raw: Mapping[str, Any]
+    """the content of config.json"""
+    problems: list[str] = field(default_factory=list)
+
+    def read(self) -> dict[str, Any]:
+        """Return the values of our keys, and note `problems`."""
+        family = self.family
+        self._note_unsupported()
+        values: dict[str, Any] = {}
+        for key, their_key in family.keys.items():
+            values[key] = self.raw.get(their_key, family.defaults.get(key))
+        for key, supported_values in family.supported.items():
+            values[key] = supported_values[0]
+        if family.dropout_keys:
+            values["dropout"] = self._read_dropout()
+        if family.scales_embeddings and _is_size(values["d_model"]):
+            values["embedding_multiplier"] = values["d_model"] ** 0.5
+        if family.query_scalar is not None:
+            key, default = family.query_scalar
+            scalar = self.raw.get(key, default)
+            if _is_size(scalar):
+                values["attention_multiplier"] = scalar**-0.5
+            else:
+                self.problems.append(f"{key}: {scalar!r} is not an integer from 1 to {_MAX_SIZE}")
+        if family.full_attention_interval is not None:
+            values |= self._read_layers_of_two_types(values)
+        elif "rope" in family.supported["positions"]:
+            values |= self._read_layers(values)
+        if family.biases:
+            values["bias"] = self._read_bias()
+        return values
+
+    def _note_unsupported(self) -> None:
+        """Note what is wrong with the values of keys that `ModelConfig` does not have."""
+        for key, supported in {**self.family.required, **_REQUIRED_EVERYWHERE}.items():
+            value = self.raw.get(key, supported[0])
+            if value not in supported:
+                choices = " or ".join(map(repr, supported))
+                self.problems.append(f"{key}: {value!r} is not supported, only {choices}")
+        if self.family.full_attention_interval is not None:
+            return
+        layer_types = self.raw.get("layer_types") or []
+        if not isinstance(layer_types, list) or len(set(map(str, layer_types))) > 1:
+            problem = "not supported unless all layers have the same type"
+            self.problems.append(f"layer_types: {problem}")
+        elif layer_types and layer_types[0] != _FULL and "sliding_window" not in self.family.keys:
+            problem = f"{layer_types[0]!r} is not supported, only {_FULL!r}"
+            self.problems.append(f"layer_types: {problem}")
+
+    def _read_dropout(self) -> Any:
+        rates = [self.raw.get(key, 0.1) for key in self.family.dropout_keys]
+        if any(rate != rates[0] for rate in rates):
+            return 0.0
+        return rates[0]
+
+    def _read_bias(self) -> str:
+        """Return our `bias`, from the keys that enable biases."""
+        default = next(iter(self.family.biases))
+        given: dict[str, Any] = {}
+        for key, value in self.family.biases[default].items():
+            given[key] = self.raw.get(key, value)
+        for bias, their_values in self.family.biases.items():
+            if their_values == given:
+                return bias
+        for key, value in given.items():
+            if value not in (True, False):
+                self.problems.append(f"{key}: {value!r} is not true or false")
+        return default
+
+    def _read_layers(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of our keys of the attention, of which some layers may have no rope.
+
+        Args:
+            values: those of our keys that have a counterpart in config.json.
+        """
+        found = self._read_rope(values, None)
+        interval = self.family.no_rope_interval
+        has_rope = self._read_layer_list("no_rope_layers", (1, 0), interval, values["n_layers"])
         if 0 in has_rope:
-            kinds: list[dict[str, Any]] = [
-                {} if rotates else {"rope": False} for rotates in has_rope
-            ]
-            rope["layer_pattern"] = _find_period(kinds)
-        return rope, problems + rope_problems
+            kinds: list[dict[str, Any]] = []
+            for rotates in has_rope:
+                kind = {}
+                if not rotates:
+                    kind = {"rope": False}
+                kinds.append(kind)
+            found["layer_pattern"] = _find_period(kinds)
+        return found
 
-    types, problems = _read_layer_list(
-        raw,
-        "layer_types",
-        (_SLIDING, _FULL),
-        family.full_attention_interval,
-        values["n_layers"],
-    )
-    of_type: dict[str, dict[str, Any]] = {}
-    for layer_type in (_FULL, _SLIDING):
-        rope, rope_problems = _read_rope(family, raw, values, layer_type)
-        of_type[layer_type] = rope
-        problems += rope_problems
-    of_type[_SLIDING]["sliding_window"] = values["sliding_window"]
-    if len(set(types)) == 1:
-        return {"sliding_window": None} | of_type[types[0]], problems
-    found: dict[str, Any] = {"sliding_window": None}
-    if "rope_theta" in of_type[_FULL]:
-        found["rope_theta"] = of_type[_FULL]["rope_theta"]
-    for kind in of_type.values():
-        if kind.get("rope_theta") == found.get("rope_theta"):
-            kind.pop("rope_theta", None)
-    found["layer_pattern"] = _find_period([of_type[layer_type] for layer_type in types])
-    return found, problems
+    def _read_layers_of_two_types(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of our keys of the attention, full in some layers, sliding in others.
+
+        Args:
+            values: see `_read_layers`.
+        """
+        interval = self.family.full_attention_interval
+        choices = (_SLIDING, _FULL)
+        types = self._read_layer_list("layer_types", choices, interval, values["n_layers"])
+        full = self._read_rope(values, _FULL)
+        sliding = self._read_rope(values, _SLIDING) | {"sliding_window": values["sliding_window"]}
+        of_type = {_FULL: full, _SLIDING: sliding}
+        if len(set(types)) == 1:
+            return {"sliding_window": None} | of_type[types[0]]
+        found: dict[str, Any] = {"sliding_window": None}
+        if "rope_theta" in full:
+            found["rope_theta"] = full["rope_theta"]
+        for kind in of_type.values():
+            if kind.get("rope_theta") == found.get("rope_theta"):
+                kind.pop("rope_theta", None)
+        found["layer_pattern"] = _find_period([of_type[layer_type] for layer_type in types])
+        return found
+
+    def _read_layer_list(
+        self, key: str, choices: tuple[Any, Any], interval: int | None, n_layers: Any
+    ) -> list[Any]:
+        """Return the value of each layer, one of `choices`; where it is wrong, one for all.
+
+        Args:
+            interval: the last of so many layers has the second choice, the others the first one, if
+                config.json does not say it; None = all have the first one.
+        """
+        if not isinstance(n_layers, int) or not 0 < n_layers <= MAX_LAYERS:
+            return [choices[0]]  # ModelConfig says it
+        if interval is None:
+            return [choices[0]] * n_layers
+        given = self.raw.get(key)
+        if given is None:
+            period_key = _PERIOD_KEYS[key]
+            period = self.raw.get(period_key, interval)
+            if not isinstance(period, int) or period < 1:
+                self.problems.append(f"{period_key}: {period!r} is not a number of layers")
+                return [choices[0]]
+            return [choices[(layer + 1) % period == 0] for layer in range(n_layers)]
+        if not isinstance(given, list) or len(given) < n_layers:
+            self.problems.append(f"{key}: not a list of {n_layers} layers")
+            return [choices[0]]
+        for value in given:
+            if value not in choices:
+                problem = f"{value!r} is not supported, only {choices[0]!r} or {choices[1]!r}"
+                self.problems.append(f"{key}: {problem}")
+                return [choices[0]]
+        return given[:n_layers]
+
+    def _read_rope(self, values: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
+        """Return the values of our rotary keys.
+
+        transformers 5 has them in `rope_parameters`, older versions in `rope_scaling` and
+        `rope_theta`.
+
+        Args:
+            values: see `_read_layers`.
+            layer_type: of the layers, in a family that has several.
+        """
+        source, given, theta = self._find_rope(layer_type)
+        if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
+            problem = "not supported unless it is one mapping for all layers"
+            self.problems.append(f"{source}: {problem}")
+            return {}
+        rope: dict[str, Any] = {"rope_theta": given.get("rope_theta", theta)}
+        partial = given.get("partial_rotary_factor", self.raw.get("partial_rotary_factor"))
+        if self.family.partial_rotary_factor is not None:
+            rope["partial_rotary_factor"] = self.family.partial_rotary_factor
+            if partial is not None:
+                rope["partial_rotary_factor"] = partial
+        elif partial not in (None, 1):
+            problem = f"{partial!r} is not supported, only 1.0"
+            self.problems.append(f"partial_rotary_factor: {problem}")
+
+        rope_type = given.get("rope_type", given.get("type", "default"))
+        if rope_type == "default":
+            return rope
+        if rope_type not in self.family.rope_types:
+            types = " or ".join(map(repr, ["default", *self.family.rope_types]))
+            problem = f"rope_type {rope_type!r} is not supported, only {types}"
+            self.problems.append(f"{source}: {problem}")
+            return rope
+        scaling = {key: given[key] for key in ROPE_TYPES[rope_type] if key in given}
+        if "original_max_position_embeddings" in ROPE_TYPES[rope_type]:
+            scaling.setdefault("original_max_position_embeddings", values["max_seq_len"])
+        if rope_type == "dynamic":  # it does not read the key
+            scaling["original_max_position_embeddings"] = values["max_seq_len"]
+        rope["rope_scaling"] = scaling | {"rope_type": rope_type}
+        return rope
+
+    def _find_rope(self, layer_type: str | None) -> _FoundRope:
+        """Return where config.json has the rotary parameters of a type of layers."""
+        raw = self.raw
+        theta = raw.get("rope_theta", self.family.defaults.get("rope_theta", 10000.0))
+        of_types = raw.get("rope_parameters") or {}
+        if layer_type is not None and isinstance(of_types, dict) and layer_type in of_types:
+            return _FoundRope(f"rope_parameters.{layer_type}", of_types[layer_type], theta)
+        source = "rope_parameters"
+        if raw.get("rope_scaling"):
+            source = "rope_scaling"
+        if layer_type != _SLIDING:
+            return _FoundRope(source, raw.get(source) or {}, theta)
+        # Outside of `rope_parameters` there is only a theta for layers with a sliding window.
+        if self.family.sliding_theta is not None:
+            key, default = self.family.sliding_theta
+            theta = raw.get(key, default)
+        return _FoundRope(source, {}, theta)
 
 
-def _read_layer_list(
-    raw: Mapping[str, Any], key: str, choices: tuple[Any, Any], interval: int | None, n_layers: Any
-) -> tuple[list[Any], list[str]]:
-    """Return the value of each layer, one of `choices`, and what is wrong with them.
+class _FoundRope(NamedTuple):
+    """Rotary parameters of config.json."""
 
-    Args:
-        interval: the last of so many layers has the second choice, the others the first one, if
-            `raw` does not say it; None = all have the first one.
-    """
-    if not isinstance(n_layers, int) or not 0 < n_layers <= MAX_LAYERS:
-        return [choices[0]], []  # ModelConfig says it
-    if interval is None:
-        return [choices[0]] * n_layers, []
-    given = raw.get(key)
-    if given is None:
-        period_key = _PERIOD_KEYS[key]
-        period = raw.get(period_key, interval)
-        if not isinstance(period, int) or period < 1:
-            return [choices[0]], [f"{period_key}: {period!r} is not a number of layers"]
-        return [choices[(layer + 1) % period == 0] for layer in range(n_layers)], []
-    if not isinstance(given, list) or len(given) < n_layers:
-        return [choices[0]], [f"{key}: not a list of {n_layers} layers"]
-    for value in given:
-        if value not in choices:
-            problem = f"{value!r} is not supported, only {choices[0]!r} or {choices[1]!r}"
-            return [choices[0]], [f"{key}: {problem}"]
-    return given[:n_layers], []
+    key: str
+    """where they are"""
+    parameters: Any
+    """of any type, unless they are valid"""
+    theta: Any
+    """if `parameters` has none"""
 
 
 def _find_period(kinds: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -701,59 +782,6 @@ def _find_period(kinds: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if all(kind == kinds[layer % period] for layer, kind in enumerate(kinds)):
             return kinds[:period]
     return kinds
-
-
-def _read_rope(
-    family: Family, raw: Mapping[str, Any], values: Mapping[str, Any], layer_type: str | None
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of our rotary keys, and what is wrong with them.
-
-    transformers 5 has them in `rope_parameters`, older versions in `rope_scaling` and `rope_theta`.
-
-    Args:
-        values: see `_read_layers`.
-        layer_type: of the layers, in a family that has several.
-    """
-    source = "rope_parameters"
-    if raw.get("rope_scaling"):
-        source = "rope_scaling"
-    given = raw.get(source) or {}
-    theta = raw.get("rope_theta", family.defaults.get("rope_theta", 10000.0))
-    nested = raw.get("rope_parameters") or {}
-    if layer_type is not None and isinstance(nested, dict) and layer_type in nested:
-        source = f"rope_parameters.{layer_type}"
-        given = nested[layer_type]
-    elif layer_type == _SLIDING:  # rope_scaling is for the others
-        given = {}
-        if family.sliding_theta is not None:
-            key, default = family.sliding_theta
-            theta = raw.get(key, default)
-    if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-        return {}, [f"{source}: not supported unless it is one mapping for all layers"]
-
-    problems = []
-    rope: dict[str, Any] = {"rope_theta": given.get("rope_theta", theta)}
-    partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if family.partial_rotary_factor is not None:
-        rope["partial_rotary_factor"] = family.partial_rotary_factor
-        if partial is not None:
-            rope["partial_rotary_factor"] = partial
-    elif partial not in (None, 1):
-        problems.append(f"partial_rotary_factor: {partial!r} is not supported, only 1.0")
-    rope_type = given.get("rope_type", given.get("type", "default"))
-    if rope_type == "default":
-        return rope, problems
-    if rope_type not in family.rope_types:
-        types = " or ".join(map(repr, ["default", *family.rope_types]))
-        problem = f"rope_type {rope_type!r} is not supported, only {types}"
-        return rope, [*problems, f"{source}: {problem}"]
-    scaling = {key: given[key] for key in ROPE_TYPES[rope_type] if key in given}
-    if "original_max_position_embeddings" in ROPE_TYPES[rope_type]:
-        scaling.setdefault("original_max_position_embeddings", values["max_seq_len"])
-    if rope_type == "dynamic":  # it does not read the key
-        scaling["original_max_position_embeddings"] = values["max_seq_len"]
-    rope["rope_scaling"] = scaling | {"rope_type": rope_type}
-    return rope, problems
 
 
 def _translate_errors(family: Family, error: ValidationError) -> list[str]:
@@ -835,22 +863,24 @@ def _find_mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
 
 def _find_layer_mismatches(family: Family, config: ModelConfig) -> list[ConfigError]:
     """Return an error for each key of the layers' attention that `family` cannot represent."""
-    layers = set(config.attention_kinds)
-    errors = []
-    for layer in layers:
-        scaling = layer.rope and layer.rope.scaling
-        if scaling and scaling.rope_type not in family.rope_types:
-            problem = f"rope_scaling: {scaling.rope_type} has no counterpart in {family.class_name}"
+    kinds = set(config.attention_kinds)
+    errors: list[ConfigError] = []
+    for kind in kinds:
+        if kind.rope is None or kind.rope.scaling is None:
+            continue
+        rope_type = kind.rope.scaling.rope_type
+        if rope_type not in family.rope_types:
+            problem = f"rope_scaling: {rope_type} has no counterpart in {family.class_name}"
             errors.append(ConfigError(f"{problem}; use null"))
 
     if family.full_attention_interval is not None:
         # At most one kind without a window, and one with one; each is rotated.
-        n_sliding = sum(layer.sliding_window is not None for layer in layers)
-        has_rope = all(layer.rope is not None for layer in layers)
-        is_supported = has_rope and n_sliding <= 1 and len(layers) - n_sliding <= 1
+        n_sliding = sum(kind.sliding_window is not None for kind in kinds)
+        has_rope = all(kind.rope is not None for kind in kinds)
+        is_supported = has_rope and n_sliding <= 1 and len(kinds) - n_sliding <= 1
     elif family.no_rope_interval is not None:
-        kinds = config.layer_pattern or ()
-        is_supported = all(kind.model_dump() in ({}, {"rope": False}) for kind in kinds)
+        pattern = config.layer_pattern or ()
+        is_supported = all(kind.model_dump() in ({}, {"rope": False}) for kind in pattern)
     else:
         is_supported = config.layer_pattern is None
     if not is_supported:
@@ -913,19 +943,24 @@ def write_config(
 
 def _write_layers(family: Family, config: ModelConfig) -> dict[str, Any]:
     """Return the keys of the layers' attention, in transformers 5 and in older versions."""
-    layers = config.attention_kinds
+    kinds = config.attention_kinds
     if family.full_attention_interval is None:
         raw = _write_rope(Rope(config.rope_theta, config.rope_scaling))
         if family.no_rope_interval is not None:
-            raw["no_rope_layers"] = [int(layer.rope is not None) for layer in layers]
+            raw["no_rope_layers"] = [int(kind.rope is not None) for kind in kinds]
         return raw
 
     of_type: dict[str, AttentionKind] = {}
-    for layer in layers:
-        of_type[_FULL if layer.sliding_window is None else _SLIDING] = layer
+    layer_types: list[str] = []
+    for kind in kinds:
+        layer_type = _SLIDING
+        if kind.sliding_window is None:
+            layer_type = _FULL
+        of_type[layer_type] = kind
+        layer_types.append(layer_type)
     # A type that no layer has is written as the other one.
-    full = of_type.get(_FULL, layers[0])
-    sliding = of_type.get(_SLIDING, layers[0])
+    full = of_type.get(_FULL, kinds[0])
+    sliding = of_type.get(_SLIDING, kinds[0])
     assert full.rope is not None
     assert sliding.rope is not None
     raw = _write_rope(full.rope)
@@ -936,7 +971,7 @@ def _write_layers(family: Family, config: ModelConfig) -> dict[str, Any]:
         _SLIDING: _write_rope(sliding.rope)["rope_parameters"],
     }
     raw["sliding_window"] = sliding.sliding_window
-    raw["layer_types"] = [_FULL if layer.sliding_window is None else _SLIDING for layer in layers]
+    raw["layer_types"] = layer_types
     return raw
 
 
