@@ -31,7 +31,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
-_ADAPTER_NAME = re.compile(re.escape(_PREFIX) + r"(.+)\.(lora_[AB])\.weight")
+_ADAPTER_NAME = re.compile(re.escape(_PREFIX) + r"(?P<layer>.+)\.(?P<matrix>lora_[AB])\.weight")
 _KEYS = {
     "r": "lora_rank",
     "lora_alpha": "lora_alpha",
@@ -159,46 +159,51 @@ def _find_tensors(directory: Path, model: HuggingFaceModel, config: LoraConfig) 
         problem = "missing; pickles (.bin) are not read, as they can execute code"
         remedy = "load the adapters with PEFT and save_pretrained() them"
         raise ConfigError(f"{path}: {problem}. To convert, {remedy}")
-    tensors = read_headers([weights.follow_links(path)])
-    places, _ = families.map_parameters(model.family, model.config)
-    our_layers: dict[str, list[str]] = {}
-    """by the layer of PEFT"""
-    for name, place in places.items():
-        their_layer = place.name.removesuffix(".weight")
-        our_layers.setdefault(their_layer, []).append(name.removesuffix(".weight"))
-
-    in_block = lora.layer_shapes(model.config)
+    our_layers = _map_layers(model)
+    shapes = lora.layer_shapes(model.config)
     sources: dict[str, Source] = {}
     problems: list[str] = []
-    for name, slices in tensors.items():
+    targets: list[str] = []
+    for name, slices in read_headers([weights.follow_links(path)]).items():
         match = _ADAPTER_NAME.fullmatch(name)
-        layers: list[str] = []
-        if match is not None:
-            layers = our_layers.get(match[1], [])
-        if match is None or not layers or layers[0].rpartition(".")[2] not in in_block:
+        if match is None or match["layer"] not in our_layers:
             problems.append(f"{name}: unexpected tensor; adapters are for layers of blocks")
             continue
-        ours = ", ".join(layer.rpartition(".")[2] for layer in layers)
+        layers = our_layers[match["layer"]]
+        kinds = [layer.rpartition(".")[2] for layer in layers]
         if len(layers) > 1:
-            problems.append(f"{name}: is shared by {ours}, which have one each here")
+            problems.append(f"{name}: is shared by {', '.join(kinds)}, which have one each here")
             continue
-        out, inner = in_block[ours]
+        out, inner = shapes[kinds[0]]
         expected = (config.lora_rank, inner)
-        if match[2] == "lora_B":
+        if match["matrix"] == "lora_B":
             expected = (out, config.lora_rank)
         problem = _compare(slices, expected)
         if problem is not None:
             problems.append(f"{name}: {problem}")
-        sources[f"{layers[0]}.{match[2]}.weight"] = Source(slices)
+        sources[f"{layers[0]}.{match['matrix']}.weight"] = Source(slices)
+        targets.append(kinds[0])
 
-    targets = [layer for layer in in_block if any(f".{layer}." in name for name in sources)]
-    config = config.model_copy(update={"lora_targets": targets})
+    in_order = [kind for kind in shapes if kind in targets]
+    config = config.model_copy(update={"lora_targets": in_order})
     if not problems:
         problems = _find_missing(sources, config, model)
     if problems:
         problem = f"{directory}: the tensors are not adapters of every block as they are trained"
         raise ConfigError(f"{problem} here:", *limit_problems(problems))
     return PeftAdapters(model, config, sources)
+
+
+def _map_layers(model: HuggingFaceModel) -> dict[str, list[str]]:
+    """Return our linear layers of blocks by PEFT's; several of ours can be one of PEFT's."""
+    kinds = lora.layer_shapes(model.config)
+    places, _ = families.map_parameters(model.family, model.config)
+    our_layers: dict[str, list[str]] = {}
+    for name, place in places.items():
+        layer = name.removesuffix(".weight")
+        if layer.rpartition(".")[2] in kinds:
+            our_layers.setdefault(place.name.removesuffix(".weight"), []).append(layer)
+    return our_layers
 
 
 def _compare(slices: list[TensorSlice], expected: tuple[int | None, ...]) -> str | None:
