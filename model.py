@@ -964,14 +964,14 @@ class Embedding(nn.Module):
 # ---- head and loss
 
 
-LOSS_CHUNK = {"cpu": 2**24, "cuda": 2**31 - 1}
+LOGITS_LIMITS = {"cpu": 2**24, "cuda": 2**31 - 1}
 """Most logits in memory at once by device type.
 
 Few enough for a CPU's cache, or for 32-bit indices on a GPU.
 """
 
 
-def loss_chunk(device: torch.device, memory: int | None = None) -> int:
+def find_logits_limit(device: torch.device, memory: int | None = None) -> int:
     """Return the most logits in memory at once.
 
     On a GPU they take, with their gradients, up to 4 bytes each, and at most a sixteenth of its
@@ -981,9 +981,9 @@ def loss_chunk(device: torch.device, memory: int | None = None) -> int:
         memory: of the GPU (bytes); None = of `device`.
     """
     if device.type != "cuda":
-        return LOSS_CHUNK["cpu"]
+        return LOGITS_LIMITS["cpu"]
     total: int = memory or torch.cuda.get_device_properties(device).total_memory
-    return min(LOSS_CHUNK["cuda"], total // (16 * 4))
+    return min(LOGITS_LIMITS["cuda"], total // (16 * 4))
 
 
 ChunkCrossEntropy = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
@@ -1091,8 +1091,9 @@ class Head(nn.Module):
         if not config.tie_embeddings:
             self.output = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.chunk_cross_entropy: ChunkCrossEntropy = chunk_cross_entropy
-        """Can be replaced by its compiled form."""
-        self.loss_chunk: Callable[[torch.device], int] = loss_chunk
+        """or its compiled form"""
+        self.logits_limit: int | None = None
+        """most logits in memory at once; None = `find_logits_limit`"""
 
     def forward(
         self,
@@ -1126,7 +1127,10 @@ class Head(nn.Module):
 
     def _max_rows(self, weight: Tensor) -> int:
         """Return how many tokens' logits can be in memory at once."""
-        return max(1, self.loss_chunk(weight.device) // len(weight))
+        limit = self.logits_limit
+        if limit is None:
+            limit = find_logits_limit(weight.device)
+        return max(1, limit // len(weight))
 
     def _loss_sum(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of -log p(target) in nats, a float32 scalar; see `chunk_cross_entropy`."""

@@ -88,8 +88,8 @@ TINY = {
 }
 
 Settings = dict[str, Any]
-"""Hyperparameters; and `inductor`, options of torch._inductor.config; and `loss_chunk`, for
-model.LOSS_CHUNK."""
+"""Hyperparameters; and `inductor`, options of torch._inductor.config; and `logits_limit`,
+for model.LOGITS_LIMITS."""
 Stages = Generator[None, None, Row]
 """Resumed at the start of every step; returns what it measured, and so ends the run."""
 
@@ -115,7 +115,7 @@ class Bench:
     def make_hyperparameters(self, settings: Settings) -> Hyperparameters:
         values = RUN | settings
         values.pop("inductor", None)
-        values.pop("loss_chunk", None)
+        values.pop("logits_limit", None)
         if self.tiny:
             values |= TINY
             if "total_batch_size" in values:
@@ -522,9 +522,9 @@ class Bench:
 
 @contextlib.contextmanager
 def _patches(settings: Settings, device: torch.device) -> Iterator[None]:
-    chunk = settings.get("loss_chunk", model.LOSS_CHUNK[device.type])
+    limit = settings.get("logits_limit", model.LOGITS_LIMITS[device.type])
     with (
-        patch.dict(model.LOSS_CHUNK, {device.type: chunk}),
+        patch.dict(model.LOGITS_LIMITS, {device.type: limit}),
         inductor.patch(settings.get("inductor", {})),
     ):
         yield
@@ -578,7 +578,7 @@ def list_pairs(bench: Bench) -> dict[str, Callable[[], Row]]:
     tuned = {"inductor": {"coordinate_descent_tuning": True}}
     pairs: dict[str, tuple[Settings, Settings]] = {
         "1B full-shard": (one, full_shard),
-        "1B loss chunk 2**29": (one, {"loss_chunk": 2**29}),
+        "1B loss chunk 2**29": (one, {"logits_limit": 2**29}),
         "1B selective": (one, selective),
         "1B rowwise over tensorwise": (one_tensorwise, rowwise),
         "1B coordinate-descent tuning": (one, tuned),

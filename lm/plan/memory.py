@@ -24,7 +24,7 @@ from lm.plan.trace import Activations, PartActivations
 from lm.training import lora
 from lm.training.float8 import gathers_in_float8, is_supported
 from lm.training.offload import RESIDENT
-from model import Block, ModelConfig, loss_chunk, make_norm
+from model import Block, ModelConfig, find_logits_limit, make_norm
 
 FindActivations = Callable[[Hyperparameters, torch.dtype | None, str], Activations]
 """`measure_activations` or `bound_activations`: of hyperparameters, compute dtype, device type"""
@@ -263,7 +263,7 @@ class _ActivationBound:
     def head(self) -> PartActivations:
         n_logits = self.tokens * self.hp.vocab_size
         if self.on_gpu:
-            n_logits = min(n_logits, loss_chunk(torch.device("cuda"), 80 * 2**30))
+            n_logits = min(n_logits, find_logits_limit(torch.device("cuda"), 80 * 2**30))
         if self.hp.compiles(self.on_gpu, self.hp.float8):
             # The logits and their gradients in the compute dtype, and a mask of one byte.
             bytes_of_logit = 2 * self.width + 1

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.config import Hyperparameters
 from lm.training import lora, parallelize
-from model import Transformer, chunk_cross_entropy, loss_chunk
+from model import Transformer, chunk_cross_entropy, find_logits_limit
 
 
 class LiveBytes(TorchDispatchMode):
@@ -195,7 +195,7 @@ def _measure(
         model.head.chunk_cross_entropy = partial(chunk_cross_entropy)
     if is_compiled or on_gpu:
         gpu_memory = 80 * 2**30
-        model.head.loss_chunk = lambda _: loss_chunk(torch.device(device_type), gpu_memory)
+        model.head.logits_limit = find_logits_limit(torch.device(device_type), gpu_memory)
 
     phases = _Phases(model, live)
     with FakeTensorMode(allow_non_fake_inputs=True):
