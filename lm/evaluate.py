@@ -28,7 +28,7 @@ import torch
 from tqdm import tqdm
 
 from lm.checkpoint.locate import find_checkpoint
-from lm.data.tokenizer import TOKENIZER_JSON, Tokenizer, load_tokenizer
+from lm.data.tokenizer import TOKENIZER_JSON, Tokenizer
 from lm.errors import ConfigError, RunError, command, escape_control
 from lm.hf import weights
 from lm.hf.base import load_model
@@ -60,14 +60,15 @@ def open_any_model(
     if not weights.is_model(source):
         return load_model(find_checkpoint(source), device, base_dir)
     directory = weights.find_source(source)
-    if not (directory / TOKENIZER_JSON).is_file():
+    config = weights.open_model(directory).config
+    tokenizer = weights.load_model_tokenizer(directory, config)
+    if tokenizer is None:
         raise ConfigError(f"{source}: has no {TOKENIZER_JSON}; add the model's")
-    weights.model_defaults(source)  # checks that the tokenizer fits the model
     with torch.device("meta"):
-        model = Transformer(weights.open_model(directory).config)
+        model = Transformer(config)
     model.to_empty(device=device)
     weights.read_directory(directory, model)
-    return model, load_tokenizer(str(directory))
+    return model, tokenizer
 
 
 def score_model(

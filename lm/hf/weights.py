@@ -27,6 +27,7 @@ from lm.checkpoint.tensor_files import (
 )
 from lm.data import tokenizer
 from lm.data.files import download_from_hub
+from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, limit_problems, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 from lm.hf import families
@@ -132,16 +133,27 @@ def model_defaults(source: str) -> dict[str, Any]:
     if config.model is None:
         del values["model"]
     values["tokenizer"] = None
-    if (directory / tokenizer.TOKENIZER_JSON).is_file():
+    if load_model_tokenizer(directory, config) is not None:
         values["tokenizer"] = str(directory)
-        n_tokens = tokenizer.load_tokenizer(str(directory)).vocab_size
-        if n_tokens > config.vocab_size:
-            raise ConfigError(
-                f"{directory}: the tokenizer has {n_tokens} tokens, the model {config.vocab_size}:"
-                " remove the added tokens from the tokenizer, or load the model with transformers,"
-                " resize_token_embeddings() and save_pretrained() it"
-            )
     return values
+
+
+def load_model_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
+    """Return the tokenizer in the directory of a Hugging Face model; None = it has none.
+
+    Raises:
+        ConfigError: it has more tokens than the model.
+    """
+    if not (directory / tokenizer.TOKENIZER_JSON).is_file():
+        return None
+    found = tokenizer.load_tokenizer(str(directory))
+    if found.vocab_size > config.vocab_size:
+        raise ConfigError(
+            f"{directory}: the tokenizer has {found.vocab_size} tokens, the model"
+            f" {config.vocab_size}: remove the added tokens from the tokenizer, or load the model"
+            " with transformers, resize_token_embeddings() and save_pretrained() it"
+        )
+    return found
 
 
 def load_into(model: Transformer, source: str, world: World, log: Callable[[str], None]) -> None:
