@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -121,7 +122,7 @@ def _list_ladders(hp: Hyperparameters, ranks: Ranks) -> Iterator[list[Candidate]
     else:
         yield [Candidate(n, {"n_layers": n_layers}) for n_layers in _list_smaller_depths(hp)]
         smaller = [{"d_model": width} for width in _list_smaller_widths(hp)]
-    fewer_layers = {"n_layers": -(-hp.n_layers // 4)}
+    fewer_layers = {"n_layers": math.ceil(hp.n_layers / 4)}
     yield [Candidate(n, size) for size in smaller]
     yield [Candidate(n, fewer_layers | size) for size in smaller]
     yield [Candidate(8 * n, FULL_SHARD | size) for size in smaller]

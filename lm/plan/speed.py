@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import re
 from dataclasses import dataclass
 
@@ -363,7 +364,7 @@ class _Step:
         reduced = self.n_reductions * FLOAT32_BYTES * self.total.trained
         sent = (gathered + reduced) * (shards - 1) / shards
 
-        n_nodes = -(-shards // self.topology.per_node)  # of a shard group
+        n_nodes = math.ceil(shards / self.topology.per_node)  # of a shard group
         n_in_node = min(shards, self.topology.per_node)
         rate = self.card.link * GB * LINK_FRACTION
         to_other_nodes = 0.0
