@@ -162,12 +162,12 @@ def train_transformers(world: World, hp: config.Hyperparameters, pacer: Pacer) -
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lm.hf import families
+    from lm.hf import config_json
 
     near = hp
     if hp.positions != "rope":  # the closest family is GPT-2
         near = hp.model_copy(update={"norm": "layernorm", "ffn": "gelu", "bias": "all"})
-    shape = families.write_config(near, "float32", None)
+    shape = config_json.write_config(near, "float32", None)
     shape["use_cache"] = False
     if hp.ffn == "relu":
         shape["activation_function"] = "relu"

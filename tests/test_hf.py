@@ -29,7 +29,7 @@ from lm import generate, sampling
 from lm.checkpoint import tensor_files
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
-from lm.hf import export, families, weights
+from lm.hf import config_json, export, families, weights
 from lm.hf.base import find_base
 from lm.presets import PRESETS
 from lm.runtime.world import World
@@ -353,9 +353,9 @@ def test_dynamic_rope_grows_beyond_the_original_context(tmp_path: Path) -> None:
     weights.read_directory(tmp_path, ours)
     inputs = TOKENS[:, :-1]
     assert (ours(inputs) - theirs(inputs).logits).abs().max() < 1e-5
-    written = families.write_config(config, "float32", None)
+    written = config_json.write_config(config, "float32", None)
     assert written["max_position_embeddings"] == 16
-    _, again = families.read_config(written, "config.json")
+    _, again = config_json.read_config(written, "config.json")
     assert again.structure() == config.structure()
 
 
@@ -441,13 +441,13 @@ def older(raw: dict[str, Any]) -> dict[str, Any]:
 def test_read_config_reads_old_and_new_formats(name: str, tmp_path: Path) -> None:
     make_reference(MODELS[name]).config.save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
-    family, config = families.read_config(raw, "new")
+    family, config = config_json.read_config(raw, "new")
     assert config.rope_theta != 10000
-    assert families.read_config(older(raw), "old") == (family, config)
-    written = families.write_config(config, "float32", None)
-    assert families.read_config(written, "ours") == (family, config)
+    assert config_json.read_config(older(raw), "old") == (family, config)
+    written = config_json.write_config(config, "float32", None)
+    assert config_json.read_config(written, "ours") == (family, config)
     del written["rope_parameters"]
-    assert families.read_config(written, "ours") == (family, config)
+    assert config_json.read_config(written, "ours") == (family, config)
 
 
 OLD_FORMATS: dict[str, dict[str, Any]] = {
@@ -470,20 +470,25 @@ def test_read_config_of_layers_reads_old_and_new_formats(name: str, tmp_path: Pa
     old = OLD_FORMATS[name]
     make_reference(old).config.save_pretrained(tmp_path)
     new = json.loads((tmp_path / "config.json").read_text())
-    family, config = families.read_config(old, "old")
+    family, config = config_json.read_config(old, "old")
     assert len(set(config.attention_kinds)) == 2
-    assert families.read_config(new, "new") == (family, config)
-    assert families.read_config(families.write_config(config, "float32", None), "ours")[1] == config
+    assert config_json.read_config(new, "new") == (family, config)
+    assert (
+        config_json.read_config(config_json.write_config(config, "float32", None), "ours")[1]
+        == config
+    )
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_write_config_of_presets_reads_back(preset: str) -> None:
     config = ModelConfig.model_validate({"model": preset})
-    family, again = families.read_config(families.write_config(config, "bfloat16", None), preset)
+    family, again = config_json.read_config(
+        config_json.write_config(config, "bfloat16", None), preset
+    )
     assert (again.structure(), again.max_seq_len) == (config.structure(), config.max_seq_len)
     _, shapes = families.map_parameters(family, config)
     assert sum(map(math.prod, shapes.values())) == config.n_parameters
-    assert families.find_family(again) is family
+    assert config_json.find_family(again) is family
     assert family.model_type[:3] in preset
 
 
@@ -603,7 +608,7 @@ def test_read_directory_accepts_bare_names_and_buffers(name: str, tmp_path: Path
 )
 def test_read_config_refuses_what_is_unsupported(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        families.read_config(raw, "config.json")
+        config_json.read_config(raw, "config.json")
     (problem,) = refused.value.problems
     assert problem.startswith("config.json: ")
     assert message in problem
@@ -631,7 +636,7 @@ def test_write_config_refuses_a_model_without_counterpart(
     changes: dict[str, Any], keys: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        families.write_config(ModelConfig.model_validate(changes), "float32", None)
+        config_json.write_config(ModelConfig.model_validate(changes), "float32", None)
     assert [problem.partition(":")[0] for problem in refused.value.problems] == keys
     assert named_keys(refused.value) >= set(keys)
 
@@ -843,7 +848,7 @@ def test_export_has_special_tokens_and_chat_template(tmp_path: Path) -> None:
 
 def test_write_config_of_gpt2_uses_eos_as_bos() -> None:
     config = ModelConfig.model_validate({"model": "gpt2"})
-    raw = families.write_config(config, "float32", 50256)
+    raw = config_json.write_config(config, "float32", 50256)
     assert (raw["bos_token_id"], raw["eos_token_id"]) == (50256, 50256)
 
 

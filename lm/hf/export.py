@@ -36,7 +36,7 @@ from lm.data.tokenizer import (
     load_saved_tokenizer,
 )
 from lm.errors import ConfigError, RunError, oserror_as_config_error
-from lm.hf import families
+from lm.hf import config_json, families
 from lm.hf.base import open_base, read_adapters
 from lm.hf.families import Family, Place
 from lm.hf.weights import (
@@ -83,7 +83,7 @@ def export_model(
     config = model_of(directory, manifest)
     if adapters_only:
         return _export_adapters(out, directory, manifest, config, WEIGHT_DTYPES[dtype])
-    family = families.find_family(config)
+    family = config_json.find_family(config)
     places, shapes = families.map_parameters(family, config)
     verify(directory, manifest)
 
@@ -95,7 +95,7 @@ def export_model(
         files |= _convert_tokenizer(tokenizer)
         eos_id = tokenizer.eos_id
         bos_id = tokenizer.bos_id
-    model_settings = families.write_config(config, dtype, eos_id, bos_id)
+    model_settings = config_json.write_config(config, dtype, eos_id, bos_id)
     generation_settings: dict[str, Any] = {}
     for key in ("bos_token_id", "eos_token_id"):
         if model_settings[key] is not None:
@@ -201,7 +201,7 @@ def _export_adapters(
     if manifest.base is None:
         problem = "has no LoRA adapters (lora_rank: null); export it without --adapter"
         raise ConfigError(f"{directory}: {problem}")
-    family = families.find_family(config)
+    family = config_json.find_family(config)
     places, shapes = families.map_parameters(family, config)
     adapters = read_adapters(directory, manifest)
 

@@ -30,7 +30,7 @@ from lm.data.files import download_from_hub
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, limit_problems, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
-from lm.hf import families
+from lm.hf import config_json, families
 from lm.hf.families import Family
 from lm.metrics.device import GIB, peak_memory_gib
 from lm.runtime.world import World
@@ -103,7 +103,7 @@ def open_model(directory: Path) -> HuggingFaceModel:
         RunError: a file is damaged.
     """
     config_path = directory / CONFIG_FILE
-    family, config = families.read_config(read_object(config_path), str(config_path))
+    family, config = config_json.read_config(read_object(config_path), str(config_path))
     places, shapes = families.map_parameters(family, config)
     tensors = _find_tensors(directory, family)
     tied_head: Source | None = None
