@@ -45,6 +45,9 @@ IGNORE_INDEX = -100
 """Target that is excluded from the loss."""
 
 
+# ---- hyperparameters
+
+
 _YARN_OPTIONS = (
     "attention_factor",
     "beta_fast",
@@ -1208,11 +1211,11 @@ class Transformer(nn.Module):
             document_ids: `(B, T)`, equal for adjacent tokens of one document. Attention stays
                 within a document. None = one document per sequence.
             cache: keys and values of the tokens before `tokens`; is extended by T.
-            position_ids: `(T,)` or `(B, T)`, positions for the rotary or learned embedding; they do
-                not affect which tokens are attended to. None = consecutive, restarting in each
-                document.
-            mask: `(B, 1, T, T)`, true = attend, instead of causal attention; with `position_ids`
-                `(B, T)`, by which sliding windows limit it.
+            position_ids: `(T,)` or `(B, T)`, positions for the rotary or learned embedding; without
+                `mask` they do not affect which tokens are attended to. None = consecutive,
+                restarting in each document.
+            mask: `(B, 1, T, T)`, true = attend, instead of causal attention. Sliding windows limit
+                it by the distance in `position_ids`, then `(B, T)`.
             queries: `(N,)`, the tokens that `targets`, then `(N,)`, come after, as indices into
                 the flattened `tokens`.
 
