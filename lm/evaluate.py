@@ -36,8 +36,9 @@ from lm.launch.launch import Launch
 from lm.launch.spawn import run_and_exit
 from lm.runtime.rendezvous import join_world
 from lm.runtime.world import World
+from lm.tasks.packing import tokenize
 from lm.tasks.questions import read_tasks
-from lm.tasks.scoring import Mean, Scorer, TaskResult, grade, tokenize
+from lm.tasks.scoring import Mean, Scorer, TaskResult, grade
 from lm.tasks.task import Task
 from model import Transformer
 

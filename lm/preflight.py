@@ -37,8 +37,9 @@ from lm.plan.refusal import MemoryCheck, check_memory
 from lm.resume import ResumePlan, is_complete, plan_resume, start_date
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
+from lm.tasks.packing import TokenizedTask, tokenize
 from lm.tasks.questions import read_tasks
-from lm.tasks.scoring import TokenizedTask, metric_names, tokenize
+from lm.tasks.scoring import metric_names
 from lm.training import parallelize
 from lm.training.skipping import WINDOW
 from lm.units import format_parameters

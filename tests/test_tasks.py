@@ -21,8 +21,9 @@ from lm.data.tokenizer import ByteTokenizer, load_tokenizer
 from lm.errors import ConfigError
 from lm.runtime.world import World
 from lm.tasks import questions
+from lm.tasks.packing import tokenize
 from lm.tasks.questions import read_tasks
-from lm.tasks.scoring import ChoiceScores, Scorer, grade, tokenize
+from lm.tasks.scoring import ChoiceScores, Scorer, grade
 from lm.tasks.task import Choice, Question, Task
 from model import ModelConfig, Transformer
 from tests.support import REPOSITORY

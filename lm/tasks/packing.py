@@ -1,0 +1,317 @@
+"""The sequences that a model reads to score a task.
+
+Choices that follow the same context are read in one sequence: the context once, then each choice,
+which attends to the context and to itself.
+
+    context   choice 0  choice 1
+    c c c c   a a a     b b         position_ids 0 1 2 3  4 5 6  4 5
+
+The sequences are divided into batches, which depend on the task, the tokenizer and the model alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lm.data.tokenizer import Tokenizer
+from lm.errors import ConfigError
+from lm.tasks.task import Norm, Question, Task
+from model import ModelConfig
+
+Ids = NDArray[np.int64]
+"""of tokens, `(n,)`"""
+
+_BATCH_TOKENS = 4096
+"""Tokens in a batch, with padding, unless `max_seq_len` is more."""
+_PAD_MULTIPLE = 16
+"""Batches are padded to a multiple of so many tokens, so that few shapes occur."""
+_QUESTIONS_PER_CALL = 256
+"""Questions in one call of the tokenizer."""
+
+
+class Part(NamedTuple):
+    """Consecutive tokens of a choice, all unless it is longer than `max_seq_len`."""
+
+    choice: int
+    """number in the task"""
+    targets: Ids
+
+
+@dataclass
+class PackedSequence:
+    """A context, and choices that follow it."""
+
+    context: Ids
+    """at least one token"""
+    parts: list[Part] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        """Return the tokens that the model reads, without the last target of each part."""
+        return len(self.context) + sum(len(part.targets) - 1 for part in self.parts)
+
+
+@dataclass(frozen=True)
+class TokenizedQuestion:
+    """A question whose choices have the numbers `first`, `first + 1` etc. in the task."""
+
+    first: int
+    gold: int
+    n_tokens: Sequence[int]
+    """of each choice"""
+    n_chars: Sequence[int]
+    """of each choice"""
+    n_gold_bytes: int
+    """of UTF-8"""
+
+
+@dataclass(frozen=True)
+class TokenizedTask:
+    """A task for one tokenizer and one model."""
+
+    name: str
+    norm: Norm
+    questions: Sequence[TokenizedQuestion]
+    batches: Sequence[Sequence[PackedSequence]]
+    """the longest sequences first"""
+    n_choices: int
+    n_cut: int
+    """choices that are, with their context, longer than `max_seq_len`"""
+    max_seq_len: int
+
+    def notes(self) -> list[str]:
+        """Return a line about choices that were cut, if any."""
+        if self.n_cut == 0:
+            return []
+        cut = f"{self.n_cut} of {self.n_choices} choices are with their context longer than"
+        return [f"{self.name}: {cut} max_seq_len {self.max_seq_len}, and cut from the left"]
+
+
+def tokenize(task: Task, tokenizer: Tokenizer, config: ModelConfig) -> TokenizedTask:
+    """Return the sequences that a model of `config` reads to score `task`.
+
+    Raises:
+        ConfigError: a choice has no tokens.
+    """
+    questions: list[TokenizedQuestion] = []
+    sequences: list[PackedSequence] = []
+    n_choices = 0
+    n_cut = 0
+    for question, encoded in _encode(task.questions, tokenizer):
+        for choice, (ids, n_context) in zip(question.choices, encoded, strict=True):
+            if len(ids) == n_context:
+                problem = f"question {len(questions) + 1}: {choice.text[:60]!r} after its context"
+                raise ConfigError(f"{task.name}: {problem} has no tokens in this tokenizer")
+            if len(ids) - 1 > config.max_seq_len:
+                n_cut += 1
+        sequences += _pack(encoded, n_choices, config)
+        gold = question.choices[question.gold]
+        questions.append(
+            TokenizedQuestion(
+                first=n_choices,
+                gold=question.gold,
+                n_tokens=[len(ids) - n_context for ids, n_context in encoded],
+                n_chars=[len(choice.text) for choice in question.choices],
+                n_gold_bytes=len(gold.text.encode()),
+            )
+        )
+        n_choices += len(encoded)
+    return TokenizedTask(
+        name=task.name,
+        norm=task.norm,
+        questions=questions,
+        batches=_divide(sequences, config),
+        n_choices=n_choices,
+        n_cut=n_cut,
+        max_seq_len=config.max_seq_len,
+    )
+
+
+class EncodedChoice(NamedTuple):
+    """The ids of a context and of a choice that follows it."""
+
+    ids: Ids
+    n_context: int
+    """how many of them are the context's"""
+
+
+def _encode(
+    questions: Sequence[Question], tokenizer: Tokenizer
+) -> Iterator[tuple[Question, list[EncodedChoice]]]:
+    """Yield each question with its encoded choices.
+
+    Context and choice are encoded as one text, as they are in training.
+    """
+    start_id = tokenizer.bos_id
+    if start_id is None:
+        start_id = tokenizer.eos_id
+    for start in range(0, len(questions), _QUESTIONS_PER_CALL):
+        some_questions = questions[start : start + _QUESTIONS_PER_CALL]
+        choices = [choice for question in some_questions for choice in question.choices]
+        contexts = list(dict.fromkeys(choice.context for choice in choices))
+        texts = [choice.context + choice.text for choice in choices]
+        ids_of_contexts = dict(zip(contexts, tokenizer.encode_batch(contexts), strict=True))
+        ids_of_texts = iter(tokenizer.encode_batch(texts))
+        for question in some_questions:
+            encoded: list[EncodedChoice] = []
+            for choice in question.choices:
+                ids = next(ids_of_texts).astype(np.int64)
+                encoded.append(_find_context(ids, ids_of_contexts[choice.context], start_id))
+            yield question, encoded
+
+
+def _find_context(ids: Ids, context_ids: NDArray[np.integer], start_id: int) -> EncodedChoice:
+    """Return `ids` and how many of them do not change with the choice: the context's.
+
+    Without any, `start_id` is the context: the first token of a choice needs one that it follows.
+    """
+    n_context = min(len(ids), len(context_ids))
+    differs = np.flatnonzero(ids[:n_context] != context_ids[:n_context])
+    if len(differs) > 0:
+        n_context = int(differs[0])
+    if n_context == 0:
+        return EncodedChoice(np.append(start_id, ids), 1)
+    return EncodedChoice(ids, n_context)
+
+
+def _pack(
+    choices: Sequence[EncodedChoice], first: int, config: ModelConfig
+) -> list[PackedSequence]:
+    """Return the sequences of a question whose choices have the numbers `first`, `first + 1` etc.
+
+    A choice is added to the sequence of the choice before if it has the same context and fits.
+    """
+    shares_contexts = not _depends_on_length(config)
+    sequences: list[PackedSequence] = []
+    for number, (ids, n_context) in enumerate(choices, first):
+        for context, targets in _windows(ids, n_context, config.max_seq_len):
+            is_added = False
+            if sequences and shares_contexts:
+                length = len(sequences[-1]) + len(targets) - 1
+                has_context = np.array_equal(sequences[-1].context, context)
+                is_added = has_context and length <= config.max_seq_len
+            if not is_added:
+                sequences.append(PackedSequence(context))
+            sequences[-1].parts.append(Part(number, targets))
+    return sequences
+
+
+def _windows(ids: Ids, n_context: int, max_seq_len: int) -> Iterator[tuple[Ids, Ids]]:
+    """Yield context and targets of each sequence that a choice needs, which is one if it fits.
+
+    What does not fit into `max_seq_len` is cut from the left of the context. A choice that is
+    longer itself is scored in several sequences.
+    """
+    first = n_context
+    while first < len(ids):
+        end = min(first + max_seq_len, len(ids))
+        start = max(0, end - 1 - max_seq_len)
+        yield ids[start:first], ids[first:end]
+        first = end
+
+
+def _divide(sequences: Sequence[PackedSequence], config: ModelConfig) -> list[list[PackedSequence]]:
+    """Divide sequences, the longest first, into batches of as many as the longest one allows."""
+    longest_first = sorted(sequences, key=len, reverse=True)
+    batches: list[list[PackedSequence]] = []
+    length = 0  # of the last batch
+    size = 0
+    for sequence in longest_first:
+        is_full = len(batches) == 0 or len(batches[-1]) == size
+        if is_full or (_depends_on_length(config) and len(sequence) != length):
+            length = _padded_length(len(sequence), config)
+            size = max(1, max(_BATCH_TOKENS, config.max_seq_len) // length)
+            batches.append([])
+        batches[-1].append(sequence)
+    return batches
+
+
+def _padded_length(length: int, config: ModelConfig) -> int:
+    if _depends_on_length(config):
+        return length
+    return min(_PAD_MULTIPLE * math.ceil(length / _PAD_MULTIPLE), config.max_seq_len)
+
+
+def _depends_on_length(config: ModelConfig) -> bool:
+    """Return whether the length of a sequence, with what follows and padding, changes its start."""
+    scalings = [kind.rope.scaling for kind in config.attention_kinds if kind.rope is not None]
+    return any(each is not None and each.rope_type == "dynamic" for each in scalings)
+
+
+class ModelInputs(NamedTuple):
+    """A batch as arguments of the model: B sequences of T tokens, with N targets."""
+
+    tokens: Tensor
+    """(B, T)"""
+    targets: Tensor
+    """(N,)"""
+    queries: Tensor
+    """(N,)"""
+    position_ids: Tensor | None = None
+    """(B, T); None = consecutive"""
+    mask: Tensor | None = None
+    """(B, 1, T, T), true = attend; None = causal"""
+
+
+def make_inputs(
+    batch: Sequence[PackedSequence], config: ModelConfig, device: torch.device
+) -> ModelInputs:
+    """Return `batch` as tensors on `device`, padded on the right."""
+    length = _padded_length(max(map(len, batch)), config)
+    tokens = np.zeros((len(batch), length), np.int64)
+    position_ids = np.zeros((len(batch), length), np.int64)
+    branches = np.zeros((len(batch), length), np.int64)  # 0 = the context, else its n-th part
+    queries: list[Ids] = []
+    targets: list[Ids] = []
+    for i, sequence in enumerate(batch):
+        n_context = len(sequence.context)
+        tokens[i, :n_context] = sequence.context
+        position_ids[i, :n_context] = np.arange(n_context)
+        start = n_context
+        for branch, part in enumerate(sequence.parts, 1):
+            end = start + len(part.targets) - 1
+            tokens[i, start:end] = part.targets[:-1]
+            position_ids[i, start:end] = np.arange(n_context, n_context + end - start)
+            branches[i, start:end] = branch
+            # The first target follows the context's last token, the others those before them.
+            indices = np.append(n_context - 1, np.arange(start, end))
+            queries.append(i * length + indices)
+            targets.append(part.targets)
+            start = end
+
+    def to_device(array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    inputs = ModelInputs(
+        tokens=to_device(tokens),
+        targets=to_device(np.concatenate(targets)),
+        queries=to_device(np.concatenate(queries)),
+    )
+    windows = [kind.sliding_window for kind in config.attention_kinds]
+    is_windowed = any(window is not None and window < length for window in windows)
+    # With a mask, windows need no FlexAttention, which is slow if it is not compiled.
+    if branches.max() > 1 or is_windowed:
+        mask = _mask(to_device(branches))
+        inputs = inputs._replace(position_ids=to_device(position_ids), mask=mask)
+    return inputs
+
+
+def _mask(branches: Tensor) -> Tensor:
+    """Return the mask `(B, 1, T, T)` with which a part attends to the context and to itself."""
+    length = branches.shape[1]
+    is_causal = torch.ones(length, length, dtype=torch.bool, device=branches.device).tril()
+    key_branches = branches[:, None, :]
+    is_visible = (key_branches == branches[:, :, None]) | (key_branches == 0)
+    return (is_causal & is_visible)[:, None]
+
+
+def list_parts(batch: Sequence[PackedSequence]) -> list[Part]:
+    """Return the parts of a batch, in the order of their targets in `make_inputs`."""
+    return [part for sequence in batch for part in sequence.parts]
