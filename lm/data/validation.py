@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 import torch
@@ -57,18 +58,21 @@ class ValidationSums:
         for number, validation_set in enumerate(self._sets):
             loss_sums, n_targets = of_ranks[:, number].T.tolist()
             loss_sum = math.fsum(loss_sums)
-            losses.append(loss_sum / math.fsum(n_targets))
-            if validation_set.name is not None:
-                of_sets[validation_set.metric("loss")] = losses[-1]
+            loss = loss_sum / math.fsum(n_targets)
+            losses.append(loss)
+            of_set = {"loss": loss}
             n_bytes = self._n_bytes[number]
-            if n_bytes == 0:
-                continue
-            bits_per_byte.append(loss_sum / math.log(2) / n_bytes)
+            if n_bytes > 0:
+                bits = loss_sum / math.log(2)
+                of_set["bits_per_byte"] = bits / n_bytes
+                bits_per_byte.append(bits / n_bytes)
             if validation_set.name is not None:
-                of_sets[validation_set.metric("bits_per_byte")] = bits_per_byte[-1]
+                for name, value in of_set.items():
+                    of_sets[validation_set.metric(name)] = value
 
-        loss = math.fsum(losses) / len(losses)
-        metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700))}  # a finite float
+        mean_loss = statistics.fmean(losses)
+        perplexity = math.exp(min(mean_loss, 700))  # a finite float
+        metrics = {"loss": mean_loss, "perplexity": perplexity}
         if len(bits_per_byte) == len(losses):
-            metrics["bits_per_byte"] = math.fsum(bits_per_byte) / len(bits_per_byte)
+            metrics["bits_per_byte"] = statistics.fmean(bits_per_byte)
         return metrics | of_sets
