@@ -188,16 +188,16 @@ def _pack(
 
     A choice is added to the sequence of the choice before if it has the same context and fits.
     """
-    shares_contexts = not _depends_on_length(config)
+    can_share = not _depends_on_length(config)
     sequences: list[PackedSequence] = []
     for number, (ids, n_context) in enumerate(choices, first):
         for context, targets in _windows(ids, n_context, config.max_seq_len):
-            is_added = False
-            if sequences and shares_contexts:
-                length = len(sequences[-1]) + len(targets) - 1
-                has_context = np.array_equal(sequences[-1].context, context)
-                is_added = has_context and length <= config.max_seq_len
-            if not is_added:
+            shares = False
+            if can_share and sequences:
+                last = sequences[-1]
+                fits = len(last) + len(targets) - 1 <= config.max_seq_len
+                shares = fits and np.array_equal(last.context, context)
+            if not shares:
                 sequences.append(PackedSequence(context))
             sequences[-1].parts.append(Part(number, targets))
     return sequences
