@@ -100,6 +100,12 @@ def test_find_files_refuses_a_name_without_files(tmp_path: Path, name: str) -> N
         find_files(f"{tmp_path}/{name}", "val_data")
 
 
+def test_find_files_calls_a_directory_without_files_one(tmp_path: Path) -> None:
+    (tmp_path / ".hidden").write_text("to be")
+    with pytest.raises(ConfigError, match=r"^train_data: the directory .* has no files"):
+        find_files(str(tmp_path), "train_data")
+
+
 # ---- reading files
 
 
@@ -176,3 +182,4 @@ def test_text_of_records_and_little_text_are_noted(tmp_path: Path) -> None:
     assert "train_data: " not in notes("enough.txt", 100_000)
     assert "dataset: jsonl" in notes("chats.jsonl", 100_000)
     assert "lm.prepare" in notes("table.csv", 100_000)
+    assert "dataset: jsonl" not in notes("table.csv", 100_000)

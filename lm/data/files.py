@@ -76,6 +76,9 @@ def find_files(where: str | None, key: str) -> list[Path]:
             files = [path for path in map(Path, matches) if path.is_file()]
     except OSError as error:
         raise ConfigError(f"{key}: {error.filename}: {error.strerror}") from None
+    if not files and pattern and root.is_dir():
+        hint = "hidden files and __pycache__ are not read"
+        raise ConfigError(f"{key}: the directory {pattern!r} has no files ({hint}); add text to it")
     if not files:
         advice = f"it must be a file, a directory or a glob, relative to {Path.cwd()}"
         raise ConfigError(f"{key}: no file found at {pattern!r}; {advice}")

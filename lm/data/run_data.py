@@ -35,7 +35,8 @@ VALIDATION_SHARE = 0.05
 """Fraction of the text that is held out unless val_data is set."""
 SMALL_TEXT = 100_000
 """Bytes; of less text, a run says that it is little."""
-RECORD_SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".tsv"}
+_JSON_SUFFIXES = {".jsonl", ".ndjson", ".json"}
+_TABLE_SUFFIXES = {".csv", ".tsv"}
 """Suffixes of files of records, not of text."""
 MAX_BATCH_SIZE = 2**24
 """Sequences; the order of a global batch is drawn in memory."""
@@ -319,12 +320,16 @@ def _read_text(key: str, found: list[Path], tokenizer: Tokenizer) -> NDArray[np.
 def _text_notes(found: list[Path], tokens: NDArray[np.uint32], tokenizer: Tokenizer) -> list[str]:
     """Return what the user may not expect of the text in the files `found`."""
     notes: list[str] = []
-    records = [path for path in found if RECORD_SUFFIXES & set(path.suffixes)]
-    if records:
-        share = f"{len(records)} of {len(found)} file(s) hold records, e.g. {records[0].name}"
-        problem = "dataset: text also learns their keys, quotes and commas"
-        remedy = "use dataset: jsonl, or tokenize one field of them with python -m lm.prepare"
-        notes.append(f"train_data: {share}: {problem}; {remedy}")
+    remedies = {
+        "JSON": "use dataset: jsonl, or tokenize one field with python -m lm.prepare",
+        "CSV": "tokenize one column with python -m lm.prepare",
+    }
+    for kind, suffixes in (("JSON", _JSON_SUFFIXES), ("CSV", _TABLE_SUFFIXES)):
+        records = [path for path in found if suffixes & set(path.suffixes)]
+        if records:
+            share = f"{len(records)} of {len(found)} file(s) hold records, e.g. {records[0].name}"
+            problem = f"dataset: text also learns the syntax of {kind}"
+            notes.append(f"train_data: {share}: {problem}; {remedies[kind]}")
     if len(tokens) < SMALL_TEXT:  # every token is at least a byte
         n_bytes = int(tokenizer.text_bytes[tokens].sum())
         if n_bytes < SMALL_TEXT:
