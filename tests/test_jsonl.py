@@ -571,6 +571,9 @@ INVALID = {
         '{"prompt": [], "completion": [], "tools": [{"name": "f", "parameters": [1]}]}',
         'tools: {"name": "f"',
     ),
+    "keys": ('{"question": "a", "answer": "b"}', '{prompt: ."question", completion: ."answer"}'),
+    "keys-nested": ('{"data": [{"text": "a"}]}', """jq -c '."data"[]'"""),
+    "keys-one": ('{"content": "a"}', "set text_field: content"),
     "utf8": ("\udcff", "byte 0 is not UTF-8"),
     "recursion": ("[" * 100_000, "not valid JSON"),
 }
@@ -671,6 +674,15 @@ def test_chat_that_starts_with_the_assistant_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"messages\[0\] is of the assistant"):
         JsonlDataset([file], tokenizer, 512, completion_only=True)
     JsonlDataset([file], tokenizer, 512)
+
+
+@pytest.mark.parametrize(
+    ("role", "advice"), [("human", "rename the roles"), ("user", "remove the line")]
+)
+def test_chat_without_the_assistant_is_refused(role: str, advice: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [{"messages": [{"role": role, "content": "to be"}]}])
+    with pytest.raises(ConfigError, match=f"messages: .* only of {role}, .*; {advice}"):
+        JsonlDataset([file], LLAMA, 64, completion_only=True)
 
 
 def test_jsonl_truncated_or_without_targets_is_refused(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from lm.data.layouts import as_completion, as_messages, find_layout
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
 
+_OTHER_ROLES = frozenset({"system", "developer", "user", "tool"})
+"""roles next to the assistant's that chat templates know"""
 _EMPTY_THINKING = re.compile(r"\s*(<think>)?\s*</think>\s*")
 """The opening tag may be in the prompt."""
 
@@ -106,7 +108,8 @@ class RecordRenderer:
         if self.text_field not in record:
             keys = ", ".join(record) or "none"
             problem = f"no {self.text_field} (text_field), no prompt and completion, no messages"
-            raise ConfigError(f"{problem}; the line has the keys: {keys}")
+            problem += f"; the line has the keys: {keys}"
+            raise ConfigError(f"{problem}; {_advise_layout(record)}")
         if self.completion_only:
             problem = "loss_on: completion requires prompt and completion, or messages"
             raise ConfigError(f"{problem}; the line has {self.text_field}")
@@ -127,10 +130,14 @@ class RecordRenderer:
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         is_completion = "completion" in keys
         if self.completion_only and not is_completion and not replies:
-            roles = ", ".join(sorted({str(message["role"]) for message in messages}))
-            problem = f"none of the assistant, only of {roles}, and loss_on: completion learns"
+            roles = {str(message["role"]) for message in messages}
+            shown = ", ".join(sorted(roles))
+            problem = f"none of the assistant, only of {shown}, and loss_on: completion learns"
             problem += " only from the assistant's"
-            raise ConfigError(f"messages: {problem}; remove the line, or set loss_on: all")
+            advice = "remove the line, or set loss_on: all"
+            if not roles <= _OTHER_ROLES:
+                advice = "rename the roles to system, user and assistant"
+            raise ConfigError(f"messages: {problem}; {advice}")
         if self.completion_only:
             self._check_end_of_turn()
         rendered = self.tokenizer.render(messages, add_generation_prompt=False, tools=tools)
@@ -327,6 +334,22 @@ def _decode_arguments(call: Any, place: str) -> Any:
         problem = f"arguments are {json.dumps(arguments)[:60]}, not a JSON object"
         raise ConfigError(f"{place}: {problem}; correct or remove the line")
     return call | {"arguments": decoded}
+
+
+def _advise_layout(record: Mapping[str, Any]) -> str:
+    """Return how to read a record whose keys are of no known layout."""
+    keys = list(record)
+    texts = [key for key in keys if isinstance(record[key], str)]
+    if len(keys) == 1 and isinstance(record[keys[0]], list):
+        return f"if it is a list of records: {_jq_command(f'.{json.dumps(keys[0])}[]')}"
+    if len(keys) == 1 and texts:
+        return f"set text_field: {keys[0]}"
+    names = "text, or prompt and completion"
+    if len(texts) < 2:
+        return f"rename its keys to {names}"
+    first, second = (f".{json.dumps(key)}" for key in texts[:2])
+    example = _jq_command(f"{{prompt: {first}, completion: {second}}}")
+    return f"rename its keys to {names}, e.g. {example}"
 
 
 def _is_list_of_messages(messages: Any) -> bool:
