@@ -93,6 +93,9 @@ def _locate(key: str, where: str, store: CheckpointStore) -> str:
     """Return the location of the checkpoint that the hyperparameter `key` names."""
     if store.is_name(where):
         return where
+    if key == "resume" and not is_url(where) and not Path(where).exists():
+        choices = "auto (its newest), fresh (step 0), or the directory or URL of a checkpoint"
+        raise ConfigError(f"resume: {where}: no such file or directory; use {choices}")
     with error_prefix(key):
         return locate_checkpoint(where)
 

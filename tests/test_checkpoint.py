@@ -21,6 +21,7 @@ import torch
 from lm.checkpoint.__main__ import main
 from lm.checkpoint.checkpointer import CheckpointConfig
 from lm.checkpoint.contents import load_weights, verify
+from lm.checkpoint.locate import locate_checkpoint
 from lm.checkpoint.manifest import MANIFEST, read_manifest
 from lm.checkpoint.store import LocalCheckpoints
 from lm.errors import ConfigError, RunError
@@ -133,6 +134,28 @@ def test_resume_refuses_another_directory(tmp_path: Path) -> None:
     config = CheckpointConfig.model_validate({"resume": str(tmp_path / "runs")})
     with pytest.raises(ConfigError, match=f"^resume: {tmp_path}/runs: neither a checkpoint"):
         plan_resume(config, LocalCheckpoints(tmp_path), restarted=False)
+
+
+def test_resume_names_its_choices_if_there_is_no_such_path(tmp_path: Path) -> None:
+    config = CheckpointConfig.model_validate({"resume": "latest"})
+    with pytest.raises(ConfigError, match=r"^resume: latest: .* auto .* fresh "):
+        plan_resume(config, LocalCheckpoints(tmp_path), restarted=False)
+
+
+@pytest.mark.parametrize(
+    ("names", "part"),
+    [
+        (("config.json", "tokenizer.json"), "a Hugging Face model"),
+        (("notes.txt",), "neither a checkpoint nor a run"),
+    ],
+)
+def test_locate_checkpoint_says_what_a_directory_is(
+    names: tuple[str, ...], part: str, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=f"^{tmp_path}: {part}"):
+        locate_checkpoint(tmp_path)
 
 
 @pytest.mark.slow

@@ -43,8 +43,15 @@ def locate_checkpoint(where: Path | str) -> str:
     else:
         location = str(Path(where).absolute())
         names = [path.name for path in Path(location).iterdir()]
+    if MANIFEST not in names and "config.json" in names:
+        problem = "a Hugging Face model, not a checkpoint of a run"
+        advice = "name the run or the checkpoint that it was exported from, or use transformers"
+        raise ConfigError(f"{location}: {problem}; {advice}")
     if not any(name == MANIFEST or FILE_NAME.fullmatch(name) for name in names):
-        raise ConfigError(f"{location}: neither a checkpoint nor a run that has saved one")
+        problem = "neither a checkpoint nor a run that has saved one"
+        advice = f"name a directory that contains {MANIFEST} or checkpoints, or for init_from one"
+        advice += " with the config.json of a Hugging Face model"
+        raise ConfigError(f"{location}: {problem}; {advice}")
     return location
 
 
