@@ -196,6 +196,7 @@ def test_tensorboard_shows_the_hyperparameters(board: Board, profiled: Path) -> 
     expected = {"d_model": 32, "lr_schedule": "constant", "dataset": "text", "tie_embeddings": True}
     assert row["hparams"].items() >= expected.items()
     assert "sharding" not in row["hparams"], "a default that is rarely varied"
+    assert row["name"] == "test"
     assert [session["name"] for session in row["sessions"]] == ["test"]
     for group, metric in zip(("validation", "training"), row["metricValues"], strict=True):
         assert metric["value"] == pytest.approx(read_reports(profiled, group)[20]["loss"])
@@ -203,6 +204,8 @@ def test_tensorboard_shows_the_hyperparameters(board: Board, profiled: Path) -> 
     assert {column["name"] for column in columns["hparamInfos"]} == row["hparams"].keys() | {
         "total_batch_size"  # null
     }
+    first = [column["name"] for column in columns["hparamInfos"][:5]]
+    assert first == ["batch_size", "d_model", "lr", "lr_schedule", "n_layers"]
     assert [column["displayName"] for column in columns["metricInfos"]] == [
         "validation loss",
         "training loss",
