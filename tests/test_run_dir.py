@@ -51,11 +51,35 @@ def started(name: str = "x") -> RunDir:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "..", "../x", "/tmp/x", "a/b", ".hidden", "-rf", "a b", "a\n", "a;b", "é", "~"]
+    "name",
+    [
+        "",
+        "..",
+        "../x",
+        "/tmp/x",
+        "a/b/c",
+        "a/",
+        "a/../b",
+        ".hidden",
+        "-rf",
+        "a b",
+        "a\n",
+        "a;b",
+        "é",
+        "~",
+    ],
 )
 def test_run_name_outside_of_runs_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^run_name: {re.escape(repr(name))} "):
         RunDir(name)
+
+
+def test_run_name_of_a_group_resumes_there() -> None:
+    run_dir = started("group/x")
+    assert run_dir.path == Path("runs/group/x")
+    run_dir.start({"lr": 1}, {})
+    config = yaml.safe_load((run_dir.path / "config.yaml").read_text())
+    assert config["hyperparameters"]["run_name"] == "group/x"
 
 
 def test_run_dir_constructor_creates_nothing() -> None:

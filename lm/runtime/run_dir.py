@@ -1,5 +1,7 @@
 """Directory of a run off the cluster, `runs/<run_name>/`, used by one run at a time.
 
+A run of a group is `runs/<group>/<name>/`, e.g. a trial of a search.
+
 For a run in object storage, each machine has its own, and that of rank 0 has the files.
 
 config.yaml               all hyperparameters of the run
@@ -49,6 +51,9 @@ FIRST_CHECKPOINT = "first_checkpoint"
 LOCK_TIMEOUT = 5.0
 """Seconds. The kernel releases the lock of a killed process only after its last write."""
 
+_NAME = "[A-Za-z0-9][A-Za-z0-9._-]{,199}"
+"""Regular expression of a directory's name."""
+
 _locks: list[FileLock] = []  # a lock without a reference would be released
 
 
@@ -59,11 +64,11 @@ class RunDir:
     """
 
     def __init__(self, name: str, storage: str | None = None) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{,199}", name):
+        if not re.fullmatch(rf"{_NAME}(/{_NAME})?", name):
             # It could point outside of runs/.
             raise ConfigError(
                 f"run_name: {name!r} is not a directory name; use letters, digits, '.', '_' and"
-                " '-', starting with a letter or digit: run_name=NAME"
+                " '-', starting with a letter or digit: run_name=NAME or run_name=GROUP/NAME"
             )
         self.path = RUNS / name
         self.url: str | None = None
@@ -97,9 +102,8 @@ class RunDir:
         """Return what the lock then says of this process."""
         events = [self.path / "training", self.path / "validation"]
         try:
-            for path in (RUNS, self.path, self.checkpoints, self.traces, *events):
-                path.mkdir(mode=0o775, exist_ok=True)
-                _require_private(path)
+            for path in (self.path, self.checkpoints, self.traces, *events):
+                make_directory(path)
             holder = lock_file(self._lock)
         except OSError as error:
             raise ConfigError(
@@ -126,7 +130,8 @@ class RunDir:
         """Write config.yaml, which resumes the run, and add `session` to sessions.jsonl."""
         import yaml
 
-        resumable = dict(hyperparameters) | {"run_name": self.path.name, "resume": "auto"}
+        name = self.path.relative_to(RUNS).as_posix()
+        resumable = dict(hyperparameters) | {"run_name": name, "resume": "auto"}
         config = yaml.safe_dump({"hyperparameters": resumable}, sort_keys=False)
         try:
             replace_durably(self.config, config.encode())
@@ -202,6 +207,19 @@ def _write_lock(lock: int) -> None:
 
 def _read_lock(lock: Path) -> str:
     return read_bytes(lock, 1000).decode(errors="replace")
+
+
+def make_directory(path: Path) -> None:
+    """Create `path`, which is `RUNS` or inside of it, and its parents, unless they exist.
+
+    Raises:
+        ConfigError: others can write to one of them.
+        OSError: it cannot be created.
+    """
+    if path != RUNS:
+        make_directory(path.parent)
+    path.mkdir(mode=0o775, exist_ok=True)
+    _require_private(path)
 
 
 def _require_private(path: Path) -> None:
