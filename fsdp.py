@@ -45,7 +45,7 @@ from lm.data.loader import Batch, Loader
 from lm.data.validation import ValidationSums
 from lm.determined import master
 from lm.determined.context import TorchDistributedContext
-from lm.determined.search import SearchStop, retry_warning
+from lm.determined.search import SearchStop, retry_warning, step_to_stop_at
 from lm.errors import ConfigError, RunError, error_prefix
 from lm.hf import adapters, weights
 from lm.launch.console import announce, record_error
@@ -241,7 +241,11 @@ class Trainer:
         )
         self.signals = PreemptionSignals(world.rank)
         self.search_stop = SearchStop(
-            run.searcher, context.train, world.rank, hp.collective_timeout
+            run.searcher,
+            context.train,
+            world.rank,
+            hp.collective_timeout,
+            step_to_stop_at(os.environ),
         )
 
     def state(self) -> State:
@@ -546,7 +550,7 @@ class Trainer:
     def why_stopped(self) -> str:
         """Return on rank 0 who stopped the run, and what makes it resume."""
         if self.search_stop.reason is not None:
-            return f"by the search of this experiment, for good: {self.search_stop.reason}"
+            return self.search_stop.reason
         if self.run.trial is not None:
             resumes = "when it is activated or has its slots again"
             return f"as requested; the trial resumes from step {self.step} {resumes}"

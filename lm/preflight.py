@@ -351,18 +351,22 @@ def _resolve(
         memory=memory,
     )
     if run.searcher is not None:
-        _check_searcher(run, run.searcher)
+        check_searcher(run.searcher, hp, data)
     return run
 
 
-def _check_searcher(run: ResolvedRun, searcher: Searcher) -> None:
-    """Raise ConfigError if the searcher cannot work with the metrics of this run's validations."""
-    has_text = run.data.tokenizer is not None
-    smaller_is_better = validation_metric_names(run.data.validation, has_text)
+def check_searcher(searcher: Searcher, hp: Hyperparameters, data: Data) -> None:
+    """Raise ConfigError if the searcher cannot work with the metrics of a run's validations."""
+    has_text = data.tokenizer is not None
+    smaller_is_better = validation_metric_names(data.validation, has_text)
     larger_is_better: list[str] = []
-    of_tasks = [metric_names(task.name) for task in run.tasks]
-    if any(searcher.metric in names for names in of_tasks) and run.eval_rate != run.validation_rate:
-        problem = f"{run.eval_rate} differs from validation_rate {run.validation_rate}"
+    of_tasks = [metric_names(task.name) for task in read_tasks(hp.eval_tasks or (), 1)]
+    eval_rate = hp.eval_rate or searcher.validation_rate
+    if (
+        any(searcher.metric in names for names in of_tasks)
+        and eval_rate != searcher.validation_rate
+    ):
+        problem = f"{eval_rate} differs from validation_rate {searcher.validation_rate}"
         reason = f"searcher.metric {searcher.metric} would be missing in some validations"
         raise ConfigError(f"eval_rate: {problem}: {reason}; remove eval_rate")
     for names in of_tasks:

@@ -22,6 +22,9 @@ TIME_METRIC = "batches"
 DECISION_TIMEOUT = 10.0
 """Longest wait for a searcher's decision before training continues without it (seconds)."""
 
+STOP_VARIABLE = "SEARCH_STOP_STEP"
+"""Environment variable of trials of `lm.search`."""
+
 _EXIT_CODE_2 = "[rank=0]   exitcode  : 2 (pid: 1)"
 """Line in a trial's log after exit code 2, as torchrun prints it."""
 
@@ -135,7 +138,7 @@ class Searcher:
         """Return a line on rungs at which nothing is validated, so that they are decided later."""
         late = []
         for rung in self.rungs:
-            decided = self._validation_after(rung)
+            decided = self.validation_after(rung)
             if decided > rung:
                 late.append(f"{rung} at step {decided}")
         if not late:
@@ -147,9 +150,9 @@ class Searcher:
 
     def decides_at(self, step: int) -> bool:
         """Return whether the validation at `step` is the first one at or after a rung."""
-        return any(self._validation_after(rung) == step for rung in self.rungs)
+        return any(self.validation_after(rung) == step for rung in self.rungs)
 
-    def _validation_after(self, step: int) -> int:
+    def validation_after(self, step: int) -> int:
         """Return the first step at or after `step` at which the trial is validated."""
         n_validations = math.ceil(step / self.validation_rate)
         return min(n_validations * self.validation_rate, self.max_steps)
@@ -159,22 +162,32 @@ def adaptive_asha_rungs(searcher: Mapping[str, Any]) -> list[int]:
     """Return the rungs of Determined's adaptive ASHA, in ascending order.
 
     Rung k of a bracket with n rungs is `max_time / divisor^(n-1-k)`, so that the rungs of the
-    bracket with the most rungs contain those of all others. As in version 0.38.1: `makeBrackets` in
-    master/pkg/searcher/adaptive_asha.go, `makeRungs` in asha_stopping.go, defaults in
-    schemas/expconf/v0/searcher-adaptive-asha.json.
+    bracket with the most rungs contain those of all others. As in version 0.38.1: `makeRungs` in
+    master/pkg/searcher/asha_stopping.go.
     """
+    n_rungs = rungs_of_brackets(searcher)[0]
     max_time = searcher["max_time"]
     divisor = searcher.get("divisor", 4)
+    return [max(int(max_time / divisor**k), 1) for k in reversed(range(n_rungs))]
+
+
+def rungs_of_brackets(searcher: Mapping[str, Any]) -> list[int]:
+    """Return the number of rungs of each bracket of Determined's adaptive ASHA, in falling order.
+
+    As in version 0.38.1: `makeBrackets` in master/pkg/searcher/adaptive_asha.go, defaults in
+    schemas/expconf/v0/searcher-adaptive-asha.json.
+    """
     bracket_rungs = searcher.get("bracket_rungs")
     if bracket_rungs:
-        n_rungs = max(bracket_rungs)
-    else:
-        # The first rung, max_time / divisor^(n-1), is at least one step, and max_trials /
-        # divisor^(n-1), the number of trials that reach the last rung, at least one trial.
-        n_by_time = int(math.log(max_time) / math.log(divisor)) + 1
-        n_by_trials = int(math.log(searcher["max_trials"]) / math.log(divisor)) + 1
-        n_rungs = min(searcher.get("max_rungs", 5), n_by_time, n_by_trials)
-    return [max(int(max_time / divisor**k), 1) for k in reversed(range(n_rungs))]
+        return sorted(bracket_rungs, reverse=True)
+    # The first rung, max_time / divisor^(n-1), is at least one step, and max_trials /
+    # divisor^(n-1), the number of trials that reach the last rung, at least one trial.
+    log_divisor = math.log(searcher.get("divisor", 4))
+    n_by_time = int(math.log(searcher["max_time"]) / log_divisor) + 1
+    n_by_trials = int(math.log(searcher["max_trials"]) / log_divisor) + 1
+    most = min(searcher.get("max_rungs", 5), n_by_time, n_by_trials)
+    fewest = {"aggressive": most, "standard": (most - 1) // 2 + 1, "conservative": 1}
+    return list(range(most, fewest[searcher.get("mode", "standard")] - 1, -1))
 
 
 def retry_warning(experiment: Mapping[str, Any]) -> str | None:
@@ -202,6 +215,14 @@ def _cancels_retries(policy: Mapping[str, Any]) -> bool:
         return False
 
 
+def step_to_stop_at(env: Mapping[str, str]) -> int | None:
+    """Return the step after whose validation `lm.search` stops this run; None = it does not."""
+    step = env.get(STOP_VARIABLE)
+    if step is None:
+        return None
+    return int(step)
+
+
 class SearchStop:
     """Whether the search has stopped this trial.
 
@@ -209,9 +230,13 @@ class SearchStop:
     that reports a validation. Core API makes that call in a separate thread, which then asks for
     the trial's state. On ranks other than 0, the answer is not known.
 
+    Off the cluster, `lm.search` stops the trial after the validation at each rung, and starts it
+    again if it survives.
+
     Args:
         searcher: None outside of trials.
         collective_timeout: seconds after which the other ranks, which wait for rank 0, fail.
+        stop_step: of a trial of `lm.search`.
     """
 
     def __init__(
@@ -220,10 +245,12 @@ class SearchStop:
         train: core.TrainContext,
         rank: int,
         collective_timeout: float,
+        stop_step: int | None = None,
     ) -> None:
         self.reason: str | None = None
-        """what is known of the stop; None = not stopped"""
+        """who stopped the trial, and why; None = not stopped"""
         self._searcher = searcher
+        self._stop_step = stop_step
         self._train = train
         self._rank = rank
         self._timeout = min(DECISION_TIMEOUT, collective_timeout / 2)
@@ -248,7 +275,8 @@ class SearchStop:
             answer = bindings.get_GetTrial(self._train._session, trialId=self._train._trial_id)
             if answer.trial.state.value.startswith("STATE_STOPPING"):
                 value = metrics[searcher.metric]
-                self.reason = f"{searcher.metric} {value:.4f} at step {step}"
+                cause = f"{searcher.metric} {value:.4f} at step {step}"
+                self.reason = f"by the search of this experiment, for good: {cause}"
         with self._answered:
             self._answered_step = step
             self._answered.notify()
@@ -258,6 +286,9 @@ class SearchStop:
 
         If so, rank 0 waits until the decision is known, at most `DECISION_TIMEOUT`.
         """
+        if self._stop_step is not None and step >= self._stop_step:
+            self.reason = "at a rung by lm.search, which resumes it if it is among the best"
+            return True
         if self._searcher is None or step >= self._searcher.max_steps:
             return False
         if not self._searcher.decides_at(step):
