@@ -1,6 +1,7 @@
 """The parts of the trainer, floor by floor.
 
 7  fsdp.py                                       the run, top to bottom
+7  lm.search                                     a command: many runs
 6  lm.preflight                                  what a run is, decided once
 5  lm.plan, lm.generate, lm.prepare, lm.report   commands
 5  lm.evaluate                                   another: the score of tasks

@@ -437,8 +437,8 @@ def _resolve_search(draft: _Draft) -> None:
             case {"type": "const", "val": constant}:
                 draft.values[key] = constant
             case {"type": "int" | "double" | "log" | "categorical"}:
-                advice = f"without one, set one value: {key}=VALUE"
-                draft.refuse(key, f"search ranges need a cluster; {advice}")
+                advice = f"python -m lm.search FILE, or for one run set one value: {key}=VALUE"
+                draft.refuse(key, f"a range is for a search; use {advice}")
 
 
 def _apply_max_length(

@@ -480,11 +480,11 @@ def test_max_length_that_is_invalid_is_refused(length: str, refusal: Refusal) ->
     assert str(error).endswith("an integer > 0 or null")
 
 
-def test_search_range_needs_a_cluster(refusal: Refusal) -> None:
+def test_search_range_needs_a_search(refusal: Refusal) -> None:
     assert accept(lr={"type": "const", "val": "1e-3"}) == {"lr": 1e-3}
     searched = "hyperparameters:\n  lr: {type: log, base: 10, minval: -4, maxval: -2}\n"
     error = refusal(searched)
-    assert re.match("exp.yaml:2: lr: .*cluster.*lr=VALUE", str(error))
+    assert re.match("exp.yaml:2: lr: .*lm.search.*lr=VALUE", str(error))
     assert accept("lr=0.1", **yaml.safe_load(searched)["hyperparameters"]) == {"lr": 0.1}
 
 

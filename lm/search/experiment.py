@@ -1,0 +1,356 @@
+"""The searcher of an experiment file, its ranges of hyperparameters, and the points in them.
+
+As in Determined 0.38.1: master/pkg/searcher/hyperparameters.go, random.go and grid.go.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
+
+from lm import strict_yaml
+from lm.config import Hyperparameters
+from lm.errors import ConfigError
+
+Point = dict[str, Any]
+"""Hyperparameters of a trial."""
+
+MAX_GRID = 10_000
+"""Points of a grid."""
+
+
+class SearcherConfig(BaseModel, frozen=True, extra="forbid"):
+    """The section `searcher` of an experiment file, with the defaults of Determined."""
+
+    name: Literal["single", "random", "grid", "adaptive_asha"]
+    metric: str
+    smaller_is_better: bool = True
+    max_trials: int | None = Field(None, gt=0, le=MAX_GRID)
+    max_concurrent_trials: int = Field(16, ge=0)
+    time_metric: Literal["batches"] | None = None
+    max_time: int | None = Field(None, gt=0)
+    divisor: float = Field(4.0, gt=1, allow_inf_nan=False)
+    max_rungs: int = Field(5, gt=0)
+    mode: Literal["aggressive", "standard", "conservative"] = "standard"
+    bracket_rungs: list[Annotated[int, Field(gt=0)]] | None = None
+    max_length: Any = None
+    """deprecated; `lm.config` reads it"""
+
+    @model_validator(mode="after")
+    def _check_required(self) -> SearcherConfig:
+        required: dict[str, Any] = {}
+        if self.name in ("random", "adaptive_asha"):
+            required["max_trials"] = self.max_trials
+        if self.name == "adaptive_asha":
+            required["max_time"] = self.max_time
+            required["time_metric"] = self.time_metric
+        missing = [key for key, value in required.items() if value is None]
+        if missing:
+            raise ValueError(f"{self.name} needs {' and '.join(missing)}")
+        return self
+
+
+class _Range(BaseModel, frozen=True, extra="forbid"):
+    """A range of a hyperparameter: values to draw, and those of a grid."""
+
+    def draw(self, source: random.Random) -> Any:
+        raise NotImplementedError
+
+    def grid(self) -> list[Any]:
+        raise NotImplementedError
+
+
+class _Const(_Range, frozen=True):
+    type: Literal["const"]
+    val: Any
+
+    def draw(self, source: random.Random) -> Any:  # noqa: ARG002
+        return self.val
+
+    def grid(self) -> list[Any]:
+        return [self.val]
+
+
+class _Categorical(_Range, frozen=True):
+    type: Literal["categorical"]
+    vals: list[Any] = Field(min_length=1)
+
+    def draw(self, source: random.Random) -> Any:
+        return source.choice(self.vals)
+
+    def grid(self) -> list[Any]:
+        return self.vals
+
+
+class _Number(_Range, frozen=True):
+    minval: float = Field(allow_inf_nan=False)
+    maxval: float = Field(allow_inf_nan=False)
+    count: int | None = Field(None, gt=0, le=MAX_GRID)
+    """values in a grid"""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> _Number:
+        if self.minval >= self.maxval:
+            raise ValueError(f"minval {self.minval:g} is not below maxval {self.maxval:g}")
+        return self
+
+    def _spread(self, count: int | None) -> list[float]:
+        """Return `count` numbers from `minval` to `maxval`, or the one in the middle."""
+        if count is None:
+            raise ValueError("a grid needs count, the number of values of this range")
+        if count == 1:
+            return [(self.minval + self.maxval) / 2]
+        step = (self.maxval - self.minval) / (count - 1)
+        return [self.minval + i * step for i in range(count)]
+
+
+class _Int(_Number, frozen=True):
+    type: Literal["int"]
+    minval: int
+    maxval: int
+
+    def draw(self, source: random.Random) -> int:
+        return source.randrange(self.minval, self.maxval)  # without maxval, as in Determined
+
+    def grid(self) -> list[int]:
+        count = self.count
+        if count is not None:
+            count = min(count, self.maxval - self.minval + 1)
+        return [math.floor(value + 0.5) for value in self._spread(count)]
+
+
+class _Double(_Number, frozen=True):
+    type: Literal["double"]
+
+    def draw(self, source: random.Random) -> float:
+        return source.uniform(self.minval, self.maxval)
+
+    def grid(self) -> list[float]:
+        return self._spread(self.count)
+
+
+class _Log(_Number, frozen=True):
+    """`minval` and `maxval` are exponents."""
+
+    type: Literal["log"]
+    base: float = Field(10.0, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check_powers(self) -> _Log:
+        if abs(math.log2(self.base)) * max(abs(self.minval), abs(self.maxval)) > 1000:
+            raise ValueError(f"powers of {self.base:g} up to {self.maxval:g} exceed float64")
+        return self
+
+    def draw(self, source: random.Random) -> float:
+        return self.base ** source.uniform(self.minval, self.maxval)
+
+    def grid(self) -> list[float]:
+        return [self.base**exponent for exponent in self._spread(self.count)]
+
+
+_RANGE: TypeAdapter[_Range] = TypeAdapter(
+    Annotated[_Const | _Categorical | _Int | _Double | _Log, Field(discriminator="type")]
+)
+_TYPES = ("const", "categorical", "int", "double", "log")
+
+Space = dict[str, Any]
+"""Hyperparameters, of which each is a value, a `_Range`, or a mapping with ranges in it."""
+
+
+class Experiment:
+    """An experiment file, after the overrides of the command line.
+
+    Args:
+        path: of the file.
+        overrides: `key=value`; each replaces a value or a range.
+
+    Raises:
+        ConfigError: lists every problem of the searcher and the ranges.
+    """
+
+    def __init__(self, path: Path, overrides: list[str]) -> None:
+        self.path = path
+        self.overrides = overrides
+        self.contents, self.lines = strict_yaml.load_experiment(path)
+        self._problems: list[str] = []
+        searcher = self._read_searcher()
+        section = self.contents["hyperparameters"] or {}
+        if not isinstance(section, dict):
+            raise ConfigError(f"{path}: hyperparameters: is not a mapping of keys to values")
+        replaced = {override.partition("=")[0].strip() for override in overrides}
+        self.space: Space = {}
+        for key, value in section.items():
+            if key not in replaced:
+                self.space[key] = self._read_value(f"hyperparameters.{key}", value)
+        self.slots = self._read_int("resources", "slots_per_trial", 1, 1)
+        self.seed = self._read_int("reproducibility", "experiment_seed", 0, 0)
+        self.max_restarts = 5
+        if isinstance(self.contents.get("max_restarts"), int):
+            self.max_restarts = self.contents["max_restarts"]
+        if self._problems or searcher is None:
+            raise ConfigError(*self._problems)
+        self.searcher = searcher
+
+    @property
+    def searched(self) -> list[str]:
+        """The hyperparameters that differ between trials."""
+        return [key for key, value in self.space.items() if _has_range(value)]
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides which trials there are, and which survive."""
+        return {
+            "searcher": self.contents["searcher"],
+            "hyperparameters": self.contents["hyperparameters"],
+            "overrides": self.overrides,
+            "resources.slots_per_trial": self.slots,
+            "reproducibility.experiment_seed": self.seed,
+        }
+
+    def points(self, n_trials: int) -> list[Point]:
+        """Return the points of random trials; a point depends on the seed and its number only."""
+        points: list[Point] = []
+        for number in range(n_trials):
+            source = random.Random(f"{self.seed}/{number}")
+            points.append({key: _draw(value, source) for key, value in self.space.items()})
+        return points
+
+    def grid(self) -> list[Point]:
+        """Return all points of the grid.
+
+        Raises:
+            ConfigError: a range has no count, or the grid is too large.
+        """
+        axes: dict[str, list[Any]] = {}
+        problems: list[str] = []
+        for key in sorted(self.space):
+            try:
+                axes[key] = _grid(self.space[key])
+            except ValueError as error:
+                problems.append(f"{self._label(f'hyperparameters.{key}')}: {error}")
+        if problems:
+            raise ConfigError(*problems)
+        size = math.prod(len(values) for values in axes.values())
+        if size > MAX_GRID:
+            raise ConfigError(
+                f"{self.path}: the grid has {size:,} points; use at most {MAX_GRID:,}"
+            )
+        return [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
+
+    def _read_searcher(self) -> SearcherConfig | None:
+        section = self.contents.get("searcher")
+        if not isinstance(section, dict):
+            self._problems.append(f"{self.path}: searcher: is missing; see recipes/search.yaml")
+            return None
+        try:
+            return SearcherConfig.model_validate(section)
+        except ValidationError as invalid:
+            for error in invalid.errors():
+                key = ".".join(["searcher", *map(str, error["loc"])])
+                self._add(key, error)
+            return None
+
+    def _read_value(self, key: str, value: Any) -> Any:
+        """Return `value` with a `_Range` in place of each mapping that describes one."""
+        if not isinstance(value, dict):
+            return value
+        if value.get("type") not in _TYPES:
+            return {name: self._read_value(f"{key}.{name}", each) for name, each in value.items()}
+        try:
+            return _RANGE.validate_python(value)
+        except ValidationError as invalid:
+            for error in invalid.errors():
+                inner = [str(part) for part in error["loc"][1:]]  # without the type
+                self._add(".".join([key, *inner]), error)
+            return value
+
+    def _read_int(self, section: str, key: str, default: int, least: int) -> int:
+        """Return an integer of another section of the file."""
+        mapping = self.contents.get(section) or {}
+        if not isinstance(mapping, dict):
+            return default  # for the master to judge
+        value = mapping.get(key, default)
+        if type(value) is not int or value < least:
+            label = self._label(f"{section}.{key}")
+            self._problems.append(f"{label}: {value!r} is not an integer of {least} or more")
+            return default
+        return value
+
+    def _add(self, key: str, error: Any) -> None:
+        message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        if error["type"] == "missing":
+            message = "is missing"
+        elif error["type"] == "extra_forbidden":
+            message = "no such key here"
+            known = SearcherConfig.model_fields
+            nearest = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
+            if key.startswith("searcher.") and nearest:
+                message = f"{message}; did you mean {nearest[0]}?"
+        value = ""
+        if error["type"] not in ("missing", "value_error", "extra_forbidden"):
+            value = f"{error['input']!r} is not "
+        self._problems.append(f"{self._label(key)}: {value}{message[0].lower()}{message[1:]}")
+
+    def _label(self, key: str) -> str:
+        """Return where `key` is set, e.g. "search.yaml:12: searcher.max_time"."""
+        outer = ".".join(key.split(".")[:2])
+        section = outer.partition(".")[0]
+        line = self.lines.get(outer, self.lines.get(section))
+        where = str(self.path)
+        if line is not None:
+            where = f"{where}:{line}"
+        return f"{where}: {key.removeprefix('hyperparameters.')}"
+
+
+def _has_range(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_has_range(each) for each in value.values())
+    return isinstance(value, _Range) and not isinstance(value, _Const)
+
+
+def _draw(value: Any, source: random.Random) -> Any:
+    if isinstance(value, _Range):
+        return value.draw(source)
+    if isinstance(value, dict):
+        return {key: _draw(each, source) for key, each in value.items()}
+    return value
+
+
+def _grid(value: Any) -> list[Any]:
+    """Return the values of a hyperparameter in a grid."""
+    if isinstance(value, _Range):
+        return value.grid()
+    if isinstance(value, dict):
+        axes = [_grid(each) for each in value.values()]
+        return [dict(zip(value, point, strict=True)) for point in itertools.product(*axes)]
+    return [value]
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a line for each key in which two identities of experiments differ."""
+    before = _flatten(saved)
+    after = _flatten(now)
+    changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
+    return [f"{key}: was {before.get(key)!r}, is now {after.get(key)!r}" for key in sorted(changed)]
+
+
+def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{inner}": each for inner, each in _flatten(value).items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def step_cost(hp: Hyperparameters) -> float:
+    """Return the FLOPs of a training step on one rank."""
+    n_sequences = hp.total_batch_size or hp.batch_size
+    return hp.training_flops_per_token * n_sequences * hp.max_seq_len

@@ -1,0 +1,233 @@
+"""What a search prints while it runs, and its report."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lm.errors import escape_control
+from lm.launch.console import format_elapsed
+
+REPORT = "report.md"
+PICTURE = "report.png"
+_MAX_STATUS = 48
+"""Characters of a trial's state in a terminal, which shows all columns."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of a trial."""
+
+    name: str
+    point: Mapping[str, Any]
+    """the hyperparameters that the search varies"""
+    state: str
+    """active, stopped, completed or dropped"""
+    step: int
+    """of the rung that it trains to or has ended at; 0 = its point is refused"""
+    values: Mapping[int, float]
+    """of the searcher's metric, by step"""
+    note: str
+    """why it was dropped"""
+
+    @property
+    def last_step(self) -> int:
+        return max(self.values, default=0)
+
+    def result(self) -> str:
+        """Return the last value of the metric, and its step."""
+        if not self.values:
+            return ""
+        return f"{self.values[self.last_step]:.4f} at step {self.last_step}"
+
+
+def format_value(value: Any) -> str:
+    """Return a hyperparameter's value with at most four digits."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return escape_control(str(value))
+
+
+class Table:
+    """A table that updates in a terminal; elsewhere a line for each change of a trial."""
+
+    def __init__(self, metric: str) -> None:
+        self._metric = metric
+        self._is_terminal = sys.stdout.isatty()
+        self._n_lines = 0
+        self._drawn: list[str] = []
+        self._shown: dict[str, str] = {}
+
+    def event(self, line: str) -> None:
+        """Print a line above the table."""
+        self._clear()
+        print(f"{format_elapsed()}  {line}", flush=True)
+
+    def show(self, rows: Sequence[Row], running: set[str]) -> None:
+        """Show all trials, of which `running` are running."""
+        if self._is_terminal:
+            self._draw(rows, running)
+            return
+        for row in rows:
+            status = _status(row, running)
+            if row.name in running:
+                status = f"trains to step {row.step}"  # without what changes all the time
+            if self._shown.get(row.name) == status:
+                continue
+            self._shown[row.name] = status
+            line = f"{row.name} {status}"
+            if row.values and row.name not in running:
+                line = f"{line}, {self._metric} {row.result()}"
+            values = ", ".join(f"{key}={format_value(value)}" for key, value in row.point.items())
+            print(f"{format_elapsed()}  {line} ({values})", flush=True)
+
+    def _draw(self, rows: Sequence[Row], running: set[str]) -> None:
+        size = shutil.get_terminal_size()
+        keys = list(rows[0].point) if rows else []
+        cells = [["trial", "", f"{self._metric}", *keys]]
+        # What runs is last, and what is cut off above the terminal's first line has ended.
+        order = sorted(rows, key=lambda row: row.state == "active")
+        for row in order[-max(3, size.lines - 4) :]:
+            values = [format_value(value) for value in row.point.values()]
+            status = _status(row, running)[:_MAX_STATUS]
+            cells.append([row.name, status, row.result(), *values])
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines: list[str] = []
+        for row_cells in cells:
+            padded = [cell.ljust(width) for cell, width in zip(row_cells, widths, strict=True)]
+            lines.append("  ".join(padded)[: size.columns - 1])
+        if lines == self._drawn and self._n_lines:
+            return
+        self._clear()
+        print("\n".join(lines), flush=True)
+        self._n_lines = len(lines)
+        self._drawn = lines
+
+    def _clear(self) -> None:
+        if self._n_lines:
+            print(f"\x1b[{self._n_lines}F\x1b[J", end="")
+            self._n_lines = 0
+
+    def end(self, best: Row, metric: str, command: Sequence[str], written: str) -> None:
+        """Print the best trial, how to train on, and where the report is."""
+        values = ", ".join(f"{key} {format_value(value)}" for key, value in best.point.items())
+        print(f"best: {best.name}, {metric} {best.result()}: {values}")
+        print(f"report: {written}")
+        print("to train at this point, at full length or longer (max_steps=N):")
+        print(f"    {shlex.join(command)}")
+
+
+def _status(row: Row, running: set[str]) -> str:
+    """Return what a trial does or did."""
+    if row.name in running:
+        return f"trains to step {row.step}, last validated at {row.last_step}"
+    if row.state == "active" and not row.values:
+        return "waits to start"
+    if row.state == "active":
+        return f"waits at step {row.last_step}"
+    if row.state == "dropped":
+        return f"dropped: {escape_control(row.note)}"
+    return f"{row.state} at step {row.step}"
+
+
+def write_report(
+    directory: Path, rows: Sequence[Row], best: Row, metric: str, command: Sequence[str]
+) -> str:
+    """Write the report on a search to its directory. Return what was written."""
+    text = directory / REPORT
+    picture = directory / PICTURE
+    for file in (text, picture):
+        file.unlink(missing_ok=True)  # neither follow a link nor leave an old picture
+    note = f" and {PICTURE}"
+    try:
+        draw(rows, best, metric, picture)
+    except ImportError:
+        note = f" ({PICTURE} requires a package: pip install matplotlib)"
+    lines = [f"# Search {directory.name}", ""]
+    lines += [f"Best: {best.name}, {metric} {best.result()}. To train at its point:", ""]
+    lines += [f"    {shlex.join(command)}", ""]
+    if picture.exists():
+        lines += [f"![learning curves and parallel coordinates]({PICTURE})", ""]
+    keys = list(best.point)
+    lines.append(_format_row(["trial", *keys, metric, "step", "state"]))
+    lines.append(_format_row(["---"] * (len(keys) + 4)))
+    for row in sort_rows(rows, best):
+        value = ""
+        if row.values:
+            value = f"{row.values[row.last_step]:.4f}"
+        values = [format_value(each) for each in row.point.values()]
+        state = row.state
+        if row.note:
+            state = f"{state}: {row.note}"
+        lines.append(_format_row([row.name, *values, value, str(row.last_step), state]))
+    text.write_text("\n".join(lines) + "\n")
+    return f"{text}{note}"
+
+
+def sort_rows(rows: Sequence[Row], best: Row) -> list[Row]:
+    """Return the best row, then the others by how far they got."""
+    others = [row for row in rows if row is not best]
+    return [best, *sorted(others, key=lambda row: -row.last_step)]
+
+
+def _format_row(cells: Sequence[str]) -> str:
+    escaped = [escape_control(cell).replace("|", "\\|").replace("\n", " ") for cell in cells]
+    return f"| {' | '.join(escaped)} |"
+
+
+def draw(rows: Sequence[Row], best: Row, metric: str, path: Path) -> None:
+    """Draw learning curves and parallel coordinates; raise ImportError without matplotlib."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    curves, coordinates = figure.subplots(2, 1)
+    measured = [row for row in rows if row.values]
+    finals = [row.values[row.last_step] for row in measured]
+    low, high = min(finals), max(finals)
+    axes = [*best.point, metric]
+    columns = [_positions([row.point[key] for row in measured]) for key in best.point]
+    columns.append(_positions(finals))
+    for index, row in enumerate(measured):
+        relative = (finals[index] - low) / max(high - low, 1e-12)
+        style: dict[str, Any] = {"color": colormaps["viridis"](relative), "linewidth": 1}
+        if row is best:
+            style = {"color": "C3", "linewidth": 2.5, "zorder": 3, "label": f"{row.name} (best)"}
+        curves.plot(list(row.values), list(row.values.values()), "o-", markersize=3, **style)
+        heights = [column[index] for column in columns]
+        coordinates.plot(range(len(axes)), heights, **style)
+    curves.set(title=f"{metric} by step", xlabel="step")
+    curves.grid(alpha=0.3)
+    curves.legend()
+    coordinates.set(title="hyperparameters of each trial", yticks=[])
+    for index, name in enumerate(axes):
+        values = finals if index == len(best.point) else [row.point[name] for row in measured]
+        with suppress(TypeError):  # values without an order, e.g. of several types
+            coordinates.text(index, -0.06, format_value(min(values)), ha="center", va="top")
+            coordinates.text(index, 1.06, format_value(max(values)), ha="center")
+        coordinates.axvline(index, color="black", linewidth=0.5)
+    coordinates.set_xticks(range(len(axes)), axes)
+    coordinates.set_ylim(-0.2, 1.2)
+    figure.savefig(path, dpi=100)
+
+
+def _positions(values: Sequence[Any]) -> list[float]:
+    """Return where values are on an axis from 0 to 1: by size, or else by name."""
+    numbers: list[float] = []
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            names = sorted({str(each) for each in values})
+            return [names.index(str(each)) / max(len(names) - 1, 1) for each in values]
+        numbers.append(float(value))
+    low, high = min(numbers), max(numbers)
+    if low > 0 and high / low > 20:  # over more than a decade, a logarithmic axis
+        numbers = [math.log(number) for number in numbers]
+        low, high = min(numbers), max(numbers)
+    return [(number - low) / max(high - low, 1e-12) for number in numbers]

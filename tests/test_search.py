@@ -1,0 +1,330 @@
+"""Searches on this machine: the trials that survive, and what a kill or a mistake changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lm.errors import ConfigError, RunError
+from lm.search import __main__ as command
+from lm.search.experiment import Experiment, SearcherConfig
+from lm.search.halving import DROPPED, Replay, asha_brackets, single_bracket
+from tests.support import REPOSITORY
+from tests.support.cluster.searcher import Halving
+from tests.support.hyperparameters import TINY
+from tests.support.runs import wait_until
+
+ASHA: dict[str, Any] = {
+    "name": "adaptive_asha",
+    "metric": "loss",
+    "time_metric": "batches",
+    "max_trials": 32,
+    "max_time": 400,
+    "max_rungs": 3,
+    "max_concurrent_trials": 8,
+}
+
+
+@pytest.fixture(autouse=True)
+def _chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def replay_losses(
+    searcher: Mapping[str, Any], loss: Callable[[int, int], float | None], seed: int = 0
+) -> Replay:
+    """Replay a search whose trials differ in speed."""
+    brackets = asha_brackets(SearcherConfig.model_validate(searcher))
+    replay = Replay(brackets, loss, lambda number, rung: 4.0**rung * (1 + (number * seed) % 7))
+    replay.run()
+    return replay
+
+
+def random_loss(seed: int) -> Callable[[int, int], float]:
+    """Return losses that fall with the rung, a fifth of which have failed, with equal ones."""
+
+    def loss(number: int, rung: int) -> float:
+        draw = random.Random(f"{seed}/{number}/{rung}")
+        if draw.random() < 0.2:
+            return DROPPED
+        return round(draw.uniform(0, 4) - rung, 1)
+
+    return loss
+
+
+@pytest.mark.parametrize("divisor", [2, 3, 4, 2.5])
+def test_halving_keeps_the_trials_of_determined(divisor: float) -> None:
+    for seed in range(25):
+        searcher = ASHA | {"mode": "aggressive", "divisor": divisor}
+        platform = Halving({"searcher": searcher, "hyperparameters": {}})
+        n_running = platform.n_at_start()
+        for _ in range(n_running):
+            platform.create()
+        loss = random_loss(seed)
+
+        # The platform decides in the order in which the replay asks for the last time.
+        stopped: dict[int, int] = {}
+        arrivals: list[tuple[float, int, int]] = []
+        ours = replay_losses(searcher, loss, seed)
+        for trial in ours.standings:
+            for rung in range(trial.rung + 1):
+                arrival = trial.start + ours.arrival(trial.number, rung)
+                arrivals.append((arrival, trial.number, rung))
+        for _, number, rung in sorted(arrivals):
+            assert number not in stopped
+            value = loss(number, rung)
+            steps = platform.rungs[rung]
+            if value == DROPPED:
+                stopped[number] = rung
+                if platform.replaces(number, "STATE_ERROR"):
+                    platform.create()
+            elif platform.stops(number, steps, value):
+                stopped[number] = rung
+                if platform.wants_more:
+                    platform.create()
+        assert stopped == {trial.number: trial.rung for trial in ours.standings}
+        assert len(platform.points) == len(ours.standings) == 32
+
+
+def test_halving_is_the_same_in_any_order_of_results() -> None:
+    loss = random_loss(1)
+    expected = replay_losses(ASHA, loss, seed=3)
+    known: dict[tuple[int, int], float] = {}
+    order = random.Random(0)
+    while True:
+        replay = replay_losses(ASHA, lambda number, rung: known.get((number, rung)), seed=3)
+        missing = [t for t in replay.active() if (t.number, t.rung) not in known]
+        if not missing:
+            break
+        trial = order.choice(missing)
+        known[trial.number, trial.rung] = loss(trial.number, trial.rung)
+    assert [vars(t) for t in replay.standings] == [vars(t) for t in expected.standings]
+    assert {t.state for t in replay.standings} == {"stopped", "completed", "dropped"}
+
+
+@pytest.mark.parametrize(
+    ("searcher", "rungs", "trials", "at_start"),
+    [
+        ({}, [3, 2], [24, 8], [4, 4]),
+        ({"mode": "aggressive"}, [3], [32], [8]),
+        ({"mode": "conservative"}, [3, 2, 1], [22, 7, 3], [3, 3, 2]),
+        # Of Determined's own tests.
+        (
+            {"max_trials": 5, "max_time": 900, "max_rungs": 2, "divisor": 3},
+            [2, 1],
+            [3, 2],
+            [3, 2],
+        ),
+        ({"bracket_rungs": [1, 3], "max_concurrent_trials": 0}, [3, 1], [27, 5], [5, 5]),
+    ],
+)
+def test_asha_brackets_are_those_of_determined(
+    searcher: dict[str, Any], rungs: list[int], trials: list[int], at_start: list[int]
+) -> None:
+    brackets = asha_brackets(SearcherConfig.model_validate(ASHA | searcher))
+    assert [len(bracket.rungs) for bracket in brackets] == rungs
+    assert [bracket.max_trials for bracket in brackets] == trials
+    assert [bracket.n_at_start for bracket in brackets] == at_start
+    assert {bracket.rungs[-1] for bracket in brackets} == {max(rungs) - 1}
+
+
+def test_random_search_runs_every_trial_to_its_end() -> None:
+    config = SearcherConfig.model_validate(
+        {"name": "random", "metric": "loss", "max_trials": 9, "max_concurrent_trials": 2}
+    )
+    replay = Replay([single_bracket(config, 9)], random_loss(2), lambda number, _: float(number))
+    replay.run()
+    assert len(replay.standings) == 9
+    assert {trial.state for trial in replay.standings} == {"completed", "dropped"}
+
+
+def write_experiment(searcher: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> Path:
+    path = Path("tiny.yaml")
+    contents = {"searcher": dict(searcher), "hyperparameters": dict(hyperparameters)}
+    path.write_text(yaml.safe_dump(contents))
+    return path
+
+
+RANGES: dict[str, Any] = {
+    "lr": {"type": "log", "base": 10, "minval": -4, "maxval": -2, "count": 3},
+    "n_layers": {"type": "int", "minval": 2, "maxval": 5, "count": 9},
+    "dropout": {"type": "double", "minval": 0, "maxval": 0.5, "count": 1},
+    "norm": {"type": "categorical", "vals": ["rmsnorm", "layernorm"]},
+    "d_model": {"type": "const", "val": 32},
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": {"type": "int", "minval": 2, "maxval": 4, "count": 2},
+    },
+}
+
+
+def test_points_lie_in_their_ranges_and_repeat() -> None:
+    path = write_experiment(ASHA, RANGES)
+    points = Experiment(path, []).points(200)
+    assert points == Experiment(path, []).points(200)
+    assert {point["n_layers"] for point in points} == {2, 3, 4}  # without maxval
+    assert all(1e-4 <= point["lr"] <= 1e-2 for point in points)
+    assert {point["rope_scaling"]["factor"] for point in points} == {2, 3}
+    assert {point["d_model"] for point in points} == {32}
+    assert points[:3] == Experiment(path, []).points(3)
+    assert "lr" not in Experiment(path, ["lr=0.1"]).points(1)[0]
+
+
+def test_grid_has_the_values_of_determined() -> None:
+    searcher = {"name": "grid", "metric": "loss"}
+    points = Experiment(write_experiment(searcher, RANGES), []).grid()
+    assert len(points) == 3 * 4 * 1 * 2 * 1 * 2
+    assert sorted({point["lr"] for point in points}) == pytest.approx([1e-4, 1e-3, 1e-2])
+    assert sorted({point["n_layers"] for point in points}) == [2, 3, 4, 5]
+    assert {point["dropout"] for point in points} == {0.25}
+    assert {point["rope_scaling"]["factor"] for point in points} == {2, 4}
+
+
+SMALL: dict[str, Any] = TINY | {
+    "n_layers": 1,
+    "max_steps": 8,
+    "report_rate": 2,
+    "validation_batches": 1,
+    "checkpoint_rate": 100,
+    "amp_dtype": None,
+    "lr": {"type": "log", "base": 10, "minval": -4, "maxval": -1},
+}
+
+
+@pytest.mark.parametrize(
+    ("searcher", "hyperparameters", "parts"),
+    [
+        ({"divisor": 1}, {}, ["searcher.divisor", "1"]),
+        ({"max_trial": 3}, {}, ["searcher.max_trial:", "did you mean max_trials?"]),
+        ({"max_trials": None}, {}, ["searcher", "max_trials"]),
+        ({"name": "random", "max_trials": 0}, {}, ["searcher.max_trials", "0"]),
+        ({"time_metric": "steps"}, {}, ["searcher.time_metric", "steps", "batches"]),
+        ({"metric": "accuracy"}, {}, ["searcher.metric", "accuracy"]),
+        ({"max_time": 16}, {}, ["searcher.max_time", "16", "max_steps 8"]),
+        ({"name": "grid"}, {}, ["lr", "count"]),
+        ({}, {"lr": {"type": "log", "minval": 1}}, ["lr", "maxval"]),
+        ({}, {"lr": {"type": "log", "minval": 2, "maxval": 1}}, ["lr", "minval 2"]),
+        ({}, {"lrr": 1}, ["lrr", "did you mean lr"]),
+        ({}, {"max_epochs": 1}, ["max_epochs", "max_steps"]),
+        ({}, {"resume": "fresh"}, ["resume", "fresh"]),
+    ],
+)
+def test_search_refuses_before_the_first_trial(
+    searcher: dict[str, Any],
+    hyperparameters: dict[str, Any],
+    parts: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    base = {**ASHA, "max_time": 8, "max_trials": 4, "max_rungs": 2}
+    path = write_experiment(base | searcher, SMALL | hyperparameters)
+    assert command.main([str(path)]) == ConfigError.exit_code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(part in line for part in parts), line
+    assert not Path("runs").exists()
+
+
+def start_search(*arguments: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "lm.search", "tiny.yaml", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def losses_by_trial(name: str) -> dict[str, dict[int, float]]:
+    """Return the validation losses of each trial, by step."""
+    losses: dict[str, dict[int, float]] = {}
+    for file in sorted(Path("runs", name).glob("trial-*/metrics.jsonl")):
+        records = [json.loads(line) for line in file.read_text().splitlines()]
+        losses[file.parent.name] = {
+            record["step"]: record["loss"] for record in records if record["group"] == "validation"
+        }
+    return losses
+
+
+@pytest.fixture
+def _signals() -> Iterator[None]:
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_signals")
+def test_search_killed_and_rerun_ends_as_an_undisturbed_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    searcher = ASHA | {"mode": "aggressive", "max_time": 8, "max_trials": 4, "max_rungs": 2}
+    hyperparameters = SMALL | {"n_heads": {"type": "categorical", "vals": [4, 5]}}
+    write_experiment(searcher, hyperparameters)  # heads of 32 / 5 are refused
+    whole = start_search("run_name=whole", "--parallel", "2")
+    killed = start_search("run_name=killed", "--parallel", "2")
+    wait_until(lambda: list(Path("runs/killed").glob("trial-*/metrics.jsonl")))
+    killed.kill()
+    killed.communicate()
+    rerun = start_search("run_name=killed", "--parallel", "2")
+    output, errors = rerun.communicate(timeout=300)
+    assert rerun.returncode == 0, errors
+    assert whole.communicate(timeout=300)[0].splitlines()[-1].endswith("run_name=whole-best")
+
+    expected = losses_by_trial("whole")
+    assert losses_by_trial("killed") == expected
+    assert max(max(losses) for losses in expected.values()) == 8
+    report = Path("runs/killed/report.md").read_text()
+    assert "dropped: " in report
+    assert "run_name=killed-best" in output
+    assert Path("runs/killed/report.png").read_bytes().startswith(b"\x89PNG")
+
+    write_experiment(searcher | {"max_trials": 5}, hyperparameters)
+    again = ["tiny.yaml", "run_name=killed", "--parallel", "2"]
+    assert command.main(again) == ConfigError.exit_code
+    assert "searcher.max_trials: was 4, is now 5" in capsys.readouterr().err
+    write_experiment(searcher, hyperparameters)
+    assert command.main(again) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == output.splitlines()[-1]
+    assert command.main(again) == RunError.exit_code  # the first has locked the directory
+    assert "in use" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_search_stops_and_saves_on_sigterm() -> None:
+    write_experiment(
+        {"name": "random", "metric": "loss", "max_trials": 2},
+        SMALL | {"max_steps": 4000, "validation_rate": 4000},
+    )
+    search = start_search()
+    metrics = Path("runs/tiny/trial-1/metrics.jsonl")
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
+    search.send_signal(signal.SIGTERM)
+    output, errors = search.communicate(timeout=300)
+    assert search.returncode == 0, errors
+    assert "rerun the same command" in output
+    assert list(Path("runs/tiny/trial-1/checkpoints").glob("*/manifest.json"))
+    assert not Path("runs/tiny/trial-2").exists()
+
+
+@pytest.mark.slow
+def test_search_restarts_a_trial_that_was_killed() -> None:
+    write_experiment({"name": "single", "metric": "loss"}, SMALL | {"lr": 0.01, "max_steps": 300})
+    search = start_search()
+    trial = Path("runs/tiny/trial-1")
+    wait_until((trial / "metrics.jsonl").exists)
+    os.kill(int((trial / "lock").read_text().split()[1]), signal.SIGKILL)
+    output, errors = search.communicate(timeout=300)
+    assert search.returncode == 0, errors
+    assert "before step 300" in output
+    assert losses_by_trial("tiny")["trial-1"].keys() >= {300}
