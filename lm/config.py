@@ -561,8 +561,10 @@ def _validate(draft: _Draft) -> Hyperparameters:
             remedy = f"remove {key}, or train all weights with lora_rank: null"
             draft.refuse(key, f"{lora.UNSUPPORTED[key]}; {remedy}")
             continue
-        nearest = _nearest(key, Hyperparameters.model_fields)
-        draft.refuse(key, f"no such hyperparameter{nearest}")
+        known = list(Hyperparameters.model_fields)
+        if key in draft.arguments:
+            known += ["--config", "--dry-run"]
+        draft.refuse(key, f"no such hyperparameter{_nearest(key, known)}")
     n_more = len(unknown) - _MAX_UNKNOWN
     if n_more > 0:
         draft.refuse(

@@ -286,6 +286,8 @@ def test_override_is_yaml_or_the_literal_text(override: str, key: str, value: An
         ("model.lr=5", "did you mean model?"),
         ("prompt=\udcff", "prompt: "),
         ("exp.yaml", "did you mean --config exp.yaml?"),
+        ("confg=exp.yaml", "did you mean --config?"),
+        ("dry_run=true", "did you mean --dry-run?"),
     ],
 )
 def test_invalid_override_is_named(override: str, part: str, refusal: Refusal) -> None:
