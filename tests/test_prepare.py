@@ -445,6 +445,12 @@ NOISE = os.urandom(4000)
         ),
         ("a.jsonl", JSONL + b'{"text": null}', "text", ":3: 'text' is null"),
         ("a.jsonl", JSONL + b'{"text": 4}', "text", ":3: 'text' is 4"),
+        (
+            "a.jsonl",
+            b'{"messages": []}',
+            "text",
+            ":1: has no 'text', only 'messages'; train on chats with dataset: jsonl",
+        ),
         ("a.csv", b"moves,n\ne4,1\n", "text", ":1: has no 'text', only 'moves', 'n'"),
         ("a.csv", b'n,text\n1,"to\nbe"\n2\n', "text", ":4: has 1 columns, but the header has 2"),
         ("a.csv", b"n,text\n1,to be, or not\n", "text", ":2: has 3 columns, but the header has 2"),
@@ -502,11 +508,14 @@ def test_prepare_reports_all_problems_of_the_input(
     (tmp_path / "a.pdf").touch()
     (tmp_path / "b.parquet.gz").touch()
     hdf5(tmp_path / "c.h5", [[1]])
-    names = ("none.txt", "*.jsonl", "a.pdf", "b.parquet.gz", "c.h5")
+    names = ("none.txt", "*.jsonl", "c.h5", "a.pdf", "b.parquet.gz")
     where = ("", *(tmp_path / name for name in names))
     errors = rejected(capsys, *where, "--train-tokenizer", 300, "--out", tmp_path / "out")
     assert errors.startswith("INPUT: ")
-    assert all(str(path) in line for path, line in zip(where, errors.splitlines(), strict=True))
+    *lines, unknown = errors.splitlines()
+    assert all(str(path) in line for path, line in zip(where[:4], lines, strict=True))
+    assert unknown.startswith("INPUT: 2 of 3 file")
+    assert all(str(path) in unknown for path in where[4:])
     (tmp_path / "a.txt").touch()
     common = (
         tmp_path / "a.txt",

@@ -375,6 +375,8 @@ def get_text(record: Mapping[str, Any], key: str, setting: str = "text_field") -
     if key not in record:
         fields = ", ".join(repr(field) for field in record) or "nothing"
         problem = f"has no {key!r}, only {fields}"
+        if "messages" in record:
+            raise ConfigError(f"{problem}; train on chats with dataset: jsonl")
         raise ConfigError(f"{problem}; set {setting} to one of them")
     text = record[key]
     advice = "remove or correct the record"

@@ -98,7 +98,7 @@ def _lock_directory(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         holder = lock_file(out / LOCK)
     except OSError as error:
-        problem = f"cannot be written and locked: {error.strerror}"
+        problem = f"cannot be written and locked: {error.strerror}; pass another directory"
         raise ConfigError(f"--out: {out}: {problem}") from None
     if holder:
         remedy = "wait for it, stop it, or choose another directory"
@@ -378,20 +378,28 @@ def find_inputs(args: argparse.Namespace) -> list[Path]:
     if targets and not files:
         remedy = "pass the files to encode"
         problems.append(f"INPUT: contains only the files of --out, {args.out}; {remedy}")
+    unknown: list[Path] = []
     for path in files:
-        problem = _format_problem(args, format_of(path, args.format))
+        name = format_of(path, args.format)
+        if name is None:
+            unknown.append(path)
+            continue
+        problem = _format_problem(args, name)
         if problem is not None:
             problems.append(f"{path}: {problem}")
+    if unknown:
+        known = ", ".join(itertools.chain.from_iterable(FORMATS.values()))
+        share = f"{len(unknown)} of {len(files)} file(s) have no suffix of a known format ({known})"
+        examples = ", ".join(map(str, unknown[:3]))
+        remedy = "choose files by a glob, e.g. 'DIRECTORY/**/*.txt', or their format with --format"
+        problems.append(f"INPUT: {share}, e.g. {examples}; {remedy}")
     if problems:
         raise ConfigError(*problems[:20])
     return files
 
 
-def _format_problem(args: argparse.Namespace, name: str | None) -> str | None:
+def _format_problem(args: argparse.Namespace, name: str) -> str | None:
     """Return why a file of the format `name` cannot be encoded as `args` say, if it cannot."""
-    if name is None:
-        known = ", ".join(itertools.chain.from_iterable(FORMATS.values()))
-        return f"has no suffix of a known format ({known}); choose one with --format"
     if name != "hdf5" and args.tokenizer == "none":
         return "is text, but --tokenizer none is for HDF5 only; pass a tokenizer"
     if name == "hdf5" and args.train_tokenizer is not None:
