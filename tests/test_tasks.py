@@ -366,7 +366,12 @@ def test_mmlu_is_written_as_lm_eval_writes_it(package: Path) -> None:
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("arc_esy", "arc_easy"), ("medmcqa", "medmcqa_mc_5shot"), ("lambda", "lambada")],
+    [
+        ("arc_esy", "arc_easy"),
+        ("medmcqa", "medmcqa_mc_5shot"),
+        ("lambda", "lambada"),
+        ("all", "arc_easy"),
+    ],
 )
 def test_unknown_task_is_refused_with_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=rf"{name}: .*\b{nearest}\b"):

@@ -114,8 +114,12 @@ def _find_task(name: str) -> tuple[str, _Source]:
     known = list(sources)
     nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     nearest += [known_name for known_name in known if known_name.startswith(f"{name}_")]
+    problem = f"{name[:80]}: no such task in {PACKAGE}"
+    if not nearest:
+        examples = "arc_easy, hellaswag, or a file that ends with .jsonl"
+        raise ConfigError(f"{problem}; use one that docs/evaluation.md names, e.g. {examples}")
     shown = ", ".join(dict.fromkeys(nearest[:6]))
-    raise ConfigError(f"{name[:80]}: no such task in {PACKAGE}; the nearest are {shown}")
+    raise ConfigError(f"{problem}; the nearest are {shown}")
 
 
 def _package_tasks() -> dict[str, _Source]:
@@ -216,7 +220,9 @@ def _parse_question(record: dict[str, Any], place: str) -> Question:
     texts = record.get("choices")
     gold = record.get("gold")
     if not isinstance(context, str) or not _is_unicode(context):
-        raise ConfigError(f"{place}: 'context' must be text")
+        keys = ", ".join(record) or "none"
+        needed = "a line needs context, choices and gold"
+        raise ConfigError(f"{place}: 'context' must be text; {needed}, and has {keys}")
     if not isinstance(texts, list) or not 1 <= len(texts) <= MAX_CHOICES:
         raise ConfigError(f"{place}: 'choices' must be a list of 1 to {MAX_CHOICES} texts")
     if not all(isinstance(text, str) and text and _is_unicode(text) for text in texts):
