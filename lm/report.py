@@ -10,6 +10,7 @@ differ, in the directory that holds them.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -275,6 +276,7 @@ def _format_row(label: str, cells: Sequence[str]) -> str:
 def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
     """Draw the curves of `runs`; raise ImportError without matplotlib."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     top_row: list[Any] = ["loss"] * len(_PANELS)
@@ -283,6 +285,7 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
         top_row += ["acc", "bpb"]
     bottom_row: list[Any] = [*_PANELS, *top_row[len(_PANELS) :]]
     axes = figure.subplot_mosaic([top_row, bottom_row], height_ratios=(2, 1))
+    set_colors = itertools.count(max(2, len(runs)))  # after those of training and validation
     for number, run in enumerate(runs):
         # A color for each run; or of a single run, for each loss.
         training_color = validation_color = f"C{number}"
@@ -298,7 +301,8 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
         for metric in run.reported(_SET_LOSS):
             steps, losses = run.curve("validation", metric)
             label = f"{label_prefix}validation {metric}"
-            axes["loss"].plot(steps, losses, ":", linewidth=1, label=label)
+            color = f"C{next(set_colors)}"
+            axes["loss"].plot(steps, losses, ":", color=color, label=label)
         for metric in _PANELS:
             steps, values = run.curve("training", metric)
             axes[metric].plot(steps, values, color=training_color)
@@ -308,6 +312,7 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
             axes[kind].plot(steps, values, "o--", markersize=4, label=f"{label_prefix}{task}")
     for name, panel in axes.items():
         panel.set(title=_TITLES[name], xlabel="step")
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
         panel.grid(alpha=0.3)
         if panel.get_legend_handles_labels()[0]:
             panel.legend()
