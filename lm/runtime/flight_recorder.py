@@ -24,18 +24,30 @@ def _dump(*, with_entries: bool) -> list[dict[str, Any]]:
 
 
 class _Pending(NamedTuple):
-    """The collective after the last completed one of a group, which has started."""
+    """A group of which the recorder says that a collective has started and not completed."""
 
     backend: int
     group: str
-    n_completed: int
+    last_enqueued: int
+    last_completed: int
 
 
 class PendingCollectives:
-    """How long collectives of this process have been pending: started and not completed."""
+    """How long collectives of this process have been pending: started and not completed.
 
-    def __init__(self) -> None:
+    The recorder's status of a group names the collective that completed last. If two complete at
+    once, that can be the earlier one, and the later one then seems to be pending until the group
+    starts another. Only the entries tell, which take 0.1 s or more to read: they are read once for
+    a collective that seems to be pending for long.
+
+    Args:
+        check_after: seconds after which the entries are read.
+    """
+
+    def __init__(self, check_after: float) -> None:
+        self._check_after = check_after
         self._since: dict[_Pending, float] = {}
+        self._is_active: dict[_Pending, bool] = {}
 
     def longest(self, now: float) -> float:
         """Return for how many seconds the collective that is pending longest has been; 0 if none.
@@ -43,15 +55,38 @@ class PendingCollectives:
         Args:
             now: seconds of the caller's clock, by which its calls are apart.
         """
+        longest = 0.0
         since: dict[_Pending, float] = {}
-        for backend, dump in enumerate(_dump(with_entries=False)):
-            for group, status in dump.get("pg_status", {}).items():
-                completed = int(status["last_completed_collective"])
-                if int(status["last_enqueued_collective"]) > completed:
-                    pending = _Pending(backend, group, completed)
-                    since[pending] = self._since.get(pending, now)
+        is_active: dict[_Pending, bool] = {}
+        for pending in _read_pending():
+            since[pending] = self._since.get(pending, now)
+            seconds = now - since[pending]
+            if pending in self._is_active:
+                is_active[pending] = self._is_active[pending]
+            elif seconds >= self._check_after:
+                is_active[pending] = _has_active_entries(pending)
+            if is_active.get(pending, True):
+                longest = max(longest, seconds)
         self._since = since
-        return now - min(since.values(), default=now)
+        self._is_active = is_active
+        return longest
+
+
+def _read_pending() -> list[_Pending]:
+    found = []
+    for backend, dump in enumerate(_dump(with_entries=False)):
+        for group, status in dump.get("pg_status", {}).items():
+            last_enqueued = int(status["last_enqueued_collective"])
+            last_completed = int(status["last_completed_collective"])
+            if last_enqueued > last_completed:
+                found.append(_Pending(backend, group, last_enqueued, last_completed))
+    return found
+
+
+def _has_active_entries(pending: _Pending) -> bool:
+    """Return whether the recorder has a collective of the group that has not ended."""
+    entries = _dump(with_entries=True)[pending.backend].get("entries", [])
+    return any(str(entry["pg_id"]) == pending.group and not entry["retired"] for entry in entries)
 
 
 def describe_last_collectives(number: int = 3) -> str:

@@ -122,7 +122,7 @@ class Watchdog:
 
         Asks no other process, so that the thread stands still only if this process does.
         """
-        pending = PendingCollectives()
+        pending = PendingCollectives(check_after=self._timeout / 2)
         seconds_running = 0.0  # without those in which this process was stopped
         while not self._stopped.wait(INTERVAL):
             seconds_running += self._measure_pause()

@@ -1,0 +1,53 @@
+"""What the flight recorder says of collectives on real ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lm.runtime.flight_recorder import PendingCollectives
+from lm.runtime.world import World
+from tests.support.ranks import run_ranks
+
+
+def seems_pending(check_after: float) -> bool:
+    """Return whether a collective is pending that was first seen two seconds ago."""
+    pending = PendingCollectives(check_after)
+    pending.longest(0)
+    return pending.longest(2) == 2
+
+
+def complete_pairs(world: World) -> tuple[int, int, bool]:
+    """Return how many completed pairs of collectives seem pending, without and with a check.
+
+    Also return whether a collective does that only this rank has started.
+    """
+    unchecked = 0
+    checked = 0
+    for _ in range(100):
+        large: Any = dist.all_reduce(torch.ones(200_000), async_op=True)
+        small: Any = dist.all_reduce(torch.ones(2), async_op=True)
+        large.wait()
+        small.wait()
+        time.sleep(0.002)  # the recorder learns of it after the wait
+        unchecked += seems_pending(check_after=math.inf)
+        checked += seems_pending(check_after=1)
+    dist.barrier(world.control)
+    alone = False
+    if world.rank == 0:
+        dist.all_reduce(torch.ones(2), async_op=True)
+        alone = seems_pending(check_after=1)
+    dist.barrier(world.control)
+    return unchecked, checked, alone
+
+
+def test_pending_collectives_that_complete_out_of_order() -> None:
+    results = run_ranks(2, complete_pairs)
+    for rank, (unchecked, checked, alone) in enumerate(results):
+        assert unchecked > 0
+        assert checked == 0
+        assert alone == (rank == 0)
