@@ -6,7 +6,8 @@ which attends to the context and to itself.
     context   choice 0  choice 1
     c c c c   a a a     b b         position_ids 0 1 2 3  4 5 6  4 5
 
-The sequences are divided into batches, which depend on the task, the tokenizer and the model alone.
+The sequences are divided into batches of at most `max_seq_len` tokens, which depend on the task,
+the tokenizer and the model alone.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ from model import ModelConfig
 Ids = NDArray[np.int64]
 """of tokens, `(n,)`"""
 
-_BATCH_TOKENS = 4096
-"""Tokens in a batch, with padding, unless `max_seq_len` is more."""
 _PAD_MULTIPLE = 16
 """Batches are padded to a multiple of so many tokens, so that few shapes occur."""
 _QUESTIONS_PER_CALL = 256
@@ -218,7 +217,10 @@ def _windows(ids: Ids, n_context: int, max_seq_len: int) -> Iterator[tuple[Ids, 
 
 
 def _divide(sequences: Sequence[PackedSequence], config: ModelConfig) -> list[list[PackedSequence]]:
-    """Divide sequences, the longest first, into batches of as many as the longest one allows."""
+    """Divide sequences, the longest first, into batches.
+
+    A batch has at most as many tokens, with padding, as a validation of one sequence.
+    """
     longest_first = sorted(sequences, key=len, reverse=True)
     batches: list[list[PackedSequence]] = []
     length = 0  # of the last batch
@@ -227,7 +229,7 @@ def _divide(sequences: Sequence[PackedSequence], config: ModelConfig) -> list[li
         is_full = len(batches) == 0 or len(batches[-1]) == size
         if is_full or (_depends_on_length(config) and len(sequence) != length):
             length = _padded_length(len(sequence), config)
-            size = max(1, max(_BATCH_TOKENS, config.max_seq_len) // length)
+            size = config.max_seq_len // length
             batches.append([])
         batches[-1].append(sequence)
     return batches
