@@ -278,13 +278,14 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(11, 7.5), layout="constrained")
-    top_row: list[Any] = ["loss"] * len(_PANELS)
+    # A panel is as wide as the columns in which it stands.
+    rows: list[list[Any]] = [["loss"] * 6, [name for name in _PANELS for _ in range(2)]]
+    heights = [5.0, 2.5]  # inches
     if any(run.reported(_TASK_METRIC) for run in runs):
-        figure.set_size_inches(14, 7.5)
-        top_row += ["acc", "bpb"]
-    bottom_row: list[Any] = [*_PANELS, *top_row[len(_PANELS) :]]
-    axes = figure.subplot_mosaic([top_row, bottom_row], height_ratios=(2, 1))
+        rows.insert(1, ["acc"] * 3 + ["bpb"] * 3)
+        heights.insert(1, 3.5)
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    axes = figure.subplot_mosaic(rows, height_ratios=heights)
     set_colors = itertools.count(max(2, len(runs)))  # after those of training and validation
     for number, run in enumerate(runs):
         # A color for each run; or of a single run, for each loss.
@@ -312,7 +313,7 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
             axes[kind].plot(steps, values, "o--", markersize=4, label=f"{label_prefix}{task}")
     for name, panel in axes.items():
         panel.set(title=_TITLES[name], xlabel="step")
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         panel.grid(alpha=0.3)
         if panel.get_legend_handles_labels()[0]:
             panel.legend()
