@@ -220,7 +220,13 @@ def step_to_stop_at(env: Mapping[str, str]) -> int | None:
     step = env.get(STOP_VARIABLE)
     if step is None:
         return None
-    return int(step)
+    try:
+        return int(step)
+    except ValueError:
+        raise ConfigError(
+            f"environment: {STOP_VARIABLE}={step!r} is not an integer; unset it: lm.search sets it"
+            " for its trials"
+        ) from None
 
 
 class SearchStop:
