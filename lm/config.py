@@ -339,11 +339,15 @@ def read_hyperparameters(
     _apply_max_length(draft, contents, name, lines or {})
     if draft.values.get("vocab_size") is None:
         draft.values.pop("vocab_size", None)  # null lets the preset, or the tokenizer, set it
+    its_keys: Mapping[str, Any] = {}
     if defaults is not None and isinstance(draft.values.get("init_from"), str):
-        _apply_model_defaults(draft, defaults(draft.values["init_from"]))
+        its_keys = defaults(draft.values["init_from"])
+        _apply_model_defaults(draft, its_keys)
 
     hp = _validate(draft)
     _check_combinations(hp, draft)
+    if its_keys:
+        _warn_of_long_sequences(hp, _model_of(its_keys))
     has_vocab_size = "vocab_size" in draft.values or "vocab_size" in draft.preset
     if hp.dataset == "synthetic" or has_vocab_size:
         return hp
@@ -487,11 +491,14 @@ def _apply_model_defaults(draft: _Draft, defaults: Mapping[str, Any]) -> None:
             draft.refuse("tokenizer", f"{problem}; remove tokenizer, or use other weights")
 
 
+_CONFIG_OF_A_COPY = "config.json of a copy of the model"
+
+
 def _check_structure(draft: _Draft, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Refuse keys of `given` with which the weights of `init_from` would mean another model."""
     source = draft.values["init_from"]
     its_keys = {key: value for key, value in defaults.items() if key in ModelConfig.model_fields}
-    structure = ModelConfig.model_validate(its_keys).structure()
+    structure = _model_of(defaults).structure()
     for key in [key for key in structure if key in given]:
         try:  # as structure() writes values, with what null stands for
             value = ModelConfig.model_validate(its_keys | {key: given[key]}).structure()[key]
@@ -501,7 +508,39 @@ def _check_structure(draft: _Draft, given: Mapping[str, Any], defaults: Mapping[
             label = draft.labels.get(key, f"{draft.label('model')}: {key}")  # of the preset
             problem = f"{_show(given[key])} differs from {_show(structure[key])} in {source}"
             remedy = f"remove {key}, or use other weights"
+            if key in ("rope_scaling", "rope_theta"):
+                remedy = f"remove {key}, or set it in {_CONFIG_OF_A_COPY}"
             draft.refuse(key, f"{problem}; {remedy}", label)
+
+
+def _model_of(defaults: Mapping[str, Any]) -> ModelConfig:
+    """Return the model of `init_from`, from the hyperparameters that it sets."""
+    its_keys = {key: value for key, value in defaults.items() if key in ModelConfig.model_fields}
+    return ModelConfig.model_validate(its_keys)
+
+
+def _warn_of_long_sequences(hp: Hyperparameters, model: ModelConfig) -> None:
+    """Warn of rotary positions for which the `model` of `init_from` was not made."""
+    limit = _context_length(model)
+    if model.positions != "rope" or hp.max_seq_len <= limit:
+        return
+    problem = f"{hp.max_seq_len} exceeds the {limit} positions for which {hp.init_from} was made"
+    remedy = f"use {limit} or less, or extend them by rope_scaling in {_CONFIG_OF_A_COPY}"
+    warn(f"max_seq_len: {problem}; {remedy}")
+
+
+def _context_length(model: ModelConfig) -> int:
+    """Return the positions for which a pretrained model was made, or is extended by its scaling."""
+    length = model.max_seq_len
+    for kind in model.attention_kinds:
+        if kind.rope is None or kind.rope.scaling is None:
+            continue
+        scaling = kind.rope.scaling
+        if scaling.rope_type == "llama3":  # max_position_embeddings is that of the extended model
+            continue
+        original = scaling.original_max_position_embeddings or model.max_seq_len
+        length = max(length, int(original * scaling.factor))
+    return length
 
 
 def _check_adapters(draft: _Draft, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
@@ -511,9 +550,7 @@ def _check_adapters(draft: _Draft, given: Mapping[str, Any], defaults: Mapping[s
         problem = f"null would train all weights, but {source} holds adapters"
         remedy = "remove lora_rank, or merge them with PEFT's merge_and_unload()"
         raise ConfigError(f"{draft.label('lora_rank')}: {problem}; {remedy}")
-    model = ModelConfig.model_validate(
-        {key: value for key, value in defaults.items() if key in ModelConfig.model_fields}
-    )
+    model = _model_of(defaults)
     its_keys = {key: defaults[key] for key in LoraConfig.model_fields}
     structure = lora.structure(LoraConfig.model_validate(its_keys), model)
     for key in [key for key in structure if key in given]:

@@ -5,6 +5,7 @@ transformers trains from the same weights on the same batches for comparison.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -178,6 +179,28 @@ def test_init_from_refuses_keys_that_differ_from_the_model(sources: dict[str, Pa
     with pytest.raises(ConfigError) as refused:
         read_with_model_defaults(settings(sources["llama"], lr=-1, n_heads=3))
     assert named_keys(refused.value) >= {"lr", "n_heads"}
+
+
+def test_init_from_warns_of_positions_the_model_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    llama3 = yarn | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    limits = {"plain": (None, 64), "yarn": (yarn, 256), "llama3": (llama3, 64)}
+    for name, (scaling, limit) in limits.items():
+        raw = copy.deepcopy(LLAMA | {"rope_scaling": scaling})  # to which transformers adds keys
+        make_reference(raw).save_pretrained(tmp_path / name)
+        model = {"init_from": str(tmp_path / name)}
+        capsys.readouterr()  # the progress of saving
+        read_with_model_defaults(model)
+        read_with_model_defaults(model, f"max_seq_len={limit}")
+        assert capsys.readouterr().err == ""
+        assert read_with_model_defaults(model, f"max_seq_len={limit + 1}").max_seq_len == limit + 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"max_seq_len: {limit + 1} exceeds the {limit} positions")
+        assert "rope_scaling" in line
+    with pytest.raises(ConfigError, match=r"rope_scaling: .*config\.json of a copy"):
+        read_with_model_defaults({"init_from": f"{tmp_path}/plain", "rope_scaling": yarn})
 
 
 def test_init_from_refuses_text_without_a_tokenizer(
