@@ -89,9 +89,9 @@ def jsonl(texts: Sequence[str]) -> bytes:
     return "".join(json.dumps({"n": 1, "text": text}) + "\n" for text in texts).encode()
 
 
-def csv_file(texts: Sequence[str]) -> bytes:
+def csv_file(texts: Sequence[str], delimiter: str = ",") -> bytes:
     file = io.StringIO(newline="")
-    csv.writer(file).writerows([("n", "text"), *enumerate(texts)])
+    csv.writer(file, delimiter=delimiter).writerows([("n", "text"), *enumerate(texts)])
     return file.getvalue().encode()
 
 
@@ -127,6 +127,7 @@ FILES = {
     "h.arrow": arrow_file(TEXTS, ipc.new_stream),
     "i.csv": b"\xef\xbb\xbf" + csv_file(TEXTS),
     "j.jsonl": b"\xef\xbb\xbf" + jsonl(TEXTS),
+    "k.tsv.gz": gzip.compress(csv_file(TEXTS, "\t")),
 }
 """`TEXTS` in every format that has several documents in a file."""
 
@@ -454,6 +455,12 @@ NOISE = os.urandom(4000)
         ("a.csv", b"moves,n\ne4,1\n", "text", ":1: has no 'text', only 'moves', 'n'"),
         ("a.csv", b'n,text\n1,"to\nbe"\n2\n', "text", ":4: has 1 columns, but the header has 2"),
         ("a.csv", b"n,text\n1,to be, or not\n", "text", ":2: has 3 columns, but the header has 2"),
+        (
+            "a.tsv",
+            b"n\ttext\n1\tto be,\tor\n",
+            "text",
+            ":2: has 3 columns, but the header has 2; quote text that contains tabs",
+        ),
         ("a.csv", b'n,text\n1,"to', "text", ":2: is not valid CSV"),
         ("a.csv", b"text\nto be\n\xff", "text", ": byte 11"),
         ("a.txt", "Größe ".encode() + b"\xff", "text", ": byte 8"),

@@ -181,5 +181,6 @@ def test_text_of_records_and_little_text_are_noted(tmp_path: Path) -> None:
     assert "train_data: 5,000 bytes " in notes("few.txt", 5_000)
     assert "train_data: " not in notes("enough.txt", 100_000)
     assert "dataset: jsonl" in notes("chats.jsonl", 100_000)
-    assert "lm.prepare" in notes("table.csv", 100_000)
-    assert "dataset: jsonl" not in notes("table.csv", 100_000)
+    for name in ("table.csv", "table.tsv"):
+        assert "lm.prepare" in notes(name, 100_000)
+        assert "dataset: jsonl" not in notes(name, 100_000)

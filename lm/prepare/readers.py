@@ -39,13 +39,16 @@ FORMATS = {
     "text": (".txt", ".md", ".py"),
     "jsonl": (".jsonl", ".ndjson"),
     "csv": (".csv",),
+    "tsv": (".tsv",),
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "hdf5": (".h5", ".hdf5"),
 }
 """suffixes of files by format"""
-_READ_COMPRESSED = ("text", "jsonl", "csv")
+_READ_COMPRESSED = ("text", "jsonl", "csv", "tsv")
 """formats that are also read from .gz and .zst files"""
+_DELIMITERS = {",": "commas", "\t": "tabs"}
+"""what separates the columns of a table, and its name in errors"""
 
 
 @dataclass(slots=True)
@@ -162,7 +165,9 @@ def _read_file(path: Path, name: str | None, field: str) -> Iterator[Document]:
             for line in read_json_lines(path):
                 yield Document(_get_text(line.record, field, line.place), line.size)
         case "csv":
-            yield from _read_csv(path, field)
+            yield from _read_csv(path, field, ",")
+        case "tsv":
+            yield from _read_csv(path, field, "\t")
         case _:
             yield from _read_table(str(name), path, field)
 
@@ -174,10 +179,10 @@ def _get_text(record: Mapping[str, Any], field: str, place: str) -> str:
         raise ConfigError(f"{place}: {error}") from None
 
 
-def _read_csv(path: Path, field: str) -> Iterator[Document]:
+def _read_csv(path: Path, field: str, delimiter: str) -> Iterator[Document]:
     """Read with the standard library: it knows line numbers, limits no field, guesses no types."""
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(_read_text_lines(path), strict=True)
+    reader = csv.reader(_read_text_lines(path), delimiter=delimiter, strict=True)
     try:
         header = next(reader, None)
         if header is None:
@@ -189,7 +194,7 @@ def _read_csv(path: Path, field: str) -> Iterator[Document]:
                 continue
             if len(row) != len(header):
                 columns = f"{len(row)} columns, but the header has {len(header)}"
-                remedy = "quote text that contains commas"
+                remedy = f"quote text that contains {_DELIMITERS[delimiter]}"
                 raise ConfigError(f"{path}:{reader.line_num}: has {columns}; {remedy}")
             yield Document(row[column], len(row[column]))
     except csv.Error as error:
