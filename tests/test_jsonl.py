@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.data.jsonl import JsonlDataset
+from lm.data.run_data import DataConfig, open_data
 from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer, load_tokenizer
 from lm.errors import ConfigError
 from model import IGNORE_INDEX
@@ -525,7 +526,7 @@ INVALID = {
     "sharegpt-role": ('{"conversations": [{"from": "cat", "value": "a"}]}', 'from is "cat"'),
     "sharegpt-turn": ('{"conversations": [{"text": "a"}]}', "conversations[0]"),
     "sharegpt-list": ('{"conversations": {}}', "conversations is {}"),
-    "alpaca-other": ('{"instruction": "a", "output": "b", "score": 1}', "score: not read"),
+    "alpaca-other": ('{"instruction": "a", "output": "b", "score": 1}', "jq -c 'del(.\"score\")'"),
     "ambiguous": (
         '{"prompt": "a", "completion": "b", "response": "c"}',
         "completion: the record can be read",
@@ -573,6 +574,10 @@ INVALID = {
     ),
     "keys": ('{"question": "a", "answer": "b"}', '{prompt: ."question", completion: ."answer"}'),
     "keys-nested": ('{"data": [{"text": "a"}]}', """jq -c '."data"[]'"""),
+    "keys-messages": (
+        '{"chosen": [{"role": "user", "content": "a"}], "rejected": []}',
+        """jq -c '{messages: ."chosen"}'""",
+    ),
     "keys-one": ('{"content": "a"}', "set text_field: content"),
     "utf8": ("\udcff", "byte 0 is not UTF-8"),
     "recursion": ("[" * 100_000, "not valid JSON"),
@@ -660,12 +665,26 @@ def test_json_array_is_read_as_lines(tmp_path: Path) -> None:
         JsonlDataset([array], BYTES, 64)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "advice"),
+    [
+        ("a.csv", "prompt,completion", "pandas"),
+        ("a.json", '{\n"train": []}', "jq -c"),
+        ("README.md", "# Chats", r"'DIRECTORY/\*\*/\*.jsonl'"),
+    ],
+)
+def test_json_error_advises_by_suffix(name: str, content: str, advice: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=f"{name}:1: not valid JSON: .*; .*{advice}"):
+        JsonlDataset([tmp_path / name], BYTES, 8)
+
+
 def test_json_error_has_one_line_number(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "ok"}\n{"text": x}\n')
-    with pytest.raises(ConfigError, match=f"^{file}:2: .*character 10$") as error:
+    with pytest.raises(ConfigError, match=f"^{file}:2: .*character 10;") as error:
         JsonlDataset([file], BYTES, 8)
-    assert "line" not in str(error.value).removeprefix(str(file))
+    assert not re.search(r"line \d", str(error.value))
 
 
 def test_chat_that_starts_with_the_assistant_is_named(tmp_path: Path) -> None:
@@ -674,6 +693,38 @@ def test_chat_that_starts_with_the_assistant_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"messages\[0\] is of the assistant"):
         JsonlDataset([file], tokenizer, 512, completion_only=True)
     JsonlDataset([file], tokenizer, 512)
+
+
+@pytest.mark.parametrize("dataset", ["synthetic", "text"])
+def test_keys_of_jsonl_are_refused_for_other_data(dataset: str) -> None:
+    keys = {"loss_on": "completion", "chat_template": "qwen3"}
+    config = DataConfig.model_validate({"dataset": dataset} | keys)
+    with pytest.raises(ConfigError) as error:
+        open_data(config, 264, 16, 2, 0)
+    problems = [problem.partition(":")[0] for problem in error.value.problems]
+    assert problems == ["loss_on", "chat_template"]
+    assert "dataset: jsonl" in str(error.value)
+
+
+def test_chat_template_kwargs_must_be_read(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"messages": ANSWER}] * 40)
+    chats = {"dataset": "jsonl", "train_data": f"{tmp_path}/a.jsonl", "chat_template": "qwen3"}
+    chats["tokenizer"] = str(save_tokenizer(tmp_path))
+    variables = {"enable_thinkin": False}
+    config = DataConfig.model_validate(chats | {"chat_template_kwargs": variables})
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs: .* did you mean enable_thinking"):
+        open_data(config, 264, 512, 2, 0)
+    variables = {"enable_thinking": False, "date_string": "today"}
+    config = DataConfig.model_validate(chats | {"chat_template_kwargs": variables})
+    tokenizer = open_data(config, 2**17, 512, 2, 0).tokenizer
+    assert tokenizer is not None
+    assert tokenizer.template_kwargs == variables
+
+
+def test_chat_template_with_a_syntax_error_is_named(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [{"messages": ANSWER}])
+    with pytest.raises(ConfigError, match="not a valid Jinja template: line 2: "):
+        JsonlDataset([file], llama("\n{% for m in messages %}"), 64)
 
 
 @pytest.mark.parametrize(

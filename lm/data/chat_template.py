@@ -92,6 +92,7 @@ class ChatTemplate:
             date: what it reads as today.
         """
         try:
+            import jinja2
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError:
             raise ConfigError(f"{self.name} requires a package: pip install transformers") from None
@@ -114,12 +115,25 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
+        except jinja2.TemplateSyntaxError as error:
+            cause = error_text(error).rstrip(".")
+            problem = f"is not a valid Jinja template: line {error.lineno}: {cause}"
+            raise ConfigError(f"{self.name} {problem}; correct it") from None
         except Exception as error:  # a template may raise anything
             raise ConfigError(f"{self.name} rejects the messages: {error_text(error)}") from None
         if not self.marks_replies:
             return RenderedChat(texts[0], None)
         marked: Any = spans
         return RenderedChat(texts[0], [Span(start, stop) for start, stop in marked[0]])
+
+    def check_variables(self, variables: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the template mentions none of that name."""
+        for key in variables.keys() - self._words - {"date_string"}:  # replaces strftime_now
+            close = difflib.get_close_matches(key, self._words, n=1, cutoff=0.8)
+            hint = f"remove {key}"
+            if close:
+                hint = f"did you mean {close[0]}?"
+            raise ConfigError(f"chat_template_kwargs: {self.name} does not read {key}; {hint}")
 
     def _check_reads(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
         """Raise ConfigError if the template leaves out tools, or a key of the messages."""
@@ -139,6 +153,9 @@ def read_chat_template(name: str) -> ChatTemplate:
     """Read the chat template `name`: a file, or the name of one in TRL's package."""
     path = Path(name).expanduser()
     if not path.is_file():
+        if "{" in name:
+            problem = "this is a template, not the name of one"
+            raise ConfigError(f"chat_template: {problem}; write it to a file and name that")
         if path.suffix or "/" in name:
             raise ConfigError(f"chat_template: {name}: no such file in {Path.cwd()}")
         path = _find_trl_template(name)

@@ -337,27 +337,41 @@ def read_json_lines(path: Path) -> Iterator[JsonLine]:
             number += 1
             if line.strip():
                 place = f"{path}:{number}"
-                record = _check_record(_parse_json(line, place), place)
+                record = _check_record(_parse_json(line, place, path), place)
                 yield JsonLine(place, record, len(line))
 
 
 def _read_json_array(path: Path, content: bytes) -> Iterator[JsonLine]:
-    records = _parse_json(content, str(path))
+    records = _parse_json(content, str(path), path)
     for i, record in enumerate(records):
         place = f"{path}[{i}]"
         yield JsonLine(place, _check_record(record, place), len(content) // len(records))
 
 
-def _parse_json(content: bytes, place: str) -> Any:
+def _parse_json(content: bytes, place: str, path: Path) -> Any:
     try:
         return json.loads(content.decode())
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place}: byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:  # whose line number is that within `content`
         problem = f"{error.msg} at character {error.pos + 1}"
-        raise ConfigError(f"{place}: not valid JSON: {problem}") from None
+        raise ConfigError(f"{place}: not valid JSON: {problem}; {_advise_json(path)}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: not valid JSON: {error}") from None
+
+
+def _advise_json(path: Path) -> str:
+    """Return what to do with a file that is not JSON Lines."""
+    suffixes = set(path.suffixes)
+    if suffixes & {".csv", ".tsv"}:
+        command = "read_csv(OLD).to_json(NEW, orient='records', lines=True)"
+        return f"convert it, e.g. with pandas: {command}"
+    if ".json" in suffixes:
+        return "write its records one a line, e.g. jq -c '.KEY[]' OLD.json > NEW.jsonl"
+    if suffixes & {".jsonl", ".ndjson"}:
+        return "each line must be one JSON object"
+    glob_of_lines = "'DIRECTORY/**/*.jsonl'"
+    return f"choose JSON Lines by a glob, e.g. {glob_of_lines}; dataset: text reads text"
 
 
 def _check_record(record: Any, place: str) -> dict[str, Any]:

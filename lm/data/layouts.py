@@ -61,7 +61,13 @@ def find_layout(record: Mapping[str, Any], text_field: str) -> Layout | None:
     if not read.isdisjoint(others):
         problem = f"{keys}: the record can be read by these keys or as {found}"
         raise ConfigError(f"{problem}; remove what is not to be learned")
-    raise ConfigError(f"{keys}: not read in {found}; remove these keys")
+    paths = ", ".join("." + json.dumps(key) for key in others)
+    raise ConfigError(f"{keys}: not read in {found}; remove: {jq_command(f'del({paths})')}")
+
+
+def jq_command(program: str) -> str:
+    """Return a command that changes each record of a file, for errors."""
+    return f"jq -c '{program}' OLD.jsonl > NEW.jsonl"
 
 
 def as_messages(record: Mapping[str, Any], layout: Layout) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lm.data.chat_template import REASONING_KEYS, Span
 from lm.data.files import JsonLine, get_text
-from lm.data.layouts import as_completion, as_messages, find_layout
+from lm.data.layouts import as_completion, as_messages, find_layout, jq_command
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
 
@@ -112,7 +112,8 @@ class RecordRenderer:
             raise ConfigError(f"{problem}; {_advise_layout(record)}")
         if self.completion_only:
             problem = "loss_on: completion requires prompt and completion, or messages"
-            raise ConfigError(f"{problem}; the line has {self.text_field}")
+            remedy = "set loss_on: all, or split the text into both"
+            raise ConfigError(f"{problem}, and the line has {self.text_field}; {remedy}")
         return RenderedRecord(get_text(record, self.text_field), None, is_chat=False)
 
     def _render_chat(self, record: Mapping[str, Any], keys: Sequence[str]) -> RenderedRecord:
@@ -289,7 +290,7 @@ def _check_keys(record: Mapping[str, Any], keys: Set[str]) -> None:
     if unread:
         paths = ", ".join("." + json.dumps(key) for key in unread)
         problem = f"{', '.join(unread)}: not read in a chat"
-        raise ConfigError(f"{problem}; remove: {_jq_command(f'del({paths})')}")
+        raise ConfigError(f"{problem}; remove: {jq_command(f'del({paths})')}")
 
 
 def _check_tools(tools: Any) -> None:
@@ -301,7 +302,7 @@ def _check_tools(tools: Any) -> None:
         if not _is_tool(tool):
             shape = "{function: {name: NAME, parameters: JSON SCHEMA}}"
             problem = f"tools: {json.dumps(tool)[:60]} is not {shape}"
-            raise ConfigError(f"{problem}; if tools is text: {_jq_command('.tools |= fromjson')}")
+            raise ConfigError(f"{problem}; if tools is text: {jq_command('.tools |= fromjson')}")
 
 
 def _is_tool(tool: Any) -> bool:
@@ -339,16 +340,20 @@ def _decode_arguments(call: Any, place: str) -> Any:
 def _advise_layout(record: Mapping[str, Any]) -> str:
     """Return how to read a record whose keys are of no known layout."""
     keys = list(record)
+    chats = [key for key in keys if _is_list_of_messages(record[key])]
+    if chats:
+        path = "." + json.dumps(chats[0])
+        return f"rename the list: {jq_command(f'{{messages: {path}}}')}"
     texts = [key for key in keys if isinstance(record[key], str)]
     if len(keys) == 1 and isinstance(record[keys[0]], list):
-        return f"if it is a list of records: {_jq_command(f'.{json.dumps(keys[0])}[]')}"
+        return f"if it is a list of records: {jq_command(f'.{json.dumps(keys[0])}[]')}"
     if len(keys) == 1 and texts:
         return f"set text_field: {keys[0]}"
     names = "text, or prompt and completion"
     if len(texts) < 2:
         return f"rename its keys to {names}"
     first, second = (f".{json.dumps(key)}" for key in texts[:2])
-    example = _jq_command(f"{{prompt: {first}, completion: {second}}}")
+    example = jq_command(f"{{prompt: {first}, completion: {second}}}")
     return f"rename its keys to {names}, e.g. {example}"
 
 
@@ -369,7 +374,3 @@ def _is_text_part(part: Any) -> bool:
     if not isinstance(part, dict) or part.keys() != {"type", "text"}:
         return False
     return part["type"] == "text" and isinstance(part["text"], str)
-
-
-def _jq_command(program: str) -> str:
-    return f"jq -c '{program}' OLD.jsonl > NEW.jsonl"

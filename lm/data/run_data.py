@@ -40,6 +40,7 @@ _TABLE_SUFFIXES = {".csv", ".tsv"}
 """Suffixes of files of records, not of text."""
 MAX_BATCH_SIZE = 2**24
 """Sequences; the order of a global batch is drawn in memory."""
+_HUB_DATASET = re.compile(r"[\w.-]+/[\w-]+")
 _SET_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 PROMPT_TOKENS = 32
 """Tokens of the validation data that samples continue unless prompt is set."""
@@ -201,6 +202,8 @@ def open_data(
     if isinstance(config.train_data, dict) and config.dataset != "tokens":
         problem = f"weights require dataset: tokens, not {config.dataset}"
         raise ConfigError(f"train_data: {problem}; use one file, directory or glob")
+    if config.dataset != "jsonl":
+        _check_only_jsonl(config)
     if config.dataset == "hf":
         data = _open_stream(config, seq_len, global_batch_size, seed, dp_rank, dp_size)
     else:
@@ -230,6 +233,20 @@ def open_data(
         if len(each.dataset) == 0:
             raise _too_few(each.key, 0, seq_len, 1)
     return data
+
+
+def _check_only_jsonl(config: DataConfig) -> None:
+    """Raise ConfigError for keys that say which tokens of JSON Lines are targets."""
+    problems: list[str] = []
+    for key in ("loss_on", "chat_template"):
+        value = getattr(config, key)
+        default = DataConfig.model_fields[key].default
+        if value != default:
+            problem = f"{key}: {value} requires dataset: jsonl, not {config.dataset}"
+            remedy = f"set {key}: {default or 'null'}"
+            problems.append(f"{problem}; {remedy}, or read JSON Lines with dataset: jsonl")
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _too_few(what: str, n_samples: int, seq_len: int, needed: int) -> ConfigError:
@@ -429,13 +446,19 @@ def _load_token_files_tokenizer(config: DataConfig, train: TokenFileDataset) -> 
 
 def _open_jsonl(config: DataConfig, seq_len: int) -> _OpenedDatasets:
     tokenizer = load_tokenizer(config.tokenizer or "bytes", config.chat_template)
-    tokenizer.template_kwargs = config.chat_template_kwargs or {}
+    if config.chat_template_kwargs:
+        tokenizer.chat_template.check_variables(config.chat_template_kwargs)
+        tokenizer.template_kwargs = config.chat_template_kwargs
     tokenizer.date = config.chat_template_date
     where = config.train_data
     if where is None:
         advice = "set it to a file, a directory or a glob"
         raise ConfigError(f"train_data: dataset: jsonl requires it; {advice}")
     assert isinstance(where, str)  # as only token files have weights
+    if _HUB_DATASET.fullmatch(where) and not Path(where).parent.is_dir():
+        problem = f"train_data: {where} is no file, and dataset: jsonl does not read the Hub"
+        code = f"datasets.load_dataset({where!r}, split='train').to_json('chat.jsonl')"
+        raise ConfigError(f"{problem}; write its records to a file, in Python: {code}")
 
     def read(where: str, key: str, held_out: bool | None) -> JsonlDataset:
         return _read_jsonl(config, where, key, tokenizer, seq_len, held_out)
