@@ -88,9 +88,9 @@ class Search:
         self.name = name
         self.devices = Devices(self.experiment.slots, parallel)
         check_data(accepted[0], self.experiment.slots)
-        sign = 1.0 if searcher.smaller_is_better else -1.0
         self.trials = [
-            Trial(name, number + 1, searcher.metric, sign) for number in range(len(self.points))
+            Trial(name, number + 1, searcher.metric, searcher.sign)
+            for number in range(len(self.points))
         ]
 
     def _points_without_rungs(self) -> list[Point]:
@@ -203,9 +203,11 @@ class Search:
             if isinstance(plan, ConfigError):
                 row = Row(trial.name, point, "dropped", 0, {}, "; ".join(plan.problems))
             else:
-                note = trial.why_dropped() if standing.state == "dropped" else None
+                note = ""
+                if standing.state == "dropped":
+                    note = trial.why_dropped() or ""
                 step = plan.step_of(standing.rung)
-                row = Row(trial.name, point, standing.state, step, dict(trial.values()), note or "")
+                row = Row(trial.name, point, standing.state, step, dict(trial.values()), note)
             rows.append(row)
         return rows
 
@@ -216,7 +218,7 @@ class Search:
             return None
         furthest = max(max(row.values) for row in measured)
         finalists = [row for row in measured if furthest in row.values]
-        sign = 1.0 if self.experiment.searcher.smaller_is_better else -1.0
+        sign = self.experiment.searcher.sign
         return min(finalists, key=lambda row: sign * row.values[furthest])
 
     def command_of(self, row: Row) -> list[str]:
@@ -225,7 +227,9 @@ class Search:
         command = ["python", "-m", "lm.launch", "--nproc", str(experiment.slots), "fsdp.py"]
         command += ["--config", str(experiment.path)]
         for key, value in row.point.items():
-            text = value if isinstance(value, str) else json.dumps(value)
+            text = value
+            if not isinstance(value, str):
+                text = json.dumps(value)
             command.append(f"{key}={text}")
         kept = [each for each in experiment.overrides if not each.startswith("run_name=")]
         return [*command, *kept, f"run_name={self.name}-best"]

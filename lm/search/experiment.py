@@ -43,6 +43,13 @@ class SearcherConfig(BaseModel, frozen=True, extra="forbid"):
     max_length: Any = None
     """deprecated; `lm.config` reads it"""
 
+    @property
+    def sign(self) -> float:
+        """By which the metric is multiplied, so that less is better."""
+        if self.smaller_is_better:
+            return 1.0
+        return -1.0
+
     @model_validator(mode="after")
     def _check_required(self) -> SearcherConfig:
         required: dict[str, Any] = {}

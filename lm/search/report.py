@@ -90,8 +90,10 @@ class Table:
 
     def _draw(self, rows: Sequence[Row], running: set[str]) -> None:
         size = shutil.get_terminal_size()
-        keys = list(rows[0].point) if rows else []
-        cells = [["trial", "", f"{self._metric}", *keys]]
+        keys: list[str] = []
+        if rows:
+            keys = list(rows[0].point)
+        cells = [["trial", "", self._metric, *keys]]
         # What runs is last, and what is cut off above the terminal's first line has ended.
         order = sorted(rows, key=lambda row: row.state == "active")
         for row in order[-max(3, size.lines - 4) :]:
@@ -182,52 +184,65 @@ def _format_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(escaped)} |"
 
 
+@dataclass(frozen=True)
+class _Axis:
+    """An axis of the parallel coordinates: a hyperparameter or the metric, by trial."""
+
+    name: str
+    values: Sequence[Any]
+
+    def positions(self) -> list[float]:
+        """Return where the values are from 0 to 1: numbers by size, others by name."""
+        if any(isinstance(each, bool) or not isinstance(each, int | float) for each in self.values):
+            names = [str(value) for value in self.values]
+            order = sorted(set(names))
+            return _spread([float(order.index(name)) for name in names])
+        low = min(self.values)
+        if low > 0 and max(self.values) / low > 20:  # more than a decade: a logarithmic axis
+            return _spread([math.log(value) for value in self.values])
+        return _spread(self.values)
+
+
+def _spread(numbers: Sequence[float]) -> list[float]:
+    """Return numbers moved and scaled to 0 to 1."""
+    low = min(numbers)
+    width = max(max(numbers) - low, 1e-12)
+    return [(number - low) / width for number in numbers]
+
+
 def draw(rows: Sequence[Row], best: Row, metric: str, path: Path) -> None:
     """Draw learning curves and parallel coordinates; raise ImportError without matplotlib."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
+    measured = [row for row in rows if row.values]
+    final_values = [row.values[row.last_step] for row in measured]
+    styles: list[dict[str, Any]] = []
+    for row, position in zip(measured, _spread(final_values), strict=True):
+        if row is best:
+            label = f"{row.name} (best)"
+            styles.append({"color": "C3", "linewidth": 2.5, "zorder": 3, "label": label})
+        else:
+            styles.append({"color": colormaps["viridis"](position), "linewidth": 1})
+
     figure = Figure(figsize=(12, 8), layout="constrained")
     curves, coordinates = figure.subplots(2, 1)
-    measured = [row for row in rows if row.values]
-    finals = [row.values[row.last_step] for row in measured]
-    low, high = min(finals), max(finals)
-    axes = [*best.point, metric]
-    columns = [_positions([row.point[key] for row in measured]) for key in best.point]
-    columns.append(_positions(finals))
-    for index, row in enumerate(measured):
-        relative = (finals[index] - low) / max(high - low, 1e-12)
-        style: dict[str, Any] = {"color": colormaps["viridis"](relative), "linewidth": 1}
-        if row is best:
-            style = {"color": "C3", "linewidth": 2.5, "zorder": 3, "label": f"{row.name} (best)"}
+    for row, style in zip(measured, styles, strict=True):
         curves.plot(list(row.values), list(row.values.values()), "o-", markersize=3, **style)
-        heights = [column[index] for column in columns]
-        coordinates.plot(range(len(axes)), heights, **style)
     curves.set(title=f"{metric} by step", xlabel="step")
     curves.grid(alpha=0.3)
     curves.legend()
-    coordinates.set(title="hyperparameters of each trial", yticks=[])
-    for index, name in enumerate(axes):
-        values = finals if index == len(best.point) else [row.point[name] for row in measured]
+
+    axes = [_Axis(key, [row.point[key] for row in measured]) for key in best.point]
+    axes.append(_Axis(metric, final_values))
+    heights_of_trials = zip(*[axis.positions() for axis in axes], strict=True)
+    for heights, style in zip(heights_of_trials, styles, strict=True):
+        coordinates.plot(range(len(axes)), heights, **style)
+    for x, axis in enumerate(axes):
         with suppress(TypeError):  # values without an order, e.g. of several types
-            coordinates.text(index, -0.06, format_value(min(values)), ha="center", va="top")
-            coordinates.text(index, 1.06, format_value(max(values)), ha="center")
-        coordinates.axvline(index, color="black", linewidth=0.5)
-    coordinates.set_xticks(range(len(axes)), axes)
-    coordinates.set_ylim(-0.2, 1.2)
+            coordinates.text(x, -0.06, format_value(min(axis.values)), ha="center", va="top")
+            coordinates.text(x, 1.06, format_value(max(axis.values)), ha="center")
+        coordinates.axvline(x, color="black", linewidth=0.5)
+    coordinates.set(title="hyperparameters of each trial", yticks=[], ylim=(-0.2, 1.2))
+    coordinates.set_xticks(range(len(axes)), [axis.name for axis in axes])
     figure.savefig(path, dpi=100)
-
-
-def _positions(values: Sequence[Any]) -> list[float]:
-    """Return where values are on an axis from 0 to 1: by size, or else by name."""
-    numbers: list[float] = []
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            names = sorted({str(each) for each in values})
-            return [names.index(str(each)) / max(len(names) - 1, 1) for each in values]
-        numbers.append(float(value))
-    low, high = min(numbers), max(numbers)
-    if low > 0 and high / low > 20:  # over more than a decade, a logarithmic axis
-        numbers = [math.log(number) for number in numbers]
-        low, high = min(numbers), max(numbers)
-    return [(number - low) / max(high - low, 1e-12) for number in numbers]
