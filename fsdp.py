@@ -540,6 +540,9 @@ class Trainer:
                 self.context.preempt.acknowledge_preemption_signal()
             step = f"step {self.step}/{self.run.max_steps}"
             self.logger.info(f"stopped after {step} {self.why_stopped()}")
+        else:
+            for line in self.run.ways_to_extend_trial():
+                self.logger.info(line)
         if self.run.directory is not None:  # off the cluster
             # The others wait: when a rank has ended, Slurm may kill rank 0 meanwhile.
             report = self.world.on_rank0(write_report, self.run.directory)

@@ -34,7 +34,7 @@ from lm.launch.console import announce
 from lm.launch.launch import exit_code_of_stop, is_restart
 from lm.launch.machine import usable_cores
 from lm.plan.refusal import MemoryCheck, check_memory
-from lm.resume import ResumePlan, is_complete, plan_resume, start_date
+from lm.resume import ResumePlan, extensions, is_complete, plan_resume, start_date
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
 from lm.tasks.packing import TokenizedTask, tokenize
@@ -129,6 +129,19 @@ class ResolvedRun:
         """Return whether nothing is left to do; if so, print how to extend the run."""
         samples = self.sample_rate is not None
         return is_complete(self.resume_plan, store, self.info, self.max_steps, samples, world)
+
+    def ways_to_extend_trial(self) -> list[str]:
+        """Return lines on how the platform continues a complete trial, if it is the only one."""
+        if self.trial is None or self.searcher is None or not self.trains:
+            return []
+        if self.searcher.name != "single":
+            return []
+        lines = [f"the trial is complete: {self.max_steps} steps"]
+        command = f"det experiment continue {self.trial.trial.experiment_id}"
+        for way in extensions(self.hp, self.hp, self.max_steps):
+            changes = " ".join(f"--config hyperparameters.{each}" for each in way.overrides)
+            lines.append(f"{way.description}: {command} {changes}")
+        return lines
 
     def facts(self, world: World) -> dict[str, Any]:
         """Return what must be equal on all ranks, by name."""
