@@ -191,7 +191,7 @@ def as_overrides(arguments: Sequence[str]) -> list[str]:
 def rerun_command(*overrides: str) -> str:
     """Return the command of this process with other `overrides`, as make spells it if make ran it.
 
-    Otherwise the launcher is left out.
+    Launchers other than make and lm.launch are left out.
     """
     changed = {override.partition("=")[0] for override in overrides}
     arguments: list[str] = []
@@ -203,7 +203,8 @@ def rerun_command(*overrides: str) -> str:
     arguments += overrides
     target = os.environ.get("MAKE_TARGET")
     if target is None:
-        return shlex.join([sys.argv[0], *arguments])
+        launcher = shlex.split(os.environ.get("LAUNCH_COMMAND", ""))
+        return shlex.join([*launcher, sys.argv[0], *arguments])
     _, config, *hyperparameters = arguments  # as in the Makefile
     variables = [f"CONFIG={shlex.quote(config)}"]
     if os.environ.get("NPROC"):  # on make's command line
@@ -761,11 +762,12 @@ def _nested(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _nearest(key: str, known: Iterable[str]) -> str:
-    fields = Hyperparameters.model_fields
-    near = [ours for ours, info in fields.items() if key in aliases_of(info)]
-    if not near:
-        near = difflib.get_close_matches(key.lower(), known, n=1)
-    return f"; did you mean {near[0]}?" if near else "; python -m lm.config lists all"
+    ours = {name: name for name in known}
+    for name, info in Hyperparameters.model_fields.items():
+        if name in ours:
+            ours |= dict.fromkeys(aliases_of(info), name)
+    near = difflib.get_close_matches(key.lower(), ours, n=1)
+    return f"; did you mean {ours[near[0]]}?" if near else "; python -m lm.config lists all"
 
 
 def _show(value: Any) -> str:

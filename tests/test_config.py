@@ -118,6 +118,7 @@ def test_invalid_value_error_has_line_and_what_is_accepted(
     ("key", "advice"),
     [
         ("n_layer", "did you mean n_layers?"),
+        ("lerning_rate", "did you mean lr?"),
         ("xyzzy", "lm.config lists all"),
         ("5", "lm.config lists all"),
     ],
@@ -733,22 +734,28 @@ def test_hyperparameters_as_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "expected"),
+    ("variable", "value", "expected"),
     [
-        (None, "fsdp.py --config exp.yaml 'prompt=a $b' max_steps=4"),
+        ("HOME", "/", "fsdp.py --config exp.yaml 'prompt=a $b' max_steps=4"),
         (
+            "LAUNCH_COMMAND",
+            "python -m lm.launch --nproc 1",
+            "python -m lm.launch --nproc 1 fsdp.py --config exp.yaml 'prompt=a $b' max_steps=4",
+        ),
+        (
+            "MAKE_TARGET",
             "train",
             "make train CONFIG=exp.yaml NPROC=1 ARGS=''\"'\"'prompt=a $$b'\"'\"' max_steps=4'",
         ),
     ],
 )
 def test_rerun_command_is_spelled_as_it_was_started(
-    target: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+    variable: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NPROC", "1")
     monkeypatch.delenv("MAKE_TARGET", raising=False)
-    if target is not None:
-        monkeypatch.setenv("MAKE_TARGET", target)
+    monkeypatch.delenv("LAUNCH_COMMAND", raising=False)
+    monkeypatch.setenv(variable, value)
     arguments = ["--config", "exp.yaml", "--max-steps", "2", "prompt=a $b", "--dry-run"]
     monkeypatch.setattr(sys, "argv", ["fsdp.py", *arguments])
     assert config.rerun_command("max_steps=4") == expected

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import math
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -182,6 +183,10 @@ def main() -> int:
     n_ranks = args.nproc
     if n_ranks is None:
         n_ranks = default_n_ranks()
+    launcher = ["python", "-m", "lm.launch"]
+    if args.nproc is not None:
+        launcher += ["--nproc", str(args.nproc)]
+    os.environ["LAUNCH_COMMAND"] = shlex.join(launcher)  # for the commands that a run prints
     command = [sys.executable, args.script, *args.arguments]
     if args.m:
         command.insert(1, "-m")
