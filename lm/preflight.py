@@ -137,6 +137,8 @@ class ResolvedRun:
         if self.searcher.name != "single":
             return []
         lines = [f"the trial is complete: {self.max_steps} steps"]
+        if self.hp.max_epochs is not None:  # which limits max_steps
+            return lines
         command = f"det experiment continue {self.trial.trial.experiment_id}"
         for way in extensions(self.hp, self.hp, self.max_steps):
             changes = " ".join(f"--config hyperparameters.{each}" for each in way.overrides)
