@@ -997,8 +997,8 @@ def chunk_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of -log p(target) for the logits `x @ weight.T`, and its gradients.
 
-    With z the logits, -log p(target) = logsumexp(z) - z[target]; its gradient with respect to z is
-    p - one_hot(target), where p = exp(z - logsumexp(z)).
+    With p the probabilities of the tokens, the gradient with respect to the logits is
+    p - one_hot(target).
 
     Args:
         x: `(N, D)`.
@@ -1010,17 +1010,19 @@ def chunk_cross_entropy(
     Returns:
         The sum in nats, a float32 scalar, and the gradients of `x` and `weight`.
     """
-    logits = F.linear(x, weight).float()
-    counts = targets != IGNORE_INDEX
-    target = torch.where(counts, targets, 0)[:, None]
-    log_sum = logits.logsumexp(dim=-1, keepdim=True)
-    losses = (log_sum - logits.gather(-1, target)).squeeze(-1)
-    loss_sum = torch.where(counts, losses, 0).sum()
+    log_probs = F.log_softmax(F.linear(x, weight).float(), dim=-1)
+    loss_sum = F.nll_loss(log_probs, targets, ignore_index=IGNORE_INDEX, reduction="sum")
     if not needs_grad:
         return loss_sum, x.new_empty(0), x.new_empty(0)
-    one_hot = torch.arange(len(weight), device=x.device) == target
-    grad = (logits - log_sum).exp() - one_hot.float()
-    grad = torch.where(counts[:, None], grad, 0).to(x.dtype)
+    counts = (targets != IGNORE_INDEX)[:, None]
+    target = torch.where(counts, targets[:, None], 0)
+    grad = log_probs.exp_()
+    if torch.compiler.is_compiling():  # fused with what is before and after
+        one_hot = torch.arange(len(weight), device=x.device) == target
+        grad = grad - one_hot.float()
+    else:
+        grad.scatter_add_(-1, target, grad.new_full(target.shape, -1))
+    grad = grad.masked_fill_(~counts, 0).to(x.dtype)
     x_grad = grad @ weight
     if not weight.requires_grad:
         return loss_sum, x_grad, x.new_empty(0)
@@ -1138,9 +1140,8 @@ class Head(nn.Module):
 
     def _loss_sum(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of -log p(target) in nats, a float32 scalar; see `chunk_cross_entropy`."""
-        in_chunks = x.is_cuda or self.chunk_cross_entropy is not chunk_cross_entropy
-        # float16 cannot hold a chunk's gradients before the loss scale is applied to them.
-        if x.dtype == torch.float16 or not in_chunks:
+        if x.dtype == torch.float16:
+            # It cannot hold a chunk's gradients before the loss scale is applied to them.
             logits = F.linear(x, weight).float()
             return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         size = even_chunk_size(len(x), self._max_rows(weight))

@@ -341,7 +341,7 @@ def test_plan_says_how_to_shard_accumulated_gradients(capsys: pytest.CaptureFixt
     assert main([*arguments, "sync_each_micro_step=true"]) == 0
     out = capsys.readouterr().out
     assert "with sync_each_micro_step" not in out
-    (peak,) = re.findall(r"^peak +([\d.]+ GiB)", out, re.M)
+    (peak,) = re.findall(r"^peak +([\d.]+ [MG]iB)", out, re.M)
     assert peak in advice
 
 

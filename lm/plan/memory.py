@@ -261,16 +261,15 @@ class _ActivationBound:
         return PartActivations(held, most, most + gradients, most)
 
     def head(self) -> PartActivations:
-        n_logits = self.tokens * self.hp.vocab_size
-        if self.on_gpu:
-            n_logits = min(n_logits, find_logits_limit(torch.device("cuda"), 80 * 2**30))
+        device = torch.device("cuda" if self.on_gpu else "cpu")
+        limit = find_logits_limit(device, 80 * 2**30)
+        n_logits = min(self.tokens * self.hp.vocab_size, limit)
         if self.hp.compiles(self.on_gpu, self.hp.float8):
             # The logits and their gradients in the compute dtype, and a mask of one byte.
             bytes_of_logit = 2 * self.width + 1
         else:
-            # In float32 the logits, their exponentials, and the difference to the targets, twice;
-            # and a mask.
-            bytes_of_logit = 4 * FLOAT32_BYTES + 1
+            # In float32 the logits and the logarithms of the probabilities.
+            bytes_of_logit = 2 * FLOAT32_BYTES
         # The norm computes in float32, with gradients.
         norm = 8 * self.hidden
         # The gradient of the matrix is, in float32, a sum over chunks, to which one is being added.

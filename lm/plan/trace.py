@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.config import Hyperparameters
 from lm.training import lora, parallelize
-from model import Transformer, chunk_cross_entropy, find_logits_limit
+from model import Transformer, find_logits_limit
 
 
 class LiveBytes(TorchDispatchMode):
@@ -190,12 +190,7 @@ def _measure(
     live = LiveBytes()
     if is_compiled:
         _compile(model, live)
-    elif on_gpu:
-        # The head computes the loss in chunks if this is another function.
-        model.head.chunk_cross_entropy = partial(chunk_cross_entropy)
-    if is_compiled or on_gpu:
-        gpu_memory = 80 * 2**30
-        model.head.logits_limit = find_logits_limit(torch.device(device_type), gpu_memory)
+    model.head.logits_limit = find_logits_limit(torch.device(device_type), 80 * 2**30)
 
     phases = _Phases(model, live)
     with FakeTensorMode(allow_non_fake_inputs=True):
