@@ -1011,11 +1011,11 @@ def chunk_cross_entropy(
         The sum in nats, a float32 scalar, and the gradients of `x` and `weight`.
     """
     log_probs = F.log_softmax(F.linear(x, weight).float(), dim=-1)
-    loss_sum = F.nll_loss(log_probs, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-    if not needs_grad:
-        return loss_sum, x.new_empty(0), x.new_empty(0)
     counts = (targets != IGNORE_INDEX)[:, None]
     target = torch.where(counts, targets[:, None], 0)
+    loss_sum = -log_probs.gather(-1, target).masked_fill(~counts, 0).sum()
+    if not needs_grad:
+        return loss_sum, x.new_empty(0), x.new_empty(0)
     grad = log_probs.exp_()
     if torch.compiler.is_compiling():  # fused with what is before and after
         one_hot = torch.arange(len(weight), device=x.device) == target
