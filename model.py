@@ -1017,6 +1017,7 @@ def chunk_cross_entropy(
     if not needs_grad:
         return loss_sum, x.new_empty(0), x.new_empty(0)
     grad = log_probs.exp_()
+    del log_probs  # so that `grad` alone holds the memory
     if torch.compiler.is_compiling():  # fused with what is before and after
         one_hot = torch.arange(len(weight), device=x.device) == target
         grad = grad - one_hot.float()

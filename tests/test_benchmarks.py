@@ -114,16 +114,13 @@ def test_throughput_measures_ours_and_fsdp1(tmp_path: Path) -> None:
         assert sum(result["shares"][part] for part in SHARES) == pytest.approx(1)
 
 
+SHARDED = TINY | {"max_seq_len": 64, "batch_size": 4, "shard_group_size": 1}
+
+
 @pytest.mark.slow
 def test_sharding_memory_equals_the_formulas() -> None:
-    shape = TINY | {
-        "max_seq_len": 64,
-        "batch_size": 4,
-        "amp_dtype": "bfloat16",
-        "shard_group_size": 1,
-    }
-    points = [shape | {"sharding": name} for name in STRATEGIES]
-    for point, found in zip(points, run_ranks(2, points, 1), strict=True):
+    points = [SHARDED | {"amp_dtype": "bfloat16", "sharding": name} for name in STRATEGIES]
+    for point, found in zip(points, run_ranks(2, points, 0), strict=True):
         hp = Hyperparameters.model_validate(point)
         shards = mesh_shape(hp, 2, 2).shard
         assert [getattr(found, part) for part in PARTS] == [
@@ -133,9 +130,17 @@ def test_sharding_memory_equals_the_formulas() -> None:
             hp, torch.bfloat16, shards
         )
         assert found.gathered == count_gathered_bytes(hp, shards), hp.sharding
+
+
+@pytest.mark.slow
+def test_sharding_peak_is_the_planned_one() -> None:
+    # In float32, as products in bfloat16 need scratch memory on CPUs without it.
+    points = [SHARDED | {"amp_dtype": None, "sharding": name} for name in STRATEGIES]
+    for point, found in zip(points, run_ranks(2, points, 1), strict=True):
+        hp = Hyperparameters.model_validate(point)
         peak = found.parameters + found.moments + min(found.transient)
-        ranks = fit.Ranks(torch.bfloat16, "cpu", 2, 2, GIB)
-        assert peak == pytest.approx(fit.predict_memory(hp, ranks).total, rel=0.05), hp.sharding
+        planned = fit.predict_memory(hp, fit.Ranks(None, "cpu", 2, 2, GIB)).total
+        assert peak == pytest.approx(planned, rel=0.01), hp.sharding
 
 
 INSTALLED = """
