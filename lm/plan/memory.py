@@ -354,12 +354,16 @@ class StepMemory:
         if not is_first:
             gradients = self._gradients(0)
 
-        # Buffers while a unit is gathered: its own, and that of the unit before. While it runs: its
-        # own.
+        # Buffers while a unit is gathered: its own, and that of the unit before, which exists until
+        # the parameters are copied out; from PyTorch 2.15 on, until they are allocated. While it
+        # runs: its own.
         gathering_block = 2 * block
         running_block = block
         gathering_head = block + head
         running_head = head
+        if torch.__version__ >= "2.15":
+            gathering_block = block
+            gathering_head = max(block, head)
         if head == 0:  # it is in the root, already gathered, and the last block's buffer stays
             gathering_head = 0
             running_head = block
