@@ -265,7 +265,8 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         None,
         gt=0,
         le=2**24,
-        description="rows of the learned table, at least max_seq_len; null = max_seq_len",
+        description="positions that a pretrained model was made for, which an export states: with"
+        " positions: learned the rows of its table; null = max_seq_len",
     )
     rope_theta: Fixed[float] = Field(10000.0, gt=0, description="base of the rotary wavelengths")
     rope_scaling: Fixed[RopeScaling | None] = Field(
@@ -353,10 +354,9 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
             yield f"n_kv_heads: {problem}; choose from {_divisors(self.n_heads)}"
 
     def _find_problems_of_positions(self) -> Iterator[str]:
-        if self.n_positions is not None and self.positions != "learned":
-            yield "n_positions: needs positions: learned"
-        elif self.n_positions is not None and self.n_positions < self.max_seq_len:
-            problem = f"{self.max_seq_len} exceeds n_positions {self.n_positions}"
+        n_rows = self.n_positions
+        if self.positions == "learned" and n_rows is not None and self.max_seq_len > n_rows:
+            problem = f"{self.max_seq_len} exceeds n_positions {n_rows}"
             yield f"max_seq_len: {problem}, the rows of the learned table"
         if self.rope_scaling and self.positions != "rope":
             yield "rope_scaling: needs positions: rope"
@@ -404,11 +404,9 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
         return self.n_heads
 
     @property
-    def table_length(self) -> int:
-        """Rows of the learned table: `n_positions`, else max_seq_len."""
-        if self.n_positions is not None:
-            return self.n_positions
-        return self.max_seq_len
+    def context_length(self) -> int:
+        """Positions that an export states: `n_positions`, but at least max_seq_len."""
+        return max(self.n_positions or 0, self.max_seq_len)
 
     @property
     def ffn_width(self) -> int:
@@ -451,12 +449,12 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     def structure(self) -> dict[str, Any]:
         """Return the hyperparameters that weights depend on, with defaults filled in.
 
-        Excludes `model`, `dropout` and `max_seq_len`.
+        Excludes `model`, `dropout` and `max_seq_len`, and `n_positions` without a learned table.
         """
-        excluded = {"model", "dropout", "max_seq_len"}
+        excluded = {"model", "dropout", "max_seq_len", "n_positions"}
         derived = {"d_ff": self.ffn_width, "n_kv_heads": self.kv_heads, "head_dim": self.head_width}
         if self.positions == "learned":
-            derived["n_positions"] = self.table_length
+            derived["n_positions"] = self.context_length
         return self.model_dump(mode="json", exclude=excluded) | derived
 
     @property
@@ -951,7 +949,7 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(config.vocab_size, config.d_model)
         self.positions = None
         if config.positions == "learned":
-            self.positions = nn.Embedding(config.table_length, config.d_model)
+            self.positions = nn.Embedding(config.context_length, config.d_model)
 
     def forward(
         self, tokens: Tensor, position_ids: Tensor

@@ -532,14 +532,14 @@ def _warn_of_long_sequences(hp: Hyperparameters, model: ModelConfig) -> None:
 
 def _context_length(model: ModelConfig) -> int:
     """Return the positions for which a pretrained model was made, or is extended by its scaling."""
-    length = model.max_seq_len
+    length = model.context_length
     for kind in model.attention_kinds:
         if kind.rope is None or kind.rope.scaling is None:
             continue
         scaling = kind.rope.scaling
         if scaling.rope_type == "llama3":  # max_position_embeddings is that of the extended model
             continue
-        original = scaling.original_max_position_embeddings or model.max_seq_len
+        original = scaling.original_max_position_embeddings or model.context_length
         length = max(length, int(original * scaling.factor))
     return length
 

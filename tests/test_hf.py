@@ -343,6 +343,19 @@ def test_gpt2_trained_on_short_sequences_keeps_its_table(tmp_path: Path) -> None
     assert exported.n_positions == 64
 
 
+@pytest.mark.parametrize(("max_seq_len", "stated"), [(16, 64), (96, 96)])
+def test_export_states_the_positions_that_the_model_was_made_for(
+    max_seq_len: int, stated: int, tmp_path: Path
+) -> None:
+    make_reference(LLAMA).save_pretrained(tmp_path / "in")
+    hp = read_with_model_defaults({"init_from": str(tmp_path / "in"), "max_seq_len": max_seq_len})
+    ours = Transformer(ModelConfig.model_validate(hp.model_dump(include=MODEL_KEYS)))
+    weights.read_directory(tmp_path / "in", ours)
+    export.export_model(save_checkpoint(ours, tmp_path), tmp_path / "out")
+    exported = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert exported.max_position_embeddings == stated
+
+
 def test_dynamic_rope_grows_beyond_the_original_context(tmp_path: Path) -> None:
     theirs = make_reference(
         LLAMA | {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 16}

@@ -246,7 +246,6 @@ def test_flops_of_layers_of_several_kinds_are_those_of_each() -> None:
     ("settings", "key"),
     [
         ({"max_seq_len": 9, "n_positions": 8}, "max_seq_len: 9 exceeds n_positions 8"),
-        ({"positions": "rope", "n_positions": 4096}, "n_positions: needs positions: learned"),
         ({"layer_pattern": [{"sliding_window": 5}]}, "layer_pattern: needs positions: rope"),
         ({"d_model": 32, "n_heads": 5}, r"n_heads: 5 .*\[1, 2, 4, 8\]"),
         ({"n_heads": 8, "n_kv_heads": 3}, r"n_kv_heads: 3 .*\[1, 2, 4, 8\]"),

@@ -136,6 +136,7 @@ class _ConfigReader:
         values: dict[str, Any] = {}
         for key, their_key in family.keys.items():
             values[key] = self.raw.get(their_key, family.defaults.get(key))
+        values["n_positions"] = values["max_seq_len"]
         for key, supported_values in family.supported.items():
             values[key] = supported_values[0]
         if family.dropout_keys:
@@ -470,7 +471,7 @@ def write_config(
     values["n_kv_heads"] = config.kv_heads
     values["d_ff"] = config.ffn_width
     values["head_dim"] = config.head_width
-    values["n_positions"] = config.table_length
+    values["max_seq_len"] = config.context_length
     if config.attention_multiplier is None:
         values["attention_multiplier"] = config.head_width**-0.5
     query_scalar = round(values["attention_multiplier"] ** -2)

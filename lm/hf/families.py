@@ -387,14 +387,12 @@ GPT2 = Family(
         "n_layers": "n_layer",
         "vocab_size": "vocab_size",
         "max_seq_len": "n_positions",
-        "n_positions": "n_positions",  # the last one is written: the rows of the table
         "d_ff": "n_inner",
         "norm_eps": "layer_norm_epsilon",
         "tie_embeddings": "tie_word_embeddings",
     },
     defaults={
         **PRESETS["gpt2"],
-        "n_positions": 1024,
         "norm_eps": 1e-5,
     },
     supported={

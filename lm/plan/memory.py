@@ -113,7 +113,7 @@ def count_units(hp: Hyperparameters, dtype: torch.dtype | None, shards: int) -> 
     n_matrix = hp.vocab_size * hp.d_model
     n_embedding = n_matrix
     if hp.positions == "learned":
-        n_embedding += hp.table_length * hp.d_model
+        n_embedding += hp.context_length * hp.d_model
     n_head = n_norm
     if not hp.tie_embeddings:
         n_head += n_matrix
@@ -237,7 +237,9 @@ class _ActivationBound:
     def embedding(self) -> PartActivations:
         held = 2 * self.hidden + self.pairs
         # Tokens and positions are looked up, added and dropped out, each with a gradient.
-        position_gradients = 3 * self.hp.table_length * self.hp.d_model * self.width
+        position_gradients = 0
+        if self.hp.positions == "learned":
+            position_gradients = 3 * self.hp.context_length * self.hp.d_model * self.width
         most = 6 * self.hidden + self.pairs + self.matrix_gradients + position_gradients
         return PartActivations(held, most, most, most)
 
