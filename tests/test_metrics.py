@@ -27,7 +27,7 @@ from termcolor import can_colorize
 from lm.errors import RunError
 from lm.launch.launch import Launch
 from lm.metrics import accumulator
-from lm.metrics.accumulator import MetricsAccumulator
+from lm.metrics.accumulator import MetricsAccumulator, MetricSums
 from lm.metrics.device import peak_flops, peak_flops_by_name, peak_memory_gib
 from lm.metrics.logger import MetricLogger
 from lm.runtime.rendezvous import join_world
@@ -128,11 +128,20 @@ def test_skipped_steps_do_not_count_in_loss_and_norm(
     assert not {"loss", "grad_norm", "mfu"} & report.keys()
 
 
-def test_skip_nonfinite_counts_across_reports(metrics: MetricsAccumulator, clock: Clock) -> None:
+@pytest.mark.parametrize("resumed_after", range(12))
+def test_skip_nonfinite_counts_across_reports_and_resumes(
+    metrics: MetricsAccumulator, world: World, clock: Clock, resumed_after: int
+) -> None:
     most = []
+    step = 0
     for steps in ([0, 1, 1, 0, 1], [1, 1, 0, 0], [0, 1, 0]):
         for skipped in steps:
+            if step == resumed_after:
+                saved = MetricSums.model_validate_json(metrics.state_dict().model_dump_json())
+                metrics = MetricsAccumulator(CPU, world, flops_per_token=1e6, peak_flops=None)
+                metrics.load_state_dict([saved])
             add(metrics, skipped=skipped)
+            step += 1
         clock.now += 1
         most.append(metrics.report()[1])
     assert most == [2, 3, 1]

@@ -62,10 +62,15 @@ class MetricSums(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
     n_tokens: int = Field(default=0, ge=0, lt=2**63)
     seconds: float = 0.0
     data_seconds: float = 0.0
+    consecutive_skipped: float = Field(
+        default=0.0, description="skipped steps since the last one that was taken, as of now"
+    )
+    most_consecutive_skipped: float = Field(default=0.0, description="the most of them")
 
 
-ON_DEVICE = ("loss_sum", "n_target_tokens", "grad_norm_sum", "n_taken", "n_skipped")
+SUMS = ("loss_sum", "n_target_tokens", "grad_norm_sum", "n_taken", "n_skipped")
 """The sums that are computed on the device, in the order of `MetricsAccumulator._sums`."""
+ON_DEVICE = (*SUMS, "consecutive_skipped", "most_consecutive_skipped")
 
 
 class MetricsAccumulator:
@@ -83,20 +88,21 @@ class MetricsAccumulator:
         self._world = world
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
-        self._consecutive_skipped = torch.zeros((), dtype=torch.float64, device=device)
-        """skipped steps since the last one that was taken"""
-        self._most_consecutive_skipped = torch.zeros((), dtype=torch.float64, device=device)
-        """since the last report"""
         self._load(MetricSums())
 
     def _load(self, sums: MetricSums) -> None:
-        values = [getattr(sums, key) for key in ON_DEVICE]
-        self._sums = torch.tensor(values, dtype=torch.float64, device=self._device)
+        on_device = self._on_device([getattr(sums, key) for key in ON_DEVICE])
+        self._sums = on_device[: len(SUMS)]
+        self._consecutive_skipped = on_device[-2]
+        self._most_consecutive_skipped = on_device[-1]
         self.n_steps = sums.n_steps
         self._n_tokens = sums.n_tokens
         self._data_seconds = sums.data_seconds
         self._save_seconds: float | None = None
         self._start_time = time.perf_counter() - sums.seconds
+
+    def _on_device(self, values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self._device)
 
     def load_state_dict(self, ranks: Sequence[MetricSums] | None) -> None:
         """Continue from the sums of all ranks that saved, or from zero, and start the clock."""
@@ -112,9 +118,10 @@ class MetricsAccumulator:
 
     def state_dict(self) -> MetricSums:
         """Return the sums since the last report; synchronizes with the device."""
-        on_device = dict(zip(ON_DEVICE, self._sums.tolist(), strict=True))
+        skipped = torch.stack([self._consecutive_skipped, self._most_consecutive_skipped])
+        values = torch.cat([self._sums, skipped]).tolist()
         return MetricSums(
-            **on_device,
+            **dict(zip(ON_DEVICE, values, strict=True)),
             n_steps=self.n_steps,
             n_tokens=self._n_tokens,
             seconds=time.perf_counter() - self._start_time,
@@ -187,7 +194,7 @@ class MetricsAccumulator:
 
     def add_skipped(self) -> None:
         """Add a step of `skip_steps`, in which nothing was computed."""
-        self._sums[ON_DEVICE.index("n_skipped")] += 1
+        self._sums[SUMS.index("n_skipped")] += 1
         self.n_steps += 1
 
     def report(self) -> tuple[dict[str, float], int]:
@@ -199,7 +206,7 @@ class MetricsAccumulator:
         """
         sums = self.state_dict()
         own = [sums.loss_sum, sums.data_seconds, peak_memory_gib(self._device)]
-        ranks = self._world.all_gather(torch.tensor(own, dtype=torch.float64, device=self._device))
+        ranks = self._world.all_gather(self._on_device(own))
         loss_sums, data_seconds, memory = ranks.T.tolist()
 
         metrics: dict[str, float] = {}
@@ -218,7 +225,5 @@ class MetricsAccumulator:
             flops_per_second = tokens_per_second * self._flops_per_token
             metrics["mfu"] = flops_per_second / (self._peak_flops * len(ranks))
 
-        most_consecutive_skipped = int(self._most_consecutive_skipped.item())
-        self._most_consecutive_skipped = torch.zeros_like(self._most_consecutive_skipped)
-        self._load(MetricSums())
-        return metrics, most_consecutive_skipped
+        self._load(MetricSums(consecutive_skipped=sums.consecutive_skipped))
+        return metrics, int(sums.most_consecutive_skipped)
