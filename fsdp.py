@@ -226,7 +226,7 @@ class Trainer:
         )
         for line in [*run.notes(), run.summary(world)]:
             logger.info(line)
-        self.optimizer = optim.Optimizer(hp, self.model.named_parameters(), transfer)
+        self.optimizer = optim.Optimizer(hp, self.model.named_parameters(), transfer, run.amp_dtype)
         self.scaler = precision.LossScaler(run.amp_dtype, world.device)
         self.spikes = skipping.SpikeFilter(hp, world.device)
         self.loader = Loader(

@@ -290,7 +290,7 @@ class Bench:
         mesh = self.world.device_mesh(parallelize.mesh_shape(hp, 1, 1))
         dtype = precision.compute_dtype(hp, self.device)
         transformer = parallelize.parallelize(transformer, hp, mesh, dtype, 0, hp.float8)
-        optimizer = optim.Optimizer(hp, transformer.named_parameters())
+        optimizer = optim.Optimizer(hp, transformer.named_parameters(), compute_dtype=dtype)
         n_micro_steps = derive_global_batch_size(hp, 1) // hp.batch_size
         shape = (hp.batch_size, hp.max_seq_len)
         inputs, targets = torch.randint(hp.vocab_size, (2, *shape), device=self.device)

@@ -70,7 +70,7 @@ def step_on_fake_tensors(hp: Hyperparameters, ranks: int, monkeypatch: pytest.Mo
             model = lora.add_adapters(Transformer(hp), hp, dtype)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = parallelize.parallelize(model, hp, mesh, dtype, 0)
-            optimizer = optim.Optimizer(hp, model.named_parameters())
+            optimizer = optim.Optimizer(hp, model.named_parameters(), compute_dtype=dtype)
             with StorageBytes() as live:
                 for tensor in (*model.parameters(), *optimizer.state_dict().values()):
                     live.add(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

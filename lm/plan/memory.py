@@ -23,6 +23,7 @@ from lm.config import Hyperparameters
 from lm.plan.trace import Activations, PartActivations
 from lm.training import lora
 from lm.training.float8 import gathers_in_float8, is_supported
+from lm.training.muon import orthogonalization_dtype
 from lm.training.offload import RESIDENT
 from model import Block, ModelConfig, find_logits_limit, make_norm
 
@@ -455,9 +456,7 @@ class StepMemory:
         n_values = 0
         for rows, columns in list_muon_matrices(self.hp):
             n_values = max(n_values, copies * rows * columns + 2 * min(rows, columns) ** 2)
-        width = FLOAT32_BYTES
-        if self.on_gpu:
-            width = torch.bfloat16.itemsize
+        width = orthogonalization_dtype(self.dtype).itemsize
         return self._memory_at(width * n_values, 0, 0, self._gradients(self.units.total.trained))
 
     def _memory_at(self, activations: int, unsharded: int, buffers: int, gradients: int) -> Memory:

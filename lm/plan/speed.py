@@ -25,7 +25,11 @@ from lm.plan.memory import (
     list_muon_matrices,
 )
 from lm.plan.trace import measure_activations
-from lm.training.muon import assign_owners, orthogonalization_flops
+from lm.training.muon import (
+    assign_owners,
+    orthogonalization_dtype,
+    orthogonalization_flops,
+)
 from lm.training.offload import RESIDENT
 
 GB = 1e9
@@ -326,12 +330,13 @@ class _Step:
         for owned in assign_owners(shapes, n_ranks):
             matrices = [shapes[index] for index in owned if index is not None]
             flops += max(map(orthogonalization_flops, matrices))  # all wait for the slowest
-        # A GPU sends its rows of all matrices in 16 bits, and receives as many, in each direction.
+        # A GPU sends its rows of all matrices, and receives as many, in each direction.
         rate = self.card.link
         if n_ranks > self.topology.per_node:
             rate = self.topology.network
         n_values = sum(rows * columns for rows, columns in shapes)
-        sent = 2 * 2 * n_values / self.topology.shards
+        width = orthogonalization_dtype(self.dtype).itemsize
+        sent = 2 * width * n_values / self.topology.shards
         return flops / (MATMUL_FRACTION * self.card.flops) + sent / (rate * GB * LINK_FRACTION)
 
     def offload_seconds(self, busy: float) -> float:

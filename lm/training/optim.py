@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from lm.fields import Fixed, Logged, Varied
-from lm.training.muon import Muon
-from lm.training.precision import best_dtype
+from lm.training.muon import Muon, orthogonalization_dtype
 from lm.training.transfer import UNSCALED, Scale, Transfer
 
 ADAM_EPS = 1e-8
@@ -156,15 +155,11 @@ def create_adamw(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.opt
     return optimizer
 
 
-def create_muon(config: OptimConfig, scales: Mapping[nn.Parameter, Scale]) -> Muon:
-    """Return Muon for matrices and their scales.
-
-    It orthogonalizes in bfloat16 where the device computes it natively.
-    """
-    dtype = torch.float32
-    device = next(iter(scales)).device
-    if best_dtype(device) == torch.bfloat16:
-        dtype = torch.bfloat16
+def create_muon(
+    config: OptimConfig, scales: Mapping[nn.Parameter, Scale], compute_dtype: torch.dtype | None
+) -> Muon:
+    """Return Muon for matrices and their scales."""
+    dtype = orthogonalization_dtype(compute_dtype)
     state_dtype = getattr(torch, config.optim_dtype)
     return Muon(scales, config.muon_momentum, config.weight_decay, state_dtype, dtype)
 
@@ -220,6 +215,7 @@ class Optimizer:
 
     Args:
         transfer: of the learning rate, the weight decay and epsilon.
+        compute_dtype: of forward and backward; None = float32.
     """
 
     def __init__(
@@ -227,6 +223,7 @@ class Optimizer:
         config: OptimConfig,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         transfer: Transfer = UNSCALED,
+        compute_dtype: torch.dtype | None = None,
     ) -> None:
         self._grad_clip = config.grad_clip
         self._parameters = {name: p for name, p in named_parameters if p.requires_grad}
@@ -247,7 +244,7 @@ class Optimizer:
         self._adamw = create_adamw(config, groups)
         self._muon: Muon | None = None
         if hidden_matrices:
-            self._muon = create_muon(config, hidden_matrices)
+            self._muon = create_muon(config, hidden_matrices, compute_dtype)
         self._divisor: Tensor | None = None
 
     def _grad_norm(self) -> Tensor:
