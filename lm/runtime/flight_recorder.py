@@ -90,11 +90,15 @@ def _has_active_entries(pending: _Pending) -> bool:
 
 
 def describe_last_collectives(number: int = 3) -> str:
-    """Return the last collectives that this process started, newest last, e.g. for an error."""
+    """Return the last collectives that this process started, newest last, e.g. for an error.
+
+    Those that have not ended come after all others: meanwhile another thread may have started and
+    ended several, e.g. to save a checkpoint.
+    """
     entries = []
     for dump in _dump(with_entries=True):
         entries += dump.get("entries", [])
-    entries.sort(key=lambda entry: entry["time_created_ns"])
+    entries.sort(key=lambda entry: (not entry["retired"], entry["time_created_ns"]))
     described = [_describe(entry) for entry in entries[-number:]]
     return ", ".join(described) or "none"
 
