@@ -235,6 +235,8 @@ def train_with_float8(
 
 @pytest.fixture(scope="module")
 def float8_runs(tmp_path_factory: pytest.TempPathFactory) -> Float8Runs:
+    if torch.__version__ < "2.13":
+        pytest.skip("on CPUs, older PyTorch than 2.13 multiplies with one scale per tensor only")
     folder = tmp_path_factory.mktemp("float8")
     losses, collectives = run_ranks(2, train_with_float8, str(folder))[0]
     found = []
