@@ -137,9 +137,15 @@ def check(world: World, settings: dict[str, Any], backend: Any) -> None:
     assert allocated[1:] == [0, 0]
 
 
+def skip_if_refused(mode: str) -> None:
+    if mode == "recompute some" and not parallelize.OFFLOADS_SELECTED:
+        pytest.skip("needs PyTorch 2.14: older ones offload it in compiled blocks only")
+
+
 @pytest.mark.parametrize("backend", [torch.cpu, LateCopies()], ids=["at once", "late"])
 @pytest.mark.parametrize("mode", MODES)
 def test_activation_offload_gradients_and_host_memory(mode: str, backend: Any) -> None:
+    skip_if_refused(mode)
     in_world(lambda world: check(world, MODES[mode], backend))
 
 
@@ -154,3 +160,25 @@ def test_activation_offload_of_recomputed_blocks() -> None:
     settings = {"activation_checkpointing": "full", "activation_offload": True}
     _, allocated = in_world(lambda world: gradients(world, settings))
     assert allocated == [(LAYERS - 2) * 2 * 64 * 32 * 4]
+
+
+def test_activation_offload_of_selected_outputs() -> None:
+    """Of all but the last two blocks: inputs, attention's outputs, and those of the products."""
+    skip_if_refused("recompute some")
+    settings = {"activation_checkpointing": "selective", "activation_offload": True}
+    _, allocated = in_world(lambda world: gradients(world, settings))
+    n_tokens = 2 * 64
+    # d_model values each: input, query, key, value, attention, o_proj, 4 of up_proj, down_proj
+    assert allocated == [(LAYERS - 2) * n_tokens * 32 * 4 * 11]
+
+
+def test_activation_offload_is_refused_where_it_would_copy_nothing() -> None:
+    settings = {"activation_checkpointing": "selective", "activation_offload": True}
+    not_compiled = settings | {"compile": False}
+    with patch.object(parallelize, "OFFLOADS_SELECTED", new=False):
+        Hyperparameters.model_validate(settings)
+        Hyperparameters.model_validate(settings | {"compile": True})
+        with pytest.raises(ValueError, match="activation_offload"):
+            Hyperparameters.model_validate(not_compiled)
+    with patch.object(parallelize, "OFFLOADS_SELECTED", new=True):
+        Hyperparameters.model_validate(not_compiled)

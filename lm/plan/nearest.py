@@ -51,6 +51,8 @@ class Candidate:
     def fits(self, hp: Hyperparameters, ranks: Ranks, find_activations: FindActivations) -> bool:
         """Return whether `hp` with the changes fits into the memory of each of `ranks`."""
         changed = hp.model_copy(update=self.changes)
+        if changed.offloads_too_little:
+            return False
         others = replace(ranks, size=self.n_ranks, per_node=min(ranks.per_node, self.n_ranks))
         try:
             if not changed.cpu_offload:  # as measuring activations takes long, the state first

@@ -209,7 +209,10 @@ def _list_plans_that_fit(
             if hp.total_batch_size and hp.total_batch_size % (batch_size * ranks.size):
                 continue
             changed = changes | {"batch_size": batch_size}
-            plan = make_plan(hp.model_copy(update=changed), ranks, card, network)
+            changed_hp = hp.model_copy(update=changed)
+            if changed_hp.offloads_too_little:
+                break
+            plan = make_plan(changed_hp, ranks, card, network)
             if not plan.fits:
                 break  # larger batches need more
             settings = {key: value for key, value in changed.items() if value != getattr(hp, key)}

@@ -14,13 +14,14 @@ Reading order: `parallelize`, then what it applies, in its order.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 from torch._functorch import config as partitioner  # until it has a public name
 from torch.distributed.device_mesh import DeviceMesh
@@ -48,6 +49,10 @@ from lm.training.float8 import compute_scales, convert_to_float8
 from lm.training.offload import ActivationOffload
 from lm.training.transfer import UNSCALED, Transfer
 from model import Transformer
+
+OFFLOADS_SELECTED = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+"""Whether saved tensor hooks can see what selective recomputation saves in blocks that are not
+compiled (PyTorch 2.14 and newer); in compiled blocks they always do."""
 
 
 class ParallelConfig(BaseModel, frozen=True, extra="forbid"):
@@ -98,6 +103,24 @@ class ParallelConfig(BaseModel, frozen=True, extra="forbid"):
         description="use only deterministic kernels, so that runs on GPUs are bit-identical; slower"
         " attention",
     )
+
+    @model_validator(mode="after")
+    def _check_offload(self) -> ParallelConfig:
+        if self.offloads_too_little:
+            problem = f"PyTorch {torch.__version__} copies nothing of what selective recomputation"
+            problem = f"{problem} saves in blocks that are not compiled (compile: false)"
+            remedy = "use compile: true, activation_checkpointing: full, or PyTorch 2.14 or newer"
+            raise ValueError(f"activation_offload: {problem}; {remedy}")
+        return self
+
+    @property
+    def offloads_too_little(self) -> bool:
+        """Whether `activation_offload` cannot see what selective recomputation saves."""
+        is_selective = self.activation_checkpointing == "selective"
+        is_compiled = self.compile is not False  # auto compiles on GPUs, where offloading helps
+        return (
+            self.activation_offload and is_selective and not is_compiled and not OFFLOADS_SELECTED
+        )
 
     @property
     def reshard_after_forward(self) -> bool:
@@ -211,8 +234,7 @@ def checkpoint_function(mode: Literal["selective", "full"]) -> Callable[..., Ten
     options: dict[str, Any] = {
         "context_fn": partial(create_selective_checkpoint_contexts, _save_policy)
     }
-    if torch.__version__ >= "2.15":
-        # Before that, `activation_offload` does not see what `_save_policy` saves.
+    if OFFLOADS_SELECTED:
         options["respect_saved_tensors_hooks"] = True
     return partial(checkpoint, use_reentrant=False, **options)
 
