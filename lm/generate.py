@@ -32,6 +32,8 @@ from lm.checkpoint.locate import find_checkpoint
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError, command, escape_control
 from lm.hf.base import load_model
+from lm.launch.launch import is_thread_count_set
+from lm.launch.machine import usable_cores
 from model import Transformer
 
 STDIN = "-"
@@ -345,6 +347,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prompts: list[str] = []
     if not args.chat:
         prompts = read_prompts(args.prompt)
+    if not is_thread_count_set():
+        torch.set_num_threads(usable_cores())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, tokenizer = load_model(find_checkpoint(args.checkpoint), device, args.base)
     if args.chat:

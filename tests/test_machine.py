@@ -72,6 +72,26 @@ def test_cgroup_limits_of_a_container(tree: Tree) -> None:
     assert machine.usable_cores() == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("cpu.max", ""),
+        ("cpu.max", "100000\n"),
+        ("cpu.max", "-1 0\n"),
+        ("cpu.cfs_quota_us", "100000\n"),  # without cpu.cfs_period_us
+    ],
+)
+def test_cgroup_quota_of_an_unknown_format_is_none(name: str, text: str, tree: Tree) -> None:
+    tree("0::/c\n2:cpu:/c\n", **{f"c/{name}": text, f"cpu/c/{name}": text})
+    assert machine.cpu_quota() == math.inf
+
+
+def test_cgroup_quota_of_a_mount_without_links(tree: Tree) -> None:
+    files = {"c/cpu.cfs_quota_us": "200000\n", "c/cpu.cfs_period_us": "100000\n"}
+    tree("2:cpu,cpuacct:/c\n", **{f"cpu,cpuacct/{name}": text for name, text in files.items()})
+    assert machine.cpu_quota() == 2.0
+
+
 @pytest.mark.parametrize(("limit", "quota"), [("max 100000\n", math.inf), ("400000 100000\n", 4.0)])
 def test_cgroup_quota_of_a_pod(limit: str, quota: float, tree: Tree) -> None:
     tree("0::/kubepods/pod1/c\n", **{"kubepods/pod1/cpu.max": limit})

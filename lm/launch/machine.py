@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -39,18 +40,17 @@ def cpu_quota() -> float:
 
 def _cpu_limit(cgroup: Path) -> float:
     """Return how many cores' time is allowed by the files of one cgroup; inf = no limit."""
-    version2 = cgroup / "cpu.max"
-    version1 = cgroup / "cpu.cfs_quota_us"
-    if version2.exists():
-        microseconds, period = version2.read_text().split()
-    elif version1.exists():
-        microseconds = version1.read_text().strip()
-        period = (cgroup / "cpu.cfs_period_us").read_text()
-    else:
-        return math.inf
-    if not microseconds.isdigit():  # no limit is "max" in version 2 and -1 in version 1
-        return math.inf
-    return int(microseconds) / int(period)
+    with suppress(OSError, ValueError):  # no such files, or of another format
+        version2 = cgroup / "cpu.max"
+        if version2.exists():
+            microseconds, period = version2.read_text().split()
+        else:
+            microseconds = (cgroup / "cpu.cfs_quota_us").read_text()
+            period = (cgroup / "cpu.cfs_period_us").read_text()
+        # No limit is "max" in version 2, which is a ValueError, and -1 in version 1.
+        if int(microseconds) > 0 and int(period) > 0:
+            return int(microseconds) / int(period)
+    return math.inf
 
 
 def usable_cores() -> int:
@@ -98,6 +98,8 @@ def _cgroup_directories(controller: str) -> list[Path]:
             mount = CGROUPS
         elif controller in controllers.split(","):
             mount = CGROUPS / controller
+            if not mount.exists():  # a link to that of several, in most systems
+                mount = CGROUPS / controllers
         else:
             continue
         path = PurePosixPath(name)
