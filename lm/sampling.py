@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lm.errors import RunError
+from lm.errors import ConfigError
 from model import KVCache, Transformer
 
 _ATTENTION_BACKENDS = [
@@ -67,7 +67,7 @@ def sample_tokens(logits: Tensor, settings: Sampling, generator: torch.Generator
         logits: after `penalize_repetitions`.
 
     Raises:
-        RunError: the logits have inf or NaN.
+        ConfigError: the logits have inf or NaN.
     """
     if settings.temperature == 0:
         return logits.argmax(dim=-1).cpu()
@@ -107,13 +107,13 @@ def find_candidates(logits: Tensor, settings: Sampling) -> Candidates:
 
 
 def _compute_probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """Return softmax(logits / temperature); raise RunError if that is not finite."""
+    """Return softmax(logits / temperature); raise ConfigError if that is not finite."""
     # Softmax is the same for logits that all differ by a constant. Those that are at most 0 cannot
     # overflow when divided by a small temperature.
     shifted = logits - logits.amax(dim=-1, keepdim=True)
     probabilities = (shifted / temperature).softmax(dim=-1)
     if not probabilities.isfinite().all():
-        raise RunError("generation: the model computes inf or NaN; use another checkpoint")
+        raise ConfigError("generation: the model computes inf or NaN; use another checkpoint")
     return probabilities
 
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lm.errors import RunError
+from lm.errors import ConfigError
 from lm.runtime.world import World
 from lm.sampling import varying_lengths
 from lm.tasks.packing import PackedSequence, TokenizedTask, list_parts, make_inputs
@@ -85,7 +85,7 @@ class Scorer:
         """Return the scores of all choices, on every rank.
 
         Raises:
-            RunError: some are inf or NaN.
+            ConfigError: some are inf or NaN.
         """
         own = {number: self._sum_parts(number) for number in self._scored}
         scores_of_batches: dict[int, PartScores] = {}
@@ -101,7 +101,9 @@ class Scorer:
         sums = [math.fsum(parts) for parts in log_likelihoods]
         if not all(map(math.isfinite, sums)):
             problem = "the model computes inf or NaN"
-            raise RunError(f"{self.task.name}: {problem}; use another checkpoint")
+            raise ConfigError(
+                f"{self.task.name}: {problem}; use another checkpoint, or in a run a lower lr"
+            )
         return ChoiceScores(sums, is_greedy)
 
     def _sum_parts(self, number: int) -> PartScores:
