@@ -450,8 +450,9 @@ class Trainer:
                 return
         self.logger.log("validation", self.step, metrics)
         self.validation_loss = loss
-        if self.search_stop.decides_after(self.step):  # waits until the search has decided
-            self.stopping = self.world.any_rank(self.asked_to_stop())
+        with self.accumulator.paused():
+            if self.search_stop.decides_after(self.step):  # waits until the search has decided
+                self.stopping = self.world.any_rank(self.asked_to_stop())
 
     def score_tasks(self) -> dict[str, float]:
         """Return the accuracy and the bits per byte of each task; less if asked to stop."""
@@ -533,7 +534,8 @@ class Trainer:
         """Acknowledge a preemption, and write the report. Return the exit code."""
         code = 0
         if self.stopping:
-            code = exit_code_of_stop(os.environ)  # 0, or 75 with RESTART_WHEN_STOPPED
+            if self.run.trial is None:
+                code = exit_code_of_stop(os.environ)  # 0, or 75 with RESTART_WHEN_STOPPED
             # After an acknowledgement, exit code 0 means that the trial resumes; else, as after the
             # search has stopped it, that it is complete. Off the cluster, this does nothing.
             if self.world.rank == 0 and self.search_stop.reason is None:
@@ -555,7 +557,7 @@ class Trainer:
         if self.search_stop.reason is not None:
             return self.search_stop.reason
         if self.run.trial is not None:
-            resumes = "when it is activated or has its slots again"
+            resumes = "when it is activated or has its slots again, unless it was canceled"
             return f"as requested; the trial resumes from step {self.step} {resumes}"
         return f"as requested; {self.hp.rerun} to resume"
 

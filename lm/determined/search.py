@@ -25,7 +25,10 @@ DECISION_TIMEOUT = 10.0
 STOP_VARIABLE = "SEARCH_STOP_STEP"
 """Environment variable of trials of `lm.search`."""
 
-_EXIT_CODE_2 = "[rank=0]   exitcode  : 2 (pid: 1)"
+_MALFORMED = (KeyError, TypeError, ValueError)
+"""Errors of the bindings for an answer in another shape."""
+
+_EXIT_CODE_2 = "  exitcode  : 2 (pid: 1)"
 """Line in a trial's log after exit code 2, as torchrun prints it."""
 
 
@@ -41,6 +44,8 @@ class Searcher:
     max_time: int
     rungs: Sequence[int]
     """values of `time_metric` at which trials are compared, in ascending order; empty = unknown"""
+    has_bracket_rungs: bool
+    """whether `bracket_rungs` sets how many there are, and `max_rungs` does not count"""
     max_steps: int
     """the last step, which is validated too"""
     validation_rate: int
@@ -60,8 +65,9 @@ class Searcher:
             metric=searcher["metric"],
             smaller_is_better=searcher.get("smaller_is_better", True),
             time_metric=searcher.get("time_metric"),
-            max_time=searcher.get("max_time", 0),
+            max_time=searcher.get("max_time") or 0,
             rungs=rungs,
+            has_bracket_rungs=bool(searcher.get("bracket_rungs")),
             max_steps=max_steps,
             validation_rate=validation_rate,
         )
@@ -126,7 +132,7 @@ class Searcher:
             rungs = ", ".join(map(str, self.rungs))
             n_validated = sum(rung >= self.validation_rate for rung in self.rungs)
             remedy = f"validation_rate {first}"
-            if n_validated > 0:
+            if n_validated > 0 and not self.has_bracket_rungs:
                 remedy = f"searcher.max_rungs {n_validated}, or {remedy}"
             return (
                 f"validation_rate: {self.validation_rate} is above the first rung, step {first}"
@@ -260,6 +266,8 @@ class SearchStop:
         self._train = train
         self._rank = rank
         self._timeout = min(DECISION_TIMEOUT, collective_timeout / 2)
+        self._question: str | None = None
+        """the validation after which the search's decision is not known yet"""
         self._answered_step = 0
         self._answered = threading.Condition()
         if rank == 0 and searcher is not None and searcher.stops_trials:
@@ -271,21 +279,35 @@ class SearchStop:
     def _send_report_and_ask(
         self, group: str, steps_completed: int, metrics: dict[str, Any], *rest: Any, **others: Any
     ) -> None:
-        self._send_report(group, steps_completed, metrics, *rest, **others)
-        assert self._searcher is not None
-        if group == "validation" and steps_completed < self._searcher.max_steps:
-            self._ask(self._searcher, steps_completed, metrics)
+        """Send a report; after one of a validation, ask what the search has decided by it.
 
-    def _ask(self, searcher: Searcher, step: int, metrics: dict[str, Any]) -> None:
-        with suppress(*REFUSALS, KeyError, ValueError):  # the last two: an answer in another shape
+        If the master refuses the question, it is asked again after the next report.
+        """
+        assert self._searcher is not None
+        is_validation = group == "validation" and steps_completed < self._searcher.max_steps
+        try:
+            self._send_report(group, steps_completed, metrics, *rest, **others)
+            if is_validation:
+                value = metrics[self._searcher.metric]
+                self._question = f"{self._searcher.metric} {value:.4f} at step {steps_completed}"
+            if self._question is not None:
+                self._ask(self._question)
+        finally:
+            if is_validation:
+                with self._answered:
+                    self._answered_step = steps_completed
+                    self._answered.notify()
+
+    def _ask(self, cause: str) -> None:
+        answer: Any = None
+        with suppress(*REFUSALS, *_MALFORMED):
             answer = bindings.get_GetTrial(self._train._session, trialId=self._train._trial_id)
-            if answer.trial.state.value.startswith("STATE_STOPPING"):
-                value = metrics[searcher.metric]
-                cause = f"{searcher.metric} {value:.4f} at step {step}"
-                self.reason = f"by the search of this experiment, for good: {cause}"
-        with self._answered:
-            self._answered_step = step
-            self._answered.notify()
+        if answer is None:
+            return
+        self._question = None
+        # The states of trials that are canceled or killed start with STOPPING, too.
+        if answer.trial.state == bindings.trialv1State.STOPPING_COMPLETED:
+            self.reason = f"by the search of this experiment, for good: {cause}"
 
     def decides_after(self, step: int) -> bool:
         """Return on every rank whether the search may stop the trial by the validation at `step`.

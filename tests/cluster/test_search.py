@@ -67,6 +67,12 @@ def test_searcher_check_refuses_what_cannot_work(
     assert all(part in problem for part in parts), problem
 
 
+def test_searcher_check_suggests_max_rungs_only_where_it_counts() -> None:
+    too_many = {"max_rungs": 4, "max_trials": 64}
+    assert "max_rungs" in problems(400, 25, **too_many)[0]
+    assert "max_rungs" not in problems(400, 25, **too_many, bracket_rungs=[2, 4])[0]
+
+
 def test_searcher_check_accepts_the_accuracy_of_a_task() -> None:
     assert problems(400, 25, metric="eval_sciq_acc", smaller_is_better=False) == ()
 

@@ -334,6 +334,43 @@ def test_trial_stops_when_the_master_decides_late(searching: Master, tmp_path: P
 
 
 @pytest.mark.slow
+def test_trial_asks_again_until_the_search_has_answered(searching: Master, tmp_path: Path) -> None:
+    stop_at(searching, 6)
+    route = "/api/v1/trials/{trial}"
+
+    def refuse_once(group: str, step: int) -> None:
+        if group == "validation" and step == 6:
+            searching.refuse[route] = 500
+        if group == "training" and step == 9:
+            del searching.refuse[route]
+
+    searching.on_metrics = refuse_once
+    hyperparameters = point(searching, report_rate=3, num_tokens=0, total_batch_size=128)
+    stopped = trial.run(searching, folder=tmp_path, hyperparameters=hyperparameters)
+    assert stopped.process.returncode == 0, stopped.log
+    assert 9 < max(saved(searching)) <= 12  # the next validation is that of step 12
+    assert "at step 6" in stopped.log.split("stopped after step ")[1]
+
+
+@pytest.mark.slow
+def test_trial_that_is_canceled_is_not_stopped_by_its_search(
+    searching: Master, tmp_path: Path
+) -> None:
+    def cancel(group: str, step: int) -> None:
+        if group == "validation" and step == 6 and searching.allocation:
+            searching.trials[searching.allocation.trial].state = "STATE_STOPPING_CANCELED"
+            searching.allocation.preempt.set()
+
+    searching.on_metrics = cancel
+    canceled = trial.run(searching, folder=tmp_path, hyperparameters=point(searching))
+    assert canceled.process.returncode == 0, canceled.log
+    assert canceled.allocation.acknowledged
+    (line,) = [line for line in canceled.log.splitlines() if "stopped after step" in line]
+    assert "search" not in line
+    assert "canceled" in line
+
+
+@pytest.mark.slow
 def test_trial_with_a_wrong_searcher_ends_before_step_1(searching: Master, tmp_path: Path) -> None:
     searching.experiment["searcher"] |= {"metric": "validation_loss", "max_time": 100}
     searching.experiment["log_policies"] = []

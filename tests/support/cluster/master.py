@@ -651,10 +651,12 @@ def decide(master: Master, allocation: Allocation, values: Mapping[str, float]) 
         experiment.state = "STATE_ERROR"
         allocation.kill()
         return
+    value = values[config["metric"]]
+    if not config.get("smaller_is_better", True):
+        value = -value
+    steps = int(values.get(config.get("time_metric", ""), 0))
     searcher = experiment.searcher
-    if searcher and searcher.stops(
-        trial.id, int(values.get("batches", 0)), values[config["metric"]]
-    ):
+    if searcher and searcher.stops(trial.id, steps, value):
         trial.state = "STATE_STOPPING_COMPLETED"
         if searcher.wants_more:
             master.create_trial(experiment)
