@@ -5,9 +5,11 @@
 Trains small models on the source of the Python standard library, on one thread, with and without
 the two keys. Appends a line per run to RESULTS, and skips runs that have one. The sweeps:
 
-    activations  the mean absolute output of each block after ten steps, by width
-    width        the validation loss by learning rate and width
-    depth        the validation loss by learning rate and depth
+    activations    the mean absolute output of each block after ten steps, by width
+    width          the validation loss by learning rate and width, scaled from width 256
+    width-from-64  the same, scaled from width 64
+    depth          the validation loss by learning rate and depth, scaled from 2 layers
+    muon-depth     the same with Muon
 
 `--draw` draws transfer-activations.png and transfer-rates.png. All tables are printed.
 """
@@ -20,6 +22,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,11 +37,9 @@ from lm.training import optim, parallelize
 from lm.training.transfer import Transfer
 from model import Transformer
 
-BASE = {"base_width": 256, "base_depth": 2}
 HEAD_DIM = 16
 SEED = 7
 N_STEPS = 200
-RATES = [2.0**exponent for exponent in range(-11, -4)]
 ACTIVATION_WIDTHS = (64, 128, 256, 512, 1024)
 ACTIVATION_RUN = {
     "lr": 2.0**-8,
@@ -47,6 +48,7 @@ ACTIVATION_RUN = {
     "batch_size": 1,
 }
 ACTIVATION_SEEDS = (1, 2)
+ACTIVATION_BASE = {"base_width": 256, "base_depth": 2}
 
 SETTINGS: dict[str, Any] = {
     "dataset": "text",
@@ -89,19 +91,50 @@ class Point(NamedTuple):
     loss: float
 
 
-SIZES = {
-    "width": [Size(64, 2), Size(128, 2), Size(256, 2)],
-    "depth": [Size(64, 2), Size(64, 4), Size(64, 8)],
+@dataclass(frozen=True)
+class Sweep:
+    """Models of several sizes, each trained with several learning rates, scaled and not."""
+
+    sizes: Sequence[Size]
+    key: str
+    """base_width or base_depth"""
+    base: int
+    """its value, where scaled"""
+    optimizer: str = "adamw"
+    rates: Sequence[float] = tuple(2.0**exponent for exponent in range(-11, -4))
+
+    def settings(self, size: Size, lr: float, scaled: bool) -> Row:
+        """Return the hyperparameters of a run."""
+        settings = shape(size) | {"seed": SEED, "lr": lr}
+        if self.optimizer != "adamw":
+            settings["optimizer"] = self.optimizer
+        if scaled and not self.is_base(size):
+            settings[self.key] = self.base
+        return settings
+
+    def is_base(self, size: Size) -> bool:
+        """Return whether `key` changes nothing at `size`."""
+        if self.key == "base_width":
+            return size.width == self.base
+        return size.depth == self.base
+
+
+WIDTHS = [Size(64, 2), Size(128, 2), Size(256, 2), Size(512, 2)]
+DEPTHS = [Size(64, 2), Size(64, 4), Size(64, 8)]
+SWEEPS = {
+    "width": Sweep(WIDTHS, "base_width", 256),
+    "width-from-64": Sweep(WIDTHS, "base_width", 64),
+    "depth": Sweep(DEPTHS, "base_depth", 2),
+    "muon-depth": Sweep(
+        DEPTHS, "base_depth", 2, "muon", tuple(2.0**exponent for exponent in range(-9, -2))
+    ),
 }
-"""by sweep"""
-BASE_KEYS = {"width": "base_width", "depth": "base_depth"}
-
-
-def is_base(size: Size, key: str) -> bool:
-    """Return whether `key` changes nothing at `size`."""
-    if key == "base_width":
-        return size.width == BASE[key]
-    return size.depth == BASE[key]
+"""of learning rates, by name"""
+DRAWN = [
+    [("width", False), ("width", True), ("width-from-64", True)],
+    [("depth", False), ("depth", True)],
+]
+"""sweeps in each row of the picture, scaled or not"""
 
 
 class Run:
@@ -173,15 +206,12 @@ def points(sweep: str) -> Iterator[Row]:
             for seed in ACTIVATION_SEEDS:
                 run = shape(Size(width, 4)) | ACTIVATION_RUN | {"seed": seed}
                 yield run
-                yield run | BASE
+                yield run | ACTIVATION_BASE
         return
-    key = BASE_KEYS[sweep]
-    for size in SIZES[sweep]:
-        for lr in RATES:
-            run = shape(size) | {"seed": SEED, "lr": lr}
-            yield run
-            if not is_base(size, key):
-                yield run | {key: BASE[key]}
+    for size in SWEEPS[sweep].sizes:
+        for lr in SWEEPS[sweep].rates:
+            for scaled in (False, True):
+                yield SWEEPS[sweep].settings(size, lr, scaled)
 
 
 def measure(results: Path, sweeps: Sequence[str]) -> None:
@@ -192,6 +222,7 @@ def measure(results: Path, sweeps: Sequence[str]) -> None:
         for settings in points(sweep):
             if settings in known:
                 continue
+            known.append(settings)
             start = time.process_time()
             run = Run(settings)
             row: Row = {"settings": settings}
@@ -228,17 +259,22 @@ def activation_table(rows: Sequence[Row], scaled: bool) -> dict[int, list[float]
     return table
 
 
-def loss_table(rows: Sequence[Row], sweep: str, scaled: bool) -> dict[Size, list[Point]]:
+def loss_table(rows: Sequence[Row], sweep: Sweep, scaled: bool) -> dict[Size, list[Point]]:
     """Return by size the validation loss at each rate."""
-    key = BASE_KEYS[sweep]
-    table: dict[Size, list[Point]] = {size: [] for size in SIZES[sweep]}
-    for row in rows:
-        settings = row["settings"]
-        size = Size(settings["d_model"], settings["n_layers"])
-        keys = [key] if scaled and not is_base(size, key) else []
-        if "loss" in row and size in table and [k for k in BASE if k in settings] == keys:
-            table[size].append(Point(settings["lr"], row["loss"]))
-    return {size: sorted(curve) for size, curve in table.items() if curve}
+    table: dict[Size, list[Point]] = {}
+    for size in sweep.sizes:
+        curve: list[Point] = []
+        for lr in sweep.rates:
+            settings = sweep.settings(size, lr, scaled)
+            curve += [Point(lr, row["loss"]) for row in rows if row["settings"] == settings]
+        if curve:
+            table[size] = curve
+    return table
+
+
+def best_of(curve: Sequence[Point]) -> Point:
+    """Return the point of the smallest loss."""
+    return min(curve, key=lambda point: point.loss)
 
 
 def print_tables(rows: Sequence[Row]) -> None:
@@ -248,14 +284,13 @@ def print_tables(rows: Sequence[Row]) -> None:
         table = activation_table(rows, scaled)
         for width, values in table.items():
             print(f"| {width} | {' | '.join(f'{value:.3g}' for value in values)} |")
-        for sweep in SIZES:
-            print(f"\n{sweep}, {TITLES[scaled]}\n")
-            print(f"| size | {' | '.join(f'2^{math.log2(lr):g}' for lr in RATES)} | best |")
+        for name, sweep in SWEEPS.items():
+            print(f"\n{name}, {TITLES[scaled]}\n")
+            print(f"| size | {' | '.join(f'2^{math.log2(lr):g}' for lr in sweep.rates)} | best |")
             for size, curve in loss_table(rows, sweep, scaled).items():
                 losses = {point.lr: f"{point.loss:.3f}" for point in curve}
-                best = min(curve, key=lambda point: point.loss)
-                cells = " | ".join(losses.get(lr, "") for lr in RATES)
-                print(f"| {size} | {cells} | 2^{math.log2(best.lr):g} |")
+                cells = " | ".join(losses.get(lr, "") for lr in sweep.rates)
+                print(f"| {size} | {cells} | 2^{math.log2(best_of(curve).lr):g} |")
 
 
 def draw(rows: Sequence[Row], directory: Path) -> None:
@@ -275,17 +310,22 @@ def draw(rows: Sequence[Row], directory: Path) -> None:
     axes[0].legend()
     figure.savefig(directory / "transfer-activations.png", dpi=100)
 
+    n_columns = max(map(len, DRAWN))
     figure, grid = plt.subplots(
-        2, 2, figsize=(9, 7), sharex=True, sharey=True, layout="constrained"
+        len(DRAWN), n_columns, figsize=(13, 7), sharex=True, sharey=True, layout="constrained"
     )
-    for row_of_axes, sweep in zip(grid, SIZES, strict=True):
-        for axis, scaled in zip(row_of_axes, (False, True), strict=True):
-            for size, curve in loss_table(rows, sweep, scaled).items():
+    for row_of_axes, panels in zip(grid, DRAWN, strict=True):
+        for axis, (name, scaled) in zip(row_of_axes, panels, strict=False):
+            for size, curve in loss_table(rows, SWEEPS[name], scaled).items():
                 (line,) = axis.plot(*zip(*curve, strict=True), marker=".", label=str(size))
-                best = min(curve, key=lambda point: point.loss)
-                axis.plot(*best, marker="*", markersize=14, color=line.get_color())
-            axis.set(title=f"{sweep}, {TITLES[scaled]}", xscale="log", xlabel="lr")
+                axis.plot(*best_of(curve), marker="*", markersize=14, color=line.get_color())
+            title = f"{name}, not scaled"
+            if scaled:
+                title = f"{SWEEPS[name].key}: {SWEEPS[name].base}"
+            axis.set(title=title, xscale="log", xlabel="lr")
             axis.legend()
+        for axis in row_of_axes[len(panels) :]:
+            axis.remove()
         row_of_axes[0].set_ylabel("validation loss (nats per byte)")
     figure.savefig(directory / "transfer-rates.png", dpi=100)
 
@@ -294,7 +334,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer")
     parser.add_argument("results", type=Path)
-    parser.add_argument("--sweeps", nargs="*", default=["activations", *SIZES])
+    parser.add_argument(
+        "--sweeps",
+        nargs="*",
+        choices=["activations", *SWEEPS],
+        default=["activations", "width", "width-from-64", "depth"],
+    )
     parser.add_argument("--draw", type=Path, metavar="DIRECTORY")
     args = parser.parse_args(arguments)
     measure(args.results, args.sweeps)
