@@ -526,7 +526,7 @@ def table_row(name: str, hp: Hyperparameters, places: list[tuple[int, float]]) -
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    torch.__version__ >= "2.15", reason="the page is of PyTorch 2.13; FSDP of 2.15 needs less"
+    torch.__version__ >= "2.14", reason="the page is of PyTorch 2.13; newer ones need other memory"
 )
 def test_planning_page_shows_the_largest_batch_sizes() -> None:
     text = (REPOSITORY / "docs" / "planning.md").read_text().splitlines()
