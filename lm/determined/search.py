@@ -129,7 +129,9 @@ class Searcher:
             )
         first = self.rungs[0]
         if first < self.validation_rate and first < self.max_steps:
-            rungs = ", ".join(map(str, self.rungs))
+            rungs = ", ".join(map(str, self.rungs[:8]))
+            if len(self.rungs) > 8:
+                rungs = f"{rungs}, ..."
             n_validated = sum(rung >= self.validation_rate for rung in self.rungs)
             remedy = f"validation_rate {first}"
             if n_validated > 0 and not self.has_bracket_rungs:
@@ -174,7 +176,15 @@ def adaptive_asha_rungs(searcher: Mapping[str, Any]) -> list[int]:
     n_rungs = rungs_of_brackets(searcher)[0]
     max_time = searcher["max_time"]
     divisor = searcher.get("divisor", 4)
-    return [max(int(max_time / divisor**k), 1) for k in reversed(range(n_rungs))]
+    return [_divide(max_time, divisor, k) for k in reversed(range(n_rungs))]
+
+
+def _divide(max_time: int, divisor: float, k: int) -> int:
+    """Return `max_time / divisor^k`, rounded down, at least 1."""
+    try:
+        return max(int(max_time / divisor**k), 1)
+    except OverflowError:  # of divisor^k
+        return 1
 
 
 def rungs_of_brackets(searcher: Mapping[str, Any]) -> list[int]:

@@ -6,6 +6,7 @@ To add a sink, write a subclass of `Sink` and create it in `MetricLogger`.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -109,6 +110,8 @@ class JSONL(Sink):
         line = {"group": record.group, "step": record.step, "time": record.time, **record.fields}
         file.write(json.dumps(line) + "\n")
         file.flush()
+        if record.group == "validation":  # which a search decides by, and a resume does not repeat
+            os.fsync(file.fileno())
 
     def close(self) -> None:
         self._metrics.close()

@@ -48,6 +48,8 @@ ASIDE = "before-%Y%m%d-%H%M%S"
 """Format of the names of directories to which `resume=fresh` moves what earlier runs wrote."""
 FIRST_CHECKPOINT = "first_checkpoint"
 """File of the run whose content is the location of a checkpoint; see `CheckpointStore`."""
+SEARCH_FILE = "search.json"
+"""File of a directory that belongs to `lm.search`, with the directories of its trials in it."""
 LOCK_TIMEOUT = 5.0
 """Seconds. The kernel releases the lock of a killed process only after its last write."""
 
@@ -100,6 +102,11 @@ class RunDir:
 
     def _create_and_lock(self) -> str:
         """Return what the lock then says of this process."""
+        if (self.path / SEARCH_FILE).exists():
+            raise ConfigError(
+                f"{self.path}: is a search of lm.search, with its trials; choose another name:"
+                " run_name=NAME"
+            )
         events = [self.path / "training", self.path / "validation"]
         try:
             for path in (self.path, self.checkpoints, self.traces, *events):
@@ -197,6 +204,19 @@ def lock_file(path: Path) -> str | None:
         return holder
     _locks.append(lock)
     return None
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process has locked the file `path`."""
+    if not path.exists():
+        return False
+    lock = FileLock(path.absolute(), 0, thread_local=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        return True
+    lock.release()
+    return False
 
 
 def _write_lock(lock: int) -> None:

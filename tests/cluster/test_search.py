@@ -140,6 +140,12 @@ def test_adaptive_asha_rungs_are_of_the_longest_bracket(
     )
 
 
+def test_rungs_beyond_the_range_of_floats_are_of_one_step() -> None:
+    rungs = adaptive_asha_rungs({"max_time": 16, "max_trials": 9, "bracket_rungs": [600]})
+    assert rungs[-3:] == [1, 4, 16]
+    assert set(rungs[:-3]) == {1}
+
+
 def test_retry_warning_of_a_search_without_a_policy() -> None:
     assert retry_warning(SEARCH) is None
     others = [policy for policy in SEARCH["log_policies"] if policy["name"] != "bad configuration"]
