@@ -8,17 +8,21 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from filelock import FileLock
 
 from lm.errors import ConfigError, RunError
 from lm.search import __main__ as command
 from lm.search.experiment import Experiment, SearcherConfig
 from lm.search.halving import DROPPED, Replay, asha_brackets, single_bracket
+from lm.search.report import Row
+from lm.search.search import Search
 from tests.support import REPOSITORY
 from tests.support.cluster.searcher import Halving
 from tests.support.hyperparameters import TINY
@@ -177,7 +181,37 @@ def test_points_lie_in_their_ranges_and_repeat() -> None:
     assert {point["rope_scaling"]["factor"] for point in points} == {2, 3}
     assert {point["d_model"] for point in points} == {32}
     assert points[:3] == Experiment(path, []).points(3)
-    assert "lr" not in Experiment(path, ["lr=0.1"]).points(1)[0]
+    without_lr = Experiment(path, ["lr=0.1"]).points(3)
+    for key in RANGES.keys() - {"lr"}:
+        assert [point[key] for point in without_lr] == [point[key] for point in points[:3]]
+    assert "lr" not in without_lr[0]
+    reordered = write_experiment(ASHA, dict(reversed(RANGES.items())))
+    assert Experiment(reordered, []).points(3) == points[:3]
+
+
+def test_experiment_accepts_the_nulls_of_a_master() -> None:
+    searcher = ASHA | {"mode": None, "divisor": None, "source_trial_id": None}
+    searcher["source_checkpoint_uuid"] = None
+    contents = {"searcher": searcher, "hyperparameters": {}, "max_restarts": None}
+    contents |= {"resources": {"slots_per_trial": None}, "reproducibility": None}
+    Path("tiny.yaml").write_text(yaml.safe_dump(contents))
+    experiment = Experiment(Path("tiny.yaml"), [])
+    assert experiment.searcher == SearcherConfig.model_validate(ASHA)
+    assert (experiment.slots, experiment.seed, experiment.max_restarts) == (1, 0, 5)
+
+
+def test_best_trial_is_complete() -> None:
+    write_experiment({"name": "random", "metric": "loss", "max_trials": 1}, SMALL)
+    search = Search(Path("tiny.yaml"), [])
+    rows = [
+        Row("trial-1", {}, "stopped", 8, {4: 0.5, 8: 0.1}, ""),
+        Row("trial-2", {}, "completed", 4, {4: 1.0}, ""),
+        Row("trial-3", {}, "completed", 8, {4: 0.9, 8: 2.9}, ""),
+        Row("trial-4", {}, "dropped", 4, {}, "refused"),
+    ]
+    assert search.best(rows) == rows[1]
+    assert search.best([rows[0], rows[3]]) == rows[0]
+    assert search.best(rows[3:]) is None
 
 
 def test_grid_has_the_values_of_determined() -> None:
@@ -212,8 +246,12 @@ SMALL: dict[str, Any] = TINY | {
         ({"metric": "accuracy"}, {}, ["searcher.metric", "accuracy"]),
         ({"max_time": 16}, {}, ["searcher.max_time", "16", "max_steps 8"]),
         ({"name": "grid"}, {}, ["lr", "count"]),
-        ({}, {"lr": {"type": "log", "minval": 1}}, ["lr", "maxval"]),
-        ({}, {"lr": {"type": "log", "minval": 2, "maxval": 1}}, ["lr", "minval 2"]),
+        ({}, {"lr": {"type": "log", "base": 10, "minval": 1}}, ["lr", "maxval"]),
+        ({}, {"lr": {"type": "log", "minval": -2, "maxval": -1}}, ["lr", "base"]),
+        ({}, {"lr": {"type": "logg", "minval": 1, "maxval": 2}}, ["lr", "logg", "categorical"]),
+        ({"source_trial_id": 7}, {}, ["searcher", "init_from"]),
+        ({}, {"train_data": "missing.txt", "dataset": "text"}, ["train_data", "missing.txt"]),
+        ({}, {"lr": {"type": "log", "base": 10, "minval": 2, "maxval": 1}}, ["lr", "minval 2"]),
         ({}, {"lrr": 1}, ["lrr", "did you mean lr"]),
         ({}, {"max_epochs": 1}, ["max_epochs", "max_steps"]),
         ({}, {"resume": "fresh"}, ["resume", "fresh"]),
@@ -233,6 +271,24 @@ def test_search_refuses_before_the_first_trial(
     assert not Path("runs").exists()
 
 
+def test_search_refuses_a_preset_that_replaces_its_ranges(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    searcher = {"name": "random", "metric": "loss", "max_trials": 2}
+    layers = {"n_layers": {"type": "int", "minval": 1, "maxval": 3}}
+    path = write_experiment(searcher, SMALL | layers)
+    assert command.main([str(path), "model=gpt2"]) == ConfigError.exit_code
+    assert "n_layers" in capsys.readouterr().err
+
+
+def test_last_errors_are_the_end_of_a_long_stderr() -> None:
+    write_experiment({"name": "random", "metric": "loss", "max_trials": 1}, SMALL)
+    (trial,) = Search(Path("tiny.yaml"), []).trials
+    trial.path.mkdir(parents=True)
+    (trial.path / "stderr.txt").write_text("x" * 3_000_000 + "\nthe\n\nlast\nlines\n")
+    assert trial.last_errors() == "the; last; lines"
+
+
 def start_search(*arguments: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -247,7 +303,7 @@ def start_search(*arguments: str) -> subprocess.Popen[str]:
 def losses_by_trial(name: str) -> dict[str, dict[int, float]]:
     """Return the validation losses of each trial, by step."""
     losses: dict[str, dict[int, float]] = {}
-    for file in sorted(Path("runs", name).glob("trial-*/metrics.jsonl")):
+    for file in sorted(Path("runs", name).glob("*/metrics.jsonl")):
         records = [json.loads(line) for line in file.read_text().splitlines()]
         losses[file.parent.name] = {
             record["step"]: record["loss"] for record in records if record["group"] == "validation"
@@ -257,7 +313,8 @@ def losses_by_trial(name: str) -> dict[str, dict[int, float]]:
 
 @pytest.fixture
 def _signals() -> Iterator[None]:
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    signums = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+    before = {signum: signal.getsignal(signum) for signum in signums}
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)
@@ -279,9 +336,22 @@ def test_search_killed_and_rerun_ends_as_an_undisturbed_one(
     rerun = start_search("run_name=killed", "--parallel", "2")
     output, errors = rerun.communicate(timeout=300)
     assert rerun.returncode == 0, errors
-    assert whole.communicate(timeout=300)[0].splitlines()[-1].endswith("run_name=whole-best")
+    printed = whole.communicate(timeout=300)[0].splitlines()[-1].split()
+    assert printed[-1] == "run_name=whole-best"
 
     expected = losses_by_trial("whole")
+    _, config, _ = printed[-3:]
+    best = Path(config).parent.name
+    arguments = [sys.executable, *printed[1:]]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    subprocess.run(arguments, env=environment, check=True, capture_output=True)
+    again = losses_by_trial("")["whole-best"]
+    assert again == expected[best]
+    as_a_run = subprocess.run(
+        [*arguments[:-1], "run_name=whole"], env=environment, check=False, capture_output=True
+    )
+    assert as_a_run.returncode == ConfigError.exit_code
+    assert b"is a search" in as_a_run.stderr
     assert losses_by_trial("killed") == expected
     assert max(max(losses) for losses in expected.values()) == 8
     report = Path("runs/killed/report.md").read_text()
@@ -291,8 +361,10 @@ def test_search_killed_and_rerun_ends_as_an_undisturbed_one(
 
     write_experiment(searcher | {"max_trials": 5}, hyperparameters)
     again = ["tiny.yaml", "run_name=killed", "--parallel", "2"]
-    assert command.main(again) == ConfigError.exit_code
-    assert "searcher.max_trials: was 4, is now 5" in capsys.readouterr().err
+    changed = start_search(*again[1:])
+    _, errors = changed.communicate(timeout=300)
+    assert changed.returncode == ConfigError.exit_code
+    assert "searcher.max_trials: was 4, is now 5" in errors
     write_experiment(searcher, hyperparameters)
     assert command.main(again) == 0
     assert capsys.readouterr().out.splitlines()[-1] == output.splitlines()[-1]
@@ -328,3 +400,56 @@ def test_search_restarts_a_trial_that_was_killed() -> None:
     assert search.returncode == 0, errors
     assert "before step 300" in output
     assert losses_by_trial("tiny")["trial-1"].keys() >= {300}
+
+
+@pytest.mark.slow
+def test_search_ends_where_a_trial_cannot_resume() -> None:
+    """Its data have changed: that is not wrong with its point."""
+    text = Path("train.txt")
+    text.write_text("some text " * 3000)
+    data = {"dataset": "text", "train_data": str(text.absolute()), "vocab_size": 257}
+    run = {"max_steps": 3000, "validation_rate": 3000, "report_rate": 10}
+    write_experiment({"name": "single", "metric": "loss"}, SMALL | data | run | {"lr": 0.01})
+    search = start_search()
+    metrics = Path("runs/tiny/trial-1/metrics.jsonl")
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
+    search.send_signal(signal.SIGTERM)
+    search.communicate(timeout=300)
+
+    text.write_text("other text " * 3000)
+    search = start_search()
+    _, errors = search.communicate(timeout=300)
+    assert search.returncode == ConfigError.exit_code
+    (line,) = errors.splitlines()
+    assert "trial-1 does not resume" in line
+    assert "run the same command again" in line
+    assert not Path("runs/tiny/trial-1/dropped").exists()
+
+
+@pytest.mark.slow
+def test_search_ends_where_all_trials_are_refused_alike() -> None:
+    too_large = {"d_model": 32768, "n_layers": 64}  # for this machine
+    write_experiment({"name": "random", "metric": "loss", "max_trials": 20}, SMALL | too_large)
+    search = start_search()
+    _, errors = search.communicate(timeout=300)
+    assert search.returncode == ConfigError.exit_code
+    assert "the first 3 trials were refused alike" in errors
+    assert len(list(Path("runs/tiny").glob("trial-*"))) == 3
+    assert not list(Path("runs/tiny").glob("trial-*/dropped"))
+
+
+@pytest.mark.slow
+def test_search_waits_for_a_trial_that_is_still_saving() -> None:
+    """A search that was killed leaves trials that save, and hold their directory meanwhile."""
+    write_experiment({"name": "single", "metric": "loss"}, SMALL | {"lr": 0.01})
+    trial = Path("runs/tiny/trial-1")
+    trial.mkdir(parents=True)
+    with FileLock((trial / "lock").absolute()):
+        search = start_search()
+        wait_until((trial.parent / "search.json").exists)
+        time.sleep(3)
+        assert search.poll() is None
+        assert not (trial / "config.yaml").exists()
+    output, errors = search.communicate(timeout=300)
+    assert search.returncode == 0, errors
+    assert "before step" not in output

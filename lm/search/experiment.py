@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from lm import strict_yaml
-from lm.config import Hyperparameters
 from lm.errors import ConfigError
 
 Point = dict[str, Any]
@@ -27,7 +26,10 @@ MAX_GRID = 10_000
 
 
 class SearcherConfig(BaseModel, frozen=True, extra="forbid"):
-    """The section `searcher` of an experiment file, with the defaults of Determined."""
+    """The section `searcher` of an experiment file, with the defaults of Determined.
+
+    null means the default, as the master writes it in `det experiment config`.
+    """
 
     name: Literal["single", "random", "grid", "adaptive_asha"]
     metric: str
@@ -42,6 +44,13 @@ class SearcherConfig(BaseModel, frozen=True, extra="forbid"):
     bracket_rungs: list[Annotated[int, Field(gt=0)]] | None = None
     max_length: Any = None
     """deprecated; `lm.config` reads it"""
+    source_trial_id: Any = None
+    source_checkpoint_uuid: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, section: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in section.items() if value is not None}
 
     @property
     def sign(self) -> float:
@@ -58,6 +67,9 @@ class SearcherConfig(BaseModel, frozen=True, extra="forbid"):
         if self.name == "adaptive_asha":
             required["max_time"] = self.max_time
             required["time_metric"] = self.time_metric
+        if self.source_trial_id is not None or self.source_checkpoint_uuid is not None:
+            problem = "a search here cannot start from a trial of a master"
+            raise ValueError(f"{problem}; use hyperparameters.init_from")
         missing = [key for key, value in required.items() if value is None]
         if missing:
             raise ValueError(f"{self.name} needs {' and '.join(missing)}")
@@ -147,12 +159,13 @@ class _Log(_Number, frozen=True):
     """`minval` and `maxval` are exponents."""
 
     type: Literal["log"]
-    base: float = Field(10.0, gt=0, allow_inf_nan=False)
+    base: float = Field(gt=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _check_powers(self) -> _Log:
         if abs(math.log2(self.base)) * max(abs(self.minval), abs(self.maxval)) > 1000:
-            raise ValueError(f"powers of {self.base:g} up to {self.maxval:g} exceed float64")
+            bounds = f"{self.minval:g} to {self.maxval:g}"
+            raise ValueError(f"powers {bounds} of {self.base:g} exceed float64")
         return self
 
     def draw(self, source: random.Random) -> float:
@@ -191,16 +204,19 @@ class Experiment:
         section = self.contents["hyperparameters"] or {}
         if not isinstance(section, dict):
             raise ConfigError(f"{path}: hyperparameters: is not a mapping of keys to values")
-        replaced = {override.partition("=")[0].strip() for override in overrides}
+        self.overridden: dict[str, str] = {}
+        for override in overrides:
+            key, _, value = override.partition("=")
+            self.overridden[key.strip()] = value
         self.space: Space = {}
         for key, value in section.items():
-            if key not in replaced:
+            if key not in self.overridden:
                 self.space[key] = self._read_value(f"hyperparameters.{key}", value)
-        self.slots = self._read_int("resources", "slots_per_trial", 1, 1)
-        self.seed = self._read_int("reproducibility", "experiment_seed", 0, 0)
-        self.max_restarts = 5
-        if isinstance(self.contents.get("max_restarts"), int):
-            self.max_restarts = self.contents["max_restarts"]
+        resources = self._read_section("resources")
+        self.slots = self._read_int("resources.slots_per_trial", resources, 1, 1)
+        reproducibility = self._read_section("reproducibility")
+        self.seed = self._read_int("reproducibility.experiment_seed", reproducibility, 0, 0)
+        self.max_restarts = self._read_int("max_restarts", self.contents, 5, 0)
         if self._problems or searcher is None:
             raise ConfigError(*self._problems)
         self.searcher = searcher
@@ -215,17 +231,23 @@ class Experiment:
         return {
             "searcher": self.contents["searcher"],
             "hyperparameters": self.contents["hyperparameters"],
-            "overrides": self.overrides,
+            "arguments": self.overridden,
             "resources.slots_per_trial": self.slots,
             "reproducibility.experiment_seed": self.seed,
         }
 
     def points(self, n_trials: int) -> list[Point]:
-        """Return the points of random trials; a point depends on the seed and its number only."""
+        """Return the points of random trials.
+
+        A value depends on the seed, the number of the trial, and the names of its key only, so that
+        other ranges can be added, removed and reordered.
+        """
         points: list[Point] = []
         for number in range(n_trials):
-            source = random.Random(f"{self.seed}/{number}")
-            points.append({key: _draw(value, source) for key, value in self.space.items()})
+            point: Point = {}
+            for key, value in self.space.items():
+                point[key] = _draw(value, f"{self.seed}/{number}/{key}")
+            points.append(point)
         return points
 
     def grid(self) -> list[Point]:
@@ -268,6 +290,9 @@ class Experiment:
         if not isinstance(value, dict):
             return value
         if value.get("type") not in _TYPES:
+            if "type" in value:
+                problem = f"type {value['type']!r} is not one of {', '.join(_TYPES)}"
+                self._problems.append(f"{self._label(key)}: {problem}")
             return {name: self._read_value(f"{key}.{name}", each) for name, each in value.items()}
         try:
             return _RANGE.validate_python(value)
@@ -277,15 +302,21 @@ class Experiment:
                 self._add(".".join([key, *inner]), error)
             return value
 
-    def _read_int(self, section: str, key: str, default: int, least: int) -> int:
-        """Return an integer of another section of the file."""
-        mapping = self.contents.get(section) or {}
-        if not isinstance(mapping, dict):
-            return default  # for the master to judge
-        value = mapping.get(key, default)
+    def _read_section(self, name: str) -> Mapping[str, Any]:
+        """Return another section of the file; if it is none, that is for the master to judge."""
+        section = self.contents.get(name)
+        if not isinstance(section, dict):
+            return {}
+        return section
+
+    def _read_int(self, name: str, section: Mapping[str, Any], default: int, least: int) -> int:
+        """Return the integer `name` of a section of the file."""
+        value = section.get(name.rpartition(".")[2])
+        if value is None:
+            return default
         if type(value) is not int or value < least:
-            label = self._label(f"{section}.{key}")
-            self._problems.append(f"{label}: {value!r} is not an integer of {least} or more")
+            problem = f"{value!r} is not an integer of {least} or more"
+            self._problems.append(f"{self._label(name)}: {problem}")
             return default
         return value
 
@@ -321,11 +352,11 @@ def _has_range(value: Any) -> bool:
     return isinstance(value, _Range) and not isinstance(value, _Const)
 
 
-def _draw(value: Any, source: random.Random) -> Any:
+def _draw(value: Any, seed: str) -> Any:
     if isinstance(value, _Range):
-        return value.draw(source)
+        return value.draw(random.Random(seed))
     if isinstance(value, dict):
-        return {key: _draw(each, source) for key, each in value.items()}
+        return {key: _draw(each, f"{seed}/{key}") for key, each in value.items()}
     return value
 
 
@@ -355,9 +386,3 @@ def _flatten(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[key] = value
     return flat
-
-
-def step_cost(hp: Hyperparameters) -> float:
-    """Return the FLOPs of a training step on one rank."""
-    n_sequences = hp.total_batch_size or hp.batch_size
-    return hp.training_flops_per_token * n_sequences * hp.max_seq_len

@@ -8,77 +8,166 @@ dropped         why the trial was dropped; delete it to try the trial again
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from lm.config import REPOSITORY, Hyperparameters
-from lm.determined.search import STOP_VARIABLE
+from lm.determined.search import STOP_VARIABLE, Searcher
 from lm.errors import ConfigError, make_printable
 from lm.fileio import open_regular, read_bytes, read_records, replace_durably
 from lm.launch.spawn import die_with_parent
-from lm.runtime.run_dir import RUNS, make_directory
+from lm.runtime.run_dir import RunDir, is_locked, make_directory
+from lm.search.experiment import Point
+from lm.search.halving import DROPPED
 
-_MAX_ERROR_BYTES = 1 << 20
+_MAX_REASON_BYTES = 1 << 20
+_MAX_ERROR_BYTES = 64 << 10
+"""Of the end of a trial's stderr.txt, in which its error is."""
+_OF_OTHER_LAUNCHERS = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "RESTART_WHEN_STOPPED",
+    "MAKE_TARGET",
+    STOP_VARIABLE,
+)
+"""Environment variables that trials do not get from the search: each is a job of its own."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the run of a trial is to do."""
+
+    hp: Hyperparameters
+    searcher: Searcher
+    """that knows when the run is validated"""
+    global_batch_size: int
+    """sequences per step"""
+
+    def step_of(self, rung: int) -> int:
+        """Return the step of the validation that decides at a rung."""
+        if not self.searcher.rungs:
+            return self.searcher.max_steps
+        return self.searcher.validation_after(self.searcher.rungs[rung])
+
+    def flops_until(self, rung: int) -> float:
+        """Return the FLOPs of all training steps until a rung."""
+        n_tokens = self.step_of(rung) * self.global_batch_size * self.hp.max_seq_len
+        return n_tokens * self.hp.training_flops_per_token
 
 
 class Trial:
-    """A trial, whose state is in its directory."""
+    """A trial: its point, and the directory of its run, which has all that is known of it.
 
-    def __init__(self, search: str, number: int, metric: str, sign: float) -> None:
-        self.name = f"trial-{number}"
+    Args:
+        number: from 0.
+        settings: what its run is to do, or why its point is refused.
+        metric: the searcher's, multiplied by `sign` so that less is better.
+    """
+
+    def __init__(
+        self,
+        search: str,
+        number: int,
+        point: Point,
+        settings: Settings | ConfigError,
+        metric: str,
+        sign: float,
+    ) -> None:
+        self.name = f"trial-{number + 1}"
         self.run_name = f"{search}/{self.name}"
-        self.path = RUNS / search / self.name
+        self.point = point
+        self.refusal: ConfigError | None = None
+        """why its point is refused, so that it is never started"""
+        self._settings: Settings | None = None
+        if isinstance(settings, ConfigError):
+            self.refusal = settings
+        else:
+            self._settings = settings
         self._metric = metric
         self._sign = sign
+        self._run_dir = RunDir(self.run_name)
+        self.path = self._run_dir.path
         self._size = -1
         self._values: dict[int, float] = {}
 
     @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
+    def settings(self) -> Settings:
+        """Those of a trial whose point is not refused."""
+        assert self._settings is not None
+        return self._settings
 
-    def prepare(self, hp: Hyperparameters) -> None:
-        """Write the trial's config.yaml, from which it starts; once started, it has its own."""
-        import yaml
+    def objective(self, rung: int) -> float | None:
+        """Return the metric at a rung, of which less is better.
 
-        make_directory(self.path)
-        if not self.config.exists():
-            values = hp.model_dump(mode="json") | {"run_name": self.run_name}
-            text = yaml.safe_dump({"hyperparameters": values}, sort_keys=False)
-            replace_durably(self.config, text.encode())
+        `DROPPED` if the trial has ended before, None if it is not known yet.
+        """
+        if self.refusal is not None:
+            return DROPPED
+        value = self.values().get(self.settings.step_of(rung))
+        if value is not None:
+            return self._sign * value
+        if self.why_dropped() is not None:
+            return DROPPED
+        return None
+
+    def flops_until(self, rung: int) -> float:
+        """Return the FLOPs until a rung; none if its point is refused."""
+        if self.refusal is not None:
+            return 0.0
+        return self.settings.flops_until(rung)
 
     def values(self) -> Mapping[int, float]:
-        """Return the searcher's metric by step, so far."""
-        metrics = self.path / "metrics.jsonl"
+        """Return the searcher's metric by step, so far; inf and NaN are left out."""
+        metrics = self._run_dir.metrics
         size = metrics.stat().st_size if metrics.exists() else 0
         if size != self._size:
             self._size = size
             self._values = {}
             for record in read_records(metrics, {"group"}):
                 value = record.get(self._metric)
-                if record["group"] == "validation" and isinstance(value, float):
+                if record["group"] != "validation" or not isinstance(value, float):
+                    continue
+                if math.isfinite(value):
                     self._values[record["step"]] = value
         return self._values
 
-    def loss(self, step: int) -> float | None:
-        """Return the searcher's metric at `step`, of which less is better; None = not yet."""
-        value = self.values().get(step)
-        if value is None:
-            return None
-        return self._sign * value
+    def n_sessions(self) -> int:
+        """Return how often its run has got as far as its first step."""
+        return len(read_records(self._run_dir.sessions, set()))
 
-    def last_step(self) -> int:
-        """Return the step of the last report, 0 before the first."""
-        return max((r["step"] for r in read_records(self.path / "metrics.jsonl", set())), default=0)
+    def is_in_use(self) -> bool:
+        """Return whether a process has its run, e.g. one that a killed search has left saving."""
+        return is_locked(self.path / "lock")
+
+    @property
+    def config(self) -> Path:
+        """Its hyperparameters, all of them."""
+        return self._run_dir.config
+
+    def prepare(self) -> None:
+        """Write the trial's config.yaml, from which it starts; once started, it has its own."""
+        import yaml
+
+        make_directory(self.path)
+        if not self.config.exists():
+            values = self.settings.hp.model_dump(mode="json") | {"run_name": self.run_name}
+            text = yaml.safe_dump({"hyperparameters": values}, sort_keys=False)
+            replace_durably(self.config, text.encode())
 
     def why_dropped(self) -> str | None:
         """Return why the trial was dropped, or None if it was not."""
         try:
-            return read_bytes(self.path / "dropped", _MAX_ERROR_BYTES).decode(errors="replace")
+            return read_bytes(self.path / "dropped", _MAX_REASON_BYTES).decode(errors="replace")
         except FileNotFoundError:
             return None
 
@@ -86,9 +175,16 @@ class Trial:
         """Record that the trial was dropped."""
         replace_durably(self.path / "dropped", reason.encode())
 
+    def undo_drop(self) -> None:
+        """Forget that the trial was dropped."""
+        (self.path / "dropped").unlink(missing_ok=True)
+
     def last_errors(self) -> str:
         """Return the last lines that its last start printed to stderr, as one line."""
-        errors = read_bytes(self.path / "stderr.txt", _MAX_ERROR_BYTES).decode(errors="replace")
+        with open(self.path / "stderr.txt", "rb", opener=open_regular) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - _MAX_ERROR_BYTES))
+            errors = file.read(_MAX_ERROR_BYTES).decode(errors="replace")
         lines = [line.strip() for line in errors.splitlines() if line.strip()]
         return make_printable("; ".join(lines[-3:]))
 
@@ -100,20 +196,20 @@ class TrialProcess:
     trial saves and stops.
 
     Args:
-        stop_step: after whose validation the run stops; None = after its last step.
+        rung: where the run stops; None = after its last step.
         env: environment variables of the trial's devices and threads.
     """
 
-    def __init__(
-        self, trial: Trial, stop_step: int | None, n_ranks: int, env: Mapping[str, str]
-    ) -> None:
+    def __init__(self, trial: Trial, rung: int, n_ranks: int, env: Mapping[str, str]) -> None:
         self.trial = trial
-        self.stop_step = stop_step
+        self.rung = rung
+        self._n_sessions_before = trial.n_sessions()
         variables = dict(os.environ) | dict(env)
-        for name in ("RESTART_WHEN_STOPPED", "MAKE_TARGET", STOP_VARIABLE):
+        for name in _OF_OTHER_LAUNCHERS:
             variables.pop(name, None)
-        if stop_step is not None:
-            variables[STOP_VARIABLE] = str(stop_step)
+        step = trial.settings.step_of(rung)
+        if step < trial.settings.searcher.max_steps:
+            variables[STOP_VARIABLE] = str(step)
         command = [sys.executable, "-m", "lm.launch", "--nproc", str(n_ranks)]
         command += [str(REPOSITORY / "fsdp.py"), "--config", str(trial.config)]
         with (
@@ -139,5 +235,16 @@ class TrialProcess:
         self._process.send_signal(signal.SIGTERM)
 
     def is_refused(self) -> bool:
-        """Return whether it ended because the point is refused, or has diverged."""
+        """Return whether it has ended with the exit code of a wrong configuration or input.
+
+        A run that diverges has it, too.
+        """
         return self.exit_code() == ConfigError.exit_code
+
+    def was_resumed(self) -> bool:
+        """Return whether an earlier start of its trial has got as far as its first step."""
+        return self._n_sessions_before > 0
+
+    def has_trained(self) -> bool:
+        """Return whether it has got as far as its first step."""
+        return self.trial.n_sessions() > self._n_sessions_before

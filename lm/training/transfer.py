@@ -4,7 +4,7 @@ A model that is m times as wide and l times as deep as the one on which `lr` and
 learns at the same pace if its parts are scaled as follows (Yang et al., Tensor Programs V, 2022,
 table 8 for the width; Dey et al., CompleteP, 2025, table 1 with alpha = 1 for the depth):
 
-    role                      multiplier   deviation    lr         decay      epsilon
+    role, before folding      multiplier   deviation    lr         decay      epsilon
     embedding                              1            1          1          1 / m
     matrix in a block                      1 / sqrt m   1 / m      m          1 / (m l)
     the same, with Muon                    1 / sqrt m   1 / sqrt m  sqrt m
