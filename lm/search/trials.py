@@ -40,7 +40,7 @@ _OF_OTHER_LAUNCHERS = (
     "MAKE_TARGET",
     STOP_VARIABLE,
 )
-"""Environment variables that trials do not get from the search: each is a job of its own."""
+"""Environment variables that trials do not get from the search: each is a separate job."""
 
 
 @dataclass(frozen=True)
