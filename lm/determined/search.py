@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import determined as det
 from determined import core
 from determined.common.api import bindings
 
@@ -282,8 +283,13 @@ class SearchStop:
         self._answered = threading.Condition()
         if rank == 0 and searcher is not None and searcher.stops_trials:
             # There is no public way to know when a report has been sent.
-            shipper = train._metrics._shipper
-            self._send_report = shipper._post_metrics
+            try:
+                shipper = train._metrics._shipper
+                self._send_report = shipper._post_metrics
+            except AttributeError:
+                problem = f"version {det.__version__} reports in another way than 0.38.1"
+                remedy = "a search could not stop this trial; use a cluster of version 0.38.1"
+                raise ConfigError(f"determined: {problem}, and {remedy}", rank_local=True) from None
             shipper._post_metrics = self._send_report_and_ask
 
     def _send_report_and_ask(

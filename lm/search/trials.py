@@ -196,7 +196,7 @@ class TrialProcess:
     trial saves and stops.
 
     Args:
-        rung: where the run stops; None = after its last step.
+        rung: at which the run stops.
         env: environment variables of the trial's devices and threads.
     """
 
