@@ -197,7 +197,7 @@ class Runner:
         """Stop the search with an error."""
         self._error = ConfigError(
             f"{self._search.path}: {problem}: {reason}; no trial was dropped for this: mend it, and"
-            " run the same command again"
+            " run the same command again; if values are wrong, change their ranges and run_name"
         )
         self._stop_trials()
 

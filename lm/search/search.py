@@ -124,7 +124,8 @@ class Search:
         Points that differ in other hyperparameters share the answer.
         """
         hp = settings.hp
-        of_data = hp.model_dump_json(include={*DataConfig.model_fields, "eval_tasks", "eval_rate"})
+        others = {"init_from", "eval_tasks", "eval_rate"}
+        of_data = hp.model_dump_json(include={*DataConfig.model_fields, *others})
         searcher = settings.searcher
         key = f"{of_data} {hp.vocab_size} {hp.max_seq_len} {settings.global_batch_size} {searcher}"
         if key not in self._problems_of_data:
