@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lm.runtime.flight_recorder import PendingCollectives, describe_last_collectives
 from lm.runtime.world import World
 from tests.support.ranks import run_ranks
+from tests.support.runs import wait_until
 
 
 def seems_pending(check_after: float) -> bool:
@@ -60,6 +61,9 @@ def describe_while_one_waits(world: World) -> str:
         dist.all_reduce(torch.ones(7), async_op=True)
     for _ in range(5):
         world.all_gather_object(world.rank)
+    n_waiting = int(world.rank == 0)
+    # The recorder learns that a collective has ended after those who wait for it.
+    wait_until(lambda: describe_last_collectives().count("scheduled") == n_waiting)
     described = describe_last_collectives()
     dist.barrier(world.control)
     return described
