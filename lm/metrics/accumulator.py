@@ -93,8 +93,8 @@ class MetricsAccumulator:
     def _load(self, sums: MetricSums) -> None:
         on_device = self._on_device([getattr(sums, key) for key in ON_DEVICE])
         self._sums = on_device[: len(SUMS)]
-        self._consecutive_skipped = on_device[-2]
-        self._most_consecutive_skipped = on_device[-1]
+        self._consecutive_skipped = on_device[ON_DEVICE.index("consecutive_skipped")]
+        self._most_consecutive_skipped = on_device[ON_DEVICE.index("most_consecutive_skipped")]
         self.n_steps = sums.n_steps
         self._n_tokens = sums.n_tokens
         self._data_seconds = sums.data_seconds

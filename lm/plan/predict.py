@@ -205,14 +205,13 @@ def _list_plans_that_fit(
 ) -> Iterator[Plan]:
     """Yield the plans that fit, of all settings that a search combines."""
     for changes in _list_combinations(hp, ranks):
+        if hp.model_copy(update=changes).offloads_too_little:
+            continue
         for batch_size in BATCH_SIZES:
             if hp.total_batch_size and hp.total_batch_size % (batch_size * ranks.size):
                 continue
             changed = changes | {"batch_size": batch_size}
-            changed_hp = hp.model_copy(update=changed)
-            if changed_hp.offloads_too_little:
-                break
-            plan = make_plan(changed_hp, ranks, card, network)
+            plan = make_plan(hp.model_copy(update=changed), ranks, card, network)
             if not plan.fits:
                 break  # larger batches need more
             settings = {key: value for key, value in changed.items() if value != getattr(hp, key)}
