@@ -387,6 +387,10 @@ def _apply_override(draft: _Draft, override: str) -> None:
     key = key.strip()
     if key and key.isprintable() and equals:
         draft.set(key, _parse_override(key, text), f"argument {key}")
+        if re.search("[\ud800-\udfff]", text):  # how Python decodes other bytes
+            encoding = sys.getfilesystemencoding()
+            problem = f"{_show(text)} is not valid in the encoding of this locale, {encoding}"
+            draft.refuse(key, f"{problem}; use UTF-8, and set LC_ALL=C.UTF-8")
         draft.arguments.add(key)
         return
     problem = "is not key=value"

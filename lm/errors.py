@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import re
 import select
@@ -10,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -102,16 +103,41 @@ def error_prefix(prefix: str) -> Iterator[None]:
         raise ConfigError(*problems) from None
 
 
-def open_standard_streams() -> None:
-    """Open the null device in place of each standard stream that is closed, e.g. by `>&-`.
+def open_standard_streams(*, lossy_stdout: bool = False) -> None:
+    """Make the standard streams usable, whatever this process was started with.
 
-    Python has None for it, and the next file that is opened gets its number, and what C prints.
+    For each that is closed, e.g. by `>&-`, opens the null device: Python has None for it, and the
+    next file that is opened gets its number, and what C prints. Characters that an encoding lacks
+    become escapes. What cannot be written to stderr, as a disk is full or a reader or a terminal is
+    gone, is dropped.
+
+    Args:
+        lossy_stdout: the same of stdout: for a process that has more to do than to print.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
+        stream = getattr(sys, name)
+        if stream is None:
             null = os.open(os.devnull, os.O_RDWR)  # the lowest free number: the stream's
             os.set_inheritable(null, True)
             setattr(sys, name, os.fdopen(null, mode))
+        elif mode == "w" and stream is getattr(sys, f"__{name}__"):  # not a notebook's
+            file_type = _LossyFile if name == "stderr" or lossy_stdout else io.FileIO
+            file = io.BufferedWriter(file_type(stream.fileno(), "w", closefd=False))
+            text = io.TextIOWrapper(file, stream.encoding, "backslashreplace", line_buffering=True)
+            setattr(sys, name, text)
+
+
+class _LossyFile(io.FileIO):
+    """A file that drops what cannot be written."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            n_written = super().write(data)
+        except OSError:
+            n_written = None
+        if n_written is None:  # also of a pipe that is full and does not block
+            return len(data)
+        return n_written
 
 
 def _stdout_is_unread() -> bool:
@@ -127,13 +153,20 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
     That is 130 after Ctrl-C, and 141, without a message, once nothing reads stdout.
     """
 
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            code = main(*args, **kwargs)
+        except SystemExit:  # of argparse, which may have printed its help
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
+        return code
+
     @functools.wraps(main)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> int:
         open_standard_streams()
         try:
-            code = main(*args, **kwargs)
-            sys.stdout.flush()
-            return code
+            return run(*args, **kwargs)
         except RunError as error:
             print(error, file=sys.stderr)
             return error.exit_code

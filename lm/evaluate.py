@@ -170,17 +170,14 @@ def parse_evaluate_arguments(arguments: Sequence[str] | None) -> argparse.Namesp
     return args
 
 
-def compare(args: argparse.Namespace, world: World) -> int:
-    """Score all models, and print the results on rank 0. Return the exit code."""
+def compare(args: argparse.Namespace, world: World) -> str:
+    """Score all models. Return the results, as the command prints them."""
     with world.all_or_none():
         tasks = read_tasks(args.tasks, args.limit)
     models = {source: score_model(source, tasks, args, world) for source in args.models}
-    if world.rank == 0:
-        format_results = format_table
-        if args.json:
-            format_results = format_json
-        print(format_results(models))
-    return 0
+    if args.json:
+        return format_json(models)
+    return format_table(models)
 
 
 @command
@@ -190,11 +187,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     world = join_world(Launch.from_env(os.environ), _TIMEOUT)
     try:
         with world:
-            return compare(args, world)
+            results = compare(args, world)
     except RunError as error:
         if world.rank == 0 or error.rank_local:
             raise
         return error.exit_code  # rank 0 prints it
+    if world.rank == 0:
+        print(results)
+    return 0
 
 
 if __name__ == "__main__":

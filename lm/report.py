@@ -335,7 +335,7 @@ def write_report_files(runs: Sequence[RunRecords], directory: Path) -> str:
             note = f" and {PICTURE}"
         except ImportError:
             note = f" ({PICTURE} requires a package: pip install matplotlib)"
-    text.write_text(format_report(runs, drawn))
+    text.write_text(format_report(runs, drawn), encoding="utf-8")
     return f"{text}{note}"
 
 
@@ -368,18 +368,22 @@ def select_runs(paths: Sequence[Path]) -> list[Path]:
     return runs
 
 
-@command
 @oserror_as_config_error
+def make_report(paths: Sequence[Path]) -> str:
+    """Write the report on the runs at `paths`, and return what the command prints."""
+    selected = select_runs(paths)
+    runs = [RunRecords(path) for path in selected]
+    common_parent = os.path.commonpath([path.absolute() for path in selected])
+    written = write_report_files(runs, Path(os.path.relpath(common_parent)))
+    return f"{format_report(runs)}\n{written}"
+
+
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m lm.report", description="Report on runs.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
-    paths = select_runs(parser.parse_args(arguments).runs)
-    runs = [RunRecords(path) for path in paths]
-    common_parent = os.path.commonpath([path.absolute() for path in paths])
-    written = write_report_files(runs, Path(os.path.relpath(common_parent)))
-    print(format_report(runs))
-    print(written)
+    print(make_report(parser.parse_args(arguments).runs))
     return 0
 
 

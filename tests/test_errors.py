@@ -1,9 +1,17 @@
-"""An invalid file name ends every command with one line and exit code 2."""
+"""Every command ends with one line for an invalid file name, and well whatever its output is."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import dedent
+from typing import Any
 
 import pytest
 
@@ -16,6 +24,9 @@ from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.prepare.__main__ import main as prepare_main
 from lm.resume import plan_resume
+from tests.support import REPOSITORY
+from tests.support.hyperparameters import TINY
+from tests.support.runs import checkpoints_by_step, run_fsdp
 
 TOO_LONG = "x" * 300
 
@@ -71,3 +82,173 @@ def test_command_exits_with_2_and_one_line(
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+# ---- output that is not read, or whose encoding lacks characters
+
+TEXT_RUN: dict[str, Any] = TINY | {
+    "vocab_size": None,
+    "dataset": "text",
+    "train_data": "é.txt",
+    "num_tokens": 20,
+    "max_steps": 1,
+}
+"""A run that samples. Untrained, its model generates characters outside of Latin-1."""
+LC_POSIX = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run, its export, its data as tokens, a task and an experiment."""
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "é.txt").write_text("Käse für alle. " * 200)
+    run_fsdp(folder, config=TEXT_RUN | {"ffn": "gelu"}, code=0)
+    question = {"context": "a", "choices": ["b", "c"], "gold": 0}
+    (folder / "task.jsonl").write_text(json.dumps(question) + "\n")
+    experiment = {"searcher": {"name": "single"}, "hyperparameters": TINY | {"max_steps": 1}}
+    (folder / "search.yaml").write_text(json.dumps(experiment))
+    assert (
+        prepare_main([str(folder / "é.txt"), "--tokenizer", "bytes", "--out", f"{folder}/t"]) == 0
+    )
+    assert hf_main.main(["export", str(folder / "runs" / "test"), str(folder / "hf")]) == 0
+    return folder
+
+
+def start(arguments: list[str], folder: Path, stdout: Any, **env: str) -> tuple[int, str]:
+    """Run a command in `folder`; return its exit code and what it printed to stderr."""
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY)} | env
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    return done.returncode, done.stderr.decode()
+
+
+def to_closed_pipe(arguments: list[str], folder: Path) -> tuple[int, str]:
+    """Run a command whose output nothing reads, as that of `| true`."""
+    reading, pipe = os.pipe()
+    os.close(reading)
+    with os.fdopen(pipe, "wb") as out:
+        return start(arguments, folder, out)
+
+
+COMMANDS = {
+    "help": "lm.report --help",
+    "presets": "lm.config --presets",
+    "list": "lm.checkpoint list runs/test",
+    "report": "lm.report runs/test",
+    "config": "lm.config",
+    "describe": "lm.config lr",
+    "verify": "lm.checkpoint verify CHECKPOINT",
+    "generate": "lm.generate runs/test --prompt a --max-new-tokens 9",
+    "evaluate": "lm.evaluate runs/test --tasks task.jsonl",
+    "prepare": "lm.prepare é.txt --tokenizer bytes --out new",
+    "prepare-verify": "lm.prepare --verify t",
+    "inspect": "lm.hf inspect hf",
+    "export": "lm.hf export runs/test new",
+    "plan": "lm.plan --config search.yaml --memory 80 --gpus 1",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["list", *(pytest.param(each, marks=pytest.mark.slow) for each in COMMANDS if each != "list")],
+)
+def test_command_whose_output_is_not_read_is_silent(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    (checkpoint,) = checkpoints_by_step(folder).values()
+    command = COMMANDS[name].replace("CHECKPOINT", str(checkpoint))
+    command = command.replace(" new", f" {tmp_path}/new")
+    arguments = ["-W", "ignore", "-m", *command.split()]
+    code, stderr = to_closed_pipe(arguments, folder)
+    lines = [line for line in stderr.splitlines() if "\r" not in line]  # of progress bars
+    assert (code, lines) == (128 + signal.SIGPIPE, [])
+
+
+@pytest.mark.slow
+def test_command_whose_output_does_not_fit_says_so(folder: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        code, stderr = start(["-m", "lm.checkpoint", "list", "runs/test"], folder, full)
+    assert code == 1
+    assert re.fullmatch(r"stdout: .*\n", stderr)
+
+
+@pytest.mark.slow
+def test_command_whose_stderr_is_not_read_ends_as_otherwise(folder: Path) -> None:
+    command = f"{sys.executable} -m lm.checkpoint list nothing 2> /dev/full"
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(["sh", "-c", command], cwd=folder, env=variables, check=False)
+    assert done.returncode == 2
+
+
+def test_command_says_that_another_pipe_broke() -> None:
+    source = """
+        from lm.errors import command
+        @command
+        def main():
+            raise BrokenPipeError(32, "Broken pipe")
+        raise SystemExit(main())
+    """
+    run = [sys.executable, "-c", dedent(source)]
+    done = subprocess.run(run, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Broken pipe" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", ["> /dev/full 2> /dev/full", "2>&1 | true"])
+@pytest.mark.parametrize(
+    "command",
+    ["fsdp.py --config test.yaml", "-m lm.launch --nproc 2 fsdp.py --config test.yaml"],
+    ids=["fsdp", "launch"],
+)
+def test_run_whose_output_is_not_read_saves(command: str, output: str, tmp_path: Path) -> None:
+    (tmp_path / "é.txt").write_text("Käse für alle. " * 200)
+    (tmp_path / "test.yaml").write_text(json.dumps({"hyperparameters": TEXT_RUN}))
+    command = command.replace("fsdp.py", str(REPOSITORY / "fsdp.py"))
+    line = f"set -o pipefail; {sys.executable} {command} {output}"
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=variables, check=False)
+    assert done.returncode == 0
+    assert list(checkpoints_by_step(tmp_path)) == [1]
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        pytest.param({"PYTHONIOENCODING": "latin-1"}, marks=pytest.mark.slow),
+        pytest.param(LC_POSIX | {"train_data": "t"}, marks=pytest.mark.slow),
+    ],
+    ids=["ascii", "latin-1", "posix"],
+)
+def test_run_prints_samples_to_any_encoding(env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "é.txt").write_text("Käse für alle. " * 200)
+    (tmp_path / "t").write_text("Käse für alle. " * 200)
+    train_data = env.get("train_data", "é.txt")
+    (tmp_path / "test.yaml").write_text(
+        json.dumps({"hyperparameters": TEXT_RUN | {"train_data": train_data}})
+    )
+    arguments = [str(REPOSITORY / "fsdp.py"), "--config", "test.yaml"]
+    assert start(arguments, tmp_path, subprocess.DEVNULL, **env) == (0, "")
+    assert list(checkpoints_by_step(tmp_path)) == [1]
+
+
+@pytest.mark.slow
+def test_generate_prints_to_any_encoding(folder: Path) -> None:
+    arguments = ["-m", "lm.generate", "runs/test", "--prompt", "é"]
+    assert start(arguments, folder, subprocess.DEVNULL, PYTHONIOENCODING="ascii") == (0, "")
+
+
+@pytest.mark.slow
+def test_argument_outside_of_the_encoding_is_named(folder: Path) -> None:
+    arguments = [str(REPOSITORY / "fsdp.py"), "--config", "test.yaml", "train_data=é.txt"]
+    code, stderr = start(arguments, folder, subprocess.DEVNULL, **LC_POSIX)
+    assert code == 2
+    assert re.fullmatch(r"argument train_data: .* ascii; .*LC_ALL=C.UTF-8\n", stderr)

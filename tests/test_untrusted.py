@@ -8,18 +8,14 @@ import os
 import pickle
 import re
 import resource
-import signal
 import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -35,8 +31,7 @@ from lm.errors import ConfigError, RunError
 from lm.fileio import write_durably
 from lm.hf.export import export_model, lock_directory
 from lm.hf.weights import open_model
-from lm.launch.console import announce
-from lm.metrics.sinks import JSONL, Console
+from lm.metrics.sinks import JSONL
 from lm.preflight import choose_cache
 from lm.prepare.__main__ import main as prepare
 from lm.runtime.run_dir import RunDir
@@ -423,45 +418,6 @@ def test_yaml_aliases_of_aliases_are_refused() -> None:
     ]
     with pytest.raises(ConfigError, match=r"^test\.yaml: .*100,000 values"):
         strict_yaml.parse_yaml("\n".join(lines), "test.yaml")
-
-
-@pytest.mark.parametrize("stdout", ["/dev/full", "pipe"])
-def test_command_whose_output_is_not_read_ends(stdout: str, saved: Path) -> None:
-    reading, pipe = os.pipe()
-    os.close(reading)
-    command = [sys.executable, "-m", "lm.checkpoint", "verify", saved]
-    with Path(stdout).open("wb") if stdout != "pipe" else os.fdopen(pipe, "wb") as out:
-        done = subprocess.run(
-            command, cwd=REPOSITORY, stdout=out, stderr=subprocess.PIPE, text=True, check=False
-        )
-    if stdout == "pipe":  # as head closes it when it has enough
-        assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
-    else:
-        assert done.returncode == 1
-        assert re.fullmatch(r"stdout: .*\n", done.stderr)
-
-
-def test_command_says_that_another_pipe_broke() -> None:
-    source = """
-        from lm.errors import command
-        @command
-        def main():
-            raise BrokenPipeError(32, "Broken pipe")
-        raise SystemExit(main())
-    """
-    run = [sys.executable, "-c", dedent(source)]
-    done = subprocess.run(run, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "Broken pipe" in done.stderr
-
-
-def test_announce_survives_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
-    monkeypatch.setattr(sys, "stdout", full)
-    Console(1, partial(print, flush=True)).info("training continues")
-    announce("compiling in the first step")
-    with suppress(OSError):
-        full.close()
 
 
 @pytest.mark.slow

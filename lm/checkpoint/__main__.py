@@ -37,12 +37,8 @@ def describe(name: str, manifest: Manifest, checked: str) -> str:
 
 
 @oserror_as_config_error
-def list_run(run: str) -> bool:
-    """Print a line for each checkpoint of the run at a path or URL.
-
-    Returns:
-        Whether all are complete.
-    """
+def list_run(run: str) -> tuple[list[str], bool]:
+    """Return a line for each checkpoint of the run at a path or URL, and if all are complete."""
     store = store_at(run)
     saved, errors = store.list_saved()
     if not saved and not errors:
@@ -63,13 +59,10 @@ def list_run(run: str) -> bool:
         except CheckpointError as error:
             errors[location] = error
     best = find_best(list(lines))
-    for entry, line in lines.items():
-        if entry is best:
-            line += "  best"
-        print(line)
-    for location, error in errors.items():
-        print(f"{Path(location).name}  not complete: {error}")
-    return not errors
+    if best is not None:
+        lines[best] += "  best"
+    problems = [f"{Path(where).name}  not complete: {error}" for where, error in errors.items()]
+    return [*lines.values(), *problems], not errors
 
 
 @command
@@ -94,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise CheckpointError(str(error).replace(str(path), location)) from None
         print(describe(path.name, manifest, "complete"))
         return 0
-    all_complete = list_run(args.path)
+    lines, all_complete = list_run(args.path)
+    print("\n".join(lines))
     return 0 if all_complete else CheckpointError.exit_code
 
 

@@ -61,7 +61,7 @@ class ChatTemplate:
     def advise_training(self) -> str:
         """Return what to do if replies, or their ends, cannot be located in the text."""
         for name, path in _find_trl_templates().items():
-            if path.read_text().strip() == self.text.strip():
+            if path.read_text(encoding="utf-8").strip() == self.text.strip():
                 twin = name + _TRAINING
                 if twin in _find_trl_templates():
                     return f"set chat_template: {twin}, which TRL has for training with it"

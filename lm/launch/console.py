@@ -22,17 +22,15 @@ def format_elapsed() -> str:
 def announce(what: str) -> None:
     """Print on rank 0 what starts now, and when."""
     if is_rank0():
-        line = f"{format_elapsed()}  {what}\n"
-        with suppress(OSError):  # a full disk, or head has closed the pipe
-            sys.stdout.write(line)  # in one write, as srun labels each of an unbuffered stream
-            sys.stdout.flush()
+        # In one write, as srun labels each of an unbuffered stream.
+        sys.stdout.write(f"{format_elapsed()}  {what}\n")
+        sys.stdout.flush()
 
 
 def warn(what: str) -> None:
     """Print on rank 0 what the user may not expect, on stderr: stdout may be a command's JSON."""
     if is_rank0():
-        with suppress(OSError):
-            print(what, file=sys.stderr)
+        print(what, file=sys.stderr)
 
 
 def record_error(text: str) -> None:

@@ -207,7 +207,7 @@ def launcher_pid() -> int:
 
 
 def _parent_pid(pid: int) -> int:
-    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+    after_name = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2]
     return int(after_name.split()[1])
 
 

@@ -166,7 +166,7 @@ def _wait_for(ranks: list[subprocess.Popen[bytes]], forwarded: list[int]) -> int
 
 def main() -> int:
     """Run the command. Return its exit code."""
-    open_standard_streams()
+    open_standard_streams(lossy_stdout=True)
     parser = argparse.ArgumentParser(
         prog="python -m lm.launch", description="Run a script on several ranks."
     )

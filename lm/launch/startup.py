@@ -58,7 +58,7 @@ def setup_environment() -> None:
 
     These are the allocators, logging, limits of the process and signals.
     """
-    open_standard_streams()
+    open_standard_streams(lossy_stdout=True)
     gc.disable()  # training collects garbage at its reports, on all ranks at once
     require_torch()
     announce("importing PyTorch")

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -290,13 +289,11 @@ class Console(Sink):
             )
 
     def info(self, line: str) -> None:
-        # A full disk, or a closed pipe such as that of head, does not end training.
-        with suppress(OSError):
-            if self._bar is None:
+        if self._bar is None:
+            self._write(line)
+        else:
+            with self._bar.external_write_mode():
                 self._write(line)
-            else:
-                with self._bar.external_write_mode():
-                    self._write(line)
 
     def on_step_end(self) -> None:
         if not self._has_stepped:

@@ -19,7 +19,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lm.errors import ConfigError, RunError, command, oserror_as_config_error
+from lm.errors import (
+    ConfigError,
+    RunError,
+    command,
+    open_standard_streams,
+    oserror_as_config_error,
+)
 from lm.launch.launch import exit_code_of_stop
 from lm.search.halving import Replay
 from lm.search.report import Table, write_report
@@ -62,14 +68,21 @@ def finish(search: Search, replay: Replay, table: Table) -> int:
     return 0
 
 
-@command
 @oserror_as_config_error
+def open_search(args: argparse.Namespace) -> Search:
+    """Read the experiment file, and save the points of the search."""
+    search = Search(args.file, args.overrides)
+    search.save()
+    return search
+
+
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return its exit code."""
+    open_standard_streams(lossy_stdout=True)
     args = parse_search_arguments(arguments)
-    search = Search(args.file, args.overrides)
+    search = open_search(args)
     devices = Devices(search.experiment.slots, args.parallel)
-    search.save()
     table = Table(search.experiment.searcher.metric)
     runner = Runner(search, devices, table)
     runner.install_signals()

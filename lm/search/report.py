@@ -169,7 +169,7 @@ def write_report(
         if row.note:
             state = f"{state}: {row.note}"
         lines.append(_format_row([row.name, *values, value, str(row.last_step), state]))
-    text.write_text("\n".join(lines) + "\n")
+    text.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return f"{text}{note}"
 
 
