@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -78,7 +79,7 @@ def measure_points(args: argparse.Namespace) -> None:
     deadline = time.monotonic() + args.limit
     options = {"pairs": args.pairs, "tiny": args.tiny, "names": args.points}
     command = [sys.executable, "-m", "benchmarks.gpu_points", str(args.out), json.dumps(options)]
-    kill_with_parent = partial(die_with_parent, signal.SIGKILL)
+    kill_with_parent = partial(die_with_parent, os.getpid(), signal.SIGKILL)
     with args.out.with_suffix(".log").open("a") as log:
         while True:
             start = time.time()

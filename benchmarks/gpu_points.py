@@ -485,7 +485,7 @@ class Bench:
                 env=env,
                 stdout=log,
                 stderr=log,
-                preexec_fn=die_with_parent,
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
 
     def finish_tests(self) -> None:

@@ -17,3 +17,7 @@
 Imports go down only, and parts on one floor do not import each other. A name is a module or a
 package. Inside a package, files import each other in one direction.
 """
+
+from lm.launch.requirements import check_requirements
+
+check_requirements()

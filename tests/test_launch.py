@@ -29,7 +29,8 @@ from lm.launch import machine
 from lm.launch.console import record_error
 from lm.launch.launch import Launch, is_restart, launcher_pid
 from lm.launch.machine import has_gpu
-from lm.launch.startup import require_torch
+from lm.launch.requirements import check_requirements
+from lm.launch.signals import STOP_SIGNALS
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import TINY
 from tests.support.runs import checkpoints_by_step, run_fsdp
@@ -324,7 +325,7 @@ def install(folder: Path, version: str) -> None:
     "version",
     ["2.10.1", "1.13", "2.1.0a0+git", "0", "2.11", "2.11.0rc1+cu130", "2.11rc1", "3.0", "10.0.0"],
 )
-def test_require_torch_refuses_an_old_version(
+def test_requirements_refuse_an_old_version(
     version: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -333,10 +334,10 @@ def test_require_torch_refuses_an_old_version(
     install(tmp_path, version)
     monkeypatch.syspath_prepend(tmp_path)
     if version.startswith(("2.11", "3", "10")):
-        require_torch()
+        check_requirements()
     else:
         with pytest.raises(SystemExit, match="2"):
-            require_torch()
+            check_requirements()
         assert f"version {version} " in capsys.readouterr().err
 
 
@@ -345,6 +346,29 @@ def test_old_torch_exits_with_2_and_one_line(ranks: int, tmp_path: Path) -> None
     install(tmp_path / "old", "2.1.0")
     done = run_fsdp(tmp_path, ranks=ranks, PYTHONPATH=f"{tmp_path / 'old'}:{REPOSITORY}", code=2)
     assert re.fullmatch(r"torch: version 2\.1\.0 .*2\.11.*\n", done.stderr)
+
+
+COMMANDS = (
+    "checkpoint config evaluate generate hf launch launch.torchrun plan prepare report search"
+)
+
+
+@pytest.mark.parametrize("module", ["fsdp", *(f"lm.{name}" for name in COMMANDS.split())])
+def test_command_without_torch_exits_with_2_and_one_line(module: str) -> None:
+    command = [sys.executable, "-S", "-m", module]  # without installed packages
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(r"torch: not installed for .*python.*; install .*\n", done.stderr)
+
+
+@pytest.mark.parametrize("module", ["fsdp", "lm.generate", "lm.launch"])
+def test_windows_exits_with_2_and_one_line(module: str) -> None:
+    windows = "sys.platform = 'win32'; sys.modules |= dict.fromkeys(['resource', 'fcntl'])"
+    run = f"import runpy, sys; {windows}; runpy.run_module('{module}', run_name='__main__')"
+    command = [sys.executable, "-S", "-c", run]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(r"Windows: .*WSL.*\n", done.stderr)
 
 
 @pytest.mark.slow
@@ -505,7 +529,7 @@ time.sleep(60)
     assert ended([worker])
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+@pytest.mark.parametrize("signum", [*STOP_SIGNALS, signal.SIGUSR1])
 def test_local_launch_forwards_signals(signum: signal.Signals, tmp_path: Path) -> None:
     script = f"""
 def stop(signum, frame):
@@ -520,6 +544,16 @@ while True:
         ready(launcher)
         launcher.send_signal(signum)
         assert finish(launcher) == (0, f"received {int(signum)}\n" * 2, "")
+
+
+def test_local_launch_leaves_sighup_ignored_under_nohup(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(PREAMBLE + "say(signal.getsignal(signal.SIGHUP).name)")
+    command = ["nohup", sys.executable, "-m", "lm.launch", "--nproc", "2", "script.py"]
+    variables = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "SIG_IGN\n" * 2
 
 
 def ended(processes: list[psutil.Process], within: float = 5) -> bool:
@@ -538,6 +572,28 @@ def test_local_launch_killed_leaves_no_orphans(tmp_path: Path) -> None:
         ranks = ready(launcher)
         launcher.kill()
         assert ended(ranks)
+
+
+def test_local_launch_leaves_no_child_of_a_rank_that_has_ended(tmp_path: Path) -> None:
+    script = """
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+say("ready", worker.pid)
+os._exit(rank)
+"""
+    with launched(tmp_path, script) as launcher:
+        workers = ready(launcher)
+        assert finish(launcher)[0] == 1  # also if the children have its pipe
+    assert ended(workers)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="uses PR_SET_PDEATHSIG of Linux")
+@pytest.mark.parametrize(
+    ("parent", "code"), [("os.getppid()", 0), ("os.getpid()", 128 + signal.SIGTERM)]
+)
+def test_process_whose_parent_has_ended_before_it_asked_ends(parent: str, code: int) -> None:
+    run = f"import os; from lm.launch.spawn import die_with_parent; die_with_parent({parent})"
+    done = subprocess.run([sys.executable, "-c", run], cwd=REPOSITORY, check=False)
+    assert done.returncode == code
 
 
 @pytest.mark.parametrize("arguments", [["--nproc", "0", "x.py"], ["--nproc", "two", "x.py"], []])

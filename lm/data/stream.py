@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import json
 import os
-import signal
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,14 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, IterableDataset
 
 from lm.data.dataset import Position, Sample, SampleBatch, StreamState
 from lm.data.files import error_text, find_files, get_text, open_table
 from lm.data.tokenizer import Tokenizer, encode_documents
 from lm.data.tokens import next_token_sample
-from lm.errors import ConfigError, RunError, oserror_as_config_error
-from lm.launch.spawn import die_with_parent
+from lm.data.worker import Worker
+from lm.errors import ConfigError, oserror_as_config_error
 from lm.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -42,10 +40,6 @@ _DOCUMENTS_PER_CALL = 64
 """Documents in one call of the tokenizer."""
 _END_BYTES = 1 << 16
 """At the end of a file, these identify it: Parquet has statistics there, and gzip a checksum."""
-_GRACE_SECONDS = 30
-"""How long a worker runs after SIGTERM."""
-_PREFETCHED = 4
-"""Micro-batches that a worker prepares ahead."""
 
 BUILDERS = {
     ".json": "json",
@@ -201,8 +195,8 @@ class _PendingDocument(NamedTuple):
     n_tokens: int
 
 
-@dataclass(eq=False)
-class TokenStream(IterableDataset["Window | ConfigError"]):
+@dataclass
+class TokenStream:
     """An endless sequence of windows of one worker's share of the documents.
 
     Args:
@@ -384,56 +378,43 @@ class StreamedSource:
         assert start.stream_state is not None
         states = list(start.stream_state.streams)
         turn = start.stream_state.turn
-        workers: list[Iterator[list[Window | ConfigError]]] = []
-        for stream, state in zip(self._streams, states, strict=True):
-            workers.append(_start_worker(replace(stream, state=state), self._batch_size))
-        while True:
-            samples: list[Sample] = []
-            for _ in range(self._n_micro_batches):
-                windows = _next_windows(workers[turn])
-                samples += [next_token_sample(window.ids) for window in windows]
-                states[turn] = windows[-1].state
-                turn = (turn + 1) % len(workers)
-            stream_state = StreamState(list(states), turn)
-            yield SampleBatch(samples, self._n_target_tokens, stream_state)
+        workers: list[Worker] = []
+        try:
+            for stream, state in zip(self._streams, states, strict=True):
+                workers.append(
+                    Worker(_MicroBatches(replace(stream, state=state), self._batch_size))
+                )
+            while True:
+                samples: list[Sample] = []
+                for _ in range(self._n_micro_batches):
+                    windows = _next_windows(workers[turn])
+                    samples += [next_token_sample(window.ids) for window in windows]
+                    states[turn] = windows[-1].state
+                    turn = (turn + 1) % len(workers)
+                stream_state = StreamState(list(states), turn)
+                yield SampleBatch(samples, self._n_target_tokens, stream_state)
+        finally:
+            for worker in workers:
+                worker.close()
 
 
-def _start_worker(stream: TokenStream, batch_size: int) -> Iterator[list[Window | ConfigError]]:
-    """Start a process that prepares micro-batches of windows."""
-    loader = DataLoader(
-        stream,
-        batch_size,
-        num_workers=1,
-        collate_fn=list,
-        prefetch_factor=_PREFETCHED,
-        multiprocessing_context="spawn",
-        worker_init_fn=_init_worker,
-    )
-    return iter(loader)
+@dataclass
+class _MicroBatches:
+    """Lists of `batch_size` windows; an error that ends the stream is the last item of one."""
+
+    stream: TokenStream
+    batch_size: int
+
+    def __iter__(self) -> Iterator[list[Window | ConfigError]]:
+        windows = iter(self.stream)
+        while batch := list(itertools.islice(windows, self.batch_size)):
+            yield batch
 
 
-def _init_worker(_worker: int) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a worker has one core
-    # A scheduler signals every process of a job, but the rank may need one more batch before it
-    # saves and exits.
-    for signum in (signal.SIGINT, signal.SIGUSR2):
-        signal.signal(signum, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_GRACE_SECONDS))
-    die_with_parent(signal.SIGKILL)
-
-
-def _next_windows(worker: Iterator[list[Window | ConfigError]]) -> list[Window]:
+def _next_windows(worker: Worker) -> list[Window]:
     """Return the windows of the worker's next micro-batch, or raise the error that ended it."""
-    try:
-        batch = next(worker)
-    except RuntimeError as error:
-        if "exited unexpectedly" not in str(error):
-            raise
-        problem = f"a data worker was killed ({error})"
-        advice = "if memory ran out, lower data_workers"
-        raise RunError(f"data_workers: {problem}; {advice}", rank_local=True) from None
     windows: list[Window] = []
-    for item in batch:
+    for item in next(worker):
         if isinstance(item, ConfigError):
             raise item
         windows.append(item)

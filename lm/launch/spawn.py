@@ -3,7 +3,7 @@
     python -m lm.launch [--nproc N] fsdp.py ARGUMENTS...
     python -m lm.launch [--nproc N] -m lm.evaluate ARGUMENTS...
 
-Compared with torchrun, it starts sooner, forwards SIGTERM, SIGINT and SIGUSR2 to all ranks, and
+Compared with torchrun, it starts sooner, forwards the signals that stop a run to all ranks, and
 exits with the exit code of the first rank that failed (2 = bad configuration), without a traceback.
 """
 
@@ -22,12 +22,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
 from lm.errors import ConfigError, open_standard_streams
 from lm.launch.console import announce
+from lm.launch.launch import has_lost_torchrun
 from lm.launch.machine import has_gpu
-from lm.launch.startup import require_torch
+from lm.launch.signals import handle_stop_signals
 
 GRACE = 1.0
 """Seconds that the other ranks have to end when one fails."""
@@ -44,8 +46,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     Skips Python's cleanup, which takes seconds and would wait for a thread that writes a
     checkpoint. If torchrun started this process and is killed, the kernel sends SIGTERM.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
+    die_with_torchrun()
     try:
         code = main()
     except Exception:
@@ -76,11 +77,26 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def die_with_parent(signum: int = signal.SIGTERM) -> None:
-    """Make the kernel send `signum` to this process when its parent ends, even by SIGKILL.
+def die_with_parent(parent: int, signum: int = signal.SIGTERM) -> None:
+    """Make the kernel send `signum` to this process when `parent` ends, even by SIGKILL.
 
-    Does nothing on systems other than Linux.
+    If it has ended, this process exits. On systems other than Linux, that is all.
     """
+    _ask_for_signal(signum)
+    if os.getppid() != parent:
+        os._exit(128 + signum)
+
+
+def die_with_torchrun() -> None:
+    """If torchrun started this process, make the kernel send SIGTERM when it ends."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _ask_for_signal(signal.SIGTERM)
+        if has_lost_torchrun():
+            os._exit(128 + signal.SIGTERM)
+
+
+def _ask_for_signal(signum: int) -> None:
+    """Ask the kernel for `signum` when the parent ends from now on."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
@@ -111,14 +127,15 @@ def run_local(command: list[str], n_ranks: int) -> int:
         for process in ranks:
             process.send_signal(signum)
 
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        signal.signal(signum, forward)
+    handle_stop_signals(forward)
+    signal.signal(signal.SIGUSR1, forward)  # by which a rank prints its stacks
+    end_with_this = partial(die_with_parent, os.getpid())
     for rank in range(n_ranks):
         env = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         # In a new session, ranks receive Ctrl-C only from this process and not also from the
         # terminal.
         process = subprocess.Popen(
-            command, env=env, start_new_session=True, preexec_fn=die_with_parent
+            command, env=env, start_new_session=True, preexec_fn=end_with_this
         )
         ranks.append(process)
         for signum in forwarded:  # before this rank started
@@ -140,6 +157,8 @@ def _wait_for(ranks: list[subprocess.Popen[bytes]], forwarded: list[int]) -> int
         ended = [process for process in running if process.poll() is not None]
         for process in ended:
             running.remove(process)
+            with contextlib.suppress(ProcessLookupError):  # it has left no child processes
+                os.killpg(process.pid, signal.SIGKILL)
             if process.returncode == 0 or failure != 0:
                 continue
             failure = process.returncode
@@ -177,7 +196,6 @@ def main() -> int:
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     args = parser.parse_args()
-    require_torch()
     if args.nproc is not None and args.nproc < 1:
         parser.error(f"--nproc {args.nproc}: use at least 1")
     n_ranks = args.nproc

@@ -6,16 +6,17 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+from lm.launch.signals import handle_stop_signals
 
 REPEAT_SECONDS = 0.5
 """Launchers repeat a Ctrl-C of the terminal within this time; a later one is a second Ctrl-C."""
 
 
 class PreemptionSignals:
-    """Whether this process has received SIGTERM, SIGINT or SIGUSR2.
+    """Whether this process has received a signal that asks it to stop.
 
     Its own rank alone knows: the ranks agree in every step on whether any of them was asked.
     """
@@ -27,8 +28,7 @@ class PreemptionSignals:
 
     def install(self) -> None:
         """Treat the signals as requests to stop; a second Ctrl-C in a terminal quits at once."""
-        for signum in SIGNALS:
-            signal.signal(signum, self._on_signal)
+        handle_stop_signals(self._on_signal)
 
     def _on_signal(self, signum: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -37,7 +37,8 @@ class PreemptionSignals:
                 os._exit(128 + signum)
             if not self.received and self._rank == 0:
                 line = b"\nstopping after this step and saving; Ctrl-C again quits without saving\n"
-                os.write(2, line)
+                with suppress(OSError):  # the terminal is gone
+                    os.write(2, line)
         if not self.received:
             self.received = True
             self._received_at = now

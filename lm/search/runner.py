@@ -8,6 +8,7 @@ import time
 
 from lm.errors import ConfigError
 from lm.launch.machine import has_gpu, usable_cores
+from lm.launch.signals import handle_stop_signals
 from lm.search.halving import Replay
 from lm.search.report import Table
 from lm.search.search import Search
@@ -85,9 +86,8 @@ class Runner:
         self._has_said_so = False
 
     def install_signals(self) -> None:
-        """Let SIGTERM, SIGUSR2 and Ctrl-C stop the search; a second Ctrl-C quits at once."""
-        for signum in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-            signal.signal(signum, self._on_signal)
+        """Let stop signals stop the search; a second Ctrl-C quits at once."""
+        handle_stop_signals(self._on_signal)
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         if self._was_asked_to_stop and signum == signal.SIGINT:

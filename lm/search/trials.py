@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lm.config import REPOSITORY, Hyperparameters
@@ -223,7 +224,7 @@ class TrialProcess:
                 stdout=out,
                 stderr=errors,
                 start_new_session=True,  # a terminal's Ctrl-C reaches this process only
-                preexec_fn=die_with_parent,
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
 
     def exit_code(self) -> int | None:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from lm.launch import console, machine, spawn
+from lm.launch.signals import STOP_SIGNALS
 
 FORK_RANKS = os.environ.get("FORK_RANKS") != "0"
 """Whether processes are forked; otherwise each is a new interpreter."""
@@ -91,7 +92,7 @@ class Start:
     preexec_fn: Any
 
     def run(self) -> None:
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        for signum in STOP_SIGNALS:
             signal.signal(signum, signal.SIG_DFL)
         os.umask(self.umask)
         if self.new_session:

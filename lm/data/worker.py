@@ -1,0 +1,115 @@
+"""Processes that read data ahead.
+
+A worker iterates over what it is sent, and sends the items. It ends when the process that started
+it ends, even by SIGKILL, and even while the worker itself starts.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection, Pipe
+from queue import Queue
+from threading import Thread
+from typing import Any
+
+from lm.errors import RunError
+from lm.launch.signals import STOP_SIGNALS
+from lm.launch.spawn import die_with_parent
+
+_GRACE_SECONDS = 30
+"""How long a worker runs after SIGTERM."""
+_PREFETCHED = 4
+"""Items that a worker prepares ahead."""
+_SIGNALS = (*STOP_SIGNALS, signal.SIGUSR1)
+"""Signals that a scheduler or a terminal sends to every process of a job."""
+
+
+class Worker(Iterator[Any]):
+    """A process that iterates over `items`, which pickle can send.
+
+    It is not one of multiprocessing: those import the main program before they could ask the kernel
+    to end with it, and their queues have semaphores in /dev/shm.
+    """
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self._connection, its_end = Pipe()
+        arguments = [str(os.getpid()), str(its_end.fileno())]
+        variables = {"PYTHONPATH": os.pathsep.join(sys.path), "TOKENIZERS_PARALLELISM": "false"}
+        # Blocked until the worker ignores them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "lm.data.worker", *arguments],
+                env=os.environ | variables,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[its_end.fileno()],
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        its_end.close()
+        try:
+            self._connection.send_bytes(pickle.dumps(items))  # which copies shared memory
+        except OSError:
+            raise self._killed() from None
+
+    def __next__(self) -> Any:
+        """Return the next item.
+
+        Raises:
+            RunError: the worker was killed.
+        """
+        try:
+            return pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self._killed() from None
+
+    def _killed(self) -> RunError:
+        code = self._process.wait()
+        ended = f"ended with code {code}"
+        if code < 0:
+            ended = f"was killed by {signal.Signals(-code).name}"
+        advice = "if memory ran out, lower data_workers"
+        return RunError(f"data_workers: a data worker {ended}; {advice}", rank_local=True)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+
+
+def main() -> None:
+    """Run a worker, whose arguments are the process that started it and a descriptor."""
+    parent, descriptor = map(int, sys.argv[1:])
+    # The rank may need one more item before it saves and exits.
+    for signum in _SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(_GRACE_SECONDS))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    die_with_parent(parent, signal.SIGKILL)
+    connection = Connection(descriptor)
+    items = pickle.loads(connection.recv_bytes())  # imports what the items need, for seconds
+    ahead: Queue[Any] = Queue(_PREFETCHED)
+    Thread(target=_send, args=(ahead, connection), daemon=True).start()
+    for item in items:
+        ahead.put(item)
+    ahead.join()
+
+
+def _send(ahead: Queue[Any], connection: Connection) -> None:
+    while True:
+        item = ahead.get()
+        try:
+            connection.send_bytes(pickle.dumps(item))
+        except OSError:
+            os._exit(0)  # the rank has ended
+        ahead.task_done()
+
+
+if __name__ == "__main__":
+    main()
