@@ -173,7 +173,10 @@ _SCHEMA = _json_schema()
 
 
 def as_overrides(arguments: Sequence[str]) -> list[str]:
-    """Rewrite `--lr=1e-3` and `--lr 1e-3` on a command line to `lr=1e-3`."""
+    """Rewrite `--lr=1e-3` and `--lr 1e-3` on a command line to `lr=1e-3`.
+
+    Leaves out `--local-rank`, which torch.distributed.launch and DeepSpeed add to LOCAL_RANK.
+    """
     rewritten: list[str] = []
     rest = iter(arguments)
     for argument in rest:
@@ -184,7 +187,9 @@ def as_overrides(arguments: Sequence[str]) -> list[str]:
             continue
         if not equals:
             value = next(rest, "")
-        rewritten.append(f"{key.replace('-', '_')}={value}")
+        name = key.replace("-", "_")
+        if name != "local_rank":
+            rewritten.append(f"{name}={value}")
     return rewritten
 
 

@@ -847,3 +847,9 @@ def test_names_of_other_trainers_are_translated() -> None:
         config.read_hyperparameters(
             {"hyperparameters": {}}, ["learning_rate=1", "per_device_train_batch_size=2"], "test"
         )
+
+
+@pytest.mark.parametrize("argument", ["--local-rank=1", "--local_rank=1"])
+def test_rank_that_a_launcher_adds_is_no_hyperparameter(argument: str) -> None:
+    args = config.parse_arguments([argument, "--config", "x.yaml", "--lr=1e-3"])
+    assert args.overrides == ["lr=1e-3"]

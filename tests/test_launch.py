@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from lm.errors import ConfigError
 from lm.launch import machine
 from lm.launch.console import record_error
-from lm.launch.launch import Launch, is_restart, launcher_pid
+from lm.launch.launch import Launch, is_rank0, is_restart, launcher_pid
 from lm.launch.machine import has_gpu
 from lm.launch.requirements import check_requirements
 from lm.launch.signals import STOP_SIGNALS
@@ -163,6 +163,27 @@ def test_launch_prefers_mpiexec_inside_srun(mpi: dict[str, str], launcher: str) 
         "gpu07",
         launcher,
     )
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, True),
+        (SRUN, False),
+        (SRUN | ONE_TASK | {"SLURM_PROCID": "0"}, True),
+        # torchrun in a task of srun that is not the first:
+        (SRUN | TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "x"}, True),
+        ({"SLURM_PROCID": "0", "RANK": "1"}, False),
+    ],
+)
+def test_rank_0_is_that_of_the_innermost_launcher(
+    env: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ALL:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert is_rank0() == expected
 
 
 def test_launch_accepts_variables_that_agree() -> None:
@@ -594,6 +615,18 @@ def test_process_whose_parent_has_ended_before_it_asked_ends(parent: str, code: 
     run = f"import os; from lm.launch.spawn import die_with_parent; die_with_parent({parent})"
     done = subprocess.run([sys.executable, "-c", run], cwd=REPOSITORY, check=False)
     assert done.returncode == code
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a network namespace")
+def test_local_launch_without_ipv4_is_refused() -> None:
+    without_ipv4 = "ip link set lo up && ip address del 127.0.0.1/8 dev lo || exit 99"
+    launch = f"{sys.executable} -m lm.launch --nproc 2 x.py"
+    command = ["unshare", "-n", "sh", "-c", f"{without_ipv4}; {launch}"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if done.returncode in (1, 99):
+        pytest.skip(f"no network namespace: {done.stderr}")
+    assert done.returncode == 2
+    assert re.fullmatch(r"127\.0\.0\.1: .*\n", done.stderr)
 
 
 @pytest.mark.parametrize("arguments", [["--nproc", "0", "x.py"], ["--nproc", "two", "x.py"], []])

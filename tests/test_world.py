@@ -349,6 +349,30 @@ def test_watchdog_names_the_rank_that_was_waited_for(
         raise error
 
 
+class FailsOnce(dist.HashStore):
+    """A store whose first request fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_failed = False
+
+    def clone(self) -> FailsOnce:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        if not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("Connection reset by peer")
+        super().set(key, value)
+
+
+def test_heartbeats_continue_after_an_error_of_the_store() -> None:
+    store = FailsOnce()
+    with Watchdog(store, rank=1, size=2, timeout=8):
+        heartbeat = Heartbeat(*json.loads(store.get("watchdog/1")))
+    assert heartbeat.beats >= 2
+
+
 # ---- mesh
 
 

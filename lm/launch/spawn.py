@@ -25,7 +25,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-from lm.errors import ConfigError, open_standard_streams
+from lm.errors import ConfigError, command, open_standard_streams
 from lm.launch.console import announce
 from lm.launch.launch import has_lost_torchrun
 from lm.launch.machine import has_gpu
@@ -35,6 +35,8 @@ GRACE = 1.0
 """Seconds that the other ranks have to end when one fails."""
 GRACE_TO_AGREE = 5.0
 """Seconds that they have when it refuses its configuration, as all do; rank 0 prints the error."""
+
+LOOPBACK = "127.0.0.1"
 
 PR_SET_PDEATHSIG = 1
 """of prctl, as in linux/prctl.h"""
@@ -73,7 +75,12 @@ def default_n_ranks() -> int:
 def free_port() -> int:
     """Return a TCP port of the loopback interface that no process uses."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        try:
+            probe.bind((LOOPBACK, 0))
+        except OSError as error:
+            problem = f"{LOOPBACK}: not an address of this machine ({error.strerror})"
+            remedy = f"ranks connect there: ip address add {LOOPBACK}/8 dev lo, or use torchrun"
+            raise ConfigError(f"{problem}; {remedy}") from None
         return probe.getsockname()[1]
 
 
@@ -116,7 +123,7 @@ def run_local(command: list[str], n_ranks: int) -> int:
         "WORLD_SIZE": str(n_ranks),
         "LOCAL_WORLD_SIZE": str(n_ranks),
         "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
     }
     common.setdefault("MASTER_PORT", str(free_port()))
     ranks: list[subprocess.Popen[bytes]] = []
@@ -183,6 +190,7 @@ def _wait_for(ranks: list[subprocess.Popen[bytes]], forwarded: list[int]) -> int
     return failure
 
 
+@command
 def main() -> int:
     """Run the command. Return its exit code."""
     open_standard_streams(lossy_stdout=True)
@@ -205,7 +213,7 @@ def main() -> int:
     if args.nproc is not None:
         launcher += ["--nproc", str(args.nproc)]
     os.environ["LAUNCH_COMMAND"] = shlex.join(launcher)  # for the commands that a run prints
-    command = [sys.executable, args.script, *args.arguments]
+    program = [sys.executable, args.script, *args.arguments]
     if args.m:
-        command.insert(1, "-m")
-    return run_local(command, n_ranks)
+        program.insert(1, "-m")
+    return run_local(program, n_ranks)

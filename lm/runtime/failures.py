@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,19 @@ def as_run_error(error: BaseException | None, rank: int) -> RunError | None:
         remedy = "raise the limit of this shell: ulimit -n 65536"
         return RunError(f"rank {rank}: {too_many_files}; {remedy}", rank_local=True)
     if "Unable to find address for" in str(error):  # by gloo
-        variable = f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}"
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        if interface in ("lo", "lo0"):  # as set by `join_world`
+            problem = f"the loopback interface {interface} is down or has no address"
+            remedy = f"ip link set {interface} up"
+            return ConfigError(f"rank {rank}: {problem}; {remedy}", rank_local=True)
+        variable = f"GLOO_SOCKET_IFNAME={interface}"
         problem = f"{variable}: not a network interface of this machine, or without an address"
         remedy = "use one that `ip address` lists, or unset the variable"
         return ConfigError(f"rank {rank}: {problem}; {remedy}", rank_local=True)
+    if "failed to map segment from shared object" in str(error):
+        problem = f"nothing can be executed in {tempfile.gettempdir()} (noexec), where compile"
+        remedy = "set TMPDIR to another directory, or compile=false"
+        return ConfigError(f"rank {rank}: {problem} puts its code; {remedy}", rank_local=True)
     if isinstance(error, OSError):
         return RunError(f"rank {rank}: {error}; the last checkpoint is kept", rank_local=True)
     if is_out_of_memory(error):

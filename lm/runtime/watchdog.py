@@ -36,7 +36,9 @@ from lm.runtime.failures import is_disconnection
 from lm.runtime.flight_recorder import PendingCollectives, describe_last_collectives
 
 INTERVAL = 0.25
-"""seconds between two looks, and between two heartbeats"""
+"""seconds between two looks"""
+_MOST_HEARTBEATS = 200
+"""within the timeout, but one a second, by which a failure is explained"""
 MARGIN = 2.0
 """Seconds after the timeout in which the collective can raise its own error."""
 
@@ -91,6 +93,7 @@ class Watchdog:
         self._rank = rank
         self._size = size
         self._timeout = timeout
+        self._interval = min(max(INTERVAL, timeout / _MOST_HEARTBEATS), 1.0)
         self._long_pause = timeout / 2  # other ranks may have waited before it, too
         self._step = 0
         self._collective_pending = False
@@ -149,18 +152,20 @@ class Watchdog:
 
     def _publish_heartbeats(self) -> None:
         """Publish heartbeats, and print the stacks once if asked, until the run ends here."""
-        store = cast(Any, self._store).clone()  # a connection to the store serves one thread
         beats = 0
-        with suppress(RuntimeError):  # rank 0 has exited, and its store with it
-            while not self._stopped.is_set():
-                waiting = self._collective_pending or self._collective_failed
-                if not waiting and not self._stacks_printed and self._is_waited_for(store):
-                    self._print_stacks()
-                    self._stacks_printed = True
-                beats += 1
-                heartbeat = Heartbeat(self._step, beats, waiting)
-                store.set(_heartbeat_key(self._rank), json.dumps(heartbeat))
-                self._stopped.wait(INTERVAL)
+        while not self._stopped.is_set():
+            with suppress(RuntimeError):  # of one request, or as rank 0 has exited
+                store = cast(Any, self._store).clone()  # a connection serves one thread
+                while not self._stopped.is_set():
+                    waiting = self._collective_pending or self._collective_failed
+                    if not waiting and not self._stacks_printed and self._is_waited_for(store):
+                        self._print_stacks()
+                        self._stacks_printed = True
+                    beats += 1
+                    heartbeat = Heartbeat(self._step, beats, waiting)
+                    store.set(_heartbeat_key(self._rank), json.dumps(heartbeat))
+                    self._stopped.wait(self._interval)
+            self._stopped.wait(self._interval)
 
     def _is_waited_for(self, store: dist.Store) -> bool:
         if not store.check([_FAILED_STEP_KEY]):
@@ -264,21 +269,21 @@ class Watchdog:
         # stopped.
         thread = threading.Thread(target=self._ask_store, args=(timed_out, cause), daemon=True)
         thread.start()
-        thread.join(6 * INTERVAL)
+        thread.join(6 * self._interval)
         return cause
 
     def _ask_store(self, timed_out: bool, cause: Cause) -> None:
         """Update `cause` after every answer of the store, which can end at any time."""
         with suppress(RuntimeError):
             store = cast(Any, self._store).clone()  # the main thread may use the other connection
-            store.set_timeout(timedelta(seconds=2 * INTERVAL))
+            store.set_timeout(timedelta(seconds=2 * self._interval))
             if timed_out:
                 store.set(_FAILED_STEP_KEY, str(self._step))
             before = self._read_heartbeats(store)
             cause.problems = [_UNKNOWN]
             if _read_published_error(store, cause):
                 return  # the store may end now, with the rank that published it
-            time.sleep(3 * INTERVAL)  # the heartbeats of a live rank increase
+            time.sleep(3 * self._interval)  # the heartbeats of a live rank increase
             cause.problems = [find_straggler(before, self._read_heartbeats(store))]
             _read_published_error(store, cause)
 
