@@ -28,8 +28,9 @@ help: ## List the targets.
 
 install: $(RUN) ## Install .venv, which train and test do, too: for a login node.
 
+# The trap lets the shell wait for the run after Ctrl-C, and return its exit code.
 train: $(RUN) ## Train. CONFIG=recipes/quickstart.yaml NPROC=processes ARGS="key=value ..."
-	@MAKE_TARGET=$@ $(BIN)/python -m lm.launch $(if $(NPROC),--nproc $(NPROC)) fsdp.py --config $(CONFIG) $(ARGS)
+	@trap : INT; MAKE_TARGET=$@ $(BIN)/python -m lm.launch $(if $(NPROC),--nproc $(NPROC)) fsdp.py --config $(CONFIG) $(ARGS)
 
 test: $(DEV) ## Run the quick tests: a smoke test of every promise, 3 to 5 minutes. WORKERS=2 ARGS="-k name"
 	@$(PYTEST) -m "not slow" $(ARGS)

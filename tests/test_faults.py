@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -149,6 +150,29 @@ def test_ctrl_c_saves_and_a_second_one_quits(times: int, tmp_path: Path) -> None
     assert process.returncode == (0 if times == 1 else 128 + signal.SIGINT)
     assert time.monotonic() - asked < (10 if times == 1 else 1)
     assert bool(verified(tmp_path)) == (times == 1)
+
+
+@pytest.mark.slow
+def test_ctrl_c_under_make_saves_and_prints_no_error(tmp_path: Path) -> None:
+    for name in ("Makefile", "fsdp.py", "model.py", "lm"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    (tmp_path / ".venv").symlink_to(Path(sys.executable).parent.parent)  # make installs nothing
+    (tmp_path / "test.yaml").write_text(json.dumps({"hyperparameters": RUN}))
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execvp("make", ["make", "train", "CONFIG=test.yaml", "NPROC=1", "ARGS=max_steps=100000"])
+    shown = b""
+    while b"training" not in shown:
+        shown += os.read(terminal, 1 << 16)
+    os.write(terminal, b"\x03")
+    with suppress(OSError):  # EIO: the processes have ended
+        while block := os.read(terminal, 1 << 16):
+            shown += block
+    os.waitpid(pid, 0)
+    assert b"stopped after" in shown
+    assert b"***" not in shown
+    assert verified(tmp_path)
 
 
 @pytest.mark.slow

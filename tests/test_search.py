@@ -18,6 +18,7 @@ import yaml
 from filelock import FileLock
 
 from lm.errors import ConfigError, RunError
+from lm.launch.signals import STOP_SIGNALS
 from lm.search import __main__ as command
 from lm.search.experiment import Experiment, SearcherConfig
 from lm.search.halving import DROPPED, Replay, asha_brackets, single_bracket
@@ -313,8 +314,7 @@ def losses_by_trial(name: str) -> dict[str, dict[int, float]]:
 
 @pytest.fixture
 def _signals() -> Iterator[None]:
-    signums = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-    before = {signum: signal.getsignal(signum) for signum in signums}
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)
@@ -373,7 +373,8 @@ def test_search_killed_and_rerun_ends_as_an_undisturbed_one(
 
 
 @pytest.mark.slow
-def test_search_stops_and_saves_on_sigterm() -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_search_stops_and_saves_on_a_signal(signum: signal.Signals) -> None:
     write_experiment(
         {"name": "random", "metric": "loss", "max_trials": 2},
         SMALL | {"max_steps": 4000, "validation_rate": 4000},
@@ -381,7 +382,7 @@ def test_search_stops_and_saves_on_sigterm() -> None:
     search = start_search()
     metrics = Path("runs/tiny/trial-1/metrics.jsonl")
     wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0)
-    search.send_signal(signal.SIGTERM)
+    search.send_signal(signum)
     output, errors = search.communicate(timeout=300)
     assert search.returncode == 0, errors
     assert "rerun the same command" in output
