@@ -275,6 +275,27 @@ def test_file_above_a_limit_is_refused(
         read_tasks([str(path)])
 
 
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("v1.5 own.jsonl", "v1_5_own"),
+        ("Prüfung 2.jsonl.gz", "Pr_fung_2"),
+        (".own.jsonl", "own"),
+        ("問題.jsonl", None),
+        ("x" * 81 + ".jsonl", None),
+    ],
+)
+def test_task_is_named_after_its_file(file: str, name: str | None, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / file, GOOD)
+    if file.endswith(".gz"):
+        path.write_bytes(gzip.compress(path.read_bytes()))
+    if name is None:
+        with pytest.raises(ConfigError, match="rename it"):
+            read_tasks([str(path)])
+    else:
+        assert [task.name for task in read_tasks([str(path)])] == [name]
+
+
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     paths = [write_lines(tmp_path / part / "own.jsonl", GOOD) for part in ("", "other")]

@@ -35,7 +35,7 @@ MAX_QUESTIONS = 1 << 17
 MAX_CHOICES = 128
 _FIRST_UNCONDITIONAL = 1_000_000
 """Numbers from which the package's requests ask for a choice without its context."""
-_TASK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
+_MAX_NAME = 80
 _JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 
 _NORMS: dict[str | None, Norm] = {"acc_per_char": "char", "acc_per_token": "token"}
@@ -101,12 +101,13 @@ def _find_task(name: str) -> tuple[str, _Source]:
     """Return the name of the task in metrics, and its source."""
     if name.endswith(_JSON_LINES) or "/" in name:
         path = Path(name).expanduser()
-        label = path.name.partition(".jsonl")[0]
+        # It is part of the names of metrics.
+        label = re.sub(r"[^A-Za-z0-9_-]+", "_", path.name.partition(".jsonl")[0]).strip("_-")
         if not path.is_file():
             raise ConfigError(f"{path.absolute()}: no such file")
-        if not _TASK_NAME.fullmatch(label):
-            problem = "the name of its metrics would be the file's, which has other characters"
-            raise ConfigError(f"{path}: {problem} than letters, digits, _ and -; rename it")
+        if not 0 < len(label) <= _MAX_NAME:
+            rule = f"1 to {_MAX_NAME} letters, digits, _ and - of it are the name of its metrics"
+            raise ConfigError(f"{path}: {rule}; rename it")
         return label, _Source([path], _read_own_file, "none")
     sources = _package_tasks()
     if name in sources:
