@@ -32,6 +32,11 @@ MAX_INDEX_BYTES = 512 << 20
 MAX_SLICES = 1 << 16
 """Entries in the headers of a checkpoint or a model, in addition to one per KiB of its files."""
 _CHECKSUM_BLOCK_BYTES = 1 << 22
+_POINTERS = {
+    b"version https://git-lfs": ("Git LFS pointer", "git lfs pull"),
+    b"/annex/objects/": ("git-annex pointer", "git annex get"),
+}
+"""what a file contains that was not downloaded with its repository, and the command that does it"""
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
@@ -65,6 +70,14 @@ def read_bytes(path: Path, limit: int) -> bytes:
         if size > limit:
             raise OSError(errno.EFBIG, f"{size:,} bytes, but at most {limit:,} are read", str(path))
         return file.read(limit)
+
+
+def find_pointer(start: bytes) -> tuple[str, str] | None:
+    """Return what a file is that starts with `start`, and the remedy, if it is not downloaded."""
+    for content, (name, command) in _POINTERS.items():
+        if start.startswith(content):
+            return name, f"download the file, `{command}` in its repository"
+    return None
 
 
 def parse_json(text: bytes) -> Any:

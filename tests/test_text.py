@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import io
+import json
+import lzma
 import os
+import pickle
 import re
+import sqlite3
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import safetensors.numpy
+import zstandard
 
-from lm.data.files import find_files
+from lm.data.files import find_files, read_json_lines
 from lm.data.run_data import DataConfig, open_data
 from lm.data.tokenizer import ByteTokenizer
-from lm.data.tokens import read_tokens
+from lm.data.tokens import read_index, read_tokens
 from lm.errors import ConfigError
+from lm.prepare.readers import read_documents, read_ids
+from lm.tasks.questions import read_tasks
 
 TOKENIZER = ByteTokenizer()
 END = TOKENIZER.eos_id
@@ -169,6 +185,104 @@ def test_read_tokens_names_an_encoding_by_its_mark(encoding: str, tmp_path: Path
         ConfigError, match=f"^{path}: is {name}, .*iconv -f {name} -t UTF-8 {path} "
     ):
         read_tokens([path], TOKENIZER)
+
+
+def written_by(write: Callable[[io.BytesIO], object]) -> bytes:
+    file = io.BytesIO()
+    write(file)
+    return file.getvalue()
+
+
+def add_to_tar(file: io.BytesIO) -> None:
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        member = tarfile.TarInfo("a.txt")
+        member.size = len(LINES)
+        archive.addfile(member, io.BytesIO(LINES))
+
+
+def database() -> bytes:
+    connection = sqlite3.connect(":memory:")
+    connection.execute("create table a (text)")
+    return connection.serialize()
+
+
+LINES = b'{"text": "a"}\n' * 99
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+TABLE = pa.table({"text": ["a"]})
+NOT_TEXT = {
+    "tar": (written_by(add_to_tar), "tar archive.*tar -xf "),
+    "bz2": (bz2.compress(LINES), "bzip2 file.*bunzip2 "),
+    "empty bz2": (bz2.compress(b""), "bzip2 file.*bunzip2 "),
+    "xz": (lzma.compress(LINES), "xz file.*xz -d "),
+    "7z": (b"7z\xbc\xaf\x27\x1c\0\4", "7z archive.*7z x "),
+    "gzip": (gzip.compress(LINES), r"gzip file.*mv .*\.gz"),
+    "zstd": (zstandard.compress(LINES), r"Zstandard file.*mv .*\.zst"),
+    "pointer": (POINTER, "Git LFS pointer.*git lfs pull"),
+    "annex": (b"/annex/objects/MD5E-s9--00.txt\n", "git-annex pointer.*git annex get"),
+    "sqlite": (database(), "SQLite database"),
+    "pickle": (pickle.dumps(["a"]), "pickle"),
+    "npy": (written_by(lambda file: np.save(file, np.zeros(3))), "NumPy array"),
+    "safetensors": (safetensors.numpy.save({"a": np.zeros(3)}), "safetensors file"),
+    "parquet": (written_by(lambda file: pq.write_table(TABLE, file)), "Parquet table"),
+    "NUL": (b"to be\0", "byte 5 is NUL"),
+    "UTF-16LE": ("text".encode("utf-16-le"), "byte 1 is NUL, .*iconv -f UTF-16LE "),
+    "UTF-16": ('{"text": "a"}'.encode("utf-16"), "is UTF-16, .*iconv -f UTF-16 "),
+    "UTF-32": ('{"text": "a"}'.encode("utf-32"), "is UTF-32, .*iconv -f UTF-32 "),
+    "Latin-1": ('{"text": "ä"}'.encode("latin-1"), "byte 10 is not UTF-8.*iconv -f WINDOWS-1252 "),
+    "binary": (b'{"text": "\xff\x01"}', "byte 10 is not UTF-8; it is binary"),
+}
+READERS: dict[str, Callable[[Path], Any]] = {
+    ".txt": lambda path: read_tokens([path], TOKENIZER),
+    ".jsonl": lambda path: list(read_json_lines(path)),
+    ".csv": lambda path: list(read_documents([path], None, "text")),
+    ".md": lambda path: list(read_documents([path], None, "text")),
+    ".task.jsonl": lambda path: read_tasks([str(path)]),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TEXT)
+@pytest.mark.parametrize("compress", [None, gzip.compress], ids=["plain", "gz"])
+@pytest.mark.parametrize("suffix", READERS)
+def test_content_that_is_not_text_is_named_by_each_reader(
+    suffix: str, compress: Callable[[bytes], bytes] | None, name: str, tmp_path: Path
+) -> None:
+    content, part = NOT_TEXT[name]
+    path = tmp_path / f"a{suffix}"
+    if compress is not None:
+        path = path.with_name(f"{path.name}.gz")
+        content = compress(content)
+        part = part.replace("iconv -f", r"gzip -dc \S+ \| iconv -f")
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        READERS[suffix](path)
+    (problem,) = caught.value.problems
+    assert re.search(part, problem)
+    assert str(path) in problem
+    assert "iconv" in part or "iconv" not in problem
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.jsonl.zst", "a.parquet", "a.arrow"])
+def test_pointer_is_named_whatever_the_suffix(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(POINTER)
+    part = r"Git LFS pointer.*git lfs pull"
+    with pytest.raises(ConfigError, match=part):
+        list(read_documents([path], None, "text"))
+    with pytest.raises(ConfigError, match=part):
+        list(read_ids(path, 9, 1, 0.0))
+    config = {"dataset": "hf", "train_data": str(path)}
+    with pytest.raises(ConfigError, match=part):
+        open_data(DataConfig.model_validate(config), 257, 16, 2, 0)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.bin"])
+def test_pointer_to_a_token_file_is_named(name: str, tmp_path: Path) -> None:
+    index = {"format": 1, "tokenizer": None, "vocab_size": 9, "tokens": 4, "documents": 1}
+    index |= {"dtype": "uint16", "crc32c": 0, "ends_crc32c": 0, "sources": []}
+    (tmp_path / "a.json").write_text(json.dumps(index))
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(ConfigError, match=f"{name}: Git LFS pointer"):
+        read_index(tmp_path / "a.json")
 
 
 def test_text_of_records_and_little_text_are_noted(tmp_path: Path) -> None:

@@ -9,13 +9,19 @@ import io
 import itertools
 import json
 import os
-import shlex
 import sysconfig
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lm.data.signatures import (
+    DECOMPRESSORS,
+    advise_encoding,
+    check_nul,
+    check_pointer,
+    check_start,
+)
 from lm.errors import ConfigError, limit_problems
 
 if TYPE_CHECKING:
@@ -23,24 +29,6 @@ if TYPE_CHECKING:
 
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
 """directories of the standard library that hold other packages or tests"""
-_FORMATS = {
-    b"\x89PNG\r\n": "PNG image",
-    b"\xff\xd8\xff": "JPEG image",
-    b"GIF8": "GIF image",
-    b"%PDF-": "PDF",
-    b"PK\x03\x04": "ZIP archive, as .docx, .xlsx and .epub are",
-    b"\xd0\xcf\x11\xe0": "document of an old version of Word or Excel",
-    b"PAR1": "Parquet table",
-    b"\x1f\x8b": "gzip file without the suffix .gz",
-}
-"""what files that are not text start with"""
-_ENCODINGS = {
-    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark is the start of this one
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
-"""encodings by their byte-order marks, none of which is UTF-8"""
 READ_BLOCK_BYTES = 1 << 20
 _ZST_READ_BYTES = 2048
 """Small, because a byte of a .zst file can decompress to ten thousand."""
@@ -177,21 +165,26 @@ def name_files(files: Sequence[Path]) -> str:
 
 def is_compressed(path: Path) -> bool:
     """Return whether `path` has the suffix of a compressed file."""
-    return path.suffix.lower() in (".gz", ".zst")
+    return path.suffix.lower() in DECOMPRESSORS
 
 
 def read_blocks(path: Path) -> Iterator[bytes]:
-    """Yield the contents of `path` in blocks of about `READ_BLOCK_BYTES`.
+    """Yield the contents of the text file `path` in blocks of about `READ_BLOCK_BYTES`.
 
     They are decompressed, and a byte-order mark is left out.
+
+    Raises:
+        ConfigError: the file cannot be read, or is of a format that is not text.
     """
     n_bytes = 0
     try:
+        if is_compressed(path):
+            check_pointer(path)
         for block in _read_raw_blocks(path):
             if n_bytes == 0:
-                yield block.removeprefix(codecs.BOM_UTF8)
-            else:
-                yield block
+                check_start(path, block)
+            check_nul(path, block, n_bytes)
+            yield block.removeprefix(codecs.BOM_UTF8) if n_bytes == 0 else block
             n_bytes += len(block)
     except (OSError, EOFError, zlib.error) as error:
         problem = getattr(error, "strerror", None) or error
@@ -269,22 +262,7 @@ def decode_utf8(path: Path, content: bytes, offset: int = 0) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         problem = f"byte {offset + error.start} is not UTF-8"
-        encoding = "WINDOWS-1252"
-        marks = [mark for mark in _ENCODINGS if offset == 0 and content.startswith(mark)]
-        if marks:
-            encoding = _ENCODINGS[marks[0]]
-            problem = f"is {encoding}, by its byte-order mark, not UTF-8"
-        command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > NEW"
-        remedy = f"convert the file, e.g. {command}"
-        raise ConfigError(f"{path}: {problem}; {remedy}") from None
-
-
-def find_format(content: bytes) -> str | None:
-    """Return the format of a file with `content` that is not text; None = it can be text."""
-    for start, name in _FORMATS.items():
-        if content.startswith(start):
-            return name
-    return None
+        raise ConfigError(f"{path}: {problem}; {advise_encoding(path, content)}") from None
 
 
 def raise_together(errors: Sequence[ConfigError]) -> None:
@@ -352,7 +330,8 @@ def _parse_json(content: bytes, place: str, path: Path) -> Any:
     try:
         return json.loads(content.decode())
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{place}: byte {error.start} is not UTF-8") from None
+        problem = f"byte {error.start} is not UTF-8"
+        raise ConfigError(f"{place}: {problem}; {advise_encoding(path, content)}") from None
     except json.JSONDecodeError as error:  # whose line number is that within `content`
         problem = f"{error.msg} at character {error.pos + 1}"
         raise ConfigError(f"{place}: not valid JSON: {problem}; {_advise_json(path)}") from None

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from lm.data.dataset import Position, Sample, SampleBatch, StreamState
 from lm.data.files import error_text, find_files, get_text, open_table
+from lm.data.signatures import check_pointer
 from lm.data.tokenizer import Tokenizer, encode_documents
 from lm.data.tokens import next_token_sample
 from lm.data.worker import Worker
@@ -101,6 +102,8 @@ def _open_local_documents(where: str, key: str) -> tuple[Documents, str]:
         problem = f"{key}: {where}: files must have one format of {', '.join(BUILDERS)}"
         raise ConfigError(f"{problem}; found {', '.join(sorted(formats))}")
     (suffix,) = formats
+    for file in files:
+        check_pointer(file)
     return open_table(BUILDERS[suffix], files), _files_fingerprint(files)
 
 

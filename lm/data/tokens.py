@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from lm.data.dataset import Dataset, Sample
-from lm.data.files import decode_utf8, find_format, name_files, raise_together, read_blocks
+from lm.data.files import decode_utf8, name_files, raise_together, read_blocks
+from lm.data.signatures import NotTextError, check_pointer
 from lm.data.tokenizer import Tokenizer, encode_documents
 from lm.errors import ConfigError
 from lm.fileio import MAX_INDEX_BYTES, crc32c, open_regular, read_bytes
@@ -89,16 +90,15 @@ def read_tokens(files: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
     sides.
     """
     parts: list[NDArray[np.uint32]] = []
-    others: dict[str, list[Path]] = {}
+    others: dict[Path, NotTextError] = {}
     errors: list[ConfigError] = []
     for path in sorted(files, key=_name_hash):
         try:
             content = b"".join(read_blocks(path))
-            its_format = find_format(content)
-            if its_format is not None:
-                others.setdefault(its_format, []).append(path)
-            elif content:
+            if content:
                 parts += encode_documents(tokenizer, [decode_utf8(path, content)])
+        except NotTextError as error:
+            others[path] = error
         except ConfigError as error:
             errors.append(error)
     if others:
@@ -109,17 +109,19 @@ def read_tokens(files: list[Path], tokenizer: Tokenizer) -> NDArray[np.uint32]:
     return np.concatenate(parts)
 
 
-def _not_text(others: Mapping[str, list[Path]], files: list[Path]) -> ConfigError:
+def _not_text(others: Mapping[Path, NotTextError], files: list[Path]) -> ConfigError:
     """Return the error that of `files`, `others` are not text, by format."""
-    no_text: set[Path] = set()
+    by_format: dict[str, list[Path]] = {}
+    for path, error in others.items():
+        by_format.setdefault(error.format, []).append(path)
     kinds: list[str] = []
-    for its_format, paths in sorted(others.items()):
-        no_text.update(paths)
+    for its_format, paths in sorted(by_format.items()):
         kinds.append(f"{len(paths)} x {its_format} ({min(paths).name})")
     root = Path(os.path.commonpath(files))
-    problem = f"{root}: {len(no_text)} of {len(files)} file(s) are not text: {'; '.join(kinds)}"
-    remedy = "convert to text, e.g. with pdftotext or pandoc"
-    suffixes = Counter(path.suffix for path in files if path not in no_text and path.suffix)
+    problem = f"{root}: {len(others)} of {len(files)} file(s) are not text: {'; '.join(kinds)}"
+    remedies = dict.fromkeys(others[min(paths)].remedy for paths in by_format.values())
+    remedy = "; or ".join(remedies)
+    suffixes = Counter(path.suffix for path in files if path not in others and path.suffix)
     if suffixes:
         suffix, _ = suffixes.most_common(1)[0]
         remedy = f"choose the text by a glob, e.g. '{root}/**/*{suffix}', or {remedy}"
@@ -161,7 +163,9 @@ def read_index(path: Path) -> TokenIndex:
     """Read NAME.json and check the size of NAME.bin."""
     tokens_path = path.with_suffix(".bin")
     try:
-        index = TokenIndex.model_validate_json(read_bytes(path, MAX_INDEX_BYTES))
+        content = read_bytes(path, MAX_INDEX_BYTES)
+        check_pointer(path, content)
+        index = TokenIndex.model_validate_json(content)
         size = tokens_path.stat().st_size
     except OSError as error:
         advice = "write token files with python -m lm.prepare"
@@ -173,6 +177,7 @@ def read_index(path: Path) -> TokenIndex:
         raise ConfigError(f"{path}: {problem}") from None
     expected = index.tokens * np.dtype(index.dtype).itemsize
     if size != expected:
+        check_pointer(tokens_path)
         problem = f"{size} bytes, but {index.tokens} tokens of {index.dtype} are {expected} bytes"
         advice = "the file is damaged or truncated; write it again with python -m lm.prepare"
         raise ConfigError(f"{tokens_path}: {problem}: {advice}")

@@ -25,6 +25,7 @@ from lm.data.files import (
     read_json_lines,
     read_line_blocks,
 )
+from lm.data.signatures import check_pointer
 from lm.errors import ConfigError
 
 CHUNK_SIZE = 1 << 20
@@ -219,6 +220,7 @@ def _read_table(name: str, path: Path, field: str) -> Iterator[Document]:
     except ImportError:
         raise ConfigError(f"{path}: reading it requires a package: pip install datasets") from None
     logging.set_verbosity(logging.CRITICAL)  # the errors below report the problem
+    check_pointer(path)
     try:
         table: Any = open_table(name, [path])
         _check_column(table.features, field, str(path))
@@ -243,6 +245,7 @@ def read_ids(
         import h5py
     except ImportError:
         raise ConfigError(f"{path}: reading HDF5 requires a package: pip install h5py") from None
+    check_pointer(path)
     try:
         with h5py.File(path) as file:
             data = _open_ids(path, file)

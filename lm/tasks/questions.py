@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, Field, field_validator
 
 from lm.data.files import read_blocks
+from lm.data.signatures import advise_encoding
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fields import Unlogged
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
@@ -195,6 +196,9 @@ def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
         place = f"{path}:{number}"
         try:
             record = parse_json(line)
+        except UnicodeDecodeError as error:
+            problem = f"byte {error.start} is not UTF-8"
+            raise ConfigError(f"{place}: {problem}; {advise_encoding(path, line)}") from None
         except ValueError as error:
             raise ConfigError(f"{place}: not valid JSON: {error}") from None
         if not isinstance(record, dict):

@@ -1,0 +1,141 @@
+"""Files that are not UTF-8 text, by their content: what each is, and how to make text of it."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+from lm.errors import ConfigError
+from lm.fileio import find_pointer
+
+DECOMPRESSORS = {".gz": "gzip -dc", ".zst": "zstd -dc"}
+"""commands for the compressed files that are read, by suffix"""
+_CONTROL = re.compile(rb"[\x01-\x08\x0e-\x1a\x1c-\x1f]")
+"""characters that no text has; escape sequences of terminals have \\x1b"""
+
+
+class _Signature(NamedTuple):
+    """Bytes that all files of a format have at an offset."""
+
+    offset: int
+    content: bytes
+    format: str
+    remedy: str
+    """{} = the path"""
+
+
+_CONVERT = "convert to text, e.g. with pdftotext or pandoc"
+_EXPORT = "write its texts to a .txt or .jsonl file"
+_TABLE = "read it by its suffix, with dataset: hf or python -m lm.prepare"
+_SIGNATURES = (
+    _Signature(0, b"\x89PNG\r\n", "PNG image", _CONVERT),
+    _Signature(0, b"\xff\xd8\xff", "JPEG image", _CONVERT),
+    _Signature(0, b"GIF8", "GIF image", _CONVERT),
+    _Signature(0, b"%PDF-", "PDF", _CONVERT),
+    _Signature(0, b"PK\x03\x04", "ZIP archive, as .docx, .xlsx and .epub are", _CONVERT),
+    _Signature(0, b"\xd0\xcf\x11\xe0", "document of an old version of Word or Excel", _CONVERT),
+    _Signature(257, b"ustar", "tar archive", "extract it, tar -xf {}"),
+    _Signature(4, b"1AY&SY", "bzip2 file", "decompress it, bunzip2 {}"),
+    _Signature(4, b"\x17\x72\x45\x38\x50\x90", "bzip2 file", "decompress it, bunzip2 {}"),
+    _Signature(0, b"\xfd7zXZ\0", "xz file", "decompress it, xz -d {}"),
+    _Signature(0, b"7z\xbc\xaf\x27\x1c", "7z archive", "extract it, 7z x {}"),
+    _Signature(0, b"Rar!\x1a\x07", "RAR archive", "extract it, unrar x {}"),
+    _Signature(0, b"\x04\x22\x4d\x18", "LZ4 file", "decompress it, lz4 -d {}"),
+    _Signature(0, b"\x1f\x8b", "gzip file without the suffix .gz", "rename it, mv {0} {0}.gz"),
+    _Signature(
+        0,
+        b"\x28\xb5\x2f\xfd",
+        "Zstandard file without the suffix .zst",
+        "rename it, mv {0} {0}.zst",
+    ),
+    _Signature(0, b"PAR1", "Parquet table", _TABLE),
+    _Signature(0, b"ARROW1\0\0", "Arrow table", _TABLE),
+    _Signature(0, b"\xff\xff\xff\xff", "Arrow table", _TABLE),
+    _Signature(0, b"\x89HDF\r\n", "HDF5 file", _TABLE),
+    _Signature(0, b"SQLite format 3\0", "SQLite database", _EXPORT),
+    _Signature(0, b"\x93NUMPY", "NumPy array", _EXPORT),
+    _Signature(0, b"\x80\x02", "pickle", _EXPORT),
+    _Signature(0, b"\x80\x03", "pickle", _EXPORT),
+    _Signature(0, b"\x80\x04", "pickle", _EXPORT),
+    _Signature(0, b"\x80\x05", "pickle", _EXPORT),
+    _Signature(7, b'\0{"', "safetensors file", "it holds weights; choose files of text"),
+)
+_ENCODINGS = {
+    codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark is the start of this one
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+"""encodings by their byte-order marks, none of which is UTF-8"""
+
+
+class NotTextError(ConfigError):
+    """A file is of a format that is not text."""
+
+    def __init__(self, path: Path, its_format: str, remedy: str) -> None:
+        super().__init__(f"{path}: {its_format}, not text; {remedy}")
+        self.format = its_format
+        self.remedy = remedy
+
+
+def check_start(path: Path, start: bytes) -> None:
+    """Raise ConfigError if content that starts with `start` is of a format that is not text."""
+    check_pointer(path, start)
+    for offset, content, its_format, remedy in _SIGNATURES:
+        if start.startswith(content, offset):
+            raise NotTextError(path, its_format, remedy.format(shlex.quote(str(path))))
+    for mark, encoding in _ENCODINGS.items():
+        if start.startswith(mark):
+            problem = f"is {encoding}, by its byte-order mark, not UTF-8"
+            raise ConfigError(f"{path}: {problem}; convert the file, {_iconv(path, encoding)}")
+
+
+def check_pointer(path: Path, start: bytes | None = None) -> None:
+    """Raise ConfigError if `path` is a pointer of Git LFS or git-annex.
+
+    Args:
+        start: of the content; None = read it.
+    """
+    if start is None:
+        with path.open("rb") as file:
+            start = file.read(64)
+    pointer = find_pointer(start)
+    if pointer is not None:
+        its_format, remedy = pointer
+        raise NotTextError(path, its_format, remedy)
+
+
+def check_nul(path: Path, block: bytes, offset: int) -> None:
+    """Raise ConfigError if a block at byte `offset` of `path` contains NUL."""
+    at = block.find(0)
+    if at < 0:
+        return
+    problem = f"byte {offset + at} is NUL"
+    if not any(block[1:1000:2]):
+        encoding = "UTF-16LE"
+    elif not any(block[0:1000:2]):
+        encoding = "UTF-16BE"
+    else:
+        remedy = f"choose files of text, or delete it, tr -d '\\0' < {shlex.quote(str(path))} > NEW"
+        raise ConfigError(f"{path}: {problem}, which text does not contain; {remedy}")
+    problem += f", as is every other: the text is {encoding}"
+    raise ConfigError(f"{path}: {problem}; convert the file, {_iconv(path, encoding)}")
+
+
+def advise_encoding(path: Path, content: bytes) -> str:
+    """Return what to do with a file whose `content` is not UTF-8."""
+    if _CONTROL.search(content):
+        return "it is binary, not text; choose files of text"
+    command = _iconv(path, "WINDOWS-1252")
+    return f"convert the file from its encoding, e.g. {command}"
+
+
+def _iconv(path: Path, encoding: str) -> str:
+    quoted = shlex.quote(str(path))
+    decompressor = DECOMPRESSORS.get(path.suffix.lower())
+    if decompressor is None:
+        return f"iconv -f {encoding} -t UTF-8 {quoted} > NEW"
+    return f"{decompressor} {quoted} | iconv -f {encoding} -t UTF-8 > NEW"
