@@ -28,6 +28,7 @@ from tokenizers import models, pre_tokenizers
 
 from lm.data.files import read_blocks
 from lm.data.run_data import DataConfig, open_data
+from lm.data.stream import TokenStream, first_tokens, open_documents
 from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, load_tokenizer
 from lm.data.tokens import read_index
 from lm.errors import ConfigError, RunError
@@ -89,9 +90,9 @@ def jsonl(texts: Sequence[str]) -> bytes:
     return "".join(json.dumps({"n": 1, "text": text}) + "\n" for text in texts).encode()
 
 
-def csv_file(texts: Sequence[str], delimiter: str = ",") -> bytes:
+def csv_file(texts: Sequence[str]) -> bytes:
     file = io.StringIO(newline="")
-    csv.writer(file, delimiter=delimiter).writerows([("n", "text"), *enumerate(texts)])
+    csv.writer(file).writerows([("n", "text"), *enumerate(texts)])
     return file.getvalue().encode()
 
 
@@ -127,7 +128,7 @@ FILES = {
     "h.arrow": arrow_file(TEXTS, ipc.new_stream),
     "i.csv": b"\xef\xbb\xbf" + csv_file(TEXTS),
     "j.jsonl": b"\xef\xbb\xbf" + jsonl(TEXTS),
-    "k.tsv.gz": gzip.compress(csv_file(TEXTS, "\t")),
+    "k.json": json.dumps([{"text": text} for text in TEXTS]).encode(),
 }
 """`TEXTS` in every format that has several documents in a file."""
 
@@ -459,9 +460,12 @@ NOISE = os.urandom(4000)
             "a.tsv",
             b"n\ttext\n1\tto be,\tor\n",
             "text",
-            ":2: has 3 columns, but the header has 2; quote text that contains tabs",
+            ":2: has 3 columns, but the header has 2; TSV has no quotes",
         ),
         ("a.csv", b'n,text\n1,"to', "text", ":2: is not valid CSV"),
+        ("a.csv", b'n,text\n1,"to \\"be\\" or"\n', "text", ":2: is not valid CSV"),
+        ("a.csv", b"text,n,text\n", "text", ":1: has 2 columns 'text'; rename"),
+        ("a.tsv", b"moves\tn\n", "text", ":1: has no 'text', only 'moves', 'n'"),
         ("a.csv", b"text\nto be\n\xff", "text", ": byte 11"),
         ("a.txt", "Größe ".encode() + b"\xff", "text", ": byte 8"),
         ("a.txt", b"to be, or not to be\n" * 200_000 + b"\xe9t\xe9", "text", ": byte 4000000"),
@@ -492,6 +496,50 @@ def test_prepare_names_an_invalid_document(
         read(path, field)
     (problem,) = caught.value.problems
     assert problem.startswith(f"{path}{place}")
+
+
+TABLES = {
+    "quotes.csv": (
+        b'n,text\n1,"she said ""hi"", ok"\n2,5" pipe\n',
+        ['she said "hi", ok', '5" pipe'],
+    ),
+    "guesses.csv": (
+        b"text\nNA\nnull\nNone\nnan\n0012\n1.50\ntrue\n2020-01-01\n",
+        ["NA", "null", "None", "nan", "0012", "1.50", "true", "2020-01-01"],
+    ),
+    "crlf.csv": (b'\xef\xbb\xbftext,n\r\n"a\r\nb",1\r\n\r\n c ,2\r\n', ["a\r\nb", " c "]),
+    "unnamed.csv": (b",text,\n0,a,\n", ["a"]),
+    "empty.csv": (b'text,n\n,1\n"",2\na,3\n', ["a"]),
+    "huge.csv": (b"text\n" + b"x" * 200_000 + b"\n", ["x" * 200_000]),
+    "one.csv.gz": (gzip.compress(b"text\na\n"), ["a"]),
+    "UPPER.CSV": (b"text\na\n", ["a"]),
+    "quotes.tsv": (
+        b'id\ttext\n1\t"starts\n2\t"big" deal\n3\t""\n4\tends"\n',
+        ['"starts', '"big" deal', '""', 'ends"'],
+    ),
+    "crlf.tsv.zst": (zstandard.compress(b"\xef\xbb\xbftext\tn\r\nNA\t0012\r\n"), ["NA"]),
+    "a.txt": (b"\xef\xbb\xbfA book.\n\nIts second line.\n", ["A book.\n\nIts second line.\n"]),
+    "mark.txt": (b"\xef\xbb\xbf", []),
+    "a.md.gz": (gzip.compress(b"# a\n"), ["# a\n"]),
+    "a.ndjson": (b'{"text": ""}\n{"text": "NA"}\n', ["NA"]),
+    "a.parquet": (parquet_file({"text": ["", "NA"]}), ["NA"]),
+}
+"""Files, and their documents."""
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_prepare_and_stream_read_the_same_documents(name: str, tmp_path: Path) -> None:
+    content, texts = TABLES[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert read(path) == texts
+    records, _ = open_documents(str(path), "train_data", "train", None)
+    tokens = first_tokens(records, "text", ByteTokenizer(), 1_000_000, "val_data")
+    assert tokens.tolist() == list(itertools.chain.from_iterable(as_bytes(*texts)))
+    if texts:
+        stream = TokenStream(records, "text", ByteTokenizer(), 1, None)
+        windows = itertools.islice(stream.windows(), 2 * len(tokens))  # two epochs
+        assert [int(window.ids[0]) for window in windows] == [*tokens, *tokens]
 
 
 def test_table_without_rows_has_no_documents(tmp_path: Path) -> None:

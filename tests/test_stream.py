@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import zstandard
+from datasets import Dataset, DatasetDict
 
 from lm.data.dataset import Position, StreamState, ValidationSet
 from lm.data.loader import Loader
@@ -41,15 +42,22 @@ BYTES = ByteTokenizer()
 SEQ_LEN = 16
 
 
-def write(folder: Path, files: int = 4, documents: int = 10) -> Path:
-    """JSON files of documents whose texts are all different."""
+def write(folder: Path, files: int = 4, documents: int = 10, suffix: str = ".jsonl") -> Path:
+    """Files of documents whose texts are all different."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in range(files):
-        lines = (
-            json.dumps({"text": f"<{file}.{at}" + "-" * (at * 7 % 23) + ">"})
-            for at in range(documents)
-        )
-        (folder / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
+        texts = [f"<{file}.{at}" + "-" * (at * 7 % 23) + ">" for at in range(documents)]
+        path = folder / f"{file}{suffix}"
+        match suffix:
+            case ".jsonl":
+                lines = [json.dumps({"text": text}) for text in texts]
+                path.write_text("\n".join(lines) + "\n")
+            case ".csv" | ".tsv":
+                path.write_text("\n".join(["text", *texts]) + "\n")
+            case ".parquet":
+                pq.write_table(pa.table({"text": texts}), path)
+            case _:
+                path.write_text("\n".join(texts))
     return folder
 
 
@@ -115,9 +123,15 @@ def test_stream_shuffles_within_blocks(tmp_path: Path) -> None:
 # ---- resuming
 
 
-@pytest.mark.parametrize("block", [1, 3, 8, 100])
-def test_stream_resumes_at_the_exact_token(block: int, tmp_path: Path) -> None:
-    folder = write(tmp_path)
+@pytest.mark.parametrize(
+    ("block", "suffix"),
+    [
+        *((block, ".jsonl") for block in (1, 3, 8, 100)),
+        *((3, suffix) for suffix in (".csv", ".tsv", ".txt", ".parquet")),
+    ],
+)
+def test_stream_resumes_at_the_exact_token(block: int, suffix: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, suffix=suffix)
     undisturbed = windows(folder, 90, block=block)
     expected = [window.ids.tolist() for window in undisturbed]
     for start in (0, 1, 13, 37):
@@ -234,8 +248,10 @@ def test_stream_reads_every_format(tmp_path: Path) -> None:
     ):
         writer.write_table(table)
     (tmp_path / "a.csv").write_text("text\none\ntwo\n")
-    (tmp_path / "a.txt").write_text("one\ntwo\n")
-    for name in ("parquet", "a.arrow", "a.csv", "a.txt"):
+    for name in ("one", "two"):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{name}.txt").write_text(name)
+    for name in ("parquet", "a.arrow", "a.csv", "texts"):
         documents, _ = open_documents(str(tmp_path / name), "train_data", "train", None)
         assert (
             BYTES.decode(first_tokens(documents, "text", BYTES, 100, "val_data").tolist())
@@ -291,6 +307,7 @@ def test_stream_reads_json_lines_or_one_array(
     [
         ("/none/*.jsonl", "^train_data: .*'/none/\\*.jsonl'"),
         ("mixed", "^train_data: mixed: .*found .csv, .jsonl"),
+        ("saved", "^train_data: saved: .*save_to_disk.*'saved/train/data-\\*.arrow'"),
         ("acme/none", "^train_data: acme/none: .*hf download acme/none "),
         ("./train", "^val_data: "),
     ],
@@ -299,6 +316,8 @@ def test_stream_that_cannot_be_opened_is_refused(
     where: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mixed").mkdir()
+    saved = DatasetDict({"train": Dataset.from_dict({"text": ["a"]})})
+    saved.save_to_disk(tmp_path / "saved")
     write(tmp_path / "train")
     for name in ("a.csv", "a.jsonl"):
         (tmp_path / "mixed" / name).touch()
@@ -367,6 +386,14 @@ def test_stream_document_that_is_no_text_is_refused(line: str, part: str, tmp_pa
     (error,) = TokenStream(documents, "text", BYTES, SEQ_LEN, None)
     assert isinstance(error, ConfigError)
     assert re.match(part, str(error))
+
+
+def test_stream_without_any_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * 20)
+    documents, _ = open_documents(str(tmp_path), "train_data", "train", None)
+    (error,) = TokenStream(documents, "text", BYTES, SEQ_LEN, None, block_size=8)
+    assert isinstance(error, ConfigError)
+    assert "no text" in str(error)
 
 
 @pytest.mark.slow

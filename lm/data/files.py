@@ -1,4 +1,4 @@
-"""Data files: found by path or glob, and read as blocks of bytes, JSON Lines or tables."""
+"""Data files: found by path or glob, and read as blocks of text or JSON Lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sysconfig
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lm.data.signatures import (
     DECOMPRESSORS,
@@ -24,9 +24,6 @@ from lm.data.signatures import (
 )
 from lm.errors import ConfigError, limit_problems
 
-if TYPE_CHECKING:
-    from datasets import IterableDataset
-
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
 """directories of the standard library that hold other packages or tests"""
 READ_BLOCK_BYTES = 1 << 20
@@ -34,8 +31,6 @@ _ZST_READ_BYTES = 2048
 """Small, because a byte of a .zst file can decompress to ten thousand."""
 _ZST_MAX_WINDOW_BYTES = 1 << 31
 """Also files made with --long can be read."""
-_PARQUET_BATCH_ROWS = 1024
-"""With the default of `datasets`, a file without rows is an error."""
 
 
 def find_files(where: str | None, key: str) -> list[Path]:
@@ -234,26 +229,6 @@ def _read_zst_blocks(path: Path) -> Iterator[bytes]:
             raise EOFError(error) from None
     if frame is not None:
         raise EOFError("the file ends inside a frame")
-
-
-def open_table(builder: str, files: Sequence[Path]) -> IterableDataset:
-    """Open files for streaming with `datasets`; `builder` is one of its formats, e.g. "parquet"."""
-    from datasets import IterableDataset, load_dataset
-
-    if builder == "json":  # the library's parser names no line, and deep nesting crashes it
-        names = [str(file) for file in files]
-        return IterableDataset.from_generator(_json_records, gen_kwargs={"files": names})
-    options: Any = {}
-    if builder == "parquet":
-        options["batch_size"] = _PARQUET_BATCH_ROWS
-    patterns = [glob.escape(str(file)) for file in files]
-    return load_dataset(builder, data_files=patterns, split="train", streaming=True, **options)
-
-
-def _json_records(files: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for name in files:
-        for line in read_json_lines(Path(name)):
-            yield line.record
 
 
 def decode_utf8(path: Path, content: bytes, offset: int = 0) -> str:

@@ -24,12 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lm.data.dataset import Position, Sample, SampleBatch, StreamState
-from lm.data.files import error_text, find_files, get_text, open_table
-from lm.data.signatures import check_pointer
+from lm.data.documents import STREAMED, format_of, stream_records
+from lm.data.files import error_text, find_files, get_text, is_compressed
 from lm.data.tokenizer import Tokenizer, encode_documents
 from lm.data.tokens import next_token_sample
 from lm.data.worker import Worker
-from lm.errors import ConfigError, oserror_as_config_error
+from lm.errors import ConfigError, RunError, error_prefix, oserror_as_config_error
 from lm.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -41,16 +41,6 @@ _DOCUMENTS_PER_CALL = 64
 """Documents in one call of the tokenizer."""
 _END_BYTES = 1 << 16
 """At the end of a file, these identify it: Parquet has statistics there, and gzip a checksum."""
-
-BUILDERS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".csv": "csv",
-    ".txt": "text",
-}
-"""formats of the `datasets` library, by suffix"""
 
 
 def is_local(where: str) -> bool:
@@ -97,18 +87,26 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
 
 def _open_local_documents(where: str, key: str) -> tuple[Documents, str]:
     files = find_files(where, key)
-    formats = {_uncompressed_suffix(file) for file in files}
-    if len(formats) > 1 or not formats <= BUILDERS.keys():
-        problem = f"{key}: {where}: files must have one format of {', '.join(BUILDERS)}"
-        raise ConfigError(f"{problem}; found {', '.join(sorted(formats))}")
-    (suffix,) = formats
+    formats = {format_of(file) for file in files}
+    (name, *others) = formats
+    if others or name is None or name not in STREAMED:
+        raise ConfigError(f"{key}: {where}: {_why_not_streamed(files)}")
+    with error_prefix(key):
+        return stream_records(files, name), _files_fingerprint(files)
+
+
+def _why_not_streamed(files: Sequence[Path]) -> str:
+    arrow_files = [file for file in files if file.suffix == ".arrow"]
+    if arrow_files and any(file.name == "state.json" for file in files):
+        example = arrow_files[0].parent / "data-*.arrow"
+        problem = "a directory of save_to_disk contains more than data"
+        return f"{problem}; choose its data by a glob, e.g. '{example}'"
+    found: set[str] = set()
     for file in files:
-        check_pointer(file)
-    return open_table(BUILDERS[suffix], files), _files_fingerprint(files)
-
-
-def _uncompressed_suffix(file: Path) -> str:
-    return Path(file.name.removesuffix(".gz").removesuffix(".zst")).suffix
+        n_suffixes = 2 if is_compressed(file) else 1
+        found.add("".join(file.suffixes[-n_suffixes:]) or "a name without suffix")
+    known = ", ".join(itertools.chain.from_iterable(STREAMED.values()))
+    return f"files must have one format of {known}; found {', '.join(sorted(found))}"
 
 
 def _files_fingerprint(files: Sequence[Path]) -> str:
@@ -127,10 +125,11 @@ def first_tokens(
 ) -> NDArray[np.int64]:
     """Return the first tokens of validation documents, at most `count`: shape (tokens,).
 
-    Each document ends with an end-of-text token. `key` names them in errors.
+    Each document ends with an end-of-text token; empty ones are left out. `key` names them in
+    errors.
     """
     texts = (_document_text(record, text_field, i) for i, record in enumerate(documents))
-    tokenized = _tokenize_documents(texts, tokenizer)
+    tokenized = _tokenize_documents(filter(None, texts), tokenizer)
     tokens = itertools.chain.from_iterable(ids.tolist() for ids in tokenized)
     try:
         return np.fromiter(itertools.islice(tokens, count), np.int64)
@@ -246,7 +245,8 @@ class TokenStream:
     def _tokenized_documents(self) -> Iterator[tuple[_TokenPosition, NDArray[np.uint32]]]:
         """Yield where to start in each document, and all of its tokens.
 
-        The start is inside the first document if the stream was resumed there.
+        The start is inside the first document if the stream was resumed there. Empty documents are
+        left out.
         """
         first_document = self.state.get("document", 0)
         first_token = self.state.get("token", 0)
@@ -257,7 +257,8 @@ class TokenStream:
                 texts = [texts[i] for i in permutation]
             tokenized = _tokenize_documents(texts[first_document:], self.tokenizer)
             for document, ids in enumerate(tokenized, first_document):
-                yield _TokenPosition(block, document, first_token), ids
+                if texts[document]:
+                    yield _TokenPosition(block, document, first_token), ids
                 first_token = 0
             first_document = 0
 
@@ -268,7 +269,6 @@ class TokenStream:
         )
         n_to_skip = self.state.get("skip", 0)
         while True:
-            n_read_before = block.n_read
             # A dataset that loaded a state would start each epoch there: each epoch has a copy.
             documents = copy.deepcopy(self.documents)
             if block.dataset_state is not None:
@@ -279,10 +279,13 @@ class TokenStream:
                 n_to_skip -= n_skipped
                 n_read = block.n_read + n_skipped
                 block = _BlockStart(block.number, n_read, documents.state_dict())
+            is_epoch = block.dataset_state is None
+            has_text = False
             texts: list[str] = []
             for record in records:
                 number = block.n_read + len(texts)
                 texts.append(_document_text(record, self.text_field, number))
+                has_text = has_text or texts[-1] != ""
                 if len(texts) == self.block_size:
                     n_read = block.n_read + len(texts)
                     next_block = _BlockStart(block.number + 1, n_read, documents.state_dict())
@@ -292,8 +295,8 @@ class TokenStream:
             if texts:
                 yield block, texts
             n_read = block.n_read + len(texts)
-            if n_read == n_read_before and block.dataset_state is None:
-                problem = "a worker's share of the dataset is empty"
+            if is_epoch and not has_text:
+                problem = "a worker's share of the dataset has no text"
                 raise ConfigError(f"data_workers: {problem}; lower data_workers, or add files")
             block = _BlockStart(block.number + 1, n_read, dataset_state=None)
 

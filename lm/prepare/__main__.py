@@ -23,6 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from lm.data.documents import FORMATS, format_of
 from lm.data.files import find_files, is_compressed, name_files
 from lm.data.tokenizer import (
     END_OF_TEXT,
@@ -40,10 +41,8 @@ from lm.launch.spawn import run_and_exit
 from lm.prepare import token_writer
 from lm.prepare.encoder import encode_in_threads
 from lm.prepare.readers import (
-    FORMATS,
     Document,
     TokenChunk,
-    format_of,
     hold_out,
     must_split,
     read_documents,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,16 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.files import (
-    decode_utf8,
-    error_text,
-    get_text,
-    is_compressed,
-    open_table,
-    read_blocks,
-    read_json_lines,
-    read_line_blocks,
-)
+from lm.data.documents import Record, format_of, read_records, read_table, stream_records
+from lm.data.files import error_text, get_text
 from lm.data.signatures import check_pointer
 from lm.errors import ConfigError
 
@@ -35,21 +24,6 @@ MAX_COMPRESSION = 1100
 """By which factor HDF5's filters can compress. Deflate, the strongest, has 1032."""
 MAX_SAMPLE_BYTES = 1 << 30
 """Of one row of an HDF5 file, which is read at once."""
-
-FORMATS = {
-    "text": (".txt", ".md", ".py"),
-    "jsonl": (".jsonl", ".ndjson"),
-    "csv": (".csv",),
-    "tsv": (".tsv",),
-    "parquet": (".parquet",),
-    "arrow": (".arrow",),
-    "hdf5": (".h5", ".hdf5"),
-}
-"""suffixes of files by format"""
-_READ_COMPRESSED = ("text", "jsonl", "csv", "tsv")
-"""formats that are also read from .gz and .zst files"""
-_DELIMITERS = {",": "commas", "\t": "tabs"}
-"""what separates the columns of a table, and its name in errors"""
 
 
 @dataclass(slots=True)
@@ -123,27 +97,6 @@ def must_split(documents: Iterable[Document], fraction: float) -> bool:
     return len(splits) == 1
 
 
-def format_of(path: Path, override: str | None) -> str | None:
-    """Return the format of `path` by its suffix, or `override`.
-
-    None if it is unknown or not readable compressed.
-    """
-    name = override
-    if name is None:
-        uncompressed = Path(path.stem) if is_compressed(path) else path
-        name = _format_by_suffix(uncompressed.suffix.lower())
-    if is_compressed(path) and name not in _READ_COMPRESSED:
-        return None
-    return name
-
-
-def _format_by_suffix(suffix: str) -> str | None:
-    for name, suffixes in FORMATS.items():
-        if suffix in suffixes:
-            return name
-    return None
-
-
 def read_documents(paths: Iterable[Path], override: str | None, field: str) -> Iterator[Document]:
     """Yield the documents of files of any format but HDF5 in order, without empty ones.
 
@@ -160,17 +113,22 @@ def read_documents(paths: Iterable[Path], override: str | None, field: str) -> I
 def _read_file(path: Path, name: str | None, field: str) -> Iterator[Document]:
     match name:
         case "text":
-            content = b"".join(read_blocks(path))
-            yield Document(decode_utf8(path, content), len(content))
+            for record in read_records(path, name):
+                yield Document(record.fields["text"], record.size)
         case "jsonl":
-            for line in read_json_lines(path):
-                yield Document(_get_text(line.record, field, line.place), line.size)
-        case "csv":
-            yield from _read_csv(path, field, ",")
-        case "tsv":
-            yield from _read_csv(path, field, "\t")
+            yield from _read_field(read_records(path, name), field)
+        case "csv" | "tsv":
+            header, rows = read_table(path, name)
+            if header:
+                _check_column(header, field, f"{path}:1")
+            yield from _read_field(rows, field)
         case _:
-            yield from _read_table(str(name), path, field)
+            yield from _read_library_table(str(name), path, field)
+
+
+def _read_field(records: Iterable[Record], field: str) -> Iterator[Document]:
+    for record in records:
+        yield Document(_get_text(record.fields, field, record.place), record.size)
 
 
 def _get_text(record: Mapping[str, Any], field: str, place: str) -> str:
@@ -180,49 +138,19 @@ def _get_text(record: Mapping[str, Any], field: str, place: str) -> str:
         raise ConfigError(f"{place}: {error}") from None
 
 
-def _read_csv(path: Path, field: str, delimiter: str) -> Iterator[Document]:
-    """Read with the standard library: it knows line numbers, limits no field, guesses no types."""
-    csv.field_size_limit(sys.maxsize)
-    reader = csv.reader(_read_text_lines(path), delimiter=delimiter, strict=True)
-    try:
-        header = next(reader, None)
-        if header is None:
-            return
-        _check_column(header, field, f"{path}:1")
-        column = header.index(field)
-        for row in reader:
-            if not row:
-                continue
-            if len(row) != len(header):
-                columns = f"{len(row)} columns, but the header has {len(header)}"
-                remedy = f"quote text that contains {_DELIMITERS[delimiter]}"
-                raise ConfigError(f"{path}:{reader.line_num}: has {columns}; {remedy}")
-            yield Document(row[column], len(row[column]))
-    except csv.Error as error:
-        raise ConfigError(f"{path}:{reader.line_num}: is not valid CSV: {error}") from None
-
-
-def _read_text_lines(path: Path) -> Iterator[str]:
-    offset = 0
-    for block in read_line_blocks(path):
-        yield from io.StringIO(decode_utf8(path, block, offset))
-        offset += len(block)
-
-
 def _check_column(columns: Iterable[str], field: str, place: str) -> None:
     """Raise ConfigError if there is no column `field`."""
     _get_text(dict.fromkeys(columns, ""), field, place)
 
 
-def _read_table(name: str, path: Path, field: str) -> Iterator[Document]:
+def _read_library_table(name: str, path: Path, field: str) -> Iterator[Document]:
     try:
         from datasets import logging
     except ImportError:
         raise ConfigError(f"{path}: reading it requires a package: pip install datasets") from None
     logging.set_verbosity(logging.CRITICAL)  # the errors below report the problem
-    check_pointer(path)
     try:
-        table: Any = open_table(name, [path])
+        table: Any = stream_records([path], name)
         _check_column(table.features, field, str(path))
         for row, record in enumerate(table.select_columns([field]), 1):
             text = _get_text(record, field, f"{path}: row {row}")

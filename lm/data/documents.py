@@ -1,0 +1,180 @@
+"""Files of documents: one reader per format, for streams and for `lm.prepare`."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import io
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lm.data.files import decode_utf8, is_compressed, read_blocks, read_json_lines, read_line_blocks
+from lm.data.signatures import check_pointer
+from lm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+
+FORMATS = {
+    "text": (".txt", ".md", ".py"),
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "csv": (".csv",),
+    "tsv": (".tsv",),
+    "parquet": (".parquet",),
+    "arrow": (".arrow",),
+    "hdf5": (".h5", ".hdf5"),
+}
+"""suffixes of files by format"""
+STREAMED = {name: suffixes for name, suffixes in FORMATS.items() if name != "hdf5"}
+"""those of records"""
+_LIBRARY_FORMATS = ("parquet", "arrow")
+"""formats that the `datasets` library reads"""
+_READ_COMPRESSED = ("text", "jsonl", "csv", "tsv")
+"""formats that are also read from .gz and .zst files"""
+_PARQUET_BATCH_ROWS = 1024
+"""With the default of `datasets`, a file without rows is an error."""
+
+
+class _Dialect(NamedTuple):
+    """How a file separates the columns of a table."""
+
+    name: str
+    options: dict[str, Any]
+    """of the standard library's reader"""
+    remedy: str
+    """for text that contains what separates"""
+
+
+_DIALECTS = {
+    "csv": _Dialect("CSV", {"delimiter": ","}, "quote text that contains commas"),
+    "tsv": _Dialect(
+        "TSV",
+        {"delimiter": "\t", "quoting": csv.QUOTE_NONE},
+        "TSV has no quotes: use CSV for text that contains tabs or line breaks",
+    ),
+}
+
+
+class Record(NamedTuple):
+    """A record of a file."""
+
+    place: str
+    """file, and line if it has several, for errors"""
+    fields: dict[str, Any]
+    size: int
+    """about its bytes"""
+
+
+def format_of(path: Path, override: str | None = None) -> str | None:
+    """Return the format of `path` by its suffix, or `override`.
+
+    None if it is unknown or not readable compressed.
+    """
+    name = override
+    if name is None:
+        uncompressed = Path(path.stem) if is_compressed(path) else path
+        name = _format_by_suffix(uncompressed.suffix.lower())
+    if is_compressed(path) and name not in _READ_COMPRESSED:
+        return None
+    return name
+
+
+def _format_by_suffix(suffix: str) -> str | None:
+    for name, suffixes in FORMATS.items():
+        if suffix in suffixes:
+            return name
+    return None
+
+
+class Table(NamedTuple):
+    """A CSV or TSV file."""
+
+    header: list[str]
+    """empty for an empty file"""
+    rows: Iterator[Record]
+
+
+def read_records(path: Path, name: str) -> Iterator[Record]:
+    """Yield the records of a file of the format `name`, one that this package reads itself.
+
+    A text file is one record, with the key "text".
+    """
+    match name:
+        case "text":
+            content = b"".join(read_blocks(path))
+            yield Record(str(path), {"text": decode_utf8(path, content)}, len(content))
+        case "jsonl":
+            for line in read_json_lines(path):
+                yield Record(*line)
+        case _:
+            yield from read_table(path, name).rows
+
+
+def read_table(path: Path, name: str) -> Table:
+    """Read with the standard library: it knows line numbers, limits no field, guesses no types."""
+    dialect = _DIALECTS[name]
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader(_read_text_lines(path), **dialect.options, strict=True)
+
+    def read_rows() -> Iterator[tuple[str, list[str]]]:
+        try:
+            for row in reader:
+                if row:
+                    yield f"{path}:{reader.line_num}", row
+        except csv.Error as error:
+            place = f"{path}:{reader.line_num}"
+            raise ConfigError(f"{place}: is not valid {dialect.name}: {error}") from None
+
+    rows = read_rows()
+    place, header = next(rows, (str(path), []))
+    for column, count in Counter(header).items():
+        if column and count > 1:
+            problem = f"has {count} columns {column!r}; rename all but one"
+            raise ConfigError(f"{place}: {problem}")
+    return Table(header, _read_fields(header, rows, dialect))
+
+
+def _read_fields(
+    header: list[str], rows: Iterator[tuple[str, list[str]]], dialect: _Dialect
+) -> Iterator[Record]:
+    for place, row in rows:
+        if len(row) != len(header):
+            columns = f"{len(row)} columns, but the header has {len(header)}"
+            raise ConfigError(f"{place}: has {columns}; {dialect.remedy}")
+        size = sum(map(len, row))
+        yield Record(place, dict(zip(header, row, strict=True)), size)
+
+
+def _read_text_lines(path: Path) -> Iterator[str]:
+    offset = 0
+    for block in read_line_blocks(path):
+        yield from io.StringIO(decode_utf8(path, block, offset))
+        offset += len(block)
+
+
+def stream_records(files: Sequence[Path], name: str) -> IterableDataset:
+    """Open files of the format `name`, all but HDF5, as a dataset of records to stream."""
+    from datasets import IterableDataset, load_dataset
+
+    for file in files:
+        check_pointer(file)
+    if name not in _LIBRARY_FORMATS:
+        # The library's readers name no line, guess types and drop columns.
+        names = [str(file) for file in files]
+        return IterableDataset.from_generator(
+            _read_all_fields, gen_kwargs={"files": names, "name": name}
+        )
+    options: Any = {}
+    if name == "parquet":
+        options["batch_size"] = _PARQUET_BATCH_ROWS
+    patterns = [glob.escape(str(file)) for file in files]
+    return load_dataset(name, data_files=patterns, split="train", streaming=True, **options)
+
+
+def _read_all_fields(files: Sequence[str], name: str) -> Iterator[dict[str, Any]]:
+    for file in files:
+        for record in read_records(Path(file), name):
+            yield record.fields
