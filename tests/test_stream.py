@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import psutil
 import pyarrow as pa
@@ -140,6 +141,63 @@ def test_stream_resumes_at_the_exact_token(block: int, suffix: str, tmp_path: Pa
             resumed = windows(folder, 17, state, block=block)
             assert [window.ids.tolist() for window in resumed] == expected[at + 1 : at + 18]
             at, state = at + 16, json.loads(json.dumps(resumed[15].state))
+
+
+class Library:
+    """Documents whose position after a resume is wrong.
+
+    Args:
+        fault: "stands" = it does not advance, as with datasets 5.0.0; "lags" = it is that of the
+            document before.
+    """
+
+    def __init__(self, fault: str, n_documents: int = 30) -> None:
+        self.fault = fault
+        self.n_documents = n_documents
+        self.position = 0
+        self.loaded: int | None = None
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state["at"]
+
+    def state_dict(self) -> dict[str, int]:
+        if self.loaded is None:
+            return {"at": self.position}
+        return {"at": 0 if self.fault == "stands" else self.position - 1}
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        for number in range(self.loaded or 0, self.n_documents):
+            self.position = number + 1
+            yield {"text": f"<{number}>" + "-" * 20}
+
+
+@pytest.mark.parametrize(
+    ("fault", "session", "part"),
+    [("stands", 2, "one position after two documents"), ("lags", 3, "documents 16 to 23 differ")],
+)
+def test_stream_whose_library_resumes_elsewhere_is_refused(
+    fault: str, session: int, part: str
+) -> None:
+    state: Mapping[str, Any] = {}
+    for _ in range(session - 1):
+        stream = TokenStream(Library(fault), "text", BYTES, SEQ_LEN, 1, block_size=8, state=state)  # type: ignore[arg-type]
+        for item in itertools.islice(stream, 18):
+            assert isinstance(item, Window)
+            state = json.loads(json.dumps(item.state))
+    stream = TokenStream(Library(fault), "text", BYTES, SEQ_LEN, 1, block_size=8, state=state)  # type: ignore[arg-type]
+    item = next(iter(stream))
+    assert isinstance(item, ConfigError)
+    assert part in str(item)
+    assert f"datasets {datasets.__version__}" in str(item)
+
+
+def test_stream_of_data_that_changed_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    state = windows(folder, 20)[-1].state
+    path = folder / "1.jsonl"
+    path.write_text(path.read_text().replace("<1.7", "<1.x"))
+    with pytest.raises(ConfigError, match=r"documents 16 to 23 differ .*the data changed"):
+        windows(folder, 1, state)
 
 
 def source(folder: Path, *, dp_rank: int = 0, dp_size: int = 1, workers: int = 1) -> StreamedSource:

@@ -171,6 +171,8 @@ class _BlockStart(NamedTuple):
     """documents before the block, over all epochs"""
     dataset_state: dict[str, Any] | None
     """of the `datasets` library; None = the start of an epoch"""
+    digest: str | None = None
+    """of the documents in the block; None = they were not read yet"""
 
 
 class _TokenPosition(NamedTuple):
@@ -185,6 +187,7 @@ class _TokenPosition(NamedTuple):
             "block": self.block.number,
             "read": self.block.n_read,
             "dataset": self.block.dataset_state,
+            "digest": self.block.digest,
             "document": self.document,
             "token": self.token,
         }
@@ -250,7 +253,12 @@ class TokenStream:
         """
         first_document = self.state.get("document", 0)
         first_token = self.state.get("token", 0)
-        for block, texts in self._blocks():
+        saved_digest = self.state.get("digest")
+        for start, texts in self._blocks():
+            block = start._replace(digest=_digest(texts))
+            if saved_digest not in (None, block.digest):
+                raise ConfigError(_other_documents(block.n_read, len(texts)))
+            saved_digest = None
             if self.seed is not None:
                 seed = derive_seed("stream", self.seed, self.number, block.number)
                 permutation = np.random.default_rng(seed).permutation(len(texts))
@@ -281,8 +289,13 @@ class TokenStream:
                 block = _BlockStart(block.number, n_read, documents.state_dict())
             is_epoch = block.dataset_state is None
             has_text = False
+            first_state = None
             texts: list[str] = []
-            for record in records:
+            for count, record in enumerate(records):
+                if count == 0:
+                    first_state = documents.state_dict()
+                elif count == 1 and documents.state_dict() == first_state:
+                    raise ConfigError(_standing_position())
                 number = block.n_read + len(texts)
                 texts.append(_document_text(record, self.text_field, number))
                 has_text = has_text or texts[-1] != ""
@@ -299,6 +312,31 @@ class TokenStream:
                 problem = "a worker's share of the dataset has no text"
                 raise ConfigError(f"data_workers: {problem}; lower data_workers, or add files")
             block = _BlockStart(block.number + 1, n_read, dataset_state=None)
+
+
+def _digest(texts: Sequence[str]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for text in texts:
+        digest.update(hashlib.blake2b(text.encode(), digest_size=8).digest())
+    return digest.hexdigest()
+
+
+def _standing_position() -> str:
+    problem = f"datasets {_library_version()} reports one position after two documents"
+    reason = "a checkpoint of it would read documents again"
+    return f"{problem}, so that {reason}; install another version, e.g. pip install -U datasets"
+
+
+def _other_documents(first: int, count: int) -> str:
+    problem = f"documents {first} to {first + count - 1} differ from those before the checkpoint"
+    causes = f"the data changed, or datasets {_library_version()} resumes at another document"
+    return f"{problem}: {causes}; restore the data, or the version that wrote the checkpoint"
+
+
+def _library_version() -> str:
+    import datasets
+
+    return datasets.__version__
 
 
 def _drop_tokens(pending: deque[_PendingDocument], count: int) -> None:
