@@ -116,6 +116,31 @@ def test_find_files_refuses_a_name_without_files(tmp_path: Path, name: str) -> N
         find_files(f"{tmp_path}/{name}", "val_data")
 
 
+@pytest.mark.parametrize(
+    ("where", "advice"),
+    [
+        ("s3://bucket/a.txt", "aws s3 cp --recursive s3://bucket/a.txt "),
+        ("gs://bucket/*.txt", "gcloud storage cp --recursive 'gs://bucket/*.txt' "),
+        ("https://host/a.txt", "wget https://host/a.txt"),
+        ("hf://datasets/a/b", "hf download "),
+        ("ftp://host/a.txt", "download them first"),
+        ("$DATA/a.txt", "write the path, e.g. /data/a.txt"),
+        ("${DATA}/a.txt", "write the path, e.g. /data/a.txt"),
+    ],
+)
+@pytest.mark.parametrize("dataset", ["text", "jsonl", "tokens", "hf"])
+def test_data_that_are_not_on_disk_are_refused_with_the_way(
+    dataset: str, where: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATA", "/data")
+    config = DataConfig.model_validate({"dataset": dataset, "train_data": where})
+    with pytest.raises(ConfigError) as caught:
+        open_data(config, 257, 16, 2, 0)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"train_data: {where}")
+    assert advice in problem
+
+
 def test_find_files_calls_a_directory_without_files_one(tmp_path: Path) -> None:
     (tmp_path / ".hidden").write_text("to be")
     with pytest.raises(ConfigError, match=r"^train_data: the directory .* has no files"):

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import sysconfig
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -27,6 +28,14 @@ from lm.errors import ConfigError, limit_problems
 
 _NOT_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
 """directories of the standard library that hold other packages or tests"""
+_DOWNLOADS = {
+    "s3": "aws s3 cp --recursive {} DIRECTORY",
+    "gs": "gcloud storage cp --recursive {} DIRECTORY",
+    "hf": "hf download OWNER/NAME --repo-type dataset --local-dir DIRECTORY",
+    "http": "wget {}",
+    "https": "wget {}",
+}
+"""commands that download a URL, by its scheme"""
 READ_BLOCK_BYTES = 1 << 20
 MAX_EXPANSION = 200
 """By which factor a compressed file can expand: text has 3 to 20, tasks with examples up to 80."""
@@ -68,9 +77,23 @@ def find_files(where: str | None, key: str) -> list[Path]:
         hint = "hidden files and __pycache__ are not read"
         raise ConfigError(f"{key}: the directory {pattern!r} has no files ({hint}); add text to it")
     if not files:
+        check_path(pattern, key)
         advice = f"it must be a file, a directory or a glob, relative to {Path.cwd()}"
         raise ConfigError(f"{key}: no file found at {pattern!r}; {advice}")
     return sorted(files)
+
+
+def check_path(where: str, key: str) -> None:
+    """Raise ConfigError if `where`, which does not exist, is a URL or contains a variable."""
+    scheme, separator, _ = where.partition("://")
+    if separator:
+        command = _DOWNLOADS.get(scheme, "a command of your storage").format(shlex.quote(where))
+        problem = f"{where} is a URL, but data are read from disk"
+        raise ConfigError(f"{key}: {problem}; download them first, e.g. with {command}")
+    if "$" in where:
+        expanded = os.path.expandvars(where)
+        problem = f"{where}: environment variables are not expanded"
+        raise ConfigError(f"{key}: {problem}; write the path, e.g. {expanded}")
 
 
 def _files_below(

@@ -368,6 +368,8 @@ def _train_index_paths(config: DataConfig) -> list[Path]:
         path = Path(directory).expanduser()
         if path.is_dir():
             path /= "train.json"
+        elif not path.exists():
+            files.check_path(directory, "train_data")
         paths.append(path)
     return paths
 

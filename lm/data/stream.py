@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from lm.data.dataset import Position, Sample, SampleBatch, StreamState
 from lm.data.documents import STREAMED, format_of, stream_records
-from lm.data.files import error_text, find_files, get_text, is_compressed
+from lm.data.files import check_path, error_text, find_files, get_text, is_compressed
 from lm.data.tokenizer import Tokenizer, encode_documents
 from lm.data.tokens import next_token_sample
 from lm.data.worker import Worker
@@ -67,6 +67,8 @@ def open_documents(where: str, key: str, split: str, name: str | None) -> tuple[
         raise ConfigError("dataset: hf requires a package: pip install datasets") from None
     datasets.disable_progress_bars()
     local = is_local(where)
+    if not local:
+        check_path(where, key)
     try:
         if local:
             return _open_local_documents(where, key)
