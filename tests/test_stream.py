@@ -331,6 +331,7 @@ def test_stream_fingerprint(tmp_path: Path) -> None:
             open_documents(str(tmp_path / "a.txt.gz"), "train_data", "train", None)[1],
         )
     assert first != last
+    assert "read as text by this package" in first  # other documents than those of `datasets`
 
 
 def test_stream_reads_json_lines_or_one_array(

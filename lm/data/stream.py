@@ -93,8 +93,12 @@ def _open_local_documents(where: str, key: str) -> tuple[Documents, str]:
     (name, *others) = formats
     if others or name is None or name not in STREAMED:
         raise ConfigError(f"{key}: {where}: {_why_not_streamed(files)}")
+    fingerprint = _files_fingerprint(files)
+    if name in ("text", "csv"):
+        # In a checkpoint whose stream `datasets` read from such files, documents are others.
+        fingerprint += f", read as {name} by this package"
     with error_prefix(key):
-        return stream_records(files, name), _files_fingerprint(files)
+        return stream_records(files, name), fingerprint
 
 
 def _why_not_streamed(files: Sequence[Path]) -> str:
