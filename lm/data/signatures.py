@@ -17,11 +17,16 @@ _CONTROL = re.compile(rb"[\x01-\x08\x0e-\x1a\x1c-\x1f]")
 """characters that no text has; escape sequences of terminals have \\x1b"""
 
 
+_MAX_WESTERN_SHARE = 0.3
+"""of bytes beyond ASCII in text of Western languages in an encoding of one byte a character"""
+
+
 class _Signature(NamedTuple):
     """Bytes that all files of a format have at an offset."""
 
     offset: int
-    content: bytes
+    content: bytes | tuple[bytes, ...]
+    """several: one of them"""
     format: str
     remedy: str
     """{} = the path"""
@@ -38,29 +43,21 @@ _SIGNATURES = (
     _Signature(0, b"PK\x03\x04", "ZIP archive, as .docx, .xlsx and .epub are", _CONVERT),
     _Signature(0, b"\xd0\xcf\x11\xe0", "document of an old version of Word or Excel", _CONVERT),
     _Signature(257, b"ustar", "tar archive", "extract it, tar -xf {}"),
-    _Signature(4, b"1AY&SY", "bzip2 file", "decompress it, bunzip2 {}"),
-    _Signature(4, b"\x17\x72\x45\x38\x50\x90", "bzip2 file", "decompress it, bunzip2 {}"),
+    _Signature(
+        4, (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90"), "bzip2 file", "decompress it, bunzip2 {}"
+    ),
     _Signature(0, b"\xfd7zXZ\0", "xz file", "decompress it, xz -d {}"),
     _Signature(0, b"7z\xbc\xaf\x27\x1c", "7z archive", "extract it, 7z x {}"),
     _Signature(0, b"Rar!\x1a\x07", "RAR archive", "extract it, unrar x {}"),
     _Signature(0, b"\x04\x22\x4d\x18", "LZ4 file", "decompress it, lz4 -d {}"),
-    _Signature(0, b"\x1f\x8b", "gzip file without the suffix .gz", "rename it, mv {0} {0}.gz"),
-    _Signature(
-        0,
-        b"\x28\xb5\x2f\xfd",
-        "Zstandard file without the suffix .zst",
-        "rename it, mv {0} {0}.zst",
-    ),
+    _Signature(0, b"\x1f\x8b", "gzip file", "decompress it, gzip -dc {} > NEW"),
+    _Signature(0, b"\x28\xb5\x2f\xfd", "Zstandard file", "decompress it, zstd -dc {} > NEW"),
     _Signature(0, b"PAR1", "Parquet table", _TABLE),
-    _Signature(0, b"ARROW1\0\0", "Arrow table", _TABLE),
-    _Signature(0, b"\xff\xff\xff\xff", "Arrow table", _TABLE),
+    _Signature(0, (b"ARROW1\0\0", b"\xff\xff\xff\xff"), "Arrow table", _TABLE),
     _Signature(0, b"\x89HDF\r\n", "HDF5 file", _TABLE),
     _Signature(0, b"SQLite format 3\0", "SQLite database", _EXPORT),
     _Signature(0, b"\x93NUMPY", "NumPy array", _EXPORT),
-    _Signature(0, b"\x80\x02", "pickle", _EXPORT),
-    _Signature(0, b"\x80\x03", "pickle", _EXPORT),
-    _Signature(0, b"\x80\x04", "pickle", _EXPORT),
-    _Signature(0, b"\x80\x05", "pickle", _EXPORT),
+    _Signature(0, (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"), "pickle", _EXPORT),
     _Signature(7, b'\0{"', "safetensors file", "it holds weights; choose files of text"),
 )
 _ENCODINGS = {
@@ -114,9 +111,10 @@ def check_nul(path: Path, block: bytes, offset: int) -> None:
     if at < 0:
         return
     problem = f"byte {offset + at} is NUL"
-    if not any(block[1:1000:2]):
+    even, odd = block[0:1000:2], block[1:1000:2]
+    if offset == 0 and all(even) and not any(odd):
         encoding = "UTF-16LE"
-    elif not any(block[0:1000:2]):
+    elif offset == 0 and all(odd) and not any(even):
         encoding = "UTF-16BE"
     else:
         remedy = f"choose files of text, or delete it, tr -d '\\0' < {shlex.quote(str(path))} > NEW"
@@ -129,8 +127,11 @@ def advise_encoding(path: Path, content: bytes) -> str:
     """Return what to do with a file whose `content` is not UTF-8."""
     if _CONTROL.search(content):
         return "it is binary, not text; choose files of text"
-    command = _iconv(path, "WINDOWS-1252")
-    return f"convert the file from its encoding, e.g. {command}"
+    encoding = "WINDOWS-1252"
+    n_beyond_ascii = len(content.translate(None, bytes(range(128))))
+    if n_beyond_ascii > _MAX_WESTERN_SHARE * len(content):
+        encoding = "ENCODING"
+    return f"convert the file from its encoding, e.g. {_iconv(path, encoding)}"
 
 
 def _iconv(path: Path, encoding: str) -> str:
