@@ -321,10 +321,7 @@ class TokenStream:
 
 
 def _digest(texts: Sequence[str]) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for text in texts:
-        digest.update(hashlib.blake2b(text.encode(), digest_size=8).digest())
-    return digest.hexdigest()
+    return hashlib.blake2b("\0".join(texts).encode(), digest_size=8).hexdigest()
 
 
 def _standing_position() -> str:
