@@ -465,6 +465,12 @@ NOISE = os.urandom(4000)
         ),
         ("a.csv", b'n,text\n1,"to', "text", ":2: is not valid CSV"),
         ("a.csv", b'n,text\n1,"to \\"be\\" or"\n', "text", ":2: is not valid CSV"),
+        (
+            "a.csv",
+            b"text,n\nto be,1,\n",
+            "text",
+            ":2: has 3 columns, but the header has 2; name the empty columns",
+        ),
         ("a.csv", b"text,n,text\n", "text", ":1: has 2 columns 'text'; rename"),
         ("a.tsv", b"moves\tn\n", "text", ":1: has no 'text', only 'moves', 'n'"),
         ("a.csv", b"text\nto be\n\xff", "text", ": byte 11"),

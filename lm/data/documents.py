@@ -143,7 +143,10 @@ def _read_fields(
     for place, row in rows:
         if len(row) != len(header):
             columns = f"{len(row)} columns, but the header has {len(header)}"
-            raise ConfigError(f"{place}: has {columns}; {dialect.remedy}")
+            remedy = dialect.remedy
+            if len(row) > len(header) and not any(row[len(header) :]):
+                remedy = "name the empty columns at the end in the header, or delete them"
+            raise ConfigError(f"{place}: has {columns}; {remedy}")
         size = sum(map(len, row))
         yield Record(place, dict(zip(header, row, strict=True)), size)
 
