@@ -29,7 +29,7 @@ from lm.data.files import check_path, error_text, find_files, get_text, is_compr
 from lm.data.tokenizer import Tokenizer, encode_documents
 from lm.data.tokens import next_token_sample
 from lm.data.worker import Worker
-from lm.errors import ConfigError, RunError, error_prefix, oserror_as_config_error
+from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.seeds import derive_seed
 
 if TYPE_CHECKING:
