@@ -6,8 +6,6 @@ import datetime
 import gzip
 import json
 import re
-import shutil
-import subprocess
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lm.data.jsonl import JsonlDataset
+from lm.data.probe import TemplateProbe
 from lm.data.run_data import DataConfig, open_data
 from lm.data.tokenizer import TOKENIZER_JSON, ByteTokenizer, FileTokenizer, load_tokenizer
 from lm.errors import ConfigError
@@ -189,12 +188,10 @@ def test_chat_keys_that_the_template_ignores_are_refused(tmp_path: Path) -> None
     file = write(tmp_path / "a.jsonl", [{"messages": [user, reply]}])
     with pytest.raises(ConfigError) as error:
         JsonlDataset([file], LLAMA, 64)
-    (program,) = re.findall("'(.*)'", str(error.value))
     assert str(error.value).startswith(f"{file}:1: ")
-    assert '["name", "thinking"]' in program
-    if shutil.which("jq"):
-        (tmp_path / "b.jsonl").write_bytes(subprocess.check_output(["jq", "-c", program, file]))
-        assert len(JsonlDataset([tmp_path / "b.jsonl"], LLAMA, 64)) == 1
+    assert "messages[1].thinking" in str(error.value)
+    assert "messages[1].name" in str(error.value)
+    assert "messages[0]" not in str(error.value)
     reads = llama(CHAT_TEMPLATE + "{{ messages[1].name }}{{ messages[1].reasoning_content }}")
     assert "bob" in LLAMA.decode(targets(JsonlDataset([file], reads, 64)))
     assert "hm" in LLAMA.decode(targets(JsonlDataset([file], reads, 64)))
@@ -245,7 +242,7 @@ def test_chat_template_gets_the_tools(tmp_path: Path) -> None:
         LLAMA.decode(targets(JsonlDataset([file], tokenizer, 256, completion_only=True))).strip()
         == "ho"
     )
-    with pytest.raises(ConfigError, match="does not read tools"):
+    with pytest.raises(ConfigError, match="leaves out tools"):
         JsonlDataset([file], LLAMA, 256)
 
 
@@ -461,6 +458,127 @@ def test_template_without_end_of_turn_is_refused(template: str, part: str, tmp_p
     with pytest.raises(ConfigError, match=f"^{file}:1: tokenizer: llama: .*{part}") as error:
         JsonlDataset([file], llama(template), 512, completion_only=True)
     assert named_keys(error.value) >= {"chat_template"}
+
+
+def said(role: str, *words: str, **keys: Any) -> dict[str, Any]:
+    """A message whose content is a text or, with two words, a text after its thinking."""
+    content = words[-1]
+    if len(words) == 2:
+        content = f"<think>\n{words[0]}\n</think>\n\n{words[1]}"
+    return {"role": role, "content": content} | keys
+
+
+def calls(*names: str) -> list[dict[str, Any]]:
+    ids = {name: f"{i:09}" for i, name in enumerate(names)}
+    return [
+        {"type": "function", "id": ids[name], "function": {"name": name, "arguments": {"x": name}}}
+        for name in names
+    ]
+
+
+WORDS = r"(?:amber|basil|cedar|delta|ember|fjord|grove|haven)7"
+ASK, ANSWER_IT = said("user", "amber7"), said("assistant", "basil7")
+THINK = {"reasoning_content": "cedar7"}
+RESULT = said("tool", "delta7", name="ember7", tool_call_id="000000000")
+CHATS = {
+    "plain": [ASK, ANSWER_IT],
+    "system": [said("system", "grove7"), ASK, ANSWER_IT],
+    "developer": [said("developer", "grove7"), ASK, ANSWER_IT],
+    "misspelt role": [said("User", "amber7"), ANSWER_IT],
+    "no role": [ASK | {"role": None}, ANSWER_IT],
+    "system twice": [said("system", "grove7"), said("system", "haven7"), ASK, ANSWER_IT],
+    "system in the middle": [ASK, ANSWER_IT, said("system", "grove7"), ASK, ANSWER_IT],
+    "roles of Cohere": [said("User", "amber7"), said("Chatbot", "basil7")],
+    "reasoning": [ASK, ANSWER_IT | THINK],
+    "thinking": [ASK, said("assistant", "cedar7", "basil7")],
+    "name": [ASK | {"name": "fjord7"}, ANSWER_IT],
+    "two calls": [ASK, said("assistant", "", tool_calls=calls("ember7", "fjord7"))],
+    "content and call": [
+        ASK,
+        said("assistant", "haven7", tool_calls=calls("ember7")),
+        RESULT,
+        ANSWER_IT,
+    ],
+    "result": [ASK, said("assistant", "", tool_calls=calls("ember7")), RESULT, ANSWER_IT],
+    "function": [
+        ASK,
+        said("assistant", "", tool_calls=calls("ember7")),
+        RESULT | {"role": "function"},
+        ANSWER_IT,
+    ],
+}
+
+
+@pytest.mark.parametrize("chat", CHATS)
+def test_string_that_a_template_leaves_out_is_refused(chat: str, tmp_path: Path) -> None:
+    words = set(re.findall(WORDS, json.dumps(CHATS[chat])))
+    file = write(tmp_path / "a.jsonl", [{"messages": CHATS[chat]}])
+    folder = str(save_tokenizer(tmp_path))
+    n_refused = 0
+    for path in trl_templates():
+        tokenizer = load_tokenizer(folder, path.stem)
+        try:
+            text = tokenizer.render(CHATS[chat], add_generation_prompt=False).text
+        except ConfigError:
+            continue  # the template says why
+        if all(word in text for word in words):
+            JsonlDataset([file], tokenizer, 8192)
+        else:
+            with pytest.raises(ConfigError, match=rf"^{file}:1: .*leaves out messages\[\d"):
+                JsonlDataset([file], tokenizer, 8192)
+            n_refused += 1
+    assert n_refused > 0
+
+
+@pytest.mark.parametrize("thinking", [("cedar7", "basil7"), ("basil7",)])
+def test_thinking_of_earlier_replies_that_is_left_out_is_noted(
+    thinking: tuple[str, ...], tmp_path: Path
+) -> None:
+    reply = said("assistant", *thinking)
+    if len(thinking) == 1:
+        reply |= THINK
+    records = [{"messages": [ASK, reply]}, {"messages": [ASK, reply, ASK, reply]}]
+    file = write(tmp_path / "a.jsonl", [*records, records[1]])
+    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen3")
+    found = JsonlDataset([file], tokenizer, 512)
+    assert (found.note or "").count("thinking of earlier replies in 2 records") == 1
+    assert tokenizer.decode(targets(found)).count("cedar7") == 3
+    file = write(tmp_path / "a.jsonl", records[:1])
+    assert "thinking" not in (JsonlDataset([file], tokenizer, 512).note or "")
+
+
+def test_template_is_asked_once_for_chats_of_the_same_roles_and_keys() -> None:
+    asked = []
+
+    def render(messages: list[Any], tools: Any) -> str:
+        asked.append(messages)
+        return json.dumps([messages, tools])
+
+    probe = TemplateProbe("", render)
+    for i in range(20):
+        called = said("assistant", "", tool_calls=calls(f"name {i}"))
+        called["tool_calls"][0]["function"]["arguments"] = {f"x{n}": n for n in range(i + 1)}
+        result = said("tool", f"result {i}", name=f"name {i}", tool_call_id="000000000")
+        chat = [said("user", f"question {i}"), called, result]
+        tools = [{"name": f"name {n}", "parameters": {"type": "object"}} for n in range(i + 1)]
+        assert not probe.find_unwritten(chat, ["", "", ""], tools, "")
+    assert len(asked) == 1
+
+
+def test_template_that_demands_certain_strings_is_asked_with_those_of_the_record(
+    tmp_path: Path,
+) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' and not m.content.endswith('?') %}"
+        "{{ raise_exception('no question') }}{% elif m.role != 'developer' %}"
+        "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    question = said("user", "to be, or not to be?")
+    file = write(tmp_path / "a.jsonl", [{"messages": [question, ANSWER_IT]}])
+    assert JsonlDataset([file], llama(template), 64)
+    file = write(tmp_path / "a.jsonl", [{"messages": [said("developer", "grove7"), question]}])
+    with pytest.raises(ConfigError, match=r'leaves out messages\[0\].content of role "developer";'):
+        JsonlDataset([file], llama(template), 64)
 
 
 @pytest.mark.parametrize("template", ["qwen2_5", "llama3_1", "gptoss"])

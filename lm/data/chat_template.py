@@ -9,8 +9,6 @@ from __future__ import annotations
 import ast
 import datetime
 import difflib
-import functools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,14 +66,6 @@ class ChatTemplate:
         marked = "set chat_template to one that marks replies and their ends with {% generation %}"
         return f"{marked}; TRL has some (pip install trl), e.g. chat_template: qwen3{_TRAINING}"
 
-    @functools.cached_property
-    def _words(self) -> set[str]:
-        """Keys of messages that may be set: those that the template mentions, and a call's ID."""
-        words = {*re.findall(r"\w+", self.text), "role", "content", "tool_call_id"}
-        if words & REASONING_KEYS:
-            words |= REASONING_KEYS
-        return words
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -101,7 +91,6 @@ class ChatTemplate:
             {key: value for key, value in message.items() if value is not None}
             for message in messages
         ]
-        self._check_reads(messages, tools)
         try:
             if "date_string" in variables:
                 dated = _STRFTIME_NOW.sub("date_string", self.text)
@@ -128,24 +117,13 @@ class ChatTemplate:
 
     def check_variables(self, variables: Mapping[str, Any]) -> None:
         """Raise ConfigError if the template mentions none of that name."""
-        for key in variables.keys() - self._words - {"date_string"}:  # replaces strftime_now
-            close = difflib.get_close_matches(key, self._words, n=1, cutoff=0.8)
+        words = {*re.findall(r"\w+", self.text), "date_string"}  # which replaces strftime_now
+        for key in variables.keys() - words:
+            close = difflib.get_close_matches(key, words, n=1, cutoff=0.8)
             hint = f"remove {key}"
             if close:
                 hint = f"did you mean {close[0]}?"
             raise ConfigError(f"chat_template_kwargs: {self.name} does not read {key}; {hint}")
-
-    def _check_reads(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> None:
-        """Raise ConfigError if the template leaves out tools, or a key of the messages."""
-        if tools is not None and "tools" not in self._words:
-            raise ConfigError(f"{self.name} does not read tools; remove them from the data")
-        unread = {key for message in messages for key in message} - self._words
-        if unread:
-            keys = sorted(unread)
-            program = f"del((.messages, .prompt, .completion)[]?{json.dumps(keys)})"
-            problem = f"{self.name} does not read {', '.join(keys)} of messages"
-            remedy = f"remove: jq -c '{program}' OLD.jsonl > NEW.jsonl"
-            raise ConfigError(f"{problem}; {remedy}")
 
 
 @oserror_as_config_error

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from lm.data.chat_template import REASONING_KEYS, Span
 from lm.data.files import JsonLine, get_text
 from lm.data.layouts import as_completion, as_messages, find_layout, jq_command
+from lm.data.probe import TemplateProbe
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
 
@@ -58,6 +60,9 @@ class RecordRenderer:
 
     layouts: dict[str, str] = field(default_factory=dict)
     """how records of other layouts than messages were read, by layout"""
+
+    notes: Counter[str] = field(default_factory=Counter)
+    """what was not read as it is in the data, with the number of records"""
 
     def render_lines(self, lines: Iterable[JsonLine]) -> Iterator[RenderedRecord]:
         for line in lines:
@@ -125,8 +130,11 @@ class RecordRenderer:
         tools = record.get("tools") or None
         _check_tools(tools)
         messages: list[dict[str, Any]] = []
+        places: list[str] = []
         for key in keys:
-            messages += self._check_messages(record[key], key)
+            checked = self._check_messages(record[key], key)
+            messages += checked
+            places += [f"{key}[{i}]" for i in range(len(checked))]
         weights = [message.pop("weight", 1) for message in messages]
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         is_completion = "completion" in keys
@@ -139,10 +147,11 @@ class RecordRenderer:
             if not roles <= _OTHER_ROLES:
                 advice = "rename the roles to system, user and assistant"
             raise ConfigError(f"messages: {problem}; {advice}")
-        if self.completion_only:
-            self._check_end_of_turn()
         rendered = self.tokenizer.render(messages, add_generation_prompt=False, tools=tools)
         text = get_text({keys[-1]: rendered.text}, keys[-1])
+        self._check_written(_Chat(messages, tools, text), places)
+        if self.completion_only:
+            self._check_end_of_turn()
         if not self.completion_only:
             return RenderedRecord(text, None, is_chat=True)
         chat = _Chat(messages, tools, text)
@@ -156,6 +165,27 @@ class RecordRenderer:
             targets = itertools.compress(replies, is_target)
             spans = [self._locate_messages(chat, i, i + 1) for i in targets]
         return RenderedRecord(text, spans, is_chat=True)
+
+    def _check_written(self, chat: _Chat, places: Sequence[str]) -> None:
+        """Raise ConfigError if the chat template leaves out strings of a chat."""
+        unwritten = self._probe.find_unwritten(chat.messages, places, chat.tools, chat.text)
+        if not unwritten:
+            return
+        lost = dict.fromkeys(place.key for place in unwritten if not place.is_earlier_thinking)
+        if lost:
+            problem = f"{self.tokenizer.chat_template.name} leaves out {', '.join(lost)}"
+            remedy = (
+                "rename the role or the key, remove it, or set chat_template to one that writes it"
+            )
+            raise ConfigError(f"{problem}; {remedy}")
+        self.notes["the chat template leaves out the thinking of earlier replies"] += 1
+
+    @functools.cached_property
+    def _probe(self) -> TemplateProbe:
+        def render(messages: list[Any], tools: Any) -> str:
+            return self.tokenizer.render(messages, add_generation_prompt=False, tools=tools).text
+
+        return TemplateProbe(self.tokenizer.chat_template.text, render)
 
     def _check_end_of_turn(self) -> None:
         """Raise ConfigError if no text after a reply is a target: the model would never stop."""
@@ -175,11 +205,8 @@ class RecordRenderer:
                 spans = [self._locate_messages(_Chat(chat, None, rendered.text), 1, 2)]
         except ConfigError:
             return None  # it rejects such a chat, or the replies; those of the data say why
-        replies = [match.end() for match in re.finditer(_REPLY["content"], rendered.text)]
-        if not replies:
-            problem = "leaves out content that is text, as it expects parts with images"
-            return f"{problem}; set chat_template to one for text"
-        for end in replies:
+        for match in re.finditer(_REPLY["content"], rendered.text):
+            end = match.end()
             stop = rendered.text.find(_QUESTION["content"], end)
             if stop < 0:
                 stop = len(rendered.text)
