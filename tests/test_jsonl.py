@@ -229,6 +229,15 @@ def test_prompt_and_completion_can_be_messages(tmp_path: Path) -> None:
     assert targets(JsonlDataset([file], LLAMA, 256)) == targets(JsonlDataset([chat], LLAMA, 256))
 
 
+def test_prompt_and_completion_as_texts_next_to_a_chat_template_are_noted(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [{"prompt": "to be", "completion": " or not"}] * 3)
+    note = "in 3 records, prompt and completion are texts, trained without the chat template"
+    assert note in (JsonlDataset([file], LLAMA, 64).note or "")
+    plain = load_tokenizer(str(save_tokenizer(tmp_path)))
+    for tokenizer in (BYTES, plain):
+        assert "template" not in (JsonlDataset([file], tokenizer, 64).note or "")
+
+
 def test_chat_template_gets_the_tools(tmp_path: Path) -> None:
     template = (
         "<s>{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHAT_TEMPLATE
@@ -417,6 +426,32 @@ def test_trl_templates_that_are_refused_name_their_twins(tmp_path: Path) -> None
     assert {"qwen3", "deepseek_r1_distill", "gptoss", "phi3", "glm4moe"} <= set(refused)
 
 
+def test_trl_templates_mark_the_same_targets_in_a_completion(tmp_path: Path) -> None:
+    """As in messages of which the replies before it have weight 0."""
+    weighted = [DIALOG[0], DIALOG[1] | {"weight": 0}, *DIALOG[2:]]
+    records = [
+        {"messages": DIALOG[:2]},
+        {"prompt": DIALOG[:1], "completion": DIALOG[1:2]},
+        {"messages": weighted},
+        {"prompt": DIALOG[:3], "completion": DIALOG[3:]},
+    ]
+    files = [write(tmp_path / f"{i}.jsonl", [record]) for i, record in enumerate(records)]
+    folder = str(save_tokenizer(tmp_path))
+    for path in trl_templates():
+        if not path.stem.endswith("_training") or path.stem in (*NEEDS_IMAGES, *NEEDS_PARTS):
+            continue
+        tokenizer = load_tokenizer(folder, path.stem)
+        found = [
+            tokenizer.decode(targets(JsonlDataset([file], tokenizer, 8192, completion_only=True)))
+            for file in files
+        ]
+        assert found[1] == found[0], path.stem
+        assert found[3] == found[2], path.stem
+        assert "It is 4." in found[0], path.stem
+        assert "It is 4." not in found[2], path.stem
+        assert "Six,\nof them." in found[2], path.stem
+
+
 def test_trl_template_of_qwen3_trains_calls_of_tools(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     calls = [{"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}]
@@ -541,7 +576,9 @@ def test_thinking_of_earlier_replies_that_is_left_out_is_noted(
     file = write(tmp_path / "a.jsonl", [*records, records[1]])
     tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen3")
     found = JsonlDataset([file], tokenizer, 512)
-    assert (found.note or "").count("thinking of earlier replies in 2 records") == 1
+    assert re.findall(r"in (\d) records, the .*thinking of earlier replies", found.note or "") == [
+        "2"
+    ]
     assert tokenizer.decode(targets(found)).count("cedar7") == 3
     file = write(tmp_path / "a.jsonl", records[:1])
     assert "thinking" not in (JsonlDataset([file], tokenizer, 512).note or "")

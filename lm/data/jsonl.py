@@ -129,7 +129,7 @@ class JsonlDataset(Dataset):
         for layout, how in renderer.layouts.items():
             note += f"; {layout} records are read {how}"
         for what, n_records in renderer.notes.items():
-            note += f"; {what} in {n_records} records"
+            note += f"; in {n_records} records, {what}"
         return note
 
     def __len__(self) -> int:

@@ -104,6 +104,9 @@ class RecordRenderer:
     def _render_completion(self, record: Mapping[str, Any]) -> RenderedRecord:
         prompt = get_text(record, "prompt")
         text = prompt + get_text(record, "completion")
+        if self._has_chat_template:
+            what = "prompt and completion are texts, trained without the chat template that "
+            self.notes[f"{what}lm.generate --chat uses"] += 1
         spans = None
         if self.completion_only:
             spans = [Span(len(prompt), len(text))]
@@ -124,7 +127,8 @@ class RecordRenderer:
     def _render_chat(self, record: Mapping[str, Any], keys: Sequence[str]) -> RenderedRecord:
         """Render the messages in `keys` of a record.
 
-        The targets are the replies in `messages`, or all of a `completion`.
+        The targets are the replies in `messages` and, if the template marks them, in `completion`,
+        else all of a `completion`.
         """
         _check_keys(record, {*keys, "tools"})
         tools = record.get("tools") or None
@@ -155,12 +159,12 @@ class RecordRenderer:
         if not self.completion_only:
             return RenderedRecord(text, None, is_chat=True)
         chat = _Chat(messages, tools, text)
-        is_target = [weights[i] == 1 for i in replies]
-        if is_completion:
-            n_prompt = len(record["prompt"])
-            spans = [self._locate_messages(chat, n_prompt, len(messages))]
-        elif rendered.reply_spans is not None:
+        n_prompt = len(messages) - len(record[keys[-1]])
+        is_target = [weights[i] == 1 and i >= n_prompt for i in replies]
+        if rendered.reply_spans is not None:
             spans = _select_replies(rendered.reply_spans, is_target)
+        elif is_completion:
+            spans = [self._locate_messages(chat, n_prompt, len(messages))]
         else:
             targets = itertools.compress(replies, is_target)
             spans = [self._locate_messages(chat, i, i + 1) for i in targets]
@@ -306,10 +310,22 @@ def _select_replies(spans: Sequence[Span], is_target: Sequence[bool]) -> list[Sp
     """Return the spans of the replies that are targets; a template may mark others than replies."""
     if all(is_target):
         return list(spans)
+    if len(spans) != len(is_target):  # some mark an end of text after the last reply
+        spans = _join_touching(spans)
     if len(spans) != len(is_target):
         problem = f"the chat template marks {len(spans)} of {len(is_target)} replies"
-        raise ConfigError(f"weight: {problem}; remove the weights")
+        raise ConfigError(f"{problem}; use another one, or messages without weight")
     return list(itertools.compress(spans, is_target))
+
+
+def _join_touching(spans: Sequence[Span]) -> list[Span]:
+    joined: list[Span] = []
+    for span in spans:
+        if joined and joined[-1].stop == span.start:
+            joined[-1] = Span(joined[-1].start, span.stop)
+        elif span.start < span.stop:
+            joined.append(span)
+    return joined
 
 
 def _check_keys(record: Mapping[str, Any], keys: Set[str]) -> None:
