@@ -177,6 +177,17 @@ def test_chat_content_can_be_parts_of_text(tmp_path: Path) -> None:
     assert LLAMA.decode(found[0]) == "or not\n\n"
 
 
+def test_nulls_that_a_table_adds_to_messages_are_left_out(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "or not", "image_url": None}]
+    chat = [
+        {"role": "user", "content": "to be", "weight": None, "tool_calls": None},
+        {"role": "assistant", "content": parts, "weight": None, "name": None},
+    ]
+    file = write(tmp_path / "a.jsonl", [{"messages": chat}])
+    found = targets(JsonlDataset([file], LLAMA, 64, completion_only=True))
+    assert LLAMA.decode(found) == "or not\n\n"
+
+
 def test_chat_keys_that_the_template_ignores_are_refused(tmp_path: Path) -> None:
     user = {
         "role": "user",
@@ -231,7 +242,7 @@ def test_prompt_and_completion_can_be_messages(tmp_path: Path) -> None:
 
 def test_prompt_and_completion_as_texts_next_to_a_chat_template_are_noted(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"prompt": "to be", "completion": " or not"}] * 3)
-    note = "in 3 records, prompt and completion are texts, trained without the chat template"
+    note = "3 records are prompt and completion as texts, trained without the chat template"
     assert note in (JsonlDataset([file], LLAMA, 64).note or "")
     plain = load_tokenizer(str(save_tokenizer(tmp_path)))
     for tokenizer in (BYTES, plain):
@@ -576,9 +587,7 @@ def test_thinking_of_earlier_replies_that_is_left_out_is_noted(
     file = write(tmp_path / "a.jsonl", [*records, records[1]])
     tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen3")
     found = JsonlDataset([file], tokenizer, 512)
-    assert re.findall(r"in (\d) records, the .*thinking of earlier replies", found.note or "") == [
-        "2"
-    ]
+    assert re.findall(r"(\d+) records without the thinking", found.note or "") == ["2"]
     assert tokenizer.decode(targets(found)).count("cedar7") == 3
     file = write(tmp_path / "a.jsonl", records[:1])
     assert "thinking" not in (JsonlDataset([file], tokenizer, 512).note or "")
@@ -628,6 +637,46 @@ def test_arguments_as_json_text_are_decoded(template: str, tmp_path: Path) -> No
         file = write(tmp_path / "a.jsonl", [{"messages": chat}])
         found.append(targets(JsonlDataset([file], tokenizer, 8192)))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("template", ["qwen2_5", "llama3_1"])
+def test_nulls_that_a_table_adds_to_calls_are_left_out(template: str, tmp_path: Path) -> None:
+    import datasets
+
+    records = []
+    for name, arguments in (("f", {"city": "Oslo"}), ("g", {"x": 1, "deep": [{"y": 2}, {"z": 3}]})):
+        function = {"name": name, "arguments": arguments}
+        reply = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+        records.append({"messages": [ASK, reply]})
+    expected = JsonlDataset(
+        [write(tmp_path / "a.jsonl", records)],
+        tokenizer := load_tokenizer(str(save_tokenizer(tmp_path)), template),
+        512,
+    )
+    assert "null" not in (expected.note or "")
+    table = tmp_path / "a.parquet"
+    datasets.Dataset.from_list(records).to_parquet(table)
+    read = datasets.Dataset.from_parquet(str(table), cache_dir=str(tmp_path / "cache"))
+    read.to_json(tmp_path / "b.jsonl")  # pyright: ignore[reportAttributeAccessIssue]
+    assert "null" in (tmp_path / "b.jsonl").read_text()
+    found = JsonlDataset([tmp_path / "b.jsonl"], tokenizer, 512)
+    assert found.fingerprint() == expected.fingerprint()
+    assert "; 2 calls of tools without nulls" in (found.note or "")
+
+
+def test_null_that_a_schema_lists_or_that_is_in_json_text_is_meant(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(save_tokenizer(tmp_path)), "qwen2_5")
+    schema = {"type": "object", "properties": {"unit": {"enum": None, "default": None}}}
+    tools = [{"name": "f", "parameters": schema}]
+    texts = []
+    for arguments in ({"unit": None, "x": None}, '{"unit": null, "x": null}'):
+        calls = [{"id": None, "function": {"name": "f", "arguments": arguments}}]
+        reply = {"role": "assistant", "content": "", "tool_calls": calls}
+        file = write(tmp_path / "a.jsonl", [{"messages": [ASK, reply], "tools": tools}])
+        texts.append(tokenizer.decode(targets(JsonlDataset([file], tokenizer, 8192))))
+    for text, found in zip(texts, ('{"unit": null}', '{"unit": null, "x": null}'), strict=True):
+        assert f'{{"name": "f", "arguments": {found}}}' in text
+        assert '"properties": {"unit": {"default": null}}' in text
 
 
 @pytest.mark.parametrize("template", ["qwen3", "qwen3_5_think"])
@@ -714,6 +763,11 @@ INVALID = {
     "arguments": (
         '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[1"}}]}]}',
         'messages[0].tool_calls: arguments are "[1"',
+    ),
+    "nested": (
+        '{"messages": [{"role": "assistant", "tool_calls": [{"arguments": {"a": %s}}]}]}'
+        % ("[" * 900 + "]" * 900),
+        "nested too deeply",
     ),
     "tools-text": (
         '{"messages": [{"role": "user", "content": "a"}], "tools": "[]"}',

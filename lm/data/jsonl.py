@@ -128,8 +128,8 @@ class JsonlDataset(Dataset):
             note += f", without targets within max_seq_len {self.seq_len}"
         for layout, how in renderer.layouts.items():
             note += f"; {layout} records are read {how}"
-        for what, n_records in renderer.notes.items():
-            note += f"; in {n_records} records, {what}"
+        for what, how_many in renderer.notes.items():
+            note += f"; {how_many} {what}"
         return note
 
     def __len__(self) -> int:

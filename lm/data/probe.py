@@ -84,8 +84,8 @@ class _MarkedChat:
         """of the markers"""
         self._tags = tags
         self._ids: dict[str, str] = {}
-        self._called: dict[str, str] = {}
-        """the markers of the functions that were called, which replies repeat"""
+        self._functions: dict[str, str] = {}
+        """the markers of tools and of called functions by name, which results repeat"""
 
     def _mark(self, place: str, text: str = "", is_earlier_thinking: bool = False) -> str:
         marker = f"x{len(self.places)}q7"
@@ -97,6 +97,7 @@ class _MarkedChat:
             return None
         functions = [tool.get("function", tool) for tool in tools]
         marked: dict[str, Any] = {"name": self._mark("tools")}
+        self._functions = {function["name"]: marked["name"] for function in functions}
         if any(function.get("description") for function in functions):
             marked["description"] = self._mark("tools")
         schemas = [function.get("parameters") or {} for function in functions]
@@ -133,8 +134,8 @@ class _MarkedChat:
             elif key == "tool_calls" and isinstance(value, list):
                 calls = enumerate(value)
                 marked[key] = [self._mark_call(call, f"{place}.{key}[{i}]") for i, call in calls]
-            elif key == "name" and isinstance(value, str) and value in self._called:
-                marked[key] = self._called[value]
+            elif key == "name" and isinstance(value, str) and value in self._functions:
+                marked[key] = self._functions[value]
             elif value is not None:
                 thinks = is_earlier and key in REASONING_KEYS
                 marked[key] = self._mark_value(key, value, f"{place}.{key}", thinks)
@@ -159,7 +160,7 @@ class _MarkedChat:
             else:
                 marked[key] = self._mark_value(key, value, f"{place}.{key}")
         if isinstance(call.get("name"), str):
-            self._called[call["name"]] = marked["name"]
+            self._functions[call["name"]] = marked["name"]
         return marked
 
     def _mark_value(self, key: str, value: Any, place: str, thinks: bool = False) -> Any:
@@ -183,7 +184,7 @@ class _MarkedChat:
 def _one_of_each_kind(value: Any) -> Any:
     """Return a value of the same structure with one member of each kind, and without strings."""
     if isinstance(value, dict):
-        return {json.dumps(kind): kind for kind in map(_one_of_each_kind, value.values())}
+        return dict(enumerate(_one_of_each_kind(list(value.values()))))
     if isinstance(value, list):
         return list({json.dumps(kind): kind for kind in map(_one_of_each_kind, value)}.values())
     return None

@@ -62,7 +62,7 @@ class RecordRenderer:
     """how records of other layouts than messages were read, by layout"""
 
     notes: Counter[str] = field(default_factory=Counter)
-    """what was not read as it is in the data, with the number of records"""
+    """what was read otherwise than it is in the data, each with how many there are"""
 
     def render_lines(self, lines: Iterable[JsonLine]) -> Iterator[RenderedRecord]:
         for line in lines:
@@ -70,6 +70,8 @@ class RecordRenderer:
                 yield self._render(line.record)
             except ConfigError as error:
                 raise ConfigError(f"{line.place}: {error}") from None
+            except RecursionError:
+                raise ConfigError(f"{line.place}: nested too deeply; remove the line") from None
 
     def _render(self, record: Mapping[str, Any]) -> RenderedRecord:
         record = self._convert(record)
@@ -105,8 +107,8 @@ class RecordRenderer:
         prompt = get_text(record, "prompt")
         text = prompt + get_text(record, "completion")
         if self._has_chat_template:
-            what = "prompt and completion are texts, trained without the chat template that "
-            self.notes[f"{what}lm.generate --chat uses"] += 1
+            what = "records are prompt and completion as texts, trained without the chat template"
+            self.notes[f"{what} that lm.generate --chat uses"] += 1
         spans = None
         if self.completion_only:
             spans = [Span(len(prompt), len(text))]
@@ -133,13 +135,15 @@ class RecordRenderer:
         _check_keys(record, {*keys, "tools"})
         tools = record.get("tools") or None
         _check_tools(tools)
+        tools = _drop_nulls(tools, {"const", "default"})
+        arguments = _list_arguments(tools)
         messages: list[dict[str, Any]] = []
         places: list[str] = []
         for key in keys:
-            checked = self._check_messages(record[key], key)
+            checked = self._check_messages(record[key], key, arguments)
             messages += checked
             places += [f"{key}[{i}]" for i in range(len(checked))]
-        weights = [message.pop("weight", 1) for message in messages]
+        weights = [message.pop("weight", None) for message in messages]
         replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         is_completion = "completion" in keys
         if self.completion_only and not is_completion and not replies:
@@ -160,7 +164,7 @@ class RecordRenderer:
             return RenderedRecord(text, None, is_chat=True)
         chat = _Chat(messages, tools, text)
         n_prompt = len(messages) - len(record[keys[-1]])
-        is_target = [weights[i] == 1 and i >= n_prompt for i in replies]
+        is_target = [weights[i] != 0 and i >= n_prompt for i in replies]
         if rendered.reply_spans is not None:
             spans = _select_replies(rendered.reply_spans, is_target)
         elif is_completion:
@@ -182,7 +186,8 @@ class RecordRenderer:
                 "rename the role or the key, remove it, or set chat_template to one that writes it"
             )
             raise ConfigError(f"{problem}; {remedy}")
-        self.notes["the chat template leaves out the thinking of earlier replies"] += 1
+        what = "records without the thinking of earlier replies, which the chat template leaves out"
+        self.notes[what] += 1
 
     @functools.cached_property
     def _probe(self) -> TemplateProbe:
@@ -257,8 +262,14 @@ class RecordRenderer:
             return None
         return before.text
 
-    def _check_messages(self, messages: Any, key: str) -> list[dict[str, Any]]:
-        """Return the messages, with content as one text, or raise ConfigError."""
+    def _check_messages(
+        self, messages: Any, key: str, arguments: Mapping[str, Set[str]]
+    ) -> list[dict[str, Any]]:
+        """Return the messages, with content as one text, or raise ConfigError.
+
+        Args:
+            arguments: see `_list_arguments`.
+        """
         if not _is_list_of_messages(messages):
             shown = json.dumps(messages)[:60]
             raise ConfigError(f"{key} is {shown}, not a list of objects with role and content")
@@ -273,12 +284,32 @@ class RecordRenderer:
             if isinstance(message.get("tool_calls"), list):
                 place = f"{key}[{i}].tool_calls"
                 message["tool_calls"] = [
-                    _decode_arguments(call, place) for call in message["tool_calls"]
+                    self._read_call(call, place, arguments) for call in message["tool_calls"]
                 ]
-            if "weight" in message:
+            if message.get("weight") is not None:
                 self._check_weight(message, key, i)
             checked.append(message)
         return checked
+
+    def _read_call(self, call: Any, place: str, arguments: Mapping[str, Set[str]]) -> Any:
+        """Return the call of a tool with its arguments as an object.
+
+        In OpenAI's format they are JSON text, which many chat templates would encode a second time.
+        An object that was in a table has the arguments of all functions there, as nulls.
+        """
+        if not isinstance(call, dict):
+            return call
+        read = {key: value for key, value in call.items() if value is not None}
+        if isinstance(call.get("function"), dict):
+            read["function"] = self._read_call(call["function"], place, arguments)
+        if isinstance(call.get("arguments"), str):
+            read["arguments"] = _parse_arguments(call["arguments"], place)
+        elif "arguments" in call:
+            listed = arguments.get(str(call.get("name")), frozenset())
+            read["arguments"] = _drop_nulls(call["arguments"], listed)
+            if read["arguments"] != call["arguments"]:
+                self.notes["calls of tools without nulls of arguments, which tables add"] += 1
+        return read
 
     def _check_weight(self, message: Mapping[str, Any], key: str, i: int) -> None:
         if key != "messages":
@@ -358,18 +389,38 @@ def _is_tool(tool: Any) -> bool:
     return isinstance(parameters, dict)
 
 
-def _decode_arguments(call: Any, place: str) -> Any:
-    """Return the call of a tool with its arguments as an object.
+def _list_arguments(tools: Any) -> dict[str, Set[str]]:
+    """Return the arguments, nested ones too, that the schema of each function lists."""
+    listed: dict[str, Set[str]] = {}
+    for tool in tools or ():
+        function = tool.get("function", tool)
+        schema = function.get("parameters") or {}
+        listed[function["name"]] = _find_properties(schema) or schema.keys()
+    return listed
 
-    In OpenAI's format they are JSON text, which many chat templates would encode a second time.
-    """
-    if not isinstance(call, dict):
-        return call
-    if isinstance(call.get("function"), dict):
-        return call | {"function": _decode_arguments(call["function"], place)}
-    arguments = call.get("arguments")
-    if not isinstance(arguments, str):
-        return call
+
+def _find_properties(schema: Any) -> set[str]:
+    if isinstance(schema, list):
+        return set().union(*map(_find_properties, schema))
+    if not isinstance(schema, dict):
+        return set()
+    found = _find_properties(list(schema.values()))
+    if isinstance(schema.get("properties"), dict):
+        found |= schema["properties"].keys()
+    return found
+
+
+def _drop_nulls(value: Any, kept: Set[str]) -> Any:
+    """Return a value without the nulls whose key is not in `kept`."""
+    if isinstance(value, list):
+        return [_drop_nulls(each, kept) for each in value]
+    if not isinstance(value, dict):
+        return value
+    items = value.items()
+    return {key: _drop_nulls(each, kept) for key, each in items if each is not None or key in kept}
+
+
+def _parse_arguments(arguments: str, place: str) -> dict[str, Any]:
     try:
         decoded = json.loads(arguments)
     except ValueError:
@@ -377,7 +428,7 @@ def _decode_arguments(call: Any, place: str) -> Any:
     if not isinstance(decoded, dict):
         problem = f"arguments are {json.dumps(arguments)[:60]}, not a JSON object"
         raise ConfigError(f"{place}: {problem}; correct or remove the line")
-    return call | {"arguments": decoded}
+    return decoded
 
 
 def _advise_layout(record: Mapping[str, Any]) -> str:
@@ -408,8 +459,9 @@ def _is_list_of_messages(messages: Any) -> bool:
 
 def _join_text_parts(content: Any) -> Any:
     """Return content that is a list of parts of text as one text, and other content unchanged."""
-    if isinstance(content, list) and all(_is_text_part(part) for part in content):
-        return "".join(part["text"] for part in content)
+    parts = _drop_nulls(content, frozenset())
+    if isinstance(parts, list) and all(_is_text_part(part) for part in parts):
+        return "".join(part["text"] for part in parts)
     return content
 
 
