@@ -44,8 +44,9 @@ class TemplateProbe:
 
     def __init__(self, template: str, render: Callable[[list[Any], Any], str]) -> None:
         self._render = render
-        tags = sorted(map(re.escape, set(_TAG.findall(template))))
-        self._tags = re.compile(f"({'|'.join(tags)})" if tags else "((?!))")
+        tags = set(_TAG.findall(template))
+        tags |= {"<" + tag.removeprefix("</") for tag in tags if tag.startswith("</")}
+        self._tags = re.compile(f"({'|'.join(map(re.escape, sorted(tags)))})" if tags else "((?!))")
         self._find_written = functools.lru_cache(_MAX_PROBES)(self._ask)
 
     def find_unwritten(
@@ -96,7 +97,7 @@ class _MarkedChat:
         if tools is None:
             return None
         functions = [tool.get("function", tool) for tool in tools]
-        marked: dict[str, Any] = {"name": self._mark("tools")}
+        marked: dict[str, Any] = {"name": self._mark("tools", functions[0]["name"])}
         self._functions = {function["name"]: marked["name"] for function in functions}
         if any(function.get("description") for function in functions):
             marked["description"] = self._mark("tools")
