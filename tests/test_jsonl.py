@@ -256,8 +256,10 @@ def test_chat_template_gets_the_tools(tmp_path: Path) -> None:
     tokenizer = llama(template)
     tools = [{"type": "function", "function": {"name": "question"}}]
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    file = write(tmp_path / "a.jsonl", [{"messages": messages, "tools": tools}])
-    assert LLAMA.decode(targets(JsonlDataset([file], tokenizer, 256))).startswith("question")
+    for each in (tools[0], tools):  # one need not be in a list
+        file = write(tmp_path / "a.jsonl", [{"messages": messages, "tools": each}])
+        text = LLAMA.decode(targets(JsonlDataset([file], tokenizer, 256)))
+        assert text.startswith("question")
     assert (
         LLAMA.decode(targets(JsonlDataset([file], tokenizer, 256, completion_only=True))).strip()
         == "ho"
@@ -530,11 +532,11 @@ CHATS = {
     "plain": [ASK, ANSWER_IT],
     "system": [said("system", "grove7"), ASK, ANSWER_IT],
     "developer": [said("developer", "grove7"), ASK, ANSWER_IT],
-    "misspelt role": [said("User", "amber7"), ANSWER_IT],
+    "misspelt role": [said("usr", "amber7"), ANSWER_IT],
     "no role": [ASK | {"role": None}, ANSWER_IT],
     "system twice": [said("system", "grove7"), said("system", "haven7"), ASK, ANSWER_IT],
     "system in the middle": [ASK, ANSWER_IT, said("system", "grove7"), ASK, ANSWER_IT],
-    "roles of Cohere": [said("User", "amber7"), said("Chatbot", "basil7")],
+    "other roles": [said("asker", "amber7"), said("guru", "basil7")],
     "reasoning": [ASK, ANSWER_IT | THINK],
     "thinking": [ASK, said("assistant", "cedar7", "basil7")],
     "name": [ASK | {"name": "fjord7"}, ANSWER_IT],

@@ -134,6 +134,8 @@ class RecordRenderer:
         """
         _check_keys(record, {*keys, "tools"})
         tools = record.get("tools") or None
+        if isinstance(tools, dict):
+            tools = [tools]
         _check_tools(tools)
         tools = _drop_nulls(tools, {"const", "default"})
         arguments = _list_arguments(tools)
@@ -370,9 +372,7 @@ def _check_keys(record: Mapping[str, Any], keys: Set[str]) -> None:
 def _check_tools(tools: Any) -> None:
     if tools is None:
         return
-    if not isinstance(tools, list):
-        tools = [tools]
-    for tool in tools:
+    for tool in tools if isinstance(tools, list) else [tools]:
         if not _is_tool(tool):
             shape = "{function: {name: NAME, parameters: JSON SCHEMA}}"
             problem = f"tools: {json.dumps(tool)[:60]} is not {shape}"
