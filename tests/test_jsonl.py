@@ -613,6 +613,17 @@ def test_template_is_asked_once_for_chats_of_the_same_roles_and_keys() -> None:
     assert len(asked) == 1
 
 
+def test_tags_that_a_template_cuts_off_are_no_content(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endfor %}"
+    )
+    file = write(tmp_path / "a.jsonl", [{"messages": [ASK, said("assistant", "", "basil7")]}])
+    assert JsonlDataset([file], llama(template), 64)
+    file = write(tmp_path / "a.jsonl", [{"messages": [ASK, said("assistant", "cedar7", "basil7")]}])
+    with pytest.raises(ConfigError, match=r"leaves out messages\[1\].content"):
+        JsonlDataset([file], llama(template), 64)
+
+
 def test_template_that_demands_certain_strings_is_asked_with_those_of_the_record(
     tmp_path: Path,
 ) -> None:
