@@ -801,6 +801,11 @@ INVALID = {
         """jq -c '{messages: ."chosen"}'""",
     ),
     "keys-one": ('{"content": "a"}', "set text_field: content"),
+    "twice": ('{"text": "a", "n": {}, "text": "b"}', "an object has the key 'text' twice"),
+    "twice-nested": (
+        '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+        "an object has the key 'content' twice",
+    ),
     "utf8": ("\udcff", "byte 0 is not UTF-8"),
     "recursion": ("[" * 100_000, "not valid JSON"),
 }

@@ -13,6 +13,7 @@ import os
 import shlex
 import sysconfig
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -339,7 +340,7 @@ def _read_json_array(path: Path, content: bytes) -> Iterator[JsonLine]:
 
 def _parse_json(content: bytes, place: str, path: Path) -> Any:
     try:
-        return json.loads(content.decode())
+        return load_json(content.decode())
     except UnicodeDecodeError as error:
         problem = f"byte {error.start} is not UTF-8"
         raise ConfigError(f"{place}: {problem}; {advise_encoding(path, content)}") from None
@@ -348,6 +349,28 @@ def _parse_json(content: bytes, place: str, path: Path) -> Any:
         raise ConfigError(f"{place}: not valid JSON: {problem}; {_advise_json(path)}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: not valid JSON: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
+def load_json(text: str) -> Any:
+    """Return the value of JSON text.
+
+    Raises:
+        ValueError: it is not JSON.
+        RecursionError: it is nested too deeply.
+        ConfigError: an object has a key twice, of which one value would be lost.
+    """
+    return json.loads(text, object_pairs_hook=_make_object)
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        (key, _), *_ = counts.most_common(1)
+        raise ConfigError(f"an object has the key {key!r} twice; remove or rename one")
+    return made
 
 
 def _advise_json(path: Path) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lm.data.chat_template import REASONING_KEYS, Span
-from lm.data.files import JsonLine, get_text
+from lm.data.files import JsonLine, get_text, load_json
 from lm.data.layouts import as_completion, as_messages, find_layout, jq_command
 from lm.data.probe import TemplateProbe
 from lm.data.tokenizer import Tokenizer
@@ -422,7 +422,7 @@ def _drop_nulls(value: Any, kept: Set[str]) -> Any:
 
 def _parse_arguments(arguments: str, place: str) -> dict[str, Any]:
     try:
-        decoded = json.loads(arguments)
+        decoded = load_json(arguments)
     except ValueError:
         decoded = None
     if not isinstance(decoded, dict):
