@@ -981,6 +981,9 @@ def test_jsonl_truncated_or_without_targets_is_refused(tmp_path: Path) -> None:
         tmp_path / "nothing.jsonl",
         [{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}],
     )
+    with pytest.raises(ConfigError, match="two tokens") as error:
+        JsonlDataset([write(tmp_path / "no_text.jsonl", [{"text": ""}])], BYTES, 8)
+    assert not named_keys(error.value)
     plain = write(tmp_path / "plain.jsonl", [{"text": "ab"}])
     for file, start in ((nothing, f"{nothing}: "), (plain, f"{plain}:1: ")):
         with pytest.raises(ConfigError, match=f"^{start}") as error:

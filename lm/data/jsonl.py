@@ -81,7 +81,7 @@ class JsonlDataset(Dataset):
         renderer = RecordRenderer(tokenizer, text_field, completion_only)
         samples, dropped = _tokenize_files(files, renderer, seq_len, held_out)
         if not samples:
-            problem = _why_no_samples(dropped, seq_len, held_out)
+            problem = _why_no_samples(dropped, seq_len, held_out, completion_only)
             raise ConfigError(f"{name_files(files)}: {problem}")
         self.seq_len = seq_len
         self._packing = packing
@@ -238,13 +238,17 @@ def _make_sample(record: _TokenizedRecord, seq_len: int) -> _TokenizedSample:
     return _TokenizedSample(inputs[:seq_len].astype(np.int32), targets[:seq_len], len(inputs))
 
 
-def _why_no_samples(dropped: Sequence[int], seq_len: int, held_out: bool | None) -> str:
+def _why_no_samples(
+    dropped: Sequence[int], seq_len: int, held_out: bool | None, completion_only: bool
+) -> str:
     """Return the problem of files that have no sample with targets."""
     needed_length = max(dropped, default=0)
     if needed_length > 0:
         return f"max_seq_len {seq_len} cuts off all targets; use {needed_length} or more"
-    if dropped:
+    if dropped and completion_only:
         return "no line has targets; add completions, or set loss_on: all"
+    if dropped:
+        return "no line has two tokens, one to predict from the other; add text"
     if held_out is None:
         return "no samples; add lines"
     return "no samples; add lines, or set val_data: without it, every 20th line is held out"
