@@ -532,7 +532,7 @@ CHATS = {
     "plain": [ASK, ANSWER_IT],
     "system": [said("system", "grove7"), ASK, ANSWER_IT],
     "developer": [said("developer", "grove7"), ASK, ANSWER_IT],
-    "misspelt role": [said("usr", "amber7"), ANSWER_IT],
+    "unknown role": [said("usr", "amber7"), ANSWER_IT],
     "no role": [ASK | {"role": None}, ANSWER_IT],
     "system twice": [said("system", "grove7"), said("system", "haven7"), ASK, ANSWER_IT],
     "system in the middle": [ASK, ANSWER_IT, said("system", "grove7"), ASK, ANSWER_IT],
@@ -739,22 +739,17 @@ INVALID = {
         "messages[1]: content",
     ),
     "content-number": ('{"messages": [{"role": "user", "content": 5}]}', "messages[0]: content"),
-    "content-list": ('{"messages": [{"role": "user", "content": ["a"]}]}', "messages[0]: content"),
+    "content-list": ('{"messages": [{"role": "user", "content": [5]}]}', "messages[0]: content"),
     "sharegpt-role": ('{"conversations": [{"from": "cat", "value": "a"}]}', 'from is "cat"'),
     "sharegpt-turn": ('{"conversations": [{"text": "a"}]}', "conversations[0]"),
     "sharegpt-list": ('{"conversations": {}}', "conversations is {}"),
-    "alpaca-other": ('{"instruction": "a", "output": "b", "score": 1}', "jq -c 'del(.\"score\")'"),
     "ambiguous": (
         '{"prompt": "a", "completion": "b", "response": "c"}',
-        "completion: the record can be read",
-    ),
-    "ambiguous-text": (
-        '{"instruction": "a", "output": "b", "text": "c"}',
-        "text: the record can be read",
+        "response: not read, as the record is read by prompt, completion",
     ),
     "other-key": (
-        '{"messages": [{"role": "user", "content": "a"}], "tool": []}',
-        "jq -c 'del(.\"tool\")'",
+        '{"messages": [{"role": "user", "content": "a"}], "tool": ["f"]}',
+        "tool: not read, as the record is read by messages",
     ),
     "weight": (
         '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}',
@@ -764,9 +759,9 @@ INVALID = {
         '{"messages": [{"role": "user", "content": "a", "weight": 1}]}',
         "messages[0]: weight is 1;",
     ),
-    "completion-text": (
-        '{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}',
-        'completion is "b"',
+    "completion-object": (
+        '{"prompt": [{"role": "user", "content": "a"}], "completion": {"b": "c"}}',
+        'completion is {"b": "c"}',
     ),
     "parts": (
         '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}]}',
@@ -783,28 +778,32 @@ INVALID = {
         "nested too deeply",
     ),
     "tools-text": (
-        '{"messages": [{"role": "user", "content": "a"}], "tools": "[]"}',
-        'tools: "[]"',
+        '{"messages": [{"role": "user", "content": "a"}], "tools": "f(x)"}',
+        'tools: "f(x)"',
     ),
     "tools-name": (
         '{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]}',
         'tools: {"type": "function"}',
     ),
     "tools-schema": (
-        '{"prompt": [], "completion": [], "tools": [{"name": "f", "parameters": [1]}]}',
+        '{"messages": [{"role": "user"}], "tools": [{"name": "f", "parameters": [1]}]}',
         'tools: {"name": "f"',
     ),
-    "keys": ('{"question": "a", "answer": "b"}', '{prompt: ."question", completion: ."answer"}'),
-    "keys-nested": ('{"data": [{"text": "a"}]}', """jq -c '."data"[]'"""),
+    "keys": ('{"content": "a", "url": "b"}', "the keys: content, url; rename them"),
+    "keys-nested": ('{"data": [{"text": "a"}]}', "write each of them on a line"),
     "keys-messages": (
         '{"chosen": [{"role": "user", "content": "a"}], "rejected": []}',
-        """jq -c '{messages: ."chosen"}'""",
+        "chosen: preferences are not trained",
     ),
     "keys-one": ('{"content": "a"}', "set text_field: content"),
     "twice": ('{"text": "a", "n": {}, "text": "b"}', "an object has the key 'text' twice"),
     "twice-nested": (
         '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
         "an object has the key 'content' twice",
+    ),
+    "twice-in-text": (
+        '{"messages": [{"role": "user", "content": "a"}], "tools": "[{\\"f\\": 1, \\"f\\": 2}]"}',
+        "an object has the key 'f' twice",
     ),
     "utf8": ("\udcff", "byte 0 is not UTF-8"),
     "recursion": ("[" * 100_000, "not valid JSON"),
@@ -955,7 +954,7 @@ def test_chat_template_with_a_syntax_error_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "advice"), [("human", "rename the roles"), ("user", "remove the line")]
+    ("role", "advice"), [("speaker", "rename the roles"), ("user", "remove the line")]
 )
 def test_chat_without_the_assistant_is_refused(role: str, advice: str, tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [{"messages": [{"role": role, "content": "to be"}]}])

@@ -1,8 +1,8 @@
 """JSON Lines for fine-tuning, packed into sequences or one sample per sequence.
 
-A line, or an element of a file that is one JSON array, is an object with `text`; with `prompt` and
-`completion`, both text or both lists of messages; with `messages`, a chat; or a record of another
-layout (`lm.data.layouts`). The chat template renders messages and the record's `tools`.
+A line, or an element of a file that is one JSON array, is an object with `text`, with `prompt` and
+`completion`, or with a chat or a question and its reply in any of the layouts of `lm.data.layouts`.
+The chat template renders messages and the record's `tools`.
 """
 
 from __future__ import annotations
@@ -126,8 +126,7 @@ class JsonlDataset(Dataset):
         if dropped:
             note += f"; {len(dropped)} more dropped"
             note += f", without targets within max_seq_len {self.seq_len}"
-        for layout, how in renderer.layouts.items():
-            note += f"; {layout} records are read {how}"
+        note += "".join(f"; {layout}" for layout in renderer.layouts.describe())
         for what, how_many in renderer.notes.items():
             note += f"; {how_many} {what}"
         return note

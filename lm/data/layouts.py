@@ -1,136 +1,333 @@
-"""Layouts of instruction data other than messages: ShareGPT, Alpaca, prompt and response.
+"""Layouts of records: a chat, a question with its reply, a prompt with its completion, or text.
 
-Their records become messages or, where the tokenizer has no chat template, prompts and completions.
+A record is known by its keys. It becomes messages, or prompt and completion, or stays text. What it
+has besides is added to the messages (a system prompt, tools), or is not read: ids, numbers and
+labels are counted, and what may be content is refused.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Any
 
-from lm.data.files import get_text
+from lm.data.chat_template import REASONING_KEYS
+from lm.data.files import get_text, load_json
 from lm.errors import ConfigError
 
-_SHAREGPT_ROLES = {
+_CHATS = ("messages", "conversations", "conversation")
+_QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "inputs")
+_CONTEXTS = ("input", "context", "article", "document", "dialogue")
+"""follow a question, or are one"""
+_REPLIES = ("output", "response", "answer", "completion", "solution", "generation")
+_REPLIES += ("target", "targets", "summary", "highlights")
+_SYSTEM = ("system", "system_prompt")
+_DEFAULT_TEXT_FIELD = "text"
+
+_ROLES = {
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "assistant", "chatbot"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool"), "tool"),
     "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
+    "function_call": "function_call",
 }
+_SPEAKERS = ("user", "assistant")
+_MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "weight", *REASONING_KEYS}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+
+_REASONS = {
+    **dict.fromkeys(
+        ("chosen", "rejected", "preferred_output", "non_preferred_output"),
+        "preferences are not trained; write the replies to be learned as messages",
+    ),
+    **dict.fromkeys(
+        ("image", "images", "audio", "audios", "video", "videos"),
+        "images, audio and video are not trained; choose data of text",
+    ),
+    "label": "labels are not trained; keep the records to be learned, without it",
+    "chat_template_kwargs": "not read in records; set chat_template_kwargs for the run",
+}
+"""why records with these keys are refused"""
+_CONTENT_KEY = re.compile(
+    r"(answer|article|audio|body|call|caption|chat|choice|chosen|completion|content|context"
+    r"|conversation|cot|demonstration|description|dialog|dialogue|document|example|explanation"
+    r"|function|generation|highlight|hint|history|image|input|instruction|message|note|observation"
+    r"|option|output|paragraph|part|passage|problem|prompt|quer(y|ie)|question|rationale|reasoning"
+    r"|rejected|reply|replies|response|sentence|solution|stor(y|ie)|summar(y|ie)|system|target|text"
+    r"|thinking|thought|tool|trajector(y|ie)|translation|turn|value|video"
+    r")s?[^a-z]*$",
+    re.IGNORECASE,
+)
+"""ends keys whose strings are content"""
+_MAX_LABEL_LENGTH = 200
+"""characters of the strings of a value that is not content"""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A layout, known by the keys of its records."""
+class LayoutReader:
+    """Reads records of all layouts as messages, prompt and completion, or text.
 
-    name: str
-    required: frozenset[str]
-    optional: frozenset[str] = frozenset()
-
-
-_SHAREGPT = Layout("ShareGPT", frozenset({"conversations"}), frozenset({"system", "tools"}))
-_ALPACA = Layout("Alpaca", frozenset({"instruction", "output"}), frozenset({"input", "system"}))
-_RESPONSE = Layout("prompt and response", frozenset({"prompt", "response"}), frozenset({"system"}))
-_LAYOUTS = (_SHAREGPT, _ALPACA, _RESPONSE)
-_NOT_READ = frozenset({"id"})
-"""of records, which some layouts number"""
-_READ_ELSEWHERE = frozenset({"messages", "completion"})
-"""keys of the formats that are read as they are"""
-
-
-def find_layout(record: Mapping[str, Any], text_field: str) -> Layout | None:
-    """Return the layout of a record; None = it has none of these, or one of its keys is the text.
-
-    Raises:
-        ConfigError: it could be read in two ways, or has keys that its layout lacks.
+    Args:
+        template: the chat template; None = the tokenizer has none, so that questions and replies
+            become prompts and completions.
     """
-    layout = next((each for each in _LAYOUTS if record.keys() >= each.required), None)
-    if layout is None or text_field in layout.required | layout.optional:
+
+    text_field: str
+    template: str | None
+
+    _layouts: Counter[str] = field(default_factory=Counter)
+    """records of other layouts than messages, by their keys"""
+    _unread: Counter[str] = field(default_factory=Counter)
+    """records with a key that was not read"""
+
+    def read(self, record: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return a record as messages, or as prompt and completion; None = it is text.
+
+        Raises:
+            ConfigError: it has none of the layouts, or content that its layout has no place for.
+        """
+        values = {key: value for key, value in record.items() if value is not None}
+        keys = self._find_layout(values)
+        if not keys and self.text_field not in record:
+            raise ConfigError(_explain(record, self.text_field))
+        if not keys:
+            self._count_unread(values, {self.text_field})
+            return None
+        if keys[0] in _CHATS:
+            values[keys[0]] = _decode(values[keys[0]])
+        converted = self._convert(values, keys)
+        placed = set(keys)
+        chat = converted.get("messages") or converted["prompt"]
+        if isinstance(chat, list):
+            placed |= {*_SYSTEM, "tools"}
+            for key in filter(values.get, _SYSTEM):
+                _add_system(chat, key, _join_parts(values[key]))
+            converted["tools"] = _decode(values.get("tools"))
+        self._check_others(values, keys, placed)
+        if keys not in (["messages"], ["prompt", "completion"]):
+            self._layouts[", ".join(keys)] += 1
+        return converted
+
+    def describe(self) -> list[str]:
+        """Return how the records were read, and what of them was not."""
+        how = "as chats with the chat template"
+        if self.template is None:
+            how = "as prompt, newline and completion"
+        notes = [f"{keys} of {n} records are read {how}" for keys, n in self._layouts.items()]
+        if self._unread:
+            counts = ", ".join(f"{key} of {n}" for key, n in self._unread.most_common())
+            notes.append(f"not read: {counts} records")
+        return notes
+
+    def _find_layout(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the keys that a chat, a question or a prompt is read by; [] = it is none."""
+        if self.text_field in values and self.text_field != _DEFAULT_TEXT_FIELD:
+            return []
+        chats = [key for key in _CHATS if key in values]
+        if chats:
+            return chats[:1]
+        if "prompt" in values and "completion" in values:
+            return ["prompt", "completion"]
+        questions = [key for key in _QUESTIONS if key in values][:1]
+        questions += [key for key in _CONTEXTS if key in values]
+        replies = [key for key in _REPLIES if key in values][:1]
+        if questions and replies:
+            return questions + replies
+        return []
+
+    def _convert(self, values: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+        """Return the messages of a record, or its prompt and completion."""
+        *questions, reply = keys
+        if not questions:
+            turns = values[reply]
+            if isinstance(turns, list) and all(isinstance(turn, str) for turn in turns):
+                turns = [_message(_SPEAKERS[i % 2], text) for i, text in enumerate(turns)]
+            return {"messages": self._read_turns(turns, reply)}
+        if isinstance(values[questions[0]], list) and len(questions) == 1:
+            completion = values[reply]
+            if isinstance(completion, str):
+                completion = [_message("assistant", completion)]
+            prompt = self._read_turns(values[questions[0]], questions[0])
+            return {"prompt": prompt, "completion": self._read_turns(completion, reply)}
+        if keys == ["prompt", "completion"]:
+            return {key: values[key] for key in keys}
+        question = "\n\n".join(filter(None, [get_text(values, key) for key in questions]))
+        answer = get_text(values, reply)
+        if self.template is None and not any(map(values.get, (*_SYSTEM, "tools"))):
+            return {"prompt": question + "\n", "completion": answer}
+        return {"messages": [_message("user", question), _message("assistant", answer)]}
+
+    def _read_turns(self, turns: Any, place: str) -> list[dict[str, Any]]:
+        if not isinstance(turns, list) or not turns:
+            shown = json.dumps(turns)[:60]
+            raise ConfigError(f"{place} is {shown}, not a list of objects with role and content")
+        unread: set[str] = set()
+        messages: list[dict[str, Any]] = []
+        for i, turn in enumerate(turns):
+            messages.append(self._read_turn(turn, f"{place}[{i}]", unread))
+        self._unread.update(f"{place}[].{key}" for key in sorted(unread))
+        return messages
+
+    def _read_turn(self, turn: Any, place: str, unread: set[str]) -> dict[str, Any]:
+        """Return a message; add to `unread` what it and the template leave out."""
+        if not isinstance(turn, dict) or not turn.keys() & {"role", "from"}:
+            shown = f"{place} is {json.dumps(turn)[:60]}"
+            raise ConfigError(f"{shown}, not an object with role and content, or from and value")
+        message = {key: value for key, value in turn.items() if value is not None}
+        if "role" not in message:
+            message["role"] = message.pop("from", None)
+        message["role"] = self._rename(message["role"])
+        if "role" not in turn and message["role"] not in _ROLES.values():
+            problem = f"{place}: from is {json.dumps(turn['from'])[:60]}"
+            raise ConfigError(f"{problem}, not one of {', '.join(_ROLES)}")
+        if "content" not in message and "value" in message:
+            message["content"] = message.pop("value")
+        content = _join_parts(message.get("content"))
+        if message["role"] == "function_call":
+            message |= {"role": "assistant", "tool_calls": _read_calls(content, place)}
+            content = ""
+        message["content"] = content
+        for key in message.keys() - _MESSAGE_KEYS:
+            is_read = key != "id" and self._is_in_template(rf"\b{re.escape(key)}\b")
+            if is_read or _is_content(key, message[key]):
+                continue
+            if not _is_empty(message.pop(key)):
+                unread.add(key)
+        return message
+
+    def _rename(self, role: Any) -> Any:
+        """Return the usual name of a role, unless the template has it under its own."""
+        usual = _ROLES.get(str(role).lower().replace("-", "_"), role)
+        if usual != role and self._is_in_template(f"['\"]{re.escape(str(role))}['\"]"):
+            return role
+        return usual
+
+    def _is_in_template(self, pattern: str) -> bool:
+        return re.search(pattern, self.template or "") is not None
+
+    def _check_others(
+        self, values: Mapping[str, Any], keys: Sequence[str], placed: Set[str]
+    ) -> None:
+        """Raise ConfigError if a key of a record that is not read holds content."""
+        refused: list[str] = []
+        for key in self._count_unread(values, placed):
+            if key in _REASONS:
+                raise ConfigError(f"{key}: {_REASONS[key]}")
+            if _is_content(key, values[key]) and not self._repeats(values, keys, key):
+                refused.append(key)
+        if refused:
+            problem = f"not read, as the record is read by {', '.join(keys)}"
+            remedy = "add it to these if it is to be learned, else remove it"
+            if self.text_field in refused:
+                remedy = f"remove what is not to be learned, {self.text_field} or the others"
+            raise ConfigError(f"{', '.join(refused)}: {problem}; {remedy}")
+
+    def _count_unread(self, values: Mapping[str, Any], placed: Set[str]) -> list[str]:
+        """Return the keys of a record that are not read, and not empty, and count them."""
+        others = [key for key in values if key not in placed and not _is_empty(values[key])]
+        self._unread.update(others)
+        return others
+
+    def _repeats(self, values: Mapping[str, Any], keys: Sequence[str], other: str) -> bool:
+        """Whether the strings of `other` are those that are read, as they are or in one text."""
+        strings = _strings([values[key] for key in keys])
+        if other == self.text_field and isinstance(values[other], str):
+            return bool(strings) and all(string in values[other] for string in strings)
+        return _strings(values[other]) <= strings
+
+
+def _explain(record: Mapping[str, Any], text_field: str) -> str:
+    """Return why a record has no layout, and what to do."""
+    for key in record:
+        if key in _REASONS and not _is_empty(record[key]):
+            return f"{key}: {_REASONS[key]}"
+    keys = [key if value is not None else f"{key} (null)" for key, value in record.items()]
+    problem = f"no {text_field} (text_field), no messages, no question with a reply"
+    problem += f"; the line has the keys: {', '.join(keys) or 'none'}"
+    remedy = "rename them to text, to messages, or to prompt and response"
+    if len(record) == 1 and isinstance(record.get(keys[0]), str):
+        remedy = f"set text_field: {keys[0]}"
+    elif len(record) == 1:
+        remedy += "; if it is a list of records, write each of them on a line"
+    return f"{problem}; {remedy}"
+
+
+def _message(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _add_system(messages: list[dict[str, Any]], key: str, system: Any) -> None:
+    if messages[0]["role"] not in ("system", "developer"):
+        messages.insert(0, _message("system", system))
+    elif messages[0]["content"] != system:
+        raise ConfigError(f"{key}: the messages start with another system message; remove one")
+
+
+def _read_calls(content: Any, place: str) -> list[dict[str, Any]]:
+    """Return the calls of tools that a turn holds as JSON text."""
+    calls = _decode(content)
+    if isinstance(calls, dict):
+        calls = [calls]
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise ConfigError(f"{place} is {json.dumps(content)[:60]}, not a call of a tool as JSON")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _decode(value: Any) -> Any:
+    """Return a list or an object that is JSON text, and other values unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        decoded = load_json(value)
+    except (ValueError, RecursionError):
+        return value
+    return decoded if isinstance(decoded, list | dict) else value
+
+
+def _join_parts(content: Any) -> Any:
+    """Return content that is a list of parts of text as one text, and other content unchanged."""
+    if not isinstance(content, list):
+        return content
+    texts = [_text_of(part) for part in content]
+    return content if None in texts else "".join(filter(None, texts))
+
+
+def _text_of(part: Any) -> str | None:
+    """Return the text of a part of content; None = it has more than that, or none."""
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict) or part.get("type", "text") not in _TEXT_PARTS:
         return None
-    known = layout.required | layout.optional | _NOT_READ
-    others = [key for key in record if key not in known]
-    if not others:
-        return layout
-    keys = ", ".join(others)
-    found = f"{layout.name} ({', '.join(sorted(layout.required))})"
-    read = _READ_ELSEWHERE.union({text_field}, *(each.required for each in _LAYOUTS))
-    if not read.isdisjoint(others):
-        problem = f"{keys}: the record can be read by these keys or as {found}"
-        raise ConfigError(f"{problem}; remove what is not to be learned")
-    paths = ", ".join("." + json.dumps(key) for key in others)
-    raise ConfigError(f"{keys}: not read in {found}; remove: {jq_command(f'del({paths})')}")
+    others = {key for key in part if not _is_empty(part[key])} - {"type", "text", "cache_control"}
+    text = part.get("text")
+    return text if isinstance(text, str) and not others else None
 
 
-def jq_command(program: str) -> str:
-    """Return a command that changes each record of a file, for errors."""
-    return f"jq -c '{program}' OLD.jsonl > NEW.jsonl"
+def _is_empty(value: Any) -> bool:
+    return value is None or value in ("", [], {})
 
 
-def as_messages(record: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-    """Return a record of `layout` as one with `messages`."""
-    messages: list[dict[str, Any]] = []
-    if record.get("system"):
-        messages.append({"role": "system", "content": record["system"]})
-    if layout is _SHAREGPT:
-        messages += _read_turns(record["conversations"])
-    else:
-        prompt, reply = _read_pair(record, layout)
-        messages.append({"role": "user", "content": prompt})
-        messages.append({"role": "assistant", "content": reply})
-    converted: dict[str, Any] = {"messages": messages}
-    if "tools" in record:
-        converted["tools"] = record["tools"]
-    return converted
+def _is_content(key: str, value: Any) -> bool:
+    """Whether what a key holds may be content: by its name, or by a string that is no label."""
+    strings = _strings(value)
+    if _CONTENT_KEY.search(key):
+        return bool(strings)
+    return "\n" in "".join(strings) or sum(map(len, strings)) > _MAX_LABEL_LENGTH
 
 
-def as_completion(record: Mapping[str, Any], layout: Layout) -> dict[str, Any] | None:
-    """Return a record of `layout` as one with `prompt` and `completion`; None = it is a chat."""
-    if layout is _SHAREGPT or record.get("system"):
-        return None
-    prompt, reply = _read_pair(record, layout)
-    return {"prompt": prompt + "\n", "completion": reply}
-
-
-def _read_pair(record: Mapping[str, Any], layout: Layout) -> tuple[str, str]:
-    if layout is _RESPONSE:
-        return get_text(record, "prompt"), get_text(record, "response")
-    prompt = get_text(record, "instruction")
-    if record.get("input"):
-        prompt += "\n\n" + get_text(record, "input")
-    return prompt, get_text(record, "output")
-
-
-def _read_turns(turns: Any) -> list[dict[str, Any]]:
-    """Return the turns of ShareGPT as messages; those with role and content are messages already.
-
-    Raises:
-        ConfigError: one is neither, or of an unknown role.
-    """
-    if not isinstance(turns, list):
-        raise ConfigError(f"conversations is {json.dumps(turns)[:60]}, not a list of turns")
-    messages: list[dict[str, Any]] = []
-    for i, turn in enumerate(turns):
-        place = f"conversations[{i}]"
-        if not isinstance(turn, dict):
-            raise ConfigError(f"{place} is {json.dumps(turn)[:60]}, not an object")
-        if "role" in turn:
-            messages.append(turn)
-            continue
-        others = sorted(turn.keys() - {"from", "value", "weight"})
-        if others or "value" not in turn:
-            shown = json.dumps(turn)[:60]
-            raise ConfigError(f"{place} is {shown}, not an object with from and value")
-        role = turn.get("from")
-        if role not in _SHAREGPT_ROLES:
-            known = ", ".join(_SHAREGPT_ROLES)
-            problem = f"{place}: from is {json.dumps(role)[:60]}, not one of {known}"
-            raise ConfigError(f"{problem}; convert the file to messages")
-        message = {"role": _SHAREGPT_ROLES[role], "content": turn["value"]}
-        if "weight" in turn:
-            message["weight"] = turn["weight"]
-        messages.append(message)
-    return messages
+def _strings(value: Any) -> set[str]:
+    """Return the strings in a value, without roles."""
+    strings: set[str] = set()
+    stack = [value]
+    while stack:
+        each = stack.pop()
+        if isinstance(each, str):
+            strings.add(each.strip())
+        elif isinstance(each, dict):
+            stack += each.values()
+        elif isinstance(each, list):
+            stack += each
+    return strings - _ROLES.keys() - {""}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lm.data.chat_template import REASONING_KEYS, Span
 from lm.data.files import JsonLine, get_text, load_json
-from lm.data.layouts import as_completion, as_messages, find_layout, jq_command
+from lm.data.layouts import LayoutReader
 from lm.data.probe import TemplateProbe
 from lm.data.tokenizer import Tokenizer
 from lm.errors import ConfigError
@@ -58,9 +58,6 @@ class RecordRenderer:
     text_field: str
     completion_only: bool
 
-    layouts: dict[str, str] = field(default_factory=dict)
-    """how records of other layouts than messages were read, by layout"""
-
     notes: Counter[str] = field(default_factory=Counter)
     """what was read otherwise than it is in the data, each with how many there are"""
 
@@ -74,39 +71,27 @@ class RecordRenderer:
                 raise ConfigError(f"{line.place}: nested too deeply; remove the line") from None
 
     def _render(self, record: Mapping[str, Any]) -> RenderedRecord:
-        record = self._convert(record)
-        if "messages" in record:
-            return self._render_chat(record, ("messages",))
-        if "prompt" in record and "completion" in record:
-            if isinstance(record["prompt"], list):
-                return self._render_chat(record, ("prompt", "completion"))
-            return self._render_completion(record)
-        return self._render_text(record)
-
-    def _convert(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a record of another layout as a chat or, without a chat template, as text."""
-        layout = find_layout(record, self.text_field)
-        if layout is None:
-            return record
-        if not self._has_chat_template:
-            completion = as_completion(record, layout)
-            if completion is not None:
-                self.layouts[layout.name] = "as prompt, newline and completion, without a template"
-                return completion
-        self.layouts[layout.name] = "as chats with the chat template"
-        return as_messages(record, layout)
+        converted = self.layouts.read(record)
+        if converted is None:
+            return self._render_text(record)
+        if "messages" in converted:
+            return self._render_chat(converted, ("messages",))
+        if isinstance(converted["prompt"], list):
+            return self._render_chat(converted, ("prompt", "completion"))
+        return self._render_completion(converted)
 
     @functools.cached_property
-    def _has_chat_template(self) -> bool:
+    def layouts(self) -> LayoutReader:
         try:
-            return bool(self.tokenizer.chat_template)
+            template = self.tokenizer.chat_template.text
         except ConfigError:
-            return False
+            template = None
+        return LayoutReader(self.text_field, template)
 
     def _render_completion(self, record: Mapping[str, Any]) -> RenderedRecord:
         prompt = get_text(record, "prompt")
         text = prompt + get_text(record, "completion")
-        if self._has_chat_template:
+        if self.layouts.template is not None:
             what = "records are prompt and completion as texts, trained without the chat template"
             self.notes[f"{what} that lm.generate --chat uses"] += 1
         spans = None
@@ -115,11 +100,6 @@ class RecordRenderer:
         return RenderedRecord(text, spans, is_chat=False)
 
     def _render_text(self, record: Mapping[str, Any]) -> RenderedRecord:
-        if self.text_field not in record:
-            keys = ", ".join(record) or "none"
-            problem = f"no {self.text_field} (text_field), no prompt and completion, no messages"
-            problem += f"; the line has the keys: {keys}"
-            raise ConfigError(f"{problem}; {_advise_layout(record)}")
         if self.completion_only:
             problem = "loss_on: completion requires prompt and completion, or messages"
             remedy = "set loss_on: all, or split the text into both"
@@ -132,7 +112,6 @@ class RecordRenderer:
         The targets are the replies in `messages` and, if the template marks them, in `completion`,
         else all of a `completion`.
         """
-        _check_keys(record, {*keys, "tools"})
         tools = record.get("tools") or None
         if isinstance(tools, dict):
             tools = [tools]
@@ -272,14 +251,9 @@ class RecordRenderer:
         Args:
             arguments: see `_list_arguments`.
         """
-        if not _is_list_of_messages(messages):
-            shown = json.dumps(messages)[:60]
-            raise ConfigError(f"{key} is {shown}, not a list of objects with role and content")
         checked: list[dict[str, Any]] = []
         for i, original in enumerate(messages):
             message = dict(original)
-            if "content" in message:
-                message["content"] = _join_text_parts(message["content"])
             if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
                 shown = json.dumps(message)[:60]
                 raise ConfigError(f"{key}[{i}]: content is not text: {shown}")
@@ -317,9 +291,10 @@ class RecordRenderer:
         if key != "messages":
             problem = "weight is not read in prompt and completion"
             raise ConfigError(f"{key}: {problem}; use messages")
-        if message["weight"] not in (0, 1) or message["role"] != "assistant":
+        allowed = (0, 1) if message["role"] == "assistant" else (0,)
+        if message["weight"] not in allowed:
             shown = json.dumps(message["weight"])[:60]
-            rule = "it must be 0 or 1, in messages of the assistant"
+            rule = "it must be 0 or 1 in messages of the assistant, 0 in others"
             raise ConfigError(f"{key}[{i}]: weight is {shown}; {rule}")
         if not self.completion_only:
             raise ConfigError(f"{key}[{i}]: weight requires loss_on: completion")
@@ -361,14 +336,6 @@ def _join_touching(spans: Sequence[Span]) -> list[Span]:
     return joined
 
 
-def _check_keys(record: Mapping[str, Any], keys: Set[str]) -> None:
-    unread = [key for key in record if key not in keys]
-    if unread:
-        paths = ", ".join("." + json.dumps(key) for key in unread)
-        problem = f"{', '.join(unread)}: not read in a chat"
-        raise ConfigError(f"{problem}; remove: {jq_command(f'del({paths})')}")
-
-
 def _check_tools(tools: Any) -> None:
     if tools is None:
         return
@@ -376,7 +343,7 @@ def _check_tools(tools: Any) -> None:
         if not _is_tool(tool):
             shape = "{function: {name: NAME, parameters: JSON SCHEMA}}"
             problem = f"tools: {json.dumps(tool)[:60]} is not {shape}"
-            raise ConfigError(f"{problem}; if tools is text: {jq_command('.tools |= fromjson')}")
+            raise ConfigError(f"{problem}; correct or remove the line")
 
 
 def _is_tool(tool: Any) -> bool:
@@ -429,43 +396,3 @@ def _parse_arguments(arguments: str, place: str) -> dict[str, Any]:
         problem = f"arguments are {json.dumps(arguments)[:60]}, not a JSON object"
         raise ConfigError(f"{place}: {problem}; correct or remove the line")
     return decoded
-
-
-def _advise_layout(record: Mapping[str, Any]) -> str:
-    """Return how to read a record whose keys are of no known layout."""
-    keys = list(record)
-    chats = [key for key in keys if _is_list_of_messages(record[key])]
-    if chats:
-        path = "." + json.dumps(chats[0])
-        return f"rename the list: {jq_command(f'{{messages: {path}}}')}"
-    texts = [key for key in keys if isinstance(record[key], str)]
-    if len(keys) == 1 and isinstance(record[keys[0]], list):
-        return f"if it is a list of records: {jq_command(f'.{json.dumps(keys[0])}[]')}"
-    if len(keys) == 1 and texts:
-        return f"set text_field: {keys[0]}"
-    names = "text, or prompt and completion"
-    if len(texts) < 2:
-        return f"rename its keys to {names}"
-    first, second = (f".{json.dumps(key)}" for key in texts[:2])
-    example = jq_command(f"{{prompt: {first}, completion: {second}}}")
-    return f"rename its keys to {names}, e.g. {example}"
-
-
-def _is_list_of_messages(messages: Any) -> bool:
-    if not isinstance(messages, list) or not messages:
-        return False
-    return all(isinstance(message, dict) and "role" in message for message in messages)
-
-
-def _join_text_parts(content: Any) -> Any:
-    """Return content that is a list of parts of text as one text, and other content unchanged."""
-    parts = _drop_nulls(content, frozenset())
-    if isinstance(parts, list) and all(_is_text_part(part) for part in parts):
-        return "".join(part["text"] for part in parts)
-    return content
-
-
-def _is_text_part(part: Any) -> bool:
-    if not isinstance(part, dict) or part.keys() != {"type", "text"}:
-        return False
-    return part["type"] == "text" and isinstance(part["text"], str)
