@@ -11,6 +11,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from lm import generate, sampling
 from lm.checkpoint import tensor_files
+from lm.data.tokenizer import load_tokenizer
 from lm.errors import ConfigError
 from lm.hf import __main__ as hf_main
 from lm.hf import config_json, export, families, weights
@@ -850,13 +852,91 @@ def test_export_has_special_tokens_and_chat_template(tmp_path: Path) -> None:
             started(tmp_path / str(named), tmp_path / "in"), tmp_path / f"{named}-out"
         )
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{named}-out")
-        assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (beginning, 2)
+        assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (beginning, [2, 7])
         assert (loaded.generation_config.eos_token_id, loaded.generation_config.top_p) == (
             [2, 7],
             0.9,
         )
         tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / f"{named}-out")
         assert tokenizer.chat_template == CHAT_TEMPLATE
+
+
+TURNS = """\
+{% for message in messages %}<start>{{ message.role }}
+{{ message.content }}<stop>
+{% endfor %}{% if add_generation_prompt %}<start>assistant
+{% endif %}"""
+
+
+COPIED_FILES = {
+    "special_tokens_map.json": b'{"eos_token": "<end>"}',
+    "added_tokens.json": b"{}",
+    "tokenizer.model": b"\0" * (9 << 20),
+    "vocab.json": b"{ }",
+    "merges.txt": b"#version: 0.2\n",
+}
+
+
+@pytest.fixture(scope="module")
+def source_of_chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder whose model stops at 0 and 7, with a chat template that writes <stop>."""
+    folder = tmp_path_factory.mktemp("chat") / "in"
+    make_reference(LLAMA | {"vocab_size": 300}).save_pretrained(folder)
+    tokenizer = add_tokenizer(folder, 280)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<start>", "<stop>"]})
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [0, 7]}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    (folder / "turns.jinja").write_text(TURNS)
+    for name, content in COPIED_FILES.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def train_on_chats(folder: Path, source: Path, **changes: Any) -> Path:
+    """Train a model to answer "hi" by "ho"; return the run's directory."""
+    turns = {"user": "hi", "assistant": "ho"}
+    messages = [{"role": role, "content": content} for role, content in turns.items()]
+    (folder / "chats.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 40)
+    data = {"dataset": "jsonl", "train_data": "chats.jsonl", "loss_on": "completion"}
+    data |= {"chat_template": str(source / "turns.jinja"), "max_seq_len": 32}
+    return started(folder, source, **data | changes)
+
+
+@pytest.mark.slow
+def test_export_stops_where_training_stopped(source_of_chats: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(source_of_chats, tmp_path / "in")
+    run = train_on_chats(tmp_path, source, lr=0.02, max_steps=40)
+    shutil.rmtree(source)
+    export.export_model(run, tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    stop = tokenizer.convert_tokens_to_ids("<stop>")
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == [0, 7, stop]
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    generated = model.generate(prompt, do_sample=False, max_new_tokens=20, pad_token_id=0)
+    assert tokenizer.decode(generated[0, prompt.shape[1] :]) == "ho<stop>"
+    assert load_tokenizer(str(tmp_path / "out")).stop_ids == {0, 7, stop}
+    copies = {name: (tmp_path / "out" / name).read_bytes() for name in COPIED_FILES}
+    assert copies == COPIED_FILES
+
+
+@pytest.mark.slow
+def test_export_of_adapters_has_the_tokenizer_and_its_stops(
+    source_of_chats: Path, tmp_path: Path
+) -> None:
+    run = train_on_chats(tmp_path, source_of_chats, lora_rank=2)
+    export.export_model(run, tmp_path / "merged")
+    export.export_model(run, tmp_path / "adapter", adapters_only=True)
+    for out in (tmp_path / "merged", tmp_path / "adapter"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+        generation = transformers.GenerationConfig.from_pretrained(out)
+        assert tokenizer.chat_template == TURNS
+        assert generation.eos_token_id == [0, 7, tokenizer.convert_tokens_to_ids("<stop>")]
+        assert {name: (out / name).read_bytes() for name in COPIED_FILES} == COPIED_FILES
 
 
 def test_write_config_of_gpt2_uses_eos_as_bos() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -391,3 +392,10 @@ def test_load_tokenizer_refuses_files_it_cannot_use(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"^tokenizer: {part}"):
             load()
     assert from_files(llama_tokenizer(), {"eos_token": ["</s>"]}).eos_id == LLAMA.eos_id
+
+
+def test_chat_stop_ids_need_the_package_of_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.utils.chat_template_utils", None)
+    assert chat_files("").stop_ids == {EOS}
+    with pytest.raises(ConfigError, match="requires a package: pip install transformers"):
+        _ = chat_files(CHAT_TEMPLATE).chat_stop_ids

@@ -31,6 +31,7 @@ from typing import Annotated, Any, Literal
 import google_crc32c
 from pydantic import BaseModel, Field, ValidationError
 
+from lm.data.tokenizer import TOKENIZER_FILES
 from lm.errors import ConfigError, RunError
 from lm.fileio import (
     MAX_JSON_BYTES,
@@ -47,9 +48,8 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 DRAFT = f"{MANIFEST}.draft"
 """File in a directory that is not a complete checkpoint yet; `replace_durably` renames it."""
-FILE_NAME = re.compile(
-    r"(model|optim|scaler|spikes)-\d{5}-\d{5}\.safetensors|(tokenizer|(tokenizer|generation)_config)\.json|chat_template\.jinja"
-)
+_TENSOR_FILE = r"(model|optim|scaler|spikes)-\d{5}-\d{5}\.safetensors"
+FILE_NAME = re.compile("|".join([_TENSOR_FILE, *map(re.escape, TOKENIZER_FILES)]))
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 

@@ -28,6 +28,10 @@ _TRAINING = "_training"
 """ends the name of a template for training in TRL"""
 
 
+class MissingPackageError(ConfigError):
+    """A package that renders chat templates is not installed."""
+
+
 class Span(NamedTuple):
     """Characters of a text."""
 
@@ -85,7 +89,8 @@ class ChatTemplate:
             import jinja2
             from transformers.utils.chat_template_utils import render_jinja_template
         except ImportError:
-            raise ConfigError(f"{self.name} requires a package: pip install transformers") from None
+            problem = f"{self.name} requires a package: pip install transformers"
+            raise MissingPackageError(problem) from None
         # As in transformers: templates write null as the text None.
         messages = [
             {key: value for key, value in message.items() if value is not None}

@@ -19,7 +19,13 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from lm.data.chat_template import ChatTemplate, RenderedChat, find_named, read_chat_template
+from lm.data.chat_template import (
+    ChatTemplate,
+    MissingPackageError,
+    RenderedChat,
+    find_named,
+    read_chat_template,
+)
 from lm.data.files import download_from_hub, error_text
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import (
@@ -32,11 +38,21 @@ from lm.fileio import (
 TOKENIZER_JSON = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 GENERATION_CONFIG = "generation_config.json"
+MODEL_CONFIG = "config.json"
+_COPIED_FILES = (
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+"""Not read here, but by what converts an export: merge scores are in tokenizer.model only."""
 TOKENIZER_FILES = (
     TOKENIZER_JSON,
     "tokenizer_config.json",
     CHAT_TEMPLATE,
     GENERATION_CONFIG,
+    *_COPIED_FILES,
 )
 """of a tokenizer; only the first is required"""
 END_OF_TEXT = "<|endoftext|>"
@@ -231,9 +247,12 @@ class FileTokenizer:
     @functools.cached_property
     def chat_stop_ids(self) -> frozenset[int]:
         """Ids that end a reply: `stop_ids`, and the chat template's end of turn."""
-        with contextlib.suppress(ConfigError):  # a template that rejects such a chat
+        try:
             return self.stop_ids | self._end_of_turn_ids()
-        return self.stop_ids
+        except MissingPackageError:
+            raise
+        except ConfigError:  # a template that rejects such a chat
+            return self.stop_ids
 
     def _end_of_turn_ids(self) -> set[int]:
         """Return the first special token that the chat template writes after a reply, if any."""
@@ -453,7 +472,7 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
     elif name.startswith((".", "/", "~")) or name.endswith(".json"):
         raise ConfigError(f"tokenizer: {name}: no such file or directory in {Path.cwd()}")
     else:
-        directory = download_from_hub(name, TOKENIZER_FILES, "tokenizer")
+        directory = download_from_hub(name, (*TOKENIZER_FILES, MODEL_CONFIG), "tokenizer")
     files = read_tokenizer_files(directory)
     if TOKENIZER_JSON not in files:
         raise ConfigError(f"tokenizer: {name}: has no {TOKENIZER_JSON}")
@@ -511,11 +530,28 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
         if target.parent not in (root, blobs_of_hub):
             raise ConfigError(f"tokenizer: {path}: is a link to {target}; copy the file")
         files[name] = _read_tokenizer_file(target, name)
+    if GENERATION_CONFIG not in files:
+        stops = _read_stops_of_model(directory / MODEL_CONFIG)
+        if stops:
+            files[GENERATION_CONFIG] = json.dumps({"eos_token_id": stops}).encode()
     return files
+
+
+def _read_stops_of_model(path: Path) -> Any:
+    """Return `eos_token_id` of a config.json: as in transformers, that of generation."""
+    if not path.is_file():
+        return None
+    try:
+        raw = parse_json(read_bytes(path.resolve(), MAX_JSON_BYTES))
+    except ValueError as error:
+        raise ConfigError(f"tokenizer: {path}: not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        return None
+    return raw.get("eos_token_id")
 
 
 def _read_tokenizer_file(path: Path, name: str) -> bytes:
     limit = MAX_JSON_BYTES
-    if name == TOKENIZER_JSON:
+    if name == TOKENIZER_JSON or name in _COPIED_FILES:
         limit = MAX_TOKENIZER_BYTES
     return read_bytes(path, limit)

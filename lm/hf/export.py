@@ -87,23 +87,16 @@ def export_model(
     places, shapes = families.map_parameters(family, config)
     verify(directory, manifest)
 
+    tokenizer = _load_tokenizer(directory, manifest)
     files: dict[str, bytes] = {}
-    eos_id: int | None = None
-    bos_id: int | None = None
-    if manifest.tokenizer is not None:
-        tokenizer = load_saved_tokenizer(manifest.tokenizer, directory, manifest.files, {})
-        files |= _convert_tokenizer(tokenizer)
-        eos_id = tokenizer.eos_id
-        bos_id = tokenizer.bos_id
-    model_settings = config_json.write_config(config, dtype, eos_id, bos_id)
-    generation_settings: dict[str, Any] = {}
-    for key in ("bos_token_id", "eos_token_id"):
-        if model_settings[key] is not None:
-            generation_settings[key] = model_settings[key]
-    if GENERATION_CONFIG in files:
-        generation_settings |= json.loads(files[GENERATION_CONFIG])
+    if tokenizer is None:
+        model_settings = config_json.write_config(config, dtype, None)
+        files[GENERATION_CONFIG] = _to_json({})
+    else:
+        model_settings = config_json.write_config(config, dtype, tokenizer.eos_id, tokenizer.bos_id)
+        files = _convert_tokenizer(tokenizer, model_settings["bos_token_id"])
+        model_settings["eos_token_id"] = _stop_ids(tokenizer)
     files[CONFIG_FILE] = _to_json(model_settings)
-    files[GENERATION_CONFIG] = _to_json(generation_settings)
 
     weights_dir = directory
     adapters: Adapters | None = None
@@ -121,6 +114,14 @@ def export_model(
         for name, content in files.items():
             (draft / name).write_bytes(content)
     return weights.n_bytes
+
+
+def _load_tokenizer(directory: Path, manifest: Manifest) -> Tokenizer | None:
+    if manifest.tokenizer is None:
+        return None
+    return load_saved_tokenizer(
+        manifest.tokenizer, directory, manifest.files, manifest.hyperparameters
+    )
 
 
 @dataclass(frozen=True)
@@ -228,11 +229,17 @@ def _export_adapters(
         _, layer_in_block = re.split(r"\.\d+\.", layer)
         ranks[layer_in_block] = len(a)
 
-    peft_config = _write_peft_config(manifest.base, adapters.config, ranks, family)
+    files = {
+        "adapter_config.json": _write_peft_config(manifest.base, adapters.config, ranks, family)
+    }
+    tokenizer = _load_tokenizer(directory, manifest)
+    if tokenizer is not None:
+        files |= _convert_tokenizer(tokenizer, tokenizer.bos_id)
     n_bytes = sum(tensor.nbytes for tensor, _ in tensors.values())
     with _make_draft(out, n_bytes) as draft:
         write_tensors(draft / "adapter_model.safetensors", tensors)
-        (draft / "adapter_config.json").write_bytes(_to_json(peft_config))
+        for name, content in files.items():
+            (draft / name).write_bytes(content)
     for layer in sorted(partial):
         cause = "B has blocks of zeros, as each part of the layer has an adapter or none"
         warn(f"{layer}: {cause}: PEFT computes the same, but would train the zeros, too")
@@ -259,7 +266,7 @@ def _combine_adapters(adapters: Sequence[_Adapter], n_out: int) -> tuple[Tensor,
 
 def _write_peft_config(
     base: Base, config: LoraConfig, ranks: Mapping[str, int], family: Family
-) -> dict[str, Any]:
+) -> bytes:
     """Return PEFT's `adapter_config.json`; `ranks` are those of the adapters, by layer."""
     name = base.source
     revision: str | None = None
@@ -271,7 +278,7 @@ def _write_peft_config(
     other_alphas: dict[str, float] = {}
     for layer, rank in other_ranks.items():
         other_alphas[layer] = config.lora_scale * config.rank_divisor(rank)
-    return {
+    settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": name,
@@ -287,6 +294,7 @@ def _write_peft_config(
         "bias": "none",
         "inference_mode": True,
     }
+    return _to_json(settings)
 
 
 def _to_json(content: object) -> bytes:
@@ -337,8 +345,8 @@ def lock_directory(directory: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _convert_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Return the files that `AutoTokenizer` reads, by name."""
+def _convert_tokenizer(tokenizer: Tokenizer, bos_id: int | None) -> dict[str, bytes]:
+    """Return the files that `AutoTokenizer` and `GenerationConfig` read, by name."""
     files = dict(tokenizer.files)
     if isinstance(tokenizer, ByteTokenizer):
         files[TOKENIZER_JSON] = _write_byte_level_bpe()
@@ -348,7 +356,22 @@ def _convert_tokenizer(tokenizer: Tokenizer) -> dict[str, bytes]:
         "eos_token": encoder.id_to_token(tokenizer.eos_id),
     }
     files.setdefault("tokenizer_config.json", json.dumps(settings, indent=2).encode())
+    generation: dict[str, Any] = {}
+    if bos_id is not None:
+        generation["bos_token_id"] = bos_id
+    if GENERATION_CONFIG in files:
+        generation |= json.loads(files[GENERATION_CONFIG])
+    generation["eos_token_id"] = _stop_ids(tokenizer)
+    files[GENERATION_CONFIG] = _to_json(generation)
     return files
+
+
+def _stop_ids(tokenizer: Tokenizer) -> int | list[int]:
+    """Return the ids that end a text or a reply, as transformers writes them."""
+    ids = sorted(tokenizer.chat_stop_ids)
+    if len(ids) == 1:
+        return ids[0]
+    return ids
 
 
 def _write_byte_level_bpe() -> bytes:
