@@ -63,13 +63,26 @@ def read_bytes(path: Path, limit: int) -> bytes:
     """Return the content of the regular file `path`, which has at most `limit` bytes.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, or is larger.
+        OSError: it cannot be read, is not a regular file, is larger, or a pointer to the content.
     """
     with open(path, "rb", opener=open_regular) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise OSError(errno.EFBIG, f"{size:,} bytes, but at most {limit:,} are read", str(path))
-        return file.read(limit)
+        content = file.read(limit)
+    pointer = find_pointer(content)
+    if pointer is not None:
+        name, remedy = pointer
+        raise OSError(errno.EINVAL, f"a {name}; {remedy}", str(path))
+    return content
+
+
+def find_pointer(start: bytes) -> tuple[str, str] | None:
+    """Return what a file is that starts with `start`, and the remedy, if it is not downloaded."""
+    for content, (name, command) in _POINTERS.items():
+        if start.startswith(content):
+            return name, f"download the file, `{command}` in its repository"
+    return None
 
 
 def find_pointer(start: bytes) -> tuple[str, str] | None:

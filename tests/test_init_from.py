@@ -241,6 +241,22 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "config.json").write_text("["),
         "config.json: invalid JSON",
     ),
+    "a pointer": (
+        lambda folder: (folder / "config.json").write_text("version https://git-lfs"),
+        "config.json: a Git LFS pointer; download the file, `git lfs pull`",
+    ),
+    "weights that are a pointer": (
+        lambda folder: (folder / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1"),
+        "model.safetensors: a Git LFS pointer; download the file, `git lfs pull`",
+    ),
+    "a tokenizer that is a pointer": (
+        lambda folder: (folder / "tokenizer.json").write_text("version https://git-lfs"),
+        "tokenizer.json: a Git LFS pointer; download the file, `git lfs pull`",
+    ),
+    "appended bytes": (
+        lambda folder: os.truncate(folder / WEIGHTS, 2**40),
+        "bytes longer than its tensors",
+    ),
     "no mapping": (
         lambda folder: (folder / "config.json").write_text("[]"),
         "config.json: not a JSON object",
@@ -363,7 +379,8 @@ def test_init_from_refuses_a_damaged_folder_at_once(
         len(refused.value.problems) == 1
         or " the tensors do not match config.json:" in refused.value.problems[0]
     )
-    assert refused.value.exit_code == (1 if damage in ("truncated weights", "inf", "nan") else 2)
+    is_damaged = damage in ("truncated weights", "appended bytes", "inf", "nan")
+    assert refused.value.exit_code == (1 if is_damaged else 2)
     assert part in str(refused.value)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import resource
 import struct
 import time
@@ -17,7 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -32,6 +34,7 @@ from lm.checkpoint.tensor_files import (
     read_into,
     write_tensors,
 )
+from lm.errors import RunError
 from lm.fileio import crc32c
 from lm.runtime.world import World
 from tests.support.ranks import run_ranks
@@ -158,6 +161,9 @@ HOSTILE: dict[str, bytes | dict[str, Any]] = {
     "an end before its begin": {"a": ENTRY | {"data_offsets": [16, 0]}},
     "an end beyond the file": {"a": ENTRY | {"data_offsets": [56, 72]}},
     "overlapping tensors": {"a": ENTRY, "b": ENTRY | {"data_offsets": [8, 24]}},
+    "bytes between tensors": {"a": ENTRY, "b": ENTRY | {"data_offsets": [48, 64]}},
+    "bytes before a tensor": {"a": ENTRY | {"data_offsets": [48, 64]}},
+    "bytes after the tensors": {"a": ENTRY},
     "a name given twice": b'{"a": %b, "a": %b}' % ((json.dumps(ENTRY).encode(),) * 2),
     "an unknown dtype": {"a": ENTRY | {"dtype": "F8"}},
     "a float as a size": {"a": ENTRY | {"shape": [4.0]}},
@@ -193,6 +199,27 @@ def test_read_headers_refuses_a_hostile_header(case: str | int, tmp_path: Path) 
     assert str(path) in str(refused.value)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"", "the file has 0 bytes"),
+        (b"{}", "the file has 2 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "`git lfs pull`"),
+        (save({"a": torch.zeros(2)}) + b"\0" * 1000, "1,000 bytes longer than its tensors"),
+    ],
+)
+def test_read_headers_says_what_is_no_safetensors_file(
+    content: bytes, part: str, tmp_path: Path
+) -> None:
+    """The safetensors library refuses the same files."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(SafetensorError):
+        load_file(path)
+    with pytest.raises(RunError, match=re.escape(part)):
+        read_headers([path])
 
 
 def test_read_headers_refuses_100_mb_at_once(tmp_path: Path) -> None:

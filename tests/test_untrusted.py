@@ -58,8 +58,12 @@ def forge_tokenizer(folder: Path, size: int = 300, **changes: Any) -> None:
 
 
 def forge_header(folder: Path, entries: dict[str, Any]) -> None:
-    """Give the file of the weights a header with `entries` alone."""
-    rewrite_header(folder / WEIGHTS_FILE, lambda _: entries)
+    """Give the file of the weights a header with `entries` alone, and the bytes of these."""
+    path = folder / WEIGHTS_FILE
+    rewrite_header(path, lambda _: entries)
+    (header_length,) = struct.unpack("<Q", path.read_bytes()[:8])
+    n_bytes = max(entry["data_offsets"][1] for entry in entries.values())
+    os.truncate(path, 8 + header_length + n_bytes)
     forge_manifest(folder)
 
 

@@ -12,7 +12,6 @@ after the other, and the checksum is computed meanwhile.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -28,7 +27,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lm.checkpoint.manifest import CheckpointError
-from lm.fileio import MAX_JSON_BYTES, MAX_SLICES, open_regular, sync
+from lm.errors import ConfigError
+from lm.fileio import MAX_JSON_BYTES, MAX_SLICES, find_pointer, open_regular, sync
 from lm.shards import local_rows
 
 TORCH_DTYPES = {
@@ -55,6 +55,8 @@ WRITE_BYTES = 4 << 20
 """Written, and added to the checksum, at a time."""
 SCAN_BYTES = 256 << 10
 """Read at a time to compare checksums: what fits into the cache of a core."""
+_POINTER_BYTES = 64
+"""Enough of a file to see that it is a pointer to another."""
 MAX_DIMENSIONS = 8
 """of a tensor in a file; PyTorch's own have at most four"""
 MAX_SIZE = 2**48
@@ -197,6 +199,7 @@ def read_headers(paths: Iterable[Path]) -> dict[str, list[TensorSlice]]:
 
     Raises:
         CheckpointError: a file cannot be opened, or its header is damaged or hostile.
+        ConfigError: a file is a pointer to one that was not downloaded.
     """
     found: dict[str, list[TensorSlice]] = {}
     allowed = MAX_SLICES  # and one more per KiB of data
@@ -227,10 +230,18 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
     """
     with open(path, "rb", opener=open_regular) as file:
         file_size = os.fstat(file.fileno()).st_size
-        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+        start = file.read(_POINTER_BYTES)
+        pointer = find_pointer(start)
+        if pointer is not None:
+            name, remedy = pointer
+            raise ConfigError(f"{path}: a {name}; {remedy}")
+        if file_size < 8:
+            raise ValueError(f"the file has {file_size} bytes, a header at least 8")
+        (length,) = struct.unpack_from("<Q", start)
         if length > min(file_size - 8, MAX_JSON_BYTES):
             sizes = f"{length} bytes of header in {file_size} bytes"
             raise ValueError(f"{sizes}; at most {MAX_JSON_BYTES} are read")
+        file.seek(8)
         header = json.loads(file.read(length), object_pairs_hook=_unique_names)
     if not isinstance(header, dict):
         raise ValueError("not a JSON object")
@@ -258,10 +269,14 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorSlice]]:
         extents.append((begin, end))
         start = offsets[0] if shape else 0
         yield name, TensorSlice(path, values_start + begin, dtype, shape, start)
-    extents.sort()
-    for (_, end), (next_begin, _) in itertools.pairwise(extents):
-        if end > next_begin:
-            raise ValueError("tensors overlap")
+    n_bytes = 0
+    for begin, end in sorted(extents):
+        if begin != n_bytes:
+            raise ValueError("tensors overlap, or have bytes between them")
+        n_bytes = end
+    if values_start + n_bytes != file_size:
+        n_more = file_size - values_start - n_bytes
+        raise ValueError(f"the file is {n_more:,} bytes longer than its tensors")
 
 
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

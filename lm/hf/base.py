@@ -21,6 +21,7 @@ from lm.checkpoint.manifest import (
     read_manifest,
     record,
 )
+from lm.checkpoint.tensor_files import read_headers
 from lm.data.tokenizer import Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
@@ -79,7 +80,9 @@ def compute_checksums(directory: Path, rank: int = 0, n_ranks: int = 1) -> dict[
         verify(directory, manifest, rank, n_ranks)
         return _weight_records(manifest)
     paths = weights.list_weight_files(directory)[rank::n_ranks]
-    return {path.name: record(weights.follow_links(path)) for path in paths}
+    targets = {path.name: weights.follow_links(path) for path in paths}
+    read_headers(targets.values())  # no file is longer than its tensors
+    return {name: record(target) for name, target in targets.items()}
 
 
 def _weight_records(manifest: Manifest) -> dict[str, FileRecord]:
