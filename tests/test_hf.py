@@ -527,6 +527,20 @@ def test_read_directory_accepts_bare_names_and_buffers(name: str, tmp_path: Path
     torch.testing.assert_close(load_folder(tmp_path / "bare")(tokens), reference(tokens).logits)
 
 
+def test_read_directory_reads_the_complete_one_of_two_sets_of_weights(tmp_path: Path) -> None:
+    make_reference(LLAMA).save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    for other in ("consolidated.safetensors", "pytorch_model.bin"):
+        (tmp_path / other).write_bytes(b"of another format")
+    assert weights.list_weight_files(tmp_path) == shards
+    save_file(make_reference(LLAMA, seed=1).state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"two sets of weights, model.safetensors and those of"):
+        load_folder(tmp_path)
+    shards[0].unlink()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert load_folder(tmp_path)(TOKENS).sub(theirs(TOKENS).logits).abs().max() < 1e-5
+
+
 # ---- errors
 
 

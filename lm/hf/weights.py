@@ -277,9 +277,10 @@ def list_weight_files(directory: Path) -> list[Path]:
     """Return the paths of the weights of the Hugging Face model in `directory`.
 
     Raises:
-        ConfigError: it has no safetensors files, or its index is damaged.
+        ConfigError: it has no safetensors files, or two sets of them, or its index is damaged.
     """
     index = directory / SAFETENSORS_INDEX
+    single = directory / SAFETENSORS_FILE
     if index.is_file():
         weight_map = read_object(index).get("weight_map")
         names: list[str] = []
@@ -288,9 +289,14 @@ def list_weight_files(directory: Path) -> list[Path]:
         is_outside = any(name != Path(name).name or name in ("", "..") for name in names)
         if not names or is_outside:
             raise ConfigError(f"{index}: weight_map must contain file names in this directory")
-        return [directory / name for name in names]
-    if (directory / SAFETENSORS_FILE).is_file():
-        return [directory / SAFETENSORS_FILE]
+        shards = [directory / name for name in names]
+        if single in shards or not single.is_file():
+            return shards
+        if all(path.is_file() for path in shards):
+            problem = f"has two sets of weights, {SAFETENSORS_FILE} and those of {index.name}"
+            raise ConfigError(f"{directory}: {problem}; move one of them to another directory")
+    if single.is_file():
+        return [single]
     found = "neither exists"
     pickles = [*directory.glob("*.bin"), *directory.glob("*.pth")]
     if pickles:
@@ -310,8 +316,10 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file `path`."""
     try:
         content = parse_json(read_bytes(follow_links(path), MAX_JSON_BYTES))
-    except OSError as error:
+    except FileNotFoundError as error:
         problem = f"{error.strerror}; a model directory needs one"
+    except OSError as error:
+        problem = str(error.strerror)
     except ValueError as error:
         problem = f"invalid JSON: {error}"
     else:
