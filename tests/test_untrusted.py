@@ -147,7 +147,9 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         "damaged: tokenizer: ",
     ),
     "control characters in a tensor's name": (
-        lambda folder: forge_header(folder, {EVIL: BYTE | {"data_offsets": [0, 1]}}),
+        lambda folder: forge_header(
+            folder, {EVIL: {"dtype": "U8", "shape": [306_816], "data_offsets": [0, 306_816]}}
+        ),
         "damaged: model.",
     ),
     "no fingerprint of the data": (
