@@ -86,7 +86,7 @@ class RopeScaling(_Mapping, frozen=True):
     rope_type: Literal["llama3", "linear", "dynamic", "yarn"] = Field(
         "llama3",
         description="linear divides all frequencies by factor, llama3 and yarn the low ones;"
-        " dynamic lowers them as a sequence grows",
+        " dynamic none, and sequences longer than the original context are refused",
     )
     factor: float = Field(gt=0, le=2**24, description="divisor of the low frequencies (a ratio)")
     low_freq_factor: float | None = Field(
@@ -370,6 +370,13 @@ class ModelConfig(BaseModel, frozen=True, extra="forbid", allow_inf_nan=False):
             elif self.rotary_width < 4:
                 problem = f"needs 4 or more rotated dimensions per head, not {self.rotary_width}"
                 yield f"rope_scaling: {problem}"
+            original = kind.rope.scaling.original_max_position_embeddings
+            if kind.rope.scaling.rope_type == "dynamic" and self.max_seq_len > (original or 0):
+                # All positions would be rotated by the length of the sequence: a text would depend
+                # on what it is packed, padded or generated with.
+                problem = f"{self.max_seq_len} exceeds the original context of {original}"
+                remedy = f"use {original} or less, or set rope_scaling to linear or yarn"
+                yield f"max_seq_len: {problem}, as far as dynamic is supported; {remedy}"
 
     @property
     def head_width(self) -> int:
@@ -555,21 +562,18 @@ class AttentionInputs(NamedTuple):
 # ---- rotary embedding
 
 
-def rope_frequencies(rope: Rope, width: int, length: int, device: torch.device) -> Tensor:
+def rope_frequencies(rope: Rope, width: int, device: torch.device) -> Tensor:
     """Return the rotary frequencies `(R/2,)`, float32, in radians per position.
 
     Sources: Su et al., RoFormer (2021), equation 15. Of the scalings: Chen et al., Position
-    Interpolation (2023), for linear; bloc97 and emozilla, dynamically scaled RoPE (2023), for
-    dynamic; Peng et al., YaRN (2023), section 3.2; Llama 3.1.
+    Interpolation (2023), for linear; Peng et al., YaRN (2023), section 3.2; Llama 3.1. Dynamic
+    scaling starts after the original context, to which it is limited here.
 
     Args:
         width: R.
-        length: of the sequences, which only dynamic scaling depends on.
     """
     dims = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     theta, scaling = rope
-    if scaling is not None and scaling.rope_type == "dynamic":
-        theta *= _dynamic_growth(scaling, length, width)
     periods = theta ** (dims / width)
     frequencies = 1.0 / periods
     if scaling is None:
@@ -588,28 +592,20 @@ def rope_frequencies(rope: Rope, width: int, length: int, device: torch.device) 
             return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
-def rope_angles(rope: Rope, width: int, length: int, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+def rope_angles(rope: Rope, width: int, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cosine and sine of the angles, see `AttentionInputs.rope`.
 
     Args:
-        width, length: see `rope_frequencies`.
+        width: see `rope_frequencies`.
         position_ids: `(T,)` or `(B, T)`.
     """
-    frequencies = rope_frequencies(rope, width, length, position_ids.device)
+    frequencies = rope_frequencies(rope, width, position_ids.device)
     angles = position_ids.float()[..., None, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
     if rope.scaling is not None and rope.scaling.attention_scaling != 1:
         cos = cos * rope.scaling.attention_scaling
         sin = sin * rope.scaling.attention_scaling
     return cos, sin
-
-
-def _dynamic_growth(scaling: RopeScaling, length: int, width: int) -> float:
-    """Return what theta is multiplied by, so that the lowest frequency spans `length` tokens."""
-    original = scaling.original_max_position_embeddings
-    assert original is not None
-    stretch = scaling.factor * max(length, original) / original - (scaling.factor - 1)
-    return stretch ** (width / (width - 2))
 
 
 def _yarn_kept_fraction(
@@ -1260,7 +1256,7 @@ class Transformer(nn.Module):
         inputs: dict[AttentionKind, AttentionInputs] = {}
         for kind in dict.fromkeys(self.attention_kinds):
             mask_of_kind = masks[kind.sliding_window]
-            inputs[kind] = self._attention_inputs(kind, x, end, position_ids, mask_of_kind)
+            inputs[kind] = self._attention_inputs(kind, x, position_ids, mask_of_kind)
         for block, kind in zip(self.blocks, self.attention_kinds, strict=True):
             x = block(x, inputs[kind], cache)
         if cache is not None:
@@ -1275,7 +1271,6 @@ class Transformer(nn.Module):
         self,
         kind: AttentionKind,
         x: Tensor,
-        length: int,
         position_ids: Tensor,
         mask: Tensor | BlockMask | None,
     ) -> AttentionInputs:
@@ -1283,13 +1278,12 @@ class Transformer(nn.Module):
 
         Args:
             x: `(B, T, D)`, the input of the first layer.
-            length: S.
             mask: see `AttentionInputs`.
         """
         c = self.config
         rope = None
         if kind.rope is not None:
-            rope = rope_angles(kind.rope, c.rotary_width, length, position_ids)
+            rope = rope_angles(kind.rope, c.rotary_width, position_ids)
         return AttentionInputs(
             rope=rope,
             mask=mask,

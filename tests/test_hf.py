@@ -358,20 +358,44 @@ def test_export_states_the_positions_that_the_model_was_made_for(
     assert exported.max_position_embeddings == stated
 
 
-def test_dynamic_rope_grows_beyond_the_original_context(tmp_path: Path) -> None:
+def test_dynamic_rope_scales_nothing_up_to_the_original_context(tmp_path: Path) -> None:
     theirs = make_reference(
         LLAMA | {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 16}
     )
     theirs.save_pretrained(tmp_path)
-    config = weights.open_model(tmp_path).config.model_copy(update={"max_seq_len": 64})
-    ours = Transformer(config).eval()
-    weights.read_directory(tmp_path, ours)
-    inputs = TOKENS[:, :-1]
+    ours = load_folder(tmp_path)
+    inputs = TOKENS[:, :16]
     assert (ours(inputs) - theirs(inputs).logits).abs().max() < 1e-5
-    written = config_json.write_config(config, "float32", None)
+    with pytest.raises(ConfigError, match=r"max_seq_len: 17 exceeds the original context of 16"):
+        read_with_model_defaults({"init_from": str(tmp_path), "max_seq_len": 17})
+    written = config_json.write_config(ours.config, "float32", None)
     assert written["max_position_embeddings"] == 16
+    assert written["rope_parameters"] == DYNAMIC_ROPE
     _, again = config_json.read_config(written, "config.json")
-    assert again.structure() == config.structure()
+    assert again.structure() == ours.config.structure()
+
+
+@pytest.mark.parametrize(
+    "family", [LLAMA, QWEN3, GLM4, GRANITE, OLMO3], ids=lambda raw: raw["model_type"]
+)
+@pytest.mark.parametrize("rope", [YARN_ROPE, LLAMA3_ROPE | {"rope_theta": 1e2}])
+def test_outer_original_max_position_embeddings_is_that_of_transformers(
+    family: dict[str, Any], rope: dict[str, Any], tmp_path: Path
+) -> None:
+    parameters = rope
+    if family is OLMO3:
+        of_sliding = {"rope_type": "default", "rope_theta": 1e2}
+        parameters = {"full_attention": rope, "sliding_attention": of_sliding}
+    changes = {"original_max_position_embeddings": 32, "rope_parameters": parameters}
+    theirs = make_reference(copy.deepcopy(family | changes))  # which transformers changes
+    theirs.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager"
+    )
+    inputs = TOKENS[:, :-1]
+    assert (load_folder(tmp_path)(inputs) - reference(inputs).logits).abs().max() < 1e-5
 
 
 @pytest.mark.slow

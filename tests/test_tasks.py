@@ -128,20 +128,6 @@ def test_scores_equal_those_of_transformers(tmp_path: Path, raw: Any, norm: Any)
         assert chosen == normed.index(max(normed))
 
 
-def test_scores_with_dynamic_rope_are_those_of_each_choice_alone() -> None:
-    scaling = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}
-    model = small_model(positions="rope", rope_scaling=scaling)
-    choices = [Choice("a b c d e f", text) for text in (" g", " hijklm", " nopqrstuvw")]
-    task = Task("t", "none", [Question(choices, 0)])
-    found = in_world(lambda world: score(model, task, ByteTokenizer(), world))
-    for choice, log_likelihood in zip(choices, found.log_likelihoods, strict=True):
-        ids = list(f"{choice.context}{choice.text}".encode())
-        logits = model(torch.tensor([ids[:-1]]))[0, len(choice.context) - 1 :]
-        targets = torch.tensor(ids[len(choice.context) :])
-        expected = logits.log_softmax(-1).gather(-1, targets[:, None]).sum().item()
-        assert log_likelihood == pytest.approx(expected, abs=1e-4)
-
-
 def _score_in_rank(world: World) -> ChoiceScores:
     return score(small_model(), Task("many", "none", QUESTIONS * 40), ByteTokenizer(), world)
 

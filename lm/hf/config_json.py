@@ -302,10 +302,14 @@ class _ConfigReader:
             self.problems.append(f"{source}: {problem}")
             return rope
         scaling = {key: given[key] for key in ROPE_TYPES[rope_type] if key in given}
-        if "original_max_position_embeddings" in ROPE_TYPES[rope_type]:
-            scaling.setdefault("original_max_position_embeddings", values["max_seq_len"])
-        if rope_type == "dynamic":  # it does not read the key
-            scaling["original_max_position_embeddings"] = values["max_seq_len"]
+        key = "original_max_position_embeddings"
+        if key in ROPE_TYPES[rope_type]:
+            scaling.setdefault(key, values["max_seq_len"])
+            outer = self.raw.get(key)
+            if rope_type == "dynamic":  # it does not read the key
+                scaling[key] = values["max_seq_len"]
+            elif layer_type is None and outer is not None:  # which transformers 5 prefers
+                scaling[key] = outer
         rope["rope_scaling"] = scaling | {"rope_type": rope_type}
         return rope
 

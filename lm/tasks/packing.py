@@ -187,12 +187,11 @@ def _pack(
 
     A choice is added to the sequence of the choice before if it has the same context and fits.
     """
-    can_share = not _depends_on_length(config)
     sequences: list[PackedSequence] = []
     for number, (ids, n_context) in enumerate(choices, first):
         for context, targets in _windows(ids, n_context, config.max_seq_len):
             shares = False
-            if can_share and sequences:
+            if sequences:
                 last = sequences[-1]
                 fits = len(last) + len(targets) - 1 <= config.max_seq_len
                 shares = fits and np.array_equal(last.context, context)
@@ -223,28 +222,18 @@ def _divide(sequences: Sequence[PackedSequence], config: ModelConfig) -> list[li
     """
     longest_first = sorted(sequences, key=len, reverse=True)
     batches: list[list[PackedSequence]] = []
-    length = 0  # of the last batch
-    size = 0
+    size = 0  # of the last batch
     for sequence in longest_first:
         is_full = len(batches) == 0 or len(batches[-1]) == size
-        if is_full or (_depends_on_length(config) and len(sequence) != length):
-            length = _padded_length(len(sequence), config)
-            size = config.max_seq_len // length
+        if is_full:
+            size = config.max_seq_len // _padded_length(len(sequence), config)
             batches.append([])
         batches[-1].append(sequence)
     return batches
 
 
 def _padded_length(length: int, config: ModelConfig) -> int:
-    if _depends_on_length(config):
-        return length
     return min(_PAD_MULTIPLE * math.ceil(length / _PAD_MULTIPLE), config.max_seq_len)
-
-
-def _depends_on_length(config: ModelConfig) -> bool:
-    """Return whether the length of a sequence, with what follows and padding, changes its start."""
-    scalings = [kind.rope.scaling for kind in config.attention_kinds if kind.rope is not None]
-    return any(each is not None and each.rope_type == "dynamic" for each in scalings)
 
 
 class ModelInputs(NamedTuple):
