@@ -31,9 +31,10 @@ from pydantic import BaseModel, Field, ValidationError, create_model, field_vali
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from lm.checkpoint.checkpointer import CheckpointConfig
+from lm.data.hub_cache import find_directory
 from lm.data.run_data import DataConfig, default_vocab_size
 from lm.data.tokenizer import load_tokenizer
-from lm.errors import ConfigError, command
+from lm.errors import ConfigError, command, error_prefix
 from lm.fields import Fixed, Unlogged, Varied, aliases_of
 from lm.launch.console import warn
 from lm.metrics.accumulator import MetricsConfig
@@ -346,6 +347,10 @@ def read_hyperparameters(
     if draft.values.get("vocab_size") is None:
         draft.values.pop("vocab_size", None)  # null lets the preset, or the tokenizer, set it
     its_keys: Mapping[str, Any] = {}
+    for key in ("init_from", "resume"):
+        if isinstance(draft.values.get(key), str):
+            with error_prefix(key):
+                draft.values[key] = find_directory(draft.values[key])
     if defaults is not None and isinstance(draft.values.get("init_from"), str):
         its_keys = defaults(draft.values["init_from"])
         _apply_model_defaults(draft, its_keys)

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from lm import generate, sampling
 from lm.checkpoint import tensor_files
+from lm.data.hub_cache import find_directory
 from lm.data.tokenizer import load_tokenizer
-from lm.errors import ConfigError
+from lm.errors import ConfigError, RunError
 from lm.hf import __main__ as hf_main
 from lm.hf import config_json, export, families, weights
 from lm.hf.base import find_base
@@ -565,6 +566,53 @@ def test_read_directory_reads_the_complete_one_of_two_sets_of_weights(tmp_path: 
     assert load_folder(tmp_path)(TOKENS).sub(theirs(TOKENS).logits).abs().max() < 1e-5
 
 
+def test_read_directory_converts_float64_and_leaves_out_other_tensors(tmp_path: Path) -> None:
+    reference = make_reference(LLAMA)
+    reference.double().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    others = {"v_head.summary.weight": torch.zeros(1, 32), "model.layers.0.x.bias": torch.ones(3)}
+    save_file(load_file(file) | others, file, metadata={"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ours = load_folder(tmp_path)
+    assert (ours(TOKENS) - theirs(TOKENS).logits).abs().max() < 1e-5
+    printed: list[str] = []
+    in_world(lambda world: weights.load_into(ours, str(tmp_path), world, printed.append))
+    assert printed[1].endswith("not used, as in transformers: " + ", ".join(sorted(others)))
+    tensors = load_file(file)
+    tensors["model.norm.weight"][0] = 1e300
+    save_file(tensors, file)
+    with pytest.raises(RunError, match="contains inf or NaN"):
+        load_folder(tmp_path)
+
+
+def test_init_from_can_be_in_the_home_or_a_folder_of_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "in"
+    make_reference(LLAMA | {"vocab_size": 300}).save_pretrained(source)
+    add_tokenizer(source, 280)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = tmp_path / "models--org--name"
+    first = Path(shutil.copytree(source, model / "snapshots" / "1"))
+    data = {"dataset": "text", "train_data": "text"}
+
+    def init_from(where: str) -> str | None:
+        hp = read_with_model_defaults(data | {"init_from": where})
+        assert hp.d_model == 32
+        assert hp.tokenizer == hp.init_from == find_directory(str(hp.tokenizer))
+        return hp.init_from
+
+    assert init_from("~/in") == str(source)
+    assert init_from(str(model)) == init_from("~/models--org--name") == str(first)
+    assert load_tokenizer(str(model)).identity == load_tokenizer(str(source)).identity
+    second = Path(shutil.copytree(source, model / "snapshots" / "2"))
+    with pytest.raises(ConfigError, match=r"init_from: .* with 2 snapshots \(1, 2\); use "):
+        init_from(str(model))
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("2")
+    assert init_from(str(model)) == str(second)
+
+
 # ---- errors
 
 
@@ -711,14 +759,18 @@ def test_hf_inspect_prints_what_a_model_is(
     assert lines[1] == f"can be read: init_from: {source}"
     tensors = load_file(source / "model.safetensors")
     save_file(
-        tensors | {"lm_head.weight": torch.zeros(95, 32), "x": torch.zeros(1)},
+        tensors | {"lm_head.weight": torch.zeros(95, 32)},
         source / "model.safetensors",
     )
     assert hf_main.main(["inspect", str(source)]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
         "lm_head.weight: [95, 32] in the file, [96, 32] in config.json",
-        "model.x: unexpected tensor",
     ]
+    unused = {"v_head.summary.weight": torch.zeros(1, 32), "position_ids": torch.arange(9)}
+    save_file(tensors | unused, source / "model.safetensors")
+    assert hf_main.main(["inspect", str(source)]) == 0
+    note = "not used, as in transformers: position_ids, v_head.summary.weight"
+    assert capsys.readouterr().out.splitlines()[2].endswith(note)
     (source / "config.json").unlink()
     assert hf_main.main(["inspect", str(source)]) == 2
     assert capsys.readouterr().err.startswith(

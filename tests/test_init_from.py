@@ -313,8 +313,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "model.norm.weight: missing",
     ),
     "unexpected tensor": (
-        lambda folder: change_tensors(folder, {"x": torch.zeros(32)}),
-        "model.x: unexpected",
+        lambda folder: change_tensors(folder, {"x": torch.zeros(32), "model.norm.weight": None}),
+        "x: unexpected",
     ),
     "another shape": (
         lambda folder: change_tensors(folder, {"lm_head.weight": torch.zeros(299, 32)}),

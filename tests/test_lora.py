@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -505,6 +506,25 @@ def test_adapters_that_mean_something_else_are_refused(
         read_with_model_defaults(continued_from(adapter))
     for problem, part in zip(refused.value.problems, parts, strict=False):
         assert re.search(part, problem)
+
+
+@pytest.mark.parametrize("change", ["names", "blocks"])
+def test_adapters_of_peft_that_are_not_read_have_a_remedy(
+    change: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {}
+    if change == "blocks":
+        options = {"layers_to_transform": [1]}
+    adapter = make_peft_adapters(bases["llama"], tmp_path / "adapter", **options)
+    remedy = r"init_from: merge the adapters with PEFT's merge_and_unload\(\)"
+    if change == "names":
+        file = adapter / "adapter_model.safetensors"
+        tensors = load_file(file)
+        named = {re.sub(r"(lora_[AB])", r"\1.default", name): tensors[name] for name in tensors}
+        save_file(named, file)
+        remedy = r"lora_A.default.weight: .* save the adapters with its save_pretrained\(\)"
+    with pytest.raises(ConfigError, match=remedy):
+        read_with_model_defaults(continued_from(adapter))
 
 
 def test_adapters_of_fused_layers_are_refused(bases: dict[str, Path], tmp_path: Path) -> None:

@@ -406,8 +406,9 @@ def test_open_model_follows_links_only_to_the_cache(saved: Path, private: Path) 
     (snapshot.parent.parent / "blobs").mkdir(parents=True)
     snapshot.mkdir(parents=True)
     for path in list(Path("exported").iterdir()):
-        path.rename(f"models--x/blobs/{path.name}")
-        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+        name = hashlib.sha1(path.read_bytes()).hexdigest()
+        path.rename(f"models--x/blobs/{name}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{name}")
     assert open_model(snapshot).config.d_model == TINY["d_model"]
     assert load_tokenizer(str(snapshot)).vocab_size == 300
     (snapshot / "chat_template.jinja").symlink_to(private)

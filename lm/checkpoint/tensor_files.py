@@ -343,6 +343,8 @@ def read_into(tensor: Tensor, source: Source) -> None:
         first = max(first_row, piece.start)
         end = min(end_row, piece.start + piece.n_rows)
         for row, values in _read_rows(piece, first - piece.start, end - piece.start):
+            if values.dtype == torch.float64:
+                values = values.to(local.dtype)  # can overflow
             _require_finite(values, piece.path)
             at = piece.start + row - first_row
             if source.transposed:

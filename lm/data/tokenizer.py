@@ -12,6 +12,7 @@ import datetime
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -27,6 +28,7 @@ from lm.data.chat_template import (
     read_chat_template,
 )
 from lm.data.files import download_from_hub, error_text
+from lm.data.hub_cache import find_directory
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import (
     MAX_JSON_BYTES,
@@ -67,6 +69,8 @@ _SPECIAL_TOKENS = (
     "mask_token",
 )
 """keys of tokenizer_config.json that, if set, are variables of the chat template"""
+_CONTENT_HASH = re.compile("[0-9a-f]{30,64}")
+"""name of a file in the caches of the Hub and of DVC, which nothing else has"""
 _MARKED_REPLY = "x7q"
 """content that no chat template writes itself"""
 
@@ -461,7 +465,7 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Tokenizer:
             problem = f"{chat_template}: requires a Hugging Face tokenizer, not bytes"
             raise ConfigError(f"chat_template: {problem}; set tokenizer")
         return ByteTokenizer()
-    path = Path(name).expanduser()
+    path = Path(find_directory(name))
     if path.is_file() and path.name != TOKENIZER_JSON:
         content = _read_tokenizer_file(path.resolve(), TOKENIZER_JSON)
         return FileTokenizer({TOKENIZER_JSON: content}, name, template)
@@ -517,17 +521,16 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
     Checkpoints and exports get copies of them.
 
     Raises:
-        ConfigError: one is a link that leaves `directory` and is not one of the Hub's cache.
+        ConfigError: one is a link that leaves `directory`, and not to a file of a cache.
     """
     root = directory.resolve()
-    blobs_of_hub = root.parent.parent / "blobs"
     files: dict[str, bytes] = {}
     for name in TOKENIZER_FILES:
         path = directory / name
         if not path.is_file():
             continue
         target = path.resolve()
-        if target.parent not in (root, blobs_of_hub):
+        if target.parent != root and not _CONTENT_HASH.fullmatch(target.name):
             raise ConfigError(f"tokenizer: {path}: is a link to {target}; copy the file")
         files[name] = _read_tokenizer_file(target, name)
     if GENERATION_CONFIG not in files:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lm.checkpoint.tensor_files import TensorSlice
+from lm.data.hub_cache import find_directory
 from lm.errors import command
 from lm.hf import adapters, weights
 from lm.hf.export import export_model
@@ -26,7 +27,7 @@ from lm.units import format_bytes, format_parameters
 
 
 def describe_model(source: str) -> str:
-    """Return what the model `source` is, in two lines; raise ConfigError if it cannot be read."""
+    """Return what the model `source` is, in lines; raise ConfigError if it cannot be read."""
     if adapters.is_adapter(source):
         return _describe_adapters(source)
     model = weights.open_model(weights.find_source(source))
@@ -39,7 +40,10 @@ def describe_model(source: str) -> str:
     n_parameters = f"{format_parameters(model.config.n_parameters)} parameters"
     size = f"{format_bytes(n_bytes)} in {', '.join(sorted(dtypes))}"
     summary = f"{model.family.class_name}, {n_parameters}, {size}"
-    return f"{source}: {summary}\ncan be read: init_from: {source}"
+    lines = [f"{source}: {summary}", f"can be read: init_from: {source}"]
+    if model.unused:
+        lines.append(weights.describe_unused(source, model.unused))
+    return "\n".join(lines)
 
 
 def _describe_adapters(source: str) -> str:
@@ -75,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     args = parser.parse_args(arguments)
     if args.command == "inspect":
-        print(describe_model(args.source))
+        print(describe_model(find_directory(args.source)))
         return 0
     started = time.monotonic()
     n_bytes = export_model(args.checkpoint, args.out, args.dtype, args.base, args.adapter)

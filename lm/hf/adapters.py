@@ -21,7 +21,7 @@ from lm.checkpoint.tensor_files import Source, TensorSlice, full_shape, read_hea
 from lm.data import tokenizer
 from lm.errors import ConfigError, limit_problems, oserror_as_config_error
 from lm.hf import families, weights
-from lm.hf.weights import WEIGHT_DTYPES, HuggingFaceModel
+from lm.hf.weights import READ_DTYPES, HuggingFaceModel
 from lm.runtime.world import World
 from lm.training import lora
 from lm.training.lora import LoraConfig
@@ -32,6 +32,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 _ADAPTER_NAME = re.compile(re.escape(_PREFIX) + r"(?P<layer>.+)\.(?P<matrix>lora_[AB])\.weight")
+_NAMED_ADAPTER = re.compile(r".+\.lora_[AB]\.[^.]+\.weight")
 _KEYS = {
     "r": "lora_rank",
     "lora_alpha": "lora_alpha",
@@ -65,6 +66,7 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }
 """PEFT's key -> the values with which the weights mean the same here"""
+_MERGE = "merge the adapters with PEFT's merge_and_unload(), and set init_from to the result"
 
 
 @oserror_as_config_error
@@ -126,10 +128,7 @@ def open_adapters(directory: Path) -> PeftAdapters:
     except ValidationError as error:
         problems += [f"{found['loc'][0]}: {found['msg']}" for found in error.errors()]
     if config is None or problems:
-        remedy = (
-            "merge the adapters with PEFT's merge_and_unload(), and set init_from to the result"
-        )
-        raise ConfigError(*(f"{path}: {problem}" for problem in problems), f"init_from: {remedy}")
+        raise ConfigError(*(f"{path}: {problem}" for problem in problems), f"init_from: {_MERGE}")
     model = weights.open_model(weights.find_source(base_of(str(directory))))
     return _find_tensors(directory, model, config)
 
@@ -166,6 +165,10 @@ def _find_tensors(directory: Path, model: HuggingFaceModel, config: LoraConfig) 
     targets: list[str] = []
     for name, slices in read_headers([weights.follow_links(path)]).items():
         match = _ADAPTER_NAME.fullmatch(name)
+        if _NAMED_ADAPTER.fullmatch(name):
+            problem = "contains a name of the adapter, as in PEFT's state_dict()"
+            problems.append(f"{name}: {problem}; save the adapters with its save_pretrained()")
+            continue
         if match is None or match["layer"] not in our_layers:
             problems.append(f"{name}: unexpected tensor; adapters are for layers of blocks")
             continue
@@ -190,7 +193,7 @@ def _find_tensors(directory: Path, model: HuggingFaceModel, config: LoraConfig) 
         problems = _find_missing(sources, config, model)
     if problems:
         problem = f"{directory}: the tensors are not adapters of every block as they are trained"
-        raise ConfigError(f"{problem} here:", *limit_problems(problems))
+        raise ConfigError(f"{problem} here:", *limit_problems(problems), f"init_from: {_MERGE}")
     return PeftAdapters(model, config, sources)
 
 
@@ -212,8 +215,8 @@ def _compare(slices: list[TensorSlice], expected: tuple[int | None, ...]) -> str
     if shape != expected:
         found = list(shape or ())
         return f"{found} in the file, {list(expected)} of the base and r in {ADAPTER_CONFIG}"
-    if slices[0].dtype not in WEIGHT_DTYPES.values():
-        return f"{slices[0].dtype} is not one of {', '.join(WEIGHT_DTYPES)}"
+    if slices[0].dtype not in READ_DTYPES:
+        return f"{slices[0].dtype} is a quantized dtype"
     return None
 
 

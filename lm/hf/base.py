@@ -22,6 +22,7 @@ from lm.checkpoint.manifest import (
     record,
 )
 from lm.checkpoint.tensor_files import read_headers
+from lm.data.hub_cache import find_directory
 from lm.data.tokenizer import Tokenizer, load_saved_tokenizer
 from lm.errors import ConfigError, error_prefix, oserror_as_config_error
 from lm.hf import weights
@@ -99,7 +100,7 @@ def open_base(base: Base, base_dir: Path | None = None) -> Path:
         ConfigError: they are not there, or differ.
     """
     try:
-        directory = weights.find_source(str(base_dir or base.source))
+        directory = weights.find_source(find_directory(str(base_dir or base.source)))
     except ConfigError as error:
         problem = str(error).removeprefix("init_from: ")
         raise ConfigError(

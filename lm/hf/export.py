@@ -76,6 +76,7 @@ def export_model(
             exists, there are no adapters, or their base is not found.
         RunError: `out` cannot be written, or a weight exceeds the range of float16.
     """
+    out = out.expanduser()
     if out.exists() or out.is_symlink():
         raise ConfigError(f"{out}: already exists and is not overwritten; use another directory")
     directory = find_checkpoint(where)
@@ -103,7 +104,7 @@ def export_model(
     if manifest.base is not None:
         weights_dir = open_base(manifest.base, base_dir)
         adapters = read_adapters(directory, manifest)
-    sources, _ = find_weights(weights_dir, config)
+    sources = find_weights(weights_dir, config).sources
     weights = _Weights(config, sources, adapters, places, shapes, WEIGHT_DTYPES[dtype])
     with _make_draft(out, weights.n_bytes) as draft:
         weight_map = weights.write(draft)

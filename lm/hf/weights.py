@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +47,8 @@ WEIGHT_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""Those in which weights are read and exported, by name."""
+"""Those in which weights are exported, by name."""
+READ_DTYPES = (*WEIGHT_DTYPES.values(), torch.float64)
 
 _BUFFERS = re.compile(r".*(\.attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 """Constants that older versions of transformers save: causal masks and rotary frequencies."""
@@ -92,6 +93,8 @@ class HuggingFaceModel(NamedTuple):
     """where each of our parameters is in the files"""
     tied_head: Source | None
     """a copy of the embedding, which older files contain"""
+    unused: Sequence[str]
+    """names of tensors that are not the model's, which transformers does not read either"""
 
 
 def open_model(directory: Path) -> HuggingFaceModel:
@@ -116,7 +119,8 @@ def open_model(directory: Path) -> HuggingFaceModel:
     sources: dict[str, Source] = {}
     for name, place in places.items():
         sources[name] = Source(tensors[place.name], place.start, place.transposed)
-    return HuggingFaceModel(family, config, sources, tied_head)
+    unused = [name for name in tensors if name not in shapes]
+    return HuggingFaceModel(family, config, sources, tied_head, unused)
 
 
 def model_defaults(source: str) -> dict[str, Any]:
@@ -164,26 +168,37 @@ def load_into(model: Transformer, source: str, world: World, log: Callable[[str]
     """
     started = time.monotonic()
     with world.all_or_none():
-        read_directory(find_source(source), model)
+        unused = read_directory(find_source(source), model)
     peak = GIB * max(world.all_gather_object(peak_memory_gib(world.device)))
     seconds = time.monotonic() - started
     memory = f"peak memory {format_bytes(peak)} per rank"
     log(f"loaded the weights of {source} in {seconds:.1f} s, {memory}")
+    if unused:
+        log(describe_unused(source, unused))
+
+
+def describe_unused(source: str, names: Sequence[str]) -> str:
+    """Return a line on tensors of `source` that are not the model's."""
+    shown = ", ".join(limit_problems(names))
+    return f"{source}: not tensors of the model, and not used, as in transformers: {shown}"
 
 
 @torch.no_grad()
-def read_directory(directory: Path, model: Transformer) -> None:
+def read_directory(directory: Path, model: Transformer) -> Sequence[str]:
     """Fill this rank's shards of `model`, except for adapters, from `directory`.
 
     Args:
         directory: of a Hugging Face model or a checkpoint.
+
+    Returns:
+        `HuggingFaceModel.unused`.
 
     Raises:
         ConfigError: see `find_weights`; or the head differs from the embedding that it is tied to.
         RunError: a file is damaged, or holds inf or NaN.
     """
     parameters = dict(model.named_parameters())
-    sources, tied_head = find_weights(directory, model.config)
+    sources, tied_head, unused = find_weights(directory, model.config)
     for name, source in sources.items():
         read_into(parameters[name], source)
     if tied_head and not _is_equal(parameters["embedding.tokens.weight"], tied_head):
@@ -191,10 +206,19 @@ def read_directory(directory: Path, model: Transformer) -> None:
             f"{directory}: {CONFIG_FILE} ties lm_head.weight to the embedding, but the files have a"
             f" different one; set tie_word_embeddings: false in {CONFIG_FILE} to use it"
         )
+    return unused
 
 
-def find_weights(directory: Path, config: ModelConfig) -> tuple[dict[str, Source], Source | None]:
-    """Return where each parameter of the model is, and `HuggingFaceModel.tied_head`.
+class FoundWeights(NamedTuple):
+    """Where the weights of a model are; see `HuggingFaceModel`."""
+
+    sources: dict[str, Source]
+    tied_head: Source | None = None
+    unused: Sequence[str] = ()
+
+
+def find_weights(directory: Path, config: ModelConfig) -> FoundWeights:
+    """Return where each parameter of the model is.
 
     Args:
         directory: of a Hugging Face model or a checkpoint.
@@ -205,14 +229,14 @@ def find_weights(directory: Path, config: ModelConfig) -> tuple[dict[str, Source
     """
     if not (directory / MANIFEST).exists():
         model = open_model(directory)
-        return model.sources, model.tied_head
+        return FoundWeights(model.sources, model.tied_head, model.unused)
     manifest = read_manifest(directory)
     require_same_structure(model_of(directory, manifest), config)
     with torch.device("meta"):
         state = Transformer(config).state_dict()
     found = find_tensors(directory, manifest)
     matched = match_tensors(directory, found, {"model": state})
-    return {entry.name: entry.source for entry in matched}, None
+    return FoundWeights({entry.name: entry.source for entry in matched})
 
 
 def _is_equal(embedding: Tensor, head: Source) -> bool:
@@ -240,11 +264,11 @@ def _find_tensors(directory: Path, family: Family) -> dict[str, list[TensorSlice
     # The Hub's cache consists of links, of which several can be to the same file.
     found = read_headers({follow_links(path): None for path in paths})
     bare_model, _, _ = family.modules["embedding.tokens"].partition(".")
-    prefixes = (f"{bare_model}.", "lm_head.")
+    is_bare = not any(name.startswith(f"{bare_model}.") for name in found)
     tensors: dict[str, list[TensorSlice]] = {}
     for stored_name, slices in found.items():
         name = stored_name
-        if not stored_name.startswith(prefixes):
+        if is_bare and not stored_name.startswith("lm_head."):
             name = f"{bare_model}.{stored_name}"
         if not _BUFFERS.fullmatch(name):
             tensors[name] = slices
@@ -256,12 +280,14 @@ def _compare_tensors(
 ) -> list[str]:
     """Return how `tensors` differ from those that a model of `shapes` has."""
     problems = [f"{name}: missing" for name in shapes if name not in tensors]
+    are_all_there = not problems
     for name, slices in tensors.items():
         if name not in shapes:
-            problems.append(f"{name}: unexpected tensor")
+            if not are_all_there:
+                problems.append(f"{name}: unexpected tensor")
             continue
         shape = full_shape(slices)
-        if any(piece.dtype not in WEIGHT_DTYPES.values() for piece in slices):
+        if any(piece.dtype not in READ_DTYPES for piece in slices):
             problem = f"{slices[0].dtype} is a quantized dtype; use the model without quantization"
             problems.append(f"{name}: {problem}")
         elif shape is None:
