@@ -110,6 +110,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral nemo, head_dim 16": MISTRAL | {"sliding_window": None, "head_dim": 16},
     "qwen2": QWEN2,
     "qwen2, tied": QWEN2 | {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    "qwen2, window in no layer": QWEN2 | {"use_sliding_window": True, "sliding_window": 8},
     "qwen3": QWEN3,
     "qwen3, yarn options": QWEN3 | {"rope_parameters": YARN_ROPE | YARN_OPTIONS},
     "qwen3, tied, head_dim 8": QWEN3 | {"tie_word_embeddings": True, "head_dim": 8},
@@ -644,7 +645,11 @@ def test_init_from_can_be_in_the_home_or_a_folder_of_the_cache(
         ),
         (MISTRAL | {"attention_bias": True}, "attention_bias: True is not supported"),
         (LLAMA | {"head_dim": 7}, "head_dim: positions: rope needs an even head_dim, not 7"),
-        (QWEN2 | {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
+        (
+            QWEN2 | {"use_sliding_window": True, "max_window_layers": 1},
+            "use_sliding_window: True is not supported",
+        ),
+        (SMOLLM3 | {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
         (
             QWEN2 | {"layer_types": ["sliding_attention"] * 2},
             "layer_types: 'sliding_attention' is not supported",
@@ -1001,7 +1006,7 @@ def test_export_stops_where_training_stopped(source_of_chats: Path, tmp_path: Pa
     shutil.rmtree(source)
     export.export_model(run, tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     stop = tokenizer.convert_tokens_to_ids("<stop>")
     assert model.config.eos_token_id == model.generation_config.eos_token_id == [0, 7, stop]
     prompt = tokenizer.apply_chat_template(

@@ -162,6 +162,8 @@ class _ConfigReader:
         """Note what is wrong with the values of keys that `ModelConfig` does not have."""
         for key, supported in {**self.family.required, **_REQUIRED_EVERYWHERE}.items():
             value = self.raw.get(key, supported[0])
+            if key == "use_sliding_window" and value is True and self._has_no_window():
+                continue
             if value not in supported:
                 choices = " or ".join(map(repr, supported))
                 self.problems.append(f"{key}: {value!r} is not supported, only {choices}")
@@ -174,6 +176,14 @@ class _ConfigReader:
         elif layer_types and layer_types[0] != _FULL and "sliding_window" not in self.family.keys:
             problem = f"{layer_types[0]!r} is not supported, only {_FULL!r}"
             self.problems.append(f"layer_types: {problem}")
+
+    def _has_no_window(self) -> bool:
+        """Return whether all layers of Qwen2 or Qwen3 have full attention: the first ones do."""
+        n_layers = self.raw.get("num_hidden_layers", self.family.defaults["n_layers"])
+        n_full = self.raw.get("max_window_layers", 28)
+        has_all = isinstance(n_layers, int) and isinstance(n_full, int) and n_layers <= n_full
+        is_qwen = self.family.no_rope_interval is None
+        return is_qwen and (has_all or self.raw.get("sliding_window", 4096) is None)
 
     def _read_dropout(self) -> Any:
         rates = [self.raw.get(key, 0.1) for key in self.family.dropout_keys]
