@@ -42,6 +42,7 @@ from tests.support.hf import (
 from tests.support.hyperparameters import TINY, named_keys
 from tests.support.ranks import in_world, run_ranks
 from tests.support.runs import checkpoints_by_step, read_reports, run_fsdp
+from tests.support.tokenizer_files import byte_level_tokenizer
 
 TRAINING = {
     "max_steps": 3,
@@ -131,6 +132,25 @@ def test_init_from_accepts_a_run_directory(tmp_path: Path) -> None:
     done = run_fsdp(tmp_path / "b", *how, config=shape, code=0)
     assert f"weights of checkpoint {checkpoints_by_step(tmp_path / 'a')[1]}" in done.stdout
     assert [*read_reports(tmp_path / "b")] == [1]
+
+
+@pytest.mark.slow
+def test_init_from_sets_the_keys_of_a_runs_model(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("To be, or not to be. " * 40)
+    (tmp_path / "tokenizer.json").write_bytes(byte_level_tokenizer())
+    text = {"dataset": "text", "train_data": "a.txt", "val_data": "a.txt", "max_steps": 1}
+    text |= {"batch_size": 2, "num_tokens": 0, "validation_batches": 1}
+    run_fsdp(
+        tmp_path, config=TINY | text | {"vocab_size": None, "tokenizer": "tokenizer.json"}, code=0
+    )
+    first = tmp_path / "runs" / "test"
+    hp = read_with_model_defaults(text | {"init_from": str(first)})
+    assert (hp.d_model, hp.vocab_size) == (TINY["d_model"], 320)
+    assert hp.tokenizer == str(checkpoints_by_step(tmp_path)[1])
+    done = run_fsdp(tmp_path, config=text | {"init_from": str(first), "run_name": "next"}, code=0)
+    assert "weights of checkpoint" in done.stdout
+    with pytest.raises(ConfigError, match=r"d_model: 48 differs from \d+ in "):
+        read_with_model_defaults(text | {"init_from": str(first), "d_model": 48})
 
 
 def test_init_from_refuses_a_missing_directory(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lm.checkpoint.compare import require_same_structure
 from lm.checkpoint.contents import find_tensors, match_tensors, model_of
+from lm.checkpoint.locate import find_checkpoint
 from lm.checkpoint.manifest import MANIFEST, read_manifest
 from lm.checkpoint.tensor_files import (
     Source,
@@ -28,7 +29,7 @@ from lm.checkpoint.tensor_files import (
 from lm.data import tokenizer
 from lm.data.files import download_from_hub
 from lm.data.tokenizer import Tokenizer
-from lm.errors import ConfigError, limit_problems, oserror_as_config_error
+from lm.errors import ConfigError, RunError, limit_problems, oserror_as_config_error
 from lm.fileio import MAX_JSON_BYTES, parse_json, read_bytes
 from lm.hf import config_json, families
 from lm.hf.families import Family
@@ -124,22 +125,33 @@ def open_model(directory: Path) -> HuggingFaceModel:
 
 
 def model_defaults(source: str) -> dict[str, Any]:
-    """Return the hyperparameters that the model `source` sets, {} if it is not Hugging Face's.
+    """Return the hyperparameters that the model `source` sets, {} if it is not on this disk.
 
     Raises:
         ConfigError: it cannot be downloaded, see `open_model`, or its tokenizer does not fit it.
     """
-    if not is_model(source):
+    if is_model(source):
+        directory = find_source(source)
+        config = open_model(directory).config
+        its_tokenizer = None
+        if load_model_tokenizer(directory, config) is not None:
+            its_tokenizer = str(directory)
+    elif Path(source).is_dir():
+        try:
+            directory = find_checkpoint(Path(source))
+            manifest = read_manifest(directory)
+            config = model_of(directory, manifest)
+        except RunError:
+            return {}  # who loads it says why; a run that resumes does not need it
+        its_tokenizer = manifest.tokenizer
+        if tokenizer.TOKENIZER_JSON in manifest.files:
+            its_tokenizer = str(directory)
+    else:
         return {}
-    directory = find_source(source)
-    config = open_model(directory).config
     values = config.model_dump(mode="json")
     if config.model is None:
         del values["model"]
-    values["tokenizer"] = None
-    if load_model_tokenizer(directory, config) is not None:
-        values["tokenizer"] = str(directory)
-    return values
+    return values | {"tokenizer": its_tokenizer}
 
 
 def load_model_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer | None:
