@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from lm.errors import ConfigError, oserror_as_config_error
@@ -17,16 +18,17 @@ def find_directory(source: str) -> str:
     Raises:
         ConfigError: the cache has several snapshots, and none is that of the main branch.
     """
-    directory = Path(source).expanduser()
+    source = os.path.expanduser(source)  # noqa: PTH111 - it can be a name on the Hub, or a URL
+    directory = Path(source)
     snapshots = directory / "snapshots"
     if not (directory.name.startswith("models--") and snapshots.is_dir()):
-        return str(directory) if source.startswith("~") else source
+        return source
+    found = sorted(snapshots.iterdir())
     branch = directory / "refs" / "main"
     if branch.is_file():
-        snapshot = snapshots / branch.read_text().strip()
-        if snapshot.is_dir():
+        snapshot = snapshots / branch.read_text(errors="replace").strip()
+        if snapshot in found:
             return str(snapshot)
-    found = sorted(snapshots.iterdir())
     if len(found) == 1:
         return str(found[0])
     names = ", ".join(each.name for each in found[:5]) or "none"
