@@ -39,7 +39,7 @@ from lm.shards import local_rows
 from lm.units import format_bytes
 from model import ModelConfig, Transformer
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE = tokenizer.MODEL_CONFIG
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 SAFETENSORS_FILE = "model.safetensors"
 HUB_FILES = (CONFIG_FILE, "model*.safetensors", SAFETENSORS_INDEX, *tokenizer.TOKENIZER_FILES)
@@ -143,9 +143,11 @@ def model_defaults(source: str) -> dict[str, Any]:
             config = model_of(directory, manifest)
         except RunError:
             return {}  # who loads it says why; a run that resumes does not need it
-        its_tokenizer = manifest.tokenizer
+        its_tokenizer = None
         if tokenizer.TOKENIZER_JSON in manifest.files:
             its_tokenizer = str(directory)
+        elif manifest.tokenizer == tokenizer.ByteTokenizer.identity:
+            its_tokenizer = "bytes"
     else:
         return {}
     values = config.model_dump(mode="json")
