@@ -94,6 +94,8 @@ def add_token(folder: Path) -> None:
 
 
 BYTE = {"dtype": "U8", "shape": [1]}
+ALL = {"all": {"dtype": "U8", "shape": [306_816], "data_offsets": [0, 306_816]}}
+"""a header whose tensor has the bytes of the model"""
 HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "100,000 files": (
         lambda folder: forge_manifest(
@@ -147,9 +149,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         "damaged: tokenizer: ",
     ),
     "control characters in a tensor's name": (
-        lambda folder: forge_header(
-            folder, {EVIL: {"dtype": "U8", "shape": [306_816], "data_offsets": [0, 306_816]}}
-        ),
+        lambda folder: forge_header(folder, {EVIL: ALL["all"]}),
         "damaged: model.",
     ),
     "no fingerprint of the data": (
@@ -163,7 +163,9 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         "more than 65,536 entries",
     ),
     "an empty tensor": (
-        lambda folder: forge_header(folder, {"x": BYTE | {"shape": [0], "data_offsets": [0, 0]}}),
+        lambda folder: forge_header(
+            folder, {"x": BYTE | {"shape": [0], "data_offsets": [0, 0]}} | ALL
+        ),
         "damaged header: x: ",
     ),
     "NaN": (set_nan, "safetensors: contains inf or NaN"),
