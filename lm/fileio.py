@@ -85,14 +85,6 @@ def find_pointer(start: bytes) -> tuple[str, str] | None:
     return None
 
 
-def find_pointer(start: bytes) -> tuple[str, str] | None:
-    """Return what a file is that starts with `start`, and the remedy, if it is not downloaded."""
-    for content, (name, command) in _POINTERS.items():
-        if start.startswith(content):
-            return name, f"download the file, `{command}` in its repository"
-    return None
-
-
 def parse_json(text: bytes) -> Any:
     """Return the value of the JSON `text`.
 
