@@ -174,7 +174,10 @@ def execute(
         amp_dtype = precision.compute_dtype(job.hp, world.device)  # from hp.amp_dtype
     run = preflight(job.hp, amp_dtype, world, job.trial, job.run_dir, store, dry_run=job.dry_run)
     # Also in a dry run: `is_complete` says how to extend a complete run, and refuses another run.
-    if run.is_complete(store, world) or job.dry_run:
+    if run.is_complete(store, world):
+        return 0
+    if job.dry_run:
+        world.on_rank0(run.memory.print_step)
         return 0
     with (
         run.memory.explaining_failure(world.rank),
@@ -221,9 +224,8 @@ class Trainer:
             model = lora.add_adapters(Transformer(hp), hp, run.amp_dtype)
         mesh = world.device_mesh(run.mesh)
         transfer = Transfer.of(hp, hp, hp.optimizer)
-        self.model = parallelize.parallelize(
-            model, hp, mesh, run.amp_dtype, run.seed, hp.float8, transfer
-        )
+        self.model = parallelize.parallelize(model, hp, mesh, run.amp_dtype, hp.float8)
+        parallelize.initialize_parameters(self.model, run.seed, transfer)
         for line in [*run.notes(), run.summary(world)]:
             logger.info(line)
         self.optimizer = optim.Optimizer(hp, self.model.named_parameters(), transfer, run.amp_dtype)

@@ -289,7 +289,8 @@ class Bench:
             transformer = model.Transformer(hp)
         mesh = self.world.device_mesh(parallelize.mesh_shape(hp, 1, 1))
         dtype = precision.compute_dtype(hp, self.device)
-        transformer = parallelize.parallelize(transformer, hp, mesh, dtype, 0, hp.float8)
+        transformer = parallelize.parallelize(transformer, hp, mesh, dtype, hp.float8)
+        parallelize.initialize_parameters(transformer, 0)
         optimizer = optim.Optimizer(hp, transformer.named_parameters(), compute_dtype=dtype)
         n_micro_steps = derive_global_batch_size(hp, 1) // hp.batch_size
         shape = (hp.batch_size, hp.max_seq_len)

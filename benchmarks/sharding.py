@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.common import TensorBytes, launch_command, make_environment
 from lm.config import Hyperparameters
-from lm.plan.fit import count_state_bytes
+from lm.plan.fit import count_state
 from lm.training import parallelize
 from model import Transformer
 
@@ -90,7 +90,7 @@ def measure_strategies() -> list[Point]:
         for setting, measured in zip(settings, run_ranks(ranks, settings, 0), strict=True):
             hp = Hyperparameters.model_validate(setting)
             shards = parallelize.mesh_shape(hp, ranks, ranks).shard
-            state = count_state_bytes(hp, None, shards)
+            state = count_state(hp, None).total // shards
             gathered = count_gathered_bytes(hp, shards)
             points.append(Point(hp.sharding, ranks, shards, measured, state, gathered))
     return points

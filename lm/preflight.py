@@ -33,7 +33,7 @@ from lm.hf.base import find_base
 from lm.launch.console import announce
 from lm.launch.launch import exit_code_of_stop, is_restart
 from lm.launch.machine import usable_cores
-from lm.plan.refusal import MemoryCheck, check_memory
+from lm.plan.fit import MemoryCheck, check_memory
 from lm.resume import ResumePlan, extensions, is_complete, plan_resume, start_date
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
@@ -183,8 +183,8 @@ class ResolvedRun:
         notes = list(self.data.notes)
         for task in self.tasks:
             notes += task.notes()
-        if self.memory.summary is not None:
-            notes.append(self.memory.summary)
+        if self.memory.note is not None:
+            notes.append(self.memory.note)
         if 0 < self.max_steps < hp.warmup_steps:
             lasts = f"warmup_steps {hp.warmup_steps:g} is more than max_steps {self.max_steps}"
             notes.append(f"{lasts}: the learning rate never reaches lr")
@@ -256,7 +256,7 @@ def preflight(
         base = find_base(hp.init_from, world)
     with world.all_or_none():
         choose_cache(dry_run)
-    memory = check_memory(hp, amp_dtype, world, dry_run)
+    memory = check_memory(hp, amp_dtype, world)
     with world.all_or_none():
         run = _resolve(hp, amp_dtype, world, trial, run_dir, resume_plan, base, memory)
     world.require_equal("ranks", run.facts(world))

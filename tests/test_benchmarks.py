@@ -22,6 +22,7 @@ from benchmarks.sharding import PARTS, STRATEGIES, count_gathered_bytes, run_ran
 from lm.config import Hyperparameters
 from lm.metrics.device import GIB
 from lm.plan import fit
+from lm.plan.step import Ranks
 from lm.training.parallelize import mesh_shape
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import TINY
@@ -126,8 +127,8 @@ def test_sharding_memory_equals_the_formulas() -> None:
         assert [getattr(found, part) for part in PARTS] == [
             4 * hp.n_parameters // shards * times for times in (1, 1, 2)
         ]
-        assert sum(getattr(found, part) for part in PARTS) == fit.count_state_bytes(
-            hp, torch.bfloat16, shards
+        assert sum(getattr(found, part) for part in PARTS) == (
+            fit.count_state(hp, torch.bfloat16).total // shards
         )
         assert found.gathered == count_gathered_bytes(hp, shards), hp.sharding
 
@@ -139,7 +140,7 @@ def test_sharding_peak_is_the_planned_one() -> None:
     for point, found in zip(points, run_ranks(2, points, 1), strict=True):
         hp = Hyperparameters.model_validate(point)
         peak = found.parameters + found.moments + min(found.transient)
-        planned = fit.predict_memory(hp, fit.Ranks(None, "cpu", 2, 2, GIB)).total
+        planned = fit.measure(hp, Ranks(None, "cpu", 2, 2, GIB)).peak
         assert peak == pytest.approx(planned, rel=0.01), hp.sharding
 
 

@@ -112,7 +112,8 @@ def gradients(world: World | None, settings: dict[str, Any], has_documents: bool
             world.device_mesh(parallelize.mesh_shape(hp, 1, 1)),
             precision.compute_dtype(hp, device),
         )
-        model = parallelize.parallelize(model, hp, mesh, dtype, 7, hp.float8)
+        model = parallelize.parallelize(model, hp, mesh, dtype, hp.float8)
+        parallelize.initialize_parameters(model, 7)
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), plain.parameters(), strict=True):
                 assert isinstance(parameter, DTensor)
@@ -224,7 +225,8 @@ def attention(world: World) -> set[str]:
     with torch.device("meta"):
         model = Transformer(hp)
     mesh = world.device_mesh(parallelize.mesh_shape(hp, 1, 1))
-    model = parallelize.parallelize(model, hp, mesh, torch.bfloat16, 7)
+    model = parallelize.parallelize(model, hp, mesh, torch.bfloat16)
+    parallelize.initialize_parameters(model, 7)
     tokens = torch.zeros(2, hp.max_seq_len, dtype=torch.int64, device=world.device)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         model(tokens, tokens).backward()
@@ -294,7 +296,8 @@ def copies(world: World) -> dict[str, float]:
     with torch.device("meta"):
         model = Transformer(hp)
     mesh = world.device_mesh(parallelize.mesh_shape(hp, 1, 1))
-    model = parallelize.parallelize(model, hp, mesh, torch.bfloat16, 7)
+    model = parallelize.parallelize(model, hp, mesh, torch.bfloat16)
+    parallelize.initialize_parameters(model, 7)
     tokens = torch.zeros(hp.batch_size, hp.max_seq_len, dtype=torch.int64, device=world.device)
     for _ in range(2):
         model(tokens, tokens).backward()

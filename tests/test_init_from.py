@@ -426,7 +426,6 @@ def _bytes_read(world: World, folder: str) -> tuple[int, int]:
         ParallelConfig.model_validate({}),
         world.device_mesh(MeshShape(1, world.size)),
         None,
-        0,
     )
     read = 0
     read_rows = tensor_files._read_rows

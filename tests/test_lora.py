@@ -288,7 +288,8 @@ def built(
     with torch.device("meta"):
         model = lora.add_adapters(Transformer(hp), hp, dtype)
     shape = parallelize.mesh_shape(hp, world.size, world.size)
-    model = parallelize.parallelize(model, hp, world.device_mesh(shape), dtype, 7)
+    model = parallelize.parallelize(model, hp, world.device_mesh(shape), dtype)
+    parallelize.initialize_parameters(model, 7)
     weights.load_into(model, str(hp.init_from), world, lambda _: None)
     return model, optim.Optimizer(hp, model.named_parameters())
 
@@ -320,7 +321,7 @@ def test_lora_base_is_frozen_sharded_and_in_compute_dtype(bases: dict[str, Path]
     hyperparameters = settings(bases["llama"], lora_rank=4)
     hp = read_with_model_defaults(hyperparameters)
     adapters = hp.n_trained_parameters
-    state = fit.count_state_bytes(hp, torch.bfloat16, 2)
+    state = fit.count_state(hp, torch.bfloat16).total // 2
     for found in run_ranks(2, sizes, hyperparameters):
         assert found == {"base": hp.n_parameters, "adapters": 2 * adapters} | {
             "gradients": 2 * adapters,
@@ -729,8 +730,7 @@ def test_lora_resume_refuses_a_newer_checkpoint_as_base(
 def test_lora_refuses_another_shape_than_its_bases(on_a_checkpoint: Path) -> None:
     overrides = [*ON_A_CHECKPOINT, "run_name=wide", "n_heads=2"]
     done = run_fsdp(on_a_checkpoint, *overrides, config=SMALL, code=2)
-    problems = "n_heads: 4 .*now 2\nn_kv_heads: 4 .*now 2\nhead_dim: 8 .*now 16\n"
-    assert re.match(problems, done.stderr)
+    assert re.match("argument n_heads: 2 differs from 4 in runs/base; ", done.stderr)
 
 
 # ---- export and generation

@@ -194,7 +194,8 @@ def train_on_equal_gradients(world: World, sharding: str) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = Transformer(hp)
     shape = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
-    parallelize.parallelize(model, hp, world.device_mesh(shape), None, 7)
+    parallelize.parallelize(model, hp, world.device_mesh(shape), None)
+    parallelize.initialize_parameters(model, 7)
     optimizer = optim.Optimizer(hp, model.named_parameters())
     for step in range(3):
         for index, parameter in enumerate(model.parameters()):

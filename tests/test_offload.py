@@ -106,7 +106,8 @@ def gradients(
         return made
 
     with patch.object(torch, "get_device_module", lambda _: backend):
-        parallelize.parallelize(model, hp, mesh, None, 7)
+        parallelize.parallelize(model, hp, mesh, None)
+        parallelize.initialize_parameters(model, 7)
     parameters = list(model.parameters())  # sharded
     with torch.no_grad():
         for seed, parameter in enumerate(

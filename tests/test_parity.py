@@ -297,7 +297,8 @@ def test_deterministic_selects_deterministic_kernels() -> None:
         )
         with torch.device("meta"):
             model = Transformer(hp)
-        parallelize.parallelize(model, hp, world.device_mesh(MeshShape(1, 1)), None, 7)
+        parallelize.parallelize(model, hp, world.device_mesh(MeshShape(1, 1)), None)
+        parallelize.initialize_parameters(model, 7)
         return torch.are_deterministic_algorithms_enabled()
 
     try:
@@ -319,7 +320,8 @@ def initial_weights(
         with torch.device("meta"):
             model = Transformer(hp)
         shape = parallelize.mesh_shape(hp, world.size, world.size)
-        parallelize.parallelize(model, hp, world.device_mesh(shape), None, 7)
+        parallelize.parallelize(model, hp, world.device_mesh(shape), None)
+        parallelize.initialize_parameters(model, 7)
         parameters = dict(model.named_parameters())
         full = {name: cast(DTensor, p).full_tensor() for name, p in parameters.items()}
         found.append({name: tensor.detach().numpy() for name, tensor in full.items()})

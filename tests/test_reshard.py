@@ -33,7 +33,8 @@ def build(world: World, sharding: str, seed: int) -> tuple[Transformer, optim.Op
     with torch.device("meta"):
         model = Transformer(hp)
     shape = parallelize.mesh_shape(hp, world.size, world.launch.local_size)
-    parallelize.parallelize(model, hp, world.device_mesh(shape), None, seed)
+    parallelize.parallelize(model, hp, world.device_mesh(shape), None)
+    parallelize.initialize_parameters(model, seed)
     optimizer = optim.Optimizer(hp, model.named_parameters())
     for name, parameter in model.named_parameters():
         for moment in ("exp_avg", "exp_avg_sq"):

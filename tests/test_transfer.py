@@ -16,7 +16,7 @@ from lm import config
 from lm.config import Hyperparameters
 from lm.errors import ConfigError
 from lm.hf import export, weights
-from lm.plan import memory
+from lm.plan import fit
 from lm.runtime.world import World
 from lm.shards import local_rows
 from lm.training import optim, parallelize
@@ -277,7 +277,7 @@ def test_base_is_refused_with_weights_that_exist(key: str, changes: dict[str, An
 
 def test_plan_of_a_scaled_model_is_that_of_another() -> None:
     states = [
-        memory.compute_state(hyperparameters(optimizer="muon", **changes), None, 2)
+        fit.count_state(hyperparameters(optimizer="muon", **changes), None)
         for changes in ({}, {"base_width": 8, "base_depth": 1})
     ]
     assert states[0] == states[1]
@@ -321,7 +321,8 @@ def train_on_equal_gradients(world: World, sharding: str) -> tuple[list[float], 
         model = Transformer(hp)
     shape = parallelize.mesh_shape(hp, world.size, 1)
     mesh = world.device_mesh(shape)
-    parallelize.parallelize(model, hp, mesh, None, 7, transfer=transfer)
+    parallelize.parallelize(model, hp, mesh, None)
+    parallelize.initialize_parameters(model, 7, transfer)
     optimizer = optim.Optimizer(hp, model.named_parameters(), transfer)
     norms = []
     for step in range(3):

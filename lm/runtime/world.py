@@ -51,6 +51,19 @@ class MeshShape(NamedTuple):
     """number of shards of each replica"""
 
 
+def make_mesh(device_type: str, shape: MeshShape) -> DeviceMesh:
+    """Return a mesh of all ranks with the dimensions "replicate" and "shard".
+
+    Without the first for a single replica: every rank would create a process group for it.
+    """
+    sizes: tuple[int, ...] = shape
+    names: tuple[str, ...] = shape._fields
+    if shape.replicate == 1:
+        sizes = (shape.shard,)
+        names = ("shard",)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)
+
+
 @dataclass(frozen=True)
 class World:
     """All ranks of the run, as seen from one of them."""
@@ -95,16 +108,8 @@ class World:
         return self.launch.world_size
 
     def device_mesh(self, shape: MeshShape) -> DeviceMesh:
-        """Return a mesh of all ranks with the dimensions "replicate" and "shard".
-
-        Without the first for a single replica: every rank would create a process group for it.
-        """
-        sizes: tuple[int, ...] = shape
-        names: tuple[str, ...] = shape._fields
-        if shape.replicate == 1:
-            sizes = (shape.shard,)
-            names = ("shard",)
-        mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        """Return the mesh of `shape`, with this world's timeout."""
+        mesh = make_mesh(self.device.type, shape)
         for group in mesh.get_all_groups():
             # init_device_mesh sets PyTorch's default timeout of 30 minutes.
             _set_timeout(self.tensor_timeout, group)

@@ -46,8 +46,8 @@ class _Activation:
 class _Saved:
     """What a block saves for backward."""
 
-    activations: dict[tuple[int, Layout], _Activation] = field(default_factory=dict)
-    """each tensor once, by address and layout"""
+    activations: dict[tuple[int, int, Layout], _Activation] = field(default_factory=dict)
+    """each tensor once, by storage, offset and layout"""
     copied: Any = None
     """event after the last copy"""
     in_backward: bool = False
@@ -92,14 +92,15 @@ class ActivationOffload:
         self, saved: _Saved, is_copied: bool, excluded: set[int], tensor: Tensor
     ) -> Tensor | _Activation:
         """Return what autograd saves instead of `tensor`, which a block needs in backward."""
-        is_on_device = type(tensor) is Tensor and tensor.device.type == self._device_type
-        if not is_on_device or tensor.nbytes < SMALL:
+        is_wrapper = is_traceable_wrapper_subclass(tensor)
+        is_on_device = tensor.device.type == self._device_type
+        if is_wrapper or not is_on_device or tensor.nbytes < SMALL:
             return tensor
         is_expanded = 0 in tensor.stride()  # it has more values than its memory
         if is_expanded or not excluded.isdisjoint(_storages(tensor)):
             return tensor
         layout = Layout(tensor.shape, tensor.stride(), tensor.dtype)
-        key = (tensor.data_ptr(), layout)
+        key = (tensor.untyped_storage()._cdata, int(tensor.storage_offset()), layout)
         if key not in saved.activations:
             activation = _Activation(layout, tensor.detach())
             saved.activations[key] = activation
@@ -172,9 +173,9 @@ class ActivationOffload:
 
 
 def _storages(value: Any) -> Iterator[int]:
-    """Yield the addresses of a tensor's storage, or of those inside of a subclass, e.g. float8."""
+    """Yield the identity of a tensor's storage, or of those inside of a subclass, e.g. float8."""
     if is_traceable_wrapper_subclass(value):
         for name in value.__tensor_flatten__()[0]:
             yield from _storages(getattr(value, name))
     elif isinstance(value, Tensor):
-        yield value.untyped_storage().data_ptr()
+        yield value.untyped_storage()._cdata

@@ -153,11 +153,9 @@ def parallelize(
     config: ParallelConfig,
     mesh: DeviceMesh,
     dtype: torch.dtype | None,
-    seed: int,
     float8: str | None = None,
-    transfer: Transfer = UNSCALED,
 ) -> Transformer:
-    """Transform `model`, on the meta device, in place, and initialize this rank's shard.
+    """Transform `model`, on the meta device, in place, and allocate this rank's shard.
 
     Each transform wraps the one before: FSDP (outermost) > offloading > compilation > recomputation
     > float8 products. Those in the middle replace the `forward` of a block and not the block, so
@@ -167,9 +165,7 @@ def parallelize(
         mesh: with the dimension "shard" and, if there are several replicas, "replicate"; see
             `World.device_mesh`.
         dtype: compute dtype; None = float32.
-        seed: of the initial weights, which depend neither on the world size nor on the strategy.
         float8: torchao's recipe for the blocks' matrix products.
-        transfer: of the initial weights.
     """
     on_gpu = mesh.device_type == "cuda"
     if config.deterministic:
@@ -199,7 +195,6 @@ def parallelize(
         model.register_forward_pre_hook(compute_scales, prepend=True)
 
     model.to_empty(device="cpu" if config.cpu_offload else mesh.device_type)
-    initialize_parameters(model, seed, transfer)
     return model
 
 

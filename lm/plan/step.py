@@ -1,0 +1,329 @@
+"""Memory of a training step: the run's own step on fake tensors, and what exists at its peak.
+
+Fake tensors have shapes, dtypes and storages of a size, but no values. One rank of N takes a step
+of the run's model, sharded by `fully_shard` over a process group that does not communicate, while
+`LiveBytes` counts. So everything that allocates is counted, and nothing about FSDP, recomputation
+or an optimizer is said here again. Blocks are not compiled: compiled ones need less.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+# Until there is a public name for a process group that does not communicate.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lm.config import Hyperparameters
+from lm.data.loader import derive_global_batch_size
+from lm.runtime.world import make_mesh
+from lm.training import lora, optim, parallelize, precision
+from model import Transformer, find_logits_limit
+
+PARAMETERS = "parameters"
+MOMENTS = "moments"
+GRADIENTS = "gradients"
+GATHERED = "gathered"
+ACTIVATIONS = "activations"
+HOST = "host"
+"""what is offloaded, and takes no memory of a GPU"""
+
+FORWARD = "the forward pass"
+BACKWARD_OF_LAST = "backward through the last layers"
+BACKWARD_OF_MIDDLE = "backward"
+BACKWARD_OF_FIRST = "backward through the first layers"
+OPTIMIZER = "the step of the optimizer"
+"""Phases of a step. Blocks in the middle add the same bytes each to what exists in any of them."""
+
+Memory = Mapping[str, int]
+"""bytes of a rank at one instant, by part"""
+
+
+def device_bytes(memory: Memory) -> int:
+    """Return the bytes on the device."""
+    return sum(n_bytes for part, n_bytes in memory.items() if part != HOST)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Ranks that train a model, and the bytes of memory of each and of a node."""
+
+    dtype: torch.dtype | None
+    """of compute; None = float32"""
+    device_type: str
+    size: int
+    per_node: int
+    memory: float
+    """bytes of a rank"""
+    host_memory: float = math.inf
+    """bytes of a node"""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device_type == "cuda"
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts by part the bytes of tensors that exist while it is active, at each phase's peak."""
+
+    def __init__(self, *, offloads_state: bool) -> None:
+        super().__init__()
+        self.peaks: dict[str, Memory] = {}
+        """what exists at the peak of each phase"""
+        self._now: Counter[str] = Counter()
+        self._sizes: dict[int, int] = {}
+        self._parts: dict[int, str] = {}
+        self._phase: str | None = None
+        self._part_of_shards = HOST if offloads_state else GRADIENTS
+        """of reduced gradients"""
+
+    def start_phase(self, name: str) -> None:
+        """Count what follows as phase `name`, which can be entered again."""
+        self._phase = name
+        self._see_peak()
+
+    def add(self, tensor: Tensor, part: str = ACTIVATIONS) -> None:
+        """Count the storage of `tensor` as `part` until it is freed."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            weakref.finalize(storage, self._remove, key)
+            self._sizes[key] = 0
+            self._parts[key] = part
+        self._resize(key, storage.nbytes())
+
+    def move_rest(self, part: str) -> None:
+        """Count as `part` all activations that exist now."""
+        for key in self._sizes:
+            self._move(key, part)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        part = ACTIVATIONS
+        if func is torch.ops.aten.empty_like.default and "device" in kwargs:
+            part = HOST  # only the offloading of activations says on which device
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.add(leaf, part)
+        self._sort_by_use(func, args, kwargs)
+        return result
+
+    def _sort_by_use(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Move the operands of FSDP's operators to the part that they belong to."""
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        match str(func).partition(".default")[0]:
+            case "fsdp.all_gather_copy_in" | "c10d._allgather_base_":
+                part = GATHERED
+            case "fsdp.chunk_cat" | "c10d.allreduce_":
+                part = GRADIENTS
+            case "c10d._reduce_scatter_base_":
+                self._move(operands[0].untyped_storage()._cdata, self._part_of_shards)
+                return
+            case _:
+                return
+        for operand in operands:
+            self._move(operand.untyped_storage()._cdata, part)
+
+    def _move(self, key: int, part: str) -> None:
+        if self._parts[key] == ACTIVATIONS:
+            self._parts[key] = part
+            self._now[ACTIVATIONS] -= self._sizes[key]
+            self._now[part] += self._sizes[key]
+            self._see_peak()
+
+    def _resize(self, key: int, size: int) -> None:
+        change = size - self._sizes[key]
+        self._sizes[key] = size
+        self._now[self._parts[key]] += change
+        if change > 0:
+            self._see_peak()
+
+    def _remove(self, key: int) -> None:
+        self._now[self._parts.pop(key)] -= self._sizes.pop(key)
+
+    def _see_peak(self) -> None:
+        if self._phase is None:
+            return
+        peak = self.peaks.get(self._phase, {})
+        if device_bytes(self._now) >= device_bytes(peak):
+            self.peaks[self._phase] = dict(self._now)
+
+    @contextmanager
+    def seeing_resized(self) -> Iterator[None]:
+        """Count what FSDP frees and allocates in place: the unsharded parameters."""
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._move(storage._cdata, GATHERED)
+                self._resize(storage._cdata, size)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_and_count  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize
+
+
+def measure_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
+    """Return what exists on rank 0 at the peaks of the phases of a step.
+
+    Takes steps of models of a few blocks: the peak of a phase is linear in their number.
+    Needs a process without a process group.
+
+    Raises:
+        ConfigError: the ranks cannot be divided into shard groups, or the global batch into
+            micro-batches.
+    """
+    n_kinds = 1
+    if hp.layer_pattern is not None:
+        n_kinds = len(hp.layer_pattern)
+    few = 5 + (hp.n_layers - 5) % n_kinds  # as many blocks of each kind at the ends
+    more = few + n_kinds
+    if hp.n_layers <= more:
+        return take_step(hp, ranks)
+    of_few = take_step(hp.model_copy(update={"n_layers": few}), ranks)
+    of_more = take_step(hp.model_copy(update={"n_layers": more}), ranks)
+    times = (hp.n_layers - few) // n_kinds
+    peaks: dict[str, Memory] = {}
+    for phase, memory in of_few.items():
+        peak = dict(memory)
+        for part, n_bytes in of_more[phase].items():
+            base = memory.get(part, 0)
+            peak[part] = base + times * (n_bytes - base)
+            if phase == OPTIMIZER and part == ACTIVATIONS:  # it copies a few matrices at a time
+                peak[part] = max(base, n_bytes)
+        peaks[phase] = peak
+    return peaks
+
+
+def take_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
+    """Return what `measure_step` does, from a step of all blocks."""
+    hp = _without_masks(hp, ranks)
+    shape = parallelize.mesh_shape(hp, ranks.size, ranks.per_node)
+    n_micro_batches = derive_global_batch_size(hp, ranks.size) // (hp.batch_size * ranks.size)
+    offloads_state = ranks.on_gpu and hp.cpu_offload
+    live = LiveBytes(offloads_state=offloads_state)
+    dist.init_process_group("fake", rank=0, world_size=ranks.size, store=FakeStore())
+    try:
+        mesh = make_mesh("cpu", shape)
+        with torch.device("meta"):
+            model = lora.add_adapters(Transformer(hp), hp, ranks.dtype)
+        with FakeTensorMode(allow_non_fake_inputs=True), live.seeing_resized():
+            model = parallelize.parallelize(model, hp, mesh, ranks.dtype)
+            limit = find_logits_limit(torch.device(ranks.device_type), int(ranks.memory))
+            model.head.logits_limit = limit
+            optimizer = optim.Optimizer(hp, model.named_parameters(), compute_dtype=ranks.dtype)
+            for parameter in model.parameters():
+                live.add(parameter, HOST if offloads_state else PARAMETERS)
+            for moment in optimizer.state_dict().values():
+                live.add(moment, HOST if offloads_state else MOMENTS)
+            with live:
+                # The first, the last and one between them stand for all micro-batches.
+                _step(model, optimizer, hp, ranks, live, min(n_micro_batches, 3))
+    finally:
+        dist.destroy_process_group()
+    return live.peaks
+
+
+def estimate_step(hp: Hyperparameters, ranks: Ranks) -> dict[str, Memory]:
+    """Return what `measure_step` does, of many blocks in the time of few.
+
+    Each block of a kind adds the same bytes to each part at the peak of a phase. Not at those of
+    the first blocks, next to the embedding, so that the line is through models of four blocks and
+    of one of each kind more.
+    """
+    n_kinds = 1
+    if hp.layer_pattern is not None:
+        n_kinds = len(hp.layer_pattern)
+    few = max(4, 2 * n_kinds)
+    more = few + n_kinds
+    if hp.n_layers <= more:
+        return measure_step(hp, ranks)
+    of_few = measure_step(hp.model_copy(update={"n_layers": few}), ranks)
+    of_more = measure_step(hp.model_copy(update={"n_layers": more}), ranks)
+    times = (hp.n_layers - few) / n_kinds
+    peaks: dict[str, Memory] = {}
+    for phase, memory in of_few.items():
+        peak = dict(memory)
+        for part, n_bytes in of_more[phase].items():
+            base = memory.get(part, 0)
+            peak[part] = round(base + times * (n_bytes - base))
+        peaks[phase] = peak
+    return peaks
+
+
+def find_peak(peaks: Mapping[str, Memory]) -> str:
+    """Return the phase with the most bytes on the device."""
+    return max(peaks, key=lambda phase: device_bytes(peaks[phase]))
+
+
+def _without_masks(hp: Hyperparameters, ranks: Ranks) -> Hyperparameters:
+    """Return `hp` uncompiled, on a GPU also without the masks of windows and dropout.
+
+    Kernels of GPUs need none, those of CPUs do.
+    """
+    changes: dict[str, Any] = {"compile": False, "float8": None}
+    if ranks.on_gpu:
+        changes |= {"dropout": 0.0, "sliding_window": None}
+        if hp.layer_pattern is not None:
+            kinds = [k.model_copy(update={"sliding_window": None}) for k in hp.layer_pattern]
+            changes["layer_pattern"] = tuple(kinds)
+    return hp.model_copy(update=changes)
+
+
+def _step(
+    model: Transformer,
+    optimizer: optim.Optimizer,
+    hp: Hyperparameters,
+    ranks: Ranks,
+    live: LiveBytes,
+    n_micro_batches: int,
+) -> None:
+    """Take a step as `Trainer` does."""
+    _watch_backward(model, live)
+    scaler = precision.LossScaler(ranks.dtype, torch.device("cpu"))
+    tokens = torch.zeros(hp.batch_size, hp.max_seq_len, dtype=torch.int64)
+    for micro_batch in range(n_micro_batches):
+        is_last = micro_batch == n_micro_batches - 1
+        parallelize.start_micro_step(model, hp, is_last)
+        live.start_phase(FORWARD)
+        loss = model(tokens, tokens)
+        live.start_phase(BACKWARD_OF_LAST)
+        (loss * scaler.scale).backward()
+        del loss
+        live.move_rest(GRADIENTS)  # of this rank, not reduced yet
+    live.start_phase(OPTIMIZER)
+    _, nonfinite = optimizer.clip_grad_norm(scaler.scale)
+    optimizer.step(1e-3, nonfinite)
+
+
+def _watch_backward(model: Transformer, live: LiveBytes) -> None:
+    """Let the phases of `live` change where the gradients of blocks exist."""
+
+    def watch(phase: str, _block: nn.Module, _inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda _gradient: live.start_phase(phase))
+
+    starts = {len(model.blocks) - 3: BACKWARD_OF_MIDDLE, 1: BACKWARD_OF_FIRST}
+    for last_block, phase in starts.items():
+        if 0 <= last_block < len(model.blocks):
+            model.blocks[last_block].register_forward_hook(partial(watch, phase))
