@@ -8,15 +8,20 @@ up to 25 times its size.
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
+import shutil
 import stat
-from collections.abc import Set
-from io import BufferedWriter
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import google_crc32c
+from pydantic import BaseModel, Field, ValidationError
 
 MAX_JSON_BYTES = 8 << 20
 """Of a manifest, a config.json, an index or a safetensors header.
@@ -110,25 +115,106 @@ def parse_json(text: bytes) -> Any:
     return content
 
 
-def read_records(path: Path, keys: Set[str]) -> list[dict[str, Any]]:
-    """Return the lines of a file that are JSON objects with all of `keys` and an integer step.
+class Line(BaseModel, frozen=True):
+    """A line of the records of a run. Versions of this program may add keys."""
 
-    A kill can truncate a line. Of a file that does not exist, the list is empty.
+    step: int = Field(ge=0, lt=2**63)
+
+
+L = TypeVar("L", bound=Line)
+
+
+def read_records(path: Path, kind: type[L], size: int | None = None) -> Iterator[L]:
+    """Yield the lines of a file of JSON objects that are of the given kind, as they are read.
+
+    If others are left out, a line to stderr names the first and its key, once. A last line without
+    an end is not mentioned: a kill truncated it, or its writer has yet to complete it. A file that
+    does not exist has no lines.
+
+    Args:
+        size: how many bytes of the file are read; None = all.
     """
-    try:
-        with open(path, "rb", opener=open_regular) as file:
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return []
-    records: list[dict[str, Any]] = []
-    for line in lines:
-        try:
-            record = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and record.keys() >= keys and type(record["step"]) is int:
-            records.append(record)
-    return records
+    first_problem = ""
+    n_left_out = 0
+    with suppress(FileNotFoundError), open(path, "rb", opener=open_regular) as file:
+        if size is None:
+            size = os.fstat(file.fileno()).st_size
+        for number, line in enumerate(_read_lines(file, size), start=1):
+            try:
+                record = kind.model_validate_json(line)
+            except ValidationError as error:
+                if line.endswith(b"\n") or file.tell() < size:
+                    n_left_out += 1
+                    first_problem = (
+                        first_problem or f"{number}: left out: {describe_invalid(error)}"
+                    )
+                continue
+            yield record
+    if n_left_out:
+        _print_once(f"{path}:{first_problem}; left out in all: {n_left_out:,}")
+
+
+def _read_lines(file: BufferedReader, end: int) -> Iterator[bytes]:
+    """Yield the lines up to the byte `end` of the file, longer ones in parts."""
+    position = file.tell()
+    while line := file.readline(min(MAX_JSON_BYTES, end - position)):
+        position += len(line)
+        yield line
+
+
+@functools.cache
+def _print_once(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def drop_records(path: Path, kind: type[L], step: int, is_kept: Callable[[L], bool]) -> None:
+    """Remove lines at the end of a file of records, whose steps only increase; crash-safe.
+
+    What stays is the lines before the first of step `step` or a later one, and those that
+    `is_kept`. A file that does not exist is created.
+    """
+    open(path, "ab", opener=open_regular).close()
+    draft = path.with_name(f"{path.name}.draft")
+    draft.unlink(missing_ok=True)
+    with open(path, "rb", opener=open_regular) as file, draft.open("xb") as kept:
+        size = os.fstat(file.fileno()).st_size
+        start = _find_step(file, size, kind, step)
+        file.seek(0)
+        shutil.copyfileobj(file, kept)
+        kept.seek(start)
+        kept.truncate()
+        file.seek(start)
+        for line in _read_lines(file, size):
+            with suppress(ValidationError):
+                if is_kept(kind.model_validate_json(line)):
+                    kept.write(line)
+        sync(kept)
+    draft.replace(path)
+
+
+def _find_step(file: BufferedReader, size: int, kind: type[L], step: int) -> int:
+    """Return the byte of a line after which all lines are that have `step` or a later one."""
+    n_read = 1 << 16
+    while n_read < size:
+        start = file.seek(size - n_read)
+        start += len(file.readline())  # the end of a line
+        for line in _read_lines(file, size):
+            with suppress(ValidationError):
+                if kind.model_validate_json(line).step < step:
+                    return start
+                break
+        n_read *= 2
+    return 0
+
+
+def describe_invalid(error: ValidationError, *outer: str) -> str:
+    """Return the first field that is invalid, after the names of the `outer` ones, and why."""
+    first = error.errors()[0]
+    reason = first["msg"].removeprefix("Value error, ").splitlines()[0]
+    field = ".".join(map(str, (*outer, *first["loc"])))
+    if not field:  # of the JSON, or of all fields together
+        return reason
+    return f"{field[:80]}: {reason}"
 
 
 def crc32c(path: Path) -> int:

@@ -16,16 +16,17 @@ import os
 import re
 import statistics
 import sys
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field
 
 from lm.errors import ConfigError, command, escape_control, oserror_as_config_error
-from lm.fileio import read_records
+from lm.fileio import Line, read_records
+from lm.metrics.records import Record, Report, Sample, Seconds
 
 _PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 """Small panels below that of the loss: their metrics and titles."""
@@ -43,7 +44,7 @@ class _Summary(NamedTuple):
     """A row of the table that combines the values of a metric of the training reports."""
 
     metric: str
-    combine: Callable[[list[float]], float]
+    combine: Callable[[Sequence[float]], float]
     format_spec: str
 
 
@@ -55,40 +56,18 @@ _SUMMARIES = {
     "training blocked by saving (s)": _Summary("save_stall_seconds", sum, ".1f"),
     "skipped steps": _Summary("skipped_steps", sum, ".0f"),
 }
+_MAX_POINTS = 10_000
+"""of a curve, in a picture that is 1,100 pixels wide"""
 REPORT = "report.md"
 PICTURE = "report.png"
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
-_Seconds = Annotated[float, Field(ge=0, lt=2**36)]
-_Metric = Annotated[float, Field(gt=-1e50, lt=1e50)]
-"""In a wider range than that of float32; Matplotlib fails near the limits of float64."""
 
 
-class _Line(BaseModel, frozen=True):
-    """A line of a file of the run. Versions of this program may add keys."""
-
-    step: _Count
-    time: _Seconds
-
-
-class _Report(_Line, frozen=True, extra="allow"):
-    """A line of metrics.jsonl; the other keys are metrics."""
-
-    # How pydantic is told the type of other keys.
-    __pydantic_extra__: dict[str, _Metric]  # pyright: ignore[reportIncompatibleVariableOverride]
-    group: str
-
-
-class _Sample(_Line, frozen=True):
-    """A line of samples.jsonl."""
-
-    prompt: str
-    text: str
-
-
-class _Session(_Line, frozen=True):
+class _Session(Line, frozen=True):
     """A line of sessions.jsonl."""
 
-    last_write: _Seconds | None
+    time: Seconds
+    last_write: Seconds | None
     tokens_per_step: _Count
     ranks: _Count
     gpus: _Count
@@ -98,16 +77,28 @@ class _Session(_Line, frozen=True):
     command: str
 
 
-_T = TypeVar("_T", bound=_Line)
+class _Curve(NamedTuple):
+    """A metric by step."""
 
+    steps: array[int]
+    values: array[float]
 
-def _read_lines(path: Path, kind: type[_T]) -> list[_T]:
-    """Return the lines of a file that are of the given kind."""
-    lines: list[_T] = []
-    for record in read_records(path, set()):
-        with suppress(ValidationError):
-            lines.append(kind.model_validate(record))
-    return lines
+    def thinned(self) -> _Curve:
+        """Return at most about `_MAX_POINTS` of its points, which look like all of them.
+
+        Of each part, which is narrower than a pixel, the lowest and the highest stay.
+        """
+        part = len(self.steps) // (_MAX_POINTS // 2)
+        if part <= 2:
+            return self
+        kept: list[int] = []
+        for start in range(0, len(self.steps), part):
+            points = range(start, min(start + part, len(self.steps)))
+            lowest = min(points, key=self.values.__getitem__)
+            highest = max(points, key=self.values.__getitem__)
+            kept += sorted({lowest, highest})
+        steps = array("q", [self.steps[point] for point in kept])
+        return _Curve(steps, array("d", [self.values[point] for point in kept]))
 
 
 class RunRecords:
@@ -130,29 +121,37 @@ class RunRecords:
             if not isinstance(self.hyperparameters, dict):
                 problem = "is not a mapping of keys to values"
                 raise ConfigError(f"{config}: hyperparameters: {problem}; delete the file")
-        self.reports = _read_lines(path / "metrics.jsonl", _Report)
-        self.samples = _read_lines(path / "samples.jsonl", _Sample)
-        self.sessions = _read_lines(path / "sessions.jsonl", _Session)
-
-    def curve(self, group: str, metric: str) -> tuple[list[int], list[float]]:
-        """Return the steps and values of a metric."""
-        steps: list[int] = []
-        values: list[float] = []
-        for report in self.reports:
-            metrics = report.__pydantic_extra__
-            if report.group == group and metric in metrics:
+        self.step = 0
+        self._curves: dict[tuple[str, str], _Curve] = {}
+        last: Record | None = None
+        for report in read_records(path / "metrics.jsonl", Report):
+            self.step = max(self.step, report.step)
+            for metric, value in report.__pydantic_extra__.items():
+                key = report.group, metric
+                if key not in self._curves:
+                    self._curves[key] = _Curve(array("q"), array("d"))
+                steps, values = self._curves[key]
                 steps.append(report.step)
-                values.append(metrics[metric])
-        return steps, values
+                values.append(value)
+            last = report
+        self.sample: Sample | None = None
+        """the last one"""
+        for sample in read_records(path / "samples.jsonl", Sample):
+            self.sample = sample
+        self.sessions = list(read_records(path / "sessions.jsonl", _Session))
+        lines = [line for line in (self.sample, last) if line is not None]
+        self._last_write = 0.0
+        if lines:  # by step: the clock may have been set back
+            self._last_write = max(lines, key=lambda line: line.step).time
+
+    def curve(self, group: str, metric: str) -> _Curve:
+        """Return the steps and values of a metric."""
+        return self._curves.get((group, metric), _Curve(array("q"), array("d")))
 
     def reported(self, pattern: re.Pattern[str]) -> list[str]:
         """Return the metrics of validations that match `pattern`, as first reported."""
-        found: dict[str, None] = {}  # an ordered set
-        for report in self.reports:
-            if report.group == "validation":
-                metrics = report.__pydantic_extra__
-                found |= dict.fromkeys(key for key in metrics if pattern.fullmatch(key))
-        return list(found)
+        metrics = [metric for group, metric in self._curves if group == "validation"]
+        return [metric for metric in metrics if pattern.fullmatch(metric)]
 
     def summarize(self) -> dict[str, str]:
         """Return the rows of the table that are known, by label."""
@@ -186,16 +185,16 @@ class RunRecords:
 
     def _summarize_sessions(self) -> dict[str, str]:
         last = self.sessions[-1]
-        step = max((report.step for report in self.reports), default=0)
         seconds = self._session_seconds()
         gpu_seconds = 0.0
         for session, duration in zip(self.sessions, seconds, strict=True):
             gpu_seconds += session.gpus * duration
 
         rows: dict[str, str] = {}
-        rows["steps"] = f"{step} of {self.hyperparameters.get('max_steps') or step}"
-        rows["tokens"] = f"{step * last.tokens_per_step:,}"
-        rows["wall time"] = f"{timedelta(seconds=int(sum(seconds)))}, {len(seconds)} start(s)"
+        rows["steps"] = f"{self.step} of {self.hyperparameters.get('max_steps') or self.step}"
+        rows["tokens"] = f"{self.step * last.tokens_per_step:,}"
+        wall_time = timedelta(seconds=int(min(sum(seconds), 2.0**36)))
+        rows["wall time"] = f"{wall_time}, {len(seconds)} start(s)"
         if gpu_seconds:
             gpu_hours = gpu_seconds / 3600
             rows["GPU-hours"] = f"{gpu_hours:.2f}"
@@ -210,8 +209,7 @@ class RunRecords:
         """Return how long each session was, as far as its files say."""
         # A session notes when the one before it last wrote: None if it wrote nothing.
         ends = [session.last_write or 0 for session in self.sessions[1:]]
-        lines = [*self.reports, *self.samples]
-        ends.append(max((line.time for line in lines), default=0))
+        ends.append(self._last_write)
         starts = [session.time for session in self.sessions]
         return [max(0.0, end - start) for start, end in zip(starts, ends, strict=True)]
 
@@ -235,8 +233,8 @@ def format_report(runs: Sequence[RunRecords], picture: Path | None = None) -> st
     if picture is not None:
         lines += ["", f"![curves by step]({picture.name})"]
     for run in runs:
-        if run.samples:
-            sample = run.samples[-1]
+        sample = run.sample
+        if sample is not None:
             text = escape_control(sample.prompt + sample.text)
             lines += ["", f"Sample of {run.name} after step {sample.step}:", ""]
             lines += [f"    {line}" for line in text.splitlines()]
@@ -294,21 +292,21 @@ def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
         if len(runs) == 1:
             validation_color = "C1"
             label_prefix = ""
-        steps, losses = run.curve("training", "loss")
+        steps, losses = run.curve("training", "loss").thinned()
         axes["loss"].plot(steps, losses, "-", color=training_color, label=f"{label_prefix}training")
-        steps, losses = run.curve("validation", "loss")
+        steps, losses = run.curve("validation", "loss").thinned()
         label = f"{label_prefix}validation"
         axes["loss"].plot(steps, losses, "o--", color=validation_color, markersize=4, label=label)
         for metric in run.reported(_SET_LOSS):
-            steps, losses = run.curve("validation", metric)
+            steps, losses = run.curve("validation", metric).thinned()
             label = f"{label_prefix}validation {metric}"
             color = f"C{next(set_colors)}"
             axes["loss"].plot(steps, losses, ":", color=color, label=label)
         for metric in _PANELS:
-            steps, values = run.curve("training", metric)
+            steps, values = run.curve("training", metric).thinned()
             axes[metric].plot(steps, values, color=training_color)
         for metric in run.reported(_TASK_METRIC):
-            steps, values = run.curve("validation", metric)
+            steps, values = run.curve("validation", metric).thinned()
             task, _, kind = metric.removeprefix("eval_").rpartition("_")
             axes[kind].plot(steps, values, "o--", markersize=4, label=f"{label_prefix}{task}")
     for name, panel in axes.items():
@@ -347,6 +345,8 @@ def write_report(run: Path) -> str:
         return str(error)
     except OSError as error:
         return f"{error.filename}: cannot be written ({error.strerror})"
+    except Exception as error:  # the run is complete and saved, whatever its description is worth
+        return f"{run / REPORT}: cannot be written ({type(error).__name__}: {error})"
 
 
 def select_runs(paths: Sequence[Path]) -> list[Path]:

@@ -39,6 +39,7 @@ from lm.checkpoint.manifest import MANIFEST, CheckpointError, Manifest, read_man
 from lm.checkpoint.object_storage import BucketCheckpoints
 from lm.checkpoint.store import CheckpointStore, LocalCheckpoints
 from lm.fileio import read_records
+from lm.metrics.records import Report
 from tests.support.hyperparameters import EXACT_RUN
 from tests.support.runs import EXACT_METRICS, start_fsdp
 from tests.sweep import operations, preload
@@ -81,11 +82,12 @@ class SoakError(Exception):
 
 def lines(folder: Path) -> Lines:
     """The metrics in metrics.jsonl that must be exact, by group and step."""
-    records = read_records(folder / "runs" / "test" / "metrics.jsonl", {"group", "step"})
-    return {
-        (each["group"], each["step"]): {key: each[key] for key in EXACT_METRICS if key in each}
-        for each in records
-    }
+    found: Lines = {}
+    for report in read_records(folder / "runs" / "test" / "metrics.jsonl", Report):
+        metrics = report.__pydantic_extra__
+        exact = {key: metrics[key] for key in EXACT_METRICS if key in metrics}
+        found[report.group, report.step] = exact
+    return found
 
 
 def last_step(folder: Path) -> int:

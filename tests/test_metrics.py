@@ -283,6 +283,23 @@ def test_logger_writes_lines_and_scalars_at_once(tmp_path: Path) -> None:
             assert scalars(tmp_path, group, key) == {10: pytest.approx(value)}
 
 
+@pytest.mark.parametrize("start", [0, 12_345, 20_000])
+def test_logger_resumes_long_files_as_short_ones(tmp_path: Path, start: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reports = [
+        json.dumps({"group": group, "step": step, "time": 1.0, "loss": step})
+        for step in range(1, 20_001)
+        for group in ("training", "validation")
+    ]
+    path.write_text("\n".join(reports) + "\n")
+    with MetricLogger(0, tmp_path, Cluster(), max_steps=100) as logger:
+        logger.start(start, {"training"})
+    kept = [line for line in reports if json.loads(line)["step"] <= start]
+    if start:
+        del kept[-2]
+    assert path.read_text().splitlines() == kept
+
+
 @pytest.mark.parametrize("start", [0, 20])
 def test_logger_logs_repeated_steps_once(tmp_path: Path, start: int) -> None:
     killed = started(tmp_path)
@@ -338,6 +355,18 @@ def test_logger_error_of_tensorboards_thread_is_one_line(
     with pytest.raises(RunError, match="the first error"), logger:
         raise RunError("the first error")
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_logger_that_cannot_close_its_files_does_not_fail_a_saved_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with started(tmp_path):
+        monkeypatch.setattr(RecordWriter, "close", fail)
+    printed = capsys.readouterr().out
+    assert f"{tmp_path}: cannot write metrics (No space left on device)" in printed
 
 
 def test_logger_reports_metrics_progress_and_status(

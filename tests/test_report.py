@@ -139,13 +139,21 @@ def test_report_of_an_older_version_says_what_is_known() -> None:
     assert report.write_report(run) == "runs/a/report.md"
 
 
-def test_report_ignores_lines_that_are_no_records() -> None:
+def test_report_ignores_lines_that_are_no_records(capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run("a")
     before = report.RunRecords(run).summarize()
     for file in ("metrics.jsonl", "samples.jsonl", "sessions.jsonl"):
         with (run / file).open("ab") as lines:
-            lines.write(b'\n[1]\n5\n{"step": 3}\n\xff\x00\n' + b"[" * 99_999)
-    assert report.RunRecords(run).summarize() == before
+            lines.write(b'\n[1]\n5\n{"step": 3}\n{}\n\xff\x00\n' + b"[" * 99_999)
+    for _ in range(2):
+        assert report.RunRecords(run).summarize() == before
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 3
+    assert said[0].startswith("runs/a/metrics.jsonl:5: ")
+    assert said[0].endswith(": 6")
+    (run / "sessions.jsonl").write_text("{}\n")
+    assert "wall time" not in report.RunRecords(run).summarize()
+    assert capsys.readouterr().err.startswith("runs/a/sessions.jsonl:1: left out: step: ")
 
 
 WRONG_VALUES: list[dict[str, object]] = [
@@ -173,6 +181,52 @@ def test_report_ignores_lines_with_values_of_other_kinds() -> None:
         path.write_text("\n".join([*lines, path.read_text()]))
     assert report.RunRecords(run).summarize() == before
     assert report.write_report(run) == "runs/a/report.md and report.png"
+
+
+def test_report_of_sessions_by_a_clock_that_is_wrong() -> None:
+    run = make_run("a")
+    year = 365 * 86_400
+    sessions = [json.loads(line) for line in (run / "sessions.jsonl").read_text().splitlines()[:2]]
+    sessions[0]["time"] += year
+    sessions[1]["last_write"] += year
+    (run / "sessions.jsonl").write_text("\n".join(map(json.dumps, sessions)))
+    reports = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:4]]
+    for line in reports[:2]:
+        line["time"] += year
+    (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, reports)))
+    assert report.RunRecords(run).summarize()["wall time"] == "0:02:30, 2 start(s)"
+    sessions = [sessions[0] | {"time": 0.0, "last_write": 2.0**36 - 1}] * 2000
+    (run / "sessions.jsonl").write_text("\n".join(map(json.dumps, sessions)))
+    assert report.RunRecords(run).summarize()["wall time"].startswith("795364 days")
+
+
+def test_report_of_many_steps_keeps_their_extremes() -> None:
+    run = make_run("a")
+    line = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
+    with (run / "metrics.jsonl").open("w") as file:
+        for step in range(1, 100_001):
+            loss = 1.0 + step % 7
+            if step in (31_234, 99_999):
+                loss = float(step)
+            file.write(json.dumps(line | {"step": step, "loss": loss}) + "\n")
+    records = report.RunRecords(run)
+    assert records.summarize()["steps"] == "100000 of 30"
+    steps, losses = records.curve("training", "loss").thinned()
+    assert len(steps) <= 10_100
+    assert sorted(steps) == list(steps)
+    points = dict(zip(steps, losses, strict=True))
+    assert (points[31_234], points[99_999], min(losses)) == (31_234.0, 99_999.0, 1.0)
+
+
+def test_report_whose_picture_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run("a")
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
+    line = "runs/a/report.md: cannot be written (RuntimeError: no font)"
+    assert report.write_report(run) == line
 
 
 def test_report_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

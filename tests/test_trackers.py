@@ -643,6 +643,25 @@ def test_mlflow_receives_later_what_it_missed(tmp_path: Path, mlflow_server: MLf
 
 
 @pytest.mark.slow
+def test_mlflow_receives_reports_whose_steps_were_all_skipped(
+    tmp_path: Path, mlflow_server: MLflowServer
+) -> None:
+    reports = [{"skipped_steps": 1.0}, {"skipped_steps": 0.0, "loss": 2.0}]
+    lines = [
+        json.dumps({"group": "training", "step": step, "time": 1.0, **metrics})
+        for step, metrics in enumerate(reports, start=1)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3}', ""]))
+    (line,) = log_in_another_process(
+        tmp_path, "mlflow", env={"MLFLOW_TRACKING_URI": mlflow_server.url}, step=3
+    )
+    assert line.startswith("tracker mlflow: http")
+    run_id = (tmp_path / "tracker_id").read_text()
+    assert mlflow_server.history(run_id, "training/skipped_steps") == [(1, 1.0), (2, 0.0)]
+    assert mlflow_server.history(run_id, "training/loss") == [(2, 2.0), (3, 3.0)]
+
+
+@pytest.mark.slow
 def test_wandb_run_on_a_cluster_is_named_by_the_trial(tmp_path: Path) -> None:
     trial = "SimpleNamespace(trial_id=7, _config={})"
     ids = "cluster_id='c-1', task_id='', allocation_id='', agent_id=''"

@@ -36,6 +36,7 @@ from lm.errors import ConfigError, RunError
 from lm.fileio import (
     MAX_JSON_BYTES,
     crc32c,
+    describe_invalid,
     parse_json,
     read_bytes,
     replace_durably,
@@ -236,11 +237,3 @@ def parse_manifest(path: Path | str, text: bytes) -> Manifest:
         raise CheckpointError(f"{path}: damaged: {describe_invalid(error)}") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
-
-
-def describe_invalid(error: ValidationError, *outer: str) -> str:
-    """Return the first field that is invalid, after the names of the `outer` ones, and why."""
-    first = error.errors()[0]
-    field = ".".join(map(str, (*outer, *first["loc"]))) or "model"
-    reason = first["msg"].removeprefix("Value error, ").splitlines()[0]
-    return f"{field[:80]}: {reason}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -130,12 +130,13 @@ class MetricLogger:
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
-        if error is None:
+        if error is not None:
+            self.set_status("failed")
+        try:
             self.close()
-            return
-        self.set_status("failed")
-        with suppress(RunError):  # the first error is the cause
-            self.close()
+        except RunError as failure:
+            if error is None:  # of a run that is complete, or has stopped, and is saved
+                self.info(str(failure))
 
     def close(self) -> None:
         """Close all sinks; `info` still prints. Trackers get the last status as the final one."""

@@ -19,8 +19,9 @@ from determined import core
 
 from lm.determined.master import BackgroundReporter
 from lm.errors import escape_control
-from lm.fileio import open_regular, read_records, replace_durably
+from lm.fileio import drop_records, open_regular
 from lm.launch.console import format_elapsed
+from lm.metrics.records import Report, Sample
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -87,17 +88,17 @@ class JSONL(Sink):
     """
 
     def __init__(self, run_dir: Path, start: int, missing: Collection[str]) -> None:
-        self._metrics = self._open(run_dir / "metrics.jsonl", start, missing)
-        self._samples = self._open(run_dir / "samples.jsonl", start, missing)
+        self._metrics = self._open(run_dir / "metrics.jsonl", Report, start, missing)
+        self._samples = self._open(run_dir / "samples.jsonl", Sample, start, missing)
 
     @staticmethod
-    def _open(path: Path, start: int, missing: Collection[str]) -> TextIO:
-        def is_kept(record: dict[str, Any]) -> bool:
-            return record["step"] < _first_dropped_step(record["group"], start, missing)
+    def _open(
+        path: Path, kind: type[Report | Sample], start: int, missing: Collection[str]
+    ) -> TextIO:
+        def is_kept(line: Report | Sample) -> bool:
+            return line.step < _first_dropped_step(line.group, start, missing)
 
-        records = filter(is_kept, read_records(path, {"group", "step"}))
-        lines = [json.dumps(record) + "\n" for record in records]
-        replace_durably(path, "".join(lines).encode())
+        drop_records(path, kind, start, is_kept)
         return open(path, "a", opener=open_regular)
 
     def write(self, record: Record) -> None:

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 import determined as det
 
 from lm.errors import RunError, make_printable
-from lm.fileio import read_bytes, replace_durably
+from lm.fileio import read_bytes, read_records, replace_durably
+from lm.metrics.records import Report, Sample
 from lm.metrics.sinks import Record, Sink
 from lm.runtime.run_dir import RunDir
 
@@ -53,14 +54,19 @@ class TrackedRun:
     hyperparameters: Mapping[str, Any]
     directory: Path | None = None
     """None on a cluster"""
-    history: str = ""
-    """text of metrics.jsonl and samples.jsonl"""
+    history_sizes: tuple[int, int] = (0, 0)
+    """bytes of metrics.jsonl and samples.jsonl that earlier sessions of the run have written"""
 
     def records(self) -> Iterator[Record]:
         """Yield what earlier sessions of the run have logged."""
-        for line in self.history.splitlines():
-            fields = json.loads(line)
-            yield Record(fields.pop("group"), fields.pop("step"), fields.pop("time"), fields)
+        if self.directory is None:
+            return
+        n_reports, n_samples = self.history_sizes
+        for line in read_records(self.directory / "metrics.jsonl", Report, n_reports):
+            yield Record(line.group, line.step, line.time, line.__pydantic_extra__)
+        for line in read_records(self.directory / "samples.jsonl", Sample, n_samples):
+            fields = {"prompt": line.prompt, "text": line.text}
+            yield Record(line.group, line.step, line.time, fields)
 
 
 class Client:
@@ -181,13 +187,17 @@ class MLflow(Client):
             self._client.set_tag(self._id, "checkpoint", checkpoint)
         elif record.group == "sample":
             self._client.log_text(self._id, record.sample, f"samples/step-{record.step}.txt")
-        elif self._losses.get((record.group, record.step)) != record.fields["loss"]:
+        elif not self._has(record):
             milliseconds = int(record.time * 1000)
             metrics: list[Any] = []
             for key, value in record.fields.items():
                 name = f"{record.group}/{key}"
                 metrics.append(self._to_metric(name, value, milliseconds, record.step))
             self._client.log_batch(self._id, metrics)
+
+    def _has(self, record: Record) -> bool:
+        loss = record.fields.get("loss")  # none if all of its steps were skipped
+        return loss is not None and self._losses.get((record.group, record.step)) == loss
 
     def end(self, status: str) -> None:
         statuses = {"completed": "FINISHED", "stopped": "KILLED"}
@@ -422,14 +432,14 @@ def open_trackers(
     if isinstance(names, str):
         names = [names]
     if names and directory:
-        metrics = (directory / "metrics.jsonl").read_text()
-        samples = (directory / "samples.jsonl").read_text()
+        files = (directory / "metrics.jsonl", directory / "samples.jsonl")
+        n_reports, n_samples = (file.stat().st_size for file in files)
         run = TrackedRun(
             id=_read_or_create_id(directory / "tracker_id"),
             name=directory.name,
             hyperparameters=hyperparameters,
             directory=directory,
-            history=metrics + samples,
+            history_sizes=(n_reports, n_samples),
         )
     elif names and cluster_info:
         trial = cluster_info.trial.trial_id

@@ -8,7 +8,6 @@ dropped         why the trial was dropped; delete it to try the trial again
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
@@ -21,8 +20,9 @@ from pathlib import Path
 from lm.config import REPOSITORY, Hyperparameters
 from lm.determined.search import STOP_VARIABLE, Searcher
 from lm.errors import ConfigError, make_printable
-from lm.fileio import open_regular, read_bytes, read_records, replace_durably
+from lm.fileio import Line, open_regular, read_bytes, read_records, replace_durably
 from lm.launch.spawn import die_with_parent
+from lm.metrics.records import Report
 from lm.runtime.run_dir import RunDir, is_locked, make_directory
 from lm.search.experiment import Point
 from lm.search.halving import DROPPED
@@ -134,17 +134,14 @@ class Trial:
         if size != self._size:
             self._size = size
             self._values = {}
-            for record in read_records(metrics, {"group"}):
-                value = record.get(self._metric)
-                if record["group"] != "validation" or not isinstance(value, float):
-                    continue
-                if math.isfinite(value):
-                    self._values[record["step"]] = value
+            for report in read_records(metrics, Report):
+                if report.group == "validation" and self._metric in report.__pydantic_extra__:
+                    self._values[report.step] = report.__pydantic_extra__[self._metric]
         return self._values
 
     def n_sessions(self) -> int:
         """Return how often its run has got as far as its first step."""
-        return len(read_records(self._run_dir.sessions, set()))
+        return sum(1 for _ in read_records(self._run_dir.sessions, Line))
 
     def is_in_use(self) -> bool:
         """Return whether a process has its run, e.g. one that a killed search has left saving."""
