@@ -42,6 +42,16 @@ _POINTERS = {
     b"/annex/objects/": ("git-annex pointer", "git annex get"),
 }
 """what a file contains that was not downloaded with its repository, and the command that does it"""
+_NO_DIRECTORY_SYNC = (
+    errno.EINVAL,
+    errno.ENOTSUP,
+    errno.ENOSYS,
+    errno.EBADF,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+)
+"""of file systems that flush files only, e.g. CIFS and DrvFs"""
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
@@ -151,7 +161,7 @@ def read_records(path: Path, kind: type[L], size: int | None = None) -> Iterator
                 continue
             yield record
     if n_left_out:
-        _print_once(f"{path}:{first_problem}; left out in all: {n_left_out:,}")
+        print_once(f"{path}:{first_problem}; left out in all: {n_left_out:,}")
 
 
 def _read_lines(file: BufferedReader, end: int) -> Iterator[bytes]:
@@ -163,7 +173,8 @@ def _read_lines(file: BufferedReader, end: int) -> Iterator[bytes]:
 
 
 @functools.cache
-def _print_once(line: str) -> None:
+def print_once(line: str) -> None:
+    """Print `line` to stderr, unless this process has already printed it."""
     print(line, file=sys.stderr)
 
 
@@ -173,7 +184,7 @@ def drop_records(path: Path, kind: type[L], step: int, is_kept: Callable[[L], bo
     What stays is the lines before the first of step `step` or a later one, and those that
     `is_kept`. A file that does not exist is created.
     """
-    open(path, "ab", opener=open_regular).close()
+    open(path, "a+b", opener=open_regular).close()  # which does not wait for a FIFO
     draft = path.with_name(f"{path.name}.draft")
     draft.unlink(missing_ok=True)
     with open(path, "rb", opener=open_regular) as file, draft.open("xb") as kept:
@@ -237,10 +248,20 @@ def sync(file: BufferedWriter) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush the entries of the directory `path` to disk: which files exist, under which names."""
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    """Flush the entries of the directory `path` to disk: which files exist, under which names.
+
+    Where the file system cannot, it is left to the kernel.
+    """
+    handle: int | None = None
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC:
+            raise
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def replace_durably(path: Path, content: bytes) -> None:

@@ -26,7 +26,7 @@ from lm.checkpoint.manifest import MANIFEST, read_manifest
 from lm.checkpoint.store import LocalCheckpoints
 from lm.errors import ConfigError, RunError
 from lm.resume import plan_resume
-from lm.runtime.run_dir import RunDir
+from lm.runtime.run_dir import RunDir, lock_file
 from lm.runtime.world import World
 from tests.support.checkpoints import (
     RUN_INFO,
@@ -280,6 +280,34 @@ def test_save_fails_on_all_ranks_if_one_cannot_write(tmp_path: Path) -> None:
         assert left == []
         verify(tmp_path / name, read_manifest(tmp_path / name))
     assert results[0][0] == results[1][0]
+
+
+def test_save_removes_what_a_killed_download_left(tmp_path: Path) -> None:
+    """As of `resume=URL` of a run on a disk."""
+
+    def save(world: World) -> str:
+        (tmp_path / ".transfer-x" / "copy").mkdir(parents=True)
+        with open_checkpointer(world, tmp_path) as checkpointer:
+            return save_toy(checkpointer, world, 1)
+
+    name = in_world(save)
+    assert names(tmp_path) == [name]
+
+
+def test_save_of_a_run_whose_lock_another_received_too_ends_it(tmp_path: Path) -> None:
+    def save_twice(world: World) -> tuple[str, str | None]:
+        lock = tmp_path / "lock"
+        assert lock_file(lock) is None
+        with open_checkpointer(world, tmp_path / "checkpoints") as checkpointer:
+            good = save_toy(checkpointer, world, 1)
+            lock.write_text("process 1 on other since today\n")
+            return good, attempt(lambda: save_toy(checkpointer, world, 2))
+
+    good, error = in_world(save_twice)
+    assert error is not None
+    assert error.startswith(f"{tmp_path}: in use by process 1 on other since today; ")
+    assert error.endswith(f"checkpoint {good} is kept")
+    assert names(tmp_path / "checkpoints") == [good]
 
 
 def save_nan_on_one_rank(world: World, folder: Path) -> tuple[str, RunError]:

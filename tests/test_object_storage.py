@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lm import config
 from lm.checkpoint import __main__ as command
-from lm.checkpoint import bucket, lease, remote
+from lm.checkpoint import bucket, remote
 from lm.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 from lm.checkpoint.contents import verify
 from lm.checkpoint.locate import find_checkpoint
@@ -42,6 +42,7 @@ from lm.errors import ConfigError, RunError
 from lm.launch.spawn import free_port
 from lm.preflight import preflight
 from lm.resume import ResumePlan, load_checkpoint, plan_resume
+from lm.runtime import lease
 from lm.runtime.run_dir import RunDir
 from lm.runtime.world import MeshShape, World
 from tests.soak import soak
@@ -726,7 +727,7 @@ def test_lease_wait_may_exceed_the_collective_timeout(s3: str, tmp_path: Path) -
     dead = BucketCheckpoints(f"{s3}/test", tmp_path)
     dead.acquire()
     kill(dead)
-    script = "from lm.checkpoint import lease\nlease.LEASE_SECONDS = 12.0"
+    script = "from lm.runtime import lease\nlease.LEASE_SECONDS = 12.0"
     overrides = (f"checkpoint_storage={s3}", "collective_timeout=8", "max_steps=1")
     run_fsdp(tmp_path, *overrides, ranks=2, script=script, code=0)
 

@@ -11,12 +11,14 @@ import pytest
 import yaml
 
 from lm import report
+from lm.fileio import print_once
 from lm.runtime.run_dir import RunDir
 
 
 @pytest.fixture(autouse=True)
 def _chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    print_once.cache_clear()
 
 
 def make_run(name: str, **hyperparameters: object) -> Path:

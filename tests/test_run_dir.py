@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import platform
 import re
@@ -11,6 +13,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,25 +22,28 @@ import yaml
 from lm import config
 from lm.checkpoint.store import LocalCheckpoints
 from lm.errors import ConfigError, RunError
+from lm.fileio import print_once
 from lm.runtime.run_dir import LOCK_TIMEOUT, RunDir, lock_file
 from tests.support import REPOSITORY
 from tests.support.hyperparameters import named_keys
 from tests.support.ranks import in_world
+from tests.support.runs import checkpoints_by_step, run_fsdp
 
 
 @pytest.fixture(autouse=True)
 def _chdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    print_once.cache_clear()
 
 
-def start_python(script: str) -> subprocess.Popen[str]:
+def start_python(script: str, **env: str) -> subprocess.Popen[str]:
     """Start `script` in another process, after `from lm.runtime.run_dir import lock_file`."""
     command = [
         sys.executable,
         "-c",
         f"import os\nfrom lm.runtime.run_dir import lock_file\n{script}",
     ]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)} | env
     return subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -161,6 +167,154 @@ def test_lock_of_a_killed_process_is_waited_for() -> None:
             locked.result(timeout=0.5)
         holder.stdin.close()
         assert locked.result() is None
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """For LD_PRELOAD: a file system that lacks what environment variables name."""
+    path = tmp_path_factory.mktemp("library") / "file_system.so"
+    source = REPOSITORY / "tests" / "support" / "file_system.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", path, source, "-ldl"], check=True)
+    return str(path)
+
+
+LEASE = """
+from pathlib import Path
+from typing import Any
+from lm.runtime import lease
+lease.LEASE_SECONDS = 1.5
+print(lock_file(Path('lock')), flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_lock_where_there_are_no_locks_is_a_lease(library: str, error: int) -> None:
+    env = {"LD_PRELOAD": library, "FLOCK": str(error)}
+    with start_python(LEASE, **env) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "None\n"
+        assert Path("lock").read_text().startswith(f"process {first.pid} on ")
+        with start_python(LEASE, **env) as second:
+            output, _ = second.communicate("\n")
+        assert output.startswith(f"process {first.pid} on ")
+        first.kill()
+    with start_python(LEASE, **env) as third:  # after the lease of the killed one has expired
+        assert third.communicate("\n")[0] == "None\n"
+    process = start_python(LEASE.replace("1.5", "1e9"), **env)  # released: at once
+    assert process.communicate("\n")[0] == "None\n"
+
+
+def test_lock_that_another_process_received_too_is_noticed(library: str) -> None:
+    script = """
+from pathlib import Path
+from typing import Any
+from lm.runtime.run_dir import require_locked
+print(lock_file(Path('runs/x/lock')), flush=True)
+input()
+try:
+    require_locked(Path('runs/x/lock'))
+except Exception as error:
+    print(error)
+"""
+    Path("runs/x").mkdir(parents=True)
+    env = {"LD_PRELOAD": library, "FLOCK": "0"}
+    with start_python(script, **env) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "None\n"
+        second = start_python(script, **env)
+        assert second.communicate("\n")[0] == "None\n"
+        output, _ = first.communicate("\n")
+    assert output.startswith(f"runs/x: in use by process {second.pid} on ")
+
+
+NO_DIRECTORY_FSYNC = [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EPERM]
+
+
+@pytest.mark.parametrize("error", NO_DIRECTORY_FSYNC)
+def test_directory_that_cannot_be_flushed_costs_nothing(library: str, error: int) -> None:
+    script = """
+from pathlib import Path
+from typing import Any
+from lm.fileio import sync_directory
+before = os.listdir('/proc/self/fd')
+sync_directory(Path('.'))
+print(os.listdir('/proc/self/fd') == before)
+"""
+    process = start_python(script, LD_PRELOAD=library, DIRECTORY_FSYNC=str(error))
+    assert process.communicate()[0] == "True\n"
+
+
+def test_directory_whose_flush_fails_is_an_error(library: str) -> None:
+    script = """
+from pathlib import Path
+from typing import Any
+from lm.fileio import sync_directory
+before = os.listdir('/proc/self/fd')
+try:
+    sync_directory(Path('.'))
+except OSError as error:
+    print(error.errno, os.listdir('/proc/self/fd') == before)
+"""
+    process = start_python(script, LD_PRELOAD=library, DIRECTORY_FSYNC=str(errno.EIO))
+    assert process.communicate()[0] == f"{errno.EIO} True\n"
+
+
+def test_prepare_releases_its_lease(library: str) -> None:
+    Path("text.txt").write_text("to be or not to be")
+    script = """
+from lm.prepare import __main__ as prepare
+prepare.run_and_exit(lambda: prepare.main(['text.txt', '--tokenizer', 'bytes', '--out', 'out']))
+"""
+    for _ in range(2):
+        process = start_python(script, LD_PRELOAD=library, FLOCK=str(errno.ENOSYS))
+        process.communicate()
+        assert process.returncode == 0
+        (entry,) = Path("out/lock.lease/lease").iterdir()
+        assert json.loads(entry.read_text())["holder"] == ""
+
+
+@pytest.mark.slow
+def test_run_on_a_file_system_without_locks_and_flushes(tmp_path: Path, library: str) -> None:
+    env: dict[str, Any] = {"LD_PRELOAD": library, "FLOCK": str(errno.ENOLCK)}
+    env["DIRECTORY_FSYNC"] = str(errno.EINVAL)
+    for step in (1, 2):
+        result = run_fsdp(tmp_path, f"max_steps={step}", code=0, **env)
+        assert "runs/test/lock: the file system has no locks (No locks available)" in result.stderr
+        assert "waiting" not in result.stderr  # the lease of the first run is released
+        assert step in checkpoints_by_step(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["runs", "runs/x/traces", "runs/x/checkpoints"])
+def test_directory_writable_by_all_is_named(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(name).mkdir(parents=True)
+    Path(name).chmod(0o707)
+    in_world(RunDir("x").lock)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{name}: writable by all users")
+    assert line.endswith(f": chmod o-w {name}")
+
+
+def test_run_on_a_file_system_that_cannot_save_is_refused(tmp_path: Path, library: str) -> None:
+    env: dict[str, Any] = {"LD_PRELOAD": library, "RENAME": str(errno.EPERM)}
+    result = run_fsdp(tmp_path, code=2, **env)
+    (line,) = result.stderr.splitlines()[-1:]
+    assert line.startswith(f"{tmp_path}/runs/test/checkpoints: a test of what saving needs ")
+    assert "Operation not permitted" in line
+    assert not list((tmp_path / "runs" / "test" / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o2777])
+def test_mount_writable_by_all_is_one_warning(
+    mode: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As every directory of some mounts is, whatever chmod says."""
+    for name in ("runs", "runs/x", "runs/x/checkpoints"):
+        Path(name).mkdir()
+        Path(name).chmod(mode)
+    in_world(RunDir("x").lock)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("runs: writable by all users")
 
 
 @pytest.mark.parametrize("in_the_way", ["runs", "runs/x", "runs/x/traces"])

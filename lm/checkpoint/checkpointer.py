@@ -163,6 +163,7 @@ class Checkpointer:
         self._stager: staging.Stager | None = None
         self._pending: PendingSave | None = None
         self._newest: str | None = None  # complete checkpoint of this run
+        self._newest_time: float | None = None  # of all checkpoints
         self._damaged: set[str] = set()
 
     # Out
@@ -297,8 +298,11 @@ class Checkpointer:
 
     def _next_time(self) -> float:
         """Return a time later than that of every checkpoint: clocks differ, and are set back."""
-        saved, _ = self.store.list_saved()
-        return max([time.time(), *(entry.time + 1e-3 for entry in saved)])
+        if self._newest_time is None:
+            saved, _ = self.store.list_saved()
+            self._newest_time = max((entry.time for entry in saved), default=0.0)
+        self._newest_time = max(time.time(), self._newest_time + 1e-3)
+        return self._newest_time
 
     def _write_files(self, path: Path, slices: staging.Slices, manifest: Manifest) -> None:
         """Write all files of a checkpoint to `path`; if a rank fails, remove them."""
@@ -320,11 +324,13 @@ class Checkpointer:
                 if world.rank == 0:
                     self._require_visible(path, files)
                     with _oserror_as_run_error(path, world.rank, needed):
+                        self.store.require_lock()
                         self.store.record_first(path)
                         write_manifest(path, manifest.model_copy(update={"files": files}))
         except Exception:
             if world.rank == 0:
                 self.store.remove_failed(path)
+                self.store.require_lock()  # another run may have removed the files
             raise
 
     def _needed_bytes(self, slices: staging.Slices) -> int:

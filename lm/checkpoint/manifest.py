@@ -231,9 +231,16 @@ def parse_manifest(path: Path | str, text: bytes) -> Manifest:
             raise ConfigError(f"{path}: {problem}; use the version of this program that wrote it")
         del fields["checksum"]
         manifest = Manifest.model_validate(fields)
-        ModelConfig.model_validate(manifest.model)
+        _require_model(path, manifest.model)
         return manifest
     except ValidationError as error:
         raise CheckpointError(f"{path}: damaged: {describe_invalid(error)}") from None
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged: {error}") from None
+
+
+def _require_model(path: Path | str, fields: dict[str, Any]) -> None:
+    try:
+        ModelConfig.model_validate(fields)
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: damaged: {describe_invalid(error, 'model')}") from None

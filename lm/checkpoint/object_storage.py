@@ -20,7 +20,6 @@ from typing import Any
 
 from lm.checkpoint import remote
 from lm.checkpoint.bucket import Bucket
-from lm.checkpoint.lease import Lease
 from lm.checkpoint.manifest import DRAFT, MANIFEST, CheckpointError
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
 from lm.checkpoint.store import (
@@ -33,6 +32,7 @@ from lm.checkpoint.store import (
 )
 from lm.errors import ConfigError, oserror_as_config_error
 from lm.fileio import write_durably
+from lm.runtime.lease import Lease
 from lm.runtime.run_dir import ASIDE, FIRST_CHECKPOINT, TRANSFER_PREFIX, move_aside
 from lm.runtime.world import World
 
@@ -213,6 +213,7 @@ class BucketCheckpoints(CheckpointStore):
 
     def close(self, world: World) -> None:
         world.run_in_thread(self.release)
+        super().close(world)
 
     def release(self) -> None:
         """Upload the files of the run and release the lease, if this process holds it."""
@@ -225,3 +226,4 @@ class BucketCheckpoints(CheckpointStore):
         self.bucket.retry_seconds = 0
         with suppress(Exception):  # the lease expires
             self.release()
+        super().close_after_error()

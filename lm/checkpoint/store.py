@@ -23,7 +23,13 @@ from lm.checkpoint.manifest import DRAFT, MANIFEST, CheckpointError, Manifest, r
 from lm.checkpoint.retention import SavedCheckpoint, expired, saved_checkpoint
 from lm.errors import MAX_LINE, ConfigError
 from lm.fileio import read_bytes, replace_durably, sync_directory
-from lm.runtime.run_dir import FIRST_CHECKPOINT, TRANSFER_PREFIX, move_aside
+from lm.runtime.run_dir import (
+    FIRST_CHECKPOINT,
+    TRANSFER_PREFIX,
+    move_aside,
+    release_leases,
+    require_locked,
+)
 from lm.runtime.world import World
 
 DELETED = ".deleted-"
@@ -116,6 +122,9 @@ class CheckpointStore(ABC):
 
     # Save
 
+    def require_lock(self) -> None:  # noqa: B027
+        """Raise InUseError if another run writes here, too."""
+
     def record_first(self, path: Path) -> None:  # noqa: B027
         """Record that the checkpoint in `path` is about to be complete, if it is the first."""
 
@@ -148,11 +157,13 @@ class CheckpointStore(ABC):
     def move_aside(self) -> None:
         """Move all files of earlier runs, their checkpoints included, to `before-<time>/`."""
 
-    def close(self, world: World) -> None:  # noqa: B027
+    def close(self, world: World) -> None:  # noqa: ARG002
         """Complete what `start` began."""
+        release_leases()
 
-    def close_after_error(self) -> None:  # noqa: B027
+    def close_after_error(self) -> None:
         """Try to `close`, once, without the other ranks: metrics up to an error can explain it."""
+        release_leases()
 
 
 def read_first_checkpoint(run_dir: Path) -> str | None:
@@ -208,6 +219,9 @@ class LocalCheckpoints(CheckpointStore):
         first = read_first_checkpoint(self.path.parent)
         return first is not None and not is_url(first) and not (self.path / first).exists()
 
+    def require_lock(self) -> None:
+        require_locked(self.path.parent / "lock")
+
     def record_first(self, path: Path) -> None:
         if read_first_checkpoint(self.path.parent) is None or not self.was_committed():
             write_first_checkpoint(self.path.parent, path.name)
@@ -226,7 +240,9 @@ class LocalCheckpoints(CheckpointStore):
     def prune(self, keep: int | None, damaged: Collection[str]) -> None:
         with suppress(FileExistsError):
             (self.path / COMMITTED).open("x").close()
-        saved, _ = self.list_saved()
+        saved: list[SavedCheckpoint] = []
+        if keep is not None:  # else there may be thousands
+            saved, _ = self.list_saved()
         for entry in expired(saved, keep, damaged):
             # After the rename it is no longer a checkpoint, even if deleting it is interrupted.
             (self.path / entry.name).rename(self.path / f"{DELETED}{entry.name}")
@@ -234,8 +250,9 @@ class LocalCheckpoints(CheckpointStore):
         for draft in self.path.glob(f"[!.]*/{DRAFT}"):
             if not draft.parent.is_symlink():
                 draft.parent.rename(self.path / f"{DELETED}{draft.parent.name}")
-        for path in self.path.glob(f"{DELETED}*"):  # includes what an interrupted deletion left
-            shutil.rmtree(path, ignore_errors=True)
+        for prefix in (DELETED, TRANSFER_PREFIX):  # includes what kills left
+            for path in self.path.glob(f"{prefix}*"):
+                shutil.rmtree(path, ignore_errors=True)
 
     def move_aside(self) -> None:
         move_aside(self.path.parent)

@@ -49,7 +49,7 @@ from lm.prepare.readers import (
     read_ids,
 )
 from lm.prepare.token_writer import DRAFTS, LOCK, OUTPUT_FILES, READY, TRAIN, SplitWriter
-from lm.runtime.run_dir import lock_file
+from lm.runtime.run_dir import lock_file, release_leases
 from lm.units import format_bytes
 
 LOG_SECONDS = 30.0
@@ -86,6 +86,7 @@ def write_dataset(args: argparse.Namespace, files: Sequence[Path]) -> list[str]:
         raise RunError(f"{problem}; nothing was written") from None
     finally:
         shutil.rmtree(drafts, ignore_errors=True)
+        release_leases()
 
 
 def _lock_directory(out: Path) -> None:

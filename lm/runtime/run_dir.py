@@ -16,26 +16,39 @@ checkpoints/              one directory per checkpoint
 first_checkpoint          names the run's first checkpoint: there was one, if all were deleted
 tracker_id                names the run to trackers
 lock                      names the process that uses the directory
+lock.lease/               the lease of that process, on a file system without locks
 lease                     identifies the process that used the directory, in object storage
 """
 
 from __future__ import annotations
 
+import atexit
+import errno
 import json
 import os
 import re
 import socket
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
 from lm.errors import ConfigError, RunError
-from lm.fileio import open_regular, read_bytes, replace_durably
+from lm.fileio import open_regular, print_once, read_bytes, replace_durably, sync_directory
+from lm.runtime.lease import (
+    DirectoryStorage,
+    InUseError,
+    Lease,
+    describe_this_process,
+    in_use_error,
+    is_held,
+)
 
 if TYPE_CHECKING:
     from lm.runtime.world import World
@@ -56,7 +69,13 @@ LOCK_TIMEOUT = 5.0
 _NAME = "[A-Za-z0-9][A-Za-z0-9._-]{,199}"
 """Regular expression of a directory's name."""
 
-_locks: list[FileLock] = []  # a lock without a reference would be released
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL)
+"""of `flock`, where the file system does not implement it"""
+_locks: dict[Path, tuple[FileLock | Lease, str]] = {}
+"""of this process, by absolute path, and what it has written to the files
+
+A lock without a reference would be released.
+"""
 
 
 class RunDir:
@@ -89,10 +108,11 @@ class RunDir:
 
         Raises:
             RunError: another process has locked it.
-            ConfigError: it cannot be created, others could write to it, or a rank of another
-                machine does not see this lock.
+            ConfigError: it cannot be created, its file system cannot do what saving needs, or a
+                rank of another machine does not see this lock.
         """
-        holder = world.on_rank0(self._create_and_lock)
+        world.run_in_thread_on_rank0(self._create_and_lock)  # a lease can be waited for
+        holder = world.on_rank0(_read_lock, self._lock)
         with world.all_or_none():
             if self.url is None:
                 self._require_same_directory(holder)
@@ -100,8 +120,7 @@ class RunDir:
                 self.checkpoints.mkdir(parents=True, exist_ok=True)
                 self.traces.mkdir(parents=True, exist_ok=True)
 
-    def _create_and_lock(self) -> str:
-        """Return what the lock then says of this process."""
+    def _create_and_lock(self) -> None:
         if (self.path / SEARCH_FILE).exists():
             raise ConfigError(
                 f"{self.path}: is a search of lm.search, with its trials; choose another name:"
@@ -119,7 +138,13 @@ class RunDir:
             ) from None
         if holder is not None:
             raise in_use_error(self.path, holder)
-        return _read_lock(self._lock)
+        try:
+            _try_to_save(self.checkpoints)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.checkpoints.absolute()}: a test of what saving needs (write, flush, rename)"
+                f" failed: {error.strerror}; start on another file system"
+            ) from None
 
     def _require_same_directory(self, holder: str) -> None:
         try:
@@ -154,23 +179,19 @@ class RunDir:
             ) from None
 
 
-def describe_this_process() -> str:
-    """Return what names this process to others as the holder of a lock."""
-    now = time.strftime("%Y-%m-%d %H:%M:%S")
-    return f"process {os.getpid()} on {socket.gethostname()} since {now}"
-
-
-def in_use_error(where: Path | str, holder: str) -> RunError:
-    """Return the error that another run is at `where`; `holder` may be empty."""
-    if not holder:
-        holder = "another process"
-    advice = "wait until it ends, stop it, or choose another run_name"
-    return RunError(f"{where}: in use by {holder}; {advice}")
+def _try_to_save(directory: Path) -> None:
+    """Do once what saving a checkpoint does; raise OSError as that would after many steps."""
+    with tempfile.TemporaryDirectory(prefix=TRANSFER_PREFIX, dir=directory) as name:
+        draft = Path(name) / "draft"
+        draft.mkdir()
+        replace_durably(draft / "file", b"\n")
+        draft.rename(Path(name) / "saved")
+        sync_directory(Path(name))
 
 
 def move_aside(run_dir: Path) -> None:
     """Move all files of the run in `run_dir` to a new directory in it, named like `ASIDE`."""
-    stays = re.compile("lock|lease|before-.*")
+    stays = re.compile(r"lock(\.lease)?|lease|before-.*")
     old = [path for path in run_dir.iterdir() if not stays.fullmatch(path.name)]
     old.sort(key=lambda path: path.name != FIRST_CHECKPOINT)  # a kill must not leave it alone
     aside = run_dir / time.strftime(ASIDE)
@@ -191,6 +212,8 @@ def move_aside(run_dir: Path) -> None:
 def lock_file(path: Path) -> str | None:
     """Lock the file `path` until this process ends.
 
+    On a file system without locks, the process has a lease next to it, until `release_leases`.
+
     Returns:
         None if this process now holds the lock, else the holder: "process PID on HOST since TIME".
     """
@@ -202,19 +225,73 @@ def lock_file(path: Path) -> str | None:
         if not holder:  # it has not written the file yet
             holder = "another process"
         return holder
-    _locks.append(lock)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return _acquire_lease(path, str(error.strerror))
+    _locks[path.absolute()] = lock, _read_lock(path)
     return None
+
+
+def _acquire_lease(path: Path, reason: str) -> str | None:
+    storage = DirectoryStorage(_lease_directory(path))
+    print(
+        f"{path}: the file system has no locks ({reason}); the lease in {storage.url} replaces"
+        " them, which after a kill delays the next start by a minute (to have locks, mount Lustre"
+        " with -o flock, or start on another file system)",
+        file=sys.stderr,
+        flush=True,
+    )
+    try:
+        lease = Lease(storage, None)
+    except InUseError as error:
+        return error.holder
+    with open(path, "wb", opener=open_regular) as file:
+        _write_lock(file.fileno())
+    _locks[path.absolute()] = lease, _read_lock(path)
+    atexit.register(release_leases)
+    return None
+
+
+def _lease_directory(lock: Path) -> Path:
+    return lock.with_name(f"{lock.name}.lease")
+
+
+def release_leases() -> None:
+    """Let other processes start at once where this one has a lease instead of a lock."""
+    for lock, _ in _locks.values():
+        if isinstance(lock, Lease) and not lock.is_released:
+            with suppress(OSError):  # the lease expires
+                lock.release()
+
+
+def require_locked(path: Path) -> None:
+    """Raise InUseError if another process has locked the file `path`, too.
+
+    There are file systems on which each process receives the lock. The last one has it.
+    """
+    if path.absolute() not in _locks:
+        return
+    _, written = _locks[path.absolute()]
+    with suppress(FileNotFoundError):
+        found = _read_lock(path)
+        if found != written:
+            raise in_use_error(path.parent, found.strip())
 
 
 def is_locked(path: Path) -> bool:
     """Return whether a process has locked the file `path`."""
     if not path.exists():
         return False
-    lock = FileLock(path.absolute(), 0, thread_local=False)
+    lock = FileLock(path.absolute(), 0, thread_local=False, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:
         return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return is_held(DirectoryStorage(_lease_directory(path)))
     lock.release()
     return False
 
@@ -233,7 +310,7 @@ def make_directory(path: Path) -> None:
     """Create `path`, which is `RUNS` or inside of it, and its parents, unless they exist.
 
     Raises:
-        ConfigError: others can write to one of them.
+        ConfigError: another user owns one of them, or it is a link.
         OSError: it cannot be created.
     """
     if path != RUNS:
@@ -243,9 +320,10 @@ def make_directory(path: Path) -> None:
 
 
 def _require_private(path: Path) -> None:
-    """Raise ConfigError if users other than this one can write to `path`, or choose where it is.
+    """Raise ConfigError if another user owns `path` or chooses where it is; warn if all can write.
 
-    `RUNS` may be a link, another user's, or have the permissions of /tmp.
+    Some file systems show every directory as writable by all. `RUNS` may be a link, another user's,
+    or have the permissions of /tmp.
     """
     if path == RUNS:
         status = path.stat()
@@ -261,14 +339,18 @@ def _require_private(path: Path) -> None:
                 f"{path}: belongs to user {status.st_uid}, not to you ({os.getuid()}); choose"
                 " another run_name"
             )
-    is_open_to_all = bool(status.st_mode & stat.S_IWOTH)
-    if path == RUNS and status.st_mode & stat.S_ISVTX:
-        is_open_to_all = False  # each user can rename and delete only their own files
-    if is_open_to_all:
-        raise ConfigError(
-            f"{path}: writable by all users; check its contents, then run: chmod o-w {path}"
-            " (CIFS: mount it with dir_mode=0770)"
+    if _is_open_to_all(path) and (path == RUNS or not _is_open_to_all(path.parent)):
+        print_once(
+            f"{path}: writable by all users, who can replace what is in it; if that is not as it"
+            f" should be: chmod o-w {path}"
         )
+
+
+def _is_open_to_all(path: Path) -> bool:
+    mode = path.stat().st_mode
+    if path == RUNS and mode & stat.S_ISVTX:
+        return False  # each user can rename and delete only their own files
+    return bool(mode & stat.S_IWOTH)
 
 
 def _owner_of_new_files(directory: Path) -> int:

@@ -22,7 +22,8 @@ from lm.fileio import parse_json, read_bytes, replace_durably
 from lm.hf import adapters
 from lm.launch.console import announce
 from lm.preflight import check_searcher
-from lm.runtime.run_dir import SEARCH_FILE, RunDir, in_use_error, lock_file, make_directory
+from lm.runtime.lease import in_use_error
+from lm.runtime.run_dir import SEARCH_FILE, RunDir, lock_file, make_directory
 from lm.search.experiment import Experiment, Point, differences
 from lm.search.halving import Bracket, Replay, Standing, asha_brackets, single_bracket
 from lm.search.report import Row
