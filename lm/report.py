@@ -12,10 +12,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import re
 import statistics
 import sys
+import textwrap
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -26,12 +28,13 @@ from pydantic import Field
 
 from lm.errors import ConfigError, command, escape_control, oserror_as_config_error
 from lm.fileio import Line, read_records
-from lm.metrics.records import Record, Report, Sample, Seconds
+from lm.metrics.records import Logged, Report, Sample, Seconds
 
 _PANELS = {"lr": "learning rate", "grad_norm": "gradient norm", "tokens_per_second": "tokens/s"}
 """Small panels below that of the loss: their metrics and titles."""
 _TITLES = _PANELS | {
     "loss": "loss (nats per token)",
+    "bits": "validation, bits per byte",
     "acc": "tasks: accuracy",
     "bpb": "tasks: bits per byte",
 }
@@ -58,6 +61,10 @@ _SUMMARIES = {
 }
 _MAX_POINTS = 10_000
 """of a curve, in a picture that is 1,100 pixels wide"""
+_MAX_RUNS = 20
+"""in a picture, which has as many colors"""
+_STYLES = (":", "-.", "s:", "^:", "x:", "s-.", "^-.", "x-.")
+"""of lines and markers"""
 REPORT = "report.md"
 PICTURE = "report.png"
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -123,7 +130,7 @@ class RunRecords:
                 raise ConfigError(f"{config}: hyperparameters: {problem}; delete the file")
         self.step = 0
         self._curves: dict[tuple[str, str], _Curve] = {}
-        last: Record | None = None
+        last: Logged | None = None
         for report in read_records(path / "metrics.jsonl", Report):
             self.step = max(self.step, report.step)
             for metric, value in report.__pydantic_extra__.items():
@@ -139,7 +146,10 @@ class RunRecords:
         for sample in read_records(path / "samples.jsonl", Sample):
             self.sample = sample
         self.sessions = list(read_records(path / "sessions.jsonl", _Session))
-        lines = [line for line in (self.sample, last) if line is not None]
+        checkpoint: Logged | None = None
+        for checkpoint in read_records(path / "checkpoints.jsonl", Logged):
+            self.step = max(self.step, checkpoint.step)  # a stop saves, but does not report
+        lines = [line for line in (checkpoint, self.sample, last) if line is not None]
         self._last_write = 0.0
         if lines:  # by step: the clock may have been set back
             self._last_write = max(lines, key=lambda line: line.step).time
@@ -172,6 +182,9 @@ class RunRecords:
         steps, losses = self.curve("validation", "loss")
         if losses:
             rows["validation loss"] = _format_last_and_best(steps, losses, min)
+        steps, bits = self.curve("validation", "bits_per_byte")
+        if bits:
+            rows["validation bits per byte"] = _format_last_and_best(steps, bits, min)
         for metric in self.reported(_SET_LOSS):
             _, losses = self.curve("validation", metric)
             rows[f"validation {metric}"] = f"{losses[-1]:.4f}, best {min(losses):.4f}"
@@ -226,6 +239,8 @@ def format_report(runs: Sequence[RunRecords], picture: Path | None = None) -> st
     names = [run.name for run in runs]
     lines = [f"# {' and '.join(names)}", ""]
     lines += _format_table(names, [run.summarize() for run in runs])
+    if _differ_in_tokens(runs):
+        lines += ["", "Tokens of these runs differ in length: compare bits per byte, not losses."]
     differences = _find_differences(runs)
     if any(differences):
         lines += ["", "Hyperparameters that differ:", ""]
@@ -271,50 +286,110 @@ def _format_row(label: str, cells: Sequence[str]) -> str:
     return f"| {' | '.join(escaped)} |"
 
 
+def _bytes_per_token(run: RunRecords) -> float | None:
+    """Return how many bytes of its validation data a token stands for; None = unknown."""
+    losses = dict(zip(*run.curve("validation", "loss"), strict=True))
+    for step, bits in zip(*run.curve("validation", "bits_per_byte"), strict=True):
+        if step in losses and bits > 0:
+            return losses[step] / (math.log(2) * bits)
+    return None
+
+
+def _differ_in_tokens(runs: Sequence[RunRecords]) -> bool:
+    """Return whether a token of one of `runs` stands for more bytes than one of another."""
+    sizes = [_bytes_per_token(run) for run in runs]
+    known = [size for size in sizes if size is not None]
+    return len(known) > 1 and max(known) > 1.001 * min(known)
+
+
+def _select_drawn(runs: Sequence[RunRecords]) -> tuple[Sequence[RunRecords], str]:
+    """Return the runs that a picture shows, and a title if these are not all."""
+    if len(runs) <= _MAX_RUNS:
+        return runs, ""
+    metric = "bits_per_byte" if _differ_in_tokens(runs) else "loss"
+
+    def lowest(run: RunRecords) -> float:
+        return min(run.curve("validation", metric).values, default=math.inf)
+
+    drawn = sorted(runs, key=lowest)[:_MAX_RUNS]
+    what = metric.replace("_", " ")
+    return drawn, f"the {_MAX_RUNS} of {len(runs)} runs with the lowest validation {what}"
+
+
+class _Drawn(NamedTuple):
+    """Curves of a metric, one of each run, in a panel of the picture."""
+
+    panel: str
+    group: str
+    metric: str
+    style: str
+    label: str | None = None
+
+
+def _list_drawn(runs: Sequence[RunRecords]) -> list[_Drawn]:
+    drawn = [
+        _Drawn("loss", "training", "loss", "-", "training"),
+        _Drawn("loss", "validation", "loss", "o--", "validation"),
+    ]
+    sets = dict.fromkeys(metric for run in runs for metric in run.reported(_SET_LOSS))
+    for metric, style in zip(sets, itertools.cycle(_STYLES), strict=False):
+        drawn.append(_Drawn("loss", "validation", metric, style, f"validation {metric}"))
+    if _differ_in_tokens(runs):
+        drawn.append(_Drawn("bits", "validation", "bits_per_byte", "o--"))
+    tasks = dict.fromkeys(metric for run in runs for metric in run.reported(_TASK_METRIC))
+    for metric, style in zip(tasks, itertools.cycle(("o--", *_STYLES)), strict=False):
+        task, _, kind = metric.removeprefix("eval_").rpartition("_")
+        drawn.append(_Drawn(kind, "validation", metric, style, task))
+    return drawn + [_Drawn(metric, "training", metric, "-") for metric in _PANELS]
+
+
 def draw_curves(runs: Sequence[RunRecords], path: Path) -> None:
-    """Draw the curves of `runs`; raise ImportError without matplotlib."""
+    """Draw the curves of `runs`; raise ImportError without matplotlib.
+
+    Of one run, a color is a metric. Of several, a color is a run, and a style is a metric.
+    """
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
+    runs, title = _select_drawn(runs)
+    drawn = _list_drawn(runs)
+    panels = {curve.panel for curve in drawn}
     # A panel is as wide as the columns in which it stands.
-    rows: list[list[Any]] = [["loss"] * 6, [name for name in _PANELS for _ in range(2)]]
-    heights = [5.0, 2.5]  # inches
-    if any(run.reported(_TASK_METRIC) for run in runs):
-        rows.insert(1, ["acc"] * 3 + ["bpb"] * 3)
-        heights.insert(1, 3.5)
+    rows: list[list[Any]] = [["loss"] * 6]
+    heights = [5.0]  # inches
+    if "bits" in panels:
+        rows.append(["bits"] * 6)
+        heights.append(3.5)
+    if panels & {"acc", "bpb"}:
+        rows.append(["acc"] * 3 + ["bpb"] * 3)
+        heights.append(3.5)
+    rows.append([name for name in _PANELS for _ in range(2)])
+    heights.append(2.5)
     figure = Figure(figsize=(11, sum(heights)), layout="constrained")
-    axes = figure.subplot_mosaic(rows, height_ratios=heights)
-    set_colors = itertools.count(max(2, len(runs)))  # after those of training and validation
-    for number, run in enumerate(runs):
-        # A color for each run; or of a single run, for each loss.
-        training_color = validation_color = f"C{number}"
-        label_prefix = f"{run.name} "
-        if len(runs) == 1:
-            validation_color = "C1"
-            label_prefix = ""
-        steps, losses = run.curve("training", "loss").thinned()
-        axes["loss"].plot(steps, losses, "-", color=training_color, label=f"{label_prefix}training")
-        steps, losses = run.curve("validation", "loss").thinned()
-        label = f"{label_prefix}validation"
-        axes["loss"].plot(steps, losses, "o--", color=validation_color, markersize=4, label=label)
-        for metric in run.reported(_SET_LOSS):
-            steps, losses = run.curve("validation", metric).thinned()
-            label = f"{label_prefix}validation {metric}"
-            color = f"C{next(set_colors)}"
-            axes["loss"].plot(steps, losses, ":", color=color, label=label)
-        for metric in _PANELS:
-            steps, values = run.curve("training", metric).thinned()
-            axes[metric].plot(steps, values, color=training_color)
-        for metric in run.reported(_TASK_METRIC):
-            steps, values = run.curve("validation", metric).thinned()
-            task, _, kind = metric.removeprefix("eval_").rpartition("_")
-            axes[kind].plot(steps, values, "o--", markersize=4, label=f"{label_prefix}{task}")
-    for name, panel in axes.items():
+    figure.suptitle(title)
+    colors = [colormaps["tab10" if len(runs) <= 10 else "tab20"](n) for n in range(len(runs))]
+    for name, panel in figure.subplot_mosaic(rows, height_ratios=heights).items():
+        for number, curve in enumerate(curve for curve in drawn if curve.panel == name):
+            for run, color in zip(runs, colors, strict=True):
+                label = None
+                if len(runs) == 1:
+                    color = f"C{number}"
+                    label = curve.label
+                steps, values = run.curve(curve.group, curve.metric).thinned()
+                panel.plot(steps, values, curve.style, color=color, markersize=4, label=label)
+            if len(runs) > 1 and curve.label:
+                panel.plot([], [], curve.style, color="black", markersize=4, label=curve.label)
         panel.set(title=_TITLES[name], xlabel="step")
         panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         panel.grid(alpha=0.3)
         if panel.get_legend_handles_labels()[0]:
             panel.legend()
+    if len(runs) > 1:
+        lines = [Line2D([], [], color=color) for color in colors]
+        names = [textwrap.shorten(run.name, 40).replace("$", r"\$") for run in runs]
+        figure.legend(lines, names, loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=100)
 
 

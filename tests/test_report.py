@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from determined.core import DummyTrainContext
+from matplotlib.figure import Figure
 
 from lm import report
 from lm.fileio import print_once
+from lm.metrics.logger import MetricLogger
 from lm.runtime.run_dir import RunDir
 
 
@@ -89,6 +94,18 @@ def test_report_counts_sessions_and_the_best_validation() -> None:
     assert facts["GPU-hours"] == f"{150 * 8 / 3600:.2f}"
     assert (facts["tokens/s (median)"], facts["MFU (median)"]) == ("110", "50.0%")
     assert facts["training blocked by saving (s)"] == "3.0"
+
+
+def test_report_after_a_stop_has_the_step_that_was_saved() -> None:
+    run = make_run("a")
+    with MetricLogger(0, run, DummyTrainContext(), max_steps=30) as logger:
+        logger.start(20)
+        logger.log_checkpoint(25, "uuid")
+    facts = report.RunRecords(run).summarize()
+    assert (facts["steps"], facts["tokens"]) == ("25 of 30", "25,000")
+    with MetricLogger(0, run, DummyTrainContext(), max_steps=30) as logger:
+        logger.start(20)  # the checkpoint of step 25 was damaged
+    assert report.RunRecords(run).summarize()["steps"] == "20 of 30"
 
 
 def test_report_has_the_best_scores_of_tasks() -> None:
@@ -183,6 +200,61 @@ def test_report_ignores_lines_with_values_of_other_kinds() -> None:
         path.write_text("\n".join([*lines, path.read_text()]))
     assert report.RunRecords(run).summarize() == before
     assert report.write_report(run) == "runs/a/report.md and report.png"
+
+
+def with_validation(name: str, loss: float, bits_per_byte: float) -> report.RunRecords:
+    run = make_run(name)
+    line = {"group": "validation", "step": 30, "time": 2060.0, "loss": loss}
+    line["bits_per_byte"] = bits_per_byte
+    (run / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    return report.RunRecords(run)
+
+
+def test_report_compares_runs_of_different_tokenizers_by_bits_per_byte() -> None:
+    by_bytes = with_validation("bytes", 2.0794, 3.0)  # nats per token of one byte
+    by_words = with_validation("words", 3.6, 2.17)
+    text = report.format_report([by_bytes, by_words])
+    losses = "| 2.0794, best 2.0794 (step 30) | 3.6000, best 3.6000 (step 30) |"
+    assert f"| validation loss {losses}\n" in text
+    bits = "| 3.0000, best 3.0000 (step 30) | 2.1700, best 2.1700 (step 30) |"
+    assert f"| validation bits per byte {bits}\n" in text
+    assert "compare bits per byte, not losses" in text
+    figure = draw([by_bytes, by_words])
+    assert "validation, bits per byte" in [axes.get_title() for axes in figure.axes]
+    same = [by_bytes, with_validation("longer", 1.0397, 1.5)]
+    assert "compare bits" not in report.format_report(same)
+
+
+def draw(runs: Sequence[report.RunRecords]) -> Figure:
+    """The figure of a picture."""
+    drawn: list[Figure] = []
+    save = Figure.savefig
+
+    def savefig(figure: Figure, *args: Any, **kwargs: Any) -> None:
+        drawn.append(figure)
+        save(figure, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", savefig)
+        report.draw_curves(runs, Path("picture.png"))
+    return drawn[0]
+
+
+@pytest.mark.parametrize("n_runs", [20, 25])
+def test_picture_of_many_runs_names_each_beside_the_curves(n_runs: int) -> None:
+    runs = [with_validation(f"run-{n}", 10.0 - n / 10, 1.0 - n / 100) for n in range(n_runs)]
+    figure = draw(runs)
+    (legend,) = figure.legends
+    names = {text.get_text() for text in legend.get_texts()}
+    assert names == {f"run-{n}" for n in range(n_runs - 20, n_runs)}
+    colors = {line.get_color() for line in legend.get_lines()}
+    assert len(colors) == 20
+    panel = figure.axes[0]
+    assert not legend.get_window_extent().overlaps(panel.get_window_extent())
+    inside = panel.get_legend()
+    assert inside is not None
+    assert [text.get_text() for text in inside.get_texts()] == ["training", "validation"]
+    assert ("25 runs" in figure.get_suptitle()) == (n_runs == 25)
 
 
 def test_report_of_sessions_by_a_clock_that_is_wrong() -> None:

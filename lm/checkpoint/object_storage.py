@@ -40,6 +40,7 @@ RUN_FILES = (
     "config.yaml",
     "metrics.jsonl",
     "samples.jsonl",
+    "checkpoints.jsonl",
     "sessions.jsonl",
     "tracker_id",
     FIRST_CHECKPOINT,

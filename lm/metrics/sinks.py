@@ -21,7 +21,7 @@ from lm.determined.master import BackgroundReporter
 from lm.errors import escape_control
 from lm.fileio import drop_records, open_regular
 from lm.launch.console import format_elapsed
-from lm.metrics.records import Report, Sample
+from lm.metrics.records import Logged, Report, Sample
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -81,7 +81,7 @@ def _first_dropped_step(group: str, start: int, missing: Collection[str]) -> int
 
 
 class JSONL(Sink):
-    """metrics.jsonl and samples.jsonl, with a line of JSON per report and per sample.
+    """metrics.jsonl, samples.jsonl and checkpoints.jsonl, with a line of JSON per record.
 
     Lines from before a restart are removed if they are of a step after `start`, or of step `start`
     and of a group that is `missing` in the checkpoint of that step.
@@ -90,23 +90,19 @@ class JSONL(Sink):
     def __init__(self, run_dir: Path, start: int, missing: Collection[str]) -> None:
         self._metrics = self._open(run_dir / "metrics.jsonl", Report, start, missing)
         self._samples = self._open(run_dir / "samples.jsonl", Sample, start, missing)
+        self._checkpoints = self._open(run_dir / "checkpoints.jsonl", Logged, start, missing)
 
     @staticmethod
-    def _open(
-        path: Path, kind: type[Report | Sample], start: int, missing: Collection[str]
-    ) -> TextIO:
-        def is_kept(line: Report | Sample) -> bool:
+    def _open(path: Path, kind: type[Logged], start: int, missing: Collection[str]) -> TextIO:
+        def is_kept(line: Logged) -> bool:
             return line.step < _first_dropped_step(line.group, start, missing)
 
         drop_records(path, kind, start, is_kept)
         return open(path, "a", opener=open_regular)
 
     def write(self, record: Record) -> None:
-        if record.group == "checkpoint":
-            return
-        file = self._metrics
-        if record.group == "sample":
-            file = self._samples
+        files = {"sample": self._samples, "checkpoint": self._checkpoints}
+        file = files.get(record.group, self._metrics)
         line = {"group": record.group, "step": record.step, "time": record.time, **record.fields}
         file.write(json.dumps(line) + "\n")
         file.flush()
@@ -114,8 +110,8 @@ class JSONL(Sink):
             os.fsync(file.fileno())
 
     def close(self) -> None:
-        self._metrics.close()
-        self._samples.close()
+        for file in (self._metrics, self._samples, self._checkpoints):
+            file.close()
 
 
 _FIRST_COLUMNS = frozenset({"lr", "lr_schedule", "d_model", "n_layers", "batch_size"})

@@ -7,6 +7,7 @@ For a run in object storage, each machine has its own, and that of rank 0 has th
 config.yaml               all hyperparameters of the run
 metrics.jsonl             one line per report
 samples.jsonl             one line per sample
+checkpoints.jsonl         one line per complete checkpoint, deleted ones included
 sessions.jsonl            one line per start
 report.md, report.png     the run in a table and curves, written when it ends or stops
 events.out.*              hyperparameters for TensorBoard
