@@ -196,6 +196,11 @@ def test_peak_flops_follow_from_the_name_of_the_gpu() -> None:
         "Tesla V100-PCIE-32GB": 112,
         "Tesla T4": 65,
     }
+    tflops |= {
+        "NVIDIA H800 PCIe": 756,
+        "NVIDIA A100 80GB PCIe": 312,
+        "NVIDIA GeForce RTX 4090": 165.2,
+    }
     assert {name: peak_flops_by_name(name) for name in tflops} == {
         name: peak * 1e12 for name, peak in tflops.items()
     }
@@ -206,6 +211,16 @@ def test_peak_flops_follow_from_the_name_of_the_gpu() -> None:
         "GeForce RTX 3060",
         "GeForce RTX 4090 Laptop GPU",
         "A100 MIG 1g.5gb",
+        "A100-SXM4-40GB MIG 1g.5gb",
+        "A100-SXM-64GB",
+        "GeForce RTX 4090 D",
+        "GeForce RTX 5090 D",
+        "GeForce RTX 5090 D v2",
+        "L40S-48Q",
+        "H20-3e",
+        "H100 80GB HBM2e",
+        "GH200 480GB",
+        "V100S-PCIE-32GB",
     )
     assert [name for name in unknown if peak_flops_by_name(f"NVIDIA {name}")] == []
 

@@ -16,27 +16,29 @@ PEAK_TFLOPS = {
     "B200": 2250,
     "RTX 5090": 209.5,
     # Hopper
-    "H200 NVL": 835,
     "H200": 989,
+    "H200 NVL": 835,
+    "H100( 80GB HBM3)?": 989,
     "H100 NVL": 835,
     "H100 PCIe": 756,
-    "H100": 989,
     "H800": 989,
+    "H800 PCIe": 756,
     "H20": 148,
     # Ada
     "L40S": 362,
     "L4": 121,
     "RTX 4090": 165.2,
     # Ampere
-    "A100": 312,
+    "A100(-SXM4?-[48]0GB|-PCIE-40GB| 80GB PCIe)?": 312,
     # Volta and Turing
-    "V100-PCIE": 112,
-    "V100": 125,
+    "V100-PCIE-(16|32)GB": 112,
+    "V100-SXM[23]-(16|32)GB": 125,
     "T4": 65,
 }
-"""Dense 16-bit peak (TFLOP/s, without sparsity) by words of the GPU's name, from data sheets.
+"""Dense 16-bit peak (TFLOP/s, without sparsity) by the GPU's whole name, from data sheets.
 
-bfloat16, where supported, is as fast as float16. GeForce cards accumulate at this rate in float32.
+A name with another word is another chip, e.g. an RTX 4090 D, or a part of one. bfloat16, where
+supported, is as fast as float16. GeForce cards accumulate at this rate in float32.
 """
 
 
@@ -49,13 +51,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype | None) -> float | None:
 
 def peak_flops_by_name(name: str) -> float | None:
     """Return the dense 16-bit peak of the GPU called `name` (FLOP/s); None = unknown."""
-    if re.search("MIG|Laptop", name):  # a slice, or a smaller chip than the desktop card's
-        return None
-    known = [words for words in PEAK_TFLOPS if re.search(rf"\b{words}\b", name)]
-    if not known:
-        return None
-    most_specific = max(known, key=len)  # an "H100 PCIe" is an "H100", too
-    return PEAK_TFLOPS[most_specific] * 1e12
+    chip = re.sub("^(NVIDIA |GeForce |Tesla )+", "", name)
+    for known, tflops in PEAK_TFLOPS.items():
+        if re.fullmatch(known, chip):
+            return tflops * 1e12
+    return None
 
 
 def peak_memory_gib(device: torch.device) -> float:
