@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from determined.common import context
 
 from lm import config
 from lm.data.tokenizer import TOKENIZER_JSON
@@ -220,3 +222,12 @@ def test_config_yaml_equals_the_original_example() -> None:
 )
 def test_generated_pages_match_the_code(file: str, text: Callable[[], str]) -> None:
     assert (REPOSITORY / "docs" / file).read_text() == text(), "`make docs` writes it"
+
+
+def test_uploaded_folder_has_the_package_and_no_data_or_environments(tmp_path: Path) -> None:
+    shutil.copy(REPOSITORY / ".detignore", tmp_path)
+    for name in ("data/own", "venv", ".venv", "runs", "lm/data"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "file").write_text("")
+    uploaded = context.read_v1_context(tmp_path)
+    assert [file.path for file in uploaded if file.path.endswith("/file")] == ["lm/data/file"]
